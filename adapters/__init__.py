@@ -1,0 +1,1 @@
+"""Interfaces of other systems onto this one."""

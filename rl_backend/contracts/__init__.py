@@ -1,0 +1,79 @@
+"""What crosses a boundary: configurations, batches, losses, results, handles, errors and weight manifests."""
+
+from rl_backend.contracts.base_config import BaseConfig
+from rl_backend.contracts.batch import PackedBatch, TokenSequence
+from rl_backend.contracts.errors import (
+    BatchError,
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    EngineDirtyError,
+    ExportInterruptedError,
+    GroupFailedError,
+    HandleError,
+    OperationOrderError,
+    RegistryError,
+    RLBackendError,
+    RolloutError,
+    UnsupportedError,
+    WeightCheckError,
+    WeightSyncError,
+    WeightVersionError,
+)
+from rl_backend.contracts.handle import ModelHandle
+from rl_backend.contracts.loss import LossFn, Metric, MetricValue, ModelOutput
+from rl_backend.contracts.optimizer_config import OptimizerConfig
+from rl_backend.contracts.parallel_config import ParallelConfig
+from rl_backend.contracts.registry import Registry
+from rl_backend.contracts.result import ForwardResult, StepResult, merge_metrics
+from rl_backend.contracts.runtime_config import (
+    BACKEND_CONFIGS,
+    MODEL_CONFIGS,
+    BackendConfig,
+    ModelOptions,
+    NativeConfig,
+    RuntimeConfig,
+)
+from rl_backend.contracts.weights import UNVERSIONED, TensorInfo, WeightManifest
+
+__all__ = [
+    "BACKEND_CONFIGS",
+    "MODEL_CONFIGS",
+    "UNVERSIONED",
+    "BackendConfig",
+    "BaseConfig",
+    "BatchError",
+    "CheckpointError",
+    "ConfigError",
+    "EngineDeadError",
+    "EngineDirtyError",
+    "ExportInterruptedError",
+    "ForwardResult",
+    "GroupFailedError",
+    "HandleError",
+    "LossFn",
+    "Metric",
+    "MetricValue",
+    "ModelHandle",
+    "ModelOptions",
+    "ModelOutput",
+    "NativeConfig",
+    "OperationOrderError",
+    "OptimizerConfig",
+    "PackedBatch",
+    "ParallelConfig",
+    "RLBackendError",
+    "Registry",
+    "RegistryError",
+    "RolloutError",
+    "RuntimeConfig",
+    "StepResult",
+    "TensorInfo",
+    "TokenSequence",
+    "UnsupportedError",
+    "WeightCheckError",
+    "WeightManifest",
+    "WeightSyncError",
+    "WeightVersionError",
+    "merge_metrics",
+]

@@ -1,0 +1,66 @@
+"""The base of every configuration: pydantic with unknown fields refused and errors of our own."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
+
+from rl_backend.contracts.errors import ConfigError
+
+
+class BaseConfig(BaseModel):
+    """Frozen configuration. Building one with a wrong or unknown field raises :class:`ConfigError`.
+
+    ``model_dump_json`` and ``model_validate_json`` are inverse to each other for every subclass.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), ser_json_inf_nan="constants"
+    )
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _raise_config_error(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(value)
+        except ValidationError as error:
+            raise ConfigError(_describe(cls, error), config=cls.__name__) from None
+
+    def replace(self, **changes: Any) -> Self:
+        """A validated copy with ``changes`` applied."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self)(**{**fields, **changes})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.model_dump_json()))
+
+
+def _rebuild[C: BaseConfig](cls: type[C], text: str) -> C:
+    return cls.model_validate_json(text)
+
+
+def _describe(cls: type[BaseConfig], error: ValidationError) -> str:
+    lines = []
+    for problem in error.errors(include_url=False):
+        location = ".".join(str(part) for part in problem["loc"])
+        field = f"{cls.__name__}.{location}" if location else cls.__name__
+        if problem["type"] == "extra_forbidden":
+            known = ", ".join(sorted(cls.model_fields))
+            lines.append(f"{field}={problem['input']!r}: unknown field; {cls.__name__} has {known}")
+        elif problem["type"] == "missing":
+            lines.append(f"{field}: required field is missing")
+        elif problem["type"] == "json_invalid":
+            lines.append(f"{field}: {problem['msg']}")
+        else:
+            lines.append(f"{field}={_short(problem['input'])}: {problem['msg'][:1].lower()}{problem['msg'][1:]}")
+    return "; ".join(lines)
+
+
+def _short(value: Any) -> str:
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."

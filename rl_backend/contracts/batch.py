@@ -1,0 +1,212 @@
+"""What goes into a model: sequences, and packed micro-batches of them.
+
+The shift is defined here, once. ``log_probs[t]``, and every token field that a loss reads beside it (``loss_mask``,
+``advantages``, ``old_log_probs``, ...), belong to the *prediction of token t+1*, made at position t. The last position of
+a sequence predicts nothing: its log-prob is 0 and its ``loss_mask`` must be 0. ``values[t]`` belongs to token t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from rl_backend.contracts.errors import BatchError
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """One sequence of L tokens.
+
+    Attributes:
+        input_ids: (L,) int64, L >= 1.
+        token_fields: name -> (L, ...) tensor.
+        sequence_fields: name -> tensor of any shape, one value for the sequence (a scalar is a 0-d tensor).
+    """
+
+    input_ids: Tensor
+    token_fields: Mapping[str, Tensor] = field(default_factory=dict)
+    sequence_fields: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.input_ids.dim() != 1 or self.input_ids.numel() == 0:
+            raise BatchError(
+                f"input_ids has shape {tuple(self.input_ids.shape)}; expected (L,) with L >= 1: no batch dimension, "
+                "no padding"
+            )
+        if self.input_ids.dtype != torch.int64:
+            raise BatchError(f"input_ids has dtype {self.input_ids.dtype}; expected torch.int64")
+        for name, value in self.token_fields.items():
+            if value.dim() == 0 or value.shape[0] != len(self):
+                raise BatchError(
+                    f"token field {name!r} has shape {tuple(value.shape)}; its first dimension must be the sequence's "
+                    f"{len(self)} tokens",
+                    name=name,
+                )
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[0]
+
+    def with_fields(
+        self, token_fields: Mapping[str, Tensor] | None = None, sequence_fields: Mapping[str, Tensor] | None = None
+    ) -> TokenSequence:
+        """A copy with fields added or replaced."""
+        return TokenSequence(
+            self.input_ids,
+            {**self.token_fields, **(token_fields or {})},
+            {**self.sequence_fields, **(sequence_fields or {})},
+        )
+
+    @classmethod
+    def from_prompt_and_response(
+        cls,
+        prompt_ids: Sequence[int],
+        response_ids: Sequence[int],
+        *,
+        response_fields: Mapping[str, Sequence[float] | Tensor] | None = None,
+        sequence_fields: Mapping[str, Tensor] | None = None,
+    ) -> TokenSequence:
+        """Prompt and response as one sequence, with ``loss_mask`` on the predictions of the response tokens.
+
+        Args:
+            prompt_ids: at least one token.
+            response_ids: R >= 1 tokens.
+            response_fields: name -> R values of the response tokens (for example ``rollout_log_probs``); each is placed
+                at the position that predicts its token, zeros elsewhere.
+            sequence_fields: as in :class:`TokenSequence`.
+        """
+        if not prompt_ids or not response_ids:
+            raise BatchError(
+                f"a prompt of {len(prompt_ids)} and a response of {len(response_ids)} tokens; both need at least one"
+            )
+        start, length = len(prompt_ids) - 1, len(prompt_ids) + len(response_ids)
+        fields = {"loss_mask": torch.zeros(length)}
+        fields["loss_mask"][start:-1] = 1.0
+        for name, values in (response_fields or {}).items():
+            tensor = torch.as_tensor(values)
+            if tensor.shape[0] != len(response_ids):
+                raise BatchError(
+                    f"response field {name!r} has {tensor.shape[0]} rows for {len(response_ids)} response tokens",
+                    name=name,
+                )
+            placed = tensor.new_zeros((length, *tensor.shape[1:]))
+            placed[start:-1] = tensor
+            fields[name] = placed
+        return cls(torch.tensor([*prompt_ids, *response_ids]), fields, sequence_fields or {})
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One micro-batch: B sequences laid end to end in T tokens, without padding.
+
+    Attributes:
+        input_ids: (T,) int64.
+        seq_lens: (B,) int64 on the CPU, each >= 1, with sum T.
+        token_fields: name -> (T, ...) tensor.
+        sequence_fields: name -> (B, ...) tensor.
+        meta: facts that all tokens share. The runtime reads ``temperature`` (a number; a (B,) sequence field of that name
+            takes precedence) and ``calculate_entropy`` (bool). Losses read ``batch_num_tokens`` (the sum of ``loss_mask``
+            over the whole batch of all ranks), ``global_batch_size`` (its sequences) and ``dp_size``.
+        payload: the caller's own micro-batch object. Never read here; a loss adapter can pass it on.
+    """
+
+    input_ids: Tensor
+    seq_lens: Tensor
+    token_fields: Mapping[str, Tensor] = field(default_factory=dict)
+    sequence_fields: Mapping[str, Tensor] = field(default_factory=dict)
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    payload: Any = None
+
+    def __post_init__(self) -> None:
+        tokens = self.input_ids.shape[0] if self.input_ids.dim() == 1 else -1
+        if tokens < 1 or self.input_ids.dtype != torch.int64:
+            raise BatchError(
+                f"input_ids has shape {tuple(self.input_ids.shape)} and dtype {self.input_ids.dtype}; expected (T,) with "
+                "T >= 1 and torch.int64"
+            )
+        if self.seq_lens.dim() != 1 or self.seq_lens.dtype != torch.int64 or self.seq_lens.device.type != "cpu":
+            raise BatchError("seq_lens must be a (B,) int64 tensor on the CPU")
+        if int(self.seq_lens.sum()) != tokens or bool((self.seq_lens < 1).any()):
+            raise BatchError(
+                f"seq_lens {self.seq_lens.tolist()} must be positive and sum to the {tokens} tokens of input_ids"
+            )
+        for kind, fields, rows in (
+            ("token", self.token_fields, tokens),
+            ("sequence", self.sequence_fields, self.num_sequences),
+        ):
+            for name, value in fields.items():
+                if value.dim() == 0 or value.shape[0] != rows:
+                    raise BatchError(
+                        f"{kind} field {name!r} has shape {tuple(value.shape)}; its first dimension must be {rows}",
+                        name=name,
+                    )
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def num_sequences(self) -> int:
+        return self.seq_lens.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.input_ids.device
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """(B + 1,) int32 on the batch's device: where each sequence starts, and T."""
+        starts = torch.zeros(self.num_sequences + 1, dtype=torch.int32)
+        starts[1:] = self.seq_lens.cumsum(0)
+        return starts.to(self.device)
+
+    @property
+    def position_ids(self) -> Tensor:
+        """(T,) int64: each token's position in its own sequence."""
+        return torch.cat([torch.arange(length) for length in self.seq_lens.tolist()]).to(self.device)
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """(T,) int64: which of the B sequences a token is in."""
+        return torch.repeat_interleave(torch.arange(self.num_sequences), self.seq_lens).to(self.device)
+
+    @property
+    def labels(self) -> Tensor:
+        """(T,) int64: the next token of the same sequence, -100 at each sequence's last position."""
+        labels = torch.full_like(self.input_ids, -100)
+        labels[:-1] = self.input_ids[1:]
+        labels[(self.seq_lens.cumsum(0) - 1).to(self.device)] = -100
+        return labels
+
+    @property
+    def temperature(self) -> Tensor | float:
+        """What logits are divided by: a (T,) tensor when it differs by sequence, else a number (1.0 by default)."""
+        if "temperature" in self.sequence_fields:
+            return self.sequence_fields["temperature"].to(torch.float32)[self.sequence_ids]
+        return float(self.meta.get("temperature", 1.0))
+
+    def token_field(self, name: str) -> Tensor:
+        """A token field; raises :class:`BatchError` that lists what is there when it is missing."""
+        if name not in self.token_fields:
+            raise BatchError(f"token field {name!r} is missing; the batch has {sorted(self.token_fields)}", name=name)
+        return self.token_fields[name]
+
+    def split(self, packed: Tensor) -> tuple[Tensor, ...]:
+        """(T, ...) -> B tensors of (L_i, ...)."""
+        if packed.shape[0] != self.num_tokens:
+            raise BatchError(f"a tensor of {packed.shape[0]} rows cannot be split into {self.num_tokens} tokens")
+        return torch.split(packed, self.seq_lens.tolist())
+
+    def to(self, device: torch.device | str) -> Self:
+        """A copy with every tensor but ``seq_lens`` on ``device``."""
+        return type(self)(
+            self.input_ids.to(device, non_blocking=True),
+            self.seq_lens,
+            {name: value.to(device, non_blocking=True) for name, value in self.token_fields.items()},
+            {name: value.to(device, non_blocking=True) for name, value in self.sequence_fields.items()},
+            self.meta,
+            self.payload,
+        )

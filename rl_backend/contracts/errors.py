@@ -1,0 +1,94 @@
+"""Errors. Every one survives pickling, so that a Ray caller sees the class, the message and the details."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+
+class RLBackendError(Exception):
+    """Base of every error that this project raises on purpose.
+
+    Args:
+        message: what was wrong, with the field or tensor, its value, what was expected and what to do.
+        details: the same facts for a program; each value must be picklable. Kept in ``details``.
+    """
+
+    def __init__(self, message: str, **details: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.details = details
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.message, self.details))
+
+
+def _rebuild[E: RLBackendError](cls: type[E], message: str, details: dict[str, Any]) -> E:
+    return cls(message, **details)
+
+
+class ConfigError(RLBackendError):
+    """A configuration value that cannot work; raised when the configuration is built."""
+
+    @classmethod
+    def of(cls, field: str, value: Any, expected: str) -> Self:
+        """The usual message: ``field=value: expected``."""
+        return cls(f"{field}={value!r}: {expected}", field=field, value=repr(value))
+
+
+class UnsupportedError(RLBackendError):
+    """A request that is understood and that this build, model or machine cannot serve."""
+
+
+class RegistryError(RLBackendError):
+    """An unknown or twice registered model family or runtime."""
+
+
+class BatchError(RLBackendError):
+    """Data that does not fit its contract: shapes, lengths, counts or a missing field."""
+
+
+class HandleError(RLBackendError):
+    """A handle used for what it is not: another runtime's, closed, or forward-only where gradients are needed."""
+
+
+class CheckpointError(RLBackendError):
+    """Weights or training state on disk that are missing, incomplete or of another shape."""
+
+
+class ExportInterruptedError(RLBackendError):
+    """Another rank closed ``export_weights`` before its end, so the iteration ended here too."""
+
+
+class GroupFailedError(RLBackendError):
+    """A rank of a training group died or left its peers in a collective; the group cannot be used again."""
+
+
+class OperationOrderError(RLBackendError):
+    """An operation that another driver, or an operation already lost, would interleave with."""
+
+
+class RolloutError(RLBackendError):
+    """A rollout engine that cannot serve the request."""
+
+
+class EngineDeadError(RolloutError):
+    """The engine's process ended."""
+
+
+class EngineDirtyError(RolloutError):
+    """A weight update failed after its first load: the engine refuses requests until it is rebuilt."""
+
+
+class WeightSyncError(RLBackendError):
+    """A push of weights that did not complete."""
+
+
+class WeightCheckError(WeightSyncError):
+    """Weights refused before any of them was loaded; the engine still serves the old ones."""
+
+
+class WeightVersionError(WeightSyncError):
+    """Weights, or a sample, of a version that is older than the one required."""

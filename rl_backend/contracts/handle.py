@@ -1,0 +1,25 @@
+"""A handle names one model that a runtime holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(eq=False)
+class ModelHandle:
+    """What every atom takes. Runtimes subclass it and keep the model, optimizer and process groups in it.
+
+    Attributes:
+        name: for messages.
+        forward_only: no optimizer and no gradients (a reference policy).
+        weight_version: a whole number that a successful ``optimizer_step`` advances and a checkpoint keeps.
+        data_parallel_rank, data_parallel_size: this rank's place among those that see different data.
+        base: the model whose weights an adapter handle shares; None for a model of its own.
+    """
+
+    name: str
+    forward_only: bool
+    weight_version: int
+    data_parallel_rank: int
+    data_parallel_size: int
+    base: ModelHandle | None = None

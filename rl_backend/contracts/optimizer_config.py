@@ -1,0 +1,90 @@
+"""Optimizer and learning-rate schedule, with the names and defaults of verl's McoreOptimizerConfig."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rl_backend.contracts.base_config import BaseConfig
+from rl_backend.contracts.errors import ConfigError
+
+NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+
+
+class OptimizerConfig(BaseConfig):
+    """AdamW with Megatron's schedules.
+
+    Attributes:
+        lr: peak learning rate.
+        lr_warmup_steps: optimizer steps of linear warm-up; -1 takes ``lr_warmup_steps_ratio * total_training_steps``.
+        lr_decay_steps: step at which ``min_lr`` is reached, warm-up included; None takes ``total_training_steps``.
+        lr_wsd_decay_steps: length of the final decay of the ``WSD`` style, in steps.
+        total_training_steps: -1 when unknown; every style but ``constant`` and ``inverse-square-root`` needs it or
+            ``lr_decay_steps``.
+        weight_decay: final value; biases and parameters of one dimension are never decayed (as in Megatron).
+        weight_decay_start: first value when ``weight_decay_incr_style`` is not ``constant``; None takes ``weight_decay``.
+        clip_grad: largest global gradient norm; 0 switches clipping off.
+        log_num_zeros_in_grad: count zeros in the gradient in each step (the third result of ``optimizer_step``).
+    """
+
+    optimizer: Literal["adam"] = "adam"
+    lr: NonNegative = 1e-3
+    min_lr: NonNegative = 0.0
+    lr_warmup_init: NonNegative = 0.0
+    lr_warmup_steps: int = Field(default=-1, ge=-1)
+    lr_warmup_steps_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
+    lr_decay_steps: int | None = Field(default=None, ge=1)
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "constant"
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    lr_wsd_decay_steps: int | None = Field(default=None, ge=0)
+    total_training_steps: int = Field(default=-1, ge=-1)
+    weight_decay: NonNegative = 0.01
+    weight_decay_start: float | None = Field(default=None, ge=0.0)
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(default=1e-8, gt=0.0)
+    clip_grad: NonNegative = 1.0
+    log_num_zeros_in_grad: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        name = type(self).__name__
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ConfigError.of(f"{name}.betas", self.betas, "each must be in [0, 1)")
+        if self.min_lr > self.lr:
+            raise ConfigError.of(f"{name}.min_lr", self.min_lr, f"must not exceed lr={self.lr}")
+        if self.lr_warmup_init > self.lr:
+            raise ConfigError.of(f"{name}.lr_warmup_init", self.lr_warmup_init, f"must not exceed lr={self.lr}")
+        decays = self.lr_decay_style in ("linear", "cosine", "WSD")
+        if decays and self.decay_steps is None:
+            raise ConfigError.of(
+                f"{name}.lr_decay_style", self.lr_decay_style, "needs lr_decay_steps or total_training_steps"
+            )
+        if self.decay_steps is not None and self.warmup_steps >= self.decay_steps and decays:
+            raise ConfigError.of(
+                f"{name}.lr_warmup_steps", self.warmup_steps, f"must be less than lr_decay_steps={self.decay_steps}"
+            )
+        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_steps is None:
+            raise ConfigError.of(f"{name}.lr_wsd_decay_steps", None, "lr_decay_style='WSD' needs it")
+        if self.lr_warmup_steps == -1 and self.lr_warmup_steps_ratio > 0 and self.total_training_steps <= 0:
+            raise ConfigError.of(f"{name}.lr_warmup_steps_ratio", self.lr_warmup_steps_ratio, "needs total_training_steps")
+        if self.weight_decay_incr_style != "constant" and self.total_training_steps <= 0:
+            raise ConfigError.of(
+                f"{name}.weight_decay_incr_style", self.weight_decay_incr_style, "needs total_training_steps"
+            )
+        return self
+
+    @property
+    def warmup_steps(self) -> int:
+        """Optimizer steps of warm-up after the ratio is resolved."""
+        if self.lr_warmup_steps >= 0:
+            return self.lr_warmup_steps
+        return int(self.lr_warmup_steps_ratio * max(self.total_training_steps, 0))
+
+    @property
+    def decay_steps(self) -> int | None:
+        """Optimizer steps until ``min_lr``, or None when the schedule never decays to it."""
+        if self.lr_decay_steps is not None:
+            return self.lr_decay_steps
+        return self.total_training_steps if self.total_training_steps > 0 else None

@@ -1,0 +1,66 @@
+"""What the atoms return."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from rl_backend.contracts.errors import BatchError
+from rl_backend.contracts.loss import Metric
+
+
+@dataclass(frozen=True)
+class ForwardResult:
+    """Result of ``forward_backward`` on one rank.
+
+    Attributes:
+        losses: one number per micro-batch, as the loss returned it; empty when there was no loss.
+        metrics: name -> :class:`Metric`, merged over this rank's micro-batches.
+        outputs: ``log_probs``, ``entropy``, ``values``, ``routed_experts`` -> one detached tensor (L_i, ...) per sequence,
+            in the order of ``data``. Only on source ranks (``is_mp_src_rank_with_outputs``); empty elsewhere.
+    """
+
+    losses: tuple[float, ...] = ()
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    outputs: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> float:
+        """Sum over this rank's micro-batches."""
+        return float(sum(self.losses))
+
+    @property
+    def means(self) -> dict[str, float]:
+        return {name: metric.mean for name, metric in self.metrics.items()}
+
+    def output(self, name: str) -> Sequence[Tensor]:
+        """One output; raises :class:`BatchError` when the pass did not produce it."""
+        if name not in self.outputs:
+            raise BatchError(f"output {name!r} was not computed; the result has {sorted(self.outputs)}", name=name)
+        return self.outputs[name]
+
+
+def merge_metrics(results: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Metrics of several micro-batches or ranks as one."""
+    merged: dict[str, Metric] = {}
+    for metrics in results:
+        for name, metric in metrics.items():
+            merged[name] = merged[name].merge(metric) if name in merged else metric
+    return merged
+
+
+class StepResult(NamedTuple):
+    """Result of ``optimizer_step``.
+
+    Attributes:
+        ok: False when any rank's gradient was not finite; then no parameter, moment or step count changed.
+        grad_norm: global 2-norm before clipping; not finite when ``ok`` is False.
+        num_zeros: zeros in the global gradient; None unless ``OptimizerConfig.log_num_zeros_in_grad``.
+    """
+
+    ok: bool
+    grad_norm: float
+    num_zeros: int | None

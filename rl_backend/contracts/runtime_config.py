@@ -1,0 +1,129 @@
+"""What a runtime is built from. ``backend_cfg`` gets its type from ``backend``, so a dump loads back as it was."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Literal
+
+from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator
+
+from rl_backend.contracts.base_config import BaseConfig
+from rl_backend.contracts.errors import ConfigError
+from rl_backend.contracts.optimizer_config import OptimizerConfig
+from rl_backend.contracts.parallel_config import ParallelConfig
+from rl_backend.contracts.registry import Registry
+
+BACKEND_CONFIGS: Registry[type[BackendConfig]] = Registry("runtime", "register_runtime(...)")
+MODEL_CONFIGS: Registry[type[ModelOptions]] = Registry("model family", "register_model(...)")
+
+
+class ModelOptions(BaseConfig):
+    """Base of the options of one model implementation; a family subclasses it and registers the subclass."""
+
+
+class BackendConfig(BaseConfig):
+    """Base of the options of one runtime: what every runtime has."""
+
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+class NativeConfig(BackendConfig):
+    """Options of the ``native`` runtime.
+
+    Attributes:
+        device: ``auto`` takes CUDA when there is a device.
+        param_dtype: dtype of parameters in forward and backward; the optimizer always works on float32 masters.
+        reduce_dtype: dtype in which gradients are accumulated and reduced over ranks.
+        activation_checkpointing: ``full`` recomputes each layer in the backward pass.
+        reshard_after_forward: free gathered parameters between forward and backward.
+        log_prob_chunk_tokens: tokens whose full-vocabulary logits exist at one time.
+        model: name of the registered model family, or ``auto``: the one that claims the directory's ``model_type``.
+        model_cfg: that family's own options; needs ``model`` to be named. None takes its defaults.
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    activation_checkpointing: Literal["none", "full"] = "none"
+    reshard_after_forward: bool = True
+    log_prob_chunk_tokens: int = Field(default=1024, ge=1)
+    model: str = "auto"
+    model_cfg: SerializeAsAny[ModelOptions] | None = None
+
+    @field_validator("parallel")
+    @classmethod
+    def _only_data_parallel(cls, parallel: ParallelConfig) -> ParallelConfig:
+        for name, size in parallel.model_dump().items():
+            if size != 1:
+                raise ConfigError.of(
+                    f"NativeConfig.parallel.{name}", size, "the native runtime has data parallelism only; use 1"
+                )
+        return parallel
+
+    @field_validator("model_cfg", mode="before")
+    @classmethod
+    def _resolve_model_cfg(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None or "model" not in info.data:
+            return value
+        if info.data["model"] == "auto":
+            raise ConfigError.of("NativeConfig.model_cfg", value, "name the family in `model` to give it options")
+        return _resolve("NativeConfig.model_cfg", MODEL_CONFIGS.get(info.data["model"]), value)
+
+
+BACKEND_CONFIGS.add("native", NativeConfig)
+
+
+class RuntimeConfig(BaseConfig):
+    """What ``create_runtime`` takes.
+
+    Attributes:
+        plugins: modules imported before the rest is read, in every process that builds the runtime; they call
+            ``register_model`` and ``register_runtime``.
+        backend: name of a registered runtime.
+        hf_path: local Hugging Face directory with ``config.json`` and safetensors.
+        seed: seeds every random generator of the runtime.
+        max_tokens_per_micro_batch: largest number of tokens in one micro-batch.
+        backend_cfg: the runtime's own options; their type is the one registered for ``backend``.
+    """
+
+    plugins: tuple[str, ...] = ()
+    backend: str = "native"
+    hf_path: str = Field(min_length=1)
+    seed: int = 0
+    max_tokens_per_micro_batch: int = Field(default=8192, ge=1)
+    backend_cfg: SerializeAsAny[BackendConfig] = Field(default_factory=dict, validate_default=True)  # type: ignore[assignment]
+
+    @field_validator("plugins")
+    @classmethod
+    def _import_plugins(cls, plugins: tuple[str, ...]) -> tuple[str, ...]:
+        for name in plugins:
+            try:
+                importlib.import_module(name)
+            except ModuleNotFoundError as error:
+                raise ConfigError.of("RuntimeConfig.plugins", name, f"cannot be imported ({error})") from None
+        return plugins
+
+    @field_validator("backend")
+    @classmethod
+    def _known_backend(cls, backend: str) -> str:
+        BACKEND_CONFIGS.get(backend)
+        return backend
+
+    @field_validator("backend_cfg", mode="before")
+    @classmethod
+    def _resolve_backend_cfg(cls, value: Any, info: ValidationInfo) -> Any:
+        if "backend" not in info.data:
+            return value
+        return _resolve("RuntimeConfig.backend_cfg", BACKEND_CONFIGS.get(info.data["backend"]), value)
+
+
+def _resolve[C: BaseConfig](field: str, config_type: type[C], value: Any) -> C:
+    if isinstance(value, config_type):
+        return value
+    if isinstance(value, dict):
+        return config_type(**value)
+    raise ConfigError(
+        f"{field} is a {type(value).__name__}; expected {config_type.__name__} or a dictionary of its fields",
+        field=field,
+    )

@@ -1,0 +1,5 @@
+"""Model families. Importing this package registers the built-in ones."""
+
+from rl_backend.model.registry import MODEL_FAMILIES, ModelFamily, ModelInput, find_model, register_model
+
+__all__ = ["MODEL_FAMILIES", "ModelFamily", "ModelInput", "find_model", "register_model"]

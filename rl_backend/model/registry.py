@@ -1,0 +1,91 @@
+"""Model families by name and by the ``model_type`` of a Hugging Face ``config.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from rl_backend.contracts import MODEL_CONFIGS, ModelOptions, NativeConfig, Registry, UnsupportedError
+from rl_backend.parallel.groups import ParallelGroups
+
+
+class ModelInput(NamedTuple):
+    """What a model's ``forward`` takes: one packed micro-batch of T tokens in B sequences.
+
+    Attributes:
+        input_ids, position_ids: (T,) int64.
+        cu_seqlens: (B + 1,) int32 on the model's device.
+        seq_lens: the B lengths as numbers, so that no kernel launch waits for the device.
+        labels: (T,) int64, the next token, -100 at each sequence's last position.
+        temperature: number or (T,) float32.
+        calculate_entropy: whether ``ModelOutput.entropy`` is wanted.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    cu_seqlens: torch.Tensor
+    seq_lens: tuple[int, ...]
+    labels: torch.Tensor
+    temperature: torch.Tensor | float
+    calculate_entropy: bool
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """One implementation of one architecture.
+
+    Attributes:
+        name: value of ``NativeConfig.model``.
+        hf_model_types: values of ``model_type`` that this family is the default for.
+        options_type: type of ``NativeConfig.model_cfg``.
+        parse_config: Hugging Face ``config.json`` as a dictionary -> the family's own architecture description; raises
+            :class:`~rl_backend.contracts.UnsupportedError` that names a field it cannot honour.
+        build: (architecture, options, log_prob_chunk_tokens) -> module on the current default device (``meta`` when the
+            runtime builds it), in float32, whose ``forward(ModelInput)`` returns a
+            :class:`~rl_backend.contracts.ModelOutput` with ``log_probs`` and, on request, ``entropy``.
+        parallelize: (module, groups, config) -> applies activation checkpointing and FSDP in place.
+        weight_names: architecture -> parameter name in the module -> Hugging Face name, in export order. A tied
+            ``lm_head`` has no entry.
+    """
+
+    name: str
+    hf_model_types: tuple[str, ...]
+    options_type: type[ModelOptions]
+    parse_config: Callable[[Mapping[str, Any]], Any]
+    build: Callable[[Any, ModelOptions, int], nn.Module]
+    parallelize: Callable[[nn.Module, ParallelGroups, NativeConfig], None]
+    weight_names: Callable[[Any], Mapping[str, str]]
+
+
+MODEL_FAMILIES: Registry[ModelFamily] = Registry("model family", "register_model(...)")
+
+
+def register_model(family: ModelFamily) -> None:
+    """Adds a family; raises :class:`~rl_backend.contracts.RegistryError` when its name is taken by another."""
+    MODEL_CONFIGS.add(family.name, family.options_type)
+    MODEL_FAMILIES.add(family.name, family)
+
+
+def find_model(name: str, hf_config: Mapping[str, Any]) -> ModelFamily:
+    """The family called ``name`` or, for ``auto``, the latest registered one that claims ``hf_config["model_type"]``.
+
+    Raises:
+        UnsupportedError: no family claims the ``model_type``.
+    """
+    if name != "auto":
+        return MODEL_FAMILIES.get(name)
+    model_type = hf_config.get("model_type")
+    for candidate in reversed(tuple(MODEL_FAMILIES)):
+        family = MODEL_FAMILIES.get(candidate)
+        if model_type in family.hf_model_types:
+            return family
+    known = sorted({kind for key in MODEL_FAMILIES for kind in MODEL_FAMILIES.get(key).hf_model_types})
+    raise UnsupportedError(
+        f"model_type={model_type!r}: no registered model family; the native runtime has {', '.join(known)}; "
+        "register_model(...) adds one",
+        model_type=model_type,
+    )

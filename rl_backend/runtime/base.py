@@ -1,0 +1,143 @@
+"""The atoms of distributed training that every runtime offers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rl_backend.contracts import (
+    ForwardResult,
+    LossFn,
+    ModelHandle,
+    PackedBatch,
+    RuntimeConfig,
+    StepResult,
+    TensorInfo,
+)
+
+type RouterReplay = Literal["off", "record", "replay"]
+
+
+class Runtime[H: ModelHandle](ABC):
+    """One rank's part of a training job. Every method is a collective over the handle's ranks unless it says otherwise.
+
+    A runtime raises :class:`~rl_backend.contracts.HandleError` for a handle of another runtime.
+    """
+
+    def __init__(self, config: RuntimeConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def build_model(self, *, forward_only: bool = False, name: str = "") -> H:
+        """Builds the model of ``config.hf_path`` and loads its weights.
+
+        Args:
+            forward_only: no optimizer, no gradients.
+            name: for messages; empty takes one from the order of building.
+
+        Raises:
+            UnsupportedError: the model family, or a feature that its configuration asks for.
+            CheckpointError: a weight file or tensor that is missing or of another shape.
+        """
+
+    @abstractmethod
+    def train_mode(self, handle: H) -> AbstractContextManager[None]:
+        """Training behaviour inside the context; may nest. Not a collective."""
+
+    @abstractmethod
+    def eval_mode(self, handle: H) -> AbstractContextManager[None]:
+        """Evaluation behaviour inside the context; may nest. Not a collective."""
+
+    @abstractmethod
+    def zero_grad(self, handle: H) -> None:
+        """Drops all gradients. Not a collective."""
+
+    @abstractmethod
+    def forward_backward(
+        self,
+        handle: H,
+        data: Sequence[PackedBatch],
+        loss_fn: LossFn | None,
+        *,
+        forward_only: bool = False,
+        router_replay: RouterReplay = "off",
+    ) -> ForwardResult:
+        """Runs every micro-batch forward and, unless ``forward_only``, backward; gradients add up until ``zero_grad``.
+
+        Args:
+            data: micro-batches, as many on every data-parallel rank.
+            loss_fn: may be None in a forward-only pass.
+
+        Raises:
+            BatchError: no micro-batches, another number on another rank, a loss that is not a 0-d tensor with a gradient.
+            HandleError: a backward pass asked of a forward-only handle.
+        """
+
+    @abstractmethod
+    def optimizer_step(self, handle: H) -> StepResult:
+        """Clips and steps, or, when any rank's gradient is not finite, changes nothing and returns ``ok=False``."""
+
+    @abstractmethod
+    def lr_scheduler_step(self, handle: H) -> float:
+        """Advances the schedules by one step and returns the learning rate of the next optimizer step. Not a collective."""
+
+    @abstractmethod
+    def to(
+        self,
+        handle: H,
+        device: Literal["cpu", "device"],
+        *,
+        model: bool = True,
+        optimizer: bool = True,
+        grad: bool = True,
+    ) -> None:
+        """Moves the chosen parts to host memory (``cpu``) or back to the training device (``device``). Not a collective."""
+
+    @abstractmethod
+    def weight_infos(self, handle: H, *, dtype: torch.dtype | None = None) -> tuple[TensorInfo, ...]:
+        """Name, shape and dtype of what ``export_weights`` yields, in its order, without moving data. Not a collective."""
+
+    @abstractmethod
+    def export_weights(
+        self,
+        handle: H,
+        *,
+        dtype: torch.dtype | None = None,
+        byte_budget: int | None = None,
+        names: Collection[str] | None = None,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yields (Hugging Face name, full tensor) in one order on every rank.
+
+        A tensor is valid until the next one is taken. Closing the iterator early on one rank ends it on every rank: the
+        others raise :class:`~rl_backend.contracts.ExportInterruptedError`.
+
+        Args:
+            dtype: None keeps the dtype in which the optimizer holds the weight.
+            byte_budget: largest number of bytes gathered at one time; must hold the largest tensor.
+            names: only these; unknown names raise :class:`~rl_backend.contracts.ConfigError` before anything is gathered.
+        """
+
+    @abstractmethod
+    def save_checkpoint(self, handle: H, path: Path | str, *, hf: bool = False, asynchronous: bool = False) -> None:
+        """Writes a new directory: training state, or with ``hf`` a Hugging Face directory.
+
+        ``path`` must not exist; it appears, complete, only when every rank has written its part.
+        """
+
+    @abstractmethod
+    def load_checkpoint(self, handle: H, path: Path | str) -> None:
+        """Restores what ``save_checkpoint`` wrote: weights, optimizer, schedules, random state, weight version."""
+
+    @abstractmethod
+    def is_mp_src_rank_with_outputs(self, handle: H) -> bool:
+        """Whether this rank is the one of its model-parallel group whose ``ForwardResult`` has outputs. Not a collective."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees every handle, and the process group if this runtime made it. Further calls raise HandleError."""
