@@ -1,0 +1,141 @@
+"""Process groups and the device mesh of one rank."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rl_backend.contracts import ConfigError, ParallelConfig
+
+INIT_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """This rank's device and its place in the layout.
+
+    Attributes:
+        mesh: one dimension, ``dp``, over all ranks.
+        device: what this rank trains on.
+        dp_rank, dp_size: place among the ranks that see different data.
+        dp_group: their group, for collectives on ``device``.
+        host_group: the same ranks over gloo, for collectives on the CPU from any one thread at a time; never used by
+            forward, backward or the optimizer.
+    """
+
+    mesh: DeviceMesh
+    device: torch.device
+    dp_rank: int
+    dp_size: int
+    dp_group: dist.ProcessGroup
+    host_group: dist.ProcessGroup
+
+
+@dataclass
+class _DefaultGroup:
+    """The default process group, if this module made it, and how many users it has."""
+
+    made_here: bool = False
+    users: int = 0
+
+
+_default_group = _DefaultGroup()
+
+
+def training_device(name: str) -> torch.device:
+    """The device of this rank for ``auto``, ``cpu`` or ``cuda``; CUDA devices are numbered by ``LOCAL_RANK`` (0 without it).
+
+    Raises:
+        ConfigError: CUDA is asked for and missing, or ``LOCAL_RANK`` has no device.
+    """
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError.of("NativeConfig.device", name, "PyTorch sees no CUDA device; use 'auto' or 'cpu'")
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError.of("LOCAL_RANK", index, f"this process sees {count} CUDA devices, so it must be below {count}")
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def open_groups(parallel: ParallelConfig, device: torch.device) -> ParallelGroups:
+    """Makes the groups of the layout. A collective over all ranks of the job.
+
+    Uses the default process group, or first makes it: from ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``
+    when ``WORLD_SIZE`` is set, else of this process alone. :func:`close_groups` undoes it.
+
+    Raises:
+        ConfigError: the world size does not fit ``parallel``, an incomplete environment, or a default group that cannot
+            communicate on ``device``.
+    """
+    if not dist.is_initialized():
+        _init_default_group(device)
+        _default_group.made_here = True
+        _default_group.users = 0
+    _default_group.users += 1
+    try:
+        _require_backend(device)
+        dp_size = parallel.data_parallel_size(dist.get_world_size())
+        mesh = init_device_mesh(device.type, (dp_size,), mesh_dim_names=("dp",))
+        return ParallelGroups(
+            mesh=mesh,
+            device=device,
+            dp_rank=mesh.get_local_rank("dp"),
+            dp_size=dp_size,
+            dp_group=mesh.get_group("dp"),
+            host_group=dist.new_group(backend="gloo"),
+        )
+    except BaseException:
+        _leave_default_group()
+        raise
+
+
+def close_groups(groups: ParallelGroups) -> None:
+    """Destroys what :func:`open_groups` made; the default group only after its last user, and only if made there."""
+    if dist.is_initialized():
+        dist.destroy_process_group(groups.host_group)
+        _leave_default_group()
+
+
+def _leave_default_group() -> None:
+    _default_group.users -= 1
+    if _default_group.made_here and _default_group.users == 0:
+        _default_group.made_here = False
+        dist.destroy_process_group()
+
+
+def _init_default_group(device: torch.device) -> None:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    device_id = device if device.type == "cuda" else None
+    if "WORLD_SIZE" not in os.environ:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=INIT_TIMEOUT, device_id=device_id)
+        return
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set but {', '.join(missing)} is not; set RANK, WORLD_SIZE, "
+            "MASTER_ADDR and MASTER_PORT together (torchrun does), or none of them for one process",
+            missing=missing,
+        )
+    dist.init_process_group(backend, timeout=INIT_TIMEOUT, device_id=device_id)
+
+
+def _require_backend(device: torch.device) -> None:
+    backends = dist.get_backend_config()
+    wanted = {"cpu": "gloo", "cuda": "nccl"}[device.type]
+    if f"{device.type}:{wanted}" not in backends:
+        raise ConfigError(
+            f"the default process group has the backends {backends}; training on {device} needs {device.type}:{wanted}; "
+            "initialise it with 'cpu:gloo,cuda:nccl', or let the runtime do it",
+            backends=backends,
+            device=str(device),
+        )
