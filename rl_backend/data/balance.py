@@ -1,0 +1,163 @@
+"""Which sequence goes into which micro-batch of which data-parallel rank."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rl_backend.contracts import BatchError
+
+ATTENTION_CROSSOVER_TOKENS = 6 * 4096
+"""Sequence length at which attention scores cost as much as all matrix products: 6 x hidden size of a dense decoder."""
+
+
+@dataclass(frozen=True)
+class MicroBatchPlan:
+    """Where each of the caller's sequences goes.
+
+    Attributes:
+        micro_batches: [data-parallel rank][micro-batch] -> indices into the caller's list, ascending. Every rank has as
+            many micro-batches, none is empty, every index appears once.
+    """
+
+    micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @property
+    def dp_size(self) -> int:
+        return len(self.micro_batches)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of one rank."""
+        return len(self.micro_batches[0])
+
+    @property
+    def num_sequences(self) -> int:
+        return sum(len(micro_batch) for rank in self.micro_batches for micro_batch in rank)
+
+    def rank_indices(self, dp_rank: int) -> tuple[int, ...]:
+        """The caller's indices of one rank's sequences, in the order in which that rank sees them."""
+        return tuple(index for micro_batch in self.micro_batches[dp_rank] for index in micro_batch)
+
+
+def plan_micro_batches(
+    seq_lens: Sequence[int],
+    dp_size: int,
+    max_tokens: int,
+    *,
+    attention_crossover_tokens: int = ATTENTION_CROSSOVER_TOKENS,
+) -> MicroBatchPlan:
+    """Spreads sequences over ranks and micro-batches, with as few micro-batches as the greedy packings find.
+
+    A sequence of L tokens counts as work ``L + L**2 / attention_crossover_tokens``. Longest first, each goes to the
+    micro-batch with the least work that has room (longest-processing-time rule, Graham 1969); when that does not fit,
+    to the fullest that has room (best fit decreasing). Micro-batches of similar work then run at the same time on all
+    ranks. The result depends on the arguments alone.
+
+    Args:
+        seq_lens: N lengths, each >= 1.
+        dp_size: data-parallel ranks.
+        max_tokens: largest number of tokens in one micro-batch.
+
+    Raises:
+        BatchError: a sequence longer than ``max_tokens``, fewer sequences than ranks, or a number of sequences that cannot
+            give every rank as many micro-batches within the budget.
+    """
+    _check(seq_lens, dp_size, max_tokens)
+    work = [length + length * length / attention_crossover_tokens for length in seq_lens]
+    order = sorted(range(len(seq_lens)), key=lambda index: (-seq_lens[index], index))
+    fewest = -(-sum(seq_lens) // (max_tokens * dp_size))
+    for per_rank in range(fewest, len(seq_lens) // dp_size + 1):
+        bins = per_rank * dp_size
+        filled = _least_work(order, seq_lens, work, bins, max_tokens) or _best_fit(order, seq_lens, bins, max_tokens)
+        if filled is not None:
+            return MicroBatchPlan(_spread(filled, work, dp_size))
+    most = len(seq_lens) // dp_size
+    raise BatchError(
+        f"{len(seq_lens)} sequences of {sum(seq_lens)} tokens do not fit into {most} micro-batches of at most {max_tokens} "
+        f"tokens on each of {dp_size} data-parallel ranks, the most that leaves none empty; make the number of sequences a "
+        "multiple of the data-parallel size or raise max_tokens_per_micro_batch",
+        num_sequences=len(seq_lens),
+        dp_size=dp_size,
+        max_tokens=max_tokens,
+    )
+
+
+def _check(seq_lens: Sequence[int], dp_size: int, max_tokens: int) -> None:
+    if dp_size < 1 or max_tokens < 1:
+        raise BatchError(f"dp_size={dp_size} and max_tokens={max_tokens} must be at least 1")
+    for index, length in enumerate(seq_lens):
+        if length < 1:
+            raise BatchError(f"sequence {index} has length {length}; every sequence needs at least one token", index=index)
+        if length > max_tokens:
+            raise BatchError(
+                f"sequence {index} has {length} tokens, more than the budget of {max_tokens} for one micro-batch; raise "
+                "max_tokens_per_micro_batch or shorten it",
+                index=index,
+                length=length,
+                max_tokens=max_tokens,
+            )
+    if len(seq_lens) < dp_size:
+        raise BatchError(
+            f"{len(seq_lens)} sequences for {dp_size} data-parallel ranks; each rank needs at least one",
+            num_sequences=len(seq_lens),
+            dp_size=dp_size,
+        )
+
+
+def _least_work(
+    order: Sequence[int], seq_lens: Sequence[int], work: Sequence[float], bins: int, max_tokens: int
+) -> list[list[int]] | None:
+    filled: list[list[int]] = [[] for _ in range(bins)]
+    room = [max_tokens] * bins
+    least = [(0.0, bin_) for bin_ in range(bins)]
+    for index in order:
+        too_full = []
+        while least and room[least[0][1]] < seq_lens[index]:
+            too_full.append(heapq.heappop(least))
+        if not least:
+            return None
+        load, bin_ = least[0]
+        filled[bin_].append(index)
+        room[bin_] -= seq_lens[index]
+        heapq.heapreplace(least, (load + work[index], bin_))
+        for entry in too_full:
+            heapq.heappush(least, entry)
+    return filled
+
+
+def _best_fit(order: Sequence[int], seq_lens: Sequence[int], bins: int, max_tokens: int) -> list[list[int]] | None:
+    filled: list[list[int]] = [[] for _ in range(bins)]
+    room = [max_tokens] * bins
+    for index in order:
+        fitting = [bin_ for bin_ in range(bins) if room[bin_] >= seq_lens[index]]
+        if not fitting:
+            return None
+        bin_ = min(fitting, key=lambda candidate: (room[candidate], candidate))
+        filled[bin_].append(index)
+        room[bin_] -= seq_lens[index]
+    spare = [members for members in filled if len(members) > 1]
+    for members in filled:
+        if not members:
+            while len(spare[-1]) == 1:
+                spare.pop()
+            members.append(spare[-1].pop())
+    return filled
+
+
+def _spread(filled: Sequence[Sequence[int]], work: Sequence[float], dp_size: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Neighbours in order of work run at the same time; the rank with the least work so far takes the largest of them."""
+
+    def load(members: Sequence[int]) -> float:
+        return sum(work[index] for index in members)
+
+    by_work = sorted((tuple(sorted(members)) for members in filled), key=lambda members: (-load(members), members))
+    ranks: list[list[tuple[int, ...]]] = [[] for _ in range(dp_size)]
+    totals = [0.0] * dp_size
+    for start in range(0, len(by_work), dp_size):
+        least_first = sorted(range(dp_size), key=lambda rank: (totals[rank], rank))
+        for rank, members in zip(least_first, by_work[start : start + dp_size], strict=True):
+            ranks[rank].append(members)
+            totals[rank] += load(members)
+    return tuple(tuple(rank) for rank in ranks)

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from rl_backend.contracts import BatchError, TokenSequence
+from rl_backend.data import pack_plan, plan_micro_batches, prepare_micro_batches, restore_order
+
+
+def random_sequences(generator: random.Random, count: int) -> list[TokenSequence]:
+    return [
+        TokenSequence.from_prompt_and_response(
+            [generator.randrange(100) for _ in range(generator.randint(1, 9))],
+            [generator.randrange(100) for _ in range(generator.randint(1, 20))],
+        )
+        for _ in range(count)
+    ]
+
+
+def test_splitting_a_batch_and_restoring_the_order_gives_back_every_sequence() -> None:
+    generator = random.Random(0)
+    for _ in range(50):
+        dp_size = generator.randint(1, 4)
+        sequences = random_sequences(generator, dp_size * generator.randint(1, 9))
+        max_tokens = generator.randint(32, 120)
+        plan = plan_micro_batches([len(s) for s in sequences], dp_size, max_tokens)
+        per_rank = prepare_micro_batches(sequences, dp_size, max_tokens)
+        outputs = [[row for batch in batches for row in batch.split(batch.input_ids)] for batches in per_rank]
+        for restored, sequence in zip(restore_order(plan, outputs), sequences, strict=True):
+            assert torch.equal(restored, sequence.input_ids)
+
+
+def test_every_micro_batch_knows_the_whole_batch() -> None:
+    sequences = random_sequences(random.Random(1), 8)
+    per_rank = prepare_micro_batches(sequences, 2, 64, {"temperature": 0.5})
+    tokens = sum(float(s.token_fields["loss_mask"].sum()) for s in sequences)
+    for batches in per_rank:
+        for batch in batches:
+            assert batch.meta == {
+                "temperature": 0.5,
+                "batch_num_tokens": tokens,
+                "global_batch_size": 8,
+                "dp_size": 2,
+                "num_micro_batches": len(batches),
+            }
+
+
+def test_without_a_loss_mask_there_is_no_token_count() -> None:
+    ((batch,),) = prepare_micro_batches([TokenSequence(torch.arange(3))], 1, 8)
+    assert "batch_num_tokens" not in batch.meta
+
+
+def test_the_callers_denominators_take_precedence() -> None:
+    sequences = random_sequences(random.Random(2), 2)
+    ((batch,),) = prepare_micro_batches(sequences, 1, 999, {"batch_num_tokens": 77.0, "global_batch_size": 5})
+    assert batch.meta["batch_num_tokens"] == 77.0
+    assert batch.meta["global_batch_size"] == 5
+
+
+@pytest.mark.parametrize("name", ["dp_size", "num_micro_batches"])
+def test_facts_that_dispatch_decides_are_refused_in_meta(name: str) -> None:
+    with pytest.raises(BatchError, match=name):
+        prepare_micro_batches(random_sequences(random.Random(3), 2), 1, 999, {name: 1})
+
+
+def test_a_loss_mask_on_the_last_position_is_refused_with_the_index() -> None:
+    good = TokenSequence(torch.arange(3), {"loss_mask": torch.tensor([0.0, 1.0, 0.0])})
+    bad = TokenSequence(torch.arange(3), {"loss_mask": torch.tensor([0.0, 1.0, 1.0])})
+    with pytest.raises(BatchError, match=r"loss_mask of sequence 1 is 1\.0 at its last position"):
+        prepare_micro_batches([good, bad], 1, 64)
+
+
+def test_fields_that_differ_between_micro_batches_are_refused_too() -> None:
+    with_mask = [TokenSequence(torch.arange(8), {"loss_mask": torch.zeros(8)}) for _ in range(2)]
+    with pytest.raises(BatchError, match="sequence 2 lacks"):
+        prepare_micro_batches([*with_mask, TokenSequence(torch.arange(8))], 1, 8)
+
+
+def test_a_plan_for_another_batch_is_refused() -> None:
+    with pytest.raises(BatchError, match="plan is for 2 sequences; got 1"):
+        pack_plan([TokenSequence(torch.arange(3))], plan_micro_batches([3, 3], 1, 8))
+
+
+def test_outputs_that_do_not_match_the_plan_are_refused() -> None:
+    plan = plan_micro_batches([3, 3], 2, 8)
+    with pytest.raises(BatchError, match="values of 1 ranks; the plan has 2"):
+        restore_order(plan, [[1, 2]])
+    with pytest.raises(BatchError, match="rank 1 has 0 values for 1 sequences"):
+        restore_order(plan, [[1], []])
