@@ -1,0 +1,57 @@
+# Every target works on this folder, wherever make is called from, and sets .venv up first if there is something to do.
+ROOT := $(shell cd "$$(dirname "$(strip $(MAKEFILE_LIST))")" && pwd)
+PY := .venv/bin/python
+
+export PYTHON DEVICE
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+export RAY_USAGE_STATS_ENABLED := 0
+export VLLM_NO_USAGE_STATS := 1
+export DO_NOT_TRACK := 1
+
+.PHONY: help setup demo test bench gpu-check doctor
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make setup                     make .venv: Python 3.12 and exact versions (DEVICE=cpu or gpu, PYTHON=... to choose)'
+	@echo 'make demo                      GRPO on a small Qwen3 with Ray and vLLM, from nothing (BACKEND=..., ARGS="...")'
+	@echo 'make test                      lint, types, import contracts and all tests (ARGS="..." goes to pytest)'
+	@echo 'make bench NAME=train_speed    run one benchmark; without NAME, list them (ARGS="...")'
+	@echo 'make gpu-check                 run the tests that need a GPU and write a JSON result (PYTHON=python3: without set-up)'
+	@echo 'make doctor                    what is installed, what is missing, what this machine can run'
+
+setup:
+	@cd "$(ROOT)" && ./.ci/setup.sh
+
+demo: setup
+	@cd "$(ROOT)" && exec $(PY) -m examples.demo $(if $(BACKEND),--backend "$(BACKEND)") $(ARGS)
+
+test: setup
+	@cd "$(ROOT)" && \
+	echo 'ruff check' && $(PY) -m ruff check && \
+	echo 'ruff format' && $(PY) -m ruff format --check && \
+	echo 'mypy' && $(PY) -m mypy && \
+	echo 'import contracts' && .venv/bin/lint-imports --no-logo && \
+	echo 'pytest' && exec $(PY) -m pytest $(ARGS)
+
+bench: setup
+	@cd "$(ROOT)" && \
+	if [ -n "$(NAME)" ] && [ -f "benchmarks/$(NAME).py" ]; then exec $(PY) -m "benchmarks.$(NAME)" $(ARGS); fi; \
+	$(if $(NAME),echo 'error: there is no benchmark called $(NAME)' >&2;) \
+	echo 'Benchmarks, to run with make bench NAME=...:' >&2; \
+	for file in benchmarks/[a-z]*.py; do \
+		grep -q '__main__' "$$file" && echo "  $$(basename "$$file" .py)" >&2; \
+	done; \
+	exit 2
+
+# A Python named on the command line runs the check itself, for machines where .venv cannot be made.
+ifeq ($(origin PYTHON),command line)
+gpu-check:
+	@cd "$(ROOT)" && exec "$(PYTHON)" -m rl_backend.cli gpu-check $(ARGS)
+else
+gpu-check: setup
+	@cd "$(ROOT)" && exec $(PY) -m rl_backend.cli gpu-check $(ARGS)
+endif
+
+doctor: setup
+	@cd "$(ROOT)" && exec $(PY) -m rl_backend.cli doctor $(ARGS)
