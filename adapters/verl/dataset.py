@@ -1,0 +1,164 @@
+"""Prompts and answers from verl-style parquet files or from jsonl."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_backend.contracts import BatchError, ConfigError, UnsupportedError
+
+type ChatMessage = dict[str, Any]
+
+_MEDIA_COLUMNS = ("images", "videos", "audios")
+
+
+@dataclass(frozen=True)
+class PromptExample:
+    """One task.
+
+    Attributes:
+        prompt: plain text, or chat messages (``role``, ``content`` and what else the row has) for a chat template.
+        ground_truth: what the reward function compares with; any JSON value.
+        data_source: which data set a reward function shall take it for.
+        extra_info: further facts for the reward function.
+    """
+
+    prompt: str | list[ChatMessage]
+    ground_truth: Any
+    data_source: str
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_examples(path: Path | str) -> list[PromptExample]:
+    """Reads a whole file.
+
+    A row has:
+        ``prompt``: text, or a list of chat messages with text content.
+        the ground truth: ``reward_model.ground_truth`` (verl), else ``ground_truth``, else ``answer``.
+        ``data_source``: text; without it, the file's name without suffix.
+        ``extra_info``: an object, optional. Every other column (verl's ``ability`` too) is added to it,
+            so that a reward function sees it.
+
+    Args:
+        path: ``.parquet`` (needs pyarrow) or ``.jsonl`` (one JSON object per line; empty lines are skipped).
+
+    Raises:
+        ConfigError: the file does not exist or has another suffix.
+        BatchError: the file cannot be read or has no rows, or a row has a missing or wrong field; names file, row and
+            field. Rows of parquet are counted from 0, lines of jsonl from 1.
+        UnsupportedError: images, videos or audio; or parquet without pyarrow.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError.of("dataset", str(path), "no such file; give a .parquet or .jsonl file")
+    if path.suffix == ".parquet":
+        rows = _parquet_rows(path)
+    elif path.suffix == ".jsonl":
+        rows = _jsonl_rows(path)
+    else:
+        raise ConfigError.of("dataset", str(path), "unknown suffix; expected .parquet or .jsonl")
+    examples = [_RowReader(where, row).example(path.stem) for where, row in rows]
+    if not examples:
+        raise BatchError(f"{path}: no rows")
+    return examples
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(f"{path}: parquet needs pyarrow ({error}); install rl-backend[examples]") from None
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except pyarrow.ArrowException as error:
+        raise BatchError(f"{path}: not a readable parquet file: {error}") from None
+    for index, row in enumerate(table.to_pylist()):
+        yield f"{path}, row {index}", row
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise BatchError(f"{where}: not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise BatchError(f"{where}: a {type(row).__name__}; expected one JSON object per line")
+            yield where, row
+
+
+class _RowReader:
+    """Takes the known columns out of one row; what remains is extra."""
+
+    def __init__(self, where: str, row: Mapping[str, Any]) -> None:
+        self._where = where
+        self._columns = sorted(row)
+        # A parquet column that a row leaves out reads as None.
+        self._row = {name: value for name, value in row.items() if value is not None}
+
+    def example(self, default_source: str) -> PromptExample:
+        for name in _MEDIA_COLUMNS:
+            if self._row.pop(name, None):
+                raise UnsupportedError(f"{self._where}, field {name!r}: only text prompts are read; remove the column")
+        prompt = self._prompt()
+        ground_truth = self._ground_truth()
+        source = self._row.pop("data_source", default_source)
+        if not isinstance(source, str):
+            raise self._wrong("data_source", source, "text")
+        return PromptExample(prompt, ground_truth, source, self._extra_info())
+
+    def _prompt(self) -> str | list[ChatMessage]:
+        prompt = self._row.pop("prompt", None)
+        if prompt is None:
+            raise self._missing("prompt")
+        if not isinstance(prompt, str | list) or not prompt:
+            raise self._wrong("prompt", prompt, "text or a list of chat messages, not empty")
+        if isinstance(prompt, str):
+            return prompt
+        return [self._message(f"prompt[{index}]", message) for index, message in enumerate(prompt)]
+
+    def _message(self, name: str, message: Any) -> ChatMessage:
+        if not isinstance(message, dict):
+            raise self._wrong(name, message, "a message with role and content")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise self._wrong(f"{name}.{key}", message.get(key), "text")
+        return {key: value for key, value in message.items() if value is not None}
+
+    def _ground_truth(self) -> Any:
+        reward_model = self._row.pop("reward_model", None)
+        if reward_model is not None:
+            if not isinstance(reward_model, dict):
+                raise self._wrong("reward_model", reward_model, "an object with ground_truth")
+            if reward_model.get("ground_truth") is None:
+                raise self._missing("reward_model.ground_truth")
+            return reward_model["ground_truth"]
+        for name in ("ground_truth", "answer"):
+            if name in self._row:
+                return self._row.pop(name)
+        raise self._missing("reward_model.ground_truth, ground_truth or answer")
+
+    def _extra_info(self) -> dict[str, Any]:
+        extra_info = self._row.pop("extra_info", {})
+        if not isinstance(extra_info, dict):
+            raise self._wrong("extra_info", extra_info, "an object")
+        for name, value in self._row.items():
+            if extra_info.get(name) not in (None, value):
+                raise self._wrong(name, value, f"the same as extra_info.{name}={extra_info[name]!r}, or another name")
+        return {**extra_info, **self._row}
+
+    def _missing(self, name: str) -> BatchError:
+        return BatchError(f"{self._where}, field {name}: missing or null; the row has {self._columns}", name=name)
+
+    def _wrong(self, name: str, value: Any, expected: str) -> BatchError:
+        text = repr(value)
+        shown = text if len(text) <= 80 else text[:77] + "..."
+        return BatchError(f"{self._where}, field {name}: is {shown}; expected {expected}", name=name)

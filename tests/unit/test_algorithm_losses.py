@@ -1,0 +1,263 @@
+"""Losses on packed data: invariance to splitting, safety at masked positions, metrics and refusals."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_backend.algorithm import LOSS_AGG_MODES, aggregate_loss, grpo_loss, kl_penalty, sft_loss
+from rl_backend.contracts import BatchError, ConfigError, Metric, ModelOutput, PackedBatch, TokenSequence, merge_metrics
+from tests.support.rl_batches import batch_meta, pack, random_sequences
+
+FULL_GRPO = partial(grpo_loss, kl_coef=0.1, tis_cap=1.5, entropy_coef=0.02, clip_ratio_high=0.28)
+LOSSES: list[Callable[..., Any]] = [
+    *(
+        partial(loss, loss_agg_mode=mode, loss_scale_factor=8.0 if mode.endswith("norm") else None)
+        for loss, mode in itertools.product((FULL_GRPO, sft_loss), LOSS_AGG_MODES)
+    ),
+    partial(FULL_GRPO, tis_level="sequence", kl_type="k1+", clip_ratio_c=None),
+]
+
+
+def describe(loss_fn: Callable[..., Any]) -> str:
+    name = loss_fn.func.__name__
+    return f"{name}-{loss_fn.keywords.get('loss_agg_mode', 'sequence-tis')}"
+
+
+def loss_and_gradients(
+    loss_fn: Callable[..., Any], ranks: Sequence[Sequence[Sequence[int]]], sequences: Sequence[TokenSequence]
+) -> tuple[float, list[Tensor], dict[str, Metric]]:
+    """What data parallelism makes of it: micro-batches added, ranks averaged; gradients by sequence."""
+    meta = batch_meta(sequences, len(ranks))
+    total = 0.0
+    gradients: dict[int, Tensor] = {}
+    metrics = []
+    for micro_batches in ranks:
+        for indices in micro_batches:
+            output, batch = pack([sequences[index] for index in indices], meta)
+            loss, values = loss_fn(output, batch)
+            total += loss.item() / len(ranks)
+            loss.backward()
+            metrics.append({name: Metric(float(value[0]), float(value[1])) for name, value in values.items()})
+            parts = batch.split(output.log_probs.grad / len(ranks))
+            gradients.update(zip(indices, parts, strict=True))
+    return total, [gradients[index] for index in range(len(sequences))], merge_metrics(metrics)
+
+
+@pytest.mark.parametrize("loss_fn", LOSSES, ids=describe)
+def test_any_split_into_micro_batches_and_ranks_gives_the_same_loss_gradient_and_metrics(loss_fn: Callable) -> None:
+    sequences = random_sequences(8)
+    loss, gradients, metrics = loss_and_gradients(loss_fn, [[range(len(sequences))]], sequences)
+    assert all(gradient.abs().sum() > 0 for index, gradient in enumerate(gradients) if index != 3)
+    shuffle = random.Random(0)
+    for num_ranks, num_micro_batches in [(1, 6), (2, 1), (2, 3), (3, 2), (6, 1)]:
+        order = list(range(len(sequences)))
+        shuffle.shuffle(order)
+        pieces = num_ranks * num_micro_batches
+        cut = [order[piece::pieces] for piece in range(pieces)]
+        ranks = [cut[rank::num_ranks] for rank in range(num_ranks)]
+        split_loss, split_gradients, split_metrics = loss_and_gradients(loss_fn, ranks, sequences)
+        assert split_loss == pytest.approx(loss, rel=1e-12)
+        for split_gradient, gradient in zip(split_gradients, gradients, strict=True):
+            torch.testing.assert_close(split_gradient, gradient, rtol=1e-12, atol=1e-15)
+        for name, metric in metrics.items():
+            assert split_metrics[name].mean == pytest.approx(metric.mean, rel=1e-12), name
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("loss_fn", LOSSES, ids=describe)
+def test_values_at_masked_positions_reach_neither_loss_nor_gradient_nor_metrics(loss_fn: Callable, bad: float) -> None:
+    sequences = random_sequences(9)
+    meta = batch_meta(sequences)
+    output, batch = pack(sequences, meta)
+    clean, clean_metrics = loss_fn(output, batch)
+    clean.backward()
+
+    masked = batch.token_field("loss_mask") == 0
+    fields = {
+        name: value if name == "loss_mask" else value.masked_fill(masked, bad) for name, value in batch.token_fields.items()
+    }
+    spoilt_output = ModelOutput(
+        *(value.detach().masked_fill(masked, bad).requires_grad_() for value in (output.log_probs, output.entropy))
+    )
+    spoilt_batch = PackedBatch(batch.input_ids, batch.seq_lens, fields, {}, meta)
+    loss, metrics = loss_fn(spoilt_output, spoilt_batch)
+    loss.backward()
+    assert loss.item() == clean.item()
+    assert torch.equal(spoilt_output.log_probs.grad, output.log_probs.grad)
+    assert (spoilt_output.log_probs.grad[masked] == 0).all()
+    for name, (total, weight) in metrics.items():
+        assert (total.item(), weight.item()) == (clean_metrics[name][0].item(), clean_metrics[name][1].item()), name
+
+
+@pytest.mark.parametrize("gap", [1e4, -1e4])
+def test_enormous_log_ratios_leave_loss_and_gradient_finite_in_float32(gap: float) -> None:
+    sequences = random_sequences(10, torch.float32)
+    output, batch = pack(sequences, batch_meta(sequences))
+    shifted = ModelOutput((output.log_probs.detach() + gap).requires_grad_(), output.entropy)
+    loss, _ = FULL_GRPO(shifted, batch)
+    loss.backward()
+    assert loss.isfinite() and shifted.log_probs.grad.isfinite().all()
+
+
+def test_on_policy_the_gradient_is_that_of_advantage_times_log_prob() -> None:
+    sequences = random_sequences(11)
+    output, batch = pack(sequences, batch_meta(sequences))
+    fields = {**batch.token_fields, "old_log_probs": output.log_probs.detach()}
+    batch = PackedBatch(batch.input_ids, batch.seq_lens, fields, {}, batch.meta)
+    loss, metrics = grpo_loss(output, batch)
+    loss.backward()
+    expected = -fields["advantages"] * fields["loss_mask"] / batch.meta["batch_num_tokens"]
+    torch.testing.assert_close(output.log_probs.grad, expected)
+    assert metrics["clip_fraction"][0] == 0 and metrics["approx_kl"][0] == 0
+
+
+def test_a_gain_past_the_upper_clip_gives_no_gradient_and_a_dual_clipped_loss_neither() -> None:
+    sequence = TokenSequence.from_prompt_and_response(
+        [1], [2, 3, 4], response_fields={"old_log_probs": [0.0, 0.0, 0.0], "advantages": [1.0, -1.0, -1.0]}
+    )
+    log_probs = torch.tensor([0.5, 0.5, 2.0, 0.0], requires_grad=True)
+    _, batch = pack(
+        [sequence.with_fields({"log_probs": torch.zeros(4), "entropy": torch.zeros(4)})],
+        {"batch_num_tokens": 3, "global_batch_size": 1, "dp_size": 1},
+    )
+    loss, metrics = grpo_loss(ModelOutput(log_probs), batch)
+    loss.backward()
+    assert log_probs.grad.tolist() == pytest.approx([0.0, torch.tensor(0.5).exp().item() / 3, 0.0, 0.0])
+    assert metrics["clip_fraction"][0] == 1 and metrics["clip_fraction_lower"][0] == 1
+    log_probs.grad = None
+    loss, metrics = grpo_loss(ModelOutput(log_probs), batch, clip_ratio_c=None)
+    loss.backward()
+    assert log_probs.grad[2].item() == pytest.approx(torch.tensor(2.0).exp().item() / 3)
+    assert "clip_fraction_lower" not in metrics
+
+
+def test_advantages_may_be_one_number_per_sequence() -> None:
+    sequences = random_sequences(12)
+    output, batch = pack(sequences, batch_meta(sequences))
+    per_sequence = torch.stack(
+        [
+            part[mask != 0][0] if mask.any() else part.new_zeros(())
+            for part, mask in zip(
+                batch.split(batch.token_field("advantages")), batch.split(batch.token_field("loss_mask")), strict=True
+            )
+        ]
+    )
+    fields = {name: value for name, value in batch.token_fields.items() if name != "advantages"}
+    by_sequence = PackedBatch(batch.input_ids, batch.seq_lens, fields, {"advantages": per_sequence}, batch.meta)
+    assert grpo_loss(output, by_sequence)[0].item() == grpo_loss(output, batch)[0].item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_the_loss_mask_may_have_any_dtype(dtype: torch.dtype) -> None:
+    sequences = random_sequences(13)
+    output, batch = pack(sequences, batch_meta(sequences))
+    fields = {**batch.token_fields, "loss_mask": batch.token_field("loss_mask").to(dtype)}
+    other = PackedBatch(batch.input_ids, batch.seq_lens, fields, {}, batch.meta)
+    for loss_fn in LOSSES:
+        loss, metrics = loss_fn(output, batch)
+        other_loss, other_metrics = loss_fn(output, other)
+        assert other_loss.item() == loss.item()
+        assert other_metrics.keys() == metrics.keys()
+
+
+def test_the_log_prob_gap_is_reported_whenever_the_batch_has_rollout_log_probs() -> None:
+    sequences = random_sequences(14)
+    output, batch = pack(sequences, batch_meta(sequences))
+    _, metrics = grpo_loss(output, batch)
+    mask = batch.token_field("loss_mask") != 0
+    gap = (batch.token_field("old_log_probs") - batch.token_field("rollout_log_probs"))[mask].abs()
+    total, weight = metrics["log_prob_gap"]
+    assert (total / weight).item() == pytest.approx(gap.mean().item())
+    fields = {name: value for name, value in batch.token_fields.items() if name != "rollout_log_probs"}
+    _, metrics = grpo_loss(output, PackedBatch(batch.input_ids, batch.seq_lens, fields, {}, batch.meta))
+    assert "log_prob_gap" not in metrics
+
+
+def test_the_straight_through_kl_has_the_value_of_k3_and_the_gradient_of_k2() -> None:
+    log_probs = torch.tensor([-1.0, -2.5], requires_grad=True)
+    ref = torch.tensor([-1.5, -2.0])
+    value = kl_penalty(log_probs, ref, "k3+")
+    value.sum().backward()
+    torch.testing.assert_close(value, kl_penalty(log_probs, ref, "k3"))
+    torch.testing.assert_close(log_probs.grad, log_probs.detach() - ref)
+
+
+@pytest.mark.parametrize("field", ["loss_mask", "old_log_probs", "advantages", "ref_log_probs", "rollout_log_probs"])
+def test_a_missing_or_misshapen_field_is_named(field: str) -> None:
+    sequences = random_sequences(15)
+    output, batch = pack(sequences, batch_meta(sequences))
+    fields = {name: value for name, value in batch.token_fields.items() if name != field}
+    with pytest.raises(BatchError, match=f"'{field}' is missing"):
+        FULL_GRPO(output, PackedBatch(batch.input_ids, batch.seq_lens, fields, {}, batch.meta))
+    fields[field] = torch.zeros(batch.num_tokens, 1)
+    with pytest.raises(BatchError, match=f"'{field}' has shape"):
+        FULL_GRPO(output, PackedBatch(batch.input_ids, batch.seq_lens, fields, {}, batch.meta))
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [("token-mean", "batch_num_tokens"), ("seq-mean-token-mean", "global_batch_size"), ("token-mean", "dp_size")],
+)
+@pytest.mark.parametrize("value", [None, 0, float("nan")])
+def test_a_global_denominator_is_never_guessed(mode: str, name: str, value: float | None) -> None:
+    sequences = random_sequences(16)
+    output, batch = pack(sequences, {**batch_meta(sequences), name: value})
+    with pytest.raises(BatchError, match=name):
+        aggregate_loss(output.log_probs, batch.token_field("loss_mask"), batch, mode)
+
+
+def test_missing_model_outputs_are_refused_with_what_to_set() -> None:
+    sequences = random_sequences(17)
+    output, batch = pack(sequences, batch_meta(sequences))
+    with pytest.raises(BatchError, match="log_probs"):
+        grpo_loss(ModelOutput(), batch)
+    with pytest.raises(BatchError, match="calculate_entropy"):
+        grpo_loss(ModelOutput(output.log_probs), batch, entropy_coef=0.1)
+    with pytest.raises(BatchError, match="without one"):
+        grpo_loss(ModelOutput(output.log_probs, output.entropy.detach()), batch, entropy_coef=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("clip_ratio_low", -0.1),
+        ("clip_ratio_high", float("nan")),
+        ("clip_ratio_c", 1.0),
+        ("loss_agg_mode", "mean"),
+        ("loss_scale_factor", 3.0),
+        ("kl_coef", -1.0),
+        ("kl_type", "k4"),
+        ("tis_cap", 0.0),
+        ("entropy_coef", float("inf")),
+    ],
+)
+def test_an_option_that_cannot_work_is_refused_by_name_and_value(name: str, value: Any) -> None:
+    sequences = random_sequences(18)
+    output, batch = pack(sequences, batch_meta(sequences))
+    with pytest.raises(ConfigError, match=f"{name}={value!r}"):
+        grpo_loss(output, batch, **{name: value})
+
+
+def test_an_unknown_truncation_level_is_refused() -> None:
+    sequences = random_sequences(18)
+    output, batch = pack(sequences, batch_meta(sequences))
+    with pytest.raises(ConfigError, match="tis_level='word'"):
+        grpo_loss(output, batch, tis_cap=2.0, tis_level="word")
+    with pytest.raises(ConfigError, match="loss_scale_factor=None"):
+        grpo_loss(output, batch, loss_agg_mode="seq-mean-token-sum-norm")
+
+
+def test_losses_with_options_survive_pickling() -> None:
+    sequences = random_sequences(19)
+    output, batch = pack(sequences, batch_meta(sequences))
+    copied = pickle.loads(pickle.dumps(FULL_GRPO))
+    assert copied(output, batch)[0].item() == FULL_GRPO(output, batch)[0].item()
