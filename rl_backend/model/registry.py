@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from rl_backend.contracts import MODEL_CONFIGS, ModelOptions, NativeConfig, Registry, UnsupportedError
-from rl_backend.parallel.groups import ParallelGroups
+
+if TYPE_CHECKING:
+    from rl_backend.parallel.groups import ParallelGroups
 
 
 class ModelInput(NamedTuple):

@@ -23,7 +23,7 @@ def write_tiny_qwen3(path: Path, *, seed: int = 0, max_shard_size: str = "100KB"
         "tie_word_embeddings": True,
         "bos_token_id": None,
         "eos_token_id": 1,
-        "pad_token_id": 0,
+        "pad_token_id": None,
     }
     config = Qwen3Config(**{**settings, **changes})
     torch.manual_seed(seed)

@@ -1,0 +1,107 @@
+"""Dense Qwen3 on packed micro-batches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rl_backend.contracts import BatchError, ModelOutput
+from rl_backend.model.qwen3.config import Qwen3Architecture
+from rl_backend.model.registry import ModelInput
+from rl_backend.primitive.attention import packed_attention
+from rl_backend.primitive.log_prob import next_token_log_probs
+from rl_backend.primitive.mlp import SwiGLU
+from rl_backend.primitive.norm import RMSNorm
+from rl_backend.primitive.rope import apply_rotary, rotary_cos_sin
+
+
+class Qwen3Attention(nn.Module):
+    """Grouped-query attention with RMS-normalised queries and keys; (T, hidden_size) -> (T, hidden_size)."""
+
+    def __init__(self, arch: Qwen3Architecture) -> None:
+        super().__init__()
+        self.head_dim = arch.head_dim
+        self.q_proj = nn.Linear(arch.hidden_size, arch.num_heads * arch.head_dim, bias=False)
+        self.k_proj = nn.Linear(arch.hidden_size, arch.num_kv_heads * arch.head_dim, bias=False)
+        self.v_proj = nn.Linear(arch.hidden_size, arch.num_kv_heads * arch.head_dim, bias=False)
+        self.o_proj = nn.Linear(arch.num_heads * arch.head_dim, arch.hidden_size, bias=False)
+        self.q_norm = RMSNorm(arch.head_dim, arch.rms_norm_eps)
+        self.k_norm = RMSNorm(arch.head_dim, arch.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, seq_lens: tuple[int, ...]) -> Tensor:
+        query = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))
+        key = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
+        value = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
+        attended = packed_attention(query, key, value, cu_seqlens, seq_lens)
+        return self.o_proj(attended.flatten(1))  # type: ignore[no-any-return]
+
+
+class Qwen3Layer(nn.Module):
+    """Attention and feed-forward, each normalised before and added to the residual stream."""
+
+    def __init__(self, arch: Qwen3Architecture) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
+        self.self_attn = Qwen3Attention(arch)
+        self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
+        self.mlp = SwiGLU(arch.hidden_size, arch.intermediate_size)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, seq_lens: tuple[int, ...]) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cu_seqlens, seq_lens)
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+class Qwen3(nn.Module):
+    """The whole model.
+
+    Keeps no buffers, so a copy built on the meta device needs its parameters and nothing else. Every token is trained:
+    unlike in transformers, ``pad_token_id`` has no part in it, because padding never reaches a model.
+    """
+
+    def __init__(self, arch: Qwen3Architecture, log_prob_chunk_tokens: int) -> None:
+        super().__init__()
+        self.arch = arch
+        self.log_prob_chunk_tokens = log_prob_chunk_tokens
+        self.embed_tokens = nn.Embedding(arch.vocab_size, arch.hidden_size)
+        self.layers = nn.ModuleList(Qwen3Layer(arch) for _ in range(arch.num_layers))
+        self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
+        self.lm_head = None if arch.tie_word_embeddings else nn.Linear(arch.hidden_size, arch.vocab_size, bias=False)
+
+    def forward(self, inputs: ModelInput) -> ModelOutput:
+        """Log-probs and, on request, entropy of (T,) tokens.
+
+        The head is applied here and not by the loss: with FSDP its weight is whole only during this forward.
+
+        Raises:
+            BatchError: a sequence longer than ``max_position_embeddings``, or a token outside the vocabulary (on a CPU).
+        """
+        self._check(inputs)
+        hidden = self.embed_tokens(inputs.input_ids)
+        cos, sin = rotary_cos_sin(inputs.position_ids, self.arch.head_dim, self.arch.rope_theta, hidden.dtype)
+        for layer in self.layers:
+            hidden = layer(hidden, cos, sin, inputs.cu_seqlens, inputs.seq_lens)
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        log_probs, entropy = next_token_log_probs(
+            self.norm(hidden),
+            head.weight,
+            inputs.labels,
+            temperature=inputs.temperature,
+            chunk_tokens=self.log_prob_chunk_tokens,
+            calculate_entropy=inputs.calculate_entropy,
+        )
+        return ModelOutput(log_probs=log_probs, entropy=entropy)
+
+    def _check(self, inputs: ModelInput) -> None:
+        longest = max(inputs.seq_lens)
+        if longest > self.arch.max_position_embeddings:
+            raise BatchError(
+                f"a sequence of {longest} tokens is longer than max_position_embeddings={self.arch.max_position_embeddings}",
+                longest=longest,
+            )
+        if inputs.input_ids.device.type == "cpu":
+            smallest, largest = (int(value) for value in torch.aminmax(inputs.input_ids))
+            if smallest < 0 or largest >= self.arch.vocab_size:
+                raise BatchError(
+                    f"input_ids reach from {smallest} to {largest}; the vocabulary has {self.arch.vocab_size} tokens"
+                )

@@ -1,0 +1,71 @@
+"""Causal attention over packed sequences that never see each other."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+_VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, seq_lens: Sequence[int]) -> Tensor:
+    """Softmax attention, causal inside each of B sequences, scaled by ``head_dim ** -0.5``.
+
+    bfloat16 and float16 on CUDA take the variable-length flash kernel; everything else one SDPA call for each run of
+    neighbouring sequences of equal length, so that nothing is padded.
+
+    Args:
+        query: (T, heads, head_dim).
+        key, value: (T, kv_heads, head_dim); ``heads`` is a multiple of ``kv_heads`` (grouped-query attention).
+        cu_seqlens: (B + 1,) int32 on the device of ``query``.
+        seq_lens: the same B lengths as numbers.
+
+    Returns:
+        (T, heads, head_dim)
+    """
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        return _varlen(query, key, value, cu_seqlens, max(seq_lens))
+    return _by_runs(query, key, value, seq_lens)
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+    causal = (-1, 0)
+    if key.shape[1] == query.shape[1]:
+        return varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, window_size=causal)  # type: ignore[return-value]
+    if _VARLEN_HAS_GQA:
+        return varlen_attn(  # type: ignore[return-value]
+            query, key, value, cu_seqlens, cu_seqlens, longest, longest, window_size=causal, enable_gqa=True
+        )
+    key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
+    return varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, window_size=causal)  # type: ignore[return-value]
+
+
+def _by_runs(query: Tensor, key: Tensor, value: Tensor, seq_lens: Sequence[int]) -> Tensor:
+    runs = [(length, sum(1 for _ in group)) for length, group in groupby(seq_lens)]
+    sizes = [length * count for length, count in runs]
+    outputs = [
+        _equal_lengths(q, k, v, length)
+        for (length, _), q, k, v in zip(runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
+    ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _equal_lengths(query: Tensor, key: Tensor, value: Tensor, length: int) -> Tensor:
+    def batched(x: Tensor) -> Tensor:
+        return x.unflatten(0, (-1, length)).transpose(1, 2)
+
+    attended = F.scaled_dot_product_attention(
+        batched(query), batched(key), batched(value), is_causal=True, enable_gqa=key.shape[1] != query.shape[1]
+    )
+    packed: Tensor = attended.transpose(1, 2).flatten(0, 1)
+    return packed
+
+
+def _repeat_heads(x: Tensor, heads: int) -> Tensor:
+    return x.repeat_interleave(heads // x.shape[1], dim=1)

@@ -1,0 +1,294 @@
+"""Log-probabilities and entropy of the next token, without ever keeping full-vocabulary logits for the backward pass."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rl_backend.contracts import BatchError
+
+IGNORE_LABEL = -100
+"""Label of a position that predicts nothing."""
+
+_TILE_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
+
+
+class NextToken(NamedTuple):
+    """Attributes:
+    log_probs: (T,) float32 (float64 for float64 inputs); 0 where the label is -100.
+    entropy: the same shape and dtype, in nats, or None when it was not asked for.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor | None
+
+
+def next_token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    temperature: Tensor | float = 1.0,
+    chunk_tokens: int = 1024,
+    calculate_entropy: bool = False,
+) -> NextToken:
+    """``log_softmax(hidden @ weight.T / temperature)`` at the labels, and the entropy of that softmax.
+
+    Logits exist for at most ``chunk_tokens`` tokens, and a slice of the vocabulary that fits the cache, at one time; the
+    backward pass computes them again, for the tokens whose gradient is not zero. The softmax is computed in float32 or
+    better. Positions with label -100 give 0, take no gradient and are not computed.
+
+    Args:
+        hidden: (T, hidden_size).
+        weight: (vocab_size, hidden_size), of the dtype of ``hidden``.
+        labels: (T,) int64.
+        temperature: positive number or (T,) tensor; not differentiated.
+
+    Raises:
+        BatchError: a temperature that is not positive, or a label outside the vocabulary (checked on a CPU only, where it
+            does not wait for a device).
+    """
+    if not isinstance(temperature, Tensor) and not temperature > 0.0:
+        raise BatchError(f"temperature={temperature!r}: must be positive", temperature=temperature)
+    if labels.device.type == "cpu":
+        _check_on_host(labels, weight.shape[0], temperature)
+    log_probs, entropy = _NextTokenLogProbs.apply(hidden, weight, labels, temperature, chunk_tokens, calculate_entropy)
+    return NextToken(log_probs, entropy if calculate_entropy else None)
+
+
+def _check_on_host(labels: Tensor, vocab_size: int, temperature: Tensor | float) -> None:
+    largest = int(labels.max())
+    smallest = int(labels.masked_fill(labels == IGNORE_LABEL, 0).min())
+    if largest >= vocab_size or smallest < 0:
+        raise BatchError(f"labels reach from {smallest} to {largest}; the vocabulary has {vocab_size} tokens")
+    if isinstance(temperature, Tensor) and not bool((temperature > 0).all()):
+        raise BatchError(f"temperature has a value of {float(temperature.min())}: each must be positive")
+
+
+class _Tile(NamedTuple):
+    """Some tokens by some of the vocabulary: what exists at one time."""
+
+    hidden: Tensor  # (tokens, hidden_size)
+    weight: Tensor  # (words, hidden_size)
+    column: Tensor  # (tokens, 1) int64: the label's column, 0 where it lies in another tile
+    inside: Tensor  # (tokens,) bool: whether the label lies in this tile
+    temperature: Tensor | None  # (tokens, 1)
+
+    @classmethod
+    def of(cls, tokens: _Tokens, chunk: slice, weight: Tensor, words: slice) -> _Tile:
+        column = tokens.labels[chunk] - words.start
+        inside = (column >= 0) & (column < words.stop - words.start)
+        temperature = tokens.temperature[chunk] if tokens.temperature is not None else None
+        return cls(tokens.hidden[chunk], weight[words], column.where(inside, 0)[:, None], inside, temperature)
+
+    def logits(self, buffer: Tensor) -> Tensor:
+        out = buffer[: self.hidden.shape[0] * self.weight.shape[0]].view(self.hidden.shape[0], self.weight.shape[0])
+        _matmul(self.hidden, self.weight.t(), out)
+        return out if self.temperature is None else out.div_(self.temperature)
+
+
+class _Tokens(NamedTuple):
+    """The tokens that take part."""
+
+    hidden: Tensor  # (N, hidden_size)
+    labels: Tensor  # (N,)
+    temperature: Tensor | None  # (N, 1); None stands for 1
+
+    @classmethod
+    def select(cls, hidden: Tensor, labels: Tensor, temperature: Tensor | float, active: Tensor) -> tuple[_Tokens, Tensor]:
+        """The tokens where ``active`` and their positions."""
+        positions = active.nonzero().squeeze(1)
+        if not isinstance(temperature, Tensor):
+            chosen = None if temperature == 1.0 else hidden.new_full((1, 1), temperature, dtype=_wide(hidden.dtype))
+            temperatures = None if chosen is None else chosen.expand(positions.shape[0], 1)
+        else:
+            temperatures = temperature.to(hidden.device, _wide(hidden.dtype))[positions][:, None]
+        return cls(hidden[positions], labels[positions], temperatures), positions
+
+    def chunks(self, size: int) -> list[slice]:
+        return _slices(self.hidden.shape[0], size)
+
+
+class _NextTokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperature: Tensor | float,
+        chunk_tokens: int,
+        calculate_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        tokens, positions = _Tokens.select(hidden, labels, temperature, labels != IGNORE_LABEL)
+        dtype = _wide(hidden.dtype)
+        buffers = _buffers(tokens, weight, chunk_tokens, count=2 if calculate_entropy else 1)
+        sums = [
+            _sum_over_vocabulary(tokens, chunk, weight, buffers, calculate_entropy) for chunk in tokens.chunks(chunk_tokens)
+        ]
+        columns = tuple(zip(*sums, strict=True)) or ((hidden.new_empty(0, dtype=dtype),),) * 3
+        log_normalizers, label_logits, entropies = (torch.cat(parts) for parts in columns)
+
+        def spread(values: Tensor) -> Tensor:
+            return hidden.new_zeros(hidden.shape[0], dtype=dtype).index_copy_(0, positions, values)
+
+        entropy = spread(entropies)
+        ctx.save_for_backward(hidden, weight, labels, spread(log_normalizers), entropy)
+        ctx.temperature, ctx.chunk_tokens, ctx.calculate_entropy = temperature, chunk_tokens, calculate_entropy
+        if not calculate_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return spread(label_logits - log_normalizers), entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels, log_normalizers, entropy = ctx.saved_tensors
+        active = grad_log_probs != 0
+        if ctx.calculate_entropy:
+            active |= grad_entropy != 0
+        active &= labels != IGNORE_LABEL
+        tokens, positions = _Tokens.select(hidden, labels, ctx.temperature, active)
+        gradient = _Gradient(
+            grad_log_probs[positions][:, None],
+            grad_entropy[positions][:, None] if ctx.calculate_entropy else None,
+            entropy[positions][:, None],
+            log_normalizers[positions][:, None],
+        )
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        grad_tokens, grad_weight = _backward(tokens, weight, gradient, ctx.chunk_tokens, need_hidden, need_weight)
+        grad_hidden = None
+        if grad_tokens is not None:
+            grad_hidden = torch.zeros_like(hidden).index_copy_(0, positions, grad_tokens.to(hidden.dtype))
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def _sum_over_vocabulary(
+    tokens: _Tokens, chunk: slice, weight: Tensor, buffers: list[Tensor], calculate_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-normaliser, logit of the label and entropy of one chunk, in one pass over the vocabulary.
+
+    With m the largest logit so far, keeps s = sum exp(x - m) and u = sum exp(x - m) (x - m); then
+    log Z = m + log s and the entropy is log s - u / s.
+    """
+    largest = tokens.hidden.new_full((chunk.stop - chunk.start, 1), -torch.inf, dtype=_wide(tokens.hidden.dtype))
+    total, weighted, label_logits = (torch.zeros_like(largest) for _ in range(3))
+    for words in _vocabulary_slices(tokens, weight, chunk.stop - chunk.start):
+        tile = _Tile.of(tokens, chunk, weight, words)
+        logits = tile.logits(buffers[0])
+        label_logits += logits.gather(1, tile.column).masked_fill_(~tile.inside[:, None], 0.0)
+        previous, largest = largest, torch.maximum(largest, logits.amax(1, keepdim=True))
+        shift = previous - largest
+        scale = shift.exp()
+        logits.sub_(largest)
+        if calculate_entropy:
+            weights = torch.exp(logits, out=buffers[1][: logits.numel()].view_as(logits))
+            moved = torch.where(total > 0, weighted + total * shift, 0.0)
+            weighted = (moved * scale).addcmul_(logits.mul_(weights).sum(1, keepdim=True), torch.ones_like(scale))
+        else:
+            weights = logits.exp_()
+        total = (total * scale).add_(weights.sum(1, keepdim=True))
+    log_total = total.log()
+    entropy = log_total - weighted / total if calculate_entropy else weighted
+    return (largest + log_total).squeeze(1), label_logits.squeeze(1), entropy.squeeze(1)
+
+
+class _Gradient(NamedTuple):
+    """What the backward pass knows of each active token; all (N, 1)."""
+
+    log_prob: Tensor
+    entropy: Tensor | None
+    entropy_value: Tensor
+    log_normalizer: Tensor
+
+    def of_logits(self, chunk: slice, tile: _Tile, buffers: list[Tensor]) -> Tensor:
+        """Gradient of the loss with respect to a tile's logits before the division by the temperature.
+
+        d log p_y / d x_v = [v = y] - p_v and d H / d x_v = -p_v (log p_v + H).
+        """
+        log_p = tile.logits(buffers[0]).sub_(self.log_normalizer[chunk])
+        grad = self.log_prob[chunk]
+        at_label = grad.masked_fill(~tile.inside[:, None], 0.0)
+        if self.entropy is None:
+            result = log_p.exp_().mul_(-grad)
+        else:
+            grad_entropy = self.entropy[chunk]
+            result = torch.exp(log_p, out=buffers[1][: log_p.numel()].view_as(log_p))
+            # A probability of 0 has no entropy gradient, though its logarithm may be -inf.
+            log_p.masked_fill_(result == 0, 0.0)
+            result.mul_(log_p.mul_(-grad_entropy).sub_(grad + grad_entropy * self.entropy_value[chunk]))
+        result.scatter_add_(1, tile.column, at_label)
+        return result if tile.temperature is None else result.div_(tile.temperature)
+
+
+def _backward(
+    tokens: _Tokens, weight: Tensor, gradient: _Gradient, chunk_tokens: int, need_hidden: bool, need_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    dtype = _wide(weight.dtype)
+    grad_tokens = torch.zeros_like(tokens.hidden, dtype=dtype) if need_hidden else None
+    grad_weight = torch.empty_like(weight) if need_weight else None
+    chunks = tokens.chunks(chunk_tokens)
+    if not chunks and grad_weight is not None:
+        grad_weight.zero_()
+    buffers = _buffers(tokens, weight, chunk_tokens, count=1 if gradient.entropy is None else 2)
+    for words in _vocabulary_slices(tokens, weight, chunk_tokens) if chunks else ():
+        direct = grad_weight is not None and grad_weight.dtype == dtype
+        target = grad_weight[words] if direct and grad_weight is not None else None
+        if need_weight and not direct:
+            target = torch.empty_like(weight[words], dtype=dtype)
+        for chunk in chunks:
+            tile = _Tile.of(tokens, chunk, weight, words)
+            grad_logits = gradient.of_logits(chunk, tile, buffers).to(weight.dtype)
+            if grad_tokens is not None:
+                _add_matmul(grad_tokens[chunk], grad_logits, tile.weight, beta=1)
+            if target is not None:
+                _add_matmul(target, grad_logits.t(), tile.hidden, beta=0 if chunk.start == 0 else 1)
+        if grad_weight is not None and target is not None and not direct:
+            grad_weight[words] = target
+    return grad_tokens, grad_weight
+
+
+def _matmul(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """``a @ b`` into ``out``, which may be wider than the factors."""
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    elif a.is_cuda:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+
+
+def _add_matmul(out: Tensor, a: Tensor, b: Tensor, *, beta: int) -> None:
+    """``out = beta * out + a @ b``, accumulated in the dtype of ``out``."""
+    if a.dtype == out.dtype:
+        out.addmm_(a, b, beta=beta)
+    elif a.is_cuda:
+        product = torch.mm(a, b, out_dtype=out.dtype)
+        out.copy_(product) if beta == 0 else out.add_(product)
+    else:
+        out.addmm_(a.to(out.dtype), b.to(out.dtype), beta=beta)
+
+
+def _buffers(tokens: _Tokens, weight: Tensor, chunk_tokens: int, count: int) -> list[Tensor]:
+    rows = min(chunk_tokens, tokens.hidden.shape[0])
+    size = rows * min(weight.shape[0], _tile_words(tokens.hidden, rows))
+    return [weight.new_empty(size, dtype=_wide(weight.dtype)) for _ in range(count)]
+
+
+def _vocabulary_slices(tokens: _Tokens, weight: Tensor, rows: int) -> list[slice]:
+    return _slices(weight.shape[0], _tile_words(tokens.hidden, min(rows, tokens.hidden.shape[0])))
+
+
+def _tile_words(hidden: Tensor, rows: int) -> int:
+    elements = _TILE_ELEMENTS.get(hidden.device.type, _TILE_ELEMENTS["cuda"])
+    return max(elements // max(rows, 1), 256)
+
+
+def _slices(total: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
