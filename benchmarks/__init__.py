@@ -1,0 +1,1 @@
+"""Where every published figure comes from: ``python -m benchmarks.<name>`` writes ``benchmarks/results/<name>.json``."""

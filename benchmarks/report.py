@@ -1,0 +1,80 @@
+"""What every benchmark shares: facts about the machine, medians, and the JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+_PACKAGES = ("torch", "transformers", "vllm", "ray", "safetensors", "numpy")
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory, accelerator, threads and versions of this run."""
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "accelerators": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "system": f"{platform.system()} {platform.machine()}",
+        "load_average_1min": round(os.getloadavg()[0], 2),
+        "versions": {"python": platform.python_version(), **_versions()},
+    }
+
+
+def interleave(runs: int, measurements: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
+    """Takes every measurement ``runs`` times in turn, so that a machine that slows down slows all of them alike.
+
+    The order is reversed in every second round.
+    """
+    values: dict[str, list[float]] = {name: [] for name in measurements}
+    for round_index in range(runs):
+        names = list(measurements)
+        for name in names if round_index % 2 == 0 else reversed(names):
+            values[name].append(measurements[name]())
+    return values
+
+
+def medians(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Median of each series."""
+    return {name: statistics.median(series) for name, series in values.items()}
+
+
+def write_result(stem: str, payload: Mapping[str, Any]) -> Path:
+    """Writes ``results/<stem>.json``: ``payload`` and, unless it has one, ``machine``. Replaces the file in one step."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{stem}.json"
+    temporary = path.with_suffix(".json.tmp")
+    content = {"benchmark": stem, **payload}
+    content.setdefault("machine", machine())
+    temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    temporary.replace(path)
+    return path
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown"
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
