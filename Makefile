@@ -40,7 +40,7 @@ bench: setup
 	$(if $(NAME),echo 'error: there is no benchmark called $(NAME)' >&2;) \
 	echo 'Benchmarks, to run with make bench NAME=...:' >&2; \
 	for file in benchmarks/[a-z]*.py; do \
-		grep -q '__main__' "$$file" && echo "  $$(basename "$$file" .py)" >&2; \
+		[ -f "$$file" ] && grep -q '__main__' "$$file" && echo "  $$(basename "$$file" .py)" >&2; \
 	done; \
 	exit 2
 

@@ -1,0 +1,1 @@
+"""The ``rl-backend`` command. A sub-command imports what it needs when it runs."""

@@ -1,0 +1,186 @@
+"""``rl-backend doctor``: the verdict on this machine and installation, then the facts behind it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import sys
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from rl_backend.cli import doctor_text
+from rl_backend.cli.machine import Machine, read_machine
+from rl_backend.cli.packages import Package, foreign_packages, read_packages
+from rl_backend.cli.probes import RayProbe, TorchProbe, probe_ray, probe_torch, ray_authentication
+from rl_backend.contracts import BACKEND_CONFIGS
+
+EXIT_BROKEN = 1
+DEMO_MEMORY_GIB = 8.0
+DEMO_SHARED_MEMORY_GIB = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Capability:
+    """One thing that a user may want to run here, whether it can run, and why (not)."""
+
+    name: str
+    available: bool
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """All that the command says. ``problems`` are what is broken of the required; ``remarks`` can be lived with."""
+
+    problems: tuple[str, ...]
+    remarks: tuple[str, ...]
+    capabilities: tuple[Capability, ...]
+    machine: Machine
+    packages: tuple[Package, ...]
+    torch: TorchProbe
+    ray: RayProbe | None
+    ray_authentication: str | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the whole report as JSON")
+    parser.add_argument("--quick", action="store_true", help="do not start Ray for a trial (saves about 5 seconds)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the report; 0 when nothing required is broken, else 1."""
+    report = examine(start_ray=not arguments.quick)
+    if arguments.json:
+        json.dump(dataclasses.asdict(report), sys.stdout, indent=1)
+        print()
+    else:
+        doctor_text.show(report)
+    return EXIT_BROKEN if report.problems else 0
+
+
+def examine(*, start_ray: bool) -> Report:
+    """Reads the machine and the installation.
+
+    Args:
+        start_ray: whether to start a local Ray cluster for a trial.
+    """
+    machine, packages, torch = read_machine(), read_packages(), probe_torch()
+    has_ray = _installed(packages, "ray") is not None
+    ray = probe_ray() if start_ray and has_ray else None
+    problems, remarks = _judge(machine, packages, torch, ray)
+    return Report(
+        problems=tuple(problems),
+        remarks=tuple(remarks),
+        capabilities=tuple(_capabilities(machine, packages, torch, ray)),
+        machine=machine,
+        packages=packages,
+        torch=torch,
+        ray=ray,
+        ray_authentication=ray_authentication() if has_ray else None,
+    )
+
+
+def _judge(
+    machine: Machine, packages: tuple[Package, ...], torch: TorchProbe, ray: RayProbe | None
+) -> tuple[list[str], list[str]]:
+    problems, remarks = list(foreign_packages()), []
+    if not machine.python.startswith("3.12."):
+        problems.append(f"this is Python {machine.python}; rl-backend needs 3.12")
+    ranges = _supported_ranges()
+    for package in packages:
+        tested = package.tested
+        supported = ranges.get(tested.name)
+        if package.installed is None:
+            if tested.need == "required":
+                problems.append(f"{tested.name} is missing ({tested.purpose}): {tested.install}")
+        elif supported is not None and not supported.specifier.contains(package.installed, prereleases=True):
+            problems.append(
+                f"{tested.name} {package.installed} is outside the supported range {supported.specifier}: "
+                f"pip install '{tested.name}=={tested.version}'"
+            )
+        elif package.installed.partition("+")[0] != tested.version:
+            remarks.append(f"{package.distribution} {package.installed} is not the tested version {tested.version}")
+    if torch.error is not None and _installed(packages, "torch") is not None:
+        problems.append(f"torch is installed but does not import: {torch.error}")
+    if ray is not None and ray.error is not None:
+        problems.append(f"Ray is installed but a local cluster does not start: {ray.error}")
+    if machine.gpus and torch.error is None and not torch.devices:
+        build = f"built for CUDA {torch.cuda_build}" if torch.cuda_build else "a build without CUDA"
+        problems.append(f"the driver ({machine.driver}) shows {len(machine.gpus)} GPUs but torch, {build}, can use none")
+    if not machine.gpus and machine.driver:
+        remarks.append(f"no GPU is listed: {machine.driver}")
+    return problems, remarks
+
+
+def _capabilities(
+    machine: Machine, packages: tuple[Package, ...], torch: TorchProbe, ray: RayProbe | None
+) -> list[Capability]:
+    trains = torch.error is None and all(p.installed for p in packages if p.tested.need == "required")
+    gpus = len(torch.devices)
+    no_gpu = "no GPU that torch can use" if torch.error is None else "torch does not import"
+    rollouts, why_rollouts = _rollouts(machine, packages, gpus)
+    has_ray = _installed(packages, "ray") is not None and (ray is None or ray.error is None)
+    tight = _too_small_for_demo(machine)
+    loop = trains and rollouts and has_ray and not tight
+    why_not_loop = (
+        "training does not work" if not trains else why_rollouts if not rollouts else "Ray is missing or does not start"
+    )
+    bridge = "bridge" in BACKEND_CONFIGS
+    verl = importlib.util.find_spec("adapters.verl.engine") is not None
+    return [
+        Capability("native training on CPU", trains, "gloo between ranks" if trains else "see the problems"),
+        Capability("native training on a GPU", trains and gpus > 0, f"{gpus} x {torch.devices[0]}" if gpus else no_gpu),
+        Capability("NCCL between GPUs", trains and gpus > 1, f"{gpus} GPUs" if gpus > 1 else "needs two GPUs"),
+        Capability("vLLM rollouts", rollouts, why_rollouts),
+        Capability(
+            "GRPO with Ray and vLLM (make demo)",
+            loop,
+            tight if tight else f"on {'GPU' if gpus else 'CPU'}" if loop else why_not_loop,
+        ),
+        Capability("bridge runtime (Megatron)", bridge, "installed" if bridge else "not in this version"),
+        Capability("verl on this backend", verl, "installed" if verl else "not in this version"),
+    ]
+
+
+def _rollouts(machine: Machine, packages: tuple[Package, ...], gpus: int) -> tuple[bool, str]:
+    vllm = next(package for package in packages if package.tested.name == "vllm")
+    if vllm.installed is None:
+        return False, f"vLLM is missing; {vllm.tested.install}"
+    if vllm.distribution == "vllm":
+        return (
+            gpus > 0,
+            "on the GPU" if gpus else "this is the GPU build of vLLM and torch can use no GPU; make setup DEVICE=cpu",
+        )
+    if machine.architecture == "x86_64" and "avx2" not in machine.cpu_features:
+        return False, "the CPU build of vLLM needs AVX2, which this processor lacks"
+    if "avx512f" in machine.cpu_features or machine.architecture != "x86_64":
+        return True, "on CPU"
+    return True, "on CPU; faster on a processor with AVX512"
+
+
+def _too_small_for_demo(machine: Machine) -> str:
+    """Why the demo does not fit in this machine's memory, or an empty string."""
+    if machine.memory_gib < DEMO_MEMORY_GIB:
+        return f"needs about {DEMO_MEMORY_GIB:.0f} GiB of memory, this machine has {machine.memory_gib:.1f}"
+    if machine.shared_memory_gib is None or machine.shared_memory_gib < DEMO_SHARED_MEMORY_GIB:
+        free = f"{machine.shared_memory_gib:.2f} GiB" if machine.shared_memory_gib is not None else "none"
+        return f"needs {DEMO_SHARED_MEMORY_GIB:.0f} GiB free in /dev/shm, {free} there; in a container: --shm-size=4g"
+    return ""
+
+
+def _supported_ranges() -> dict[str, Requirement]:
+    """Package -> the range that rl-backend declares; empty when it runs from a checkout that is not installed."""
+    try:
+        declared = importlib.metadata.requires("rl-backend") or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    requirements = [Requirement(text) for text in declared]
+    return {canonicalize_name(r.name): r for r in requirements if r.marker is None or r.marker.evaluate({"extra": "ray"})}
+
+
+def _installed(packages: tuple[Package, ...], name: str) -> str | None:
+    return next(package.installed for package in packages if package.tested.name == name)

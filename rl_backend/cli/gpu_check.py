@@ -1,0 +1,160 @@
+"""``rl-backend gpu-check``: runs the tests in tests/gpu and writes what came of each as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import rl_backend
+from rl_backend.cli.machine import read_machine
+from rl_backend.cli.packages import read_packages
+from rl_backend.cli.probes import TorchProbe, probe_torch
+from rl_backend.contracts.errors import UnsupportedError
+
+EXIT_FAILED = 1
+EXIT_NO_GPU = 3
+DEFAULT_RESULT = Path("runs/gpu-check.json")
+OPTIONAL = ("ray", "vllm", "tensordict", "megatron.core")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Exit status: 0 every test that ran passed, 1 a test failed, 2 the tests could not be run, "
+        "3 there is no GPU that torch can use (nothing is run or written)."
+    )
+    parser.add_argument(
+        "--json", type=Path, default=DEFAULT_RESULT, metavar="FILE", help=f"where the result goes (default {DEFAULT_RESULT})"
+    )
+    parser.add_argument(
+        "pytest_arguments", nargs="*", metavar="ARGUMENT", help="after --: for pytest, for example -- -k nccl"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the tests and writes the result; see the command's help for the exit statuses.
+
+    Raises:
+        UnsupportedError: pytest or the tests are not there, or torch does not import.
+    """
+    tests = _find_tests()
+    torch = probe_torch()
+    if torch.error is not None:
+        raise UnsupportedError(f"torch does not import with {sys.executable}: {torch.error}")
+    if not torch.devices:
+        _say_what_would_run(tests, torch)
+        return EXIT_NO_GPU
+    for name in OPTIONAL:
+        if not _present(name):
+            print(f"{name} is not installed: the tests that need it are skipped and named")
+    status, outcomes = _run_tests(tests, arguments.pytest_arguments)
+    result = _result(torch, status, outcomes)
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    _summarise(result, arguments.json)
+    return EXIT_FAILED if status != 0 or result["counts"].get("passed", 0) == 0 else 0
+
+
+def _find_tests() -> Path:
+    tests = Path(rl_backend.__file__).resolve().parent.parent / "tests" / "gpu"
+    if not tests.is_dir():
+        raise UnsupportedError(
+            f"{tests} is not there: gpu-check runs from a checkout of the project, not from an installed package"
+        )
+    if not _present("pytest"):
+        raise UnsupportedError(
+            f"pytest is not installed for {sys.executable}: {sys.executable} -m pip install pytest pytest-timeout"
+        )
+    return tests
+
+
+def _present(module: str) -> bool:
+    top = module.partition(".")[0]
+    return importlib.util.find_spec(top) is not None and importlib.util.find_spec(module) is not None
+
+
+def _command(tests: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "pytest", str(tests), "-m", "gpu", *arguments]
+
+
+def _say_what_would_run(tests: Path, torch: TorchProbe) -> None:
+    why = "this torch is built without CUDA" if torch.cuda_build is None else "torch finds no CUDA device"
+    print(f"No GPU: {why}. Nothing was run and no result was written. On a machine with a GPU these would run:")
+    listing = subprocess.run(
+        _command(tests, "--collect-only", "-q", "--no-header"),
+        cwd=tests.parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    names = [line for line in listing.stdout.splitlines() if "::" in line]
+    for name in names or [listing.stdout + listing.stderr]:
+        print(f"  {name}")
+
+
+def _run_tests(tests: Path, arguments: list[str]) -> tuple[int, list[dict[str, Any]]]:
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "junit.xml"
+        command = _command(tests, f"--junitxml={report}", "-o", "junit_family=xunit1", "-v", *arguments)
+        environment = {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", **os.environ}
+        status = subprocess.run(command, cwd=tests.parent.parent, env=environment, check=False).returncode
+        if not report.is_file():
+            raise UnsupportedError(f"pytest ended with status {status} before it ran a test; its output stands above")
+        return status, [_outcome(case) for case in ElementTree.parse(report).iter("testcase")]
+
+
+def _outcome(case: ElementTree.Element) -> dict[str, Any]:
+    outcome: dict[str, Any] = {
+        "test": f"{case.get('file')}::{case.get('name')}",
+        "outcome": "passed",
+        "seconds": float(case.get("time", "0")),
+    }
+    for kind, name in (("skipped", "skipped"), ("failure", "failed"), ("error", "error")):
+        element = case.find(kind)
+        if element is not None:
+            outcome |= {"outcome": name, "reason": element.get("message", "")}
+            if name != "skipped":
+                outcome["details"] = (element.text or "")[-4000:]
+    return outcome
+
+
+def _result(torch: TorchProbe, status: int, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "rl_backend": rl_backend.__version__,
+        "commit": _commit(),
+        "machine": dataclasses.asdict(read_machine()),
+        "torch": dataclasses.asdict(torch),
+        "packages": {package.distribution: package.installed for package in read_packages()},
+        "pytest_status": status,
+        "counts": dict(Counter(outcome["outcome"] for outcome in outcomes)),
+        "tests": outcomes,
+    }
+
+
+def _commit() -> str | None:
+    root = Path(rl_backend.__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or None
+
+
+def _summarise(result: dict[str, Any], path: Path) -> None:
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(result["counts"].items()))
+    print(f"\n{counts or 'no tests'} on {', '.join(result['torch']['devices'])}")
+    for outcome in result["tests"]:
+        if outcome["outcome"] != "passed":
+            reason = (outcome["reason"].splitlines() or ["no reason given"])[0]
+            print(f"  {outcome['outcome']}: {outcome['test']}: {reason}")
+    print(f"result: {path.resolve()}")

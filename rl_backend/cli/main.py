@@ -1,0 +1,51 @@
+"""Reads the command line, runs the sub-command and turns an error into one message."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from rl_backend import __version__
+from rl_backend.contracts.errors import RLBackendError
+
+# Sub-command -> (module with add_arguments(parser) and run(arguments) -> exit status, what it does).
+COMMANDS = {
+    "doctor": ("rl_backend.cli.doctor", "say what is installed, what is missing and what this machine can run"),
+    "gpu-check": ("rl_backend.cli.gpu_check", "run the tests that need a GPU and write a JSON result"),
+}
+
+EXIT_ERROR = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one sub-command.
+
+    Args:
+        arguments: without the program's name; None takes those of the process.
+
+    Returns:
+        The sub-command's exit status, or 2 after an error that was printed as one message.
+    """
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(prog="rl-backend", description="A training backend for RL on language models.")
+    parser.add_argument("--version", action="version", version=f"rl-backend {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
+    chosen = next((argument for argument in argv if argument in COMMANDS), None)
+    for name, (module, purpose) in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
+        subparser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        if name == chosen:
+            importlib.import_module(module).add_arguments(subparser)
+    parsed = parser.parse_args(argv)
+    try:
+        return int(importlib.import_module(COMMANDS[parsed.command][0]).run(parsed))
+    except RLBackendError as error:
+        if parsed.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
