@@ -1,0 +1,25 @@
+"""What a weight sync sends and how it is proved to have arrived: layout, digests, finite values, buckets, comparison."""
+
+from rl_backend.weights.buckets import split_into_buckets
+from rl_backend.weights.compare import ExpectedWeights, check_manifest, find_mismatches
+from rl_backend.weights.dtypes import dtype_from_name, name_of_dtype, tensor_info
+from rl_backend.weights.finite import check_finite, has_non_finite
+from rl_backend.weights.layout import ALIGNMENT, plan_layout
+from rl_backend.weights.staging import check_staged, read_tensor, write_tensors
+
+__all__ = [
+    "ALIGNMENT",
+    "ExpectedWeights",
+    "check_finite",
+    "check_manifest",
+    "check_staged",
+    "dtype_from_name",
+    "find_mismatches",
+    "has_non_finite",
+    "name_of_dtype",
+    "plan_layout",
+    "read_tensor",
+    "split_into_buckets",
+    "tensor_info",
+    "write_tensors",
+]

@@ -1,0 +1,159 @@
+"""What rollout engines are built from and how they sample."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from rl_backend.contracts import BaseConfig, ConfigError
+
+_OWN_ARGUMENTS = {
+    "model": "model_path",
+    "dtype": "dtype",
+    "tensor_parallel_size": "tensor_parallel",
+    "max_model_len": "max_model_len",
+    "kv_cache_memory_bytes": "kv_cache_gib",
+    "gpu_memory_utilization": "gpu_memory_utilization",
+    "seed": "seed",
+    "enforce_eager": "enforce_eager",
+    "load_format": "load_format",
+    "enable_sleep_mode": "sleep_mode",
+    "skip_tokenizer_init": None,
+    "generation_config": None,
+    "logprobs_mode": None,
+    "worker_extension_cls": None,
+    "weight_transfer_config": None,
+    "distributed_executor_backend": None,
+    "enable_chunked_prefill": None,
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "enable_prefix_caching": "prefix_caching",
+}
+
+
+class RolloutConfig(BaseConfig):
+    """One or more equal vLLM engines.
+
+    Attributes:
+        model_path: local Hugging Face directory.
+        num_engines: engines, each a Ray actor of its own.
+        device: ``cpu`` or ``cuda``; ``auto`` takes CUDA when the Ray cluster has a GPU.
+        dtype: dtype of weights and activations, and of the weights that a push sends.
+        load_format: ``auto`` reads the directory's weights; ``dummy`` starts with random ones and refuses to sample until
+            the first push.
+        tensor_parallel: GPUs, or groups of cores, over which one engine is sharded.
+        cores: for CPU engines: the cores of each engine; with ``tensor_parallel`` they are divided evenly. None divides
+            the host's cores evenly over the engines.
+        gpus_per_worker: Ray GPUs that each of the ``tensor_parallel`` workers reserves; less than 1 where training shares
+            the device.
+        max_model_len: tokens of prompt and response together.
+        max_num_batched_tokens: tokens computed in one engine step; at least ``max_model_len``. None takes 8192 or that.
+        kv_cache_gib: memory for keys and values; None takes 1 GiB on a CPU and what ``gpu_memory_utilization`` leaves on a
+            GPU.
+        gpu_memory_utilization: share of a GPU's memory that vLLM may fill.
+        enforce_eager: no compilation and no CUDA graphs.
+        prefix_caching: reuse keys and values of equal prompt prefixes; emptied by every push.
+        sleep_mode: allow ``sleep()`` and ``wake_up()``; CUDA only.
+        require_push: refuse to sample until weights have been pushed.
+        seed: seed of the engines' own generator, used by requests without a seed of their own.
+        start_timeout: seconds that starting may take.
+        engine_args: further keyword arguments of ``vllm.EngineArgs``; unknown ones are refused when the engine starts.
+    """
+
+    model_path: str = Field(min_length=1)
+    num_engines: int = Field(default=1, ge=1)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    load_format: Literal["auto", "dummy"] = "auto"
+    tensor_parallel: int = Field(default=1, ge=1)
+    cores: tuple[tuple[int, ...], ...] | None = None
+    gpus_per_worker: float = Field(default=1.0, gt=0, le=1)
+    max_model_len: int = Field(default=2048, ge=2)
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    kv_cache_gib: float | None = Field(default=None, gt=0)
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    enforce_eager: bool = True
+    prefix_caching: bool = True
+    sleep_mode: bool = False
+    require_push: bool = False
+    seed: int = Field(default=0, ge=0)
+    start_timeout: float = Field(default=600.0, gt=0)
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("engine_args")
+    @classmethod
+    def _not_ours(cls, engine_args: dict[str, Any]) -> dict[str, Any]:
+        for name in engine_args:
+            if name in _OWN_ARGUMENTS:
+                ours = _OWN_ARGUMENTS[name]
+                advice = f"use RolloutConfig.{ours}" if ours else "rollout engines set it themselves"
+                raise ConfigError.of(f"RolloutConfig.engine_args[{name!r}]", engine_args[name], advice)
+        return engine_args
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.cores is not None:
+            self._check_cores(self.cores)
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_model_len:
+            raise ConfigError.of(
+                "RolloutConfig.max_num_batched_tokens",
+                self.max_num_batched_tokens,
+                f"a prompt is computed in one step, so it must be at least max_model_len={self.max_model_len}",
+            )
+        if self.sleep_mode and self.device == "cpu":
+            raise ConfigError.of("RolloutConfig.sleep_mode", True, "vLLM has no sleep mode on a CPU; use device='cuda'")
+        return self
+
+    def _check_cores(self, cores: tuple[tuple[int, ...], ...]) -> None:
+        if self.device == "cuda":
+            raise ConfigError.of("RolloutConfig.cores", cores, "only CPU engines have cores; leave it out with device='cuda'")
+        if len(cores) != self.num_engines:
+            raise ConfigError.of(
+                "RolloutConfig.cores", cores, f"expected one group of cores for each of the {self.num_engines} engines"
+            )
+        for group in cores:
+            if not group or len(set(group)) != len(group) or min(group) < 0 or len(group) % self.tensor_parallel:
+                raise ConfigError.of(
+                    "RolloutConfig.cores",
+                    group,
+                    f"a group is different core numbers, a multiple of tensor_parallel={self.tensor_parallel} of them",
+                )
+
+    @property
+    def batched_tokens(self) -> int:
+        """``max_num_batched_tokens`` with its default filled in."""
+        return self.max_num_batched_tokens or max(8192, self.max_model_len)
+
+
+class SamplingConfig(BaseConfig):
+    """How responses are sampled.
+
+    Attributes:
+        n: responses of each prompt.
+        temperature: 0 takes the likeliest token. Log-probs are of the distribution that was sampled from: logits divided by
+            the temperature, after ``top_p`` and ``top_k``; at temperature 0, of the plain softmax.
+        top_p: nucleus sampling; 1 keeps all tokens.
+        top_k: 0 keeps all tokens.
+        max_new_tokens: longest response; also bounded by the engine's ``max_model_len``.
+        stop_token_ids: a response ends with the first of them, which belongs to it. Nothing else ends one early: engines
+            have no tokenizer and so no end-of-text token of their own.
+        log_probs: return the log-prob of every response token.
+    """
+
+    n: int = Field(default=1, ge=1)
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    max_new_tokens: int = Field(default=128, ge=1)
+    stop_token_ids: tuple[int, ...] = ()
+    log_probs: bool = True
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if 0 < self.temperature < 0.01:
+            raise ConfigError.of(
+                "SamplingConfig.temperature", self.temperature, "vLLM would raise it to 0.01; use 0 for greedy sampling"
+            )
+        if self.temperature == 0 and self.n > 1:
+            raise ConfigError.of("SamplingConfig.n", self.n, "greedy responses are all the same; use n=1 at temperature=0")
+        return self

@@ -1,0 +1,342 @@
+"""One vLLM engine, living in the process of a Ray actor.
+
+The engine is a small state machine. ``generate`` is served only in state ``serving``; an update goes ``verify`` ->
+``load`` -> ``resume``, and between the last two the engine is ``paused``. A failure after the first load leaves it
+``dirty`` for good.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from actors.rollout_config import RolloutConfig, SamplingConfig
+from actors.transport.segment import SharedSegment, host_identity, map_segment
+from actors.vllm_expected import expected_weights
+from actors.vllm_process import prepare_process, start_vllm
+from rl_backend.contracts import (
+    UNVERSIONED,
+    ConfigError,
+    EngineDeadError,
+    EngineDirtyError,
+    RLBackendError,
+    RolloutError,
+    UnsupportedError,
+    WeightCheckError,
+    WeightManifest,
+    WeightVersionError,
+)
+from rl_backend.weights import check_manifest, check_staged
+
+type EngineState = Literal["serving", "paused", "dirty", "asleep"]
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What an engine says about itself.
+
+    Attributes:
+        workers: processes that hold a part of the model.
+        host: equal for processes that share memory.
+        device_ids: of CUDA devices, their UUIDs; empty on a CPU.
+        version: of the weights served; ``UNVERSIONED`` before the first push.
+    """
+
+    name: str
+    pid: int
+    host: str
+    device: str
+    dtype: str
+    workers: int
+    device_ids: tuple[str, ...]
+    vocab_size: int
+    max_model_len: int
+    version: int
+    state: EngineState
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt with ``n`` responses; ``seed`` needs ``n`` = 1."""
+
+    prompt_ids: Sequence[int]
+    n: int
+    seed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One response as the engine returns it."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: Literal["stop", "length"]
+
+
+class RolloutEngine:
+    """Starts vLLM in this process. Made by :class:`~actors.rollout_group.RolloutGroup` as a Ray actor.
+
+    Args:
+        config: of the group.
+        name: for messages, for example ``engine 0``.
+        device: ``cpu`` or ``cuda``.
+        cores: cores to run on; empty on CUDA.
+        require_push: refuse to sample until weights have been pushed.
+    """
+
+    def __init__(
+        self, config: RolloutConfig, name: str, device: str, cores: tuple[int, ...], *, require_push: bool
+    ) -> None:
+        self._config = config
+        self._name = name
+        self._device = device
+        self._require_push = require_push
+        self._state: EngineState = "serving"
+        self._version = UNVERSIONED
+        self._segment: SharedSegment | None = None
+        self._buffer: Tensor | None = None
+        self._verified: WeightManifest | None = None
+        self._threads = max(len(cores) // config.tensor_parallel, 1)
+        prepare_process(device, cores, config.tensor_parallel)
+        self._llm = start_vllm(config, device)
+        self._expected = self._expected_weights()
+
+    def describe(self) -> EngineInfo:
+        """Facts about the engine; also the sign that it is ready."""
+        model = self._llm.model_config
+        return EngineInfo(
+            name=self._name,
+            pid=os.getpid(),
+            host=host_identity(),
+            device=self._device,
+            dtype=self._config.dtype,
+            workers=self._config.tensor_parallel,
+            device_ids=_device_ids(self._device),
+            vocab_size=model.get_vocab_size(),
+            max_model_len=model.max_model_len,
+            version=self._version,
+            state=self._state,
+        )
+
+    def generate(
+        self, requests: Sequence[Request], sampling: SamplingConfig, require_version: int | None
+    ) -> tuple[int, list[list[Response]]]:
+        """The weight version and, for each request, its responses.
+
+        Raises:
+            EngineDirtyError: a weight update failed after its first load.
+            RolloutError: an update is in progress, the engine sleeps, or no weights have been pushed yet.
+            WeightVersionError: the weights are older than ``require_version``.
+        """
+        self._check_serving()
+        if require_version is not None and self._version < require_version:
+            raise WeightVersionError(
+                f"{self._name} serves weights of version {self._version}, version {require_version} is required: push first",
+                engine=self._name,
+                version=self._version,
+                required=require_version,
+            )
+        from vllm import SamplingParams, TokensPrompt
+
+        params = [
+            SamplingParams(
+                n=request.n,
+                seed=request.seed,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                max_tokens=sampling.max_new_tokens,
+                stop_token_ids=list(sampling.stop_token_ids),
+                ignore_eos=True,
+                logprobs=0 if sampling.log_probs else None,
+                flat_logprobs=sampling.log_probs,
+                detokenize=False,
+            )
+            for request in requests
+        ]
+        prompts = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in requests]
+        outputs = self._vllm_call(self._llm.generate, prompts, params, use_tqdm=False)
+        return self._version, [[_response(completion) for completion in output.outputs] for output in outputs]
+
+    def open_segment(self, path: str, nbytes: int) -> None:
+        """Maps another process's staging segment, here and in the workers."""
+        self._verified = None
+        self._buffer = map_segment(path, nbytes)
+        self._init_transfer({"kind": "staged", "path": path, "nbytes": nbytes})
+
+    def make_segment(self, nbytes: int) -> Tensor:
+        """A staging segment of this engine's own of at least ``nbytes``; kept until :meth:`close_segment`."""
+        if self._segment is None or self._segment.nbytes < nbytes:
+            self.close_segment()
+            self._segment = SharedSegment(nbytes)
+            self.open_segment(str(self._segment.path), nbytes)
+        return self._segment.buffer
+
+    def close_segment(self) -> None:
+        """Drops the mapping, and the segment if it is this engine's own."""
+        self._buffer = self._verified = None
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None
+
+    def verify(self, manifest: WeightManifest) -> float:
+        """Proves that the staged weights can be loaded, without loading them. Returns the seconds that it took.
+
+        Raises:
+            WeightVersionError: the weights are older than those served.
+            WeightCheckError: names, shapes, dtypes, digests or values are not right.
+            EngineDirtyError: the engine cannot be updated any more.
+        """
+        started = time.perf_counter()
+        self._verified = None
+        self._check_manifest(manifest)
+        if self._buffer is None:
+            raise WeightCheckError(f"{self._name} has no staging segment; open_segment() comes first", engine=self._name)
+        check_staged(self._buffer, manifest, threads=self._threads)
+        self._verified = manifest
+        return time.perf_counter() - started
+
+    def load(self, version: int) -> float:
+        """Loads the weights that :meth:`verify` accepted and stays paused until :meth:`resume`. Returns the seconds.
+
+        Raises:
+            WeightCheckError: nothing of that version has been verified; the engine serves on as before.
+            EngineDirtyError: loading failed half way.
+        """
+        started = time.perf_counter()
+        manifest, self._verified = self._verified, None
+        if manifest is None or manifest.version != version:
+            raise WeightCheckError(f"{self._name}: weights of version {version} were not verified", engine=self._name)
+        self.begin_update()
+        self.update({"manifest": manifest.model_dump_json()})
+        self.finish_update(version)
+        return time.perf_counter() - started
+
+    def begin_update(self) -> None:
+        """Stops serving, empties the prefix cache and starts vLLM's weight update. Streaming transports call it directly."""
+        self._check_clean()
+        self._state = "paused"
+        self._during_update(self._start_weight_update)
+
+    def update(self, update_info: dict[str, Any]) -> None:
+        """Hands one message to vLLM's ``update_weights``."""
+        self._during_update(self._llm.update_weights, {"update_info": update_info})
+
+    def finish_update(self, version: int) -> None:
+        """Ends vLLM's weight update and records the version; serving starts again with :meth:`resume`."""
+        self._during_update(self._llm.finish_weight_update, str(version))
+        self._version = version
+
+    def init_transfer(self, init_info: dict[str, Any]) -> None:
+        """Hands a message to vLLM's ``init_weight_transfer_engine``."""
+        self._init_transfer(init_info)
+
+    def check_manifest(self, manifest: WeightManifest) -> None:
+        """Version, names, shapes and dtypes alone, for transports that do not stage."""
+        self._check_manifest(manifest)
+
+    def resume(self) -> None:
+        """Serves again after an update; every engine has acknowledged by now."""
+        if self._state == "paused":
+            self._state = "serving"
+
+    def sleep(self, level: int) -> None:
+        """Frees the GPU's memory: level 1 keeps the weights in host memory, level 2 drops them."""
+        self._check_sleep_mode()
+        self._check_clean()
+        self._vllm_call(self._llm.sleep, level=level)
+        self._state = "asleep"
+        if level == 2:
+            self._version, self._require_push = UNVERSIONED, True
+
+    def wake_up(self) -> None:
+        """Takes the GPU's memory back. After level 2, weights must be pushed before the engine samples."""
+        self._check_sleep_mode()
+        self._vllm_call(self._llm.wake_up)
+        self._state = "serving"
+
+    def _expected_weights(self) -> Any:
+        parameters, packed_modules = self._vllm_call(self._llm.collective_rpc, "describe_parameters")[0]
+        return expected_weights(self._config.model_path, self._config.dtype, parameters, packed_modules)
+
+    def _check_manifest(self, manifest: WeightManifest) -> None:
+        self._check_clean()
+        if manifest.version < self._version:
+            raise WeightVersionError(
+                f"{self._name} serves weights of version {self._version} and refuses the older version {manifest.version}",
+                engine=self._name,
+                version=self._version,
+                offered=manifest.version,
+            )
+        check_manifest(manifest, self._expected, engine=self._name)
+
+    def _check_clean(self) -> None:
+        if self._state == "dirty":
+            raise EngineDirtyError(
+                f"{self._name} is dirty: a weight update failed after its first load; restart it and push again",
+                engine=self._name,
+            )
+
+    def _check_serving(self) -> None:
+        self._check_clean()
+        if self._state != "serving":
+            why = {"paused": "a weight update is in progress", "asleep": "it sleeps; wake_up() first"}[self._state]
+            raise RolloutError(f"{self._name} does not sample now: {why}", engine=self._name, state=self._state)
+        if self._require_push and self._version == UNVERSIONED:
+            raise RolloutError(
+                f"{self._name} has no weights of the trainer yet (UNVERSIONED): push before sampling", engine=self._name
+            )
+
+    def _check_sleep_mode(self) -> None:
+        if not self._config.sleep_mode or self._device == "cpu":
+            raise UnsupportedError(
+                f"{self._name} runs on {self._device} with sleep_mode={self._config.sleep_mode}: sleep() and wake_up() need "
+                "RolloutConfig(device='cuda', sleep_mode=True)"
+            )
+
+    def _init_transfer(self, init_info: dict[str, Any]) -> None:
+        self._vllm_call(self._llm.init_weight_transfer_engine, {"init_info": init_info})
+
+    def _start_weight_update(self) -> None:
+        # Keys and values of the old weights would be reused for equal prefixes.
+        if not self._llm.reset_prefix_cache():
+            raise RolloutError(f"{self._name}: vLLM still has running requests, its prefix cache cannot be emptied")
+        self._llm.start_weight_update()
+
+    def _during_update(self, call: Any, *args: Any) -> None:
+        try:
+            self._vllm_call(call, *args)
+        except BaseException as error:
+            self._state = "dirty"
+            raise EngineDirtyError(
+                f"{self._name}: a weight update failed after it had begun ({type(error).__name__}: {error}); the engine "
+                "refuses requests until it is restarted",
+                engine=self._name,
+            ) from error
+
+    def _vllm_call(self, call: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
+
+        try:
+            return call(*args, **kwargs)
+        except VllmEngineDeadError as error:
+            self._state = "dirty"
+            raise EngineDeadError(f"{self._name}: a vLLM process ended ({error}); restart it", engine=self._name) from error
+
+
+def _response(completion: Any) -> Response:
+    flat = completion.logprobs
+    log_probs = [] if flat is None else [flat.logprobs[start] for start in flat.start_indices]
+    return Response(list(completion.token_ids), log_probs, "stop" if completion.finish_reason == "stop" else "length")
+
+
+def _device_ids(device: str) -> tuple[str, ...]:
+    if device == "cpu":
+        return ()
+    return tuple(str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count()))

@@ -1,0 +1,128 @@
+"""Shared-memory segments that one process writes and others map, and that never outlive their owner for long.
+
+A segment is a file under /dev/shm whose name carries its owner: process-id namespace, process id and start time. Whoever
+makes a segment first removes those of processes of the same namespace that are gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import itertools
+import os
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rl_backend.contracts import WeightSyncError
+
+DIRECTORY = Path("/dev/shm")
+_PREFIX = "rl_backend_weights"
+_NAME = re.compile(rf"{_PREFIX}-(?P<namespace>\d+)-(?P<pid>\d+)-(?P<start>\d+)-\d+")
+_numbers = itertools.count()
+
+
+class SharedSegment:
+    """``nbytes`` of shared memory owned by this process, as a (nbytes,) uint8 tensor in ``buffer``.
+
+    Raises:
+        WeightSyncError: /dev/shm is missing or has not enough space.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        remove_stale_segments()
+        self.nbytes = nbytes
+        self.path = DIRECTORY / f"{_PREFIX}-{_namespace()}-{os.getpid()}-{_start_time(os.getpid())}-{next(_numbers)}"
+        _reserve(self.path, nbytes)
+        self._owner = os.getpid()
+        self.buffer = map_segment(str(self.path), nbytes)
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Unlinks the segment; mappings that exist stay valid until they are dropped. May be called again."""
+        if os.getpid() == self._owner:
+            self.path.unlink(missing_ok=True)
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        atexit.unregister(self.close)
+
+
+def map_segment(path: str, nbytes: int) -> Tensor:
+    """Maps an existing segment as a (nbytes,) uint8 tensor, without a copy.
+
+    Raises:
+        WeightSyncError: there is no such file on this host, or it is shorter.
+    """
+    try:
+        size = os.stat(path).st_size
+    except FileNotFoundError:
+        raise WeightSyncError(
+            f"shared-memory segment {path} does not exist here; trainer and engine do not share /dev/shm (another host "
+            "or container), or its owner ended: use transport='gloo' across hosts",
+            path=path,
+        ) from None
+    if size < nbytes:
+        raise WeightSyncError(f"shared-memory segment {path} has {size} bytes, expected {nbytes}", path=path)
+    return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+
+
+def host_identity() -> str:
+    """Equal in two processes exactly when they share one kernel and one /dev/shm."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}:{DIRECTORY.stat().st_dev}"
+
+
+def remove_stale_segments() -> list[Path]:
+    """Removes segments whose owner is gone, and returns them."""
+    removed = []
+    for path in DIRECTORY.glob(f"{_PREFIX}-*"):
+        match = _NAME.fullmatch(path.name)
+        if match is None or match["namespace"] != _namespace() or _start_time(int(match["pid"])) == match["start"]:
+            continue
+        path.unlink(missing_ok=True)
+        removed.append(path)
+    return removed
+
+
+def _reserve(path: Path, nbytes: int) -> None:
+    if not DIRECTORY.is_dir():
+        raise WeightSyncError("/dev/shm does not exist on this host: mount a tmpfs there or use transport='gloo'")
+    space = os.statvfs(DIRECTORY)
+    free = space.f_bavail * space.f_frsize
+    if free < nbytes:
+        raise _no_space(nbytes, free)
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    try:
+        # Without its pages reserved, a full tmpfs would end the process with SIGBUS at the first write.
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        if error.errno in (errno.ENOSPC, errno.ENOMEM):
+            raise _no_space(nbytes, free) from None
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _no_space(nbytes: int, free: int) -> WeightSyncError:
+    return WeightSyncError(
+        f"/dev/shm has {free / 2**20:.0f} MiB free, but staging the weights takes {nbytes / 2**20:.0f} MiB: enlarge it "
+        "(docker: --shm-size; mount -o remount,size=...) or remove what fills it",
+        free=free,
+        needed=nbytes,
+    )
+
+
+def _namespace() -> str:
+    return "".join(filter(str.isdigit, os.readlink("/proc/self/ns/pid")))
+
+
+def _start_time(pid: int) -> str:
+    """Clock ticks after boot at which a process started, or an empty string when there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    # The second field is the command in parentheses and may hold spaces; start time is the 22nd.
+    return text.rpartition(")")[2].split()[19]

@@ -1,0 +1,140 @@
+"""What runs inside vLLM's worker processes: the receiving end of staged weights, in vLLM's own weight-transfer interface.
+
+vLLM imports this module because its configuration names :class:`WorkerExtension`; the import registers the engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+from actors.transport.segment import map_segment
+from actors.vllm_patches import PackedKernels, after_update, before_update
+from rl_backend.contracts import WeightManifest
+from rl_backend.weights import read_tensor
+
+BACKEND = "rl_backend"
+"""Name under which vLLM's ``WeightTransferConfig`` finds :class:`SwitchingWeightTransferEngine`."""
+
+_KINDS = {
+    "nccl": "actors.vllm_streaming.CheckedNcclWeightTransferEngine",
+    "cuda_ipc": "actors.vllm_streaming.CheckedIpcWeightTransferEngine",
+    "staged": "actors.vllm_worker.StagedWeightTransferEngine",
+}
+
+
+@dataclass
+class StagedInitInfo(WeightTransferInitInfo):
+    """Where the staging segment is."""
+
+    path: str
+    nbytes: int
+
+
+@dataclass
+class StagedUpdateInfo(WeightTransferUpdateInfo):
+    """What lies in it, as the JSON of a :class:`~rl_backend.contracts.WeightManifest` that the engine has verified."""
+
+    manifest: str
+
+
+class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo]):
+    """Loads a verified staging segment: views of the mapping go straight into vLLM's own loaders."""
+
+    init_info_cls = StagedInitInfo
+    update_info_cls = StagedUpdateInfo
+    _buffer: Tensor | None = None
+    _kernels: PackedKernels = PackedKernels()
+
+    def init_transfer_engine(self, init_info: StagedInitInfo) -> None:
+        self._buffer = map_segment(init_info.path, init_info.nbytes)
+
+    def start_weight_update(self) -> None:
+        self._kernels = before_update(self.model)
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: StagedUpdateInfo) -> None:
+        if self._buffer is None:
+            raise RuntimeError("init_transfer_engine() was not called: there is no staging segment")
+        buffer, manifest = self._buffer, WeightManifest.model_validate_json(update_info.manifest)
+        self.model.load_weights((info.name, read_tensor(buffer, info)) for info in manifest.tensors)
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        after_update(self.model, self._kernels)
+        self._kernels = PackedKernels()
+
+    def shutdown(self) -> None:
+        self._buffer = None
+
+
+class SwitchingWeightTransferEngine(WeightTransferEngine[WeightTransferInitInfo, WeightTransferUpdateInfo]):
+    """Hands everything to the engine that the last ``init_weight_transfer_engine`` message chose by its ``kind``.
+
+    vLLM fixes its transfer engine when it starts; a transport is chosen when weights are pushed.
+    """
+
+    init_info_cls = WeightTransferInitInfo
+    update_info_cls = WeightTransferUpdateInfo
+    _active: WeightTransferEngine[Any, Any] | None = None
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> WeightTransferInitInfo:
+        settings = dict(init_dict)
+        engine_class = resolve_obj_by_qualname(_KINDS[settings.pop("kind")])
+        if self._active is not None:
+            self._active.shutdown()
+        self._active = engine_class(self.config, self.vllm_config, self.device, self.model)
+        return self._engine.parse_init_info(settings)  # type: ignore[no-any-return]
+
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
+        self._engine.init_transfer_engine(init_info)
+
+    def start_weight_update(self) -> None:
+        self._engine.start_weight_update()
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> WeightTransferUpdateInfo:
+        return self._engine.parse_update_info(update_dict)  # type: ignore[no-any-return]
+
+    def receive_weights(self, update_info: WeightTransferUpdateInfo) -> None:
+        self._engine.receive_weights(update_info)
+
+    def finish_weight_update(self) -> None:
+        self._engine.finish_weight_update()
+
+    def shutdown(self) -> None:
+        if self._active is not None:
+            self._active.shutdown()
+
+    @property
+    def _engine(self) -> WeightTransferEngine[Any, Any]:
+        if self._active is None:
+            raise RuntimeError("init_weight_transfer_engine() comes before any weight update")
+        return self._active
+
+
+class WorkerExtension:
+    """Methods added to vLLM's worker."""
+
+    model_runner: Any
+
+    def describe_parameters(self) -> tuple[list[str], Mapping[str, list[str]]]:
+        """The names of the model's parameters, and which checkpoint modules are fused into which module."""
+        model: torch.nn.Module = self.model_runner.get_model()
+        names = [name for name, _ in model.named_parameters()]
+        return names, dict(getattr(model, "packed_modules_mapping", {}))
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, SwitchingWeightTransferEngine)

@@ -1,0 +1,47 @@
+"""Digests of tensors and buffers without copying them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import torch
+import xxhash
+from torch import Tensor
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """xxh3-64 of a contiguous CPU tensor's bytes, as 16 hexadecimal digits."""
+    return str(xxhash.xxh3_64_hexdigest(tensor.reshape(-1).view(torch.uint8).numpy()))
+
+
+def tensor_digests(tensors: Sequence[Tensor], threads: int) -> list[str]:
+    """:func:`tensor_digest` of each, by up to ``threads`` threads (hashing a large buffer leaves the interpreter lock)."""
+    if threads <= 1 or len(tensors) <= 1:
+        return [tensor_digest(tensor) for tensor in tensors]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(tensor_digest, tensors))
+
+
+def device_checksum(tensor: Tensor) -> Tensor:
+    """0-d int64 checksum of a contiguous tensor's bytes, computed where the tensor is.
+
+    The sum, modulo 2^64, of the bytes as 32-bit words (of single bytes when their number is not a multiple of 4). It finds
+    a lost, torn or foreign part of a transfer; unlike a digest it does not see two words change places.
+    """
+    flat = tensor.reshape(-1).view(torch.uint8)
+    if flat.numel() % 4 == 0:
+        flat = flat.view(torch.int32)
+    return flat.sum(dtype=torch.int64)
+
+
+def names_of_changed(names: Iterable[str], expected: Iterable[object], found: Iterable[object]) -> list[str]:
+    """The names whose expected and found digests differ."""
+    return [name for name, left, right in zip(names, expected, found, strict=True) if left != right]
+
+
+def overlapping(offsets_and_sizes: Iterable[tuple[int, int]]) -> bool:
+    """Whether any two (offset, size) ranges of bytes share a byte."""
+    ranges = sorted((offset, size) for offset, size in offsets_and_sizes if size)
+    return any(first + size > second for (first, size), (second, _) in pairwise(ranges))
