@@ -1,0 +1,1 @@
+"""Scripts to copy: GRPO and SFT on a model and data of one's own, and the demo that runs both."""

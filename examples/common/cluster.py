@@ -1,0 +1,55 @@
+"""The Ray session of an example: the cluster that RAY_ADDRESS names, or one on this machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+import torch
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def cores_each(processes: int) -> int:
+    """This machine's cores divided over processes that work at the same time."""
+    return max(1, usable_cores() // processes)
+
+
+@contextmanager
+def ray_session(cpus: int) -> Iterator[None]:
+    """Connects to ``RAY_ADDRESS``, or starts Ray here with room for ``cpus`` cores' worth of actors.
+
+    Training and sampling take turns, so on one machine their actors may together ask for more cores than there are.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if "RAY_ADDRESS" in os.environ:
+        ray.init(log_to_driver=False)
+    else:
+        ray.init(
+            address="local",
+            num_cpus=max(cpus, usable_cores()),
+            num_gpus=torch.cuda.device_count(),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def has_gpus() -> bool:
+    """Whether the cluster has GPUs, or, before one is connected, this machine."""
+    if ray.is_initialized():
+        return ray.cluster_resources().get("GPU", 0) > 0
+    return torch.cuda.is_available()

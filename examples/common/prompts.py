@@ -1,0 +1,68 @@
+"""Prompts and answers of a data file as token ids, and the order in which training sees them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from adapters.verl.dataset import PromptExample, read_examples
+from rl_backend.contracts import BatchError, ConfigError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """An example with its tokens."""
+
+    example: PromptExample
+    token_ids: list[int]
+
+
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer of a local Hugging Face directory; it must name an end-of-text token."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError.of("model", model, f"has no tokenizer that can be loaded: {error}") from None
+    if tokenizer.eos_token_id is None:
+        raise ConfigError.of("model", model, "its tokenizer has no eos_token; responses would never end")
+    return tokenizer
+
+
+def load_prompts(path: Path | str, tokenizer: Any, max_prompt_tokens: int) -> list[Prompt]:
+    """Reads a ``.jsonl`` or verl-style ``.parquet`` file; chat prompts go through the tokenizer's chat template.
+
+    Raises:
+        BatchError: a prompt without tokens, or with more than ``max_prompt_tokens``.
+    """
+    prompts = []
+    for index, example in enumerate(read_examples(path)):
+        if isinstance(example.prompt, str):
+            token_ids = tokenizer.encode(example.prompt, add_special_tokens=False)
+        else:
+            token_ids = tokenizer.apply_chat_template(
+                example.prompt, tokenize=True, add_generation_prompt=True, return_dict=False
+            )
+        if not 1 <= len(token_ids) <= max_prompt_tokens:
+            raise BatchError(
+                f"{path}, example {index}: a prompt of {len(token_ids)} tokens; expected 1 to "
+                f"max_prompt_tokens={max_prompt_tokens}"
+            )
+        prompts.append(Prompt(example, list(token_ids)))
+    return prompts
+
+
+def endless_batches[T](items: Sequence[T], size: int, seed: int) -> Iterator[list[T]]:
+    """Batches of ``size`` for ever, each pass over ``items`` in a new order that follows from ``seed``."""
+    if len(items) < size:
+        raise ConfigError(f"a batch of {size} needs at least as many examples; the data has {len(items)}")
+    generator = random.Random(seed)
+    order = list(items)
+    while True:
+        generator.shuffle(order)
+        for start in range(0, len(order) - size + 1, size):
+            yield order[start : start + size]

@@ -1,0 +1,1 @@
+"""The demo: a small model and a task made on the spot, a supervised warm start, then GRPO."""

@@ -1,0 +1,136 @@
+"""Supervised fine-tuning of a local Hugging Face model on prompts and answers.
+
+    python -m examples.sft --model DIR --dataset train.jsonl --steps 500
+
+Every option is a field of ``SFTConfig``. With ``RAY_ADDRESS`` set it runs on that cluster, else on this machine.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from actors import HandleRef, Loss, TrainGroup
+from examples.common.cluster import cores_each, has_gpus, ray_session
+from examples.common.command_line import parse_config, run_command
+from examples.common.prompts import endless_batches, load_prompts, load_tokenizer
+from examples.common.run_folder import RunFolder
+from rl_backend import NativeConfig, OptimizerConfig, RuntimeConfig, TokenSequence
+from rl_backend.contracts import BaseConfig, BatchError
+
+
+class SFTConfig(BaseConfig):
+    """All options of a run."""
+
+    model: str = Field(description="local Hugging Face directory with config, safetensors and tokenizer")
+    dataset: str = Field(description="training examples: .jsonl (prompt, answer) or verl-style .parquet")
+    eval_dataset: str | None = Field(default=None, description="held-out examples")
+    run_dir: str = Field(default="runs/sft", description="new folder for metrics and the trained model")
+    steps: int = Field(default=100, ge=1, description="optimizer steps, at most")
+    batch_size: int = Field(default=64, ge=1, description="examples in each step")
+    max_prompt_tokens: int = Field(default=2048, ge=1, description="longest prompt")
+    lr: float = Field(default=1e-5, gt=0, description="peak learning rate")
+    lr_warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up")
+    lr_decay_style: Literal["constant", "linear", "cosine"] = Field(default="constant", description="after the warm-up")
+    weight_decay: float = Field(default=0.01, ge=0, description="AdamW weight decay")
+    ranks: int = Field(default=1, ge=1, description="training ranks (data parallel)")
+    max_tokens_per_micro_batch: int = Field(default=16384, ge=1, description="token budget of one micro-batch")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="auto: bfloat16 with GPUs")
+    seed: int = Field(default=0, ge=0, description="fixes data order and training")
+    eval_every: int = Field(default=50, ge=1, description="steps between evaluations")
+    stop_at_answer_probability: float = Field(
+        default=1.0, gt=0, le=1, description="stop early when a held-out answer's mean probability reaches this"
+    )
+
+
+def train(config: SFTConfig) -> Path:
+    """Runs SFT; returns the Hugging Face directory of the trained model, ``run_dir/model``."""
+    tokenizer = load_tokenizer(config.model)
+    sequences = load_sequences(config.dataset, tokenizer, config.max_prompt_tokens)
+    held_out = load_sequences(config.eval_dataset, tokenizer, config.max_prompt_tokens) if config.eval_dataset else []
+    batches = endless_batches(sequences, config.batch_size, config.seed)
+    cores = cores_each(config.ranks)
+    with (
+        RunFolder(config.run_dir, config) as folder,
+        ray_session(config.ranks * cores),
+        TrainGroup(
+            runtime_config(config), num_ranks=config.ranks, cores_per_rank=cores, gpus_per_rank=int(has_gpus())
+        ) as trainer,
+    ):
+        model = trainer.build_model(name="sft")
+        loss = Loss("rl_backend.algorithm:sft_loss")
+        print(f"SFT: {len(sequences)} examples, {config.batch_size} a step, {config.ranks} training rank(s)")
+        for step in range(1, config.steps + 1):
+            started = time.perf_counter()
+            trainer.zero_grad(model)
+            result = trainer.forward_backward(model, next(batches), loss)
+            ok, grad_norm, _ = trainer.optimizer_step(model)
+            next_lr = trainer.lr_scheduler_step(model)
+            metrics = {**result.means, "grad_norm": grad_norm, "step_ok": float(ok), "next_lr": next_lr}
+            metrics["seconds/train"] = time.perf_counter() - started
+            evaluate = step % config.eval_every == 0 or step == config.steps
+            if evaluate and held_out:
+                metrics["answer_probability"] = answer_probability(trainer, model, held_out)
+            folder.log(step, metrics)
+            if evaluate:
+                held = f"  answer probability {metrics['answer_probability']:.3f}" if held_out else ""
+                print(
+                    f"step {step:4d}/{config.steps}  nll {metrics['nll']:.3f}  grad norm {grad_norm:.2f}{held}", flush=True
+                )
+            if metrics.get("answer_probability", 0.0) >= config.stop_at_answer_probability:
+                break
+        trainer.save_checkpoint(model, folder.path / "model", hf=True)
+    return folder.path / "model"
+
+
+def load_sequences(path: str, tokenizer: Any, max_prompt_tokens: int) -> list[TokenSequence]:
+    """Prompt, answer and end-of-text token, with the loss on the last two."""
+    sequences = []
+    for index, prompt in enumerate(load_prompts(path, tokenizer, max_prompt_tokens)):
+        answer = prompt.example.ground_truth
+        if not isinstance(answer, str):
+            raise BatchError(f"{path}, example {index}: the answer is {answer!r}; SFT needs text")
+        response_ids = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+        sequences.append(TokenSequence.from_prompt_and_response(prompt.token_ids, response_ids))
+    return sequences
+
+
+def answer_probability(trainer: TrainGroup, model: HandleRef, sequences: Sequence[TokenSequence]) -> float:
+    """Mean over ``sequences`` of the probability that sampling at temperature 1 gives exactly that answer."""
+    log_probs = trainer.forward(model, sequences).output("log_probs")
+    return statistics.fmean(
+        math.exp(float((row * sequence.token_fields["loss_mask"]).sum()))
+        for row, sequence in zip(log_probs, sequences, strict=True)
+    )
+
+
+def runtime_config(config: SFTConfig) -> RuntimeConfig:
+    dtype = ("bfloat16" if has_gpus() else "float32") if config.dtype == "auto" else config.dtype
+    optimizer = OptimizerConfig(
+        lr=config.lr,
+        lr_warmup_steps=config.lr_warmup_steps,
+        lr_decay_style=config.lr_decay_style,
+        total_training_steps=config.steps,
+        weight_decay=config.weight_decay,
+    )
+    return RuntimeConfig(
+        hf_path=config.model,
+        seed=config.seed,
+        max_tokens_per_micro_batch=config.max_tokens_per_micro_batch,
+        backend_cfg=NativeConfig(optimizer=optimizer, param_dtype=dtype),
+    )
+
+
+def main() -> None:
+    config = parse_config(SFTConfig, "Supervised fine-tuning of a local Hugging Face model.")
+    print(f"trained model: {train(config)}")
+
+
+if __name__ == "__main__":
+    run_command(main)
