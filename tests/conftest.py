@@ -1,12 +1,30 @@
-"""Fixtures that every part of the suite shares."""
+"""Fixtures that every part of the suite shares, and the skipping of tests that this machine cannot run."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+# Read when transformers, Ray and vLLM are imported: tests fetch and report nothing.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("DO_NOT_TRACK", "1")
+
 import pytest
+import torch
 
 from tests.support.models import write_tiny_qwen3
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in items:
+        for marker in item.iter_markers("gpu"):
+            needed = marker.kwargs.get("count", 1)
+            if available < needed:
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), torch finds {available}"))
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,99 @@
+"""Log-probs and attention on CUDA against transformers and against exact attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_backend.contracts import TokenSequence
+from rl_backend.data.packing import pack
+from rl_backend.primitive.attention import packed_attention
+from tests.gpu.conftest import MakeRuntime
+from tests.support.sft_batches import random_token_sequences
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (5, 64, 2, 64, 129, 17)
+
+
+def transformers_log_probs(model: Path, sequence: TokenSequence) -> Tensor:
+    """(L,) float32 of each next token by transformers in float32 on CUDA; 0 at the last position."""
+    from transformers import Qwen3ForCausalLM
+
+    reference = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").cuda().eval()
+    ids = sequence.input_ids.cuda()
+    with torch.no_grad():
+        logits = reference(input_ids=ids[None]).logits[0].float()
+    log_probs = logits[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+    return torch.cat([log_probs, log_probs.new_zeros(1)])
+
+
+@pytest.mark.parametrize("model_fixture", ["tied_model", "untied_model"])
+def test_float32_log_probs_equal_those_of_transformers_packed_or_alone(
+    model_fixture: str, request: pytest.FixtureRequest, make_runtime: MakeRuntime
+) -> None:
+    model = request.getfixturevalue(model_fixture)
+    runtime = make_runtime(model)
+    handle = runtime.build_model(forward_only=True)
+    sequences = random_token_sequences(LENGTHS, vocab_size=128)
+    together = runtime.forward_backward(handle, [pack(sequences)], None, forward_only=True).output("log_probs")
+    for sequence, packed in zip(sequences, together, strict=True):
+        expected = transformers_log_probs(model, sequence)
+        (alone,) = runtime.forward_backward(handle, [pack([sequence])], None, forward_only=True).output("log_probs")
+        assert packed.device.type == "cuda"
+        torch.testing.assert_close(packed, expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(alone, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 64), (4, 4, 128), (4, 2, 32)])
+def test_bfloat16_variable_length_attention_equals_exact_attention_with_its_gradients(
+    heads: int, kv_heads: int, head_dim: int
+) -> None:
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    tokens = sum(LENGTHS)
+    starts = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).to(torch.int32)
+
+    def random(heads: int) -> Tensor:
+        return torch.randn(tokens, heads, head_dim, device="cuda", generator=generator).to(torch.bfloat16)
+
+    inputs = [random(heads), random(kv_heads), random(kv_heads)]
+    weight = random(heads).float()
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        leaves = [tensor.to(dtype).detach().requires_grad_() for tensor in inputs]
+        output = packed_attention(*leaves, starts, LENGTHS)
+        assert output.dtype == dtype
+        assert output.shape == (tokens, heads, head_dim)
+        (output.float() * weight).sum().backward()
+        results.append([output.detach().float(), *(leaf.grad.float() for leaf in leaves if leaf.grad is not None)])
+    assert [len(result) for result in results] == [4, 4]
+    for fast, exact in zip(*results, strict=True):
+        assert (fast - exact).norm() < 1e-2 * exact.norm()
+
+
+def test_bfloat16_packed_sequences_do_not_see_each_other(untied_model: Path, make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime(untied_model, param_dtype="bfloat16")
+    handle = runtime.build_model(forward_only=True)
+    first, other, second = random_token_sequences((64, 64, 33), vocab_size=128)
+
+    def second_after(sequence: TokenSequence) -> Tensor:
+        return runtime.forward_backward(handle, [pack([sequence, second])], None, forward_only=True).output("log_probs")[1]
+
+    assert torch.equal(second_after(first), second_after(other))
+
+
+def test_bfloat16_log_probs_are_near_those_of_float32(wider_model: Path, make_runtime: MakeRuntime) -> None:
+    batch = pack(random_token_sequences(LENGTHS, vocab_size=8192))
+    outputs = []
+    for dtype in ("float32", "bfloat16"):
+        runtime = make_runtime(wider_model, param_dtype=dtype)
+        handle = runtime.build_model(forward_only=True)
+        outputs.append(
+            torch.cat(list(runtime.forward_backward(handle, [batch], None, forward_only=True).output("log_probs")))
+        )
+        runtime.close()
+    exact, rounded = outputs
+    assert (rounded - exact).abs().mean() < 0.02 * exact.abs().mean()

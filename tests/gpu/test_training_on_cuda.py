@@ -1,0 +1,178 @@
+"""The native runtime's atoms on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rl_backend.algorithm import sft_loss
+from rl_backend.contracts import MetricValue, ModelOutput, OptimizerConfig, PackedBatch
+from rl_backend.runtime.native import NativeHandle, NativeRuntime
+from tests.gpu.conftest import MakeRuntime
+from tests.support.sft_batches import random_token_sequences, sft_micro_batches
+
+pytestmark = pytest.mark.gpu
+
+
+def train(runtime: NativeRuntime, handle: NativeHandle, data: list[PackedBatch], steps: int) -> list[float]:
+    """The loss before each of ``steps`` steps."""
+    losses = []
+    with runtime.train_mode(handle):
+        for _ in range(steps):
+            runtime.zero_grad(handle)
+            losses.append(runtime.forward_backward(handle, data, sft_loss).loss)
+            assert runtime.optimizer_step(handle).ok
+            runtime.lr_scheduler_step(handle)
+    return losses
+
+
+def weights(runtime: NativeRuntime, handle: NativeHandle) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in runtime.export_weights(handle)}
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("activation_checkpointing", ["none", "full"])
+def test_training_loss_falls(
+    untied_model: Path,
+    make_runtime: MakeRuntime,
+    param_dtype: Literal["float32", "bfloat16"],
+    activation_checkpointing: Literal["none", "full"],
+) -> None:
+    runtime = make_runtime(untied_model, param_dtype=param_dtype, activation_checkpointing=activation_checkpointing)
+    handle = runtime.build_model()
+    losses = train(runtime, handle, sft_micro_batches(random_token_sequences((40, 12, 65, 7), 128), size=2), steps=30)
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_gradients_do_not_depend_on_the_split_into_micro_batches(untied_model: Path, make_runtime: MakeRuntime) -> None:
+    runtime = make_runtime(untied_model)
+    sequences = random_token_sequences((40, 12, 65, 7), 128)
+    norms = []
+    for size in (4, 1):
+        handle = runtime.build_model()
+        runtime.forward_backward(handle, sft_micro_batches(sequences, size), sft_loss)
+        norms.append(runtime.optimizer_step(handle).grad_norm)
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+
+def test_a_step_on_the_gpu_equals_a_step_on_the_cpu(untied_model: Path, make_runtime: MakeRuntime) -> None:
+    from rl_backend.contracts import NativeConfig, RuntimeConfig
+    from rl_backend.runtime import create_runtime
+
+    data = sft_micro_batches(random_token_sequences((40, 12, 65, 7), 128), size=2)
+    optimizer = OptimizerConfig(lr=1e-3, eps=1e-3)
+    results = []
+    for device in ("cpu", "cuda"):
+        config = NativeConfig(device=device, optimizer=optimizer)  # type: ignore[arg-type]
+        runtime: Any = create_runtime(RuntimeConfig(hf_path=str(untied_model), backend_cfg=config))
+        handle = runtime.build_model()
+        losses = train(runtime, handle, data, steps=2)
+        results.append((losses, {name: tensor.cpu() for name, tensor in weights(runtime, handle).items()}))
+        runtime.close()
+    (cpu_losses, cpu_weights), (gpu_losses, gpu_weights) = results
+    assert gpu_losses == pytest.approx(cpu_losses, rel=1e-5)
+    for name, expected in cpu_weights.items():
+        torch.testing.assert_close(gpu_weights[name], expected, rtol=1e-4, atol=1e-5)
+
+
+def poisoned_loss(
+    model_output: ModelOutput, data: PackedBatch, dp_group: Any = None, *, factor: float
+) -> tuple[Tensor, Mapping[str, MetricValue]]:
+    loss, metrics = sft_loss(model_output, data, dp_group)
+    return loss * factor, metrics
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+def test_a_non_finite_gradient_skips_the_step_and_changes_nothing(
+    untied_model: Path, make_runtime: MakeRuntime, factor: float
+) -> None:
+    runtime = make_runtime(untied_model)
+    handle = runtime.build_model()
+    data = sft_micro_batches(random_token_sequences((40, 12), 128), size=1)
+    train(runtime, handle, data, steps=2)
+    before, version = weights(runtime, handle), handle.weight_version
+    runtime.zero_grad(handle)
+    runtime.forward_backward(handle, data, partial(poisoned_loss, factor=factor))
+    result = runtime.optimizer_step(handle)
+    assert not result.ok
+    assert handle.weight_version == version
+    after = weights(runtime, handle)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    losses = train(runtime, handle, data, steps=1)
+    assert torch.isfinite(torch.tensor(losses)).all()
+
+
+def test_moving_to_host_memory_gives_back_device_memory_and_training_goes_on_unchanged(
+    wider_model: Path, make_runtime: MakeRuntime
+) -> None:
+    data = sft_micro_batches(random_token_sequences((40, 12, 65, 7), 8192), size=2)
+    torch.cuda.synchronize()
+    empty = torch.cuda.memory_allocated()
+    runtime = make_runtime(wider_model)
+    handle = runtime.build_model()
+    train(runtime, handle, data, steps=2)
+    runtime.zero_grad(handle)
+    runtime.forward_backward(handle, data, sft_loss)
+    torch.cuda.synchronize()
+    full = torch.cuda.memory_allocated() - empty
+    parameters = sum(parameter.numel() for parameter in handle.parameters.values())
+    assert full > 4 * 4 * parameters * 0.9
+
+    runtime.to(handle, "cpu", model=False, optimizer=True, grad=False)
+    without_moments = torch.cuda.memory_allocated() - empty
+    assert full - without_moments > 2 * 4 * parameters * 0.9
+    runtime.to(handle, "cpu")
+    assert torch.cuda.memory_allocated() - empty < 0.1 * full
+
+    runtime.to(handle, "device")
+    assert runtime.optimizer_step(handle).ok
+    moved = weights(runtime, handle)
+
+    stayed_runtime = make_runtime(wider_model)
+    stayed = stayed_runtime.build_model()
+    train(stayed_runtime, stayed, data, steps=2)
+    stayed_runtime.zero_grad(stayed)
+    stayed_runtime.forward_backward(stayed, data, sft_loss)
+    assert stayed_runtime.optimizer_step(stayed).ok
+    for name, tensor in weights(stayed_runtime, stayed).items():
+        torch.testing.assert_close(moved[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("model_fixture", ["tied_model", "untied_model"])
+def test_exported_weights_are_those_on_disk_on_the_device(
+    model_fixture: str, request: pytest.FixtureRequest, make_runtime: MakeRuntime
+) -> None:
+    model: Path = request.getfixturevalue(model_fixture)
+    on_disk = {name: tensor for file in model.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    runtime = make_runtime(model)
+    handle = runtime.build_model()
+    exported = {}
+    for name, tensor in runtime.export_weights(handle, byte_budget=256 * 2**10):
+        assert tensor.device.type == "cuda"
+        exported[name] = tensor.cpu()
+    assert exported.keys() == on_disk.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in on_disk.items())
+    half = dict(runtime.export_weights(handle, dtype=torch.bfloat16, names=["model.norm.weight"]))
+    assert torch.equal(half["model.norm.weight"].cpu(), on_disk["model.norm.weight"].to(torch.bfloat16))
+
+
+def test_a_loaded_checkpoint_continues_as_if_training_had_not_stopped(
+    untied_model: Path, make_runtime: MakeRuntime, tmp_path: Path
+) -> None:
+    data = sft_micro_batches(random_token_sequences((40, 12, 65, 7), 128), size=2)
+    runtime = make_runtime(untied_model)
+    handle = runtime.build_model()
+    train(runtime, handle, data, steps=2)
+    runtime.save_checkpoint(handle, tmp_path / "checkpoint")
+    expected = train(runtime, handle, data, steps=2)
+    resumed = runtime.build_model()
+    runtime.load_checkpoint(resumed, tmp_path / "checkpoint")
+    assert resumed.weight_version == 2
+    assert train(runtime, resumed, data, steps=2) == pytest.approx(expected, rel=1e-5)
