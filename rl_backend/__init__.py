@@ -1,3 +1,80 @@
-"""A training backend for RL on language models: the atomic operations of distributed training behind one interface."""
+"""A training backend for RL on language models: the atomic operations of distributed training behind one interface.
+
+What is listed in ``__all__`` is the public interface. Names are imported when they are first used, so that
+``import rl_backend`` (and ``rl-backend doctor`` on a machine where something is broken) needs nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from rl_backend.contracts import (
+        BackendConfig,
+        ForwardResult,
+        LossFn,
+        Metric,
+        ModelHandle,
+        ModelOptions,
+        ModelOutput,
+        NativeConfig,
+        OptimizerConfig,
+        PackedBatch,
+        ParallelConfig,
+        RLBackendError,
+        RuntimeConfig,
+        StepResult,
+        TensorInfo,
+        TokenSequence,
+        WeightManifest,
+    )
+    from rl_backend.model import ModelFamily, ModelInput, register_model
+    from rl_backend.runtime import Runtime, create_runtime, register_runtime
+
+__all__ = [
+    "BackendConfig",
+    "ForwardResult",
+    "LossFn",
+    "Metric",
+    "ModelFamily",
+    "ModelHandle",
+    "ModelInput",
+    "ModelOptions",
+    "ModelOutput",
+    "NativeConfig",
+    "OptimizerConfig",
+    "PackedBatch",
+    "ParallelConfig",
+    "RLBackendError",
+    "Runtime",
+    "RuntimeConfig",
+    "StepResult",
+    "TensorInfo",
+    "TokenSequence",
+    "WeightManifest",
+    "create_runtime",
+    "register_model",
+    "register_runtime",
+]
+
+_ELSEWHERE = {
+    "ModelFamily": "rl_backend.model",
+    "ModelInput": "rl_backend.model",
+    "register_model": "rl_backend.model",
+    "Runtime": "rl_backend.runtime",
+    "create_runtime": "rl_backend.runtime",
+    "register_runtime": "rl_backend.runtime",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_ELSEWHERE.get(name, "rl_backend.contracts")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -128,11 +128,30 @@ class Runtime[H: ModelHandle](ABC):
         """Writes a new directory: training state, or with ``hf`` a Hugging Face directory.
 
         ``path`` must not exist; it appears, complete, only when every rank has written its part.
+
+        Args:
+            hf: write ``config.json``, tokenizer files and safetensors in the dtype in which the optimizer holds them.
+            asynchronous: return once the state is copied; files are written in the background. The next save, load or close
+                waits for it and raises its error, and so does :meth:`wait_for_checkpoint`.
+
+        Raises:
+            CheckpointError: ``path`` exists, or a rank could not write; then there is no ``path``.
+            HandleError: training state of a forward-only handle.
         """
 
     @abstractmethod
+    def wait_for_checkpoint(self, handle: H) -> None:
+        """Waits until an asynchronous save of this handle is complete; raises its error. Nothing to do without one."""
+
+    @abstractmethod
     def load_checkpoint(self, handle: H, path: Path | str) -> None:
-        """Restores what ``save_checkpoint`` wrote: weights, optimizer, schedules, random state, weight version."""
+        """Restores what ``save_checkpoint`` wrote: weights, optimizer, schedules, random state, weight version.
+
+        A forward-only handle takes the weights and their version. Gradients are dropped.
+
+        Raises:
+            CheckpointError: not a complete checkpoint, a file that is missing, or another model's.
+        """
 
     @abstractmethod
     def is_mp_src_rank_with_outputs(self, handle: H) -> bool:

@@ -1,0 +1,87 @@
+"""The file that makes a directory a complete checkpoint: what it holds and whose it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from rl_backend.contracts import CheckpointError, ConfigError
+from rl_backend.contracts.base_config import BaseConfig
+
+MANIFEST_NAME = "manifest.json"
+
+
+class TrainingManifest(BaseConfig):
+    """Everything about a checkpoint that is not a tensor.
+
+    Attributes:
+        format: version of the layout.
+        model_type: of the Hugging Face configuration.
+        parameters: name in the module -> shape; the fingerprint of the model.
+        weight_version: of the saved weights.
+        schedule_steps: scheduler steps taken.
+        world_size: data-parallel ranks that saved it.
+        runtime_config: ``RuntimeConfig`` of the run, for readers; nothing is built from it.
+        files: name -> bytes of every other file in the directory.
+    """
+
+    format: Literal[1] = 1
+    model_type: str
+    parameters: dict[str, tuple[int, ...]]
+    weight_version: int = Field(ge=0)
+    schedule_steps: int = Field(ge=0)
+    world_size: int = Field(ge=1)
+    runtime_config: dict[str, Any]
+    files: dict[str, int] = Field(default_factory=dict)
+
+    def require_model(self, model_type: str, parameters: dict[str, tuple[int, ...]], path: Path) -> None:
+        """Raises :class:`CheckpointError`, with the first difference, unless the checkpoint is of this model."""
+        if self.model_type != model_type:
+            raise CheckpointError(f"{path} holds a {self.model_type!r} model, this one is {model_type!r}", path=str(path))
+        for name in self.parameters.keys() | parameters.keys():
+            saved, here = self.parameters.get(name), parameters.get(name)
+            if saved != here:
+                raise CheckpointError(
+                    f"{path} holds another model: {name} has shape {saved or 'none'} there and {here or 'none'} here; load "
+                    f"it with the configuration that saved it (hf_path={self.runtime_config.get('hf_path')!r})",
+                    path=str(path),
+                    name=name,
+                )
+
+    def require_files(self, path: Path) -> None:
+        """Raises :class:`CheckpointError` for a file that is missing or of another size."""
+        for name, size in self.files.items():
+            file = path / name
+            if not file.is_file():
+                raise CheckpointError(f"{path} is incomplete: {name} is missing", path=str(path), name=name)
+            found = file.stat().st_size
+            if found != size:
+                raise CheckpointError(
+                    f"{path} is damaged: {name} has {found} bytes, {size} were written",
+                    path=str(path),
+                    name=name,
+                )
+
+
+def read_manifest(path: Path) -> TrainingManifest:
+    """The manifest of a checkpoint directory.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    file = path / MANIFEST_NAME
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a directory", path=str(path))
+    if not file.is_file():
+        hint = (
+            "it is a Hugging Face directory: give it as RuntimeConfig.hf_path"
+            if (path / "config.json").is_file()
+            else "a save that did not finish leaves none"
+        )
+        raise CheckpointError(f"{path} has no {MANIFEST_NAME}, so it is no training checkpoint; {hint}", path=str(path))
+    try:
+        return TrainingManifest.model_validate_json(file.read_text())
+    except (ConfigError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}", path=str(path)) from None

@@ -1,0 +1,172 @@
+"""Training state in and out of ``torch.distributed.checkpoint`` directories that any number of ranks can load."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from rl_backend.checkpoint.agreement import raise_on_every_rank
+from rl_backend.checkpoint.manifest import MANIFEST_NAME, TrainingManifest, read_manifest
+from rl_backend.contracts import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+def reserve_directory(path: Path, group: dist.ProcessGroup) -> Path:
+    """Checks that ``path`` is free and makes a hidden directory beside it to write into. A collective over ``group``.
+
+    Raises:
+        CheckpointError: ``path`` exists, or the directory cannot be made; on every rank.
+    """
+    problem, name = None, ""
+    if dist.get_rank(group) == 0:
+        name = f".{path.name}.incomplete-{uuid.uuid4().hex[:8]}"
+        if path.exists():
+            problem = f"{path} exists; a checkpoint is written to a new directory, choose another path"
+        else:
+            try:
+                (path.parent / name).mkdir(parents=True)
+            except OSError as error:
+                problem = f"cannot make a directory beside {path}: {error}"
+    raise_on_every_rank(problem, group)
+    names = [name]
+    dist.broadcast_object_list(names, group_src=0, group=group)
+    return path.parent / names[0]
+
+
+def commit_directory(temporary: Path, path: Path, group: dist.ProcessGroup) -> None:
+    """Gives a complete directory its name, in one step. A collective over ``group``."""
+    problem = None
+    if dist.get_rank(group) == 0:
+        try:
+            # rename would replace an empty directory that has appeared at ``path`` since it was reserved.
+            if path.exists():
+                raise FileExistsError(f"{path} was made by another process while the checkpoint was written")
+            temporary.rename(path)
+            _sync_directory(path.parent)
+        except OSError as error:
+            problem = f"cannot complete {path}: {error}"
+    raise_on_every_rank(problem, group)
+
+
+def discard_directory(temporary: Path, group: dist.ProcessGroup) -> None:
+    """Removes what a failed save has written. Not a collective."""
+    if dist.get_rank(group) == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary.exists():
+            logger.warning("the incomplete checkpoint %s could not be removed", temporary)
+
+
+def host_copy(tensors: Mapping[str, Tensor], host_mesh: DeviceMesh) -> dict[str, Tensor]:
+    """Copies in host memory, sharded as the originals are over the same ranks."""
+    copies: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach()
+        if isinstance(tensor, DTensor):
+            local = tensor.to_local().to("cpu", copy=True)
+            copies[name] = DTensor.from_local(
+                local, host_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+            )
+        else:
+            copies[name] = tensor.to("cpu", copy=True)
+    return copies
+
+
+def write_training_state(
+    temporary: Path, path: Path, tensors: Mapping[str, Tensor], manifest: TrainingManifest, group: dist.ProcessGroup
+) -> None:
+    """Writes every rank's part and the manifest into ``temporary``, then renames it to ``path``. A collective.
+
+    Args:
+        temporary: from :func:`reserve_directory`.
+        tensors: tensors of one name must be equal on all ranks, or shards of one tensor.
+
+    Raises:
+        CheckpointError: a rank could not write; on every rank, and ``path`` does not exist.
+    """
+    try:
+        try:
+            save(dict(tensors), storage_writer=FileSystemWriter(temporary), process_group=group)
+        except CheckpointException as error:
+            raise CheckpointError(f"{path} could not be written: {_causes(error)}", path=str(path)) from error
+        problem = _write_manifest(temporary, manifest) if dist.get_rank(group) == 0 else None
+        raise_on_every_rank(problem, group)
+        commit_directory(temporary, path, group)
+    except BaseException:
+        discard_directory(temporary, group)
+        raise
+
+
+def open_training_state(
+    path: Path, model_type: str, parameters: dict[str, tuple[int, ...]], group: dist.ProcessGroup
+) -> TrainingManifest:
+    """The manifest, once every rank has found the checkpoint complete and of this model. A collective over ``group``.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    manifest, problem = None, None
+    try:
+        manifest = read_manifest(path)
+        manifest.require_files(path)
+        manifest.require_model(model_type, parameters, path)
+    except CheckpointError as error:
+        problem = error.message
+    raise_on_every_rank(problem, group)
+    assert manifest is not None, "without a problem there is a manifest"
+    return manifest
+
+
+def read_training_state(path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+    """Fills ``tensors`` in place from a checkpoint that :func:`open_training_state` has accepted. A collective.
+
+    Raises:
+        CheckpointError: a rank could not read; on every rank, and ``tensors`` are partly filled.
+    """
+    try:
+        load(dict(tensors), storage_reader=FileSystemReader(path), process_group=group)
+    except CheckpointException as error:
+        raise CheckpointError(f"{path} could not be read: {_causes(error)}", path=str(path)) from error
+
+
+def tensor_names(path: Path) -> set[str]:
+    """Names of the tensors in a checkpoint. Not a collective."""
+    return set(FileSystemReader(path).read_metadata().state_dict_metadata)
+
+
+def _write_manifest(directory: Path, manifest: TrainingManifest) -> str | None:
+    try:
+        files = {file.name: file.stat().st_size for file in sorted(directory.iterdir())}
+        with (directory / MANIFEST_NAME).open("w") as stream:
+            stream.write(manifest.replace(files=files).model_dump_json(indent=1))
+            stream.flush()
+            os.fsync(stream.fileno())
+        _sync_directory(directory)
+    except OSError as error:
+        return f"cannot write {directory / MANIFEST_NAME}: {error}"
+    return None
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _causes(error: CheckpointException) -> str:
+    return "; ".join(f"rank {rank}: {type(failure[0]).__name__}: {failure[0]}" for rank, failure in error.failures.items())

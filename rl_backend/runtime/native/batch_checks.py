@@ -1,0 +1,91 @@
+"""Checks of micro-batches that every rank must pass before any rank starts to communicate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from rl_backend.contracts import BatchError, PackedBatch
+from rl_backend.parallel.groups import ParallelGroups
+
+
+def check_micro_batches(
+    data: Sequence[PackedBatch],
+    groups: ParallelGroups,
+    *,
+    max_tokens: int,
+    vocab_size: int,
+    max_length: int | None,
+    forward_only: bool,
+) -> None:
+    """Refuses data that cannot run, on every rank together, so that none is left waiting in a collective.
+
+    Raises:
+        BatchError: no micro-batches; one over ``max_tokens``; a sequence over ``max_length``; a token outside the
+            vocabulary; a temperature that is not positive; another number of micro-batches, or another kind of pass, on
+            another rank; or another rank refused its data.
+    """
+    problem = _problem(data, max_tokens, vocab_size, max_length)
+    if groups.dp_size > 1:
+        ranks_problem = _problem_between_ranks(len(data), problem is not None, forward_only, groups)
+        problem = problem or ranks_problem
+    if problem is not None:
+        raise problem
+
+
+def _problem(data: Sequence[PackedBatch], max_tokens: int, vocab_size: int, max_length: int | None) -> BatchError | None:
+    if not data:
+        return BatchError("forward_backward without micro-batches; every rank needs at least one")
+    for index, batch in enumerate(data):
+        if batch.num_tokens > max_tokens:
+            return BatchError(
+                f"micro-batch {index} has {batch.num_tokens} tokens; max_tokens_per_micro_batch={max_tokens}; split it or "
+                "raise the limit",
+                micro_batch=index,
+                num_tokens=batch.num_tokens,
+            )
+        longest = int(batch.seq_lens.max())
+        if max_length is not None and longest > max_length:
+            return BatchError(
+                f"micro-batch {index} has a sequence of {longest} tokens; max_position_embeddings={max_length}",
+                micro_batch=index,
+                longest=longest,
+            )
+        least, most = (int(value) for value in torch.aminmax(batch.input_ids))
+        if least < 0 or most >= vocab_size:
+            return BatchError(
+                f"micro-batch {index} has token {least if least < 0 else most}; the vocabulary has {vocab_size} tokens, "
+                f"0 to {vocab_size - 1}",
+                micro_batch=index,
+            )
+        temperature = torch.as_tensor(batch.temperature)
+        if not bool((temperature > 0).all()):
+            return BatchError(
+                f"micro-batch {index} has temperature {float(temperature.min())}; it must be positive", micro_batch=index
+            )
+    return None
+
+
+def _problem_between_ranks(count: int, refused: bool, forward_only: bool, groups: ParallelGroups) -> BatchError | None:
+    facts = [count, int(forward_only), groups.dp_rank + 1 if refused else 0]
+    extremes = torch.tensor([*facts, *(-fact for fact in facts)], device=groups.device)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=groups.dp_group)
+    most_count, any_forward_only, last_refusing, least_count, all_forward_only, _ = extremes.tolist()
+    if last_refusing:
+        return BatchError(
+            f"data-parallel rank {last_refusing - 1} refused its micro-batches; nothing ran on any rank",
+            rank=last_refusing - 1,
+        )
+    if most_count != -least_count:
+        return BatchError(
+            f"this rank (data-parallel {groups.dp_rank}) has {count} micro-batches, others have {-least_count} to "
+            f"{most_count}; every rank needs the same number",
+            micro_batches=count,
+            least=-least_count,
+            most=most_count,
+        )
+    if any_forward_only != -all_forward_only:
+        return BatchError("forward_only differs between ranks; every rank must run the same kind of pass")
+    return None

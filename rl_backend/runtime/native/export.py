@@ -1,0 +1,173 @@
+"""Full weights out of shards, bucket by bucket."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from rl_backend.contracts import ConfigError, ExportInterruptedError, TensorInfo, UnsupportedError
+from rl_backend.parallel.groups import ParallelGroups
+from rl_backend.runtime.native.fsdp_state import local_tensor
+
+type WeightStream = Generator[tuple[str, Tensor], None, None]
+
+
+@dataclass(frozen=True)
+class _Weight:
+    name: str
+    parameter: nn.Parameter
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.parameter.numel() * self.dtype.itemsize
+
+
+def describe_weights(
+    parameters: Mapping[str, nn.Parameter], names: Mapping[str, str], dtype: torch.dtype | None
+) -> tuple[TensorInfo, ...]:
+    """What :func:`export_weights` yields."""
+    return tuple(
+        TensorInfo(
+            name=weight.name,
+            shape=tuple(weight.parameter.shape),
+            dtype=str(weight.dtype).removeprefix("torch."),
+            nbytes=weight.nbytes,
+        )
+        for weight in _select(parameters, names, dtype, None)
+    )
+
+
+def export_weights(
+    parameters: Mapping[str, nn.Parameter],
+    names: Mapping[str, str],
+    groups: ParallelGroups,
+    *,
+    dtype: torch.dtype | None,
+    byte_budget: int | None,
+    only: Collection[str] | None,
+) -> WeightStream:
+    """Checks the arguments, then returns the generator that gathers.
+
+    Every bucket is one all-gather. Before each, and once more at the end, the ranks agree that all of them go on; a rank
+    whose generator is closed says no there, and the others raise.
+
+    Args:
+        byte_budget: bytes of full tensors in one bucket; None gathers one tensor at a time. Padding to equal shards (less
+            than one row per tensor and rank) comes on top.
+        only: Hugging Face names; None exports all.
+
+    Raises:
+        ConfigError: an unknown name, or a budget smaller than the largest tensor.
+        UnsupportedError: a parameter that is sharded in another way than FSDP2 does by default.
+    """
+    weights = _select(parameters, names, dtype, only)
+    buckets = _buckets(weights, byte_budget)
+    for weight in weights:
+        _check_placement(weight)
+    stream = _gather_buckets(buckets, groups)
+    # The generator runs to its first yield here, so that closing it unused still tells the other ranks.
+    next(stream)
+    return stream
+
+
+def _select(
+    parameters: Mapping[str, nn.Parameter], names: Mapping[str, str], dtype: torch.dtype | None, only: Collection[str] | None
+) -> list[_Weight]:
+    if only is not None:
+        unknown = sorted(set(only) - set(names.values()))
+        if unknown:
+            raise ConfigError(
+                f"export_weights: the model has no weights called {', '.join(unknown[:8])}; weight_infos lists its names",
+                names=unknown,
+            )
+    return [
+        _Weight(name, parameters[key], dtype or parameters[key].dtype)
+        for key, name in names.items()
+        if only is None or name in only
+    ]
+
+
+def _buckets(weights: Sequence[_Weight], byte_budget: int | None) -> list[list[_Weight]]:
+    if byte_budget is None:
+        return [[weight] for weight in weights]
+    largest = max(weights, key=lambda weight: weight.nbytes, default=None)
+    if largest is not None and largest.nbytes > byte_budget:
+        raise ConfigError(
+            f"export_weights: byte_budget={byte_budget} cannot hold {largest.name} with its {largest.nbytes} bytes; "
+            "raise the budget",
+            byte_budget=byte_budget,
+            name=largest.name,
+            nbytes=largest.nbytes,
+        )
+    buckets: list[list[_Weight]] = []
+    filled = 0
+    for weight in weights:
+        same_dtype = bool(buckets) and buckets[-1][-1].dtype == weight.dtype
+        if not same_dtype or filled + weight.nbytes > byte_budget:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(weight)
+        filled += weight.nbytes
+    return buckets
+
+
+def _check_placement(weight: _Weight) -> None:
+    parameter = weight.parameter
+    if isinstance(parameter, DTensor) and tuple(parameter.placements) != (Shard(0),):
+        raise UnsupportedError(
+            f"export_weights: {weight.name} has placements {tuple(parameter.placements)}; the native runtime exports "
+            "parameters that are sharded over their first dimension",
+            name=weight.name,
+        )
+
+
+def _gather_buckets(buckets: Sequence[Sequence[_Weight]], groups: ParallelGroups) -> WeightStream:
+    try:
+        yield "", torch.empty(0)
+        for bucket in buckets:
+            _raise_if_interrupted(groups)
+            yield from _gather(bucket, groups)
+    except GeneratorExit:
+        _all_go_on(groups, False)
+        raise
+    _raise_if_interrupted(groups)
+
+
+def _raise_if_interrupted(groups: ParallelGroups) -> None:
+    if not _all_go_on(groups, True):
+        raise ExportInterruptedError("another rank closed export_weights before its end, so it ended on this rank too")
+
+
+def _all_go_on(groups: ParallelGroups, here: bool) -> bool:
+    if groups.dp_size == 1:
+        return here
+    flag = torch.tensor(int(here), device=groups.device)
+    dist.all_reduce(flag, dist.ReduceOp.MIN, group=groups.dp_group)
+    return bool(flag.item())
+
+
+def _gather(bucket: Sequence[_Weight], groups: ParallelGroups) -> WeightStream:
+    if groups.dp_size == 1:
+        for weight in bucket:
+            yield weight.name, local_tensor(weight.parameter).to(weight.dtype)
+        return
+    ranks = groups.dp_size
+    # FSDP2 splits dimension 0 in chunks of ceil(rows / ranks); the last ranks may have less, or nothing.
+    rows = [math.ceil(weight.parameter.shape[0] / ranks) for weight in bucket]
+    sizes = [count * math.prod(weight.parameter.shape[1:]) for count, weight in zip(rows, bucket, strict=True)]
+    mine = torch.zeros(sum(sizes), dtype=bucket[0].dtype, device=groups.device)
+    for weight, part in zip(bucket, mine.split(sizes), strict=True):
+        shard = local_tensor(weight.parameter).flatten()
+        part[: shard.numel()].copy_(shard)
+    gathered = torch.empty(ranks * mine.numel(), dtype=mine.dtype, device=groups.device)
+    dist.all_gather_into_tensor(gathered, mine, group=groups.dp_group)
+    for weight, parts in zip(bucket, gathered.view(ranks, -1).split(sizes, dim=1), strict=True):
+        shape = weight.parameter.shape
+        yield weight.name, parts.reshape(-1)[: math.prod(shape)].view(shape)

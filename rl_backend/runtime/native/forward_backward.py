@@ -1,0 +1,139 @@
+"""Running micro-batches forward and backward."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rl_backend.contracts import (
+    BatchError,
+    ForwardResult,
+    LossFn,
+    Metric,
+    MetricValue,
+    ModelOutput,
+    PackedBatch,
+    UnsupportedError,
+    merge_metrics,
+)
+from rl_backend.model import ModelInput
+from rl_backend.runtime.native import fsdp_state
+from rl_backend.runtime.native.handle import NativeHandle
+
+
+def run_micro_batches(
+    handle: NativeHandle,
+    data: Sequence[PackedBatch],
+    loss_fn: LossFn | None,
+    *,
+    forward_only: bool,
+    keep_gathered: bool,
+) -> ForwardResult:
+    """Runs checked micro-batches; gradients are reduced over the ranks once, in the last backward pass.
+
+    Args:
+        keep_gathered: leave parameters gathered between micro-batches.
+
+    Raises:
+        BatchError: what the loss returned is not a 0-d tensor with a gradient, or a metric is not a number.
+    """
+    losses: list[Tensor] = []
+    metrics: list[Mapping[str, MetricValue]] = []
+    outputs: dict[str, list[Tensor]] = defaultdict(list)
+    try:
+        for index, batch in enumerate(data):
+            if not forward_only:
+                fsdp_state.set_gradient_sync(handle.model, index == len(data) - 1, keep_gathered=keep_gathered)
+            loss, metric, output = _run_one(handle, batch.to(handle.groups.device), loss_fn, index, forward_only)
+            if loss is not None:
+                losses.append(loss)
+            metrics.append(metric)
+            for name, value in output.items():
+                outputs[name].extend(part.clone() for part in batch.split(value))
+    except BaseException:
+        fsdp_state.abandon_step(handle.model)
+        if not forward_only:
+            handle.broken = "forward_backward raised an error in the middle, so its gradients are incomplete"
+        raise
+    fsdp_state.reshard(handle.model)
+    return ForwardResult(
+        losses=tuple(torch.stack(losses).tolist()) if losses else (),
+        metrics=merge_metrics([_as_metrics(values) for values in metrics]),
+        outputs=dict(outputs),
+    )
+
+
+def _run_one(
+    handle: NativeHandle, batch: PackedBatch, loss_fn: LossFn | None, index: int, forward_only: bool
+) -> tuple[Tensor | None, Mapping[str, MetricValue], dict[str, Tensor]]:
+    loss: Tensor | None = None
+    metrics: Mapping[str, MetricValue] = {}
+    with torch.set_grad_enabled(not forward_only):
+        output: ModelOutput = handle.model(_model_input(batch))
+        if loss_fn is not None:
+            loss, metrics = loss_fn(output, batch, handle.groups.dp_group)
+            _check_loss(loss, index, forward_only)
+    if not forward_only:
+        assert loss is not None, "checked above"
+        loss.backward()
+    kept = {name: value.detach() for name, value in output._asdict().items() if value is not None}
+    return None if loss is None else loss.detach().float(), _detached(metrics), kept
+
+
+def _model_input(batch: PackedBatch) -> ModelInput:
+    return ModelInput(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        cu_seqlens=batch.cu_seqlens,
+        seq_lens=tuple(batch.seq_lens.tolist()),
+        labels=batch.labels,
+        temperature=batch.temperature,
+        calculate_entropy=bool(batch.meta.get("calculate_entropy", False)),
+    )
+
+
+def _check_loss(loss: object, index: int, forward_only: bool) -> None:
+    if loss is None and forward_only:
+        return
+    if not isinstance(loss, Tensor):
+        raise BatchError(f"loss_fn returned a {type(loss).__name__} for micro-batch {index}; expected a 0-d tensor")
+    if loss.dim() != 0:
+        raise BatchError(f"loss_fn returned shape {tuple(loss.shape)} for micro-batch {index}; expected a 0-d tensor")
+    if not forward_only and not loss.requires_grad:
+        raise BatchError(
+            f"loss_fn returned a loss without a gradient for micro-batch {index}; compute it from model_output, or pass "
+            "forward_only=True"
+        )
+
+
+def _detached(metrics: Mapping[str, MetricValue]) -> Mapping[str, MetricValue]:
+    def detach(value: Tensor | float) -> Tensor | float:
+        return value.detach() if isinstance(value, Tensor) else value
+
+    return {
+        name: (detach(value[0]), detach(value[1])) if isinstance(value, tuple) else detach(value)
+        for name, value in metrics.items()
+    }
+
+
+def _as_metrics(values: Mapping[str, MetricValue]) -> dict[str, Metric]:
+    metrics = {}
+    for name, value in values.items():
+        total, weight = value if isinstance(value, tuple) else (value, 1.0)
+        try:
+            metrics[name] = Metric(float(total), float(weight))
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise BatchError(f"metric {name!r} is not a number or a (sum, weight) pair: {error}", name=name) from None
+    return metrics
+
+
+def require_no_replay(router_replay: str, family_name: str) -> None:
+    """Raises :class:`UnsupportedError` unless ``router_replay`` is ``off``: no native family has a router."""
+    if router_replay != "off":
+        raise UnsupportedError(
+            f"router_replay={router_replay!r}: the model family {family_name!r} has no router; use 'off'",
+            router_replay=router_replay,
+        )

@@ -1,0 +1,78 @@
+"""Learning-rate and weight-decay schedules."""
+
+from __future__ import annotations
+
+import math
+
+from rl_backend.contracts import OptimizerConfig
+
+
+class ParameterSchedule:
+    """Learning rate and weight decay as functions of the number of scheduler steps taken.
+
+    The formulas are those of ``megatron.core.optimizer_param_scheduler.OptimizerParamScheduler`` (Megatron-Core 0.19), with
+    steps counted in optimizer steps; a test compares the two step by step.
+
+    Attributes:
+        num_steps: scheduler steps taken so far.
+    """
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self._config = config
+        self.num_steps = 0
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next optimizer step."""
+        config, steps = self._config, self.num_steps
+        warmup = config.warmup_steps
+        if warmup > 0 and steps <= warmup:
+            return config.lr_warmup_init + (config.lr - config.lr_warmup_init) * float(steps) / float(warmup)
+        if config.lr_decay_style == "constant":
+            return config.lr
+        decay = config.decay_steps
+        if decay is not None and steps > decay:
+            return config.min_lr
+        if config.lr_decay_style == "inverse-square-root":
+            return max(config.min_lr, config.lr * math.sqrt(max(warmup, 1)) / math.sqrt(max(steps, 1)))
+        assert decay is not None, "OptimizerConfig requires decay_steps for every remaining style"
+        return config.min_lr + self._coefficient(decay) * (config.lr - config.min_lr)
+
+    @property
+    def weight_decay(self) -> float:
+        """Weight decay of the next optimizer step, for parameters that are decayed."""
+        config = self._config
+        end = config.weight_decay
+        start = end if config.weight_decay_start is None else config.weight_decay_start
+        if config.weight_decay_incr_style == "constant" or self.num_steps > config.total_training_steps:
+            return end
+        ratio = float(self.num_steps) / float(config.total_training_steps)
+        if config.weight_decay_incr_style == "cosine":
+            ratio = 0.5 * (math.cos(math.pi * (1 - ratio)) + 1.0)
+        return start + ratio * (end - start)
+
+    def step(self) -> float:
+        """Advances by one step and returns the new learning rate."""
+        self.num_steps += 1
+        return self.learning_rate
+
+    def _coefficient(self, decay_steps: int) -> float:
+        """Fraction of ``lr - min_lr`` that is left."""
+        config, steps = self._config, self.num_steps
+        if config.lr_decay_style != "WSD":
+            ratio = float(steps - config.warmup_steps) / float(decay_steps - config.warmup_steps)
+            return 1.0 - ratio if config.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
+        assert config.lr_wsd_decay_steps is not None, "OptimizerConfig requires lr_wsd_decay_steps for WSD"
+        anneal_start = decay_steps - config.lr_wsd_decay_steps
+        if steps <= anneal_start:
+            return 1.0
+        ratio = float(steps - anneal_start) / float(config.lr_wsd_decay_steps)
+        match config.lr_wsd_decay_style:
+            case "linear":
+                return 1.0 - ratio
+            case "cosine":
+                return 0.5 * (math.cos(math.pi * ratio) + 1.0)
+            case "exponential":
+                return 2.0 * math.pow(0.5, ratio) - 1.0
+            case "minus_sqrt":
+                return 1.0 - math.sqrt(ratio)

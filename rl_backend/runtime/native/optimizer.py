@@ -1,0 +1,122 @@
+"""AdamW over this rank's shards: clipping, the non-finite check, weight-decay groups and the schedules."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rl_backend.contracts import HandleError, OptimizerConfig, StepResult
+from rl_backend.parallel.groups import ParallelGroups
+from rl_backend.runtime.native.fsdp_state import local_tensor
+from rl_backend.runtime.native.lr_schedule import ParameterSchedule
+
+logger = logging.getLogger(__name__)
+
+_CLIP_EPSILON = 1.0e-6
+
+
+def is_decayed(name: str, parameter: Tensor) -> bool:
+    """Whether weight decay applies: not to biases and not to parameters of one dimension (Megatron-Core's rule)."""
+    return not (name.endswith(".bias") or parameter.dim() == 1)
+
+
+class NativeOptimizer:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) on float32 masters, with moments sharded as the parameters are.
+
+    Args:
+        parameters: name -> parameter, the same on every rank.
+    """
+
+    def __init__(self, config: OptimizerConfig, parameters: Mapping[str, nn.Parameter], groups: ParallelGroups) -> None:
+        self._config = config
+        self._groups = groups
+        self.parameters = parameters
+        self.schedule = ParameterSchedule(config)
+        decayed = [parameter for name, parameter in parameters.items() if is_decayed(name, parameter)]
+        others = [parameter for name, parameter in parameters.items() if not is_decayed(name, parameter)]
+        param_groups = [
+            {"params": members, "weight_decay_factor": factor}
+            for members, factor in ((decayed, 1.0), (others, 0.0))
+            if members
+        ]
+        self.adamw = torch.optim.AdamW(param_groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        self._apply_schedule()
+        self._allocate_moments()
+
+    def step(self, handle_name: str) -> StepResult:
+        """Global norm, finite check, clipping, step. Nothing changes when a gradient of any rank is not finite.
+
+        Raises:
+            HandleError: there are no gradients.
+        """
+        gradients = {name: local_tensor(p.grad) for name, p in self.parameters.items() if p.grad is not None}
+        if not gradients:
+            raise HandleError(
+                f"optimizer_step on {handle_name!r} without gradients; call forward_backward first", handle=handle_name
+            )
+        norm, num_zeros = self._global_statistics(list(gradients.values()))
+        if not math.isfinite(norm):
+            bad = [name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]
+            logger.warning(
+                "optimizer step of %r skipped: the gradient norm is %s; non-finite gradients in this rank's shards: %s",
+                handle_name,
+                norm,
+                ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "") if bad else "none",
+            )
+            return StepResult(False, norm, num_zeros)
+        coefficient = self._config.clip_grad / (norm + _CLIP_EPSILON)
+        if self._config.clip_grad > 0 and coefficient < 1.0:
+            torch._foreach_mul_(list(gradients.values()), coefficient)
+        self.adamw.step()
+        return StepResult(True, norm, num_zeros)
+
+    def schedule_step(self) -> float:
+        """Advances the schedules and returns the learning rate of the next step."""
+        learning_rate = self.schedule.step()
+        self._apply_schedule()
+        return learning_rate
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Everything the optimizer holds, by name, sharded as it is: two moments and a step count per parameter."""
+        return {
+            f"{key}.{name}": self.adamw.state[parameter][key]
+            for name, parameter in self.parameters.items()
+            for key in ("exp_avg", "exp_avg_sq", "step")
+        }
+
+    def restore_schedule(self, num_steps: int) -> None:
+        """Sets the schedules to ``num_steps`` steps taken."""
+        self.schedule.num_steps = num_steps
+        self._apply_schedule()
+
+    def _global_statistics(self, gradients: list[Tensor]) -> tuple[float, int | None]:
+        """2-norm, summed in float64 so that it does not depend on the layout, and the number of zeros if it is wanted."""
+        filled = [gradient for gradient in gradients if gradient.numel()]
+        statistics = torch.zeros(2, dtype=torch.float64, device=self._groups.device)
+        if filled:
+            statistics[0] = torch.stack(torch._foreach_norm(filled, 2, dtype=torch.float64)).square().sum()
+            if self._config.log_num_zeros_in_grad:
+                statistics[1] = torch.stack([gradient.numel() - gradient.count_nonzero() for gradient in filled]).sum()
+        if self._groups.dp_size > 1:
+            dist.all_reduce(statistics, group=self._groups.dp_group)
+        squares, zeros = statistics.tolist()
+        return math.sqrt(squares), int(zeros) if self._config.log_num_zeros_in_grad else None
+
+    def _apply_schedule(self) -> None:
+        for group in self.adamw.param_groups:
+            group["lr"] = self.schedule.learning_rate
+            group["weight_decay"] = self.schedule.weight_decay * group["weight_decay_factor"]
+
+    def _allocate_moments(self) -> None:
+        """Allocates what AdamW would in its first step, so that offloading and checkpoints see one layout at all times."""
+        for parameter in self.parameters.values():
+            self.adamw.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=self._groups.device),
+                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+            }

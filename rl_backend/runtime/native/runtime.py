@@ -1,0 +1,253 @@
+"""The native runtime: every atom, on one or several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rl_backend.contracts import (
+    BatchError,
+    ForwardResult,
+    HandleError,
+    LossFn,
+    NativeConfig,
+    PackedBatch,
+    RuntimeConfig,
+    StepResult,
+    TensorInfo,
+)
+from rl_backend.parallel.groups import close_groups, open_groups, training_device
+from rl_backend.runtime.base import RouterReplay, Runtime
+from rl_backend.runtime.native import export, fsdp_state
+from rl_backend.runtime.native.batch_checks import check_micro_batches
+from rl_backend.runtime.native.build import build_handle
+from rl_backend.runtime.native.checkpoints import CheckpointWriter, load_training_checkpoint
+from rl_backend.runtime.native.forward_backward import require_no_replay, run_micro_batches
+from rl_backend.runtime.native.handle import NativeHandle
+
+
+class NativeRuntime(Runtime[NativeHandle]):
+    """PyTorch alone: FSDP2 over all ranks, gloo on a CPU, NCCL on CUDA.
+
+    Building one seeds torch's generators of this process with ``seed + data-parallel rank``. Equal seeds, data and world
+    size give equal results on a CPU; on CUDA call ``torch.use_deterministic_algorithms(True)`` as well.
+
+    Raises:
+        ConfigError: the world size, the device or the environment does not fit ``config``.
+    """
+
+    def __init__(self, config: RuntimeConfig) -> None:
+        super().__init__(config)
+        assert isinstance(config.backend_cfg, NativeConfig), "RuntimeConfig resolves backend_cfg by backend"
+        self.native = config.backend_cfg
+        self.groups = open_groups(self.native.parallel, training_device(self.native.device))
+        self._handles: list[NativeHandle] = []
+        self._num_built = 0
+        self._closed = False
+        self._writer = CheckpointWriter(self.groups)
+        torch.manual_seed(config.seed + self.groups.dp_rank)
+
+    def build_model(self, *, forward_only: bool = False, name: str = "") -> NativeHandle:
+        self._require_open()
+        self._num_built += 1
+        handle = build_handle(
+            self, self.config, self.native, self.groups, forward_only=forward_only, name=name or f"model-{self._num_built}"
+        )
+        self._handles.append(handle)
+        return handle
+
+    @contextmanager
+    def train_mode(self, handle: NativeHandle) -> Generator[None]:
+        self._use(handle)
+        handle.trainer("train_mode")
+        with _mode(handle, True):
+            yield
+
+    @contextmanager
+    def eval_mode(self, handle: NativeHandle) -> Generator[None]:
+        self._use(handle)
+        with _mode(handle, False):
+            yield
+
+    def zero_grad(self, handle: NativeHandle) -> None:
+        self._use(handle)
+        handle.trainer("zero_grad")
+        for parameter in handle.parameters.values():
+            parameter.grad = None
+        fsdp_state.drop_unreduced_gradients(handle.model)
+        handle.placement.forget("grad")
+        handle.broken = ""
+
+    def forward_backward(
+        self,
+        handle: NativeHandle,
+        data: Sequence[PackedBatch],
+        loss_fn: LossFn | None,
+        *,
+        forward_only: bool = False,
+        router_replay: RouterReplay = "off",
+    ) -> ForwardResult:
+        """See the base class. Outputs are on the training device.
+
+        After an error in the middle (in the loss, out of memory) the handle takes forward-only passes; backward passes and
+        steps are refused until ``zero_grad``, because its gradients are incomplete.
+        """
+        self._use(handle)
+        require_no_replay(router_replay, handle.family.name)
+        if forward_only:
+            handle.placement.require("forward_backward", "model")
+        else:
+            handle.trainer("forward_backward with a backward pass")
+            handle.placement.require("forward_backward", "model", "grad")
+            self._require_whole_gradients(handle, "forward_backward")
+            if loss_fn is None:
+                raise BatchError("forward_backward without loss_fn; pass one, or forward_only=True")
+        check_micro_batches(
+            data,
+            self.groups,
+            max_tokens=self.config.max_tokens_per_micro_batch,
+            vocab_size=handle.vocab_size,
+            max_length=handle.hf_config.get("max_position_embeddings"),
+            forward_only=forward_only,
+        )
+        keep_gathered = not self.native.reshard_after_forward
+        return run_micro_batches(handle, data, loss_fn, forward_only=forward_only, keep_gathered=keep_gathered)
+
+    def optimizer_step(self, handle: NativeHandle) -> StepResult:
+        """See the base class. A skipped step is logged as a warning that names parameters with non-finite gradients."""
+        self._use(handle)
+        optimizer = handle.trainer("optimizer_step")
+        handle.placement.require("optimizer_step", "model", "optimizer", "grad")
+        self._require_whole_gradients(handle, "optimizer_step")
+        result = optimizer.step(handle.name)
+        if result.ok:
+            handle.weight_version += 1
+        return result
+
+    def lr_scheduler_step(self, handle: NativeHandle) -> float:
+        self._use(handle)
+        return handle.trainer("lr_scheduler_step").schedule_step()
+
+    def to(
+        self,
+        handle: NativeHandle,
+        device: Literal["cpu", "device"],
+        *,
+        model: bool = True,
+        optimizer: bool = True,
+        grad: bool = True,
+    ) -> None:
+        """See the base class. A part that a handle does not have (a forward-only one has a model only) is nothing to move.
+
+        On a CPU runtime the same bookkeeping and copies happen, without saving memory. Host buffers of a CUDA runtime are
+        pinned and kept for the next trip.
+
+        Raises:
+            HandleError: ``device`` is neither ``cpu`` nor ``device``.
+        """
+        self._use(handle, damaged_too=True)
+        if device not in ("cpu", "device"):
+            raise HandleError(f"to(device={device!r}): expected 'cpu' or 'device'", device=str(device))
+        parts = handle.part_tensors()
+        for part, wanted in (("model", model), ("optimizer", optimizer), ("grad", grad)):
+            if not wanted or part not in parts:
+                continue
+            if device == "device":
+                handle.placement.reload(part)
+            else:
+                handle.placement.offload(part, parts[part])
+
+    def weight_infos(self, handle: NativeHandle, *, dtype: torch.dtype | None = None) -> tuple[TensorInfo, ...]:
+        self._use(handle)
+        return export.describe_weights(handle.parameters, handle.weight_names, dtype)
+
+    def export_weights(
+        self,
+        handle: NativeHandle,
+        *,
+        dtype: torch.dtype | None = None,
+        byte_budget: int | None = None,
+        names: Collection[str] | None = None,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """See the base class; tensors are on the training device. The result is a generator: ``close()`` ends it early."""
+        self._use(handle)
+        handle.placement.require("export_weights", "model")
+        return export.export_weights(
+            handle.parameters, handle.weight_names, self.groups, dtype=dtype, byte_budget=byte_budget, only=names
+        )
+
+    def save_checkpoint(
+        self, handle: NativeHandle, path: Path | str, *, hf: bool = False, asynchronous: bool = False
+    ) -> None:
+        """See the base class. ``hf`` with ``asynchronous`` is refused."""
+        self._use(handle)
+        handle.placement.require("save_checkpoint", "model", *(() if hf else ("optimizer",)))
+        if hf:
+            self._writer.save_hf(handle, Path(path), Path(self.config.hf_path), asynchronous=asynchronous)
+        else:
+            self._writer.save_training_state(handle, Path(path), self.config, asynchronous=asynchronous)
+
+    def wait_for_checkpoint(self, handle: NativeHandle) -> None:
+        self._use(handle, damaged_too=True)
+        self._writer.wait(handle)
+
+    def load_checkpoint(self, handle: NativeHandle, path: Path | str) -> None:
+        """See the base class. The world size may differ from the one that saved.
+
+        Random state: a rank takes that of the same rank; ranks that the checkpoint does not have keep their own.
+        """
+        self._use(handle, damaged_too=True)
+        handle.placement.require("load_checkpoint", "model", *(() if handle.forward_only else ("optimizer",)))
+        self._writer.wait()
+        load_training_checkpoint(handle, Path(path))
+
+    def is_mp_src_rank_with_outputs(self, handle: NativeHandle) -> bool:
+        self._use(handle)
+        return True
+
+    def close(self) -> None:
+        """Waits for an asynchronous save, then frees; raises that save's error at the end."""
+        if self._closed:
+            return
+        try:
+            self._writer.wait()
+        finally:
+            self._closed = True
+            for handle in self._handles:
+                handle.release()
+            self._handles.clear()
+            close_groups(self.groups)
+
+    def _use(self, handle: NativeHandle, *, damaged_too: bool = False) -> None:
+        self._require_open()
+        if not isinstance(handle, NativeHandle) or handle.owner is not self:
+            raise HandleError(
+                f"handle {getattr(handle, 'name', handle)!r} is closed or belongs to another runtime; use the runtime that "
+                "built it"
+            )
+        if handle.damaged and not damaged_too:
+            raise HandleError(f"{handle.name!r} has no usable weights: {handle.damaged}; load a complete checkpoint")
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise HandleError("this runtime is closed; create another one")
+
+    def _require_whole_gradients(self, handle: NativeHandle, operation: str) -> None:
+        if handle.broken:
+            raise HandleError(f"{operation} on {handle.name!r}: {handle.broken}; call zero_grad first", handle=handle.name)
+
+
+@contextmanager
+def _mode(handle: NativeHandle, training: bool) -> Generator[None]:
+    before = [(module, module.training) for module in handle.model.modules()]
+    handle.model.train(training)
+    try:
+        yield
+    finally:
+        for module, was_training in before:
+            module.training = was_training

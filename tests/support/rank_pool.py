@@ -1,0 +1,186 @@
+"""A pool of processes that play the ranks of a job, started once for all tests."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+_START_METHOD = "spawn"
+
+
+class RankError(AssertionError):
+    """A function failed on one or more ranks; the message has every traceback, ``errors`` the exceptions by rank."""
+
+    def __init__(self, message: str, errors: dict[int, BaseException]) -> None:
+        super().__init__(message)
+        self.errors = errors
+
+
+@dataclass
+class _Rank:
+    process: BaseProcess
+    connection: Connection
+    stacks: Path
+
+
+class RankPool:
+    """Up to ``size`` ranks over gloo, one CPU thread each.
+
+    A job is an importable function with picklable arguments. For each job the first ``world_size`` processes initialise a
+    default process group of that size and destroy it afterwards.
+    """
+
+    def __init__(self, size: int = 4) -> None:
+        self.size = size
+        self._ranks: list[_Rank] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="rank-pool-")
+        self._num_jobs = 0
+
+    def run[R](
+        self,
+        function: Callable[..., R],
+        *args: Any,
+        world_size: int = 2,
+        timeout: float = 90.0,
+        init_group: bool = True,
+    ) -> list[R]:
+        """Runs ``function(*args)`` on ``world_size`` ranks and returns what each returned, by rank.
+
+        Args:
+            timeout: seconds; a job that takes longer fails with the stacks of the ranks that hang, and the pool restarts.
+            init_group: False leaves the process group to the function; ``RANK``, ``WORLD_SIZE`` and so on are set.
+
+        Raises:
+            RankError: a rank raised. The pool restarts when others then hang.
+            TimeoutError: no rank raised and one hangs or died.
+        """
+        if not self._ranks:
+            self._start()
+        self._num_jobs += 1
+        job = pickle.dumps((function, args))
+        store = os.path.join(self._folder.name, f"store-{self._num_jobs}")
+        for rank in self._ranks[:world_size]:
+            rank.connection.send((job, world_size, store, init_group))
+        answers, hung = self._collect(world_size, timeout)
+        errors = {rank: answer for rank, answer in answers.items() if isinstance(answer, _Failure)}
+        if hung:
+            stacks = self._stacks(hung)
+            self.close()
+            if not errors:
+                raise TimeoutError(f"{function.__qualname__}: ranks {hung} did not answer in {timeout} s\n{stacks}")
+        if any(not rank.process.is_alive() for rank in self._ranks):
+            self.close()
+        if errors:
+            text = "\n".join(f"--- rank {rank}\n{failure.text}" for rank, failure in sorted(errors.items()))
+            waiting = f"\nranks {hung} were still waiting" if hung else ""
+            raise RankError(
+                f"{function.__qualname__} failed on ranks {sorted(errors)}{waiting}\n{text}",
+                {rank: failure.error for rank, failure in errors.items()},
+            )
+        return [answers[rank] for rank in range(world_size)]
+
+    def close(self) -> None:
+        """Ends the processes; the next job starts new ones."""
+        for rank in self._ranks:
+            rank.connection.close()
+            rank.process.kill()
+        for rank in self._ranks:
+            rank.process.join()
+        self._ranks = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context(_START_METHOD)
+        for index in range(self.size):
+            ours, theirs = context.Pipe()
+            stacks = Path(self._folder.name, f"stacks-{index}")
+            process = context.Process(target=_serve, args=(index, theirs, str(stacks)), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append(_Rank(process, ours, stacks))
+
+    def _collect(self, world_size: int, timeout: float) -> tuple[dict[int, Any], list[int]]:
+        """Answers by rank, and the ranks that gave none. After a first failure the others get a few seconds."""
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        while len(answers) < world_size and time.monotonic() < deadline:
+            for index, rank in enumerate(self._ranks[:world_size]):
+                if index in answers or not rank.connection.poll(0.002):
+                    continue
+                try:
+                    answers[index] = pickle.loads(rank.connection.recv_bytes())
+                except EOFError:
+                    answers[index] = _Failure("the process died", RuntimeError("the process died"))
+                if isinstance(answers[index], _Failure):
+                    deadline = min(deadline, time.monotonic() + 10.0)
+        return answers, [rank for rank in range(world_size) if rank not in answers]
+
+    def _stacks(self, ranks: list[int]) -> str:
+        parts = []
+        for index in ranks:
+            rank = self._ranks[index]
+            if rank.process.pid is not None and rank.process.is_alive():
+                os.kill(rank.process.pid, signal.SIGUSR1)
+                time.sleep(0.5)
+            parts.append(f"--- rank {index}\n{rank.stacks.read_text() if rank.stacks.exists() else 'no stack'}")
+        return "\n".join(parts)
+
+
+@dataclass
+class _Failure:
+    text: str
+    error: BaseException
+
+
+def _serve(rank: int, connection: Connection, stacks: str) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+
+    torch.set_num_threads(1)
+    with open(stacks, "w") as stream:
+        faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
+        while True:
+            try:
+                job, world_size, store, init_group = connection.recv()
+            except EOFError:
+                return
+            connection.send_bytes(_run_job(rank, job, world_size, store, init_group))
+
+
+def _run_job(rank: int, job: bytes, world_size: int, store: str, init_group: bool) -> bytes:
+    import torch.distributed as dist
+
+    environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ.update(environment)
+    try:
+        if init_group:
+            dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+        function, args = pickle.loads(job)
+        return pickle.dumps(function(*args))
+    except Exception as error:  # noqa: BLE001 - sent to the test
+        return _pickle_failure(error)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for name in environment:
+            os.environ.pop(name)
+
+
+def _pickle_failure(error: Exception) -> bytes:
+    text = "".join(traceback.format_exception(error))
+    try:
+        return pickle.dumps(_Failure(text, error))
+    except Exception:  # noqa: BLE001 - an exception of any type may refuse to be pickled
+        return pickle.dumps(_Failure(text, RuntimeError(repr(error))))
