@@ -22,7 +22,7 @@ from examples.common.cluster import cores_each, has_gpus, ray_session
 from examples.common.command_line import parse_config, run_command
 from examples.common.prompts import Prompt, endless_batches, load_prompts, load_tokenizer
 from examples.common.run_folder import RunFolder
-from rl_backend import NativeConfig, OptimizerConfig, RuntimeConfig, TokenSequence
+from rl_backend import OptimizerConfig, RuntimeConfig, TokenSequence
 from rl_backend.algorithm import grpo_advantages
 from rl_backend.contracts import BaseConfig, ConfigError, merge_metrics
 
@@ -49,6 +49,7 @@ class GRPOConfig(BaseConfig):
     clip_ratio: float = Field(default=0.2, gt=0, lt=1, description="clipping range of the policy ratio")
     kl_coef: float = Field(default=0.0, ge=0, description="weight of the KL to the initial policy; 0 builds no reference")
     tis_cap: float | None = Field(default=None, description="cap of importance weights against rollout mismatch; none: off")
+    backend: str = Field(default="native", description="registered runtime that trains")
     ranks: int = Field(default=1, ge=1, description="training ranks (data parallel)")
     engines: int = Field(default=1, ge=1, description="vLLM engines")
     max_tokens_per_micro_batch: int = Field(default=16384, ge=1, description="token budget of one micro-batch")
@@ -205,10 +206,11 @@ def runtime_config(config: GRPOConfig) -> RuntimeConfig:
         weight_decay=config.weight_decay,
     )
     return RuntimeConfig(
+        backend=config.backend,
         hf_path=config.model,
         seed=config.seed,
         max_tokens_per_micro_batch=config.max_tokens_per_micro_batch,
-        backend_cfg=NativeConfig(optimizer=optimizer, param_dtype=resolved_dtype(config.dtype)),
+        backend_cfg={"optimizer": optimizer, "param_dtype": resolved_dtype(config.dtype)},
     )
 
 

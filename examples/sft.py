@@ -21,7 +21,7 @@ from examples.common.cluster import cores_each, has_gpus, ray_session
 from examples.common.command_line import parse_config, run_command
 from examples.common.prompts import endless_batches, load_prompts, load_tokenizer
 from examples.common.run_folder import RunFolder
-from rl_backend import NativeConfig, OptimizerConfig, RuntimeConfig, TokenSequence
+from rl_backend import OptimizerConfig, RuntimeConfig, TokenSequence
 from rl_backend.contracts import BaseConfig, BatchError
 
 
@@ -39,6 +39,7 @@ class SFTConfig(BaseConfig):
     lr_warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up")
     lr_decay_style: Literal["constant", "linear", "cosine"] = Field(default="constant", description="after the warm-up")
     weight_decay: float = Field(default=0.01, ge=0, description="AdamW weight decay")
+    backend: str = Field(default="native", description="registered runtime that trains")
     ranks: int = Field(default=1, ge=1, description="training ranks (data parallel)")
     max_tokens_per_micro_batch: int = Field(default=16384, ge=1, description="token budget of one micro-batch")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="auto: bfloat16 with GPUs")
@@ -120,10 +121,11 @@ def runtime_config(config: SFTConfig) -> RuntimeConfig:
         weight_decay=config.weight_decay,
     )
     return RuntimeConfig(
+        backend=config.backend,
         hf_path=config.model,
         seed=config.seed,
         max_tokens_per_micro_batch=config.max_tokens_per_micro_batch,
-        backend_cfg=NativeConfig(optimizer=optimizer, param_dtype=dtype),
+        backend_cfg={"optimizer": optimizer, "param_dtype": dtype},
     )
 
 

@@ -22,6 +22,7 @@ class DemoConfig(BaseConfig):
     run_dir: str = Field(default="runs/demo", description="folder for everything; an earlier demo in it is replaced")
     seed: int = Field(default=0, ge=0, description="fixes model, data, samples and training")
     steps: int = Field(default=150, ge=1, description="GRPO steps")
+    backend: str = Field(default="native", description="registered runtime that trains")
     ranks: int = Field(default=1, ge=1, description="training ranks")
     engines: int = Field(default=1, ge=1, description="vLLM engines")
     shuffle_rewards: bool = Field(default=False, description="control experiment: rewards go to the wrong responses")
@@ -38,6 +39,7 @@ def warm_start(config: DemoConfig, task: Path, run_dir: Path) -> Path:
             steps=2000,
             lr=1.5e-3,
             lr_warmup_steps=20,
+            backend=config.backend,
             ranks=config.ranks,
             seed=config.seed,
             eval_every=10,
@@ -60,6 +62,7 @@ def reinforce(config: DemoConfig, task: Path, model: Path, run_dir: Path) -> grp
             lr=3e-4,
             lr_warmup_steps=5,
             lr_decay_style="linear",
+            backend=config.backend,
             ranks=config.ranks,
             engines=config.engines,
             seed=config.seed,
@@ -107,7 +110,7 @@ time  {summary["seconds"]:.0f} s
 
 run folder    {run_dir}/grpo    (metrics.jsonl, samples.jsonl, tensorboard/, model/)
 your own run  .venv/bin/python -m examples.grpo --model DIR --dataset FILE.jsonl --reward FILE.py:compute_score
-              DIR: a local Hugging Face model; FILE.jsonl: lines of {{"prompt": ..., "answer": ...}}; --help lists all options"""
+              DIR: a local Hugging Face model; FILE.jsonl: lines of {{"prompt": ..., "answer": ...}}; --help: all options"""
     )
 
 

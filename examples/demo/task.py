@@ -25,7 +25,7 @@ def compute_score(
 
 
 def write_task(folder: Path, seed: int) -> None:
-    """Writes ``model/`` (random weights and tokenizer) and ``train``, ``validation`` and ``held_out.jsonl``, all disjoint."""
+    """Writes ``model/`` (random weights, tokenizer) and ``train``, ``validation`` and ``held_out.jsonl``, all disjoint."""
     folder.mkdir(parents=True, exist_ok=True)
     write_model(folder / "model", seed)
     pairs = [(first, second) for first in range(10, 100) for second in range(10, 100)]
