@@ -13,7 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.algorithm import LOSS_AGG_MODES, aggregate_loss, grpo_loss, kl_penalty, sft_loss
+from rl_backend.algorithm import (
+    LOSS_AGG_MODES,
+    aggregate_loss,
+    clipped_policy_loss,
+    grpo_loss,
+    kl_penalty,
+    sft_loss,
+    truncated_importance_weights,
+)
 from rl_backend.contracts import BatchError, ConfigError, Metric, ModelOutput, PackedBatch, TokenSequence, merge_metrics
 from tests.support.rl_batches import batch_meta, pack, random_sequences
 
@@ -96,6 +104,39 @@ def test_values_at_masked_positions_reach_neither_loss_nor_gradient_nor_metrics(
     assert (spoilt_output.log_probs.grad[masked] == 0).all()
     for name, (total, weight) in metrics.items():
         assert (total.item(), weight.item()) == (clean_metrics[name][0].item(), clean_metrics[name][1].item()), name
+
+
+@pytest.mark.parametrize("loss_fn", LOSSES, ids=describe)
+def test_metrics_hold_no_graph(loss_fn: Callable) -> None:
+    sequences = random_sequences(9)
+    _, metrics = loss_fn(*pack(sequences, batch_meta(sequences)))
+    assert not any(value.requires_grad for pair in metrics.values() for value in pair)
+
+
+def test_token_losses_are_zero_at_masked_positions_whatever_stands_there() -> None:
+    nan = torch.full((3,), float("nan"))
+    mask = torch.tensor([0.0, 1.0, 0.0])
+    good = torch.tensor([0.0, -1.0, 0.0])
+    values = torch.where(mask != 0, good, nan)
+    losses, _ = clipped_policy_loss(values, values, values, mask, importance_weights=values)
+    assert losses.tolist() == [0.0, -1.0, 0.0]
+
+
+def test_importance_weights_are_constants_limited_to_exp_20() -> None:
+    old = torch.tensor([50.0, -50.0, 0.0], dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([1.0, 1.0, 0.0])
+    weights = truncated_importance_weights(old, torch.zeros(3), mask, torch.tensor([3]), cap=1e12)
+    expected = torch.tensor([20.0, -20.0], dtype=torch.float64).exp().tolist()
+    assert weights.tolist() == pytest.approx([*expected, 0.0])
+    assert not weights.requires_grad
+
+
+def test_nll_is_the_mean_over_selected_tokens_in_nats() -> None:
+    sequences = random_sequences(9)
+    output, batch = pack(sequences, batch_meta(sequences))
+    loss, metrics = sft_loss(output, batch)
+    total, weight = metrics["nll"]
+    assert (total / weight).item() == pytest.approx(loss.item()) and loss.item() > 0
 
 
 @pytest.mark.parametrize("gap", [1e4, -1e4])
