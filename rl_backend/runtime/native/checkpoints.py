@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from rl_backend.checkpoint.agreement import raise_on_every_rank
 from rl_backend.checkpoint.hf_writer import write_hf_directory
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.training_state import (
-    commit_directory,
     discard_directory,
     host_copy,
     open_training_state,
@@ -22,7 +22,7 @@ from rl_backend.checkpoint.training_state import (
     tensor_names,
     write_training_state,
 )
-from rl_backend.contracts import CheckpointError, RuntimeConfig, UnsupportedError
+from rl_backend.contracts import CheckpointError, ExportInterruptedError, RuntimeConfig, UnsupportedError
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.runtime.native import export, fsdp_state
 from rl_backend.runtime.native.handle import NativeHandle
@@ -92,7 +92,37 @@ class CheckpointWriter:
                 "gathered, so it cannot be left to the background; use asynchronous=False"
             )
         self.wait()
-        raise NotImplementedError
+        group = self._groups.host_group
+        writes = self._groups.dp_rank == 0
+        raise_on_every_rank(_make_parent(path) if writes else None, group)
+        stream = export.export_weights(
+            handle.parameters, handle.weight_names, self._groups, dtype=None, byte_budget=None, only=None
+        )
+        problem = None
+        try:
+            if writes:
+                write_hf_directory(path, stream, source)
+            else:
+                for _ in stream:
+                    pass
+        except CheckpointError as error:
+            problem = error.message
+        except ExportInterruptedError:
+            # Rank 0 could not write; its reason comes with the agreement below.
+            problem = None
+        finally:
+            stream.close()
+        raise_on_every_rank(problem, group)
+
+
+def _make_parent(path: Path) -> str | None:
+    if path.exists():
+        return f"{path} exists; a checkpoint is written to a new directory, choose another path"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"cannot make the directory of {path}: {error}"
+    return None
 
 
 def load_training_checkpoint(handle: NativeHandle, path: Path) -> None:
