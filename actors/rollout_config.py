@@ -106,7 +106,7 @@ class RolloutConfig(BaseConfig):
 
     def _check_cores(self, cores: tuple[tuple[int, ...], ...]) -> None:
         if self.device == "cuda":
-            raise ConfigError.of("RolloutConfig.cores", cores, "only CPU engines have cores; leave it out with device='cuda'")
+            raise ConfigError.of("RolloutConfig.cores", cores, "only CPU engines have cores; leave it out")
         if len(cores) != self.num_engines:
             raise ConfigError.of(
                 "RolloutConfig.cores", cores, f"expected one group of cores for each of the {self.num_engines} engines"

@@ -22,10 +22,8 @@ from actors.vllm_expected import expected_weights
 from actors.vllm_process import prepare_process, start_vllm
 from rl_backend.contracts import (
     UNVERSIONED,
-    ConfigError,
     EngineDeadError,
     EngineDirtyError,
-    RLBackendError,
     RolloutError,
     UnsupportedError,
     WeightCheckError,
@@ -80,7 +78,7 @@ class Response:
 
 
 class RolloutEngine:
-    """Starts vLLM in this process. Made by :class:`~actors.rollout_group.RolloutGroup` as a Ray actor.
+    """vLLM in this process. Made by :class:`~actors.rollout_group.RolloutGroup` as a Ray actor.
 
     Args:
         config: of the group.
@@ -90,25 +88,28 @@ class RolloutEngine:
         require_push: refuse to sample until weights have been pushed.
     """
 
-    def __init__(
-        self, config: RolloutConfig, name: str, device: str, cores: tuple[int, ...], *, require_push: bool
-    ) -> None:
+    def __init__(self, config: RolloutConfig, name: str, device: str, cores: tuple[int, ...], require_push: bool) -> None:
         self._config = config
         self._name = name
         self._device = device
+        self._cores = cores
         self._require_push = require_push
         self._state: EngineState = "serving"
         self._version = UNVERSIONED
         self._segment: SharedSegment | None = None
         self._buffer: Tensor | None = None
         self._verified: WeightManifest | None = None
-        self._threads = max(len(cores) // config.tensor_parallel, 1)
-        prepare_process(device, cores, config.tensor_parallel)
-        self._llm = start_vllm(config, device)
+        self._threads = max(len(cores), 1)
+
+    def start(self) -> EngineInfo:
+        """Starts vLLM. Apart from the constructor, so that a caller sees the errors as they are."""
+        prepare_process(self._device, self._cores, self._config.tensor_parallel)
+        self._llm = start_vllm(self._config, self._device)
         self._expected = self._expected_weights()
+        return self.describe()
 
     def describe(self) -> EngineInfo:
-        """Facts about the engine; also the sign that it is ready."""
+        """Facts about the engine."""
         model = self._llm.model_config
         return EngineInfo(
             name=self._name,
@@ -240,6 +241,10 @@ class RolloutEngine:
     def check_manifest(self, manifest: WeightManifest) -> None:
         """Version, names, shapes and dtypes alone, for transports that do not stage."""
         self._check_manifest(manifest)
+
+    def require_push(self) -> None:
+        """Refuse to sample until weights have been pushed."""
+        self._require_push = True
 
     def resume(self) -> None:
         """Serves again after an update; every engine has acknowledged by now."""

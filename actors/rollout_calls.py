@@ -1,0 +1,54 @@
+"""Calling Ray actors that run engines: every call answers, refuses or is found dead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from rl_backend.contracts import EngineDeadError, RLBackendError, RolloutError
+
+
+def outcome_of(reference: Any, engine: str) -> Any:
+    """The result of a finished call, or, returned and not raised, the error that it ended with.
+
+    A dead actor becomes an :class:`~rl_backend.contracts.EngineDeadError`.
+    """
+    try:
+        return ray.get(reference, timeout=0)
+    except RayActorError as error:
+        return EngineDeadError(f"{engine} is dead: its process ended ({_first_line(error)}); restart it", engine=engine)
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, RLBackendError):
+            return cause
+        return RolloutError(f"{engine} failed with {type(cause).__name__}: {cause}\n{error}", engine=engine)
+
+
+def collect(calls: Mapping[int, Any], names: Mapping[int, str], timeout: float) -> dict[int, Any]:
+    """Waits until every call has ended and returns each one's outcome (see :func:`outcome_of`).
+
+    An engine that has not answered after ``timeout`` seconds counts as dead.
+    """
+    done, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout) if calls else ([], [])
+    ended = set(done)
+    return {
+        engine: outcome_of(reference, names[engine])
+        if reference in ended
+        else EngineDeadError(f"{names[engine]} did not answer for {timeout:g} s; restart it", engine=names[engine])
+        for engine, reference in calls.items()
+    }
+
+
+def wait_for_first(references: list[Any], timeout: float | None) -> Any:
+    """The first reference that is ready; raises ``TimeoutError`` when none is."""
+    done, _ = ray.wait(references, num_returns=1, timeout=timeout)
+    if not done:
+        raise GetTimeoutError(f"no engine answered for {timeout:g} s")
+    return done[0]
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]

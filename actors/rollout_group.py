@@ -1,0 +1,365 @@
+"""A group of vLLM engines that sample as one."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import ray
+
+from actors.rollout_calls import collect, outcome_of, wait_for_first
+from actors.rollout_config import RolloutConfig, SamplingConfig
+from actors.rollout_engine import EngineInfo, Request, Response, RolloutEngine
+from actors.rollout_sample import Sample, VersionSpan
+from rl_backend.contracts import BatchError, ConfigError, EngineDeadError, EngineDirtyError, RLBackendError, RolloutError
+
+
+class RolloutGroup:
+    """Starts ``config.num_engines`` engines, each a Ray actor, and samples over all of them.
+
+    An engine that dies raises :class:`~rl_backend.contracts.EngineDeadError` once, in the call that it was serving, and one
+    whose weight update fails raises :class:`~rl_backend.contracts.EngineDirtyError`, in the push; later calls go to the
+    engines that are left, until :meth:`restart`. When none is left, every call raises.
+
+    Args:
+        config: the engines.
+        scheduling: for each engine a Ray scheduling strategy, for example a bundle of a placement group that it shares with
+            training; None lets Ray place them.
+
+    Raises:
+        ConfigError: a configuration that cannot work here.
+        RolloutError: an engine that did not start.
+    """
+
+    def __init__(self, config: RolloutConfig, *, scheduling: Sequence[Any] | None = None) -> None:
+        if not ray.is_initialized():
+            raise RolloutError("Ray is not running in this process: call ray.init() first")
+        if scheduling is not None and len(scheduling) != config.num_engines:
+            raise ConfigError.of(
+                "scheduling", len(scheduling), f"expected one strategy for each of {config.num_engines} engines"
+            )
+        self.config = config
+        self._scheduling = scheduling
+        self._device = _resolve_device(config)
+        self._cores = _assign_cores(config) if self._device == "cpu" else ((),) * config.num_engines
+        self._require_push = config.require_push
+        self._lock = threading.Lock()
+        self._actors: dict[int, Any] = {}
+        self._infos: dict[int, EngineInfo] = {}
+        self._lost: dict[int, RolloutError] = {}
+        try:
+            self._start(range(config.num_engines))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def engines(self) -> tuple[int, ...]:
+        """Numbers of the engines that are alive."""
+        return tuple(engine for engine in sorted(self._actors) if engine not in self._lost)
+
+    @property
+    def lost_engines(self) -> dict[int, RolloutError]:
+        """Engines that died or are dirty, with the error that says so."""
+        return dict(self._lost)
+
+    @property
+    def infos(self) -> dict[int, EngineInfo]:
+        """What each engine said when it started."""
+        return dict(self._infos)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        *,
+        seeds: Sequence[int] | None = None,
+        require_version: int | None = None,
+        timeout: float | None = None,
+    ) -> list[Sample]:
+        """Samples ``sampling.n`` responses of each prompt; prompt by prompt, in the caller's order.
+
+        Args:
+            prompts: token ids; each prompt is shorter than the engines' ``max_model_len``.
+            seeds: one for each sample, in the order of the result (see :func:`~actors.rollout_sample.sample_seeds`). With
+                seeds a sample depends neither on the number of engines nor on batching.
+            require_version: refuse weights that are older.
+            timeout: seconds to wait.
+
+        Raises:
+            BatchError: an empty or too long prompt, an unknown token id, a wrong number of seeds.
+            EngineDeadError: an engine died while it served this call, or none is left.
+            EngineDirtyError: an engine whose last weight update failed.
+            WeightVersionError: an engine's weights are older than ``require_version``.
+        """
+        return self.submit(prompts, sampling, seeds=seeds, require_version=require_version).result(timeout)
+
+    def submit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        *,
+        seeds: Sequence[int] | None = None,
+        require_version: int | None = None,
+    ) -> PendingSamples:
+        """:meth:`generate` without waiting. A push that comes later waits for it, so its weights are those of now."""
+        self._check(prompts, sampling, seeds)
+        with self._lock:
+            engines = self._living()
+            pending = PendingSamples(self, prompts, sampling.n)
+            for engine, share in zip(engines, _shares(len(prompts), len(engines)), strict=True):
+                if share:
+                    requests = [request for prompt in share for request in _requests(prompt, prompts, sampling.n, seeds)]
+                    reference = self._actors[engine].generate.remote(requests, sampling, require_version)
+                    pending.add(reference, engine, share)
+        return pending
+
+    def call(
+        self, method: str, *args: Any, each: Callable[[int], tuple[Any, ...]] | None = None, timeout: float = 600.0
+    ) -> dict[int, Any]:
+        """Calls a method of every living engine at once; each engine's result, or its error as a value.
+
+        Args:
+            method: of :class:`~actors.rollout_engine.RolloutEngine`.
+            args: the same for every engine.
+            each: further arguments by engine number.
+            timeout: seconds after which an engine counts as dead.
+        """
+        return self.gather(self.start_call(method, *args, each=each), timeout)
+
+    def start_call(self, method: str, *args: Any, each: Callable[[int], tuple[Any, ...]] | None = None) -> dict[int, Any]:
+        """:meth:`call` without waiting; hand the result to :meth:`gather`."""
+        return {
+            engine: getattr(self._actors[engine], method).remote(*args, *(each(engine) if each else ()))
+            for engine in self._living()
+        }
+
+    def gather(self, calls: dict[int, Any], timeout: float = 600.0) -> dict[int, Any]:
+        """Waits for :meth:`start_call`."""
+        outcomes = collect(calls, {engine: self._name(engine) for engine in calls}, timeout)
+        for engine, outcome in outcomes.items():
+            self.note(engine, outcome)
+        return outcomes
+
+    def note(self, engine: int, outcome: Any) -> None:
+        """Takes an engine whose outcome says that it is dead or dirty out of service."""
+        if isinstance(outcome, EngineDeadError | EngineDirtyError):
+            self._lost[engine] = outcome
+        if isinstance(outcome, EngineDeadError):
+            ray.kill(self._actors[engine])
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Holds back new requests from this process while weights are loaded."""
+        with self._lock:
+            yield
+
+    def attach_weight_sync(self) -> None:
+        """From now on engines refuse to sample until weights have been pushed; also those restarted later."""
+        self._require_push = True
+        _raise_first(self.call("require_push"))
+
+    def restart(self, engine: int) -> EngineInfo:
+        """Replaces an engine, dead, dirty or healthy, by a new one; its weights are those of the model directory."""
+        if engine not in range(self.config.num_engines):
+            raise ConfigError.of("engine", engine, f"the group has engines 0 to {self.config.num_engines - 1}")
+        with self._lock:
+            if engine in self._actors:
+                ray.kill(self._actors.pop(engine))
+            self._lost.pop(engine, None)
+        self._start([engine])
+        return self._infos[engine]
+
+    def sleep(self, level: int = 1) -> None:
+        """Frees the engines' GPU memory for training: level 1 keeps the weights in host memory, 2 drops them.
+
+        Raises:
+            UnsupportedError: on a CPU, or without ``sleep_mode``.
+        """
+        _raise_first(self.call("sleep", level))
+
+    def wake_up(self) -> None:
+        """Takes the GPU memory back."""
+        _raise_first(self.call("wake_up"))
+
+    def describe(self) -> dict[int, EngineInfo]:
+        """Fresh facts about every living engine."""
+        outcomes = self.call("describe")
+        _raise_first(outcomes)
+        return outcomes
+
+    def close(self) -> None:
+        """Ends every engine."""
+        for actor in self._actors.values():
+            ray.kill(actor)
+        self._actors.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self, engines: Sequence[int]) -> None:
+        actors = {engine: self._make_actor(engine) for engine in engines}
+        calls = {engine: actor.start.remote() for engine, actor in actors.items()}
+        outcomes = collect(calls, {engine: self._name(engine) for engine in engines}, self.config.start_timeout)
+        failures = [outcome for outcome in outcomes.values() if isinstance(outcome, RLBackendError)]
+        if failures:
+            for actor in actors.values():
+                ray.kill(actor)
+            raise failures[0]
+        with self._lock:
+            self._actors.update(actors)
+            self._infos.update(outcomes)
+
+    def _make_actor(self, engine: int) -> Any:
+        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
+        if self._device == "cuda":
+            options["num_gpus"] = self.config.gpus_per_worker * self.config.tensor_parallel
+        if self._scheduling is not None:
+            options["scheduling_strategy"] = self._scheduling[engine]
+        actor = ray.remote(RolloutEngine).options(**options)
+        return actor.remote(self.config, self._name(engine), self._device, self._cores[engine], self._require_push)
+
+    def _name(self, engine: int) -> str:
+        return f"engine {engine}"
+
+    def _living(self) -> tuple[int, ...]:
+        engines = self.engines
+        if not engines:
+            if not self._lost:
+                raise RolloutError("the rollout group is closed")
+            reasons = "; ".join(str(error) for error in self._lost.values())
+            kind = type(next(iter(self._lost.values())))
+            raise kind(f"no rollout engine is left: {reasons}", engines=sorted(self._lost))
+        return engines
+
+    def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[int] | None) -> None:
+        if not prompts:
+            raise BatchError("prompts is empty; expected at least one prompt")
+        info = next(iter(self._infos.values()))
+        for index, prompt in enumerate(prompts):
+            if not 0 < len(prompt) < info.max_model_len:
+                raise BatchError(
+                    f"prompt {index} has {len(prompt)} tokens; expected 1 to {info.max_model_len - 1} "
+                    f"(max_model_len={info.max_model_len} holds prompt and response)",
+                    prompt=index,
+                )
+            if min(prompt) < 0 or max(prompt) >= info.vocab_size:
+                raise BatchError(
+                    f"prompt {index} has token ids from {min(prompt)} to {max(prompt)}; expected 0 to {info.vocab_size - 1}",
+                    prompt=index,
+                )
+        if seeds is not None and len(seeds) != len(prompts) * sampling.n:
+            raise BatchError(
+                f"{len(seeds)} seeds for {len(prompts)} prompts with n={sampling.n}; expected {len(prompts) * sampling.n}"
+            )
+
+
+@dataclass(frozen=True)
+class _Call:
+    reference: Any
+    engine: int
+    prompts: range
+
+
+class PendingSamples:
+    """Samples that are being made; :meth:`result` waits for them."""
+
+    def __init__(self, group: RolloutGroup, prompts: Sequence[Sequence[int]], n: int) -> None:
+        self._group = group
+        self._prompts = prompts
+        self._n = n
+        self._calls: dict[Any, _Call] = {}
+        self._samples: dict[int, list[Sample]] = {}
+
+    def add(self, reference: Any, engine: int, prompts: range) -> None:
+        """One engine's share."""
+        self._calls[reference] = _Call(reference, engine, prompts)
+
+    def done(self) -> bool:
+        """Whether :meth:`result` would return, or raise, at once."""
+        if not self._calls:
+            return True
+        ready, _ = ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0)
+        return len(ready) == len(self._calls)
+
+    def result(self, timeout: float | None = None) -> list[Sample]:
+        """The samples, in the caller's order; raises what :meth:`RolloutGroup.generate` raises, as soon as it is known."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self._calls:
+            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            call = self._calls.pop(wait_for_first(list(self._calls), left))
+            outcome = outcome_of(call.reference, f"engine {call.engine}")
+            if isinstance(outcome, RLBackendError):
+                self._group.note(call.engine, outcome)
+                raise outcome
+            self._take(call, *outcome)
+        return [sample for prompt in range(len(self._prompts)) for sample in self._samples[prompt]]
+
+    def _take(self, call: _Call, version: int, responses: list[list[Response]]) -> None:
+        flat = [response for request in responses for response in request]
+        for position, prompt in enumerate(call.prompts):
+            own = flat[position * self._n : (position + 1) * self._n]
+            self._samples[prompt] = [
+                Sample(
+                    prompt_index=prompt,
+                    sample_index=index,
+                    prompt_ids=list(self._prompts[prompt]),
+                    response_ids=response.token_ids,
+                    log_probs=response.log_probs,
+                    finish_reason=response.finish_reason,
+                    version_spans=(VersionSpan(version, len(response.token_ids)),),
+                    engine=call.engine,
+                )
+                for index, response in enumerate(own)
+            ]
+
+
+def _requests(prompt: int, prompts: Sequence[Sequence[int]], n: int, seeds: Sequence[int] | None) -> list[Request]:
+    if seeds is None:
+        return [Request(prompts[prompt], n, None)]
+    return [Request(prompts[prompt], 1, seed) for seed in seeds[prompt * n : (prompt + 1) * n]]
+
+
+def _shares(count: int, engines: int) -> list[range]:
+    """Consecutive prompts for each engine, as evenly as possible."""
+    bounds = [count * engine // engines for engine in range(engines + 1)]
+    return [range(start, end) for start, end in zip(bounds, bounds[1:], strict=False)]
+
+
+def _raise_first(outcomes: dict[int, Any]) -> None:
+    for outcome in outcomes.values():
+        if isinstance(outcome, RLBackendError):
+            raise outcome
+
+
+def _resolve_device(config: RolloutConfig) -> str:
+    has_gpu = ray.cluster_resources().get("GPU", 0) > 0
+    device = config.device if config.device != "auto" else ("cuda" if has_gpu and config.cores is None else "cpu")
+    if device == "cuda" and not has_gpu:
+        raise ConfigError.of("RolloutConfig.device", "cuda", "the Ray cluster has no GPU")
+    if device == "cpu" and config.sleep_mode:
+        raise ConfigError.of("RolloutConfig.sleep_mode", True, "vLLM has no sleep mode on a CPU; leave it off")
+    return device
+
+
+def _assign_cores(config: RolloutConfig) -> tuple[tuple[int, ...], ...]:
+    if config.cores is not None:
+        return config.cores
+    cores = sorted(os.sched_getaffinity(0))
+    needed = config.num_engines * config.tensor_parallel
+    if len(cores) < needed:
+        if config.tensor_parallel > 1:
+            raise ConfigError.of(
+                "RolloutConfig.tensor_parallel", config.tensor_parallel, f"needs {needed} cores, there are {len(cores)}"
+            )
+        return tuple((cores[engine % len(cores)],) for engine in range(config.num_engines))
+    size = len(cores) // needed * config.tensor_parallel
+    return tuple(tuple(cores[engine * size : (engine + 1) * size]) for engine in range(config.num_engines))

@@ -1,0 +1,134 @@
+"""What every transport has in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from actors.rollout_group import RolloutGroup
+from actors.transport.segment import host_identity
+from actors.weight_sync_source import SourceContext, TrainRanks
+from rl_backend.contracts import RLBackendError, TensorInfo, WeightManifest
+from rl_backend.weights import dtype_from_name
+
+SOURCE_RANK = 0
+"""The training rank that sends; the others take part in the export."""
+
+
+@dataclass(frozen=True)
+class PushPlan:
+    """One push, as the source rank describes it before any weight moves.
+
+    Attributes:
+        key: of the :class:`~actors.weight_sync.WeightSync`; ranks keep its buffers and connections under it.
+        handle: reference to the model in the training group.
+        dtype: dtype of the weights sent.
+        byte_budget: passed to ``export_weights``.
+        infos: the tensors, in order, without offsets or digests.
+        host: see :func:`~actors.transport.segment.host_identity`.
+        device_id: UUID of the source rank's CUDA device, or an empty string.
+    """
+
+    key: str
+    handle: Any
+    dtype: str
+    byte_budget: int | None
+    version: int
+    infos: tuple[TensorInfo, ...]
+    host: str
+    device_id: str
+
+    @property
+    def manifest(self) -> WeightManifest:
+        """Version, names, shapes and dtypes; no digests."""
+        return WeightManifest(version=self.version, tensors=self.infos)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(info.nbytes for info in self.infos)
+
+
+class Transport(ABC):
+    """Moves weights from the ranks of a training group to the engines of a rollout group."""
+
+    name: str
+
+    @abstractmethod
+    def check(self, plan: PushPlan, rollout: RolloutGroup) -> None:
+        """Raises :class:`~rl_backend.contracts.UnsupportedError` when the transport cannot serve these ranks and engines."""
+
+    def close(self, train: TrainRanks, rollout: RolloutGroup) -> None:  # noqa: B027, most transports keep something
+        """Frees what the transport keeps in ranks and engines."""
+
+
+class StagedTransport(Transport):
+    """Brings the weights to a buffer beside each engine, where they are verified before any is loaded."""
+
+    @abstractmethod
+    def stage(self, plan: PushPlan, train: TrainRanks, rollout: RolloutGroup) -> WeightManifest:
+        """Fills every living engine's staging segment; the manifest has offsets and digests."""
+
+
+class StreamingTransport(Transport):
+    """Loads the weights bucket by bucket as they arrive; each bucket is verified before it is loaded."""
+
+    @abstractmethod
+    def stream(self, plan: PushPlan, train: TrainRanks, rollout: RolloutGroup) -> dict[int, Any]:
+        """Between ``begin_update`` and ``finish_update`` of every engine; each engine's outcome."""
+
+
+def describe_export(context: SourceContext, key: str, handle: Any, dtype: str, byte_budget: int | None) -> PushPlan | None:
+    """Runs on every rank: what a push would send. None on all but the source rank."""
+    if context.rank != SOURCE_RANK:
+        return None
+    model = context.handle(handle)
+    return PushPlan(
+        key=key,
+        handle=handle,
+        dtype=dtype,
+        byte_budget=byte_budget,
+        version=model.weight_version,
+        infos=tuple(context.runtime.weight_infos(model, dtype=dtype_from_name(dtype))),
+        host=host_identity(),
+        device_id=_current_cuda_device(),
+    )
+
+
+def export(context: SourceContext, plan: PushPlan) -> Any:
+    """The runtime's iterator of (name, full tensor); a collective over the ranks."""
+    model = context.handle(plan.handle)
+    return context.runtime.export_weights(model, dtype=dtype_from_name(plan.dtype), byte_budget=plan.byte_budget)
+
+
+def take_part(context: SourceContext, plan: PushPlan) -> None:
+    """What a rank does that does not send: it joins the export."""
+    for _ in export(context, plan):
+        pass
+
+
+def from_source(results: list[Any]) -> Any:
+    """The source rank's result of ``run_on_ranks``; raises it when it is one of our errors."""
+    result = results[SOURCE_RANK]
+    if isinstance(result, RLBackendError):
+        raise result
+    return result
+
+
+def raise_failures(outcomes: dict[int, Any]) -> None:
+    """Raises when any engine's outcome is an error: the first one's type, the text of all."""
+    failures = [outcome for outcome in outcomes.values() if isinstance(outcome, RLBackendError)]
+    if not failures:
+        return
+    first = failures[0]
+    if len(failures) == 1:
+        raise first
+    raise type(first)("; ".join(str(failure) for failure in failures), **first.details)
+
+
+def _current_cuda_device() -> str:
+    if not torch.cuda.is_available():
+        return ""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

@@ -1,0 +1,105 @@
+"""Weights through one shared-memory segment, for trainer and engines on one host.
+
+The source rank copies each exported tensor once into a mapping under /dev/shm; engines map the same bytes, verify them and
+hand views of them to vLLM's loaders. The segment stays for the next push, which may write to it because no engine keeps a
+reference to it after it has acknowledged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from actors.rollout_group import RolloutGroup
+from actors.transport.base import (
+    SOURCE_RANK,
+    PushPlan,
+    StagedTransport,
+    export,
+    from_source,
+    raise_failures,
+    take_part,
+)
+from actors.transport.segment import SharedSegment
+from actors.weight_sync_source import SourceContext, TrainRanks
+from rl_backend.contracts import RLBackendError, UnsupportedError, WeightManifest, WeightSyncError
+from rl_backend.weights import plan_layout, write_tensors
+
+
+class SharedMemoryTransport(StagedTransport):
+    """See the module. The host needs room for all weights in /dev/shm."""
+
+    name = "shared_memory"
+
+    def __init__(self) -> None:
+        self._opened: dict[int, tuple[str, int]] = {}
+        self._key = ""
+
+    def check(self, plan: PushPlan, rollout: RolloutGroup) -> None:
+        elsewhere = [
+            info.name for engine, info in rollout.infos.items() if engine in rollout.engines and info.host != plan.host
+        ]
+        if elsewhere:
+            raise UnsupportedError(
+                f"transport='shared_memory': {', '.join(elsewhere)} and the trainer's source rank do not share /dev/shm; use "
+                "transport='gloo'"
+            )
+
+    def stage(self, plan: PushPlan, train: TrainRanks, rollout: RolloutGroup) -> WeightManifest:
+        self._key = plan.key
+        path, nbytes = from_source(train.run_on_ranks(reserve_segment, plan))
+        self._open_everywhere(path, nbytes, rollout)
+        manifest: WeightManifest = from_source(train.run_on_ranks(write_segment, plan))
+        return manifest
+
+    def close(self, train: TrainRanks, rollout: RolloutGroup) -> None:
+        if rollout.engines:
+            rollout.call("close_segment")
+        train.run_on_ranks(drop_segment, self._key)
+        self._opened.clear()
+
+    def _open_everywhere(self, path: str, nbytes: int, rollout: RolloutGroup) -> None:
+        wanted = {engine: (path, rollout.infos[engine].pid) for engine in rollout.engines}
+        if wanted == self._opened:
+            return
+        raise_failures(rollout.call("open_segment", path, nbytes))
+        self._opened = wanted
+
+
+def reserve_segment(context: SourceContext, plan: PushPlan) -> tuple[str, int] | RLBackendError | None:
+    """Runs on every rank, is no collective: the source rank's segment, made or made larger when needed."""
+    if context.rank != SOURCE_RANK:
+        return None
+    _, nbytes = plan_layout(plan.infos)
+    segment: SharedSegment | None = context.state.get(plan.key)
+    if segment is None or segment.nbytes < nbytes:
+        if segment is not None:
+            segment.close()
+            del context.state[plan.key]
+        try:
+            segment = SharedSegment(nbytes)
+        except WeightSyncError as error:
+            return error
+        context.state[plan.key] = segment
+    return str(segment.path), segment.nbytes
+
+
+def write_segment(context: SourceContext, plan: PushPlan) -> WeightManifest | None:
+    """Runs on every rank, a collective: the source rank writes what all export together."""
+    if context.rank != SOURCE_RANK:
+        take_part(context, plan)
+        return None
+    segment: SharedSegment = context.state[plan.key]
+    layout, _ = plan_layout(plan.infos)
+    with torch.no_grad():
+        return write_tensors(
+            segment.buffer, layout, export(context, plan), version=plan.version, threads=torch.get_num_threads()
+        )
+
+
+def drop_segment(context: SourceContext, key: str) -> None:
+    """Runs on every rank: removes the segment."""
+    segment: Any = context.state.pop(key, None)
+    if segment is not None:
+        segment.close()

@@ -1,0 +1,176 @@
+"""Publishing a trainer's weights to rollout engines."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from actors.rollout_group import RolloutGroup
+from actors.transport.base import (
+    PushPlan,
+    StagedTransport,
+    StreamingTransport,
+    Transport,
+    describe_export,
+    from_source,
+    raise_failures,
+)
+from actors.transport.choose import choose_transport, make_transport
+from actors.weight_sync_source import TrainRanks
+from rl_backend.contracts import WeightSyncError
+
+type TransportName = Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"]
+
+
+@dataclass(frozen=True)
+class PushReport:
+    """What a push did.
+
+    Attributes:
+        version: the weight version that every engine of ``engines`` now serves.
+        nbytes: bytes of the weights, sent to each engine.
+        seconds: of each phase: ``plan``, ``stage``, ``verify``, ``load``, ``resume`` (``stream`` in place of ``stage``,
+            ``verify`` and ``load`` where weights are streamed), and ``total``.
+        transport: the one used.
+        engines: numbers of the engines that were updated.
+        skipped: engines that were dead or dirty before the push began.
+    """
+
+    version: int
+    nbytes: int
+    seconds: dict[str, float]
+    transport: str
+    engines: tuple[int, ...]
+    skipped: tuple[int, ...]
+
+
+class WeightSync:
+    """Publishes the weights of one model to a rollout group.
+
+    From now on the group's engines refuse to sample until the first push.
+
+    Args:
+        train: a ``TrainGroup``, or a :class:`~actors.weight_sync_source.WeightSource`.
+        rollout: the engines.
+        handle: which model of the training group; None for a :class:`~actors.weight_sync_source.WeightSource`.
+        transport: ``auto`` takes CUDA IPC where trainer and engine share a GPU, NCCL where both have one, shared memory on
+            one host and gloo otherwise; ``PushReport.transport`` says which.
+        byte_budget: largest number of bytes that the export gathers at one time, and of a bucket where weights are streamed.
+    """
+
+    def __init__(
+        self,
+        train: TrainRanks,
+        rollout: RolloutGroup,
+        handle: Any = None,
+        *,
+        transport: TransportName = "auto",
+        byte_budget: int | None = None,
+    ) -> None:
+        self._train = train
+        self._rollout = rollout
+        self._handle = handle
+        self._byte_budget = byte_budget
+        self._key = f"weight_sync_{uuid.uuid4().hex}"
+        self._transport: Transport | None = None if transport == "auto" else make_transport(transport)
+        rollout.attach_weight_sync()
+
+    def push(self) -> PushReport:
+        """Brings every living engine to the trainer's weight version.
+
+        Staged transports verify names, shapes, dtypes, digests and finite values on every engine before any engine loads.
+        No engine samples again until all have answered.
+
+        Raises:
+            WeightVersionError: an engine serves newer weights; all serve on.
+            WeightCheckError: the weights are not what an engine can load, or are damaged; all serve on with the old ones.
+            EngineDeadError: an engine died during the push.
+            EngineDirtyError: an engine failed after its first load and must be restarted; the others serve the new weights.
+            WeightSyncError: the transport failed before anything was loaded.
+        """
+        clock = _Clock()
+        rollout = self._rollout
+        skipped = tuple(rollout.lost_engines)
+        with clock.phase("plan"):
+            plan = self._plan()
+            transport = self._transport or choose_transport(plan, rollout)
+            transport.check(plan, rollout)
+            self._transport = transport
+        if isinstance(transport, StagedTransport):
+            engines = self._push_staged(transport, plan, clock)
+        elif isinstance(transport, StreamingTransport):
+            engines = self._push_streaming(transport, plan, clock)
+        else:
+            raise TypeError(f"{type(transport).__name__} is neither a StagedTransport nor a StreamingTransport")
+        return PushReport(plan.version, plan.nbytes, clock.seconds(), transport.name, engines, skipped)
+
+    def close(self) -> None:
+        """Frees staging buffers and connections; the engines keep their weights."""
+        if self._transport is not None:
+            self._transport.close(self._train, self._rollout)
+            self._transport = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _plan(self) -> PushPlan:
+        dtype = self._rollout.config.dtype
+        results = self._train.run_on_ranks(describe_export, self._key, self._handle, dtype, self._byte_budget)
+        plan: PushPlan = from_source(results)
+        if not plan.infos:
+            raise WeightSyncError("the trainer has no weights to export")
+        return plan
+
+    def _push_staged(self, transport: StagedTransport, plan: PushPlan, clock: _Clock) -> tuple[int, ...]:
+        rollout = self._rollout
+        with clock.phase("stage"):
+            manifest = transport.stage(plan, self._train, rollout)
+        with clock.phase("verify"):
+            raise_failures(rollout.call("verify", manifest))
+        with rollout.updating():
+            with clock.phase("load"):
+                outcomes = rollout.call("load", plan.version)
+            with clock.phase("resume"):
+                return self._resume(outcomes)
+
+    def _push_streaming(self, transport: StreamingTransport, plan: PushPlan, clock: _Clock) -> tuple[int, ...]:
+        rollout = self._rollout
+        raise_failures(rollout.call("check_manifest", plan.manifest))
+        with rollout.updating():
+            with clock.phase("stream"):
+                outcomes = transport.stream(plan, self._train, rollout)
+            with clock.phase("resume"):
+                return self._resume(outcomes)
+
+    def _resume(self, outcomes: dict[int, Any]) -> tuple[int, ...]:
+        """Every engine has answered: those that loaded serve again; raises when one did not."""
+        for engine, outcome in outcomes.items():
+            self._rollout.note(engine, outcome)
+        resumed = self._rollout.call("resume") if self._rollout.engines else {}
+        raise_failures(outcomes)
+        raise_failures(resumed)
+        return tuple(outcomes)
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = time.perf_counter() - started
+
+    def seconds(self) -> dict[str, float]:
+        return {**self._seconds, "total": time.perf_counter() - self._started}

@@ -1,0 +1,57 @@
+"""A trainer that is a transformers model, to compare rollout engines with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from actors.rollout_sample import Sample
+from actors.weight_sync_source import WeightSource
+
+
+class ReferenceTrainer:
+    """A float32 transformers model, changed at will, and its weights under the names of its checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self.source = WeightSource(self.named_weights)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor); a tied lm_head has no entry, fused experts are one tensor each."""
+        tied = self.model.config.tie_word_embeddings
+        for name, tensor in self.model.state_dict().items():
+            if tied and name == "lm_head.weight":
+                continue
+            if name.endswith("experts.gate_up_proj"):
+                for expert, both in enumerate(tensor):
+                    for part, weight in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True):
+                        yield name.replace("gate_up_proj", f"{expert}.{part}.weight"), weight.contiguous()
+            elif name.endswith("experts.down_proj"):
+                for expert, weight in enumerate(tensor):
+                    yield name.replace("down_proj", f"{expert}.down_proj.weight"), weight
+            else:
+                yield name, tensor
+
+    def change(self, version: int, scale: float = 0.1) -> None:
+        """Moves every parameter far enough that old weights would show, and sets the version."""
+        generator = torch.Generator().manual_seed(version)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(scale * torch.randn(parameter.shape, generator=generator) * parameter.std().nan_to_num(0.1))
+        self.source.version = version
+
+    def mean_gap(self, samples: Sequence[Sample], temperature: float = 1.0) -> float:
+        """Mean absolute difference between the engines' log-probs and this model's."""
+        gaps: list[float] = []
+        for sample in samples:
+            ids = torch.tensor([sample.prompt_ids + sample.response_ids])
+            with torch.no_grad():
+                log_probs = torch.log_softmax(self.model(ids).logits[0].double() / temperature, dim=-1)
+            first = len(sample.prompt_ids) - 1
+            for index, (token, log_prob) in enumerate(zip(sample.response_ids, sample.log_probs, strict=True)):
+                gaps.append(abs(log_probs[first + index, token].item() - log_prob))
+        return sum(gaps) / len(gaps)
