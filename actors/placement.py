@@ -1,0 +1,99 @@
+"""Cores and GPUs for the ranks of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rl_backend.contracts import ConfigError, UnsupportedError
+
+type PlacementStrategy = Literal["pack", "spread"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one rank runs: a bundle of the placement group, and its place among the group's ranks on that node."""
+
+    bundle: int
+    node_id: str
+    index_on_node: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Reserved resources; ``slots[rank]`` is the rank's."""
+
+    group: PlacementGroup
+    slots: tuple[Slot, ...]
+
+    def scheduling_strategy(self, rank: int) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(
+            self.group, placement_group_bundle_index=self.slots[rank].bundle, placement_group_capture_child_tasks=True
+        )
+
+    def remove(self) -> None:
+        remove_placement_group(self.group)
+
+
+def reserve(
+    *, num_ranks: int, cores_per_rank: int, gpus_per_rank: int, strategy: PlacementStrategy, name: str, timeout: float
+) -> Placement:
+    """Reserves one bundle per rank; ranks on one node get consecutive numbers.
+
+    Args:
+        timeout: seconds to wait for the resources.
+
+    Raises:
+        ConfigError: Ray is not initialised, or a number that makes no sense.
+        UnsupportedError: the cluster did not have the resources in time; names what was asked and what there is.
+    """
+    if not ray.is_initialized():
+        raise ConfigError("Ray is not initialised in this process; call ray.init(...) first")
+    for field, value, least in (("num_ranks", num_ranks, 1), ("cores_per_rank", cores_per_rank, 1)):
+        if value < least:
+            raise ConfigError.of(field, value, f"must be at least {least}")
+    if gpus_per_rank not in (0, 1):
+        raise ConfigError.of("gpus_per_rank", gpus_per_rank, "a rank trains on no GPU (0) or on one (1)")
+    if strategy not in ("pack", "spread"):
+        raise ConfigError.of("placement", strategy, "expected 'pack' or 'spread'")
+    bundle: dict[str, float] = {"CPU": cores_per_rank, **({"GPU": gpus_per_rank} if gpus_per_rank else {})}
+    group = placement_group([bundle] * num_ranks, strategy=strategy.upper(), name=name)
+    if not group.wait(timeout):
+        free, total = ray.available_resources(), ray.cluster_resources()
+        remove_placement_group(group)
+        raise UnsupportedError(
+            f"training group {name!r} asks for {num_ranks} ranks with {_amounts(bundle)} each, together "
+            f"{_amounts({kind: num_ranks * amount for kind, amount in bundle.items()})}; after {timeout:g} s the cluster "
+            f"has {_amounts(free)} free of {_amounts(total)} in {len(ray.nodes())} nodes (a rank must fit into one node); "
+            "free some, add nodes, or ask for less",
+            asked={kind: num_ranks * amount for kind, amount in bundle.items()},
+            free={kind: free.get(kind, 0.0) for kind in ("CPU", "GPU")},
+            total={kind: total.get(kind, 0.0) for kind in ("CPU", "GPU")},
+        )
+    return Placement(group, _slots(group, num_ranks))
+
+
+def _slots(group: PlacementGroup, num_ranks: int) -> tuple[Slot, ...]:
+    nodes: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    first_bundle: dict[str, int] = {}
+    for bundle in range(num_ranks):
+        first_bundle.setdefault(nodes[bundle], bundle)
+    slots: list[Slot] = []
+    for bundle in sorted(range(num_ranks), key=lambda bundle: (first_bundle[nodes[bundle]], bundle)):
+        on_node = sum(slot.node_id == nodes[bundle] for slot in slots)
+        slots.append(Slot(bundle, nodes[bundle], on_node))
+    return tuple(slots)
+
+
+def _amounts(resources: Mapping[str, Any]) -> str:
+    return " and ".join(f"{resources.get(kind, 0):g} {kind}" for kind in ("CPU", "GPU"))

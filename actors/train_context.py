@@ -1,0 +1,62 @@
+"""What code that runs inside a training rank sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_backend.contracts import HandleError, ModelHandle
+from rl_backend.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class HandleRef:
+    """Names one model of a training group, in any process.
+
+    Attributes:
+        group_id: of the group that built it.
+        key: the operation that built it.
+        data_parallel_ranks: rank -> its data-parallel rank.
+        source_ranks: data-parallel rank -> the rank that has its outputs.
+    """
+
+    group_id: str
+    key: int
+    name: str
+    forward_only: bool
+    data_parallel_ranks: tuple[int, ...]
+    source_ranks: tuple[int, ...]
+
+    @property
+    def data_parallel_size(self) -> int:
+        return len(self.source_ranks)
+
+
+@dataclass
+class RankContext:
+    """One rank of a training group.
+
+    Attributes:
+        runtime: the rank's runtime.
+        operation: number of the operation that runs; the same on every rank.
+        state: for whatever a caller of ``run_on_ranks`` keeps in the rank from one operation to the next.
+    """
+
+    runtime: Runtime[Any]
+    group_id: str
+    rank: int
+    world_size: int
+    operation: int = 0
+    state: dict[str, Any] = field(default_factory=dict)
+    _handles: dict[int, ModelHandle] = field(default_factory=dict)
+
+    def handle(self, ref: HandleRef) -> ModelHandle:
+        """This rank's handle; raises :class:`~rl_backend.contracts.HandleError` for one of another group."""
+        if ref.group_id != self.group_id or ref.key not in self._handles:
+            raise HandleError(f"model {ref.name!r} was not built by this training group", name=ref.name)
+        return self._handles[ref.key]
+
+    def keep(self, handle: ModelHandle) -> int:
+        """Stores a handle that the running operation made and returns its key, the same on every rank."""
+        self._handles[self.operation] = handle
+        return self.operation

@@ -1,0 +1,74 @@
+"""What a rank answers, and how its errors reach the driver."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from ray import cloudpickle
+
+from rl_backend.contracts import RLBackendError
+
+
+@dataclass(frozen=True)
+class Completed:
+    """An operation that ran to its end."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Failed:
+    """An operation that raised."""
+
+    error: Exception
+    traceback: str
+
+
+type Outcome = Completed | Failed
+
+
+class RemoteTraceback(Exception):  # noqa: N818, shown as the cause of an error, never raised
+    """The traceback of an error where it happened."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(f"on rank {rank}:\n{text}")
+        self.rank = rank
+        self.text = text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (RemoteTraceback, (self.rank, self.text))
+
+
+def failed(error: Exception) -> Failed:
+    """``error`` made ready to travel; one that cannot be pickled becomes an RLBackendError of the same text."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        cloudpickle.loads(cloudpickle.dumps(error))
+    except Exception as reason:  # noqa: BLE001, a foreign exception's pickling can raise anything
+        error = RLBackendError(
+            f"{type(error).__name__}: {error}",
+            type=type(error).__qualname__,
+            not_picklable=f"{type(reason).__name__}: {reason}",
+        )
+    return Failed(error, text)
+
+
+def with_origin(failure: Failed, rank: int) -> Exception:
+    """The error itself, with the rank and the remote traceback as its cause and, for our errors, in its details."""
+    error = failure.error
+    error.__cause__ = RemoteTraceback(rank, failure.traceback)
+    if isinstance(error, RLBackendError):
+        error.details.setdefault("rank", rank)
+        error.details.setdefault("remote_traceback", failure.traceback)
+    return error
+
+
+def breaks_process_group(error: Exception) -> bool:
+    """Whether the error came from a collective, after which the process group is of no more use.
+
+    gloo reports lost peers and time-outs as a plain RuntimeError that names its source file.
+    """
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))

@@ -1,0 +1,106 @@
+"""Starting the ranks of a training group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import ray
+from ray import cloudpickle
+from ray.exceptions import RayError
+
+from actors.placement import Placement, PlacementStrategy, reserve
+from actors.train_order import Driver
+from actors.train_ranks import GroupMembers, TrainRanks
+from actors.train_worker import TrainActor
+from rl_backend.contracts import ConfigError, RuntimeConfig
+
+
+def start_ranks(
+    config: RuntimeConfig,
+    *,
+    group_id: str,
+    name: str,
+    num_ranks: int,
+    cores_per_rank: int,
+    gpus_per_rank: Literal[0, 1],
+    placement: PlacementStrategy,
+    failure_grace: float,
+    placement_timeout: float,
+    start_timeout: float,
+) -> TrainRanks:
+    """Reserves resources, starts one actor per rank and builds the runtimes; frees everything when that fails."""
+    _check_device(config, gpus_per_rank)
+    config.backend_cfg.parallel.data_parallel_size(num_ranks)
+    placed = reserve(
+        num_ranks=num_ranks,
+        cores_per_rank=cores_per_rank,
+        gpus_per_rank=gpus_per_rank,
+        strategy=placement,
+        name=name,
+        timeout=placement_timeout,
+    )
+    driver = Driver.here()
+    prefix = name if group_id[:8] in name else f"{name}-{group_id[:8]}"
+    workers = tuple(
+        TrainActor.options(
+            name=f"{prefix}-rank{rank}",
+            num_cpus=cores_per_rank,
+            num_gpus=gpus_per_rank,
+            scheduling_strategy=placed.scheduling_strategy(rank),
+            max_restarts=0,
+            max_task_retries=0,
+            runtime_env={"env_vars": _process_environment(cores_per_rank, gpus_per_rank)},
+        ).remote(group_id, rank, num_ranks, cores_per_rank, driver)
+        for rank in range(num_ranks)
+    )
+    ranks = TrainRanks(GroupMembers(group_id, name, workers, placed.group, failure_grace), driver, owned=True)
+    try:
+        address = _address(ranks, start_timeout)
+        pickled = cloudpickle.dumps(config)
+        refs = [
+            worker.start.remote(_rank_environment(rank, num_ranks, placed, gpus_per_rank, address), pickled)
+            for rank, worker in enumerate(workers)
+        ]
+        ranks.infos = tuple(ranks.collect("start", 0, refs, start_timeout))
+    except TimeoutError:
+        ranks.fail(f"the ranks did not start within {start_timeout:g} s; see Ray's logs, or raise start_timeout")
+    except BaseException:
+        ranks.end()
+        raise
+    return ranks
+
+
+def _check_device(config: RuntimeConfig, gpus_per_rank: int) -> None:
+    device = getattr(config.backend_cfg, "device", "auto")
+    if device == "cuda" and gpus_per_rank == 0:
+        raise ConfigError.of("gpus_per_rank", gpus_per_rank, "the configuration has device='cuda'; use gpus_per_rank=1")
+    if device == "cpu" and gpus_per_rank == 1:
+        raise ConfigError.of("gpus_per_rank", gpus_per_rank, "the configuration has device='cpu'; use gpus_per_rank=0")
+
+
+def _address(ranks: TrainRanks, timeout: float) -> tuple[str, int]:
+    try:
+        return ray.get(ranks.members.workers[0].choose_address.remote(), timeout=timeout)  # type: ignore[no-any-return]
+    except ray.exceptions.GetTimeoutError:
+        raise TimeoutError from None
+    except RayError as error:
+        ranks.fail(f"rank 0 could not start: {error}", ranks=[0])
+
+
+def _process_environment(cores: int, gpus: int) -> dict[str, str]:
+    threads = {name: str(cores) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    # Without a GPU of its own a rank must not see those of others; with one, Ray sets this.
+    return threads if gpus else {**threads, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _rank_environment(
+    rank: int, num_ranks: int, placed: Placement, gpus: int, address: tuple[str, int]
+) -> Mapping[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_RANK": "0" if gpus else str(placed.slots[rank].index_on_node),
+        "MASTER_ADDR": address[0],
+        "MASTER_PORT": str(address[1]),
+    }
