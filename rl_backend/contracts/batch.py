@@ -17,7 +17,7 @@ from torch import Tensor
 from rl_backend.contracts.errors import BatchError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TokenSequence:
     """One sequence of L tokens.
 
@@ -63,8 +63,8 @@ class TokenSequence:
     @classmethod
     def from_prompt_and_response(
         cls,
-        prompt_ids: Sequence[int],
-        response_ids: Sequence[int],
+        prompt_ids: Sequence[int] | Tensor,
+        response_ids: Sequence[int] | Tensor,
         *,
         response_fields: Mapping[str, Sequence[float] | Tensor] | None = None,
         sequence_fields: Mapping[str, Tensor] | None = None,
@@ -78,7 +78,7 @@ class TokenSequence:
                 at the position that predicts its token, zeros elsewhere.
             sequence_fields: as in :class:`TokenSequence`.
         """
-        if not prompt_ids or not response_ids:
+        if len(prompt_ids) == 0 or len(response_ids) == 0:
             raise BatchError(
                 f"a prompt of {len(prompt_ids)} and a response of {len(response_ids)} tokens; both need at least one"
             )
@@ -87,18 +87,19 @@ class TokenSequence:
         fields["loss_mask"][start:-1] = 1.0
         for name, values in (response_fields or {}).items():
             tensor = torch.as_tensor(values)
-            if tensor.shape[0] != len(response_ids):
+            if tensor.dim() == 0 or tensor.shape[0] != len(response_ids):
                 raise BatchError(
-                    f"response field {name!r} has {tensor.shape[0]} rows for {len(response_ids)} response tokens",
+                    f"response field {name!r} has shape {tuple(tensor.shape)} for {len(response_ids)} response tokens",
                     name=name,
                 )
             placed = tensor.new_zeros((length, *tensor.shape[1:]))
             placed[start:-1] = tensor
             fields[name] = placed
-        return cls(torch.tensor([*prompt_ids, *response_ids]), fields, sequence_fields or {})
+        input_ids = torch.cat([torch.as_tensor(prompt_ids), torch.as_tensor(response_ids)])
+        return cls(input_ids, fields, sequence_fields or {})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PackedBatch:
     """One micro-batch: B sequences laid end to end in T tokens, without padding.
 
@@ -183,10 +184,13 @@ class PackedBatch:
 
     @property
     def temperature(self) -> Tensor | float:
-        """What logits are divided by: a (T,) tensor when it differs by sequence, else a number (1.0 by default)."""
+        """What logits are divided by: a (T,) tensor when it differs by sequence, else a number above 0 (1.0 by default)."""
         if "temperature" in self.sequence_fields:
             return self.sequence_fields["temperature"].to(torch.float32)[self.sequence_ids]
-        return float(self.meta.get("temperature", 1.0))
+        temperature = float(self.meta.get("temperature", 1.0))
+        if not temperature > 0:
+            raise BatchError(f"meta['temperature'] is {temperature}; it must be above 0: log-probs of a greedy policy are 0")
+        return temperature
 
     def token_field(self, name: str) -> Tensor:
         """A token field; raises :class:`BatchError` that lists what is there when it is missing."""

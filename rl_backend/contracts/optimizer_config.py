@@ -40,10 +40,10 @@ class OptimizerConfig(BaseConfig):
     lr_wsd_decay_steps: int | None = Field(default=None, ge=0)
     total_training_steps: int = Field(default=-1, ge=-1)
     weight_decay: NonNegative = 0.01
-    weight_decay_start: float | None = Field(default=None, ge=0.0)
+    weight_decay_start: NonNegative | None = None
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = Field(default=1e-8, gt=0.0)
+    eps: float = Field(default=1e-8, gt=0.0, allow_inf_nan=False)
     clip_grad: NonNegative = 1.0
     log_num_zeros_in_grad: bool = False
 
@@ -67,6 +67,19 @@ class OptimizerConfig(BaseConfig):
             )
         if self.lr_decay_style == "WSD" and self.lr_wsd_decay_steps is None:
             raise ConfigError.of(f"{name}.lr_wsd_decay_steps", None, "lr_decay_style='WSD' needs it")
+        if self.lr_decay_style == "WSD" and (self.lr_wsd_decay_steps or 0) > (self.decay_steps or 0):
+            raise ConfigError.of(
+                f"{name}.lr_wsd_decay_steps", self.lr_wsd_decay_steps, f"must not exceed lr_decay_steps={self.decay_steps}"
+            )
+        start = self.weight_decay if self.weight_decay_start is None else self.weight_decay_start
+        if self.weight_decay_incr_style == "constant" and start != self.weight_decay:
+            raise ConfigError.of(
+                f"{name}.weight_decay_start",
+                start,
+                f"weight_decay_incr_style='constant' keeps weight_decay={self.weight_decay}; leave it None or set the style",
+            )
+        if start > self.weight_decay:
+            raise ConfigError.of(f"{name}.weight_decay_start", start, f"must not exceed weight_decay={self.weight_decay}")
         if self.lr_warmup_steps == -1 and self.lr_warmup_steps_ratio > 0 and self.total_training_steps <= 0:
             raise ConfigError.of(f"{name}.lr_warmup_steps_ratio", self.lr_warmup_steps_ratio, "needs total_training_steps")
         if self.weight_decay_incr_style != "constant" and self.total_training_steps <= 0:

@@ -92,7 +92,7 @@ class RuntimeConfig(BaseConfig):
     hf_path: str = Field(min_length=1)
     seed: int = 0
     max_tokens_per_micro_batch: int = Field(default=8192, ge=1)
-    backend_cfg: SerializeAsAny[BackendConfig] = Field(default_factory=dict, validate_default=True)  # type: ignore[assignment]
+    backend_cfg: SerializeAsAny[BackendConfig] = Field(default_factory=dict, validate_default=True)
 
     @field_validator("plugins")
     @classmethod
