@@ -1,0 +1,119 @@
+"""Native runtimes and the jobs that the distributed tests run on the ranks of a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from rl_backend.contracts import MetricValue, ModelOutput, NativeConfig, OptimizerConfig, PackedBatch, RuntimeConfig
+from rl_backend.data.packing import pack
+from rl_backend.runtime.native import NativeHandle, NativeRuntime
+from tests.support.sft_batches import random_token_sequences
+
+VOCAB_SIZE = 128
+LENGTHS = (5, 17, 9, 30, 2, 41, 12, 23)
+
+type Split = Sequence[Sequence[int]]
+"""Indices into the sequences, by micro-batch."""
+
+
+def token_loss(
+    model_output: ModelOutput, data: PackedBatch, dp_group: Any = None
+) -> tuple[Tensor, Mapping[str, MetricValue]]:
+    """Mean negative log-likelihood over the tokens of all ranks."""
+    assert model_output.log_probs is not None
+    mask = data.token_field("loss_mask")
+    nll = -(model_output.log_probs * mask).sum()
+    return nll / data.meta["batch_num_tokens"] * data.meta["dp_size"], {"nll": (nll, mask.sum())}
+
+
+def make_config(
+    model: Path | str, *, seed: int = 0, max_tokens: int = 8192, optimizer: OptimizerConfig | None = None, **native: Any
+) -> RuntimeConfig:
+    backend_cfg = NativeConfig(device="cpu", optimizer=optimizer or OptimizerConfig(lr=1e-3), **native)
+    return RuntimeConfig(hf_path=str(model), seed=seed, max_tokens_per_micro_batch=max_tokens, backend_cfg=backend_cfg)
+
+
+@contextmanager
+def open_runtime(model: Path | str, **settings: Any) -> Iterator[NativeRuntime]:
+    runtime = NativeRuntime(make_config(model, **settings))
+    try:
+        yield runtime
+    finally:
+        runtime.close()
+
+
+def micro_batches(split: Split, *, dp_size: int = 1, seed: int = 0, **meta: Any) -> list[PackedBatch]:
+    """Micro-batches of the sequences with ``LENGTHS``; the denominator counts all of these, whatever the split."""
+    sequences = random_token_sequences(LENGTHS, VOCAB_SIZE, seed)
+    denominators = {"batch_num_tokens": float(sum(LENGTHS) - len(LENGTHS)), "dp_size": dp_size}
+    return [pack([sequences[index] for index in indices], {**denominators, **meta}) for indices in split]
+
+
+def deal(split: Split, dp_size: int) -> list[list[list[int]]]:
+    """Micro-batches dealt out to ranks in turn."""
+    return [[list(indices) for indices in split[rank::dp_size]] for rank in range(dp_size)]
+
+
+def full(tensor: Tensor) -> Tensor:
+    """A copy of the whole tensor. A collective for a sharded one."""
+    return (tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()).clone()
+
+
+def gradients(handle: NativeHandle) -> dict[str, Tensor]:
+    return {name: full(value.grad) for name, value in handle.parameters.items() if value.grad is not None}
+
+
+def weights(handle: NativeHandle) -> dict[str, Tensor]:
+    return {name: full(value) for name, value in handle.parameters.items()}
+
+
+def optimizer_state(handle: NativeHandle) -> dict[str, Tensor]:
+    assert handle.optimizer is not None
+    return {name: full(value) for name, value in handle.optimizer.state_tensors().items()}
+
+
+def train(runtime: NativeRuntime, handle: NativeHandle, steps: int, *, first_seed: int = 0) -> list[tuple[float, float]]:
+    """Loss over all ranks and gradient norm of each of ``steps`` steps on two micro-batches a rank."""
+    rank, size = handle.data_parallel_rank, handle.data_parallel_size
+    split = deal([[index] for index in range(8)], size)[rank]
+    split = [sum(split[:2], []), sum(split[2:], [])] if len(split) > 2 else split
+    curve = []
+    for step in range(steps):
+        runtime.zero_grad(handle)
+        result = runtime.forward_backward(handle, micro_batches(split, dp_size=size, seed=first_seed + step), token_loss)
+        ok, norm, _ = runtime.optimizer_step(handle)
+        assert ok
+        runtime.lr_scheduler_step(handle)
+        loss = torch.tensor(result.loss / size, dtype=torch.float64)
+        if size > 1:
+            dist.all_reduce(loss, group=handle.groups.dp_group)
+        curve.append((loss.item(), norm))
+    return curve
+
+
+def gradients_job(model: str, split: list[list[list[int]]], settings: dict[str, Any]) -> dict[str, Tensor]:
+    """Whole gradients of the micro-batches that ``split`` gives to this rank; from rank 0 only."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    with open_runtime(model, **settings) as runtime:
+        handle = runtime.build_model()
+        runtime.forward_backward(handle, micro_batches(split[rank], dp_size=len(split)), token_loss)
+        result = gradients(handle)
+    return result if rank == 0 else {}
+
+
+def relative_difference(value: Tensor, expected: Tensor) -> float:
+    return float((value - expected).norm() / expected.norm())
+
+
+def assert_equal_tensors(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
+    assert first.keys() == second.keys()
+    different = [name for name in first if not torch.equal(first[name], second[name])]
+    assert not different, f"differ: {different}"
