@@ -9,8 +9,7 @@ from torch import Tensor
 def zero_masked(values: Tensor, loss_mask: Tensor) -> Tensor:
     """``values`` with 0 where ``loss_mask`` is 0.
 
-    Apply it to the inputs of an expression, before ``exp`` or a division: a NaN that is only masked afterwards still
-    reaches the gradient, as 0 * NaN.
+    Apply it to the inputs of an expression: a NaN that is masked only in the result still reaches the gradient, as 0 * NaN.
 
     Args:
         values: (T,) floating.

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import pickle
 import random
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -295,6 +297,21 @@ def test_an_unknown_truncation_level_is_refused() -> None:
         grpo_loss(output, batch, tis_cap=2.0, tis_level="word")
     with pytest.raises(ConfigError, match="loss_scale_factor=None"):
         grpo_loss(output, batch, loss_agg_mode="seq-mean-token-sum-norm")
+
+
+def test_the_loss_in_the_documentation_works() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    sequences = random_sequences(20)
+    output, batch = pack(sequences, batch_meta(sequences))
+    loss, metrics = names["reinforce_loss"](output, batch)
+    loss.backward()
+    mask = batch.token_field("loss_mask")
+    expected = -batch.token_field("advantages") * mask / batch.meta["batch_num_tokens"]
+    torch.testing.assert_close(output.log_probs.grad, expected)
+    assert metrics["reinforce"][1] == mask.sum()
 
 
 def test_losses_with_options_survive_pickling() -> None:
