@@ -28,15 +28,18 @@ def apply_fsdp(root: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, c
     """Shards each layer's parameters, and then what is left in ``root``, over the one-dimensional ``mesh``.
 
     Parameters stay in their dtype (float32 masters) and are gathered in ``config.param_dtype``; gradients are reduced in
-    ``config.reduce_dtype`` and averaged over the mesh.
+    ``config.reduce_dtype`` and averaged over the mesh. On one rank, where nothing is sharded, and without a change of
+    dtype, the model is left as it is: FSDP would only copy every parameter and gradient to and fro.
 
-    A model that takes or returns tensors inside other containers than tuples, NamedTuples, lists and dictionaries would
-    bypass FSDP's hooks.
+    The model must take and return tensors in tuples, NamedTuples, lists or dictionaries, where FSDP's hooks find them.
     """
-    policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, config.param_dtype),
-        reduce_dtype=getattr(torch, config.reduce_dtype),
-        cast_forward_inputs=False,
-    )
+    param_dtype, reduce_dtype = getattr(torch, config.param_dtype), getattr(torch, config.reduce_dtype)
+    if mesh.size() == 1 and all(_works_as_it_is(value, param_dtype, reduce_dtype) for value in root.parameters()):
+        return
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     for module in (*layers, root):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
+
+
+def _works_as_it_is(parameter: nn.Parameter, param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> bool:
+    return parameter.dtype == param_dtype and (not parameter.requires_grad or param_dtype == reduce_dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,15 +36,15 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tens
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-    causal = (-1, 0)
-    if key.shape[1] == query.shape[1]:
-        return varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, window_size=causal)  # type: ignore[return-value]
-    if _VARLEN_HAS_GQA:
-        return varlen_attn(  # type: ignore[return-value]
-            query, key, value, cu_seqlens, cu_seqlens, longest, longest, window_size=causal, enable_gqa=True
-        )
-    key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
-    return varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, window_size=causal)  # type: ignore[return-value]
+    options: dict[str, Any] = {"window_size": (-1, 0)}
+    if key.shape[1] != query.shape[1]:
+        if _VARLEN_HAS_GQA:
+            options["enable_gqa"] = True
+        else:
+            key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
+    attended = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **options)
+    assert isinstance(attended, Tensor), "the log-sum-exp was not asked for"
+    return attended
 
 
 def _by_runs(query: Tensor, key: Tensor, value: Tensor, seq_lens: Sequence[int]) -> Tensor:
@@ -63,8 +64,7 @@ def _equal_lengths(query: Tensor, key: Tensor, value: Tensor, length: int) -> Te
     attended = F.scaled_dot_product_attention(
         batched(query), batched(key), batched(value), is_causal=True, enable_gqa=key.shape[1] != query.shape[1]
     )
-    packed: Tensor = attended.transpose(1, 2).flatten(0, 1)
-    return packed
+    return attended.transpose(1, 2).flatten(0, 1)
 
 
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:

@@ -1,0 +1,207 @@
+"""Training speed of the native runtime against transformers with fused AdamW, in tokens per second.
+
+Both train the same model on the same sequences, micro-batch by micro-batch, one optimizer step after several of them.
+transformers gets what its Trainer gives it: sequences padded on the right to the longest of the micro-batch, an attention
+mask where there is padding, labels of -100 there. Padding does not count as tokens. Runs are interleaved and the figures
+are medians. ``python -m benchmarks.train_speed`` writes ``results/train_speed.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.report import interleave, machine, medians, write_result
+from rl_backend.contracts import (
+    MetricValue,
+    ModelOutput,
+    NativeConfig,
+    OptimizerConfig,
+    PackedBatch,
+    RuntimeConfig,
+)
+from rl_backend.runtime import create_runtime
+
+MODEL = {
+    "vocab_size": 32_000,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+LONGEST, SHORTEST = 512, 32
+SEQUENCES_PER_MICRO_BATCH = 8
+MIXED_MICRO_BATCHES = 2
+LEARNING_RATE = 1e-4
+
+type Lengths = list[list[int]]
+type Step = Callable[[Sequence[Sequence[Tensor]]], float]
+
+
+def workloads(seed: int) -> dict[str, Lengths]:
+    """Lengths of the sequences of each micro-batch of a step; the mixed ones are evenly spaced and dealt at random."""
+    count = MIXED_MICRO_BATCHES * SEQUENCES_PER_MICRO_BATCH
+    spread = torch.linspace(SHORTEST, LONGEST, count).long()
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    return {
+        "equal_lengths": [[LONGEST] * SEQUENCES_PER_MICRO_BATCH],
+        "mixed_lengths": spread[order].view(MIXED_MICRO_BATCHES, -1).tolist(),
+    }
+
+
+def native_step(model_dir: Path) -> Step:
+    """A step through the public runtime: every micro-batch forward and backward, gradient clipping, AdamW."""
+    optimizer = OptimizerConfig(lr=LEARNING_RATE, weight_decay=0.0)
+    config = RuntimeConfig(
+        hf_path=str(model_dir), backend_cfg=NativeConfig(optimizer=optimizer), max_tokens_per_micro_batch=2**16
+    )
+    runtime = create_runtime(config)
+    handle = runtime.build_model()
+
+    def step(sequences: Sequence[Sequence[Tensor]]) -> float:
+        predictions = sum(len(sequence) - 1 for batch in sequences for sequence in batch)
+        data = [
+            PackedBatch(
+                torch.cat(list(batch)), torch.tensor([len(x) for x in batch]), meta={"batch_num_tokens": predictions}
+            )
+            for batch in sequences
+        ]
+        runtime.zero_grad(handle)
+        with runtime.train_mode(handle):
+            result = runtime.forward_backward(handle, data, next_token_loss)
+        ok, _, _ = runtime.optimizer_step(handle)
+        if not ok:
+            raise RuntimeError("the native optimizer step was skipped")
+        return result.loss
+
+    return step
+
+
+def next_token_loss(
+    model_output: ModelOutput, data: PackedBatch, dp_group: Any = None
+) -> tuple[Tensor, Mapping[str, MetricValue]]:
+    """Mean negative log-likelihood over the step's predictions."""
+    assert model_output.log_probs is not None
+    return -model_output.log_probs.sum() / data.meta["batch_num_tokens"], {}
+
+
+def transformers_step(model_dir: Path) -> Step:
+    """A step as transformers' Trainer makes it: padded micro-batches, clipping, fused AdamW."""
+    from transformers import Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM.from_pretrained(model_dir, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+
+    def step(sequences: Sequence[Sequence[Tensor]]) -> float:
+        predictions = sum(len(sequence) - 1 for batch in sequences for sequence in batch)
+        total = 0.0
+        for batch in sequences:
+            inputs = pad(batch)
+            loss = model(**inputs, use_cache=False, num_items_in_batch=predictions).loss
+            loss.backward()
+            total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return step
+
+
+def pad(batch: Sequence[Tensor]) -> dict[str, Tensor]:
+    """What transformers' data collator makes of a micro-batch: (B, longest) ids, mask and labels."""
+    ids = torch.nn.utils.rnn.pad_sequence(list(batch), batch_first=True, padding_value=0)
+    lengths = torch.tensor([len(sequence) for sequence in batch])
+    mask = torch.arange(ids.shape[1])[None, :] < lengths[:, None]
+    return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
+
+
+def make_model(directory: Path) -> Path:
+    """A random model of the benchmark's size."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**MODEL)).save_pretrained(directory)
+    return directory
+
+
+def timed(step: Step, lengths: Lengths, losses: list[float]) -> Callable[[], float]:
+    """A measurement: one step on fresh sequences of these lengths, in tokens per second."""
+    generator = torch.Generator().manual_seed(1)
+
+    def measure() -> float:
+        sequences = [[torch.randint(1, MODEL["vocab_size"], (n,), generator=generator) for n in batch] for batch in lengths]
+        start = time.perf_counter()
+        losses.append(step(sequences))
+        return sum(map(sum, lengths)) / (time.perf_counter() - start)
+
+    return measure
+
+
+def measure_workload(name: str, lengths: Lengths, steps: Mapping[str, Step], runs: int) -> dict[str, Any]:
+    """Interleaved runs of one workload, checked to have computed the same losses."""
+    losses: dict[str, list[float]] = {implementation: [] for implementation in steps}
+    measurements = {key: timed(step, lengths, losses[key]) for key, step in steps.items()}
+    interleave(1, measurements)
+    values = interleave(runs, measurements)
+    compare_losses(losses)
+    middle = medians(values)
+    ratio = middle["native"] / middle["transformers"]
+    print(f"{name}: " + ", ".join(f"{key} {value:.0f} tokens/s" for key, value in middle.items()) + f", ratio {ratio:.3f}")
+    padded = sum(max(batch) * len(batch) for batch in lengths)
+    return {
+        "tokens_per_step": sum(map(sum, lengths)),
+        "tokens_per_step_with_padding": padded,
+        "lengths": lengths,
+        "tokens_per_second": values,
+        "median_tokens_per_second": middle,
+        "first_losses": {key: series[0] for key, series in losses.items()},
+        "ratio": ratio,
+    }
+
+
+def compare_losses(losses: Mapping[str, Sequence[float]]) -> None:
+    """Raises when the two did not train alike: a fast wrong step is no result."""
+    for native, reference in zip(losses["native"], losses["transformers"], strict=True):
+        if abs(native - reference) > 1e-3 * abs(reference):
+            raise RuntimeError(f"losses differ: native {native}, transformers {reference}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=5, help="timed steps of each implementation and workload")
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    facts = machine()
+    with tempfile.TemporaryDirectory() as directory:
+        model_dir = make_model(Path(directory))
+        steps = {"native": native_step(model_dir), "transformers": transformers_step(model_dir)}
+        results = {
+            name: measure_workload(name, lengths, steps, arguments.runs) for name, lengths in workloads(seed=0).items()
+        }
+    path = write_result(
+        "train_speed",
+        {
+            "native_over_transformers": {name: result.pop("ratio") for name, result in results.items()},
+            "workloads": results,
+            "model": MODEL,
+            "machine": facts,
+        },
+    )
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
