@@ -30,7 +30,7 @@ from rl_backend.contracts import (
     StepResult,
     TokenSequence,
 )
-from rl_backend.data import pack_plan, plan_micro_batches
+from rl_backend.data import check_same_fields, pack_plan, plan_micro_batches
 from rl_backend.runtime import RouterReplay
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class TrainGroup:
             loss: a :class:`~actors.loss.Loss`, or any callable that can be pickled. It is pickled at each call and sent to
                 the ranks when the pickle is not one of the last few. None in a forward-only pass that wants outputs alone.
             meta: as ``PackedBatch.meta``; see :func:`~rl_backend.data.dispatch.pack_plan` for what is added.
-            max_tokens_per_micro_batch: None takes the configuration's.
+            max_tokens_per_micro_batch: at most the configuration's, which None takes.
 
         Returns:
             losses: per micro-batch, averaged over data-parallel ranks; their sum is what is minimised. metrics: over all
@@ -180,7 +180,8 @@ class TrainGroup:
         if loss is None and not forward_only:
             raise BatchError("loss=None: only a forward_only pass can do without a loss")
         rows = _sequences(sequences)
-        budget = self.config.max_tokens_per_micro_batch if max_tokens_per_micro_batch is None else max_tokens_per_micro_batch
+        budget = self._budget(max_tokens_per_micro_batch)
+        check_same_fields(rows)
         seq_lens = [len(sequence) for sequence in rows]
         plan = plan_micro_batches(seq_lens, handle.data_parallel_size, budget)
         packed = pack_plan(rows, plan, meta)
@@ -335,6 +336,15 @@ class TrainGroup:
         if self._finalizer is not None:
             self._finalizer.detach()
         return (_copy, (self.config, self._ranks.members, self._ranks.infos, self._ranks.operator))
+
+    def _budget(self, wanted: int | None) -> int:
+        most = self.config.max_tokens_per_micro_batch
+        if wanted is not None and wanted > most:
+            raise BatchError(
+                f"max_tokens_per_micro_batch={wanted} is more than the configuration's {most}; ask for less, or build the "
+                "group with a larger RuntimeConfig.max_tokens_per_micro_batch"
+            )
+        return most if wanted is None else wanted
 
     def _check_handle(self, handle: HandleRef) -> HandleRef:
         if handle.group_id != self._ranks.members.id:

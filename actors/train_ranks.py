@@ -242,12 +242,15 @@ class TrainRanks:
         )
 
     def _raise(self, title: str, number: int, failures: Mapping[int, Failed]) -> NoReturn:
-        """Every rank answered: raises the lowest rank's error, a typed one before others."""
+        """Every rank answered: raises the lowest rank's error, a typed one before others, and the one that others point to."""
         with self._lock:
             self._acknowledged = max(self._acknowledged, number)
         broken = [rank for rank in sorted(failures) if breaks_process_group(failures[rank].error)]
         typed = [rank for rank in sorted(failures) if isinstance(failures[rank].error, RLBackendError)]
         rank = (typed or sorted(set(failures) - set(broken)) or broken)[0]
+        raised = failures[rank].error
+        if isinstance(raised, RLBackendError) and raised.details.get("rank") in typed:
+            rank = raised.details["rank"]
         error = with_origin(failures[rank], rank)
         if broken:
             self.fail(

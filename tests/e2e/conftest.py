@@ -10,10 +10,10 @@ import ray
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """A Ray cluster of this test session alone."""
+    """A Ray cluster of this test session alone, with eight logical cores whatever the machine has."""
     ray.init(
         address="local",
-        num_cpus=4,
+        num_cpus=8,
         num_gpus=0,
         include_dashboard=False,
         log_to_driver=False,
