@@ -70,9 +70,11 @@ def run_pip(step: str, arguments: list[str], *, total: int = 0) -> None:
             if process.poll() is None:
                 process.terminate()
             code = process.wait()
-    if code != 0:
-        text = "".join(output)
-        raise SetupError(explain(text) or f"pip failed; the whole log is {LOG}, its last lines are:\n{last_lines(text, 6)}")
+        if code != 0:
+            text = "".join(output)
+            raise SetupError(
+                explain(text) or f"pip failed; the whole log is {LOG}, its last lines are:\n{last_lines(text, 6)}"
+            )
 
 
 def lines_of(process: subprocess.Popen[str], progress: Step) -> Iterator[str]:
@@ -168,6 +170,11 @@ def explain(text: str) -> str | None:
             f"(pip config list), then run the same command again; see {LOG}."
         )
     missing = re.search(r"No matching distribution found for (\S+)", text)
+    if missing and "(from versions: none)" in text:
+        return (
+            f"the package index cannot be reached, or does not have {missing.group(1).partition('==')[0]} at all. Check the "
+            f"network, or the index in pip's settings (pip config list), then run the same command again; see {LOG}."
+        )
     if missing:
         return (
             f"the package index that pip is configured for has no {missing.group(1)} for this machine. Use one that "

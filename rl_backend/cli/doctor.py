@@ -8,15 +8,13 @@ import importlib.metadata
 import importlib.util
 import json
 import sys
+from pathlib import Path
 
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
-
+import rl_backend
 from rl_backend.cli import doctor_text
 from rl_backend.cli.machine import Machine, read_machine
 from rl_backend.cli.packages import Package, foreign_packages, read_packages
 from rl_backend.cli.probes import RayProbe, TorchProbe, probe_ray, probe_torch, ray_authentication
-from rl_backend.contracts import BACKEND_CONFIGS
 
 EXIT_BROKEN = 1
 DEMO_MEMORY_GIB = 8.0
@@ -68,10 +66,15 @@ def examine(*, start_ray: bool) -> Report:
     Args:
         start_ray: whether to start a local Ray cluster for a trial.
     """
-    machine, packages, torch = read_machine(), read_packages(), probe_torch()
+    packages = read_packages()
     has_ray = _installed(packages, "ray") is not None
     ray = probe_ray() if start_ray and has_ray else None
-    problems, remarks = _judge(machine, packages, torch, ray)
+    return judge(read_machine(), packages, probe_torch(), ray)
+
+
+def judge(machine: Machine, packages: tuple[Package, ...], torch: TorchProbe, ray: RayProbe | None) -> Report:
+    """What follows from these facts; ``ray`` is None when it was not tried."""
+    problems, remarks = _problems_and_remarks(machine, packages, torch, ray)
     return Report(
         problems=tuple(problems),
         remarks=tuple(remarks),
@@ -80,26 +83,24 @@ def examine(*, start_ray: bool) -> Report:
         packages=packages,
         torch=torch,
         ray=ray,
-        ray_authentication=ray_authentication() if has_ray else None,
+        ray_authentication=ray_authentication() if _installed(packages, "ray") is not None else None,
     )
 
 
-def _judge(
+def _problems_and_remarks(
     machine: Machine, packages: tuple[Package, ...], torch: TorchProbe, ray: RayProbe | None
 ) -> tuple[list[str], list[str]]:
     problems, remarks = list(foreign_packages()), []
     if not machine.python.startswith("3.12."):
         problems.append(f"this is Python {machine.python}; rl-backend needs 3.12")
-    ranges = _supported_ranges()
     for package in packages:
         tested = package.tested
-        supported = ranges.get(tested.name)
         if package.installed is None:
             if tested.need == "required":
                 problems.append(f"{tested.name} is missing ({tested.purpose}): {tested.install}")
-        elif supported is not None and not supported.specifier.contains(package.installed, prereleases=True):
+        elif supported := _outside_supported_range(tested.name, package.installed):
             problems.append(
-                f"{tested.name} {package.installed} is outside the supported range {supported.specifier}: "
+                f"{tested.name} {package.installed} is outside the supported range {supported}: "
                 f"pip install '{tested.name}=={tested.version}'"
             )
         elif package.installed.partition("+")[0] != tested.version:
@@ -129,8 +130,9 @@ def _capabilities(
     why_not_loop = (
         "training does not work" if not trains else why_rollouts if not rollouts else "Ray is missing or does not start"
     )
-    bridge = "bridge" in BACKEND_CONFIGS
-    verl = importlib.util.find_spec("adapters.verl.engine") is not None
+    home = Path(rl_backend.__file__).resolve().parent
+    bridge = (home / "runtime" / "bridge" / "__init__.py").is_file()
+    verl = (home.parent / "adapters" / "verl" / "engine.py").is_file()
     return [
         Capability("native training on CPU", trains, "gloo between ranks" if trains else "see the problems"),
         Capability("native training on a GPU", trains and gpus > 0, f"{gpus} x {torch.devices[0]}" if gpus else no_gpu),
@@ -172,14 +174,21 @@ def _too_small_for_demo(machine: Machine) -> str:
     return ""
 
 
-def _supported_ranges() -> dict[str, Requirement]:
-    """Package -> the range that rl-backend declares; empty when it runs from a checkout that is not installed."""
+def _outside_supported_range(name: str, version: str) -> str | None:
+    """The range that rl-backend declares for a package, if ``version`` is outside; None also when it is not installed."""
+    if importlib.util.find_spec("packaging") is None:
+        return None
+    from packaging.requirements import Requirement
+
     try:
         declared = importlib.metadata.requires("rl-backend") or []
     except importlib.metadata.PackageNotFoundError:
-        return {}
-    requirements = [Requirement(text) for text in declared]
-    return {canonicalize_name(r.name): r for r in requirements if r.marker is None or r.marker.evaluate({"extra": "ray"})}
+        return None
+    for requirement in map(Requirement, declared):
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": "ray"})
+        if applies and requirement.name == name and not requirement.specifier.contains(version, prereleases=True):
+            return str(requirement.specifier)
+    return None
 
 
 def _installed(packages: tuple[Package, ...], name: str) -> str | None:

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import rl_backend
+from rl_backend.cli.errors import CommandError
 from rl_backend.cli.machine import read_machine
 from rl_backend.cli.packages import read_packages
 from rl_backend.cli.probes import TorchProbe, probe_torch
-from rl_backend.contracts.errors import UnsupportedError
 
 EXIT_FAILED = 1
 EXIT_NO_GPU = 3
@@ -45,19 +45,19 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the tests and writes the result; see the command's help for the exit statuses.
 
     Raises:
-        UnsupportedError: pytest or the tests are not there, or torch does not import.
+        CommandError: pytest or the tests are not there, or torch does not import.
     """
     tests = _find_tests()
     torch = probe_torch()
     if torch.error is not None:
-        raise UnsupportedError(f"torch does not import with {sys.executable}: {torch.error}")
+        raise CommandError(f"torch does not import with {sys.executable}: {torch.error}")
     if not torch.devices:
         _say_what_would_run(tests, torch)
         return EXIT_NO_GPU
     for name in OPTIONAL:
         if not _present(name):
             print(f"{name} is not installed: the tests that need it are skipped and named")
-    status, outcomes = _run_tests(tests, arguments.pytest_arguments)
+    status, outcomes = run_tests(tests, arguments.pytest_arguments)
     result = _result(torch, status, outcomes)
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -68,11 +68,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _find_tests() -> Path:
     tests = Path(rl_backend.__file__).resolve().parent.parent / "tests" / "gpu"
     if not tests.is_dir():
-        raise UnsupportedError(
+        raise CommandError(
             f"{tests} is not there: gpu-check runs from a checkout of the project, not from an installed package"
         )
     if not _present("pytest"):
-        raise UnsupportedError(
+        raise CommandError(
             f"pytest is not installed for {sys.executable}: {sys.executable} -m pip install pytest pytest-timeout"
         )
     return tests
@@ -102,14 +102,26 @@ def _say_what_would_run(tests: Path, torch: TorchProbe) -> None:
         print(f"  {name}")
 
 
-def _run_tests(tests: Path, arguments: list[str]) -> tuple[int, list[dict[str, Any]]]:
+def run_tests(tests: Path, arguments: list[str]) -> tuple[int, list[dict[str, Any]]]:
+    """Runs the tests marked ``gpu`` in a folder with pytest.
+
+    Args:
+        tests: the folder; pytest runs two levels above it.
+        arguments: further arguments of pytest.
+
+    Returns:
+        pytest's exit status, and per test its name, outcome, seconds and, unless it passed, the reason.
+
+    Raises:
+        CommandError: pytest stopped before it ran a test.
+    """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         command = _command(tests, f"--junitxml={report}", "-o", "junit_family=xunit1", "-v", *arguments)
         environment = {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", **os.environ}
         status = subprocess.run(command, cwd=tests.parent.parent, env=environment, check=False).returncode
         if not report.is_file():
-            raise UnsupportedError(f"pytest ended with status {status} before it ran a test; its output stands above")
+            raise CommandError(f"pytest ended with status {status} before it ran a test; its output stands above")
         return status, [_outcome(case) for case in ElementTree.parse(report).iter("testcase")]
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from rl_backend import __version__
-from rl_backend.contracts.errors import RLBackendError
+from rl_backend.cli.errors import CommandError
 
 # Sub-command -> (module with add_arguments(parser) and run(arguments) -> exit status, what it does).
 COMMANDS = {
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="rl-backend", description="A training backend for RL on language models.")
     parser.add_argument("--version", action="version", version=f"rl-backend {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
+    subparsers = parser.add_subparsers(dest="command", metavar="command")
     chosen = next((argument for argument in argv if argument in COMMANDS), None)
     for name, (module, purpose) in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
@@ -39,13 +39,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name == chosen:
             importlib.import_module(module).add_arguments(subparser)
     parsed = parser.parse_args(argv)
+    if parsed.command is None:
+        parser.print_help()
+        return EXIT_ERROR
     try:
         return int(importlib.import_module(COMMANDS[parsed.command][0]).run(parsed))
-    except RLBackendError as error:
-        if parsed.debug:
+    except Exception as error:
+        if parsed.debug or not _is_a_message(error):
             raise
         print(f"error: {error}", file=sys.stderr)
         return EXIT_ERROR
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _is_a_message(error: Exception) -> bool:
+    """Whether the text of ``error`` says all that a user needs."""
+    # Looked up, not imported: the module needs torch, which is what `doctor` may find missing.
+    errors = sys.modules.get("rl_backend.contracts.errors")
+    return isinstance(error, CommandError) or (errors is not None and isinstance(error, errors.RLBackendError))

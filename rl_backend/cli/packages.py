@@ -83,7 +83,7 @@ def read_packages() -> tuple[Package, ...]:
 
 
 def foreign_packages() -> tuple[str, ...]:
-    """What is wrong with ``actors`` and ``adapters``, names that packages of others on PyPI have too; empty when nothing is."""
+    """What is wrong with ``actors`` and ``adapters``, names that other packages on PyPI have too; empty when nothing is."""
     home = Path(rl_backend.__file__).resolve().parent.parent
     owners = importlib.metadata.packages_distributions()
     problems = []

