@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from actors.rollout_config import RolloutConfig, SamplingConfig
-from actors.transport.segment import SharedSegment, host_identity, map_segment
+from actors.transport.gloo_group import Address, GlooGroup, join, receive_into
+from actors.transport.segment import Segment, SharedSegment, host_identity, map_segment
 from actors.vllm_expected import expected_weights
 from actors.vllm_process import prepare_process, start_vllm
 from rl_backend.contracts import (
@@ -28,6 +29,7 @@ from rl_backend.contracts import (
     UnsupportedError,
     WeightCheckError,
     WeightManifest,
+    WeightSyncError,
     WeightVersionError,
 )
 from rl_backend.weights import check_manifest, check_staged
@@ -96,8 +98,11 @@ class RolloutEngine:
         self._require_push = require_push
         self._state: EngineState = "serving"
         self._version = UNVERSIONED
-        self._segment: SharedSegment | None = None
+        self._own_segment: SharedSegment | None = None
+        self._mapped: Segment | None = None
         self._buffer: Tensor | None = None
+        self._staged_in_workers = False
+        self._gloo: dict[str, GlooGroup] = {}
         self._verified: WeightManifest | None = None
         self._threads = max(len(cores), 1)
 
@@ -165,41 +170,51 @@ class RolloutEngine:
         outputs = self._vllm_call(self._llm.generate, prompts, params, use_tqdm=False)
         return self._version, [[_response(completion) for completion in output.outputs] for output in outputs]
 
-    def open_segment(self, path: str, nbytes: int) -> None:
-        """Maps another process's staging segment, here and in the workers."""
+    def make_segment(self, nbytes: int) -> Segment:
+        """This engine's own staging segment of at least ``nbytes``, for transports that bring weights to its host."""
+        if self._own_segment is None or self._own_segment.nbytes < nbytes:
+            self._drop_own_segment()
+            self._own_segment = SharedSegment(nbytes)
+        return Segment(str(self._own_segment.path), self._own_segment.nbytes)
+
+    def join_gloo(self, key: str, address: Address, rank: int) -> None:
+        """Takes this engine's place in the gloo group of one weight sync's source rank."""
+        self._gloo[key] = join(address, rank)
+
+    def receive(self, key: str, layout: WeightManifest) -> None:
+        """Receives weights over gloo into this engine's own segment; nothing is verified or loaded yet."""
         self._verified = None
-        self._buffer = map_segment(path, nbytes)
-        self._init_transfer({"kind": "staged", "path": path, "nbytes": nbytes})
+        if key not in self._gloo or self._own_segment is None:
+            raise WeightSyncError(f"{self._name}: join_gloo() and make_segment() come before receive()", engine=self._name)
+        try:
+            receive_into(self._gloo[key], self._own_segment.buffer, layout.tensors)
+        except RuntimeError as error:
+            raise WeightSyncError(f"{self._name}: the gloo broadcast failed: {error}", engine=self._name) from error
 
-    def make_segment(self, nbytes: int) -> Tensor:
-        """A staging segment of this engine's own of at least ``nbytes``; kept until :meth:`close_segment`."""
-        if self._segment is None or self._segment.nbytes < nbytes:
-            self.close_segment()
-            self._segment = SharedSegment(nbytes)
-            self.open_segment(str(self._segment.path), nbytes)
-        return self._segment.buffer
+    def leave_gloo(self, key: str) -> None:
+        """Leaves one weight sync's gloo group; the last to leave frees the engine's own segment."""
+        self._gloo.pop(key, None)
+        if not self._gloo:
+            self._drop_own_segment()
 
-    def close_segment(self) -> None:
-        """Drops the mapping, and the segment if it is this engine's own."""
-        self._buffer = self._verified = None
-        if self._segment is not None:
-            self._segment.close()
-            self._segment = None
+    def forget_segment(self, path: str) -> None:
+        """Drops the mapping of a segment that its owner is about to remove."""
+        if self._mapped is not None and self._mapped.path == path:
+            self._mapped = self._buffer = self._verified = None
 
-    def verify(self, manifest: WeightManifest) -> float:
-        """Proves that the staged weights can be loaded, without loading them. Returns the seconds that it took.
+    def verify(self, manifest: WeightManifest, segment: Segment) -> float:
+        """Proves that staged weights can be loaded, without loading them. Returns the seconds that it took.
 
         Raises:
             WeightVersionError: the weights are older than those served.
             WeightCheckError: names, shapes, dtypes, digests or values are not right.
+            WeightSyncError: the segment cannot be mapped here.
             EngineDirtyError: the engine cannot be updated any more.
         """
         started = time.perf_counter()
         self._verified = None
         self._check_manifest(manifest)
-        if self._buffer is None:
-            raise WeightCheckError(f"{self._name} has no staging segment; open_segment() comes first", engine=self._name)
-        check_staged(self._buffer, manifest, threads=self._threads)
+        check_staged(self._map(segment), manifest, engine=self._name, threads=self._threads)
         self._verified = manifest
         return time.perf_counter() - started
 
@@ -221,7 +236,7 @@ class RolloutEngine:
 
     def begin_update(self) -> None:
         """Stops serving, empties the prefix cache and starts vLLM's weight update. Streaming transports call it directly."""
-        self._check_clean()
+        self._check_updatable()
         self._state = "paused"
         self._during_update(self._start_weight_update)
 
@@ -235,8 +250,9 @@ class RolloutEngine:
         self._version = version
 
     def init_transfer(self, init_info: dict[str, Any]) -> None:
-        """Hands a message to vLLM's ``init_weight_transfer_engine``."""
-        self._init_transfer(init_info)
+        """Hands a message to vLLM's ``init_weight_transfer_engine``; its ``kind`` chooses the engine that receives."""
+        self._verified, self._staged_in_workers = None, False
+        self._vllm_call(self._llm.init_weight_transfer_engine, {"init_info": init_info})
 
     def check_manifest(self, manifest: WeightManifest) -> None:
         """Version, names, shapes and dtypes alone, for transports that do not stage."""
@@ -271,7 +287,7 @@ class RolloutEngine:
         return expected_weights(self._config.model_path, self._config.dtype, parameters, packed_modules)
 
     def _check_manifest(self, manifest: WeightManifest) -> None:
-        self._check_clean()
+        self._check_updatable()
         if manifest.version < self._version:
             raise WeightVersionError(
                 f"{self._name} serves weights of version {self._version} and refuses the older version {manifest.version}",
@@ -287,6 +303,11 @@ class RolloutEngine:
                 f"{self._name} is dirty: a weight update failed after its first load; restart it and push again",
                 engine=self._name,
             )
+
+    def _check_updatable(self) -> None:
+        self._check_clean()
+        if self._state == "asleep":
+            raise RolloutError(f"{self._name} sleeps and cannot take weights: wake_up() first", engine=self._name)
 
     def _check_serving(self) -> None:
         self._check_clean()
@@ -305,8 +326,22 @@ class RolloutEngine:
                 "RolloutConfig(device='cuda', sleep_mode=True)"
             )
 
-    def _init_transfer(self, init_info: dict[str, Any]) -> None:
-        self._vllm_call(self._llm.init_weight_transfer_engine, {"init_info": init_info})
+    def _map(self, segment: Segment) -> Tensor:
+        """The segment's bytes, mapped here and in the workers."""
+        if self._buffer is None or self._mapped != segment:
+            self._buffer = map_segment(segment.path, segment.nbytes)
+            self._mapped = segment
+            self._staged_in_workers = False
+        if not self._staged_in_workers:
+            self.init_transfer({"kind": "staged", "path": segment.path, "nbytes": segment.nbytes})
+            self._staged_in_workers = True
+        return self._buffer
+
+    def _drop_own_segment(self) -> None:
+        if self._own_segment is not None:
+            self.forget_segment(str(self._own_segment.path))
+            self._own_segment.close()
+            self._own_segment = None
 
     def _start_weight_update(self) -> None:
         # Keys and values of the old weights would be reused for equal prefixes.

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Self
 
 import ray
 
-from actors.rollout_calls import collect, outcome_of, wait_for_first
+from actors.rollout_calls import collect
 from actors.rollout_config import RolloutConfig, SamplingConfig
-from actors.rollout_engine import EngineInfo, Request, Response, RolloutEngine
-from actors.rollout_sample import Sample, VersionSpan
+from actors.rollout_engine import EngineInfo, Request, RolloutEngine
+from actors.rollout_pending import PendingSamples
+from actors.rollout_sample import Sample
 from rl_backend.contracts import BatchError, ConfigError, EngineDeadError, EngineDirtyError, RLBackendError, RolloutError
 
 
@@ -35,6 +35,8 @@ class RolloutGroup:
         ConfigError: a configuration that cannot work here.
         RolloutError: an engine that did not start.
     """
+
+    engine_class: type[RolloutEngine] = RolloutEngine
 
     def __init__(self, config: RolloutConfig, *, scheduling: Sequence[Any] | None = None) -> None:
         if not ray.is_initialized():
@@ -111,7 +113,7 @@ class RolloutGroup:
         self._check(prompts, sampling, seeds)
         with self._lock:
             engines = self._living()
-            pending = PendingSamples(self, prompts, sampling.n)
+            pending = PendingSamples(prompts, sampling.n, self.note)
             for engine, share in zip(engines, _shares(len(prompts), len(engines)), strict=True):
                 if share:
                     requests = [request for prompt in share for request in _requests(prompt, prompts, sampling.n, seeds)]
@@ -145,6 +147,10 @@ class RolloutGroup:
         for engine, outcome in outcomes.items():
             self.note(engine, outcome)
         return outcomes
+
+    def actors(self) -> list[Any]:
+        """Ray handles of the living engines, in the order of their numbers."""
+        return [self._actors[engine] for engine in self._living()]
 
     def note(self, engine: int, outcome: Any) -> None:
         """Takes an engine whose outcome says that it is dead or dirty out of service."""
@@ -224,7 +230,7 @@ class RolloutGroup:
             options["num_gpus"] = self.config.gpus_per_worker * self.config.tensor_parallel
         if self._scheduling is not None:
             options["scheduling_strategy"] = self._scheduling[engine]
-        actor = ray.remote(RolloutEngine).options(**options)
+        actor = ray.remote(self.engine_class).options(**options)
         return actor.remote(self.config, self._name(engine), self._device, self._cores[engine], self._require_push)
 
     def _name(self, engine: int) -> str:
@@ -262,66 +268,6 @@ class RolloutGroup:
             )
 
 
-@dataclass(frozen=True)
-class _Call:
-    reference: Any
-    engine: int
-    prompts: range
-
-
-class PendingSamples:
-    """Samples that are being made; :meth:`result` waits for them."""
-
-    def __init__(self, group: RolloutGroup, prompts: Sequence[Sequence[int]], n: int) -> None:
-        self._group = group
-        self._prompts = prompts
-        self._n = n
-        self._calls: dict[Any, _Call] = {}
-        self._samples: dict[int, list[Sample]] = {}
-
-    def add(self, reference: Any, engine: int, prompts: range) -> None:
-        """One engine's share."""
-        self._calls[reference] = _Call(reference, engine, prompts)
-
-    def done(self) -> bool:
-        """Whether :meth:`result` would return, or raise, at once."""
-        if not self._calls:
-            return True
-        ready, _ = ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0)
-        return len(ready) == len(self._calls)
-
-    def result(self, timeout: float | None = None) -> list[Sample]:
-        """The samples, in the caller's order; raises what :meth:`RolloutGroup.generate` raises, as soon as it is known."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while self._calls:
-            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-            call = self._calls.pop(wait_for_first(list(self._calls), left))
-            outcome = outcome_of(call.reference, f"engine {call.engine}")
-            if isinstance(outcome, RLBackendError):
-                self._group.note(call.engine, outcome)
-                raise outcome
-            self._take(call, *outcome)
-        return [sample for prompt in range(len(self._prompts)) for sample in self._samples[prompt]]
-
-    def _take(self, call: _Call, version: int, responses: list[list[Response]]) -> None:
-        flat = [response for request in responses for response in request]
-        for position, prompt in enumerate(call.prompts):
-            own = flat[position * self._n : (position + 1) * self._n]
-            self._samples[prompt] = [
-                Sample(
-                    prompt_index=prompt,
-                    sample_index=index,
-                    prompt_ids=list(self._prompts[prompt]),
-                    response_ids=response.token_ids,
-                    log_probs=response.log_probs,
-                    finish_reason=response.finish_reason,
-                    version_spans=(VersionSpan(version, len(response.token_ids)),),
-                    engine=call.engine,
-                )
-                for index, response in enumerate(own)
-            ]
-
-
 def _requests(prompt: int, prompts: Sequence[Sequence[int]], n: int, seeds: Sequence[int] | None) -> list[Request]:
     if seeds is None:
         return [Request(prompts[prompt], n, None)]
@@ -331,7 +277,7 @@ def _requests(prompt: int, prompts: Sequence[Sequence[int]], n: int, seeds: Sequ
 def _shares(count: int, engines: int) -> list[range]:
     """Consecutive prompts for each engine, as evenly as possible."""
     bounds = [count * engine // engines for engine in range(engines + 1)]
-    return [range(start, end) for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [range(start, end) for start, end in pairwise(bounds)]
 
 
 def _raise_first(outcomes: dict[int, Any]) -> None:

@@ -9,7 +9,8 @@ but not these copies:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -18,36 +19,28 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.platforms import current_platform
 
 
-@dataclass(frozen=True)
-class PackedKernels:
-    """The kernels of mixture-of-experts layers that an update is about to replace."""
+@contextmanager
+def packing_experts_again(model: nn.Module) -> Iterator[None]:
+    """Experts that are loaded inside the context are packed again; those that are not keep their kernel."""
+    methods = [module.quant_method for module in _modules_of(model, UnquantizedFusedMoEMethod)]
+    kernels = [method.moe_kernel for method in methods]
+    for method in methods:
+        method.moe_kernel = None
+    try:
+        yield
+    finally:
+        for method, kernel in zip(methods, kernels, strict=True):
+            if method.moe_kernel is None:
+                method.moe_kernel = kernel
 
-    moe_kernels: tuple[tuple[Any, Any], ...] = ()
 
-
-def before_update(model: nn.Module) -> PackedKernels:
-    """Unsets the experts' kernels, so that loading packs the experts again."""
-    if not current_platform.is_cpu():
-        return PackedKernels()
-    return PackedKernels(tuple(_forget_experts_kernel(module) for module in _modules_of(model, UnquantizedFusedMoEMethod)))
-
-
-def after_update(model: nn.Module, kernels: PackedKernels) -> None:
-    """Packs embeddings and tied heads again; gives layers that the update did not load their kernels back."""
-    if not current_platform.is_cpu():
-        return
-    for method, kernel in kernels.moe_kernels:
-        if method.moe_kernel is None:
-            method.moe_kernel = kernel
+def pack_embeddings_again(model: nn.Module) -> None:
+    """Makes the packed copies of embeddings and (tied) heads from the parameters as they are now."""
     for module in _modules_of(model, UnquantizedEmbeddingMethod):
         module.quant_method.process_weights_after_loading(module)
 
 
-def _forget_experts_kernel(module: Any) -> tuple[Any, Any]:
-    method = module.quant_method
-    kernel, method.moe_kernel = method.moe_kernel, None
-    return method, kernel
-
-
 def _modules_of(model: nn.Module, method: type) -> list[Any]:
+    if not current_platform.is_cpu():
+        return []
     return [module for module in model.modules() if isinstance(getattr(module, "quant_method", None), method)]

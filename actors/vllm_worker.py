@@ -6,6 +6,7 @@ vLLM imports this module because its configuration names :class:`WorkerExtension
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from actors.transport.segment import map_segment
-from actors.vllm_patches import PackedKernels, after_update, before_update
+from actors.vllm_patches import pack_embeddings_again, packing_experts_again
 from rl_backend.contracts import WeightManifest
 from rl_backend.weights import read_tensor
 
@@ -56,13 +57,13 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
     init_info_cls = StagedInitInfo
     update_info_cls = StagedUpdateInfo
     _buffer: Tensor | None = None
-    _kernels: PackedKernels = PackedKernels()
 
     def init_transfer_engine(self, init_info: StagedInitInfo) -> None:
         self._buffer = map_segment(init_info.path, init_info.nbytes)
 
     def start_weight_update(self) -> None:
-        self._kernels = before_update(self.model)
+        self._update = ExitStack()
+        self._update.enter_context(packing_experts_again(self.model))
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: StagedUpdateInfo) -> None:
@@ -73,8 +74,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        after_update(self.model, self._kernels)
-        self._kernels = PackedKernels()
+        self._update.close()
+        pack_embeddings_again(self.model)
 
     def shutdown(self) -> None:
         self._buffer = None
@@ -96,7 +97,7 @@ class SwitchingWeightTransferEngine(WeightTransferEngine[WeightTransferInitInfo,
         if self._active is not None:
             self._active.shutdown()
         self._active = engine_class(self.config, self.vllm_config, self.device, self.model)
-        return self._engine.parse_init_info(settings)  # type: ignore[no-any-return]
+        return self._engine.parse_init_info(settings)
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
         self._engine.init_transfer_engine(init_info)
@@ -105,7 +106,7 @@ class SwitchingWeightTransferEngine(WeightTransferEngine[WeightTransferInitInfo,
         self._engine.start_weight_update()
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> WeightTransferUpdateInfo:
-        return self._engine.parse_update_info(update_dict)  # type: ignore[no-any-return]
+        return self._engine.parse_update_info(update_dict)
 
     def receive_weights(self, update_info: WeightTransferUpdateInfo) -> None:
         self._engine.receive_weights(update_info)

@@ -16,7 +16,7 @@ from actors.transport.base import (
     StreamingTransport,
     Transport,
     describe_export,
-    from_source,
+    make_plan,
     raise_failures,
 )
 from actors.transport.choose import choose_transport, make_transport
@@ -123,7 +123,7 @@ class WeightSync:
     def _plan(self) -> PushPlan:
         dtype = self._rollout.config.dtype
         results = self._train.run_on_ranks(describe_export, self._key, self._handle, dtype, self._byte_budget)
-        plan: PushPlan = from_source(results)
+        plan = make_plan(results)
         if not plan.infos:
             raise WeightSyncError("the trainer has no weights to export")
         return plan
@@ -131,9 +131,10 @@ class WeightSync:
     def _push_staged(self, transport: StagedTransport, plan: PushPlan, clock: _Clock) -> tuple[int, ...]:
         rollout = self._rollout
         with clock.phase("stage"):
-            manifest = transport.stage(plan, self._train, rollout)
+            staged = transport.stage(plan, self._train, rollout)
         with clock.phase("verify"):
-            raise_failures(rollout.call("verify", manifest))
+            segments = staged.segments
+            raise_failures(rollout.call("verify", staged.manifest, each=lambda engine: (segments[engine],)))
         with rollout.updating():
             with clock.phase("load"):
                 outcomes = rollout.call("load", plan.version)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from actors.rollout_group import RolloutGroup
-from actors.transport.segment import host_identity
+from actors.transport.segment import Segment, host_identity
 from actors.weight_sync_source import SourceContext, TrainRanks
-from rl_backend.contracts import RLBackendError, TensorInfo, WeightManifest
+from rl_backend.contracts import RLBackendError, TensorInfo, WeightManifest, WeightSyncError
 from rl_backend.weights import dtype_from_name
 
 SOURCE_RANK = 0
@@ -29,7 +30,7 @@ class PushPlan:
         byte_budget: passed to ``export_weights``.
         infos: the tensors, in order, without offsets or digests.
         host: see :func:`~actors.transport.segment.host_identity`.
-        device_id: UUID of the source rank's CUDA device, or an empty string.
+        device_ids: UUIDs of the ranks' CUDA devices; empty when any rank is on a CPU.
     """
 
     key: str
@@ -39,7 +40,7 @@ class PushPlan:
     version: int
     infos: tuple[TensorInfo, ...]
     host: str
-    device_id: str
+    device_ids: tuple[str, ...] = ()
 
     @property
     def manifest(self) -> WeightManifest:
@@ -49,6 +50,19 @@ class PushPlan:
     @property
     def nbytes(self) -> int:
         return sum(info.nbytes for info in self.infos)
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Weights that wait in shared memory.
+
+    Attributes:
+        manifest: with offsets and digests.
+        segments: engine -> the segment to load from.
+    """
+
+    manifest: WeightManifest
+    segments: Mapping[int, Segment]
 
 
 class Transport(ABC):
@@ -68,8 +82,8 @@ class StagedTransport(Transport):
     """Brings the weights to a buffer beside each engine, where they are verified before any is loaded."""
 
     @abstractmethod
-    def stage(self, plan: PushPlan, train: TrainRanks, rollout: RolloutGroup) -> WeightManifest:
-        """Fills every living engine's staging segment; the manifest has offsets and digests."""
+    def stage(self, plan: PushPlan, train: TrainRanks, rollout: RolloutGroup) -> Staged:
+        """Fills a staging segment on the host of every living engine."""
 
 
 class StreamingTransport(Transport):
@@ -80,21 +94,24 @@ class StreamingTransport(Transport):
         """Between ``begin_update`` and ``finish_update`` of every engine; each engine's outcome."""
 
 
-def describe_export(context: SourceContext, key: str, handle: Any, dtype: str, byte_budget: int | None) -> PushPlan | None:
-    """Runs on every rank: what a push would send. None on all but the source rank."""
+def describe_export(
+    context: SourceContext, key: str, handle: Any, dtype: str, byte_budget: int | None
+) -> tuple[str, PushPlan | None]:
+    """Runs on every rank: the rank's CUDA device and, on the source rank, what a push would send."""
+    infos = tuple(context.runtime.weight_infos(context.handle(handle), dtype=dtype_from_name(dtype)))
     if context.rank != SOURCE_RANK:
-        return None
-    model = context.handle(handle)
-    return PushPlan(
-        key=key,
-        handle=handle,
-        dtype=dtype,
-        byte_budget=byte_budget,
-        version=model.weight_version,
-        infos=tuple(context.runtime.weight_infos(model, dtype=dtype_from_name(dtype))),
-        host=host_identity(),
-        device_id=_current_cuda_device(),
-    )
+        return _cuda_device(), None
+    version = context.handle(handle).weight_version
+    return _cuda_device(), PushPlan(key, handle, dtype, byte_budget, version, infos, host_identity())
+
+
+def make_plan(descriptions: list[tuple[str, PushPlan | None]]) -> PushPlan:
+    """The source rank's plan with every rank's device in it."""
+    plan = descriptions[SOURCE_RANK][1]
+    if plan is None:
+        raise WeightSyncError(f"rank {SOURCE_RANK} of the training group did not describe its weights")
+    devices = tuple(device for device, _ in descriptions)
+    return replace(plan, device_ids=devices if all(devices) else ())
 
 
 def export(context: SourceContext, plan: PushPlan) -> Any:
@@ -128,7 +145,8 @@ def raise_failures(outcomes: dict[int, Any]) -> None:
     raise type(first)("; ".join(str(failure) for failure in failures), **first.details)
 
 
-def _current_cuda_device() -> str:
-    if not torch.cuda.is_available():
+def _cuda_device() -> str:
+    # A rank whose model is on a GPU has a CUDA context; one that trains on the CPU of a machine with GPUs has none.
+    if not torch.cuda.is_initialized():
         return ""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

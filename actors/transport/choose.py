@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from actors.rollout_group import RolloutGroup
 from actors.transport.base import PushPlan, Transport
+from actors.transport.cuda_ipc import CudaIpcTransport
+from actors.transport.gloo import GlooTransport
+from actors.transport.nccl import NcclTransport
 from actors.transport.shared_memory import SharedMemoryTransport
 from rl_backend.contracts import ConfigError
 
-_TRANSPORTS: dict[str, type[Transport]] = {transport.name: transport for transport in (SharedMemoryTransport,)}
+_TRANSPORTS: dict[str, type[Transport]] = {
+    transport.name: transport for transport in (SharedMemoryTransport, GlooTransport, NcclTransport, CudaIpcTransport)
+}
 
 
 def make_transport(name: str) -> Transport:
@@ -18,9 +23,9 @@ def make_transport(name: str) -> Transport:
 
 
 def choose_transport(plan: PushPlan, rollout: RolloutGroup) -> Transport:
-    """CUDA IPC on a shared GPU, NCCL between GPUs, shared memory on one host, gloo otherwise."""
+    """CUDA IPC where every engine's GPUs have training ranks, NCCL between GPUs, shared memory on one host, else gloo."""
     infos = [rollout.infos[engine] for engine in rollout.engines]
-    if plan.device_id and all(info.device == "cuda" for info in infos):
-        shared = all(plan.device_id in info.device_ids for info in infos)
-        return make_transport("cuda_ipc" if shared else "nccl")
+    if plan.device_ids and all(info.device == "cuda" for info in infos):
+        colocated = all(set(info.device_ids) <= set(plan.device_ids) for info in infos)
+        return make_transport("cuda_ipc" if colocated else "nccl")
     return make_transport("shared_memory" if all(info.host == plan.host for info in infos) else "gloo")

@@ -12,6 +12,7 @@ import itertools
 import os
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,13 @@ DIRECTORY = Path("/dev/shm")
 _PREFIX = "rl_backend_weights"
 _NAME = re.compile(rf"{_PREFIX}-(?P<namespace>\d+)-(?P<pid>\d+)-(?P<start>\d+)-\d+")
 _numbers = itertools.count()
+
+
+class Segment(NamedTuple):
+    """Where a segment is; its path is never used again for another one."""
+
+    path: str
+    nbytes: int
 
 
 class SharedSegment:

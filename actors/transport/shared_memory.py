@@ -15,13 +15,13 @@ from actors.rollout_group import RolloutGroup
 from actors.transport.base import (
     SOURCE_RANK,
     PushPlan,
+    Staged,
     StagedTransport,
     export,
     from_source,
-    raise_failures,
     take_part,
 )
-from actors.transport.segment import SharedSegment
+from actors.transport.segment import Segment, SharedSegment
 from actors.weight_sync_source import SourceContext, TrainRanks
 from rl_backend.contracts import RLBackendError, UnsupportedError, WeightManifest, WeightSyncError
 from rl_backend.weights import plan_layout, write_tensors
@@ -33,8 +33,8 @@ class SharedMemoryTransport(StagedTransport):
     name = "shared_memory"
 
     def __init__(self) -> None:
-        self._opened: dict[int, tuple[str, int]] = {}
         self._key = ""
+        self._segment: Segment | None = None
 
     def check(self, plan: PushPlan, rollout: RolloutGroup) -> None:
         elsewhere = [
@@ -42,32 +42,28 @@ class SharedMemoryTransport(StagedTransport):
         ]
         if elsewhere:
             raise UnsupportedError(
-                f"transport='shared_memory': {', '.join(elsewhere)} and the trainer's source rank do not share /dev/shm; use "
-                "transport='gloo'"
+                f"transport='shared_memory': {', '.join(elsewhere)} and the trainer's source rank do not share /dev/shm; "
+                "use transport='gloo'"
             )
 
-    def stage(self, plan: PushPlan, train: TrainRanks, rollout: RolloutGroup) -> WeightManifest:
+    def stage(self, plan: PushPlan, train: TrainRanks, rollout: RolloutGroup) -> Staged:
         self._key = plan.key
-        path, nbytes = from_source(train.run_on_ranks(reserve_segment, plan))
-        self._open_everywhere(path, nbytes, rollout)
+        segment: Segment = from_source(train.run_on_ranks(reserve_segment, plan))
+        if self._segment is not None and self._segment != segment:
+            rollout.call("forget_segment", self._segment.path)
+        self._segment = segment
         manifest: WeightManifest = from_source(train.run_on_ranks(write_segment, plan))
-        return manifest
+        return Staged(manifest, dict.fromkeys(rollout.engines, segment))
 
     def close(self, train: TrainRanks, rollout: RolloutGroup) -> None:
-        if rollout.engines:
-            rollout.call("close_segment")
-        train.run_on_ranks(drop_segment, self._key)
-        self._opened.clear()
-
-    def _open_everywhere(self, path: str, nbytes: int, rollout: RolloutGroup) -> None:
-        wanted = {engine: (path, rollout.infos[engine].pid) for engine in rollout.engines}
-        if wanted == self._opened:
-            return
-        raise_failures(rollout.call("open_segment", path, nbytes))
-        self._opened = wanted
+        if self._segment is not None:
+            if rollout.engines:
+                rollout.call("forget_segment", self._segment.path)
+            train.run_on_ranks(drop_segment, self._key)
+            self._segment = None
 
 
-def reserve_segment(context: SourceContext, plan: PushPlan) -> tuple[str, int] | RLBackendError | None:
+def reserve_segment(context: SourceContext, plan: PushPlan) -> Segment | RLBackendError | None:
     """Runs on every rank, is no collective: the source rank's segment, made or made larger when needed."""
     if context.rank != SOURCE_RANK:
         return None
@@ -82,7 +78,7 @@ def reserve_segment(context: SourceContext, plan: PushPlan) -> tuple[str, int] |
         except WeightSyncError as error:
             return error
         context.state[plan.key] = segment
-    return str(segment.path), segment.nbytes
+    return Segment(str(segment.path), segment.nbytes)
 
 
 def write_segment(context: SourceContext, plan: PushPlan) -> WeightManifest | None:

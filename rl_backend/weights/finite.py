@@ -29,12 +29,13 @@ def has_non_finite(tensor: Tensor) -> bool:
     return any(not bool(chunks[index].isfinite().all()) for index in suspects)
 
 
-def check_finite(weights: Iterable[tuple[str, Tensor]]) -> None:
+def check_finite(weights: Iterable[tuple[str, Tensor]], *, engine: str) -> None:
     """Raises :class:`~rl_backend.contracts.WeightCheckError` that names every tensor with NaN or infinity in it."""
     bad = [name for name, tensor in weights if has_non_finite(tensor)]
     if bad:
         raise WeightCheckError(
-            f"weights hold NaN or infinity and were not loaded: {', '.join(bad[:8])}"
+            f"{engine}: weights hold NaN or infinity and were not loaded: {', '.join(bad[:8])}"
             f"{f' and {len(bad) - 8} more' if len(bad) > 8 else ''}; the trainer's model is damaged: restore a checkpoint",
+            engine=engine,
             names=bad,
         )

@@ -63,8 +63,12 @@ def write_tensors(
     )
 
 
-def check_staged(buffer: Tensor, manifest: WeightManifest, *, threads: int = 1) -> None:
+def check_staged(buffer: Tensor, manifest: WeightManifest, *, engine: str, threads: int = 1) -> None:
     """Proves that a (N,) uint8 CPU buffer holds the manifest's tensors, unchanged and finite.
+
+    Args:
+        engine: who checks, for messages.
+        threads: threads that digest.
 
     Raises:
         WeightCheckError: tensors that lie outside the buffer, overlap, have another digest, or hold NaN or infinity.
@@ -75,12 +79,13 @@ def check_staged(buffer: Tensor, manifest: WeightManifest, *, threads: int = 1) 
     changed = names_of_changed(names, (info.digest for info in manifest.tensors), tensor_digests(tensors, threads))
     if changed:
         raise WeightCheckError(
-            f"staged bytes differ from the manifest's digests, nothing was loaded: {', '.join(changed[:8])}; "
+            f"{engine}: staged bytes differ from the manifest's digests, nothing was loaded: {', '.join(changed[:8])}; "
             "something else wrote to the staging buffer or the transfer was torn: push again",
+            engine=engine,
             names=changed,
         )
     with torch.no_grad():
-        check_finite(zip(names, tensors, strict=True))
+        check_finite(zip(names, tensors, strict=True), engine=engine)
 
 
 def _check_places(buffer: Tensor, manifest: WeightManifest) -> None:

@@ -1,19 +1,25 @@
-"""Weights from a trainer into running vLLM engines, through shared memory."""
+"""Weights from a trainer into running vLLM engines: what is refused, what goes on serving, and what is served afterwards."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from actors.rollout_config import RolloutConfig, SamplingConfig
 from actors.rollout_group import RolloutGroup
+from actors.transport.base import PushPlan, Staged
+from actors.transport.shared_memory import SharedMemoryTransport, reserve_segment, write_segment
 from actors.weight_sync import WeightSync
+from actors.weight_sync_source import TrainRanks, WeightSource
+from rl_backend.contracts import RolloutError, UnsupportedError, WeightCheckError, WeightSyncError, WeightVersionError
 from tests.support.rollout import ReferenceTrainer
 
-PROMPTS = [[5, 6, 7, 8], list(range(10, 60)), list(range(40, 10, -1))]
+# The last prompt fills whole blocks of vLLM's prefix cache (128 tokens on a CPU).
+PROMPTS = [[5, 6, 7, 8], list(range(10, 60)), [3 + i % 120 for i in range(300)]]
 SAMPLING = SamplingConfig(max_new_tokens=8)
 TOLERANCE = 1e-5
 
@@ -21,36 +27,247 @@ TOLERANCE = 1e-5
 @pytest.fixture(scope="module")
 def group(ray_cluster: None, tied_model: Path) -> Iterator[RolloutGroup]:
     config = RolloutConfig(
-        model_path=str(tied_model), num_engines=2, device="cpu", dtype="float32", max_model_len=256, kv_cache_gib=0.25
+        model_path=str(tied_model), num_engines=2, device="cpu", dtype="float32", max_model_len=384, kv_cache_gib=0.25
     )
     with RolloutGroup(config) as rollout:
         yield rollout
 
 
 @pytest.fixture(scope="module")
-def trainer(tied_model: Path) -> ReferenceTrainer:
+def shared_trainer(tied_model: Path) -> ReferenceTrainer:
     return ReferenceTrainer(tied_model)
 
 
 @pytest.fixture(scope="module")
-def sync(group: RolloutGroup, trainer: ReferenceTrainer) -> Iterator[WeightSync]:
-    with WeightSync(trainer.source, group) as weight_sync:
+def sync(group: RolloutGroup, shared_trainer: ReferenceTrainer) -> Iterator[WeightSync]:
+    with WeightSync(shared_trainer.source, group) as weight_sync:
         yield weight_sync
 
 
-@pytest.fixture(scope="module")
-def versions() -> Iterator[int]:
-    return itertools.count(1)
+@pytest.fixture
+def trainer(group: RolloutGroup, shared_trainer: ReferenceTrainer, sync: WeightSync) -> ReferenceTrainer:
+    """The trainer, with its weights of a new version pushed."""
+    shared_trainer.change(shared_trainer.source.version + 1)
+    sync.push()
+    return shared_trainer
 
 
-def test_a_push_makes_every_engine_sample_from_the_trainers_weights(
-    group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync, versions: Iterator[int]
+def assert_serves(group: RolloutGroup, trainer: ReferenceTrainer, version: int) -> None:
+    samples = group.generate(PROMPTS * 2, SAMPLING)
+    assert {sample.engine for sample in samples} == set(group.engines)
+    assert {v for sample in samples for v in sample.weight_versions} == {version}
+    assert trainer.mean_gap(samples) <= TOLERANCE
+
+
+def push_of(weights: dict[str, Tensor], group: RolloutGroup, version: int) -> None:
+    with WeightSync(WeightSource(weights, version), group) as other:
+        other.push()
+
+
+def test_a_push_reaches_every_engine_and_samples_carry_its_version(
+    group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
 ) -> None:
-    trainer.change(next(versions))
+    trainer.change(trainer.source.version + 1)
     report = sync.push()
     assert report.transport == "shared_memory"
     assert report.engines == (0, 1)
-    samples = group.generate(PROMPTS, SAMPLING, require_version=report.version)
-    assert {sample.engine for sample in samples} == {0, 1}
-    assert all(set(sample.weight_versions) == {report.version} for sample in samples)
-    assert trainer.mean_gap(samples) <= TOLERANCE
+    assert report.nbytes == sum(tensor.nbytes for _, tensor in trainer.named_weights())
+    assert set(report.seconds) == {"plan", "stage", "verify", "load", "resume", "total"}
+    assert_serves(group, trainer, report.version)
+
+
+def test_keys_and_values_of_old_weights_are_not_reused(
+    group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
+) -> None:
+    prompts = [PROMPTS[2]] * 2
+    assert trainer.mean_gap(group.generate(prompts, SAMPLING)) <= TOLERANCE
+    trainer.change(trainer.source.version + 1)
+    sync.push()
+    assert trainer.mean_gap(group.generate(prompts, SAMPLING)) <= TOLERANCE
+
+
+def test_writing_to_the_staging_buffer_after_a_push_changes_no_engine(
+    group: RolloutGroup, trainer: ReferenceTrainer
+) -> None:
+    version = trainer.source.version
+    plan_state = trainer.source.run_on_ranks(lambda context: context.state)[0]
+    for segment in plan_state.values():
+        segment.buffer.fill_(0x5A)
+    assert_serves(group, trainer, version)
+
+
+def test_a_partial_fused_group_is_refused_by_name(group: RolloutGroup, trainer: ReferenceTrainer) -> None:
+    weights = dict(trainer.named_weights())
+    del weights["model.layers.0.self_attn.k_proj.weight"], weights["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(WeightCheckError) as error:
+        push_of(weights, group, trainer.source.version + 1)
+    assert "half of a fused group" in str(error.value)
+    assert "without model.layers.0.self_attn.k_proj.weight" in str(error.value)
+    assert "without model.layers.1.mlp.up_proj.weight" in str(error.value)
+    assert_serves(group, trainer, trainer.source.version)
+
+
+def _without_norm(weights: dict[str, Tensor]) -> str:
+    del weights["model.norm.weight"]
+    return "missing: model.norm.weight"
+
+
+def _with_a_stranger(weights: dict[str, Tensor]) -> str:
+    weights["model.layers.7.mlp.up_proj.weight"] = torch.zeros(2, 2)
+    return "unknown to the engine: model.layers.7.mlp.up_proj.weight"
+
+
+def _with_a_wrong_shape(weights: dict[str, Tensor]) -> str:
+    weights["model.layers.0.mlp.up_proj.weight"] = torch.zeros(127, 64)
+    return "wrong shape: model.layers.0.mlp.up_proj.weight is (127, 64), the engine has (128, 64)"
+
+
+def _with_a_wrong_dtype(weights: dict[str, Tensor]) -> str:
+    weights["model.norm.weight"] = torch.zeros(64, dtype=torch.int32)
+    return "wrong dtype: model.norm.weight is int32, the engine takes float32"
+
+
+def _with_nan(weights: dict[str, Tensor]) -> str:
+    weights["model.norm.weight"] = weights["model.norm.weight"].clone()
+    weights["model.norm.weight"][3] = float("nan")
+    return "NaN or infinity and were not loaded: model.norm.weight"
+
+
+def _with_infinity(weights: dict[str, Tensor]) -> str:
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights["model.embed_tokens.weight"][-1, -1] = float("-inf")
+    return "NaN or infinity and were not loaded: model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    "damage", [_without_norm, _with_a_stranger, _with_a_wrong_shape, _with_a_wrong_dtype, _with_nan, _with_infinity]
+)
+def test_wrong_weights_are_refused_and_the_old_ones_serve_on(
+    group: RolloutGroup, trainer: ReferenceTrainer, damage: Callable[[dict[str, Tensor]], str]
+) -> None:
+    weights = dict(trainer.named_weights())
+    expected = damage(weights)
+    with pytest.raises(WeightCheckError) as error:
+        push_of(weights, group, trainer.source.version + 1)
+    assert expected in str(error.value)
+    assert "engine 0" in str(error.value) and "engine 1" in str(error.value)
+    assert_serves(group, trainer, trainer.source.version)
+
+
+class TornTransport(SharedMemoryTransport):
+    """Shared memory in which one byte changes after staging."""
+
+    def stage(self, plan: PushPlan, train: TrainRanks, rollout: RolloutGroup) -> Staged:
+        staged = super().stage(plan, train, rollout)
+        segment = train.run_on_ranks(lambda context: context.state[plan.key])[0]
+        segment.buffer[staged.manifest.tensors[3].offset] ^= 1
+        return staged
+
+
+def test_a_byte_that_changes_after_staging_is_found_before_anything_is_loaded(
+    group: RolloutGroup, trainer: ReferenceTrainer
+) -> None:
+    weights = dict(trainer.named_weights())
+    other = WeightSync(WeightSource(weights, trainer.source.version + 1), group)
+    other._transport = TornTransport()
+    with pytest.raises(WeightCheckError, match="differ from the manifest's digests") as error:
+        other.push()
+    assert list(weights)[3] in str(error.value)
+    other.close()
+    assert_serves(group, trainer, trainer.source.version)
+
+
+def test_an_older_version_is_refused_and_the_same_version_may_be_pushed_again(
+    group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
+) -> None:
+    version = trainer.source.version
+    with pytest.raises(WeightVersionError, match=f"version {version} and refuses the older version {version - 1}"):
+        push_of(dict(trainer.named_weights()), group, version - 1)
+    assert sync.push().version == version
+    assert_serves(group, trainer, version)
+
+
+def test_sampling_refuses_weights_older_than_required(group: RolloutGroup, trainer: ReferenceTrainer) -> None:
+    version = trainer.source.version
+    assert group.generate(PROMPTS, SAMPLING, require_version=version)
+    with pytest.raises(WeightVersionError, match=f"version {version + 1} is required"):
+        group.generate(PROMPTS, SAMPLING, require_version=version + 1)
+
+
+def test_sampling_during_an_update_is_refused_and_the_engines_survive(
+    group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
+) -> None:
+    trainer.change(trainer.source.version + 1)
+    plan = sync._plan()
+    staged = SharedMemoryTransport().stage(plan, trainer.source, group)
+    verified = group.call("verify", staged.manifest, each=lambda engine: (staged.segments[engine],))
+    assert all(isinstance(seconds, float) for seconds in verified.values())
+    assert set(group.call("begin_update").values()) == {None}
+    with pytest.raises(RolloutError, match="a weight update is in progress"):
+        group.generate(PROMPTS, SAMPLING)
+    assert set(group.call("update", {"manifest": staged.manifest.model_dump_json()}).values()) == {None}
+    with pytest.raises(RolloutError, match="a weight update is in progress"):
+        group.generate(PROMPTS, SAMPLING)
+    group.call("finish_update", plan.version)
+    group.call("resume")
+    assert_serves(group, trainer, plan.version)
+
+
+def test_an_engine_loads_only_what_it_has_verified(group: RolloutGroup, trainer: ReferenceTrainer) -> None:
+    outcomes = group.call("load", trainer.source.version + 5)
+    assert all(
+        isinstance(outcome, WeightCheckError) and "were not verified" in str(outcome) for outcome in outcomes.values()
+    )
+    assert_serves(group, trainer, trainer.source.version)
+
+
+def test_gloo_brings_the_same_weights(group: RolloutGroup, trainer: ReferenceTrainer) -> None:
+    with WeightSync(trainer.source, group, transport="gloo") as gloo:
+        for _ in range(2):
+            trainer.change(trainer.source.version + 1)
+            report = gloo.push()
+            assert report.transport == "gloo"
+            assert_serves(group, trainer, report.version)
+
+
+def test_gloo_refuses_damaged_weights_and_works_again_afterwards(group: RolloutGroup, trainer: ReferenceTrainer) -> None:
+    weights = dict(trainer.named_weights())
+    good = weights["model.norm.weight"]
+    weights["model.norm.weight"] = torch.full_like(good, float("nan"))
+    source = WeightSource(weights, trainer.source.version + 1)
+    with WeightSync(source, group, transport="gloo") as gloo:
+        with pytest.raises(WeightCheckError, match="NaN or infinity"):
+            gloo.push()
+        assert_serves(group, trainer, trainer.source.version)
+        weights["model.norm.weight"] = good
+        assert gloo.push().version == source.version
+    assert_serves(group, trainer, source.version)
+    trainer.source.version = source.version
+
+
+@pytest.mark.parametrize("transport", ["nccl", "cuda_ipc"])
+def test_gpu_transports_are_refused_without_cuda(group: RolloutGroup, trainer: ReferenceTrainer, transport: str) -> None:
+    with (
+        WeightSync(trainer.source, group, transport=transport) as other,
+        pytest.raises(UnsupportedError, match=f"transport='{transport}'"),
+    ):
+        other.push()
+    assert_serves(group, trainer, trainer.source.version)
+
+
+def test_a_full_shared_memory_file_system_is_reported_before_anything_moves(
+    group: RolloutGroup,
+    trainer: ReferenceTrainer,
+) -> None:
+    huge = WeightSource({"model.norm.weight": torch.zeros(1).expand(1 << 45)}, trainer.source.version + 1)
+    with WeightSync(huge, group) as other, pytest.raises(WeightSyncError, match=r"/dev/shm has .* MiB free, but"):
+        other.push()
+    assert_serves(group, trainer, trainer.source.version)
+
+
+def test_staging_functions_run_unchanged_in_a_rank(trainer: ReferenceTrainer, sync: WeightSync) -> None:
+    plan = sync._plan()
+    assert trainer.source.run_on_ranks(reserve_segment, plan)[0].nbytes >= plan.nbytes
+    manifest = trainer.source.run_on_ranks(write_segment, plan)[0]
+    assert [info.name for info in manifest.tensors] == [name for name, _ in trainer.named_weights()]
+    assert all(len(info.digest) == 16 and info.offset % 64 == 0 for info in manifest.tensors)

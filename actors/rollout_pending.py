@@ -1,0 +1,81 @@
+"""Samples that engines are still making."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from actors.rollout_calls import outcome_of, wait_for_first
+from actors.rollout_engine import Response
+from actors.rollout_sample import Sample, VersionSpan
+from rl_backend.contracts import RLBackendError
+
+
+@dataclass(frozen=True)
+class _Call:
+    reference: Any
+    engine: int
+    prompts: range
+
+
+class PendingSamples:
+    """Samples that are being made; :meth:`result` waits for them.
+
+    Args:
+        prompts: of the whole call.
+        n: samples of each.
+        note: told an engine's number and the error of its call.
+    """
+
+    def __init__(self, prompts: Sequence[Sequence[int]], n: int, note: Callable[[int, Any], None]) -> None:
+        self._note = note
+        self._prompts = prompts
+        self._n = n
+        self._calls: dict[Any, _Call] = {}
+        self._samples: dict[int, list[Sample]] = {}
+
+    def add(self, reference: Any, engine: int, prompts: range) -> None:
+        """One engine's share."""
+        self._calls[reference] = _Call(reference, engine, prompts)
+
+    def done(self) -> bool:
+        """Whether :meth:`result` would return, or raise, at once."""
+        if not self._calls:
+            return True
+        ready, _ = ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0)
+        return len(ready) == len(self._calls)
+
+    def result(self, timeout: float | None = None) -> list[Sample]:
+        """The samples, in the caller's order; raises what ``RolloutGroup.generate`` raises, as soon as it is known."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self._calls:
+            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            call = self._calls.pop(wait_for_first(list(self._calls), left))
+            outcome = outcome_of(call.reference, f"engine {call.engine}")
+            if isinstance(outcome, RLBackendError):
+                self._note(call.engine, outcome)
+                raise outcome
+            self._take(call, *outcome)
+        return [sample for prompt in range(len(self._prompts)) for sample in self._samples[prompt]]
+
+    def _take(self, call: _Call, version: int, responses: list[list[Response]]) -> None:
+        flat = [response for request in responses for response in request]
+        for position, prompt in enumerate(call.prompts):
+            own = flat[position * self._n : (position + 1) * self._n]
+            self._samples[prompt] = [
+                Sample(
+                    prompt_index=prompt,
+                    sample_index=index,
+                    prompt_ids=list(self._prompts[prompt]),
+                    response_ids=response.token_ids,
+                    log_probs=response.log_probs,
+                    finish_reason=response.finish_reason,
+                    version_spans=(VersionSpan(version, len(response.token_ids)),),
+                    engine=call.engine,
+                )
+                for index, response in enumerate(own)
+            ]

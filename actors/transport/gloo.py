@@ -1,0 +1,135 @@
+"""Weights by gloo broadcast, for engines on other hosts.
+
+The source rank broadcasts each exported tensor to one process of every engine, which receives it into a shared-memory
+segment of its own. From there on it is the shared-memory transport: verify everywhere, then load.
+"""
+
+from __future__ import annotations
+
+import ray
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from actors.rollout_group import RolloutGroup
+from actors.transport.base import (
+    SOURCE_RANK,
+    PushPlan,
+    Staged,
+    StagedTransport,
+    export,
+    from_source,
+    raise_failures,
+    take_part,
+)
+from actors.transport.gloo_group import TIMEOUT, Address, GlooGroup
+from actors.weight_sync_source import SourceContext, TrainRanks
+from rl_backend.contracts import RLBackendError, TensorInfo, WeightManifest, WeightSyncError
+from rl_backend.weights import plan_layout
+from rl_backend.weights.digest import tensor_digest
+
+
+class GlooTransport(StagedTransport):
+    """See the module. Every engine's host needs room for all weights in /dev/shm."""
+
+    name = "gloo"
+
+    def __init__(self) -> None:
+        self._members: dict[int, int] = {}
+        self._key = ""
+
+    def check(self, plan: PushPlan, rollout: RolloutGroup) -> None:
+        """Every host that Ray reaches can be reached."""
+
+    def stage(self, plan: PushPlan, train: TrainRanks, rollout: RolloutGroup) -> Staged:
+        self._key = plan.key
+        layout, nbytes = plan_layout(plan.infos)
+        self._connect(train, rollout)
+        segments = rollout.call("make_segment", nbytes)
+        raise_failures(segments)
+        receiving = rollout.start_call("receive", plan.key, WeightManifest(version=plan.version, tensors=layout))
+        sent = train.run_on_ranks(broadcast_weights, plan)
+        received = rollout.gather(receiving)
+        if any(isinstance(result, RLBackendError) for result in (*sent, *received.values())):
+            self._members = {}
+        raise_failures(received)
+        return Staged(from_source(sent), segments)
+
+    def close(self, train: TrainRanks, rollout: RolloutGroup) -> None:
+        if self._key:
+            if rollout.engines:
+                rollout.call("leave_gloo", self._key)
+            train.run_on_ranks(disconnect, self._key)
+        self._members = {}
+
+    def _connect(self, train: TrainRanks, rollout: RolloutGroup) -> None:
+        """One gloo group of the source rank and all living engines; made anew when the engines are others."""
+        members = {engine: rollout.infos[engine].pid for engine in rollout.engines}
+        if members == self._members:
+            return
+        size = len(members) + 1
+        address: Address = from_source(train.run_on_ranks(listen, self._key, size))
+        positions = {engine: position for position, engine in enumerate(members, start=1)}
+        joining = rollout.start_call("join_gloo", self._key, address, each=lambda engine: (positions[engine],))
+        connected = train.run_on_ranks(connect, self._key)
+        raise_failures(rollout.gather(joining, 2 * TIMEOUT.total_seconds()))
+        from_source(connected)
+        self._members = members
+
+
+def listen(context: SourceContext, key: str, size: int) -> Address | None:
+    """Runs on every rank: the source rank opens the store that the others join."""
+    if context.rank != SOURCE_RANK:
+        return None
+    host = ray.util.get_node_ip_address()
+    store = TCPStore(host, 0, size, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
+    context.state[key] = (store, size)
+    return Address(host, store.port, size)
+
+
+def connect(context: SourceContext, key: str) -> RLBackendError | None:
+    """Runs on every rank: the source rank takes its place in the group, while the engines take theirs."""
+    if context.rank != SOURCE_RANK:
+        return None
+    store, size = context.state[key]
+    try:
+        context.state[key] = (store, GlooGroup(store, 0, size))
+    except RuntimeError as error:
+        return WeightSyncError(f"transport='gloo': an engine did not join within {TIMEOUT.total_seconds():g} s: {error}")
+    return None
+
+
+def broadcast_weights(context: SourceContext, plan: PushPlan) -> WeightManifest | RLBackendError | None:
+    """Runs on every rank, a collective: the source rank sends what all export together."""
+    if context.rank != SOURCE_RANK:
+        take_part(context, plan)
+        return None
+    _, group = context.state[plan.key]
+    layout, _ = plan_layout(plan.infos)
+    sent: list[TensorInfo] = []
+    failure: Exception | None = None
+    with torch.no_grad():
+        # After a failure the export still runs to its end: the other ranks are in its collectives.
+        for info, (_, tensor) in zip(layout, export(context, plan), strict=True):
+            if failure is None:
+                host_tensor = tensor.detach().to("cpu").contiguous()
+                sent.append(info.replace(digest=tensor_digest(host_tensor)))
+                failure = _try_broadcast(group, host_tensor)
+    if failure is not None:
+        # Closing its connections tells the engines that still wait.
+        del group, context.state[plan.key]
+        return WeightSyncError(f"transport='gloo': the broadcast to the engines failed: {failure}")
+    return WeightManifest(version=plan.version, tensors=tuple(sent))
+
+
+def disconnect(context: SourceContext, key: str) -> None:
+    """Runs on every rank: leaves the group."""
+    context.state.pop(key, None)
+
+
+def _try_broadcast(group: GlooGroup, tensor: Tensor) -> Exception | None:
+    try:
+        group.broadcast(tensor)
+    except RuntimeError as error:
+        return error
+    return None

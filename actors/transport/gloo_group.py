@@ -1,0 +1,58 @@
+"""A gloo process group of a training group's source rank and the engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import (  # type: ignore[attr-defined]
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    TCPStore,
+)
+
+from rl_backend.contracts import TensorInfo
+from rl_backend.weights import read_tensor
+
+TIMEOUT = timedelta(seconds=120)
+"""How long one side waits for the other."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a group meets, and how many processes are in it."""
+
+    host: str
+    port: int
+    size: int
+
+
+class GlooGroup:
+    """A process group apart from torch's default one, so that a trainer's own groups are left alone."""
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._group: Any = ProcessGroupGloo(PrefixStore("rl_backend_weights", store), rank, size, TIMEOUT)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Rank 0's contiguous CPU tensor to all."""
+        if tensor.numel():
+            options = BroadcastOptions()
+            options.rootRank, options.rootTensor = 0, 0
+            self._group.broadcast([tensor.view(-1).view(torch.uint8)], options).wait()
+
+
+def join(address: Address, rank: int) -> GlooGroup:
+    """Joins the group that the source rank made."""
+    store = TCPStore(address.host, address.port, address.size, is_master=False, timeout=TIMEOUT)
+    return GlooGroup(store, rank, address.size)
+
+
+def receive_into(group: GlooGroup, buffer: Tensor, layout: tuple[TensorInfo, ...]) -> None:
+    """Receives every tensor at its place in a (N,) uint8 buffer."""
+    for info in layout:
+        group.broadcast(read_tensor(buffer, info))

@@ -1,0 +1,175 @@
+"""What the GPU transports share: vLLM's own trainer-side engines, driven inside the ranks. Has not been run: needs CUDA.
+
+vLLM's trainer-side engine runs on every rank and sends from rank 0. It reads the weights from a ``WeightSource`` and tells
+the engines what to do through a client; here the source is the runtime's export, and the client calls the rollout engines'
+Ray actors. Beginning and finishing an update belong to :class:`~actors.weight_sync.WeightSync`, which waits for every engine.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+import torch
+from torch import Tensor
+
+from actors.rollout_group import RolloutGroup
+from actors.transport.base import SOURCE_RANK, PushPlan, StreamingTransport, export, from_source
+from actors.weight_sync_source import SourceContext, TrainRanks
+from rl_backend.contracts import RLBackendError, UnsupportedError
+from rl_backend.weights import dtype_from_name
+from rl_backend.weights.digest import device_checksum
+
+DEFAULT_BYTE_BUDGET = 2**30
+"""Bytes of a bucket when the weight sync has no ``byte_budget``."""
+
+
+@dataclass
+class EngineClient:
+    """vLLM's ``VLLMWeightSyncClient`` over the actors of a rollout group.
+
+    Attributes:
+        kind: transport, as the workers know it.
+        actors: in the order of their ranks in the transfer group.
+        workers: processes of one engine.
+    """
+
+    kind: str
+    actors: list[Any]
+    workers: int
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        calls = []
+        for position, actor in enumerate(self.actors):
+            settings = {"kind": self.kind, **init_info}
+            if "rank_offset" in settings:
+                settings["rank_offset"] += position * self.workers
+            calls.append(actor.init_transfer.remote(settings))
+        ray.get(calls)
+
+    def start_weight_update(self) -> None:
+        """Every engine has begun already."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # A failed engine keeps its error for the driver, which asks every engine at the end of the push.
+        ray.wait([actor.update.remote(update_info) for actor in self.actors], num_returns=len(self.actors))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """The driver finishes when every engine has confirmed its checksums."""
+
+
+@dataclass
+class ExportSource:
+    """vLLM's ``WeightSource`` over a runtime's export; keeps the checksum of every tensor that it yields."""
+
+    context: SourceContext
+    plan: PushPlan
+    checksums: dict[str, Tensor] = field(default_factory=dict)
+
+    def metadata(self) -> list[Any]:
+        from vllm.distributed.weight_transfer.base import ParamMeta
+
+        infos = self.context.runtime.weight_infos(
+            self.context.handle(self.plan.handle), dtype=dtype_from_name(self.plan.dtype)
+        )
+        return [ParamMeta(info.name, dtype_from_name(info.dtype), info.shape) for info in infos]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        self.checksums = {}
+        for name, tensor in export(self.context, self.plan):
+            # vLLM packs several tensors before it sends them, the export may reuse one for the next.
+            whole = tensor.detach().clone(memory_format=torch.contiguous_format)
+            if self.context.rank == SOURCE_RANK:
+                self.checksums[name] = device_checksum(whole)
+            yield name, whole
+
+
+class VllmStreamingTransport(StreamingTransport):
+    """A transport built on one of vLLM's trainer-side engines."""
+
+    def __init__(self) -> None:
+        self._members: dict[int, int] = {}
+        self._key = ""
+
+    def require_cuda(self, plan: PushPlan, rollout: RolloutGroup) -> None:
+        """Raises :class:`~rl_backend.contracts.UnsupportedError` unless both sides are on CUDA."""
+        on_cpu = [rollout.infos[engine].name for engine in rollout.engines if rollout.infos[engine].device != "cuda"]
+        if not plan.device_ids:
+            on_cpu.insert(0, "the training group")
+        if on_cpu:
+            raise UnsupportedError(
+                f"transport={self.name!r} moves weights between CUDA devices, but {', '.join(on_cpu)} has none; use "
+                "transport='shared_memory' on one host or 'gloo' across hosts"
+            )
+
+    def stream(self, plan: PushPlan, train: TrainRanks, rollout: RolloutGroup) -> dict[int, Any]:
+        self._connect(plan, train, rollout)
+        began = rollout.call("begin_update")
+        if any(isinstance(outcome, RLBackendError) for outcome in began.values()):
+            return began
+        checksums: dict[str, int] = from_source(train.run_on_ranks(send_stream, plan))
+        confirmed = rollout.call("update", {"checksums": checksums})
+        finished = rollout.call("finish_update", plan.version) if rollout.engines else {}
+        return {engine: _first_error(confirmed[engine], finished.get(engine)) for engine in confirmed}
+
+    def close(self, train: TrainRanks, rollout: RolloutGroup) -> None:
+        if self._members:
+            train.run_on_ranks(close_stream, self._key)
+            self._members = {}
+
+    def _connect(self, plan: PushPlan, train: TrainRanks, rollout: RolloutGroup) -> None:
+        members = {engine: rollout.infos[engine].pid for engine in rollout.engines}
+        if members == self._members:
+            return
+        self._key = plan.key
+        client = EngineClient(self.name, rollout.actors(), rollout.config.tensor_parallel)
+        train.run_on_ranks(open_stream, plan, client, *train.run_on_ranks(free_address)[SOURCE_RANK])
+        self._members = members
+
+
+def free_address(context: SourceContext) -> tuple[str, int]:
+    """Runs on every rank: this node's address and a port that is free on it."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return ray.util.get_node_ip_address(), listener.getsockname()[1]
+
+
+def open_stream(context: SourceContext, plan: PushPlan, client: EngineClient, host: str, port: int) -> None:
+    """Runs on every rank: makes vLLM's trainer-side engine."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    budget = plan.byte_budget or DEFAULT_BYTE_BUDGET
+    init_info: Any
+    if client.kind == "nccl":
+        size = 1 + len(client.actors) * client.workers
+        init_info = NCCLTrainerInitInfo(
+            master_address=host, master_port=port, world_size=size, packed_buffer_size_bytes=budget, rank=context.rank
+        )
+    else:
+        init_info = IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=budget, rank=context.rank)
+    source = ExportSource(context, plan)
+    context.state[plan.key] = WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=source)
+
+
+def send_stream(context: SourceContext, plan: PushPlan) -> dict[str, int]:
+    """Runs on every rank, a collective: sends, and returns the source rank's checksums."""
+    engine = context.state[plan.key]
+    engine.source.plan = plan
+    engine.send_weights()
+    return {name: int(checksum) for name, checksum in engine.source.checksums.items()}
+
+
+def close_stream(context: SourceContext, key: str) -> None:
+    """Runs on every rank: ends vLLM's trainer-side engine."""
+    engine = context.state.pop(key, None)
+    if engine is not None:
+        engine.shutdown()
+
+
+def _first_error(*outcomes: Any) -> Any:
+    return next((outcome for outcome in outcomes if isinstance(outcome, RLBackendError)), None)

@@ -1,0 +1,96 @@
+"""vLLM's NCCL and CUDA IPC receivers, with every bucket checked before it is loaded. Has not been run: needs CUDA.
+
+A bucket with NaN or infinity is not loaded, and nothing after it; the rest is still received, because the sender waits for
+it. Checksums of what was received are compared with the sender's after the last bucket. Either failure leaves the engine
+dirty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+from rl_backend.contracts import WeightSyncError
+from rl_backend.weights import has_non_finite
+from rl_backend.weights.digest import device_checksum
+
+
+@dataclass
+class ChecksumInfo(WeightTransferUpdateInfo):
+    """Last message of a push: name -> :func:`~rl_backend.weights.digest.device_checksum` where it was sent."""
+
+    checksums: dict[str, int]
+
+
+class CheckedLoad:
+    """Stands in for the model while vLLM's receiver runs: checks each bucket, then hands it on.
+
+    Args:
+        model: vLLM's model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._received: dict[str, Tensor] = {}
+        self._non_finite: list[str] = []
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Loads one bucket, unless it or an earlier one is damaged."""
+        bucket = list(weights)
+        for name, tensor in bucket:
+            self._received[name] = device_checksum(tensor)
+            if has_non_finite(tensor):
+                self._non_finite.append(name)
+        if not self._non_finite:
+            self._model.load_weights(bucket)
+
+    def confirm(self, checksums: dict[str, int]) -> None:
+        """Raises :class:`~rl_backend.contracts.WeightSyncError` unless all that was sent arrived, unchanged and finite."""
+        if self._non_finite:
+            raise WeightSyncError(f"weights hold NaN or infinity: {', '.join(self._non_finite[:8])}")
+        received = {name: int(checksum) for name, checksum in self._received.items()}
+        changed = [name for name in {**checksums, **received} if checksums.get(name) != received.get(name)]
+        if changed:
+            raise WeightSyncError(f"received bytes differ from those sent: {', '.join(changed[:8])}")
+
+
+class _Checked:
+    """Mixed into vLLM's receivers, which load through ``self.model``."""
+
+    model: Any
+    _load: CheckedLoad | None = None
+
+    def start_weight_update(self) -> None:
+        self._load = CheckedLoad(self.model)
+        super().start_weight_update()  # type: ignore[misc]
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> WeightTransferUpdateInfo:
+        if "checksums" in update_dict:
+            return ChecksumInfo(**update_dict)
+        return super().parse_update_info(update_dict)  # type: ignore[misc,no-any-return]
+
+    def receive_weights(self, update_info: WeightTransferUpdateInfo) -> None:
+        if self._load is None:
+            raise RuntimeError("start_weight_update() comes before weights are received")
+        if isinstance(update_info, ChecksumInfo):
+            self._load.confirm(update_info.checksums)
+            return
+        model, self.model = self.model, self._load
+        try:
+            super().receive_weights(update_info)  # type: ignore[misc]
+        finally:
+            self.model = model
+
+
+class CheckedNcclWeightTransferEngine(_Checked, NCCLWeightTransferEngine):
+    """Receives by NCCL broadcast."""
+
+
+class CheckedIpcWeightTransferEngine(_Checked, IPCWeightTransferEngine):
+    """Reads the trainer's GPU memory."""
