@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -10,7 +11,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 _START_METHOD = "spawn"
+_START_SECONDS = 200.0
 
 
 class RankError(AssertionError):
@@ -40,10 +42,14 @@ class RankPool:
 
     A job is an importable function with picklable arguments. For each job the first ``world_size`` processes initialise a
     default process group of that size and destroy it afterwards.
+
+    Args:
+        preload: modules that every process imports when it starts, so that no job's time limit pays for them.
     """
 
-    def __init__(self, size: int = 4) -> None:
+    def __init__(self, size: int = 4, preload: Sequence[str] = ()) -> None:
         self.size = size
+        self._preload = tuple(preload)
         self._ranks: list[_Rank] = []
         self._folder = tempfile.TemporaryDirectory(prefix="rank-pool-")
         self._num_jobs = 0
@@ -105,10 +111,15 @@ class RankPool:
         for index in range(self.size):
             ours, theirs = context.Pipe()
             stacks = Path(self._folder.name, f"stacks-{index}")
-            process = context.Process(target=_serve, args=(index, theirs, str(stacks)), daemon=True)
+            process = context.Process(target=_serve, args=(index, theirs, str(stacks), self._preload), daemon=True)
             process.start()
             theirs.close()
             self._ranks.append(_Rank(process, ours, stacks))
+        for index, rank in enumerate(self._ranks):
+            if not rank.connection.poll(_START_SECONDS):
+                self.close()
+                raise TimeoutError(f"rank {index} did not start in {_START_SECONDS} s")
+            rank.connection.recv_bytes()
 
     def _collect(self, world_size: int, timeout: float) -> tuple[dict[int, Any], list[int]]:
         """Answers by rank, and the ranks that gave none. After a first failure the others get a few seconds."""
@@ -143,12 +154,15 @@ class _Failure:
     error: BaseException
 
 
-def _serve(rank: int, connection: Connection, stacks: str) -> None:
+def _serve(rank: int, connection: Connection, stacks: str, preload: tuple[str, ...]) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
 
     torch.set_num_threads(1)
+    for name in preload:
+        importlib.import_module(name)
+    connection.send_bytes(b"ready")
     with open(stacks, "w") as stream:
         faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
         while True:

@@ -1,0 +1,228 @@
+"""Training state on disk: complete or not there at all, and the same on any number of ranks."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_backend.contracts import CheckpointError, OptimizerConfig
+from rl_backend.runtime.native import NativeRuntime
+from tests.support.models import write_tiny_qwen3
+from tests.support.native import assert_equal_tensors, make_config, open_runtime, optimizer_state, train, weights
+from tests.support.rank_pool import RankPool
+
+OPTIMIZER = OptimizerConfig(lr=1e-3, lr_warmup_steps=3, lr_decay_style="cosine", total_training_steps=20)
+
+
+def save_job(model: str, path: str, asynchronous: bool) -> tuple[dict[str, Tensor], list[tuple[float, float]]]:
+    """State when saved, and the curve of two more steps, which an asynchronous save must not notice."""
+    with open_runtime(model, optimizer=OPTIMIZER) as runtime:
+        handle = runtime.build_model()
+        train(runtime, handle, 2)
+        state = {**weights(handle), **optimizer_state(handle)}
+        runtime.save_checkpoint(handle, path, asynchronous=asynchronous)
+        curve = train(runtime, handle, 3, first_seed=2)
+        runtime.wait_for_checkpoint(handle)
+    return state, curve
+
+
+def load_job(model: str, path: str) -> tuple[dict[str, Tensor], list[tuple[float, float]], int]:
+    with open_runtime(model, optimizer=OPTIMIZER, seed=7) as runtime:
+        handle = runtime.build_model()
+        train(runtime, handle, 1, first_seed=9)
+        runtime.load_checkpoint(handle, path)
+        state = {**weights(handle), **optimizer_state(handle)}
+        version = handle.weight_version
+        curve = train(runtime, handle, 3, first_seed=2)
+    return state, curve, version
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["now", "in the background"])
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(1, 2), (2, 1), (2, 2), (2, 4), (4, 2)])
+def test_training_goes_on_exactly_where_it_was_on_any_number_of_ranks(
+    ranks: RankPool, tmp_path: Path, saved_by: int, loaded_by: int, asynchronous: bool
+) -> None:
+    model, path = str(write_tiny_qwen3(tmp_path / "model", vocab_size=129)), str(tmp_path / "step-2")
+    saved, curve = ranks.run(save_job, model, path, asynchronous, world_size=saved_by)[0]
+    results = ranks.run(load_job, model, path, world_size=loaded_by)
+    for state, continued, version in results:
+        assert_equal_tensors(state, saved)
+        assert version == 2
+        if saved_by == loaded_by:
+            assert continued == curve
+        else:
+            torch.testing.assert_close(torch.tensor(continued), torch.tensor(curve), rtol=1e-4, atol=0)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["model", "step-2"]
+
+
+def reference_job(model: str, path: str) -> tuple[dict[str, Tensor], int]:
+    with open_runtime(model, param_dtype="bfloat16") as runtime:
+        reference = runtime.build_model(forward_only=True)
+        runtime.load_checkpoint(reference, path)
+        return weights(reference), reference.weight_version
+
+
+def test_a_forward_only_handle_takes_the_weights_in_its_own_dtype(
+    ranks: RankPool, untied_model: Path, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "step-2")
+    saved, _ = ranks.run(save_job, str(untied_model), path, False)[0]
+    for held, version in ranks.run(reference_job, str(untied_model), path, world_size=4):
+        assert version == 2
+        assert_equal_tensors(held, {name: saved[name].to(torch.bfloat16) for name in held})
+
+
+def random_numbers_job(model: str, path: str, load: bool) -> Tensor:
+    with open_runtime(model, seed=int(load)) as runtime:
+        handle = runtime.build_model()
+        if load:
+            runtime.load_checkpoint(handle, path)
+        else:
+            torch.rand(3)
+            runtime.save_checkpoint(handle, path)
+        return torch.rand(4)
+
+
+def test_random_state_is_each_ranks_own_and_is_restored(ranks: RankPool, tied_model: Path, tmp_path: Path) -> None:
+    path = str(tmp_path / "saved")
+    before = ranks.run(random_numbers_job, str(tied_model), path, False)
+    after = ranks.run(random_numbers_job, str(tied_model), path, True)
+    assert not torch.equal(before[0], before[1])
+    assert all(torch.equal(first, second) for first, second in zip(before, after, strict=True))
+
+
+def refused_load_job(model: str, path: str) -> str:
+    with open_runtime(model) as runtime:
+        handle = runtime.build_model()
+        held = weights(handle)
+        with pytest.raises(CheckpointError) as caught:
+            runtime.load_checkpoint(handle, path)
+        assert_equal_tensors(weights(handle), held)
+        train(runtime, handle, 1)
+    return str(caught.value)
+
+
+def remove_file(checkpoint: Path) -> str:
+    (checkpoint / "__1_0.distcp").unlink()
+    return "__1_0.distcp is missing"
+
+
+def cut_file(checkpoint: Path) -> str:
+    file = checkpoint / "__1_0.distcp"
+    file.write_bytes(file.read_bytes()[:-10])
+    return "is damaged: __1_0.distcp has"
+
+
+def remove_manifest(checkpoint: Path) -> str:
+    (checkpoint / "manifest.json").unlink()
+    return "has no manifest.json"
+
+
+def spoil_manifest(checkpoint: Path) -> str:
+    (checkpoint / "manifest.json").write_text('{"format": 2}')
+    return "cannot be read"
+
+
+@pytest.mark.parametrize("damage", [remove_file, cut_file, remove_manifest, spoil_manifest])
+def test_an_incomplete_checkpoint_is_refused_on_every_rank_before_anything_changes(
+    ranks: RankPool, tied_model: Path, tmp_path: Path, damage: Any
+) -> None:
+    path = tmp_path / "saved"
+    ranks.run(save_job, str(tied_model), str(path), False)
+    reason = damage(path)
+    for message in ranks.run(refused_load_job, str(tied_model), str(path)):
+        assert reason in message
+
+
+def test_another_models_checkpoint_is_refused_by_name(
+    ranks: RankPool, tied_model: Path, untied_model: Path, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "saved")
+    ranks.run(save_job, str(tied_model), path, False)
+    for message in ranks.run(refused_load_job, str(untied_model), path):
+        assert "another model: lm_head.weight" in message
+        assert str(tied_model) in message
+
+
+def refused_save_job(model: str, paths: list[str], settings: Mapping[str, Any]) -> list[str]:
+    messages = []
+    with open_runtime(model) as runtime:
+        handle = runtime.build_model()
+        for path in paths:
+            with pytest.raises(CheckpointError) as caught:
+                runtime.save_checkpoint(handle, path, **settings)
+            messages.append(str(caught.value))
+        train(runtime, handle, 1)
+    return messages
+
+
+@pytest.mark.parametrize("settings", [{}, {"asynchronous": True}, {"hf": True}], ids=str)
+def test_a_path_that_exists_or_cannot_be_made_is_refused_on_every_rank(
+    ranks: RankPool, tied_model: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    paths = [str(tmp_path / "folder"), str(tmp_path / "file"), str(tmp_path / "file" / "saved")]
+    for messages in ranks.run(refused_save_job, str(tied_model), paths, settings):
+        assert all("exists" in message for message in messages[:2])
+        assert "cannot make" in messages[2]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "folder"]
+
+
+@contextmanager
+def full_disk(enabled: bool) -> Iterator[None]:
+    """Files of this process cannot grow beyond 4 kB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if enabled:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def full_disk_job(model: str, parent: str, heard_by: str) -> str:
+    """The error of a save that rank 1 cannot write, heard by the call that is named; afterwards saving works again."""
+    path, good = Path(parent, "saved"), Path(parent, "good")
+    runtime = NativeRuntime(make_config(model))
+    handle = runtime.build_model()
+    runtime.save_checkpoint(handle, good)
+    with full_disk(dist.get_rank() == 1):
+        if heard_by == "itself":
+            with pytest.raises(CheckpointError) as caught:
+                runtime.save_checkpoint(handle, path)
+        else:
+            runtime.save_checkpoint(handle, path, asynchronous=True)
+            with pytest.raises(CheckpointError) as caught:
+                match heard_by:
+                    case "wait_for_checkpoint":
+                        runtime.wait_for_checkpoint(handle)
+                    case "save_checkpoint":
+                        runtime.save_checkpoint(handle, Path(parent, "next"))
+                    case "load_checkpoint":
+                        runtime.load_checkpoint(handle, good)
+                    case _:
+                        runtime.close()
+    if heard_by != "close":
+        runtime.load_checkpoint(handle, good)
+        runtime.save_checkpoint(handle, path, asynchronous=True)
+    runtime.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("heard_by", ["itself", "wait_for_checkpoint", "save_checkpoint", "load_checkpoint", "close"])
+def test_a_rank_that_cannot_write_fails_the_save_on_every_rank_and_nothing_is_left(
+    ranks: RankPool, tied_model: Path, tmp_path: Path, heard_by: str
+) -> None:
+    for message in ranks.run(full_disk_job, str(tied_model), str(tmp_path), heard_by):
+        assert "saved could not be written: rank 1" in message
+    left = sorted(entry.name for entry in tmp_path.iterdir())
+    assert left == (["good"] if heard_by == "close" else ["good", "saved"])
