@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -18,10 +18,10 @@ from pydantic import Field, model_validator
 
 from actors import Loss, RolloutConfig, RolloutGroup, Sample, SamplingConfig, TrainGroup, WeightSync, sample_seeds
 from adapters.verl.reward import RewardFunction, load_reward_function, score_value
-from examples.common.cluster import cores_each, has_gpus, ray_session
+from examples.common.cluster import cores_each, gpus_per_process, ray_session, resolve_dtype
 from examples.common.command_line import parse_config, run_command
 from examples.common.prompts import Prompt, endless_batches, load_prompts, load_tokenizer
-from examples.common.run_folder import RunFolder
+from examples.common.run_folder import RunFolder, require_new_run
 from rl_backend import OptimizerConfig, RuntimeConfig, TokenSequence
 from rl_backend.algorithm import grpo_advantages
 from rl_backend.contracts import BaseConfig, ConfigError, merge_metrics
@@ -48,7 +48,7 @@ class GRPOConfig(BaseConfig):
     weight_decay: float = Field(default=0.01, ge=0, description="AdamW weight decay")
     clip_ratio: float = Field(default=0.2, gt=0, lt=1, description="clipping range of the policy ratio")
     kl_coef: float = Field(default=0.0, ge=0, description="weight of the KL to the initial policy; 0 builds no reference")
-    tis_cap: float | None = Field(default=None, description="cap of importance weights against rollout mismatch; none: off")
+    tis_cap: float | None = Field(default=None, gt=0, description="cap of importance weights for rollout mismatch")
     backend: str = Field(default="native", description="registered runtime that trains")
     ranks: int = Field(default=1, ge=1, description="training ranks (data parallel)")
     engines: int = Field(default=1, ge=1, description="vLLM engines")
@@ -85,9 +85,10 @@ class GRPOResult:
     seconds: float
 
 
-def train(config: GRPOConfig) -> GRPOResult:
-    """Runs GRPO and leaves the trained model in ``run_dir/model``."""
+def train(config: GRPOConfig, on_step: Callable[[int, dict[str, float]], None] | None = None) -> GRPOResult:
+    """Runs GRPO and leaves the trained model in ``run_dir/model``; ``on_step`` sees each step's number and metrics."""
     started = time.perf_counter()
+    require_new_run(config.run_dir)
     tokenizer = load_tokenizer(config.model)
     reward = load_reward_function(config.reward)
     prompts = load_prompts(config.dataset, tokenizer, config.max_prompt_tokens)
@@ -96,17 +97,15 @@ def train(config: GRPOConfig) -> GRPOResult:
     train_cores, engine_cores = cores_each(config.ranks), cores_each(config.engines)
 
     with (
-        RunFolder(config.run_dir, config) as folder,
         ray_session(config.ranks * train_cores + config.engines * engine_cores),
-        TrainGroup(
-            runtime_config(config), num_ranks=config.ranks, cores_per_rank=train_cores, gpus_per_rank=int(has_gpus())
-        ) as trainer,
+        TrainGroup(runtime_config(config), config.ranks, train_cores, gpus_per_process()) as trainer,
         RolloutGroup(rollout_config(config)) as rollout,
+        RunFolder(config.run_dir, config) as folder,
     ):
         policy = trainer.build_model(name="policy")
         reference = trainer.build_model(forward_only=True, name="reference") if config.kl_coef else None
-        sync = WeightSync(trainer, policy, rollout)
-        sync.push()
+        sync = WeightSync(trainer, rollout, policy)
+        transport = sync.push().transport
         sampling = SamplingConfig(
             n=config.samples_per_prompt,
             temperature=config.temperature,
@@ -129,7 +128,7 @@ def train(config: GRPOConfig) -> GRPOResult:
             return statistics.fmean(score(samples, held_out, tokenizer, reward))
 
         accuracy_before = accuracy()
-        print_start(config, prompts, held_out, sync, accuracy_before)
+        print_start(config, prompts, held_out, transport, accuracy_before)
         max_gap = 0.0
 
         for step in range(1, config.steps + 1):
@@ -189,6 +188,8 @@ def train(config: GRPOConfig) -> GRPOResult:
             folder.log(step, metrics | clock.seconds | {"weight_version": trainer.weight_version(policy)})
             folder.log_samples(step, describe(samples, asked, rewards, tokenizer))
             print_step(config, step, metrics, clock)
+            if on_step:
+                on_step(step, metrics)
 
         result = GRPOResult(accuracy_before, accuracy(), max_gap, time.perf_counter() - started)
         trainer.save_checkpoint(policy, folder.path / "model", hf=True)
@@ -210,7 +211,7 @@ def runtime_config(config: GRPOConfig) -> RuntimeConfig:
         hf_path=config.model,
         seed=config.seed,
         max_tokens_per_micro_batch=config.max_tokens_per_micro_batch,
-        backend_cfg={"optimizer": optimizer, "param_dtype": resolved_dtype(config.dtype)},
+        backend_cfg={"optimizer": optimizer, "param_dtype": resolve_dtype(config.dtype)},
     )
 
 
@@ -218,17 +219,11 @@ def rollout_config(config: GRPOConfig) -> RolloutConfig:
     return RolloutConfig(
         model_path=config.model,
         num_engines=config.engines,
-        dtype=resolved_dtype(config.dtype),
+        dtype=resolve_dtype(config.dtype),
         max_model_len=config.max_prompt_tokens + config.max_response_tokens,
         seed=config.seed,
         require_push=True,
     )
-
-
-def resolved_dtype(dtype: Literal["auto", "float32", "bfloat16"]) -> Literal["float32", "bfloat16"]:
-    if dtype == "auto":
-        return "bfloat16" if has_gpus() else "float32"
-    return dtype
 
 
 def score(samples: Sequence[Sample], prompts: Sequence[Prompt], tokenizer: Any, reward: RewardFunction) -> list[float]:
@@ -282,11 +277,11 @@ class Clock:
 
 
 def print_start(
-    config: GRPOConfig, prompts: Sequence[Prompt], held_out: Sequence[Prompt], sync: WeightSync, accuracy: float | None
+    config: GRPOConfig, prompts: Sequence[Prompt], held_out: Sequence[Prompt], transport: str, accuracy: float | None
 ) -> None:
     print(
         f"GRPO: {len(prompts)} prompts, {config.prompts_per_step} x {config.samples_per_prompt} responses a step, "
-        f"{config.ranks} training rank(s), {config.engines} vLLM engine(s), weights by {sync.transport}"
+        f"{config.ranks} training rank(s), {config.engines} vLLM engine(s), weights by {transport}"
     )
     if accuracy is not None:
         print(f"held-out accuracy before: {accuracy:.3f} ({len(held_out)} prompts, greedy)")

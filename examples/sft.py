@@ -17,10 +17,10 @@ from typing import Any, Literal
 from pydantic import Field
 
 from actors import HandleRef, Loss, TrainGroup
-from examples.common.cluster import cores_each, has_gpus, ray_session
+from examples.common.cluster import cores_each, gpus_per_process, ray_session, resolve_dtype
 from examples.common.command_line import parse_config, run_command
 from examples.common.prompts import endless_batches, load_prompts, load_tokenizer
-from examples.common.run_folder import RunFolder
+from examples.common.run_folder import RunFolder, require_new_run
 from rl_backend import OptimizerConfig, RuntimeConfig, TokenSequence
 from rl_backend.contracts import BaseConfig, BatchError
 
@@ -52,17 +52,16 @@ class SFTConfig(BaseConfig):
 
 def train(config: SFTConfig) -> Path:
     """Runs SFT; returns the Hugging Face directory of the trained model, ``run_dir/model``."""
+    require_new_run(config.run_dir)
     tokenizer = load_tokenizer(config.model)
     sequences = load_sequences(config.dataset, tokenizer, config.max_prompt_tokens)
     held_out = load_sequences(config.eval_dataset, tokenizer, config.max_prompt_tokens) if config.eval_dataset else []
     batches = endless_batches(sequences, config.batch_size, config.seed)
     cores = cores_each(config.ranks)
     with (
-        RunFolder(config.run_dir, config) as folder,
         ray_session(config.ranks * cores),
-        TrainGroup(
-            runtime_config(config), num_ranks=config.ranks, cores_per_rank=cores, gpus_per_rank=int(has_gpus())
-        ) as trainer,
+        TrainGroup(runtime_config(config), config.ranks, cores, gpus_per_process()) as trainer,
+        RunFolder(config.run_dir, config) as folder,
     ):
         model = trainer.build_model(name="sft")
         loss = Loss("rl_backend.algorithm:sft_loss")
@@ -112,7 +111,6 @@ def answer_probability(trainer: TrainGroup, model: HandleRef, sequences: Sequenc
 
 
 def runtime_config(config: SFTConfig) -> RuntimeConfig:
-    dtype = ("bfloat16" if has_gpus() else "float32") if config.dtype == "auto" else config.dtype
     optimizer = OptimizerConfig(
         lr=config.lr,
         lr_warmup_steps=config.lr_warmup_steps,
@@ -125,7 +123,7 @@ def runtime_config(config: SFTConfig) -> RuntimeConfig:
         hf_path=config.model,
         seed=config.seed,
         max_tokens_per_micro_batch=config.max_tokens_per_micro_batch,
-        backend_cfg={"optimizer": optimizer, "param_dtype": dtype},
+        backend_cfg={"optimizer": optimizer, "param_dtype": resolve_dtype(config.dtype)},
     )
 
 

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import ray
 import torch
@@ -48,8 +49,13 @@ def ray_session(cpus: int) -> Iterator[None]:
         ray.shutdown()
 
 
-def has_gpus() -> bool:
-    """Whether the cluster has GPUs, or, before one is connected, this machine."""
-    if ray.is_initialized():
-        return ray.cluster_resources().get("GPU", 0) > 0
-    return torch.cuda.is_available()
+def gpus_per_process() -> Literal[0, 1]:
+    """1 when the connected cluster has GPUs."""
+    return 1 if ray.cluster_resources().get("GPU", 0) > 0 else 0
+
+
+def resolve_dtype(dtype: Literal["auto", "float32", "bfloat16"]) -> Literal["float32", "bfloat16"]:
+    """``auto`` is bfloat16 on a cluster with GPUs, else float32."""
+    if dtype == "auto":
+        return "bfloat16" if gpus_per_process() else "float32"
+    return dtype

@@ -13,18 +13,23 @@ from torch.utils.tensorboard import SummaryWriter
 from rl_backend.contracts import BaseConfig, ConfigError
 
 
+def require_new_run(path: Path | str) -> None:
+    """Raises :class:`ConfigError` when ``path`` holds a run already."""
+    if (Path(path) / "metrics.jsonl").exists():
+        raise ConfigError.of("run_dir", str(path), "holds another run; choose a new directory or remove it")
+
+
 class RunFolder:
     """``config.json``, ``metrics.jsonl``, ``samples.jsonl``, ``summary.json`` and TensorBoard events in one directory.
 
     Args:
-        path: must not hold another run's metrics.
+        path: see :func:`require_new_run`.
         config: written first.
     """
 
     def __init__(self, path: Path | str, config: BaseConfig) -> None:
+        require_new_run(path)
         self.path = Path(path)
-        if (self.path / "metrics.jsonl").exists():
-            raise ConfigError.of("run_dir", str(path), "holds another run; choose a new directory or remove it")
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
         self._metrics = (self.path / "metrics.jsonl").open("w", buffering=1)

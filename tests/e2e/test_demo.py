@@ -1,0 +1,128 @@
+"""The demo's own functions, with fewer steps: the whole loop with Ray, vLLM and the native runtime."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from examples import grpo
+from examples.demo.__main__ import DemoConfig, reinforce, warm_start
+from examples.demo.task import write_task
+from rl_backend.contracts import ConfigError, RegistryError
+
+STEPS = 40
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo") / "task"
+    write_task(folder, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def warm_model(task: Path, ray_cluster: None) -> Path:
+    return warm_start(DemoConfig(), task, task.parent)
+
+
+@pytest.fixture(scope="session")
+def learned(task: Path, warm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[grpo.GRPOResult, Path]:
+    folder = tmp_path_factory.mktemp("learned")
+    return reinforce(DemoConfig(steps=STEPS), task, warm_model, folder), folder / "grpo"
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_grpo_learns_the_task_and_trainer_and_engine_agree(learned: tuple[grpo.GRPOResult, Path]) -> None:
+    result, _ = learned
+    assert result.accuracy_before is not None
+    assert result.accuracy_after is not None
+    assert 0.2 <= result.accuracy_before <= 0.6
+    assert result.accuracy_after >= result.accuracy_before + 0.15
+    assert result.max_log_prob_gap <= 1e-5
+
+
+def test_a_run_leaves_a_folder_that_a_program_can_read(learned: tuple[grpo.GRPOResult, Path]) -> None:
+    result, folder = learned
+    metrics, samples = lines(folder / "metrics.jsonl"), lines(folder / "samples.jsonl")
+    assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
+    assert [line["weight_version"] for line in metrics] == list(range(1, STEPS + 1))
+    assert len(samples) == STEPS * 32 * 8
+    assert {sample["weight_version"] for sample in samples if sample["step"] == 3} == {2}
+    assert all(sample["reward"] == float(sample["response"] == sample["ground_truth"] + "<end>") for sample in samples)
+    assert json.loads((folder / "summary.json").read_text())["accuracy_after"] == result.accuracy_after
+    assert json.loads((folder / "config.json").read_text())["steps"] == STEPS
+    assert list((folder / "tensorboard").glob("events*"))
+
+
+def test_the_trained_model_is_a_hugging_face_directory(learned: tuple[grpo.GRPOResult, Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(learned[1] / "model")
+    assert model.config.model_type == "qwen3"
+
+
+def test_shuffled_rewards_teach_nothing(task: Path, warm_model: Path, tmp_path: Path) -> None:
+    result = reinforce(DemoConfig(steps=STEPS, shuffle_rewards=True), task, warm_model, tmp_path)
+    assert result.accuracy_before is not None
+    assert result.accuracy_after is not None
+    assert result.accuracy_after <= result.accuracy_before + 0.05
+
+
+def test_two_ranks_and_two_engines_learn_the_task(task: Path, warm_model: Path, tmp_path: Path) -> None:
+    result = reinforce(DemoConfig(steps=STEPS, ranks=2, engines=2), task, warm_model, tmp_path)
+    assert result.accuracy_before is not None
+    assert result.accuracy_after is not None
+    assert result.accuracy_after >= result.accuracy_before + 0.15
+    assert result.max_log_prob_gap <= 1e-5
+
+
+def test_one_seed_gives_the_same_rewards_twice(
+    learned: tuple[grpo.GRPOResult, Path], task: Path, warm_model: Path, tmp_path: Path
+) -> None:
+    steps = 6
+    first = lines(learned[1] / "metrics.jsonl")[:steps]
+    settings = json.loads((learned[1] / "config.json").read_text())
+    # The schedule depends on the number of steps, so the same run is stopped early.
+    config = grpo.GRPOConfig(**{**settings, "run_dir": str(tmp_path / "again")})
+    with pytest.raises(StopEarlyError):
+        grpo.train(config, on_step=stop_after(steps))
+    again = lines(tmp_path / "again" / "metrics.jsonl")
+    assert [line["reward"] for line in again] == [line["reward"] for line in first]
+    assert [line["grad_norm"] for line in again] == [line["grad_norm"] for line in first]
+
+
+class StopEarlyError(Exception):
+    """Ends a run from its callback."""
+
+
+def stop_after(steps: int) -> Any:
+    def on_step(step: int, metrics: dict[str, float]) -> None:
+        if step == steps:
+            raise StopEarlyError
+
+    return on_step
+
+
+def test_bad_options_are_refused_before_anything_starts(task: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "model": str(task / "model"),
+        "dataset": str(task / "train.jsonl"),
+        "reward": "examples.demo.task:compute_score",
+        "run_dir": str(tmp_path / "run"),
+    }
+    with pytest.raises(ConfigError, match="updates_per_step=5: must divide prompts_per_step=32"):
+        grpo.GRPOConfig(**settings, updates_per_step=5)
+    with pytest.raises(ConfigError, match="unknown field"):
+        grpo.GRPOConfig(**settings, learning_rate=1.0)
+    with pytest.raises(RegistryError, match="unknown runtime 'nowhere'"):
+        grpo.train(grpo.GRPOConfig(**settings, backend="nowhere"))
+    with pytest.raises(ConfigError, match="no such file"):
+        grpo.train(grpo.GRPOConfig(**{**settings, "dataset": "missing.jsonl"}))
+    with pytest.raises(ConfigError, match="tokenizer"):
+        grpo.train(grpo.GRPOConfig(**{**settings, "model": str(tmp_path)}))
+    assert not (tmp_path / "run").exists()
