@@ -1,0 +1,98 @@
+"""Pushes of weights into vLLM on CUDA, over every transport; skipped by name without Ray or the GPU build of vLLM."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from rl_backend.algorithm import sft_loss
+from rl_backend.contracts import OptimizerConfig, TokenSequence
+from rl_backend.data.packing import pack
+from tests.gpu.conftest import MakeRuntime
+from tests.support.sft_batches import random_token_sequences, sft_micro_batches
+
+if TYPE_CHECKING:
+    from actors.rollout_group import RolloutGroup
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [[5, 6, 7, 8], list(range(10, 60)), [3 + i % 120 for i in range(300)]]
+TEMPERATURE = 1.0
+
+
+@pytest.fixture(scope="module")
+def ray_on_gpus() -> Iterator[None]:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("ray is not installed")
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the GPU build of vllm is not installed")
+    import ray
+
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, configure_logging=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def engine(ray_on_gpus: None, untied_model: Path) -> Iterator[RolloutGroup]:
+    """One bfloat16 engine that takes a fifth of a GPU's memory, so that a trainer fits beside it."""
+    from actors import RolloutConfig, RolloutGroup
+
+    config = RolloutConfig(
+        model_path=str(untied_model), device="cuda", dtype="bfloat16", gpu_memory_utilization=0.2, max_model_len=512
+    )
+    with RolloutGroup(config) as group:
+        yield group
+
+
+@pytest.mark.parametrize(
+    "transport", ["shared_memory", "gloo", "cuda_ipc", pytest.param("nccl", marks=pytest.mark.gpu(count=2))]
+)
+def test_after_a_push_the_engine_samples_with_the_trainers_weights(
+    transport: str, engine: RolloutGroup, untied_model: Path, make_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from actors import SamplingConfig, WeightSync
+    from actors.weight_sync_source import WeightSource
+
+    if transport == "nccl":
+        # The engine has the first GPU; NCCL needs the trainer on another.
+        monkeypatch.setenv("LOCAL_RANK", "1")
+    runtime = make_runtime(untied_model, param_dtype="bfloat16", optimizer=OptimizerConfig(lr=1e-2))
+    handle = runtime.build_model()
+    sampling = SamplingConfig(max_new_tokens=8, temperature=TEMPERATURE)
+
+    def mean_gap() -> float:
+        samples = engine.generate(PROMPTS, sampling)
+        sequences = [TokenSequence.from_prompt_and_response(s.prompt_ids, s.response_ids) for s in samples]
+        batch = pack(sequences, {"temperature": TEMPERATURE})
+        outputs = runtime.forward_backward(handle, [batch], None, forward_only=True).output("log_probs")
+        gaps = [
+            (trainer[len(sample.prompt_ids) - 1 : -1].cpu() - torch.tensor(sample.log_probs)).abs()
+            for sample, trainer in zip(samples, outputs, strict=True)
+        ]
+        return float(torch.cat(gaps).mean())
+
+    source = WeightSource(lambda: runtime.export_weights(handle))
+    with WeightSync(source, engine, transport=transport) as sync:  # type: ignore[arg-type]
+        assert sync.push().transport == transport
+        fresh = mean_gap()
+        data = sft_micro_batches(random_token_sequences((40, 12, 65, 7), 128), size=2)
+        for _ in range(10):
+            runtime.zero_grad(handle)
+            runtime.forward_backward(handle, data, sft_loss)
+            assert runtime.optimizer_step(handle).ok
+        stale = mean_gap()
+        source.version = handle.weight_version
+        assert sync.push().version == 10
+        pushed = mean_gap()
+    assert fresh < 0.1
+    assert pushed < 0.1
+    assert pushed < 0.2 * stale
