@@ -1,0 +1,175 @@
+"""The optimizer on one rank: AdamW's own numbers, clipping, decay groups, skipped steps."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rl_backend.contracts import HandleError, OptimizerConfig, ParallelConfig
+from rl_backend.parallel.groups import ParallelGroups, close_groups, open_groups
+from rl_backend.runtime.native.optimizer import NativeOptimizer, is_decayed
+from tests.support.native import micro_batches, open_runtime, token_loss, weights
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[ParallelGroups]:
+    opened = open_groups(ParallelConfig(), torch.device("cpu"))
+    yield opened
+    close_groups(opened)
+
+
+def random_parameters(seed: int = 0) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"layer.weight": (7, 5), "layer.bias": (7,), "norm.weight": (5,), "expert.bias": (2, 3)}
+    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
+
+
+def set_gradients(parameters: dict[str, nn.Parameter], step: int, scale: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for parameter in parameters.values():
+        parameter.grad = scale * torch.randn(parameter.shape, generator=generator)
+
+
+@pytest.mark.parametrize("clip_grad", [0.0, 0.7])
+def test_steps_equal_torch_adamw_with_clipping(groups: ParallelGroups, clip_grad: float) -> None:
+    ours, theirs = random_parameters(), random_parameters()
+    config = OptimizerConfig(lr=0.05, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3, clip_grad=clip_grad)
+    optimizer = NativeOptimizer(config, ours, groups)
+    reference = torch.optim.AdamW(
+        [
+            {"params": [theirs["layer.weight"]], "weight_decay": 0.3},
+            {"params": [theirs[name] for name in ("layer.bias", "norm.weight", "expert.bias")], "weight_decay": 0.0},
+        ],
+        lr=0.05,
+        betas=(0.8, 0.9),
+        eps=1e-6,
+    )
+    for step in range(5):
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+        norm = torch.nn.utils.clip_grad_norm_(theirs.values(), clip_grad or math.inf)
+        reference.step()
+        result = optimizer.step("model")
+        assert result.ok
+        assert result.grad_norm == pytest.approx(norm.item(), rel=1e-6)
+        for name, parameter in ours.items():
+            torch.testing.assert_close(parameter, theirs[name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "decayed"),
+    [("q.weight", (4, 4), True), ("norm.weight", (4,), False), ("q.bias", (4,), False), ("experts.bias", (2, 4), False)],
+)
+def test_biases_and_vectors_are_not_decayed(name: str, shape: tuple[int, ...], decayed: bool) -> None:
+    assert is_decayed(name, torch.zeros(shape)) is decayed
+
+
+def test_schedules_reach_both_parameter_groups(groups: ParallelGroups) -> None:
+    config = OptimizerConfig(
+        lr=1.0,
+        lr_warmup_steps=4,
+        lr_decay_style="linear",
+        total_training_steps=10,
+        weight_decay=0.4,
+        weight_decay_start=0.0,
+        weight_decay_incr_style="linear",
+    )
+    optimizer = NativeOptimizer(config, random_parameters(), groups)
+    assert [group["lr"] for group in optimizer.adamw.param_groups] == [0.0, 0.0]
+    assert optimizer.schedule_step() == 0.25
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.adamw.param_groups] == [
+        (0.25, pytest.approx(0.04)),
+        (0.25, 0.0),
+    ]
+
+
+def test_large_finite_gradients_do_not_overflow_the_norm(groups: ParallelGroups) -> None:
+    parameters = random_parameters()
+    optimizer = NativeOptimizer(OptimizerConfig(), parameters, groups)
+    set_gradients(parameters, 0, scale=1e30)
+    result = optimizer.step("model")
+    assert result.ok
+    assert 1e30 < result.grad_norm < 1e32
+    assert all(bool(torch.isfinite(parameter).all()) for parameter in parameters.values())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_non_finite_gradient_changes_nothing_and_says_which(
+    groups: ParallelGroups, value: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    parameters = random_parameters()
+    optimizer = NativeOptimizer(OptimizerConfig(), parameters, groups)
+    set_gradients(parameters, 0)
+    assert optimizer.step("model").ok
+    before = {name: value.clone() for name, value in {**parameters, **optimizer.state_tensors()}.items()}
+    set_gradients(parameters, 1)
+    gradient = parameters["norm.weight"].grad
+    assert gradient is not None
+    gradient[2] = value
+    with caplog.at_level(logging.WARNING):
+        result = optimizer.step("policy")
+    assert not result.ok
+    assert not math.isfinite(result.grad_norm)
+    assert "'policy' skipped" in caplog.text
+    assert "norm.weight" in caplog.text
+    assert all(torch.equal(tensor, before[name]) for name, tensor in {**parameters, **optimizer.state_tensors()}.items())
+
+
+def test_zeros_are_counted_only_on_request(groups: ParallelGroups) -> None:
+    for wanted in (True, False):
+        parameters = random_parameters()
+        optimizer = NativeOptimizer(OptimizerConfig(log_num_zeros_in_grad=wanted), parameters, groups)
+        set_gradients(parameters, 0)
+        gradient = parameters["layer.weight"].grad
+        assert gradient is not None
+        gradient[2] = 0.0
+        assert optimizer.step("model").num_zeros == (5 if wanted else None)
+
+
+def test_a_step_without_gradients_is_refused(groups: ParallelGroups) -> None:
+    optimizer = NativeOptimizer(OptimizerConfig(), random_parameters(), groups)
+    with pytest.raises(HandleError, match="call forward_backward first"):
+        optimizer.step("model")
+
+
+def test_training_follows_transformers_with_torch_adamw(untied_model: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.Qwen3ForCausalLM.from_pretrained(
+        untied_model, dtype=torch.float32, attn_implementation="eager"
+    )
+    reference.train()
+    decayed = [parameter for parameter in reference.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in reference.parameters() if parameter.dim() == 1]
+    groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=1e-4)
+    split = [[0, 1, 2], [3], [4, 5, 6, 7]]
+    with open_runtime(untied_model, optimizer=OptimizerConfig(lr=1e-4, weight_decay=0.1)) as runtime:
+        handle = runtime.build_model()
+        for step in range(4):
+            data = micro_batches(split, seed=step)
+            runtime.zero_grad(handle)
+            loss = runtime.forward_backward(handle, data, token_loss).loss
+            norm = runtime.optimizer_step(handle).grad_norm
+            adamw.zero_grad()
+            expected: Tensor = torch.zeros(())
+            for batch in data:
+                for ids in batch.split(batch.input_ids):
+                    logits = reference(input_ids=ids[None]).logits[0, :-1]
+                    nll = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum")
+                    expected = expected + nll / batch.meta["batch_num_tokens"]
+            expected.backward()
+            expected_norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+            adamw.step()
+            assert loss == pytest.approx(expected.item(), rel=1e-5)
+            assert norm == pytest.approx(expected_norm.item(), rel=1e-5)
+        held = weights(handle)
+        for name, parameter in reference.named_parameters():
+            ours = held[{value: key for key, value in handle.weight_names.items()}[name]]
+            torch.testing.assert_close(ours, parameter.detach(), rtol=1e-4, atol=1e-5)
