@@ -48,6 +48,7 @@ def start_ranks(
             num_cpus=cores_per_rank,
             num_gpus=gpus_per_rank,
             scheduling_strategy=placed.scheduling_strategy(rank),
+            allow_out_of_order_execution=False,
             max_restarts=0,
             max_task_retries=0,
             runtime_env={"env_vars": _process_environment(cores_per_rank, gpus_per_rank)},

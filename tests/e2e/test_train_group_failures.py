@@ -1,0 +1,273 @@
+"""What ends a training group, how it says so, and what it gives back."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from typing import Any, Literal
+
+import pytest
+import ray
+import torch
+import torch.distributed as dist
+
+from actors import RankContext, TrainGroup
+from actors.train_outcome import RemoteTraceback
+from rl_backend.contracts import (
+    BatchError,
+    ConfigError,
+    GroupFailedError,
+    HandleError,
+    NativeConfig,
+    ParallelConfig,
+    RLBackendError,
+    RuntimeConfig,
+    UnsupportedError,
+)
+from tests.support.unigram_runtime import UnigramConfig
+
+UNIGRAM = RuntimeConfig(plugins=("tests.support.unigram_runtime",), backend="unigram", hf_path="unused")
+
+
+@pytest.fixture(autouse=True)
+def everything_is_given_back(ray_cluster: None) -> Any:
+    before = ray.available_resources()["CPU"]
+    yield
+    deadline = time.monotonic() + 10
+    while ray.available_resources()["CPU"] < before:
+        assert time.monotonic() < deadline, f"{ray.available_resources()} after {before} cores before"
+        time.sleep(0.1)
+
+
+def fail_on(context: RankContext, rank: int) -> None:
+    """One rank fails; its peers wait for it in a collective."""
+    if context.rank == rank:
+        raise BatchError("this rank has bad data", field="tokens")
+    dist.all_reduce(torch.ones(1))
+
+
+def wait_for_end(group: TrainGroup) -> None:
+    """No process of the group is left after a few seconds."""
+    deadline = time.monotonic() + 5
+    while any(os.path.exists(f"/proc/{info.pid}") for info in group.ranks):
+        assert time.monotonic() < deadline, f"{group.ranks} still run"
+        time.sleep(0.05)
+
+
+def sleep(context: RankContext, seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def test_a_rank_that_fails_alone_stops_its_peers_within_the_grace() -> None:
+    group = TrainGroup(UNIGRAM, num_ranks=2, name="lonely", failure_grace=1.0)
+    start = time.monotonic()
+    alone = r"'lonely': rank 1 failed .* ranks \[0\] gave no answer within 1 s"
+    with pytest.raises(GroupFailedError, match=alone) as ended:
+        group.run_on_ranks(fail_on, 1)
+    assert 1.0 <= time.monotonic() - start < 4.0
+    cause = ended.value.__cause__
+    assert isinstance(cause, BatchError)
+    assert cause.details["field"] == "tokens"
+    assert isinstance(cause.__cause__, RemoteTraceback)
+    assert "this rank has bad data" in ended.value.details["error"]
+    wait_for_end(group)
+    with pytest.raises(GroupFailedError, match="rank 1 failed"):
+        group.build_model()
+    with pytest.raises(GroupFailedError, match="rank 1 failed"):
+        group.take_over()
+    group.shutdown()
+
+
+def test_a_killed_rank_is_named_within_seconds_and_every_copy_learns_of_it() -> None:
+    group = TrainGroup(UNIGRAM, num_ranks=2, name="mortal")
+    copy: TrainGroup = pickle.loads(pickle.dumps(group))
+    future = group.submit_on_ranks(sleep, 60.0)
+    time.sleep(0.2)
+    os.kill(group.ranks[1].pid, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(
+        GroupFailedError, match=rf"rank 1 \(process {group.ranks[1].pid} .*died during operation 1"
+    ) as raised:
+        future.result()
+    assert time.monotonic() - start < 5.0
+    assert raised.value.details["ranks"] == [1]
+    wait_for_end(group)
+    with pytest.raises(GroupFailedError, match="died"):
+        future.result()
+    with pytest.raises(GroupFailedError, match="died between operations"):
+        copy.take_over()
+
+
+def test_a_rank_killed_in_a_collective_is_named_though_its_peer_noticed_first() -> None:
+    group = TrainGroup(UNIGRAM, num_ranks=2)
+
+    def wait_in_collective(context: RankContext) -> None:
+        if context.rank == 1:
+            time.sleep(60)
+        dist.all_reduce(torch.ones(1))
+
+    future = group.submit_on_ranks(wait_in_collective)
+    time.sleep(0.3)
+    os.kill(group.ranks[1].pid, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(GroupFailedError, match=r"rank 1 \(process"):
+        future.result()
+    assert time.monotonic() - start < 5.0
+
+
+def test_a_rank_killed_between_operations_is_named_by_the_next_one() -> None:
+    for rank in (0, 1):
+        group = TrainGroup(UNIGRAM, num_ranks=2)
+        os.kill(group.ranks[rank].pid, signal.SIGKILL)
+        time.sleep(0.5)
+        with pytest.raises(GroupFailedError, match=rf"rank {rank} \(process {group.ranks[rank].pid}"):
+            group.build_model()
+
+
+def test_errors_that_every_rank_answered_keep_the_group_and_arrive_as_what_they_are() -> None:
+    class NotPicklable(Exception):  # noqa: N818
+        def __init__(self, *, name: str) -> None:
+            super().__init__(name)
+
+    def raise_typed(context: RankContext) -> None:
+        raise HandleError("typed", rank_was=context.rank)
+
+    def raise_foreign(context: RankContext) -> None:
+        raise KeyError("foreign")
+
+    def raise_not_picklable(context: RankContext) -> None:
+        raise NotPicklable(name="keyword only")
+
+    def answer_not_picklable(context: RankContext) -> object:
+        return (number for number in range(3))
+
+    def fail_on_one_without_collective(context: RankContext) -> int:
+        if context.rank == 1:
+            raise UnsupportedError("only here")
+        return 0
+
+    with TrainGroup(UNIGRAM, num_ranks=2) as group:
+        with pytest.raises(HandleError, match=r"^typed$") as typed:
+            group.run_on_ranks(raise_typed)
+        assert type(typed.value) is HandleError
+        assert typed.value.details["rank_was"] == 0
+        assert typed.value.details["failed_ranks"] == [0, 1]
+        assert "raise_typed" in typed.value.details["remote_traceback"]
+        with pytest.raises(KeyError, match="foreign") as foreign:
+            group.run_on_ranks(raise_foreign)
+        assert type(foreign.value) is KeyError
+        assert "raise_foreign" in str(foreign.value.__cause__)
+        with pytest.raises(RLBackendError, match="NotPicklable: keyword only"):
+            group.run_on_ranks(raise_not_picklable)
+        with pytest.raises(TypeError, match="pickle"):
+            group.run_on_ranks(answer_not_picklable)
+        with pytest.raises(UnsupportedError, match="only here") as one:
+            group.run_on_ranks(fail_on_one_without_collective)
+        assert one.value.details["rank"] == 1
+        model = group.build_model()
+        assert group.weight_version(model) == 0
+
+
+def test_a_broken_collective_ends_the_group() -> None:
+    def break_collective(context: RankContext) -> None:
+        raise RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+
+    group = TrainGroup(UNIGRAM, num_ranks=1)
+    with pytest.raises(GroupFailedError, match=r"a collective of operation 1 .* failed on ranks \[0\].*Connection closed"):
+        group.run_on_ranks(break_collective)
+
+
+def test_a_runtime_that_cannot_start_says_why_and_frees_everything() -> None:
+    config = RuntimeConfig(hf_path="/nowhere", backend_cfg=NativeConfig(device="cpu"))
+    with pytest.raises(RLBackendError, match="/nowhere"), TrainGroup(config) as group:
+        group.build_model()
+
+
+def test_shutdown_frees_cores_and_names_and_may_be_repeated() -> None:
+    free = ray.available_resources()["CPU"]
+    group = TrainGroup(UNIGRAM, num_ranks=2, cores_per_rank=2, name="brief")
+    assert ray.available_resources()["CPU"] == free - 4
+    assert group.run_on_ranks(lambda context: (torch.get_num_threads(), os.environ["OMP_NUM_THREADS"])) == [(2, "2")] * 2
+    group.shutdown()
+    group.shutdown()
+    with pytest.raises(HandleError, match="'brief' was shut down"):
+        group.build_model()
+
+
+def test_shutdown_does_not_wait_for_ever_for_an_operation_in_flight() -> None:
+    group = TrainGroup(UNIGRAM)
+    group.submit_on_ranks(sleep, 60.0)
+    start = time.monotonic()
+    group.shutdown(timeout=0.5)
+    assert time.monotonic() - start < 5.0
+
+
+def test_a_group_that_nobody_refers_to_gives_its_cores_back() -> None:
+    free = ray.available_resources()["CPU"]
+    group = TrainGroup(UNIGRAM)
+    assert ray.available_resources()["CPU"] == free - 1
+    del group
+
+
+def test_more_cores_or_gpus_than_the_cluster_has_are_refused_within_seconds() -> None:
+    start = time.monotonic()
+    with pytest.raises(UnsupportedError, match=r"asks for 100 ranks with 1 CPU .*together 100 CPU .* of 8 CPU") as raised:
+        TrainGroup(UNIGRAM, num_ranks=100, placement_timeout=1.0)
+    assert raised.value.details["asked"] == {"CPU": 100}
+    assert raised.value.details["total"]["CPU"] == 8
+    with pytest.raises(UnsupportedError, match=r"together 1 CPU and 1 GPU.* 0 GPU"):
+        TrainGroup(UNIGRAM, gpus_per_rank=1, placement_timeout=1.0)
+    assert time.monotonic() - start < 10.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_ranks": 0}, "num_ranks=0: must be at least 1"),
+        ({"cores_per_rank": 0}, "cores_per_rank=0: must be at least 1"),
+        ({"gpus_per_rank": 2}, "gpus_per_rank=2"),
+        ({"placement": "nearby"}, "placement='nearby': expected 'pack' or 'spread'"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused_by_name(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainGroup(UNIGRAM, **arguments)
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("cuda", 0), ("cpu", 1)])
+def test_a_device_that_the_ranks_do_not_have_is_refused(device: Literal["cuda", "cpu"], gpus: Literal[0, 1]) -> None:
+    config = RuntimeConfig(hf_path="unused", backend_cfg=NativeConfig(device=device))
+    with pytest.raises(ConfigError, match=f"gpus_per_rank={gpus}.*device='{device}'"):
+        TrainGroup(config, gpus_per_rank=gpus)
+
+
+def test_a_layout_that_the_ranks_do_not_fill_is_refused_before_anything_starts() -> None:
+    config = UNIGRAM.replace(backend_cfg=UnigramConfig(parallel=ParallelConfig(tp=2)))
+    with pytest.raises(ConfigError, match="world size 3 is not a multiple of tp"):
+        TrainGroup(config, num_ranks=3)
+
+
+def test_without_ray_the_error_says_to_initialise_it() -> None:
+    program = """
+from actors import TrainGroup
+from rl_backend.contracts import ConfigError, RuntimeConfig
+try:
+    TrainGroup(RuntimeConfig(hf_path="unused"))
+except ConfigError as error:
+    print(error)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert "call ray.init(...) first" in ran.stdout, ran.stderr
+
+
+def test_importing_the_package_imports_neither_ray_nor_vllm() -> None:
+    program = "import sys, actors; print('ray' in sys.modules, 'vllm' in sys.modules, 'torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout.split() == ["False", "False", "False"]
+    program = "import sys; from actors import TrainGroup, Loss; print('vllm' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout.split() == ["False"]
