@@ -1,0 +1,69 @@
+"""The native Qwen3 and transformers' on one directory, and both run on the same sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3ForCausalLM
+
+from rl_backend.checkpoint.hf_reader import load_weights, read_hf_config
+from rl_backend.contracts import ModelOutput, PackedBatch
+from rl_backend.model import ModelInput, find_model
+
+
+def load_native(path: Path, chunk_tokens: int = 16) -> nn.Module:
+    """Built on the meta device and loaded, as the runtime does it."""
+    config = read_hf_config(path)
+    family = find_model("auto", config)
+    architecture = family.parse_config(config)
+    with torch.device("meta"):
+        model = family.build(architecture, family.options_type(), chunk_tokens)
+    model.to_empty(device="cpu")
+    load_weights(path, dict(model.named_parameters()), family.weight_names(architecture))
+    return model
+
+
+def load_transformers(path: Path) -> Qwen3ForCausalLM:
+    return Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def random_sequences(lengths: Sequence[int], vocab_size: int = 128, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocab_size, (length,), generator=generator) for length in lengths]
+
+
+def pack(sequences: Sequence[Tensor]) -> PackedBatch:
+    return PackedBatch(torch.cat(list(sequences)), torch.tensor([len(sequence) for sequence in sequences]))
+
+
+def run_native(
+    model: nn.Module, sequences: Sequence[Tensor], temperature: float | Tensor = 1.0, calculate_entropy: bool = True
+) -> ModelOutput:
+    """One packed forward pass over all sequences."""
+    batch = pack(sequences)
+    output: ModelOutput = model(
+        ModelInput(
+            batch.input_ids,
+            batch.position_ids,
+            batch.cu_seqlens,
+            tuple(batch.seq_lens.tolist()),
+            batch.labels,
+            temperature,
+            calculate_entropy,
+        )
+    )
+    return output
+
+
+def run_transformers(model: nn.Module, sequences: Sequence[Tensor], temperature: float = 1.0) -> ModelOutput:
+    """One forward pass for each sequence, and a full softmax; packed as the native output is."""
+    log_probs, entropies = [], []
+    for sequence in sequences:
+        distribution = (model(sequence[None]).logits[0] / temperature).log_softmax(-1)
+        last = torch.zeros(1)
+        log_probs += [distribution[:-1].gather(1, sequence[1:, None]).squeeze(1), last]
+        entropies += [-(distribution.exp() * distribution).sum(-1)[:-1], last]
+    return ModelOutput(log_probs=torch.cat(log_probs), entropy=torch.cat(entropies))

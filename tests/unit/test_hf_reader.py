@@ -1,0 +1,245 @@
+"""Reading Hugging Face directories: refusals before anything is loaded, and bounded memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from rl_backend.checkpoint.hf_reader import WEIGHTS_INDEX, HFReader, load_weights, read_hf_config
+from rl_backend.contracts import CheckpointError
+from rl_backend.model import QWEN3
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def model_dir(untied_model: Path, tmp_path: Path) -> Path:
+    """A copy to break, in several files with an index."""
+    return shutil.copytree(untied_model, tmp_path / "model")
+
+
+def load(path: Path) -> dict[str, nn.Parameter]:
+    """Loads into parameters that hold a value no weight has, and checks that a refusal left them alone."""
+    architecture = QWEN3.parse_config(read_hf_config(path))
+    model = QWEN3.build(architecture, QWEN3.options_type(), 16)
+    parameters = dict(model.named_parameters())
+    for parameter in parameters.values():
+        nn.init.constant_(parameter, 777.0)
+    try:
+        load_weights(path, parameters, QWEN3.weight_names(architecture))
+    except CheckpointError:
+        assert all(bool((parameter == 777.0).all()) for parameter in parameters.values())
+        raise
+    return parameters
+
+
+def merge_files(path: Path) -> dict[str, torch.Tensor]:
+    """Replaces the sharded files by what is returned, still to be written."""
+    tensors = {}
+    for file in sorted(path.glob("*.safetensors")):
+        tensors.update(load_file(file))
+        file.unlink()
+    (path / WEIGHTS_INDEX).unlink()
+    return tensors
+
+
+def test_the_fixture_has_several_files_and_an_index(model_dir: Path) -> None:
+    assert len(list(model_dir.glob("*.safetensors"))) > 1 and (model_dir / WEIGHTS_INDEX).is_file()
+
+
+def test_infos_and_rows_are_those_of_the_files(model_dir: Path) -> None:
+    reader = HFReader(model_dir)
+    tensors = merge_files(shutil.copytree(model_dir, model_dir.parent / "merged"))
+    assert reader.config["model_type"] == "qwen3"
+    assert reader.infos == {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}
+    assert torch.equal(reader.read_rows(NAME, 5, 9), tensors[NAME][5:9])
+    assert torch.equal(reader.read(NAME, (slice(2, 4), slice(1, 7))), tensors[NAME][2:4, 1:7])
+    assert torch.equal(reader.read(NAME), tensors[NAME])
+
+
+@pytest.mark.parametrize("files", [["model.safetensors"], ["a.safetensors", "b.safetensors"]])
+def test_one_file_and_several_without_an_index_load_the_same(model_dir: Path, files: list[str]) -> None:
+    expected = load(model_dir)
+    tensors = merge_files(model_dir)
+    names = sorted(tensors)
+    for index, file in enumerate(files):
+        save_file({name: tensors[name] for name in names[index :: len(files)]}, model_dir / file)
+    for name, parameter in load(model_dir).items():
+        assert torch.equal(parameter, expected[name])
+
+
+def test_stored_bfloat16_is_converted_to_the_parameters_dtype(model_dir: Path) -> None:
+    tensors = {name: value.bfloat16() for name, value in merge_files(model_dir).items()}
+    save_file(tensors, model_dir / "model.safetensors")
+    parameters = load(model_dir)
+    assert parameters["layers.0.mlp.up_proj.weight"].dtype == torch.float32
+    assert torch.equal(parameters["layers.0.mlp.up_proj.weight"], tensors[NAME].float())
+
+
+def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"'Qwen/Qwen3-0.6B' is not a directory; download"):
+        HFReader("Qwen/Qwen3-0.6B")
+
+
+def test_a_directory_without_config_is_refused(model_dir: Path) -> None:
+    (model_dir / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+        HFReader(model_dir)
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_config_that_is_no_json_object_is_refused(model_dir: Path, text: str) -> None:
+    (model_dir / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        HFReader(model_dir)
+
+
+def test_a_directory_without_safetensors_is_refused(model_dir: Path) -> None:
+    merge_files(model_dir)
+    (model_dir / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match=r"has no \*\.safetensors file"):
+        load(model_dir)
+
+
+def test_a_missing_weight_file_is_refused_by_name(model_dir: Path) -> None:
+    file = min(model_dir.glob("*.safetensors"))
+    file.unlink()
+    with pytest.raises(CheckpointError, match=file.name):
+        load(model_dir)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_a_truncated_weight_file_is_refused_by_name(model_dir: Path, keep: int) -> None:
+    file = max(model_dir.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=rf"{file.name} is truncated or corrupt"):
+        load(model_dir)
+
+
+def test_an_index_that_places_a_tensor_in_a_file_without_it_is_refused(model_dir: Path) -> None:
+    index = json.loads((model_dir / WEIGHTS_INDEX).read_text())
+    other = next(file for file in index["weight_map"].values() if file != index["weight_map"][NAME])
+    index["weight_map"][NAME] = other
+    (model_dir / WEIGHTS_INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=rf"{NAME}' is in {other}, which does not have it"):
+        load(model_dir)
+
+
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": {"a": "../elsewhere.safetensors"}}', "oops"])
+def test_a_broken_index_is_refused(model_dir: Path, content: str) -> None:
+    (model_dir / WEIGHTS_INDEX).write_text(content)
+    with pytest.raises(CheckpointError, match=r"index\.json"):
+        load(model_dir)
+
+
+def test_a_missing_tensor_is_refused_by_name(model_dir: Path) -> None:
+    tensors = merge_files(model_dir)
+    del tensors[NAME]
+    save_file(tensors, model_dir / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"has no tensor {NAME}"):
+        load(model_dir)
+
+
+def test_a_tensor_of_another_shape_is_refused_with_both_shapes(model_dir: Path) -> None:
+    tensors = merge_files(model_dir)
+    tensors[NAME] = tensors[NAME][:100].clone()
+    save_file(tensors, model_dir / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{NAME}' .*\(100, 64\); config.json describes \(128, 64\)"):
+        load(model_dir)
+
+
+def test_a_tensor_without_a_parameter_is_refused_by_name(model_dir: Path) -> None:
+    tensors = merge_files(model_dir)
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(128)
+    save_file(tensors, model_dir / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"q_proj\.bias, for which the model .* has no parameter"):
+        load(model_dir)
+
+
+def test_quantised_weights_are_refused(model_dir: Path) -> None:
+    tensors = merge_files(model_dir)
+    tensors[NAME] = tensors[NAME].to(torch.float8_e4m3fn)
+    save_file(tensors, model_dir / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{NAME}' .*F8_E4M3"):
+        load(model_dir)
+
+
+def test_one_tensor_in_two_files_without_an_index_is_refused(model_dir: Path) -> None:
+    (model_dir / WEIGHTS_INDEX).unlink()
+    first = min(model_dir.glob("*.safetensors"))
+    shutil.copy(first, model_dir / "again.safetensors")
+    with pytest.raises(CheckpointError, match=r"is in both again\.safetensors and"):
+        load(model_dir)
+
+
+def test_a_stored_copy_of_a_tied_head_is_ignored(tied_model: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(tied_model, tmp_path / "model")
+    tensors = merge_files(path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path / "model.safetensors")
+    assert "lm_head.weight" not in load(path)
+
+
+_MEASURE = """
+import json, sys, threading
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from rl_backend.checkpoint.hf_reader import load_weights
+
+path, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+# One process stands for one rank of `world`: loading communicates with nobody.
+dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world)
+with torch.device("meta"):
+    model = nn.Sequential(*(nn.Linear(1024, 4096, bias=False) for _ in range(12)))
+fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+model.to_empty(device="cpu")
+
+def resident():
+    lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    return 1024 * sum(int(lines[name].split()[0]) for name in ("RssAnon", "RssFile", "RssShmem"))
+
+names = {f"{index}.weight": f"{index}.weight" for index in range(12)}
+# Touch what the load itself imports and allocates once.
+torch.empty(1024, 1024).fill_(1.0).sum()
+before, peak, done = resident(), 0, threading.Event()
+
+def watch():
+    global peak
+    while not done.is_set():
+        peak = max(peak, resident())
+
+thread = threading.Thread(target=watch); thread.start()
+load_weights(path, dict(model.named_parameters()), names)
+done.set(); thread.join()
+sums = [p.to_local().double().sum().item() for p in model.parameters()]
+print(json.dumps({"peak": max(peak, resident()) - before, "sums": sums}))
+"""
+
+
+def test_loading_takes_at_most_the_shard_and_the_largest_tensor(tmp_path: Path) -> None:
+    tensor_bytes, count, world = 4096 * 1024 * 4, 12, 4
+    (tmp_path / "config.json").write_text("{}")
+    tensors = {f"{index}.weight": torch.randn(4096, 1024) for index in range(count)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    shard_bytes = count * tensor_bytes // world
+    for rank in (0, world - 1):
+        command = [sys.executable, "-c", _MEASURE, str(tmp_path), str(rank), str(world)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        assert result.returncode == 0, result.stderr
+        measured = json.loads(result.stdout.splitlines()[-1])
+        assert measured["sums"] == [value.chunk(world)[rank].double().sum().item() for value in tensors.values()], (
+            "the rank did not read its own rows"
+        )
+        slack = 4 * 2**20
+        assert shard_bytes <= measured["peak"] + slack
+        assert measured["peak"] <= shard_bytes + tensor_bytes + slack

@@ -1,0 +1,147 @@
+"""Writing Hugging Face directories: what transformers loads, and all or nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3ForCausalLM
+
+from rl_backend.checkpoint import hf_writer
+from rl_backend.checkpoint.hf_reader import WEIGHTS_INDEX, HFReader
+from rl_backend.checkpoint.hf_writer import write_hf_directory
+from rl_backend.contracts import CheckpointError
+
+
+def stored_tensors(path: Path, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
+    """As an export yields them: one buffer, valid until the next tensor is taken."""
+    reader = HFReader(path)
+    buffer = torch.empty(max(torch.Size(info.shape).numel() for info in reader.infos.values()), dtype=dtype)
+    for name, info in reader.infos.items():
+        tensor = buffer[: torch.Size(info.shape).numel()].view(info.shape)
+        yield name, tensor.copy_(reader.read(name))
+        buffer.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 100_000, 1])
+def test_transformers_loads_what_was_written(untied_model: Path, tmp_path: Path, max_shard_bytes: int) -> None:
+    out = tmp_path / "out"
+    write_hf_directory(out, stored_tensors(untied_model), untied_model, max_shard_bytes=max_shard_bytes)
+    expected = Qwen3ForCausalLM.from_pretrained(untied_model, dtype="auto").state_dict()
+    written, info = Qwen3ForCausalLM.from_pretrained(out, dtype="auto", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    for name, value in written.state_dict().items():
+        assert torch.equal(value, expected[name])
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+def test_shards_keep_to_their_size_and_the_index_covers_them(untied_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write_hf_directory(out, stored_tensors(untied_model), untied_model, max_shard_bytes=100_000)
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    assert all(file.stat().st_size < 110_000 for file in files)
+    index = json.loads((out / WEIGHTS_INDEX).read_text())
+    assert set(index["weight_map"]) == set(HFReader(untied_model).infos)
+    assert index["metadata"]["total_size"] == sum(value.nbytes for _, value in stored_tensors(untied_model))
+
+
+def test_a_single_shard_has_the_usual_name_and_no_index(tied_model: Path, tmp_path: Path) -> None:
+    write_hf_directory(tmp_path / "out", stored_tensors(tied_model), tied_model)
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert not (tmp_path / "out" / WEIGHTS_INDEX).exists()
+
+
+def test_no_more_than_one_shard_is_in_memory(tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    original = hf_writer.save_file
+
+    def measuring(tensors: dict[str, Tensor], *args: object, **kwargs: object) -> None:
+        sizes.append(sum(value.nbytes for value in tensors.values()))
+        original(tensors, *args, **kwargs)
+
+    monkeypatch.setattr(hf_writer, "save_file", measuring)
+    write_hf_directory(tmp_path / "out", stored_tensors(tied_model), tied_model, max_shard_bytes=80_000)
+    assert len(sizes) > 2 and max(sizes) <= 80_000
+
+
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+def test_config_says_the_dtype_that_was_written(tied_model: Path, tmp_path: Path, field: str) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    config = json.loads((tied_model / "config.json").read_text())
+    del config["dtype"]
+    (source / "config.json").write_text(json.dumps({**config, field: "float32"}))
+    write_hf_directory(tmp_path / "out", stored_tensors(tied_model, torch.bfloat16), source)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written == {**config, field: "bfloat16"}
+    assert {info.dtype for info in HFReader(tmp_path / "out").infos.values()} == {torch.bfloat16}
+
+
+def test_tokenizer_and_generation_files_are_copied_and_weights_are_not(tied_model: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text((tied_model / "config.json").read_text())
+    kept = ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "merges.txt", "chat_template.jinja"]
+    for name in (*kept, "old.safetensors", "pytorch_model.bin", WEIGHTS_INDEX, ".gitattributes"):
+        (source / name).write_text(name)
+    write_hf_directory(tmp_path / "out", stored_tensors(tied_model), source)
+    assert sorted(entry.name for entry in (tmp_path / "out").iterdir()) == sorted(
+        [*kept, "config.json", "model.safetensors"]
+    )
+
+
+def test_an_existing_path_is_refused_and_left_alone(tied_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CheckpointError, match="out exists already; choose a new directory"):
+        write_hf_directory(tmp_path / "out", stored_tensors(tied_model), tied_model)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_missing_parent_is_refused(tied_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="absent is not a directory; create it first"):
+        write_hf_directory(tmp_path / "absent" / "out", stored_tensors(tied_model), tied_model)
+
+
+def test_a_source_without_config_is_refused(tied_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+        write_hf_directory(tmp_path / "out", stored_tensors(tied_model), tmp_path / "source")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("problem", ["no tensors", "one name twice"])
+def test_tensors_that_make_no_model_are_refused(tied_model: Path, tmp_path: Path, problem: str) -> None:
+    tensors = [] if problem == "no tensors" else [("a", torch.ones(2)), ("a", torch.ones(2))]
+    with pytest.raises(CheckpointError, match=r"no tensors to write|'a' came twice"):
+        write_hf_directory(tmp_path / "out", iter(tensors), tied_model)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_in_the_middle_leaves_nothing_behind(tied_model: Path, tmp_path: Path) -> None:
+    def failing() -> Iterator[tuple[str, Tensor]]:
+        yield "a", torch.ones(1000)
+        yield "b", torch.ones(1000)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_hf_directory(tmp_path / "out", failing(), tied_model, max_shard_bytes=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_one_clear_error_and_leaves_nothing_behind(
+    tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(hf_writer.os, "fsync", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        write_hf_directory(tmp_path / "out", stored_tensors(tied_model), tied_model)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,126 @@
+"""Attention, normalisation and rotary embedding against their definitions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rl_backend.primitive import attention
+from rl_backend.primitive.attention import packed_attention
+from rl_backend.primitive.blocked_attention import blocked_attention
+from rl_backend.primitive.norm import RMSNorm
+from rl_backend.primitive.rope import apply_rotary, rotary_cos_sin
+
+LENGTHS = (1, 64, 65, 3, 3, 200, 2)
+
+type Attention = Callable[[Tensor, Tensor, Tensor, Sequence[int]], Tensor]
+
+
+def make_qkv(heads: int, kv_heads: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(sum(LENGTHS), count, 8) for count in (heads, kv_heads, kv_heads)]
+    exact = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return [tensor.to(dtype).requires_grad_() for tensor in exact]
+
+
+def masked_softmax(query: Tensor, key: Tensor, value: Tensor, seq_lens: Sequence[int]) -> Tensor:
+    """The definition, with a dense (T, T) mask."""
+    sequence = torch.repeat_interleave(torch.arange(len(seq_lens)), torch.tensor(seq_lens))
+    position = torch.arange(len(sequence))
+    visible = (sequence[:, None] == sequence[None]) & (position[:, None] >= position[None])
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), value)
+
+
+@pytest.mark.parametrize("implementation", [blocked_attention, attention._by_runs])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
+def test_packed_attention_is_causal_attention_within_each_sequence(
+    implementation: Attention, heads: int, kv_heads: int
+) -> None:
+    qkv = make_qkv(heads, kv_heads)
+    mix = torch.randn(sum(LENGTHS), heads, 8, dtype=torch.float64)
+    results = []
+    for function in (implementation, masked_softmax):
+        out = function(*qkv, LENGTHS)
+        results.append((out, *torch.autograd.grad((out * mix).sum(), qkv)))
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_float32_and_bfloat16_on_a_cpu_agree_with_the_definition() -> None:
+    expected = masked_softmax(*make_qkv(4, 2), LENGTHS)
+    cu_seqlens = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
+        out = packed_attention(*make_qkv(4, 2, dtype), cu_seqlens, LENGTHS)
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_attention_scores_far_apart_do_not_overflow() -> None:
+    query, key, value = (300.0 * tensor.detach().float() for tensor in make_qkv(2, 1))
+    query.requires_grad_()
+    out = blocked_attention(query, key, value, LENGTHS)
+    out.sum().backward()
+    assert torch.isfinite(out).all() and torch.isfinite(query.grad).all()
+    torch.testing.assert_close(out, masked_softmax(query, key, value, LENGTHS), atol=1e-2, rtol=1e-3)
+
+
+def test_a_later_token_does_not_change_an_earlier_one() -> None:
+    query, key, value = (tensor.detach() for tensor in make_qkv(2, 2))
+    before = blocked_attention(query, key, value, LENGTHS)
+    changed = key.clone()
+    changed[100] += 1.0  # in the third sequence, tokens 65 to 129
+    after = blocked_attention(query, changed, value, LENGTHS)
+    same = torch.ones(sum(LENGTHS), dtype=torch.bool)
+    same[100:130] = False
+    assert torch.equal(before[same], after[same])
+    assert not torch.equal(before[100:130], after[100:130])
+
+
+@pytest.mark.parametrize("shape", [(7, 16), (5, 3, 16)])
+def test_rms_norm_equals_its_definition_forward_and_backward(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, mix = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    norm = RMSNorm(16, 1e-5).double()
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(16, generator=generator))
+    x.requires_grad_()
+    reference = F.rms_norm(x, (16,), norm.weight, 1e-5)
+    torch.testing.assert_close(norm(x), reference)
+    expected = torch.autograd.grad((reference * mix).sum(), (x, norm.weight))
+    torch.testing.assert_close(torch.autograd.grad((norm(x) * mix).sum(), (x, norm.weight)), expected)
+
+
+def test_rms_norm_computes_bfloat16_in_float32() -> None:
+    x = 100.0 * torch.randn(4, 64, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
+    x.requires_grad_()
+    norm = RMSNorm(64, 1e-6).bfloat16()
+    out = norm(x)
+    out.float().square().sum().backward()
+    assert out.dtype == x.grad.dtype == norm.weight.grad.dtype == torch.bfloat16
+    exact = x.float() * x.float().square().mean(-1, keepdim=True).rsqrt()
+    torch.testing.assert_close(out.float(), exact, atol=0, rtol=2**-7)
+
+
+def test_rotary_embedding_rotates_pairs_of_halves_by_position_times_frequency() -> None:
+    positions = torch.tensor([0, 5, 1])
+    cos, sin = rotary_cos_sin(positions, 4, 100.0, torch.float64)
+    x = torch.randn(3, 2, 4, dtype=torch.float64)
+    out = apply_rotary(x, cos, sin)
+    frequencies = torch.tensor([1.0, 0.1], dtype=torch.float64)
+    turned = torch.complex(x[..., :2], x[..., 2:]) * torch.polar(
+        torch.ones(3, 1, 2, dtype=torch.float64), positions[:, None, None] * frequencies
+    )
+    torch.testing.assert_close(out, torch.cat((turned.real, turned.imag), -1), atol=1e-6, rtol=1e-6)
+    assert torch.equal(out[0], x[0])
+
+
+def test_rotary_gradient_is_the_rotation_back() -> None:
+    cos, sin = rotary_cos_sin(torch.arange(6), 8, 1e4, torch.float64)
+    x = torch.randn(6, 2, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda value: apply_rotary(value, cos, sin), (x,))
