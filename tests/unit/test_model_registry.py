@@ -70,12 +70,12 @@ def test_a_plugins_family_trains_in_the_native_runtime(tmp_path: Path) -> None:
 
 
 def test_unknown_options_of_a_plugins_family_are_refused() -> None:
-    with pytest.raises(ConfigError, match="scales.*unknown field"):
+    with pytest.raises(ConfigError, match=r"scales.*unknown field"):
         RuntimeConfig(plugins=(PLUGIN,), hf_path="x", backend_cfg={"model": "bigram", "model_cfg": {"scales": 2.0}})
 
 
 def test_a_family_that_is_not_registered_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(RegistryError, match="unknown model family 'bigram'; known: .*qwen3"):
+    with pytest.raises(RegistryError, match=r"unknown model family 'bigram'; known: .*qwen3"):
         RuntimeConfig(hf_path="x", backend_cfg={"model": "bigram", "model_cfg": {}})
 
 
