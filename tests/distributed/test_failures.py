@@ -127,7 +127,9 @@ def failing_pass_job(model: str, where: str, settings: dict[str, Any]) -> tuple[
 
 @pytest.mark.parametrize("where", ["loss", "backward"])
 @pytest.mark.parametrize(
-    "settings", [{}, {"reshard_after_forward": False}, {"param_dtype": "bfloat16", "activation_checkpointing": "full"}], ids=str
+    "settings",
+    [{}, {"reshard_after_forward": False}, {"param_dtype": "bfloat16", "activation_checkpointing": "full"}],
+    ids=str,
 )
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_pass_that_fails_in_the_middle_leaves_nothing_behind_after_zero_grad(

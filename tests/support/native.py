@@ -17,6 +17,9 @@ from rl_backend.data.packing import pack
 from rl_backend.runtime.native import NativeHandle, NativeRuntime
 from tests.support.sft_batches import random_token_sequences
 
+# The models are so small that a second thread only costs time.
+torch.set_num_threads(1)
+
 VOCAB_SIZE = 128
 LENGTHS = (5, 17, 9, 30, 2, 41, 12, 23)
 

@@ -141,9 +141,7 @@ def test_a_step_without_gradients_is_refused(groups: ParallelGroups) -> None:
 
 def test_training_follows_transformers_with_torch_adamw(untied_model: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    reference = transformers.Qwen3ForCausalLM.from_pretrained(
-        untied_model, dtype=torch.float32, attn_implementation="eager"
-    )
+    reference = transformers.Qwen3ForCausalLM.from_pretrained(untied_model, dtype=torch.float32, attn_implementation="eager")
     reference.train()
     decayed = [parameter for parameter in reference.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in reference.parameters() if parameter.dim() == 1]

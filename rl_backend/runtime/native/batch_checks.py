@@ -60,11 +60,13 @@ def _problem(data: Sequence[PackedBatch], max_tokens: int, vocab_size: int, max_
                 f"0 to {vocab_size - 1}",
                 micro_batch=index,
             )
-        temperature = torch.as_tensor(batch.temperature)
-        if not bool((temperature > 0).all()):
-            return BatchError(
-                f"micro-batch {index} has temperature {float(temperature.min())}; it must be positive", micro_batch=index
-            )
+        try:
+            temperature = batch.temperature
+        except BatchError as error:
+            return BatchError(f"micro-batch {index}: {error}", **{**error.details, "micro_batch": index})
+        if isinstance(temperature, torch.Tensor) and not bool((temperature > 0).all()):
+            lowest = float(temperature.min())
+            return BatchError(f"micro-batch {index}: temperature {lowest}; it must be above 0", micro_batch=index)
     return None
 
 

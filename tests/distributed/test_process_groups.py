@@ -1,0 +1,83 @@
+"""Who makes process groups, and who destroys them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from rl_backend.contracts import ConfigError
+from rl_backend.runtime.native import NativeRuntime
+from tests.support.native import make_config, train
+from tests.support.rank_pool import RankPool
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def two_runtimes_job(model: str, port: int | None) -> tuple[list[bool], int]:
+    """Whether there is a default group after each step of two overlapping lives, and the size of the first runtime."""
+    if port is None:
+        os.environ.pop("WORLD_SIZE")
+    else:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        alive = [dist.is_initialized()]
+        first = NativeRuntime(make_config(model))
+        second = NativeRuntime(make_config(model))
+        first.close()
+        alive.append(dist.is_initialized())
+        train(second, second.build_model(), 1)
+        second.close()
+        alive.append(dist.is_initialized())
+        return alive, first.groups.dp_size
+    finally:
+        os.environ["WORLD_SIZE"] = "1"
+
+
+def test_a_runtime_makes_the_group_that_the_environment_describes_and_the_last_one_destroys_it(
+    ranks: RankPool, tied_model: Path
+) -> None:
+    for alive, size in ranks.run(two_runtimes_job, str(tied_model), free_port(), init_group=False):
+        assert alive == [False, True, False]
+        assert size == 2
+
+
+def test_without_an_environment_a_process_is_a_job_of_its_own(ranks: RankPool, tied_model: Path) -> None:
+    ((alive, size),) = ranks.run(two_runtimes_job, str(tied_model), None, init_group=False, world_size=1)
+    assert alive == [False, True, False]
+    assert size == 1
+
+
+def foreign_group_job(model: str) -> bool:
+    runtime = NativeRuntime(make_config(model))
+    runtime.close()
+    dist.barrier()
+    return dist.is_initialized()
+
+
+def test_a_group_that_somebody_else_made_is_left_alone(ranks: RankPool, tied_model: Path) -> None:
+    assert ranks.run(foreign_group_job, str(tied_model)) == [True, True]
+
+
+def incomplete_environment_job(model: str) -> str:
+    os.environ.pop("RANK")
+    try:
+        with pytest.raises(ConfigError) as caught:
+            NativeRuntime(make_config(model))
+        assert not dist.is_initialized()
+        return str(caught.value)
+    finally:
+        os.environ["RANK"] = "0"
+
+
+def test_half_of_the_rank_variables_is_refused(ranks: RankPool, tied_model: Path) -> None:
+    (message,) = ranks.run(incomplete_environment_job, str(tied_model), init_group=False, world_size=1)
+    assert "RANK" in message
+    assert "WORLD_SIZE=1 is set" in message

@@ -1,0 +1,133 @@
+"""Where the parts of a handle are, by what their storages hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_backend.contracts import HandleError, UnsupportedError
+from rl_backend.runtime.native import NativeHandle, NativeRuntime
+from rl_backend.runtime.native.placement import Placement
+from tests.support.native import micro_batches, open_runtime, token_loss, train
+
+SPLIT = [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def runtime(tied_model: Path, request: pytest.FixtureRequest) -> Iterator[NativeRuntime]:
+    with open_runtime(tied_model, param_dtype=request.param) as opened:
+        yield opened
+
+
+@pytest.fixture
+def handle(runtime: NativeRuntime) -> NativeHandle:
+    built = runtime.build_model(name="policy")
+    train(runtime, built, 1)
+    return built
+
+
+def device_bytes(handle: NativeHandle) -> dict[str, int]:
+    """Bytes of the storages behind each part."""
+    storages = {
+        part: {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+        for part, tensors in handle.part_tensors().items()
+    }
+    return {part: sum(sizes.values()) for part, sizes in storages.items()}
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer", "grad"])
+def test_a_part_that_leaves_frees_its_memory_and_no_other(runtime: NativeRuntime, handle: NativeHandle, part: Any) -> None:
+    before = device_bytes(handle)
+    chosen = {name: name == part for name in ("model", "optimizer", "grad")}
+    runtime.to(handle, "cpu", **chosen)
+    runtime.to(handle, "cpu", **chosen)
+    assert device_bytes(handle) == {**before, part: 0}
+    assert handle.placement.host_bytes(part) == before[part]
+    runtime.to(handle, "device", **chosen)
+    assert device_bytes(handle) == before
+    assert handle.placement.host_bytes(part) == 0
+
+
+@pytest.mark.parametrize(
+    ("part", "operation"),
+    [
+        ("model", lambda rt, h, path: rt.forward_backward(h, micro_batches(SPLIT), token_loss)),
+        ("model", lambda rt, h, path: rt.forward_backward(h, micro_batches(SPLIT), None, forward_only=True)),
+        ("grad", lambda rt, h, path: rt.forward_backward(h, micro_batches(SPLIT), token_loss)),
+        ("model", lambda rt, h, path: rt.optimizer_step(h)),
+        ("optimizer", lambda rt, h, path: rt.optimizer_step(h)),
+        ("grad", lambda rt, h, path: rt.optimizer_step(h)),
+        ("model", lambda rt, h, path: rt.export_weights(h)),
+        ("model", lambda rt, h, path: rt.save_checkpoint(h, path)),
+        ("optimizer", lambda rt, h, path: rt.save_checkpoint(h, path)),
+        ("model", lambda rt, h, path: rt.save_checkpoint(h, path, hf=True)),
+        ("optimizer", lambda rt, h, path: rt.load_checkpoint(h, path)),
+    ],
+)
+def test_an_atom_that_needs_a_part_says_that_it_is_away_and_how_to_get_it_back(
+    runtime: NativeRuntime, handle: NativeHandle, tmp_path: Path, part: str, operation: Any
+) -> None:
+    runtime.to(handle, "cpu", **{name: name == part for name in ("model", "optimizer", "grad")})
+    with pytest.raises(HandleError, match=rf'{part} is in host memory; call to\(handle, "device".*{part}=True'):
+        operation(runtime, handle, tmp_path / "saved")
+    runtime.to(handle, "device")
+    train(runtime, handle, 1)
+
+
+def test_what_does_not_need_a_part_works_without_it(runtime: NativeRuntime, handle: NativeHandle) -> None:
+    runtime.to(handle, "cpu", model=False)
+    runtime.forward_backward(handle, micro_batches(SPLIT), None, forward_only=True)
+    assert sum(1 for _ in runtime.export_weights(handle)) == len(handle.parameters)
+    runtime.to(handle, "device", grad=False)
+    runtime.zero_grad(handle)
+    train(runtime, handle, 1)
+
+
+def test_gradients_dropped_while_away_do_not_come_back(runtime: NativeRuntime, handle: NativeHandle) -> None:
+    runtime.to(handle, "cpu", model=False, optimizer=False)
+    runtime.zero_grad(handle)
+    assert handle.placement.host_bytes("grad") == 0
+    runtime.to(handle, "device")
+    assert all(parameter.grad is None for parameter in handle.parameters.values())
+
+
+def test_a_forward_only_handle_moves_the_model_it_has(runtime: NativeRuntime) -> None:
+    reference = runtime.build_model(forward_only=True)
+    expected = runtime.forward_backward(reference, micro_batches(SPLIT), None, forward_only=True).output("log_probs")
+    runtime.to(reference, "cpu")
+    assert device_bytes(reference) == {"model": 0}
+    runtime.to(reference, "device")
+    moved = runtime.forward_backward(reference, micro_batches(SPLIT), None, forward_only=True).output("log_probs")
+    assert all(torch.equal(first, second) for first, second in zip(moved, expected, strict=True))
+
+
+def test_an_unknown_place_is_refused(runtime: NativeRuntime, handle: NativeHandle) -> None:
+    with pytest.raises(HandleError, match="'cuda'"):
+        runtime.to(handle, "cuda")  # type: ignore[arg-type]
+
+
+def test_tensors_that_share_a_storage_move_once_and_stay_views() -> None:
+    base = torch.arange(10.0)
+    first, second = base[:4], base[4:]
+    placement = Placement("policy", torch.device("cpu"))
+    placement.offload("model", [first, second])
+    assert placement.host_bytes("model") == 40
+    assert base.untyped_storage().nbytes() == 0
+    placement.reload("model")
+    assert base.tolist() == list(range(10))
+    base.mul_(2)
+    assert second[0] == 8
+
+
+def test_memory_that_cannot_be_released_is_refused_before_anything_moves(tmp_path: Path) -> None:
+    mapped = torch.from_file(str(tmp_path / "mapped"), shared=True, size=4)
+    mine = torch.ones(3)
+    placement = Placement("policy", torch.device("cpu"))
+    with pytest.raises(UnsupportedError, match="cannot be released"):
+        placement.offload("model", [mine, mapped])
+    assert placement.on_device("model")
+    assert mine.tolist() == [1.0, 1.0, 1.0]
