@@ -73,7 +73,7 @@ class _Checked:
     def parse_update_info(self, update_dict: dict[str, Any]) -> WeightTransferUpdateInfo:
         if "checksums" in update_dict:
             return ChecksumInfo(**update_dict)
-        return super().parse_update_info(update_dict)  # type: ignore[misc,no-any-return]
+        return super().parse_update_info(update_dict)  # type: ignore[misc]
 
     def receive_weights(self, update_info: WeightTransferUpdateInfo) -> None:
         if self._load is None:

@@ -1,8 +1,8 @@
 """What the GPU transports share: vLLM's own trainer-side engines, driven inside the ranks. Has not been run: needs CUDA.
 
-vLLM's trainer-side engine runs on every rank and sends from rank 0. It reads the weights from a ``WeightSource`` and tells
-the engines what to do through a client; here the source is the runtime's export, and the client calls the rollout engines'
-Ray actors. Beginning and finishing an update belong to :class:`~actors.weight_sync.WeightSync`, which waits for every engine.
+vLLM's trainer-side engine runs on every rank and sends from rank 0. It reads the weights from vLLM's kind of weight source
+and tells the engines what to do through a client; here the source is the runtime's export, and the client calls the rollout
+engines' Ray actors. Beginning and finishing an update belong to the driver, which waits for every engine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""What a weight sync sends and how it is proved to have arrived: layout, digests, finite values, buckets, comparison."""
+"""What a weight sync sends and how it is proved to have arrived: layout, digests, finite values, comparison."""
 
-from rl_backend.weights.buckets import split_into_buckets
 from rl_backend.weights.compare import ExpectedWeights, check_manifest, find_mismatches
 from rl_backend.weights.dtypes import dtype_from_name, name_of_dtype, tensor_info
 from rl_backend.weights.finite import check_finite, has_non_finite
@@ -19,7 +18,6 @@ __all__ = [
     "name_of_dtype",
     "plan_layout",
     "read_tensor",
-    "split_into_buckets",
     "tensor_info",
     "write_tensors",
 ]

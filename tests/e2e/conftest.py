@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
+
+from actors.rollout_config import RolloutConfig
+from actors.rollout_group import RolloutGroup
+from actors.weight_sync import WeightSync
+from tests.support.rollout import ReferenceTrainer
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +28,32 @@ def ray_cluster() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def rollout_pair(ray_cluster: None, tied_model: Path) -> Iterator[RolloutGroup]:
+    """Two engines of the tied model, whose engine steps are as short as a prompt may be."""
+    config = RolloutConfig(
+        model_path=str(tied_model),
+        num_engines=2,
+        device="cpu",
+        dtype="float32",
+        max_model_len=384,
+        max_num_batched_tokens=384,
+        kv_cache_gib=0.25,
+    )
+    with RolloutGroup(config) as group:
+        yield group
+
+
+@pytest.fixture(scope="session")
+def rollout_trainer(tied_model: Path) -> ReferenceTrainer:
+    """A transformers model that pushes to ``rollout_pair``."""
+    return ReferenceTrainer(tied_model)
+
+
+@pytest.fixture(scope="session")
+def rollout_sync(rollout_pair: RolloutGroup, rollout_trainer: ReferenceTrainer) -> Iterator[WeightSync]:
+    """Weight sync from ``rollout_trainer`` to ``rollout_pair``."""
+    with WeightSync(rollout_trainer.source, rollout_pair) as sync:
+        yield sync

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from actors.rollout_config import RolloutConfig, SamplingConfig
+from actors.rollout_config import SamplingConfig
 from actors.rollout_group import RolloutGroup
 from actors.transport.base import PushPlan, Staged
 from actors.transport.shared_memory import SharedMemoryTransport, reserve_segment, write_segment
@@ -25,31 +24,21 @@ TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def group(ray_cluster: None, tied_model: Path) -> Iterator[RolloutGroup]:
-    config = RolloutConfig(
-        model_path=str(tied_model), num_engines=2, device="cpu", dtype="float32", max_model_len=384, kv_cache_gib=0.25
-    )
-    with RolloutGroup(config) as rollout:
-        yield rollout
-
-
-@pytest.fixture(scope="module")
-def shared_trainer(tied_model: Path) -> ReferenceTrainer:
-    return ReferenceTrainer(tied_model)
-
-
-@pytest.fixture(scope="module")
-def sync(group: RolloutGroup, shared_trainer: ReferenceTrainer) -> Iterator[WeightSync]:
-    with WeightSync(shared_trainer.source, group) as weight_sync:
-        yield weight_sync
+def group(rollout_pair: RolloutGroup) -> RolloutGroup:
+    return rollout_pair
 
 
 @pytest.fixture
-def trainer(group: RolloutGroup, shared_trainer: ReferenceTrainer, sync: WeightSync) -> ReferenceTrainer:
+def trainer(rollout_trainer: ReferenceTrainer, sync: WeightSync) -> ReferenceTrainer:
     """The trainer, with its weights of a new version pushed."""
-    shared_trainer.change(shared_trainer.source.version + 1)
+    rollout_trainer.advance()
     sync.push()
-    return shared_trainer
+    return rollout_trainer
+
+
+@pytest.fixture
+def sync(rollout_sync: WeightSync) -> WeightSync:
+    return rollout_sync
 
 
 def assert_serves(group: RolloutGroup, trainer: ReferenceTrainer, version: int) -> None:
@@ -67,7 +56,7 @@ def push_of(weights: dict[str, Tensor], group: RolloutGroup, version: int) -> No
 def test_a_push_reaches_every_engine_and_samples_carry_its_version(
     group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
 ) -> None:
-    trainer.change(trainer.source.version + 1)
+    trainer.advance()
     report = sync.push()
     assert report.transport == "shared_memory"
     assert report.engines == (0, 1)
@@ -81,7 +70,7 @@ def test_keys_and_values_of_old_weights_are_not_reused(
 ) -> None:
     prompts = [PROMPTS[2]] * 2
     assert trainer.mean_gap(group.generate(prompts, SAMPLING)) <= TOLERANCE
-    trainer.change(trainer.source.version + 1)
+    trainer.advance()
     sync.push()
     assert trainer.mean_gap(group.generate(prompts, SAMPLING)) <= TOLERANCE
 
@@ -197,7 +186,7 @@ def test_sampling_refuses_weights_older_than_required(group: RolloutGroup, train
 def test_sampling_during_an_update_is_refused_and_the_engines_survive(
     group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
 ) -> None:
-    trainer.change(trainer.source.version + 1)
+    trainer.advance()
     plan = sync._plan()
     staged = SharedMemoryTransport().stage(plan, trainer.source, group)
     verified = group.call("verify", staged.manifest, each=lambda engine: (staged.segments[engine],))
@@ -224,7 +213,7 @@ def test_an_engine_loads_only_what_it_has_verified(group: RolloutGroup, trainer:
 def test_gloo_brings_the_same_weights(group: RolloutGroup, trainer: ReferenceTrainer) -> None:
     with WeightSync(trainer.source, group, transport="gloo") as gloo:
         for _ in range(2):
-            trainer.change(trainer.source.version + 1)
+            trainer.advance()
             report = gloo.push()
             assert report.transport == "gloo"
             assert_serves(group, trainer, report.version)

@@ -7,10 +7,40 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from actors.rollout_sample import Sample
 from actors.weight_sync_source import WeightSource
+
+
+def write_tiny_qwen3_moe(path: Path) -> Path:
+    """A random Qwen3-MoE with 8 experts and tied embeddings in float32."""
+    config = Qwen3MoeConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(config).to(torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not name.endswith("norm.weight"):
+                parameter.mul_(4.0)
+    model.save_pretrained(path)
+    return path
 
 
 class ReferenceTrainer:
@@ -36,13 +66,13 @@ class ReferenceTrainer:
             else:
                 yield name, tensor
 
-    def change(self, version: int, scale: float = 0.1) -> None:
-        """Moves every parameter far enough that old weights would show, and sets the version."""
-        generator = torch.Generator().manual_seed(version)
+    def advance(self, scale: float = 0.1) -> None:
+        """Moves every parameter far enough that old weights would show, and advances the version."""
+        self.source.version += 1
+        generator = torch.Generator().manual_seed(self.source.version)
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.add_(scale * torch.randn(parameter.shape, generator=generator) * parameter.std().nan_to_num(0.1))
-        self.source.version = version
 
     def mean_gap(self, samples: Sequence[Sample], temperature: float = 1.0) -> float:
         """Mean absolute difference between the engines' log-probs and this model's."""

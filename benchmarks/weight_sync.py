@@ -1,0 +1,216 @@
+"""Weights of a 254M-parameter float32 Qwen3 into a running vLLM engine: through memory, through disk, and the limit.
+
+Each run first changes every weight. One side is ``WeightSync.push()``, with all its checks. The other writes one safetensors
+file and calls vLLM's ``reload_weights``. The limit is what no push through memory can do without: one copy of the weights
+into shared memory and vLLM's own load from it, with nothing checked. Runs are interleaved and the figures are medians; after
+every kind of update the engine's log-probs are compared with the trainer's. ``python -m benchmarks.weight_sync`` writes
+``results/weight_sync.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from actors.rollout_config import RolloutConfig, SamplingConfig
+from actors.rollout_engine import RolloutEngine
+from actors.rollout_group import RolloutGroup
+from actors.transport.base import raise_failures
+from actors.transport.segment import Segment, SharedSegment
+from actors.weight_sync import PushReport, WeightSync
+from actors.weight_sync_source import WeightSource
+from benchmarks.report import interleave, machine, medians, write_result
+from rl_backend.contracts import WeightManifest
+from rl_backend.weights import plan_layout, read_tensor, tensor_info
+
+MODEL = {
+    "vocab_size": 32_000,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 15,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+LARGEST_GAP = 1e-5
+INCLUDES = {
+    "memory": "WeightSync.push(): plan, copy to shared memory, xxh3 digests, every check in the engine (version, names, "
+    "shapes, dtypes, digests, finite values), prefix cache reset, vLLM's load, acknowledgement and resume",
+    "disk": "safetensors.torch.save_file of the same tensors to a new directory (no fsync), prefix cache reset, vLLM's "
+    "reload_weights from it; nothing is checked",
+    "limit": "copying the same tensors into a shared-memory segment that is there already, and vLLM's load of views of it; "
+    "nothing is checked",
+}
+
+
+class BenchmarkEngine(RolloutEngine):
+    """An engine that can also take weights from disk, and from memory without checks."""
+
+    def reload_from_disk(self, path: str) -> None:
+        """What vLLM offers without a weight-transfer engine."""
+        self._llm.reset_prefix_cache()
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+
+    def load_unchecked(self, manifest: WeightManifest) -> None:
+        """vLLM's own load of the segment that was given to :meth:`attach`."""
+        self._llm.start_weight_update()
+        self._llm.update_weights({"update_info": {"manifest": manifest.model_dump_json()}})
+        self._llm.finish_weight_update()
+
+    def attach(self, segment: Segment) -> None:
+        """Maps a segment in the workers."""
+        self.init_transfer({"kind": "staged", "path": segment.path, "nbytes": segment.nbytes})
+
+
+class BenchmarkGroup(RolloutGroup):
+    """A group of :class:`BenchmarkEngine`."""
+
+    engine_class = BenchmarkEngine
+
+
+class Trainer:
+    """A transformers model in this process and the ways in which its weights leave it."""
+
+    def __init__(self, model: Qwen3ForCausalLM, rollout: RolloutGroup, scratch: Path) -> None:
+        self.model = model
+        self.rollout = rollout
+        self.scratch = scratch
+        self.source = WeightSource(self.weights())
+        self.sync = WeightSync(self.source, rollout)
+        self.reports: list[PushReport] = []
+        infos = [tensor_info(name, tensor) for name, tensor in self.weights().items()]
+        layout, nbytes = plan_layout(infos)
+        self.unchecked = WeightManifest(version=0, tensors=layout)
+        self.segment = SharedSegment(nbytes)
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
+
+    def change(self) -> None:
+        """A step of training, as far as a push can tell."""
+        self.source.version += 1
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(1.0 + 0.01 * (-1) ** self.source.version)
+
+    def through_memory(self) -> float:
+        self.change()
+        started = time.perf_counter()
+        self.reports.append(self.sync.push())
+        return time.perf_counter() - started
+
+    def through_disk(self) -> float:
+        self.change()
+        directory = Path(tempfile.mkdtemp(dir=self.scratch))
+        self.model.config.save_pretrained(directory)
+        started = time.perf_counter()
+        save_file(self.weights(), directory / "model.safetensors")
+        raise_failures(self.rollout.call("reload_from_disk", str(directory)))
+        seconds = time.perf_counter() - started
+        (directory / "model.safetensors").unlink()
+        return seconds
+
+    def limit(self) -> float:
+        self.change()
+        raise_failures(self.rollout.call("attach", Segment(str(self.segment.path), self.segment.nbytes)))
+        started = time.perf_counter()
+        for info, tensor in zip(self.unchecked.tensors, self.weights().values(), strict=True):
+            read_tensor(self.segment.buffer, info).copy_(tensor)
+        raise_failures(self.rollout.call("load_unchecked", self.unchecked))
+        return time.perf_counter() - started
+
+    def gap(self) -> float:
+        """Mean absolute difference between the engine's log-probs and this model's."""
+        (sample,) = self.rollout.generate([list(range(3, 40))], SamplingConfig(max_new_tokens=8))
+        with torch.no_grad():
+            logits = self.model(torch.tensor([sample.prompt_ids + sample.response_ids])).logits[0, :-1]
+        ours = torch.log_softmax(logits.double(), -1)[-len(sample.response_ids) :]
+        chosen = ours.gather(1, torch.tensor(sample.response_ids)[:, None]).flatten()
+        return float((chosen - torch.tensor(sample.log_probs, dtype=torch.float64)).abs().mean())
+
+
+def make_model(directory: Path) -> Qwen3ForCausalLM:
+    """A random model, also saved to ``directory`` for the engine to start from."""
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**MODEL)).to(torch.float32)
+    model.save_pretrained(directory)
+    return model
+
+
+def measure(trainer: Trainer, runs: int) -> dict[str, Any]:
+    """The figures; raises when an engine's log-probs are wrong after any kind of update."""
+    ways = {"memory": trainer.through_memory, "disk": trainer.through_disk, "limit": trainer.limit}
+    gaps = {}
+    for name, way in ways.items():
+        way()
+        gaps[name] = trainer.gap()
+        if not gaps[name] <= LARGEST_GAP:
+            raise RuntimeError(
+                f"after an update through {name} the log-probs differ by {gaps[name]:.2e}; limit {LARGEST_GAP}"
+            )
+    trainer.reports.clear()
+    seconds = interleave(runs, ways)
+    middle = medians(seconds)
+    phases = {phase: [report.seconds[phase] for report in trainer.reports] for phase in trainer.reports[0].seconds}
+    return {
+        "seconds": seconds,
+        "medians": middle,
+        "disk_over_memory": middle["disk"] / middle["memory"],
+        "memory_over_limit": middle["memory"] / middle["limit"],
+        "memory_phases": medians(phases),
+        "mean_log_prob_gaps": gaps,
+        "transport": trainer.reports[0].transport,
+        "bytes": trainer.reports[0].nbytes,
+    }
+
+
+def main() -> None:
+    """Measures, prints and writes the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--runs", type=int, default=9)
+    arguments = parser.parse_args()
+    facts = machine()
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            directory = Path(scratch) / "model"
+            model = make_model(directory)
+            config = RolloutConfig(
+                model_path=str(directory), device="cpu", dtype="float32", max_model_len=256, kv_cache_gib=0.25
+            )
+            with BenchmarkGroup(config) as rollout:
+                trainer = Trainer(model, rollout, Path(scratch))
+                result = measure(trainer, arguments.runs)
+    finally:
+        ray.shutdown()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    path = write_result(
+        "weight_sync",
+        {
+            "model": {**MODEL, "parameters": parameters, "dtype": "float32"},
+            "runs": arguments.runs,
+            "includes": INCLUDES,
+            **result,
+            "machine": facts,
+        },
+    )
+    print(
+        f"memory {result['medians']['memory']:.3f} s, disk {result['medians']['disk']:.3f} s, "
+        f"limit {result['medians']['limit']:.3f} s: disk_over_memory {result['disk_over_memory']:.2f}, "
+        f"memory_over_limit {result['memory_over_limit']:.2f} -> {path}"
+    )
+
+
+if __name__ == "__main__":
+    main()

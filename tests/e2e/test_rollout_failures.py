@@ -1,0 +1,149 @@
+"""Engines that die or fail in the middle of an update, and what the others do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from actors.rollout_config import RolloutConfig, SamplingConfig
+from actors.rollout_group import RolloutGroup
+from actors.transport.shared_memory import SharedMemoryTransport
+from actors.weight_sync import WeightSync
+from rl_backend.contracts import ConfigError, EngineDeadError, EngineDirtyError, RolloutError, TensorInfo
+from tests.support.rollout import ReferenceTrainer
+
+PROMPTS = [[5, 6, 7, 8], list(range(10, 60)), [9, 8, 7], [44]]
+SAMPLING = SamplingConfig(max_new_tokens=6)
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def trainer(untied_model: Path) -> ReferenceTrainer:
+    return ReferenceTrainer(untied_model)
+
+
+@pytest.fixture(scope="module")
+def module_group(ray_cluster: None, untied_model: Path) -> Iterator[RolloutGroup]:
+    config = RolloutConfig(
+        model_path=str(untied_model), num_engines=2, device="cpu", dtype="float32", max_model_len=256, kv_cache_gib=0.25
+    )
+    with RolloutGroup(config) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def sync(module_group: RolloutGroup, trainer: ReferenceTrainer) -> Iterator[WeightSync]:
+    with WeightSync(trainer.source, module_group) as weight_sync:
+        yield weight_sync
+
+
+@pytest.fixture
+def group(module_group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync) -> RolloutGroup:
+    """Two engines that serve the trainer's weights, whatever an earlier test did to them."""
+    for engine in list(module_group.lost_engines):
+        module_group.restart(engine)
+    trainer.advance()
+    sync.push()
+    return module_group
+
+
+def assert_serves(group: RolloutGroup, trainer: ReferenceTrainer, version: int, engines: set[int]) -> None:
+    samples = group.generate(PROMPTS, SAMPLING)
+    assert {sample.engine for sample in samples} == engines
+    assert {v for sample in samples for v in sample.weight_versions} == {version}
+    assert trainer.mean_gap(samples) <= TOLERANCE
+
+
+def kill(group: RolloutGroup, engine: int) -> None:
+    os.kill(group.infos[engine].pid, signal.SIGKILL)
+
+
+def test_an_engine_that_dies_while_sampling_is_named_within_seconds_and_restarts_without_weights(
+    group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
+) -> None:
+    pending = group.submit(PROMPTS * 8, SamplingConfig(max_new_tokens=200))
+    kill(group, 1)
+    started = time.monotonic()
+    with pytest.raises(EngineDeadError, match="engine 1 is dead"):
+        pending.result()
+    assert time.monotonic() - started < 15
+    assert group.engines == (0,)
+    assert_serves(group, trainer, trainer.source.version, {0})
+
+    trainer.advance()
+    report = sync.push()
+    assert (report.engines, report.skipped) == ((0,), (1,))
+    assert_serves(group, trainer, report.version, {0})
+
+    group.restart(1)
+    with pytest.raises(RolloutError, match="engine 1 has no weights of the trainer yet"):
+        group.generate(PROMPTS, SAMPLING)
+    sync.push()
+    assert_serves(group, trainer, trainer.source.version, {0, 1})
+
+
+def test_an_engine_found_dead_by_a_push_leaves_the_others_on_the_old_weights(
+    group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
+) -> None:
+    samples = group.generate(PROMPTS, SamplingConfig(temperature=0, max_new_tokens=4))
+    kill(group, 0)
+    before = trainer.source.version
+    trainer.advance()
+    with pytest.raises(EngineDeadError, match="engine 0 is dead"):
+        sync.push()
+    served = group.generate(PROMPTS, SamplingConfig(temperature=0, max_new_tokens=4))
+    assert {v for sample in served for v in sample.weight_versions} == {before}
+    assert [s.response_ids for s in served] == [s.response_ids for s in samples]
+    assert sync.push().engines == (1,)
+    assert_serves(group, trainer, trainer.source.version, {1})
+
+
+def test_an_engine_that_fails_after_the_first_load_is_dirty_until_it_is_rebuilt(
+    group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
+) -> None:
+    # Another driver left an update open in engine 1, so that loading fails there after every check has passed.
+    ray.get(group.actors()[1].begin_update.remote())
+    trainer.advance()
+    with pytest.raises(EngineDirtyError, match="engine 1: a weight update failed after it had begun"):
+        sync.push()
+    assert_serves(group, trainer, trainer.source.version, {0})
+    assert set(group.lost_engines) == {1}
+    group.restart(1)
+    sync.push()
+    assert_serves(group, trainer, trainer.source.version, {0, 1})
+
+
+def test_a_wrong_shape_that_reaches_the_loader_makes_the_engine_dirty(
+    group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
+) -> None:
+    staged = SharedMemoryTransport().stage(sync._plan(), trainer.source, group)
+    tensors = list(staged.manifest.tensors)
+    last = next(index for index, info in enumerate(tensors) if info.name == "model.layers.1.mlp.down_proj.weight")
+    rows, columns = tensors[last].shape
+    tensors[last] = TensorInfo(**{**tensors[last].model_dump(), "shape": (columns, rows)})
+    broken = staged.manifest.replace(tensors=tuple(tensors))
+    group.call("verify", staged.manifest, each=lambda engine: (staged.segments[engine],))
+    engine = group.actors()[0]
+    ray.get(engine.begin_update.remote())
+    for attempt in ("update", "update", "generate"):
+        arguments = ({"manifest": broken.model_dump_json()},) if attempt == "update" else ([], SAMPLING, None)
+        with pytest.raises(EngineDirtyError):
+            ray.get(getattr(engine, attempt).remote(*arguments))
+    with pytest.raises(EngineDirtyError, match="engine 0 is dirty"):
+        sync.push()
+    assert sync.push().engines == (1,)
+    assert_serves(group, trainer, trainer.source.version, {1})
+
+
+def test_an_engine_without_a_model_does_not_start_and_says_why(
+    ray_cluster: None, untied_model: Path, tmp_path: Path
+) -> None:
+    config = RolloutConfig(model_path=str(untied_model), device="cpu", engine_args={"no_such_argument": 1})
+    with pytest.raises(ConfigError, match=r"vllm.EngineArgs has no such argument"):
+        RolloutGroup(config)

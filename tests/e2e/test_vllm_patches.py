@@ -1,0 +1,86 @@
+"""Each change to vLLM is still needed: without it the log-probs after a push are wrong, with it they are right."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from actors.rollout_config import RolloutConfig, SamplingConfig
+from actors.rollout_engine import RolloutEngine
+from actors.rollout_group import RolloutGroup
+from actors.weight_sync import WeightSync
+from tests.support.rollout import ReferenceTrainer, write_tiny_qwen3_moe
+
+PROMPTS = [[5, 6, 7, 8], list(range(10, 60))]
+SAMPLING = SamplingConfig(max_new_tokens=12)
+
+
+class PatchableEngine(RolloutEngine):
+    """An engine in whose process a patch can be left out."""
+
+    def leave_out(self, patch: str | None) -> None:
+        import actors.vllm_patches as patches
+        import actors.vllm_worker as worker
+
+        worker.packing_experts_again = patches.packing_experts_again
+        worker.pack_embeddings_again = patches.pack_embeddings_again
+        if patch == "packing_experts_again":
+            worker.packing_experts_again = contextlib.nullcontext
+        elif patch == "pack_embeddings_again":
+            worker.pack_embeddings_again = lambda model: None
+
+
+class PatchableGroup(RolloutGroup):
+    engine_class = PatchableEngine
+
+
+@pytest.fixture(scope="module")
+def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_qwen3_moe(tmp_path_factory.mktemp("moe"))
+
+
+@pytest.fixture(scope="module")
+def trainer(moe_model: Path) -> ReferenceTrainer:
+    return ReferenceTrainer(moe_model)
+
+
+@pytest.fixture(scope="module")
+def group(ray_cluster: None, moe_model: Path) -> Iterator[RolloutGroup]:
+    """One engine of a mixture-of-experts model with tied embeddings."""
+    config = RolloutConfig(
+        model_path=str(moe_model), device="cpu", dtype="float32", load_format="dummy", max_model_len=256, kv_cache_gib=0.25
+    )
+    with PatchableGroup(config) as rollout:
+        yield rollout
+
+
+@pytest.fixture(scope="module")
+def sync(group: RolloutGroup, trainer: ReferenceTrainer) -> Iterator[WeightSync]:
+    with WeightSync(trainer.source, group) as weight_sync:
+        yield weight_sync
+
+
+def gap_after_push_without(patch: str | None, group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync) -> float:
+    trainer.advance(0.5)
+    group.call("leave_out", patch)
+    sync.push()
+    return trainer.mean_gap(group.generate(PROMPTS, SAMPLING))
+
+
+def test_a_mixture_of_experts_is_pushed_right_into_an_engine_that_started_with_random_weights(
+    group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
+) -> None:
+    for _ in range(2):
+        assert gap_after_push_without(None, group, trainer, sync) <= 1e-5
+
+
+@pytest.mark.parametrize("patch", ["packing_experts_again", "pack_embeddings_again"])
+def test_vllm_serves_old_weights_without_the_patch(
+    patch: str, group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
+) -> None:
+    assert gap_after_push_without(None, group, trainer, sync) <= 1e-5
+    assert gap_after_push_without(patch, group, trainer, sync) > 1e-3
+    assert gap_after_push_without(None, group, trainer, sync) <= 1e-5

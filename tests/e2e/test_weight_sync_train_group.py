@@ -1,0 +1,82 @@
+"""The loop of on-policy training: train on ranks, push, sample, and find the same log-probs on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from actors import HandleRef, Loss, RolloutConfig, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
+from rl_backend.contracts import NativeConfig, OptimizerConfig, RuntimeConfig, TokenSequence, WeightVersionError
+from tests.support.sft_batches import random_token_sequences
+
+PROMPTS = [[5, 6, 7], list(range(20, 60)), [9, 10], [100, 90, 80, 70]]
+NLL = Loss("tests.support.losses:nll_loss")
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def train(ray_cluster: None, tied_model: Path) -> Iterator[TrainGroup]:
+    native = NativeConfig(device="cpu", optimizer=OptimizerConfig(lr=1e-2, clip_grad=1.0))
+    config = RuntimeConfig(hf_path=str(tied_model), max_tokens_per_micro_batch=256, backend_cfg=native)
+    with TrainGroup(config, num_ranks=2) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def policy(train: TrainGroup) -> HandleRef:
+    return train.build_model(name="policy")
+
+
+@pytest.fixture(scope="module")
+def rollout(ray_cluster: None, tied_model: Path) -> Iterator[RolloutGroup]:
+    config = RolloutConfig(
+        model_path=str(tied_model), device="cpu", dtype="float32", load_format="dummy", max_model_len=256, kv_cache_gib=0.25
+    )
+    with RolloutGroup(config) as group:
+        yield group
+
+
+def train_one_step(train: TrainGroup, policy: HandleRef, seed: int) -> int:
+    train.zero_grad(policy)
+    train.forward_backward(policy, random_token_sequences([12, 20, 9, 31], 128, seed=seed), NLL)
+    assert train.optimizer_step(policy).ok
+    return train.weight_version(policy)
+
+
+def mean_gap(train: TrainGroup, policy: HandleRef, rollout: RolloutGroup, temperature: float) -> float:
+    samples = rollout.generate(PROMPTS, SamplingConfig(n=2, temperature=temperature, max_new_tokens=8))
+    sequences = [TokenSequence.from_prompt_and_response(sample.prompt_ids, sample.response_ids) for sample in samples]
+    found = train.forward(policy, sequences, meta={"temperature": temperature}).output("log_probs")
+    gaps = [
+        abs(float(log_probs[len(sample.prompt_ids) - 1 + index]) - log_prob)
+        for sample, log_probs in zip(samples, found, strict=True)
+        for index, log_prob in enumerate(sample.log_probs)
+    ]
+    return sum(gaps) / len(gaps)
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_engines_and_ranks_agree_on_log_probs_after_every_step(
+    train: TrainGroup, policy: HandleRef, rollout: RolloutGroup, transport: str
+) -> None:
+    with WeightSync(train, rollout, policy, transport=transport, byte_budget=1 << 20) as sync:
+        for step in range(2):
+            version = train_one_step(train, policy, seed=step)
+            report = sync.push()
+            assert report.version == version
+            assert report.transport == ("shared_memory" if transport == "auto" else transport)
+            assert mean_gap(train, policy, rollout, temperature=0.8) <= TOLERANCE
+
+
+def test_a_second_model_of_the_group_with_older_weights_is_refused(
+    train: TrainGroup, policy: HandleRef, rollout: RolloutGroup
+) -> None:
+    train_one_step(train, policy, seed=5)
+    with WeightSync(train, rollout, policy) as sync:
+        sync.push()
+    fresh = train.build_model(name="fresh")
+    with WeightSync(train, rollout, fresh) as other, pytest.raises(WeightVersionError, match="refuses the older version 0"):
+        other.push()
+    assert mean_gap(train, policy, rollout, temperature=1.0) <= TOLERANCE

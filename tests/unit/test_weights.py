@@ -1,0 +1,181 @@
+"""Layout, digests, finite values and comparison of weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_backend.contracts import TensorInfo, UnsupportedError, WeightCheckError, WeightManifest
+from rl_backend.weights import (
+    ALIGNMENT,
+    ExpectedWeights,
+    check_finite,
+    check_manifest,
+    check_staged,
+    dtype_from_name,
+    find_mismatches,
+    has_non_finite,
+    plan_layout,
+    read_tensor,
+    tensor_info,
+    write_tensors,
+)
+from rl_backend.weights.digest import device_checksum, tensor_digest
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def weights() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "matrix": torch.randn(7, 5, generator=generator),
+        "half": torch.randn(3, generator=generator).bfloat16(),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "empty": torch.zeros(0, 4),
+        "turned": torch.randn(4, 6, generator=generator).t(),
+        "counts": torch.arange(5, dtype=torch.int32),
+    }
+
+
+def staged(tensors: dict[str, Tensor], version: int = 3) -> tuple[Tensor, WeightManifest]:
+    layout, nbytes = plan_layout(tensor_info(name, tensor) for name, tensor in tensors.items())
+    buffer = torch.full((nbytes,), 0xCD, dtype=torch.uint8)
+    return buffer, write_tensors(buffer, layout, tensors.items(), version=version, threads=2)
+
+
+def test_staged_tensors_read_back_bit_for_bit_at_aligned_offsets() -> None:
+    tensors = weights()
+    buffer, manifest = staged(tensors)
+    check_staged(buffer, manifest, engine="engine 0", threads=2)
+    for info in manifest.tensors:
+        assert info.offset % ALIGNMENT == 0
+        assert torch.equal(read_tensor(buffer, info), tensors[info.name])
+        assert read_tensor(buffer, info).untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+    assert manifest.nbytes == sum(tensor.nbytes for tensor in tensors.values())
+    assert WeightManifest.model_validate_json(manifest.model_dump_json()) == manifest
+
+
+def test_every_single_byte_of_a_staged_tensor_is_covered_by_its_digest() -> None:
+    buffer, manifest = staged(weights())
+    for info in manifest.tensors:
+        for byte in range(info.offset, info.offset + info.nbytes):
+            buffer[byte] ^= 1
+            with pytest.raises(WeightCheckError, match=f"differ from the manifest's digests.*{info.name}"):
+                check_staged(buffer, manifest, engine="engine 0")
+            buffer[byte] ^= 1
+    check_staged(buffer, manifest, engine="engine 0")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"offset": 1 << 20}, "does not lie in a staging buffer"),
+        ({"offset": 8}, "at a multiple of 16"),
+        ({"offset": 64}, "overlap"),
+        ({"shape": (5, 5)}, "but .5, 5. of float32 is 100"),
+        ({"dtype": "float16"}, "of float16 is 70"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_its_buffer_is_refused(change: dict[str, object], message: str) -> None:
+    buffer, manifest = staged(weights())
+    tensors = list(manifest.tensors)
+    tensors[0] = tensors[0].replace(**change)
+    with pytest.raises(WeightCheckError, match=message):
+        check_staged(buffer, manifest.replace(tensors=tuple(tensors)), engine="engine 0")
+
+
+@pytest.mark.parametrize("fault", ["short", "long", "renamed", "reshaped", "recast"])
+def test_an_export_that_differs_from_what_it_announced_is_refused(fault: str) -> None:
+    tensors = {"a": torch.zeros(4, 2), "b": torch.zeros(3)}
+    layout, nbytes = plan_layout(tensor_info(name, tensor) for name, tensor in tensors.items())
+    exported = {
+        "short": [("a", torch.zeros(4, 2))],
+        "long": [*tensors.items(), ("c", torch.zeros(1))],
+        "renamed": [("a", torch.zeros(4, 2)), ("x", torch.zeros(3))],
+        "reshaped": [("a", torch.zeros(2, 4)), ("b", torch.zeros(3))],
+        "recast": [("a", torch.zeros(4, 2).double()), ("b", torch.zeros(3))],
+    }[fault]
+    with pytest.raises(WeightCheckError, match="the export"):
+        write_tensors(torch.empty(nbytes, dtype=torch.uint8), layout, exported, version=0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("place", [0, 1_500_000, -1])
+def test_one_bad_value_among_many_is_found(dtype: torch.dtype, bad: float, place: int) -> None:
+    tensor = torch.ones(3_000_000, dtype=dtype)
+    assert not has_non_finite(tensor)
+    tensor[place] = bad
+    assert has_non_finite(tensor)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_finite_values_whose_sum_overflows_are_accepted(dtype: torch.dtype) -> None:
+    assert not has_non_finite(torch.full((5000,), torch.finfo(dtype).max, dtype=dtype))
+
+
+def test_infinities_that_cancel_are_found() -> None:
+    tensor = torch.zeros(100)
+    tensor[3], tensor[4] = float("inf"), float("-inf")
+    assert has_non_finite(tensor)
+
+
+def test_integers_and_empty_tensors_are_finite() -> None:
+    assert not has_non_finite(torch.arange(5))
+    assert not has_non_finite(torch.zeros(0))
+
+
+def test_tensors_with_bad_values_are_named() -> None:
+    bad = torch.tensor([1.0, float("nan")])
+    with pytest.raises(WeightCheckError, match="engine 1: weights hold NaN or infinity and were not loaded: b, d;") as error:
+        check_finite([("a", torch.ones(2)), ("b", bad), ("c", torch.ones(2)), ("d", bad)], engine="engine 1")
+    assert error.value.details["names"] == ["b", "d"]
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.uint8, torch.int64])
+def test_a_checksum_changes_with_any_byte_and_a_digest_with_any_order(dtype: torch.dtype) -> None:
+    tensor = torch.arange(1, 1001).to(dtype)
+    checksum, digest = device_checksum(tensor), tensor_digest(tensor)
+    assert device_checksum(tensor.clone()) == checksum
+    bytes_of = tensor.view(torch.uint8)
+    bytes_of[17] ^= 4
+    assert device_checksum(tensor) != checksum
+    bytes_of[17] ^= 4
+    assert tensor_digest(tensor) == digest
+    assert tensor_digest(tensor.flip(0)) != digest
+
+
+def expected() -> ExpectedWeights:
+    names = ["q", "k", "v", "norm"]
+    required = {name: TensorInfo(name=name, shape=(2, 2), dtype="float32", nbytes=16) for name in names}
+    optional = {"head": TensorInfo(name="head", shape=(3,), dtype="float32", nbytes=12)}
+    return ExpectedWeights(required, optional, fused_groups=(("q", "k", "v"),))
+
+
+def test_weights_with_and_without_optional_ones_match() -> None:
+    required = list(expected().required.values())
+    assert find_mismatches(required, expected()) == []
+    assert find_mismatches([*required, expected().optional["head"]], expected()) == []
+
+
+def test_every_mismatch_is_reported_by_name_at_once() -> None:
+    offered = (
+        TensorInfo(name="q", shape=(2, 3), dtype="float32", nbytes=24),
+        TensorInfo(name="k", shape=(2, 2), dtype="bfloat16", nbytes=8),
+        TensorInfo(name="stranger", shape=(1,), dtype="float32", nbytes=4),
+    )
+    with pytest.raises(WeightCheckError) as error:
+        check_manifest(WeightManifest(version=4, tensors=offered), expected(), engine="engine 2")
+    assert str(error.value) == (
+        "engine 2 refuses weights of version 4, nothing was loaded: half of a fused group: q, k came without v; "
+        "missing: norm; unknown to the engine: stranger; wrong shape: q is (2, 3), the engine has (2, 2); "
+        "wrong dtype: k is bfloat16, the engine takes float32"
+    )
+
+
+def test_a_dtype_that_torch_does_not_have_is_refused() -> None:
+    assert dtype_from_name("bfloat16") is torch.bfloat16
+    for name in ("bfloat17", "Tensor", ""):
+        with pytest.raises(UnsupportedError, match="not a torch dtype"):
+            dtype_from_name(name)
