@@ -1,0 +1,56 @@
+"""The README's table of what works: every line is a claim that tests carry as ``@pytest.mark.shows("...")``.
+
+    python -m tests.support.claims      writes the table into README.md
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+START, END = "<!-- what works: from tests -->", "<!-- end -->"
+
+
+def claims(root: Path = ROOT) -> dict[str, list[str]]:
+    """Claim -> test files that show it, both in order of appearance."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in sorted((root / "tests").rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                for claim in filter(None, map(_claim, node.decorator_list)):
+                    name = str(path.relative_to(root))
+                    if name not in found[claim]:
+                        found[claim].append(name)
+    return dict(found)
+
+
+def table(root: Path = ROOT) -> str:
+    """The table in Markdown, claims in alphabetical order of their area (the words before the colon)."""
+    rows = ["| area | what works | shown by |", "|---|---|---|"]
+    for claim, files in sorted(claims(root).items()):
+        area, _, text = claim.partition(": ")
+        links = ", ".join(f"[{Path(name).stem.removeprefix('test_')}]({name})" for name in files)
+        rows.append(f"| {area} | {text} | {links} |")
+    return "\n".join(rows)
+
+
+def readme_with_table(root: Path = ROOT) -> str:
+    """README.md with the table between its markers brought up to date."""
+    text = (root / "README.md").read_text()
+    head, rest = text.split(START)
+    _, tail = rest.split(END)
+    return f"{head}{START}\n{table(root)}\n{END}{tail}"
+
+
+def _claim(decorator: ast.expr) -> str | None:
+    if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.shows":
+        argument = decorator.args[0]
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+            return argument.value
+    return None
+
+
+if __name__ == "__main__":
+    (ROOT / "README.md").write_text(readme_with_table())

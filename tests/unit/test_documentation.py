@@ -1,0 +1,51 @@
+"""README and docs are true: the table of what works, the links, the figures and the code."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.claims import ROOT, claims, readme_with_table
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_the_table_of_what_works_is_the_one_that_the_tests_make() -> None:
+    assert (ROOT / "README.md").read_text() == readme_with_table(), "run: python -m tests.support.claims"
+
+
+def test_every_claim_names_its_area() -> None:
+    assert claims()
+    assert [claim for claim in claims() if ": " not in claim] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_paths_on_a_page_exist(page: Path) -> None:
+    text = page.read_text()
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", text)
+    paths = re.findall(r"`((?:rl_backend|actors|adapters|examples|benchmarks|tests|docs)/[\w/.]*[\w/])`", text)
+    missing = [link for link in links if not (page.parent / link).exists()]
+    missing += [path for path in paths if not (ROOT / path).exists()]
+    assert missing == []
+
+
+def test_figures_in_the_readme_are_those_of_the_benchmark_results() -> None:
+    text = (ROOT / "README.md").read_text()
+    rows = re.findall(r"\| ([\d.]+)x? \| `([\w/]+\.json)` `([\w.]+)` \|", text)
+    assert rows, "README has no figures"
+    for figure, name, key in rows:
+        value = json.loads((ROOT / "benchmarks" / name).read_text())
+        for part in key.split("."):
+            value = value[part]
+        decimals = len(figure.partition(".")[2])
+        assert f"{value:.{decimals}f}" == figure, f"{name} {key}"
+
+
+def test_the_runtime_page_runs_as_it_stands(tied_model: Path, tmp_path: Path) -> None:
+    code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "runtime_api.md").read_text(), re.DOTALL))
+    names = {"model_dir": str(tied_model), "checkpoint_dir": str(tmp_path / "checkpoint")}
+    exec(compile(code, "runtime_api.md", "exec"), names)
+    assert names["ok"] is True
