@@ -10,20 +10,47 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from actors.loss import Loss as Loss
+    from actors.rollout_config import RolloutConfig as RolloutConfig
+    from actors.rollout_config import SamplingConfig as SamplingConfig
+    from actors.rollout_group import RolloutGroup as RolloutGroup
+    from actors.rollout_sample import Sample as Sample
+    from actors.rollout_sample import sample_seeds as sample_seeds
     from actors.train_context import HandleRef as HandleRef
     from actors.train_context import RankContext as RankContext
     from actors.train_group import TrainGroup as TrainGroup
     from actors.train_operation import GroupFuture as GroupFuture
+    from actors.weight_sync import PushReport as PushReport
+    from actors.weight_sync import WeightSync as WeightSync
 
 _MODULES = {
     "GroupFuture": "actors.train_operation",
     "HandleRef": "actors.train_context",
     "Loss": "actors.loss",
+    "PushReport": "actors.weight_sync",
     "RankContext": "actors.train_context",
+    "RolloutConfig": "actors.rollout_config",
+    "RolloutGroup": "actors.rollout_group",
+    "Sample": "actors.rollout_sample",
+    "SamplingConfig": "actors.rollout_config",
     "TrainGroup": "actors.train_group",
+    "WeightSync": "actors.weight_sync",
+    "sample_seeds": "actors.rollout_sample",
 }
 
-__all__ = ["GroupFuture", "HandleRef", "Loss", "RankContext", "TrainGroup"]
+__all__ = [
+    "GroupFuture",
+    "HandleRef",
+    "Loss",
+    "PushReport",
+    "RankContext",
+    "RolloutConfig",
+    "RolloutGroup",
+    "Sample",
+    "SamplingConfig",
+    "TrainGroup",
+    "WeightSync",
+    "sample_seeds",
+]
 
 
 def __getattr__(name: str) -> Any:
