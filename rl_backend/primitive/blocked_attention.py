@@ -29,8 +29,9 @@ class _BlockedAttention(torch.autograd.Function):
         log_sums = []
         for block in _blocks(query, key, seq_lens):
             scores = block.scores(query, key)
-            largest = block.hide(scores, -torch.inf).amax(-1, keepdim=True)
-            weights = block.exponentials(scores.sub_(largest))
+            block.diagonal(scores).add_(block.minus_infinity)
+            largest = scores.amax(-1, keepdim=True)
+            weights = scores.sub_(largest).exp_()
             total = weights.sum(-1, keepdim=True)
             block.scatter(out, torch.bmm(weights, block.keys(value)).div_(total))
             log_sums.append(total.log_().add_(largest))
@@ -46,7 +47,10 @@ class _BlockedAttention(torch.autograd.Function):
         grad_key, grad_value = (key.new_zeros(key.shape[1], key.shape[0], key.shape[2]) for _ in range(2))
         projection = (grad * out).sum(-1, keepdim=True)
         for block, log_sum in zip(_blocks(query, key, ctx.seq_lens), log_sums, strict=True):
-            probabilities = block.exponentials(block.scores(query, key).sub_(log_sum))
+            probabilities = block.scores(query, key).sub_(log_sum)
+            # Hidden scores may exceed the log-sum-exp by any amount, so they are zeroed before the exponential and after.
+            block.diagonal(probabilities).mul_(block.visible)
+            block.diagonal(probabilities.exp_()).mul_(block.visible)
             grad_block = block.gather(grad)
             block.key_rows(grad_value).add_(torch.bmm(probabilities.transpose(1, 2), grad_block))
             grad_scores = torch.bmm(grad_block, block.keys(value).transpose(1, 2))
@@ -64,21 +68,26 @@ class _Block(NamedTuple):
     stop: int
     kv_heads: int
     scale: float
-    hidden: Tensor  # (_BLOCK, _BLOCK) bool: above the diagonal
+    masks: Tensor  # (2, _BLOCK, _BLOCK): minus_infinity and visible
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
         """(kv_heads, group * queries, keys), scaled, not masked."""
         return torch.bmm(self.gather(query).mul_(self.scale), self.keys(key).transpose(1, 2))
 
-    def hide(self, scores: Tensor, fill: float) -> Tensor:
-        """Fills in place what the causal mask hides; only the last ``queries`` keys reach above the diagonal."""
-        size = self.stop - self.start
-        scores.unflatten(1, (-1, size))[..., self.start - self.origin :].masked_fill_(self.hidden[:size, :size], fill)
-        return scores
+    def diagonal(self, scores: Tensor) -> Tensor:
+        """(kv_heads, group, queries, queries), a view: the part of the scores that the causal mask cuts."""
+        stacked: Tensor = scores.unflatten(1, (-1, self.stop - self.start))
+        return stacked[..., self.start - self.origin :]
 
-    def exponentials(self, scores: Tensor) -> Tensor:
-        """In place, 0 where hidden. Hidden scores are 0 meanwhile: the vectorised exponential is slow for infinities."""
-        return self.hide(self.hide(scores, 0.0).exp_(), 0.0)
+    @property
+    def minus_infinity(self) -> Tensor:
+        """(queries, queries): what to add to hide what is above the diagonal."""
+        return self.masks[0, : self.stop - self.start, : self.stop - self.start]
+
+    @property
+    def visible(self) -> Tensor:
+        """(queries, queries): 1 up to the diagonal and 0 above."""
+        return self.masks[1, : self.stop - self.start, : self.stop - self.start]
 
     def keys(self, x: Tensor) -> Tensor:
         """(T, kv_heads, dim) -> (kv_heads, keys, dim), a view."""
@@ -100,11 +109,12 @@ class _Block(NamedTuple):
 
 
 def _blocks(query: Tensor, key: Tensor, seq_lens: Sequence[int]) -> Iterator[_Block]:
-    hidden = torch.ones(_BLOCK, _BLOCK, dtype=torch.bool, device=query.device).triu_(1)
+    square = query.new_ones(_BLOCK, _BLOCK)
+    masks = torch.stack((torch.full_like(square, -torch.inf).triu_(1), square.tril()))
     scale = query.shape[-1] ** -0.5
     origin = 0
     for length in seq_lens:
         end = origin + length
         for start in range(origin, end, _BLOCK):
-            yield _Block(origin, start, min(start + _BLOCK, end), key.shape[1], scale, hidden)
+            yield _Block(origin, start, min(start + _BLOCK, end), key.shape[1], scale, masks)
         origin = end
