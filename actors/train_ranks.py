@@ -242,7 +242,7 @@ class TrainRanks:
         )
 
     def _raise(self, title: str, number: int, failures: Mapping[int, Failed]) -> NoReturn:
-        """Every rank answered: raises the lowest rank's error, a typed one before others, and the one that others point to."""
+        """Every rank answered: raises the lowest rank's error, typed ones first, or the one that it points to."""
         with self._lock:
             self._acknowledged = max(self._acknowledged, number)
         broken = [rank for rank in sorted(failures) if breaks_process_group(failures[rank].error)]

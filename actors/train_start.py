@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-import ray
 from ray import cloudpickle
-from ray.exceptions import RayError
 
 from actors.placement import Placement, PlacementStrategy, reserve
 from actors.train_order import Driver
@@ -40,32 +38,51 @@ def start_ranks(
         name=name,
         timeout=placement_timeout,
     )
+    try:
+        return _start(config, placed, group_id, name, cores_per_rank, gpus_per_rank, failure_grace, start_timeout)
+    except BaseException:
+        placed.remove()
+        raise
+
+
+def _start(
+    config: RuntimeConfig,
+    placed: Placement,
+    group_id: str,
+    name: str,
+    cores: int,
+    gpus: Literal[0, 1],
+    failure_grace: float,
+    timeout: float,
+) -> TrainRanks:
+    num_ranks = len(placed.slots)
     driver = Driver.here()
     prefix = name if group_id[:8] in name else f"{name}-{group_id[:8]}"
     workers = tuple(
         TrainActor.options(
             name=f"{prefix}-rank{rank}",
-            num_cpus=cores_per_rank,
-            num_gpus=gpus_per_rank,
+            num_cpus=cores,
+            num_gpus=gpus,
             scheduling_strategy=placed.scheduling_strategy(rank),
             allow_out_of_order_execution=False,
             max_restarts=0,
             max_task_retries=0,
-            runtime_env={"env_vars": _process_environment(cores_per_rank, gpus_per_rank)},
-        ).remote(group_id, rank, num_ranks, cores_per_rank, driver)
+            runtime_env={"env_vars": _process_environment(cores, gpus)},
+        ).remote(group_id, rank, num_ranks, cores, driver)
         for rank in range(num_ranks)
     )
     ranks = TrainRanks(GroupMembers(group_id, name, workers, placed.group, failure_grace), driver, owned=True)
     try:
-        address = _address(ranks, start_timeout)
+        # Waiting for every process first keeps a slow one from looking like one that hangs.
+        address, *_ = ranks.collect("start", 0, [worker.choose_address.remote() for worker in workers], timeout)
         pickled = cloudpickle.dumps(config)
         refs = [
-            worker.start.remote(_rank_environment(rank, num_ranks, placed, gpus_per_rank, address), pickled)
+            worker.start.remote(_rank_environment(rank, num_ranks, placed, gpus, address), pickled)
             for rank, worker in enumerate(workers)
         ]
-        ranks.infos = tuple(ranks.collect("start", 0, refs, start_timeout))
+        ranks.infos = tuple(ranks.collect("start", 0, refs, timeout))
     except TimeoutError:
-        ranks.fail(f"the ranks did not start within {start_timeout:g} s; see Ray's logs, or raise start_timeout")
+        ranks.fail(f"the ranks did not start within {timeout:g} s; see Ray's logs, or raise start_timeout")
     except BaseException:
         ranks.end()
         raise
@@ -78,15 +95,6 @@ def _check_device(config: RuntimeConfig, gpus_per_rank: int) -> None:
         raise ConfigError.of("gpus_per_rank", gpus_per_rank, "the configuration has device='cuda'; use gpus_per_rank=1")
     if device == "cpu" and gpus_per_rank == 1:
         raise ConfigError.of("gpus_per_rank", gpus_per_rank, "the configuration has device='cpu'; use gpus_per_rank=0")
-
-
-def _address(ranks: TrainRanks, timeout: float) -> tuple[str, int]:
-    try:
-        return ray.get(ranks.members.workers[0].choose_address.remote(), timeout=timeout)  # type: ignore[no-any-return]
-    except ray.exceptions.GetTimeoutError:
-        raise TimeoutError from None
-    except RayError as error:
-        ranks.fail(f"rank 0 could not start: {error}", ranks=[0])
 
 
 def _process_environment(cores: int, gpus: int) -> dict[str, str]:

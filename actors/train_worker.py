@@ -60,11 +60,14 @@ class TrainWorker:
         self._losses: OrderedDict[str, LossFn] = OrderedDict()
         self._context: RankContext | None = None
 
-    def choose_address(self) -> tuple[str, int]:
-        """This node's address and a port that is free on it."""
-        with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as listener:
-            listener.bind(("", 0))
-            return ray.util.get_node_ip_address(), listener.getsockname()[1]
+    def choose_address(self) -> Outcome:
+        """Answers this node's address and a port that is free on it."""
+        try:
+            with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as listener:
+                listener.bind(("", 0))
+                return Completed((ray.util.get_node_ip_address(), listener.getsockname()[1]))
+        except OSError as error:
+            return failed(error)
 
     def start(self, environment: Mapping[str, str], pickled_config: bytes) -> Outcome:
         """Sets the rank's environment and builds its runtime; answers a :class:`RankInfo`."""
