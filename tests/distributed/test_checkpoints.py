@@ -201,16 +201,14 @@ def full_disk_job(model: str, parent: str, heard_by: str) -> str:
                 runtime.save_checkpoint(handle, path)
         else:
             runtime.save_checkpoint(handle, path, asynchronous=True)
+            listeners = {
+                "wait_for_checkpoint": lambda: runtime.wait_for_checkpoint(handle),
+                "save_checkpoint": lambda: runtime.save_checkpoint(handle, Path(parent, "next")),
+                "load_checkpoint": lambda: runtime.load_checkpoint(handle, good),
+                "close": runtime.close,
+            }
             with pytest.raises(CheckpointError) as caught:
-                match heard_by:
-                    case "wait_for_checkpoint":
-                        runtime.wait_for_checkpoint(handle)
-                    case "save_checkpoint":
-                        runtime.save_checkpoint(handle, Path(parent, "next"))
-                    case "load_checkpoint":
-                        runtime.load_checkpoint(handle, good)
-                    case _:
-                        runtime.close()
+                listeners[heard_by]()
     if heard_by != "close":
         runtime.load_checkpoint(handle, good)
         runtime.save_checkpoint(handle, path, asynchronous=True)

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from rl_backend.contracts import BatchError, HandleError, MetricValue, ModelOutput, PackedBatch
+from rl_backend.runtime.native import NativeHandle
 from tests.support.native import (
     assert_equal_tensors,
     deal,
@@ -101,7 +103,18 @@ def failing_backward(model_output: ModelOutput, data: PackedBatch, dp_group: Any
     return (_FailsBackward.apply(loss) if data.meta["fail"] else loss), metrics
 
 
-LOSSES = {"loss": failing_loss, "backward": failing_backward}
+LOSSES = {"model": token_loss, "loss": failing_loss, "backward": failing_backward}
+
+
+def fail_in_layer(handle: NativeHandle, calls_before: int) -> RemovableHandle:
+    """Makes the second layer raise, as running out of memory there would, after some calls that succeed."""
+    calls = iter(range(calls_before))
+
+    def fail(module: nn.Module, arguments: Any) -> None:
+        if next(calls, None) is None:
+            raise ValueError("no such advantage")
+
+    return handle.model.get_submodule("layers.1").register_forward_pre_hook(fail)
 
 
 def failing_pass_job(model: str, where: str, settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -112,8 +125,11 @@ def failing_pass_job(model: str, where: str, settings: dict[str, Any]) -> tuple[
     with open_runtime(model, **settings) as runtime:
         handle, fresh = runtime.build_model(), runtime.build_model()
         for _ in range(2):
+            hook = fail_in_layer(handle, 1) if where == "model" else None
             with pytest.raises(ValueError, match="no such advantage"):
                 runtime.forward_backward(handle, broken, LOSSES[where])
+            if hook is not None:
+                hook.remove()
             with pytest.raises(HandleError, match="zero_grad"):
                 runtime.forward_backward(handle, data, failing_loss)
             with pytest.raises(HandleError, match="zero_grad"):
@@ -125,7 +141,7 @@ def failing_pass_job(model: str, where: str, settings: dict[str, Any]) -> tuple[
         return gradients(handle), gradients(fresh)
 
 
-@pytest.mark.parametrize("where", ["loss", "backward"])
+@pytest.mark.parametrize("where", ["model", "loss", "backward"])
 @pytest.mark.parametrize(
     "settings",
     [{}, {"reshard_after_forward": False}, {"param_dtype": "bfloat16", "activation_checkpointing": "full"}],

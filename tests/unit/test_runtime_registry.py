@@ -66,11 +66,11 @@ def test_a_familys_own_options_reach_the_model(bigram: Path) -> None:
 
 
 def test_unknown_names_list_the_known_ones(bigram: Path) -> None:
-    with pytest.raises(RegistryError, match="unknown runtime 'bridg'; known: .*native"):
+    with pytest.raises(RegistryError, match=r"unknown runtime 'bridg'; known: .*native"):
         RuntimeConfig(backend="bridg", hf_path=str(bigram))
     (bigram / "config.json").write_text('{"model_type": "mystery", "vocab_size": 128}')
     runtime = create_runtime(RuntimeConfig(hf_path=str(bigram), backend_cfg={"device": "cpu"}))
-    with pytest.raises(UnsupportedError, match="model_type='mystery'.*qwen3"):
+    with pytest.raises(UnsupportedError, match=r"model_type='mystery'.*qwen3"):
         runtime.build_model()
     runtime.close()
 
