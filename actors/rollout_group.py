@@ -16,6 +16,7 @@ from actors.rollout_config import RolloutConfig, SamplingConfig
 from actors.rollout_engine import EngineInfo, Request, RolloutEngine
 from actors.rollout_pending import PendingSamples
 from actors.rollout_sample import Sample
+from actors.vllm_process import process_environment
 from rl_backend.contracts import BatchError, ConfigError, EngineDeadError, EngineDirtyError, RLBackendError, RolloutError
 
 
@@ -225,7 +226,8 @@ class RolloutGroup:
             self._infos.update(outcomes)
 
     def _make_actor(self, engine: int) -> Any:
-        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
+        environment = process_environment(self._device)
+        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": environment}}
         if self._device == "cuda":
             options["num_gpus"] = self.config.gpus_per_worker * self.config.tensor_parallel
         if self._scheduling is not None:
