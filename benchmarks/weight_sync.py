@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -48,7 +49,7 @@ INCLUDES = {
     "memory": "WeightSync.push(): plan, copy to shared memory, xxh3 digests, every check in the engine (version, names, "
     "shapes, dtypes, digests, finite values), prefix cache reset, vLLM's load, acknowledgement and resume",
     "disk": "safetensors.torch.save_file of the same tensors to a new directory (no fsync), prefix cache reset, vLLM's "
-    "reload_weights from it; nothing is checked",
+    "reload_weights from it; nothing is checked. The save before is removed, outside the timing, when the new one is loaded",
     "limit": "copying the same tensors into a shared-memory segment that is there already, and vLLM's load of views of it; "
     "nothing is checked",
 }
@@ -85,6 +86,8 @@ class Trainer:
         self.source = WeightSource(self.weights())
         self.sync = WeightSync(self.source, rollout)
         self.reports: list[PushReport] = []
+        self.disk_phases: list[dict[str, float]] = []
+        self.last_save: Path | None = None
         infos = [tensor_info(name, tensor) for name, tensor in self.weights().items()]
         self.unchecked = WeightManifest(version=0, tensors=plan_layout(infos)[0])
 
@@ -105,15 +108,20 @@ class Trainer:
         return time.perf_counter() - started
 
     def through_disk(self) -> float:
+        """Keeps the save before until this one is loaded, as a run that must not lose its last save does."""
         self.change()
         directory = Path(tempfile.mkdtemp(dir=self.scratch))
         self.model.config.save_pretrained(directory)
         started = time.perf_counter()
         save_file(self.weights(), directory / "model.safetensors")
+        saved = time.perf_counter()
         raise_failures(self.rollout.call("reload_from_disk", str(directory)))
-        seconds = time.perf_counter() - started
-        (directory / "model.safetensors").unlink()
-        return seconds
+        ended = time.perf_counter()
+        self.disk_phases.append({"save": saved - started, "reload": ended - saved})
+        if self.last_save is not None:
+            shutil.rmtree(self.last_save)
+        self.last_save = directory
+        return ended - started
 
     def limit(self) -> float:
         """Uses the segment of the last push, which engine and trainer have mapped already."""
@@ -156,15 +164,18 @@ def measure(trainer: Trainer, runs: int) -> dict[str, Any]:
                 f"after an update through {name} the log-probs differ by {gaps[name]:.2e}; limit {LARGEST_GAP}"
             )
     trainer.reports.clear()
+    trainer.disk_phases.clear()
     seconds = interleave(runs, ways)
     middle = medians(seconds)
-    phases = {phase: [report.seconds[phase] for report in trainer.reports] for phase in trainer.reports[0].seconds}
+    memory_phases = {phase: [report.seconds[phase] for report in trainer.reports] for phase in trainer.reports[0].seconds}
+    disk_phases = {phase: [phases[phase] for phases in trainer.disk_phases] for phase in ("save", "reload")}
     return {
         "seconds": seconds,
         "medians": middle,
         "disk_over_memory": middle["disk"] / middle["memory"],
         "memory_over_limit": middle["memory"] / middle["limit"],
-        "memory_phases": medians(phases),
+        "memory_phases": medians(memory_phases),
+        "disk_phases": medians(disk_phases),
         "mean_log_prob_gaps": gaps,
         "transport": trainer.reports[0].transport,
         "bytes": trainer.reports[0].nbytes,
