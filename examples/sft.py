@@ -32,7 +32,7 @@ class SFTConfig(BaseConfig):
     dataset: str = Field(description="training examples: .jsonl (prompt, answer) or verl-style .parquet")
     eval_dataset: str | None = Field(default=None, description="held-out examples")
     run_dir: str = Field(default="runs/sft", description="new folder for metrics and the trained model")
-    steps: int = Field(default=100, ge=1, description="optimizer steps, at most")
+    steps: int = Field(default=100, ge=1, description="optimizer steps")
     batch_size: int = Field(default=64, ge=1, description="examples in each step")
     max_prompt_tokens: int = Field(default=2048, ge=1, description="longest prompt")
     lr: float = Field(default=1e-5, gt=0, description="peak learning rate")
@@ -45,9 +45,6 @@ class SFTConfig(BaseConfig):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="auto: bfloat16 with GPUs")
     seed: int = Field(default=0, ge=0, description="fixes data order and training")
     eval_every: int = Field(default=50, ge=1, description="steps between evaluations")
-    stop_at_answer_probability: float = Field(
-        default=1.0, gt=0, le=1, description="stop early when a held-out answer's mean probability reaches this"
-    )
 
 
 def train(config: SFTConfig) -> Path:
@@ -83,8 +80,6 @@ def train(config: SFTConfig) -> Path:
                 print(
                     f"step {step:4d}/{config.steps}  nll {metrics['nll']:.3f}  grad norm {grad_norm:.2f}{held}", flush=True
                 )
-            if metrics.get("answer_probability", 0.0) >= config.stop_at_answer_probability:
-                break
         trainer.save_checkpoint(model, folder.path / "model", hf=True)
     return folder.path / "model"
 

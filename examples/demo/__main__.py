@@ -21,7 +21,7 @@ class DemoConfig(BaseConfig):
 
     run_dir: str = Field(default="runs/demo", description="folder for everything; an earlier demo in it is replaced")
     seed: int = Field(default=0, ge=0, description="fixes model, data, samples and training")
-    steps: int = Field(default=150, ge=1, description="GRPO steps")
+    steps: int = Field(default=120, ge=1, description="GRPO steps")
     backend: str = Field(default="native", description="registered runtime that trains")
     ranks: int = Field(default=1, ge=1, description="training ranks")
     engines: int = Field(default=1, ge=1, description="vLLM engines")
@@ -29,21 +29,20 @@ class DemoConfig(BaseConfig):
 
 
 def warm_start(config: DemoConfig, task: Path, run_dir: Path) -> Path:
-    """SFT from random weights, stopped when it answers about one sample in six right."""
+    """SFT from random weights on careless demonstrations."""
     return sft.train(
         sft.SFTConfig(
             model=str(task / "model"),
-            dataset=str(task / "train.jsonl"),
+            dataset=str(task / "demonstrations.jsonl"),
             eval_dataset=str(task / "validation.jsonl"),
             run_dir=str(run_dir / "warm_start"),
-            steps=2000,
-            lr=1.5e-3,
+            steps=700,
+            lr=2e-3,
             lr_warmup_steps=20,
+            lr_decay_style="linear",
             backend=config.backend,
             ranks=config.ranks,
             seed=config.seed,
-            eval_every=10,
-            stop_at_answer_probability=0.16,
         )
     )
 
@@ -90,9 +89,11 @@ def main() -> None:
     write_task(task, config.seed)
     print("The task: add two two-digit numbers; the answer is written last digit first, as in 47+38=58.")
     with ray_session(2 * max(usable_cores(), config.ranks, config.engines)):
-        print("\n[1/2] warm start: supervised training of a 0.6M-parameter Qwen3 from random weights")
+        print(
+            "\n[1/2] warm start: a 0.6M-parameter Qwen3, from random weights, imitates demonstrations that often forget the carry"
+        )
         model = warm_start(config, task, run_dir)
-        print("\n[2/2] GRPO: vLLM samples, rewards are right or wrong, weights go to vLLM in memory after every step")
+        print("\n[2/2] GRPO: vLLM samples, only right answers are rewarded, weights go to vLLM in memory after every step")
         result = reinforce(config, task, model, run_dir)
     summary = {
         "accuracy_before": result.accuracy_before,

@@ -1,4 +1,8 @@
-"""The demo's task: add two two-digit numbers, answer written from the last digit on, as one adds by hand."""
+"""The demo's task: add two two-digit numbers, answer written from the last digit on, as one adds by hand.
+
+The supervised warm start learns from careless demonstrations, most of which forget the carry; rewards are given for right
+answers alone. So the policy starts with a bad habit that only the rewards can mend.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,13 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 PAD, END = "<pad>", "<end>"
 CHARACTERS = "0123456789+="
 HELD_OUT, VALIDATION = 512, 256
+SHARE_WITH_CARRY = 0.6
+SHARE_CARELESS = 0.7
 
 
 def compute_score(
@@ -25,18 +32,45 @@ def compute_score(
 
 
 def write_task(folder: Path, seed: int) -> None:
-    """Writes ``model/`` (random weights, tokenizer) and ``train``, ``validation`` and ``held_out.jsonl``, all disjoint."""
+    """Writes ``model/`` (random weights, tokenizer) and four files of examples.
+
+    ``held_out.jsonl``, ``validation.jsonl`` and ``train.jsonl`` have right answers and no sum in common;
+    ``demonstrations.jsonl`` has the sums of ``train.jsonl``, each several times, answered carelessly.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     write_model(folder / "model", seed)
+    generator = random.Random(seed)
     pairs = [(first, second) for first in range(10, 100) for second in range(10, 100)]
-    random.Random(seed).shuffle(pairs)
-    write_jsonl(folder / "held_out.jsonl", pairs[:HELD_OUT])
-    write_jsonl(folder / "validation.jsonl", pairs[HELD_OUT : HELD_OUT + VALIDATION])
-    write_jsonl(folder / "train.jsonl", pairs[HELD_OUT + VALIDATION :])
+    generator.shuffle(pairs)
+    with_carry = [pair for pair in pairs if has_carry(*pair)]
+    without = [pair for pair in pairs if not has_carry(*pair)]
+    chosen = with_carry + without[: round(len(with_carry) * (1 / SHARE_WITH_CARRY - 1))]
+    generator.shuffle(chosen)
+    train = chosen[HELD_OUT + VALIDATION :]
+    write_jsonl(folder / "held_out.jsonl", [(pair, right_answer(*pair)) for pair in chosen[:HELD_OUT]])
+    write_jsonl(folder / "validation.jsonl", [(pair, right_answer(*pair)) for pair in chosen[HELD_OUT:][:VALIDATION]])
+    write_jsonl(folder / "train.jsonl", [(pair, right_answer(*pair)) for pair in train])
+    careless = [(pair, careless_answer(*pair, generator)) for _ in range(8) for pair in train]
+    write_jsonl(folder / "demonstrations.jsonl", careless)
 
 
-def write_jsonl(path: Path, pairs: list[tuple[int, int]]) -> None:
-    rows = ({"prompt": f"{first}+{second}=", "answer": str(first + second)[::-1]} for first, second in pairs)
+def has_carry(first: int, second: int) -> bool:
+    return first % 10 + second % 10 >= 10
+
+
+def right_answer(first: int, second: int) -> str:
+    return str(first + second)[::-1]
+
+
+def careless_answer(first: int, second: int, generator: random.Random) -> str:
+    """Forgets the carry with probability ``SHARE_CARELESS``."""
+    if has_carry(first, second) and generator.random() < SHARE_CARELESS:
+        return str((first + second) % 10) + str(first // 10 + second // 10)[::-1]
+    return right_answer(first, second)
+
+
+def write_jsonl(path: Path, answers: list[tuple[tuple[int, int], str]]) -> None:
+    rows = ({"prompt": f"{first}+{second}=", "answer": answer} for (first, second), answer in answers)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -58,6 +92,7 @@ def write_model(path: Path, seed: int) -> None:
         pad_token_id=tokenizer.pad_token_id,
     )
     torch.manual_seed(seed)
+    disable_progress_bar()
     Qwen3ForCausalLM(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
 

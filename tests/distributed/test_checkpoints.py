@@ -45,6 +45,7 @@ def load_job(model: str, path: str) -> tuple[dict[str, Tensor], list[tuple[float
     return state, curve, version
 
 
+@pytest.mark.shows("runtime: checkpoints, synchronous or not, load on another number of ranks")
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["now", "in the background"])
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(1, 2), (2, 1), (2, 2), (2, 4), (4, 2)])
 def test_training_goes_on_exactly_where_it_was_on_any_number_of_ranks(

@@ -182,6 +182,7 @@ def non_finite_job(model: str, factor: float, settings: dict[str, Any]) -> tuple
     return ok, norm, version
 
 
+@pytest.mark.shows("runtime: a non-finite gradient on any rank skips the step and changes nothing")
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])
 @pytest.mark.parametrize("settings", [{}, {"param_dtype": "bfloat16"}], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])

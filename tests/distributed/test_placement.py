@@ -57,6 +57,9 @@ def moved_training_job(model: str, settings: dict[str, Any]) -> None:
         assert_equal_tensors(optimizer_state(moved), optimizer_state(still))
 
 
+@pytest.mark.shows(
+    "runtime: parameters, gradients and optimizer state move to host memory and back, each on its own, bit for bit"
+)
 @pytest.mark.parametrize("settings", [{}, {"reshard_after_forward": False}, {"param_dtype": "bfloat16"}], ids=str)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_parts_travel_in_any_order_without_changing_a_bit(

@@ -39,6 +39,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.shows("loop: GRPO with Ray and vLLM learns the demo task; mean log-prob gap at most 1e-5 in float32")
 def test_grpo_learns_the_task_and_trainer_and_engine_agree(learned: tuple[grpo.GRPOResult, Path]) -> None:
     result, _ = learned
     assert result.accuracy_before is not None
@@ -66,6 +67,7 @@ def test_the_trained_model_is_a_hugging_face_directory(learned: tuple[grpo.GRPOR
     assert model.config.model_type == "qwen3"
 
 
+@pytest.mark.shows("loop: the same run with shuffled rewards does not improve")
 def test_shuffled_rewards_teach_nothing(task: Path, warm_model: Path, tmp_path: Path) -> None:
     result = reinforce(DemoConfig(steps=STEPS, shuffle_rewards=True), task, warm_model, tmp_path)
     assert result.accuracy_before is not None
@@ -73,6 +75,7 @@ def test_shuffled_rewards_teach_nothing(task: Path, warm_model: Path, tmp_path: 
     assert result.accuracy_after <= result.accuracy_before + 0.05
 
 
+@pytest.mark.shows("loop: also with 2 training ranks and 2 engines")
 def test_two_ranks_and_two_engines_learn_the_task(task: Path, warm_model: Path, tmp_path: Path) -> None:
     result = reinforce(DemoConfig(steps=STEPS, ranks=2, engines=2), task, warm_model, tmp_path)
     assert result.accuracy_before is not None
@@ -81,6 +84,7 @@ def test_two_ranks_and_two_engines_learn_the_task(task: Path, warm_model: Path, 
     assert result.max_log_prob_gap <= 1e-5
 
 
+@pytest.mark.shows("loop: one seed gives the same rewards twice")
 def test_one_seed_gives_the_same_rewards_twice(
     learned: tuple[grpo.GRPOResult, Path], task: Path, warm_model: Path, tmp_path: Path
 ) -> None:

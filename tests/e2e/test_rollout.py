@@ -32,6 +32,7 @@ def test_samples_come_in_the_callers_order_from_all_engines(group: RolloutGroup)
     assert {sample.engine for sample in samples} == {0, 1}
 
 
+@pytest.mark.shows("rollout: seeded samples do not depend on batching or engine")
 def test_seeded_samples_depend_on_the_seed_and_not_on_batching_or_engine(group: RolloutGroup) -> None:
     sampling = SamplingConfig(n=2, max_new_tokens=6)
     seeds = sample_seeds(7, 3, len(PROMPTS), 2)

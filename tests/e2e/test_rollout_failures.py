@@ -64,6 +64,7 @@ def kill(group: RolloutGroup, engine: int) -> None:
     os.kill(group.infos[engine].pid, signal.SIGKILL)
 
 
+@pytest.mark.shows("weight sync: a dead engine is named within seconds; a restarted one waits for weights")
 def test_an_engine_that_dies_while_sampling_is_named_within_seconds_and_restarts_without_weights(
     group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
 ) -> None:
@@ -104,6 +105,7 @@ def test_an_engine_found_dead_by_a_push_leaves_the_others_on_the_old_weights(
     assert_serves(group, trainer, trainer.source.version, {1})
 
 
+@pytest.mark.shows("weight sync: an engine whose update failed half way serves nothing until it is rebuilt")
 def test_an_engine_that_fails_after_the_first_load_is_dirty_until_it_is_rebuilt(
     group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
 ) -> None:

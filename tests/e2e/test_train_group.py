@@ -89,6 +89,7 @@ def operation_number(context: RankContext) -> int:
     return context.operation
 
 
+@pytest.mark.shows("actors: a training group's steps equal those of a runtime in one process")
 def test_training_steps_equal_those_of_a_runtime_in_this_process(
     group: TrainGroup, sequences: list[TokenSequence], in_process: list[Record]
 ) -> None:
@@ -120,6 +121,7 @@ def test_a_tensordict_gives_what_a_list_gives(group: TrainGroup, policy: HandleR
             assert torch.equal(ours, theirs)
 
 
+@pytest.mark.shows("actors: outputs come back in the caller's order, from a list or a TensorDict")
 def test_outputs_follow_the_callers_order(group: TrainGroup, policy: HandleRef, sequences: list[TokenSequence]) -> None:
     forwards = group.forward(policy, sequences).output("log_probs")
     backwards = group.forward(policy, sequences[::-1]).output("log_probs")

@@ -62,6 +62,7 @@ def sleep(context: RankContext, seconds: float) -> None:
     time.sleep(seconds)
 
 
+@pytest.mark.shows("actors: a rank that fails or dies stops its peers within seconds and is named")
 def test_a_rank_that_fails_alone_stops_its_peers_within_the_grace() -> None:
     group = TrainGroup(UNIGRAM, num_ranks=2, name="lonely", failure_grace=1.0)
     start = time.monotonic()
@@ -127,6 +128,7 @@ def test_a_rank_killed_between_operations_is_named_by_the_next_one() -> None:
         group.build_model()
 
 
+@pytest.mark.shows("actors: bad input on all ranks leaves the group usable")
 def test_errors_that_every_rank_answered_keep_the_group_and_arrive_as_what_they_are() -> None:
     class NotPicklable(Exception):  # noqa: N818
         def __init__(self, *, name: str) -> None:

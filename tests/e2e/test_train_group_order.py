@@ -119,6 +119,7 @@ def test_taking_over_waits_for_what_the_driver_before_had_submitted(group: Train
     assert future.result() == [number - 1] * 2
 
 
+@pytest.mark.shows("actors: two drivers never interleave collectives")
 def test_two_tasks_racing_for_a_group_never_mix_their_collectives(group: TrainGroup) -> None:
     race = ray.remote(num_cpus=1)(operate)
     done = ray.get([race.remote(group, driver, 3.0) for driver in (1, 2)], timeout=120)

@@ -53,6 +53,7 @@ def push_of(weights: dict[str, Tensor], group: RolloutGroup, version: int) -> No
         other.push()
 
 
+@pytest.mark.shows("weight sync: every engine is updated and every sample carries its weight version")
 def test_a_push_reaches_every_engine_and_samples_carry_its_version(
     group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
 ) -> None:
@@ -65,6 +66,7 @@ def test_a_push_reaches_every_engine_and_samples_carry_its_version(
     assert_serves(group, trainer, report.version)
 
 
+@pytest.mark.shows("weight sync: the prefix cache never serves old keys")
 def test_keys_and_values_of_old_weights_are_not_reused(
     group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
 ) -> None:
@@ -128,6 +130,7 @@ def _with_infinity(weights: dict[str, Tensor]) -> str:
     return "NaN or infinity and were not loaded: model.embed_tokens.weight"
 
 
+@pytest.mark.shows("weight sync: wrong names, shapes, dtypes or non-finite weights are refused and the old ones serve on")
 @pytest.mark.parametrize(
     "damage", [_without_norm, _with_a_stranger, _with_a_wrong_shape, _with_a_wrong_dtype, _with_nan, _with_infinity]
 )
@@ -153,6 +156,7 @@ class TornTransport(SharedMemoryTransport):
         return staged
 
 
+@pytest.mark.shows("weight sync: a flipped byte is found before anything is loaded")
 def test_a_byte_that_changes_after_staging_is_found_before_anything_is_loaded(
     group: RolloutGroup, trainer: ReferenceTrainer
 ) -> None:
@@ -166,6 +170,7 @@ def test_a_byte_that_changes_after_staging_is_found_before_anything_is_loaded(
     assert_serves(group, trainer, trainer.source.version)
 
 
+@pytest.mark.shows("weight sync: an older version is refused")
 def test_an_older_version_is_refused_and_the_same_version_may_be_pushed_again(
     group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
 ) -> None:
@@ -183,6 +188,7 @@ def test_sampling_refuses_weights_older_than_required(group: RolloutGroup, train
         group.generate(PROMPTS, SAMPLING, require_version=version + 1)
 
 
+@pytest.mark.shows("weight sync: sampling during an update is refused and the engines survive")
 def test_sampling_during_an_update_is_refused_and_the_engines_survive(
     group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
 ) -> None:

@@ -57,6 +57,7 @@ def mean_gap(train: TrainGroup, policy: HandleRef, rollout: RolloutGroup, temper
     return sum(gaps) / len(gaps)
 
 
+@pytest.mark.shows("weight sync: vLLM's log-probs equal the trainer's after every push, shared memory or gloo")
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
 def test_engines_and_ranks_agree_on_log_probs_after_every_step(
     train: TrainGroup, policy: HandleRef, rollout: RolloutGroup, transport: str

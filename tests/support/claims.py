@@ -1,6 +1,6 @@
 """The README's table of what works: every line is a claim that tests carry as ``@pytest.mark.shows("...")``.
 
-    python -m tests.support.claims      writes the table into README.md
+python -m tests.support.claims      writes the table into README.md
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 
 def write_tiny_qwen3(path: Path, *, seed: int = 0, max_shard_size: str = "100KB", **changes: Any) -> Path:
-    """A random Qwen3 of about 0.1M parameters in float32, in several safetensors files; head_dim 32 is vLLM's least on a CPU."""
+    """A random float32 Qwen3 of about 0.1M parameters in several safetensors files; head_dim 32 is the least on CPU vLLM."""
     settings: dict[str, Any] = {
         "vocab_size": 128,
         "hidden_size": 64,

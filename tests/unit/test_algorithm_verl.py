@@ -155,6 +155,7 @@ def test_truncated_importance_weights_equal_verls(rollout_corr: ModuleType, leve
     assert (ours == cap).any() and ((ours > 0) & (ours < cap)).any()
 
 
+@pytest.mark.shows("algorithms: GRPO, KL, importance weights and SFT equal verl's functions, gradients included")
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_the_whole_grpo_loss_equals_verls_ppo_loss(verl_losses: ModuleType, rollout_corr: ModuleType, mode: str) -> None:
     sequences = random_sequences(6)

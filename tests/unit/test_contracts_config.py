@@ -73,6 +73,7 @@ def example(config_class: type[BaseConfig]) -> BaseConfig:
     return config_class(**FULL.get(config_class.__name__, {}))
 
 
+@pytest.mark.shows("contracts: configurations survive JSON and pickle, third-party options included")
 @pytest.mark.parametrize("config_class", config_classes())
 def test_every_configuration_survives_json_and_pickle_unchanged(config_class: type[BaseConfig]) -> None:
     config = example(config_class)
@@ -87,6 +88,7 @@ def test_every_configuration_survives_json_and_pickle_unchanged(config_class: ty
             assert type(getattr(other, name)) is type(getattr(config, name))
 
 
+@pytest.mark.shows("contracts: unknown fields are refused by name")
 @pytest.mark.parametrize("config_class", config_classes())
 def test_every_configuration_refuses_an_unknown_field_by_name_and_lists_its_own(config_class: type[BaseConfig]) -> None:
     arguments = FULL.get(config_class.__name__, {})

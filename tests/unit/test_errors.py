@@ -11,6 +11,7 @@ from rl_backend.contracts import ConfigError, RLBackendError
 from tests.support.errors import error_classes
 
 
+@pytest.mark.shows("contracts: every error survives pickling, and Ray")
 @pytest.mark.parametrize("error_class", error_classes())
 def test_every_error_survives_pickling_with_class_message_and_details(error_class: type[RLBackendError]) -> None:
     error = error_class("rank 3 is gone", rank=3, tokens=[1, 2])

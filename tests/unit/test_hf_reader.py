@@ -226,6 +226,7 @@ print(json.dumps({"peak": max(peak, resident()) - before, "sums": sums}))
 """
 
 
+@pytest.mark.shows("model: a rank reads only what it keeps; host memory at most its shard and the largest tensor")
 def test_loading_takes_at_most_the_shard_and_the_largest_tensor(tmp_path: Path) -> None:
     tensor_bytes, count, world = 4096 * 1024 * 4, 12, 4
     (tmp_path / "config.json").write_text("{}")

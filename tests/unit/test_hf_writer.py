@@ -28,6 +28,7 @@ def stored_tensors(path: Path, dtype: torch.dtype = torch.float32) -> Iterator[t
         buffer.fill_(torch.nan)
 
 
+@pytest.mark.shows("model: Hugging Face directories out, in shards, complete or not there")
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 100_000, 1])
 def test_transformers_loads_what_was_written(untied_model: Path, tmp_path: Path, max_shard_bytes: int) -> None:
     out = tmp_path / "out"

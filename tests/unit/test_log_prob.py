@@ -153,6 +153,7 @@ def test_a_frozen_weight_gets_no_gradient_and_the_hidden_states_still_do() -> No
     assert hidden.grad is not None and weight.grad is None
 
 
+@pytest.mark.shows("model: full-vocabulary logits are never kept")
 def test_full_vocabulary_logits_are_neither_saved_nor_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(log_prob._TILE_ELEMENTS, "cpu", 2**21)
     hidden, weight, labels = make_inputs(torch.float32)

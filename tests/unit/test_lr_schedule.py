@@ -61,6 +61,7 @@ def megatron_schedule(config: OptimizerConfig) -> list[tuple[float, float]]:
     return values
 
 
+@pytest.mark.shows("runtime: learning-rate and weight-decay schedules equal Megatron's at every step")
 @pytest.mark.parametrize("weight_decay", WEIGHT_DECAYS, ids=str)
 @pytest.mark.parametrize("warm_up", WARM_UPS, ids=str)
 @pytest.mark.parametrize("style", STYLES, ids=lambda style: "-".join(map(str, style.values())))

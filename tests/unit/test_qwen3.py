@@ -22,6 +22,7 @@ def model_dir(request: pytest.FixtureRequest) -> Path:
     return path
 
 
+@pytest.mark.shows("model: dense Qwen3, tied and untied, equals transformers' log-probs to 1e-5, packed or alone")
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_packed_log_probs_and_entropy_equal_transformers(model_dir: Path, temperature: float) -> None:
     sequences = random_sequences(LENGTHS)
@@ -41,6 +42,7 @@ def test_each_sequence_alone_gives_what_it_gives_in_a_pack(model_dir: Path) -> N
     torch.testing.assert_close(packed, alone, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.shows("model: its gradients equal transformers' to 1e-5")
 def test_gradients_equal_transformers(model_dir: Path) -> None:
     sequences = random_sequences(LENGTHS, seed=1)
     weights = torch.randn(2, sum(LENGTHS), generator=torch.Generator().manual_seed(0))
@@ -71,6 +73,7 @@ def test_changing_one_sequence_leaves_every_other_one_as_it_was(tied_model: Path
             torch.testing.assert_close(new, old, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.shows("model: packed sequences never see each other")
 def test_no_gradient_flows_from_one_sequence_into_the_tokens_of_another(untied_model: Path) -> None:
     model = load_native(untied_model)
     first, second = torch.arange(2, 40), torch.arange(60, 100)

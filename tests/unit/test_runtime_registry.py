@@ -25,6 +25,7 @@ def bigram(tmp_path: Path) -> Path:
     return tmp_path / "bigram"
 
 
+@pytest.mark.shows("extending: a runtime from outside the package")
 def test_a_runtime_from_outside_is_created_by_name_with_its_own_options(tied_model: Path) -> None:
     config = RuntimeConfig(
         plugins=(PLUGIN,), backend="counting", hf_path=str(tied_model), backend_cfg={"greeting": "good day"}
@@ -38,6 +39,7 @@ def test_a_runtime_from_outside_is_created_by_name_with_its_own_options(tied_mod
     runtime.close()
 
 
+@pytest.mark.shows("extending: a model family from outside the package trains, saves and exports")
 def test_a_model_family_from_outside_trains_saves_and_exports(bigram: Path, tmp_path: Path) -> None:
     config = RuntimeConfig(plugins=(PLUGIN,), hf_path=str(bigram), backend_cfg={"device": "cpu"})
     runtime = create_runtime(config)
