@@ -89,9 +89,7 @@ def main() -> None:
     write_task(task, config.seed)
     print("The task: add two two-digit numbers; the answer is written last digit first, as in 47+38=58.")
     with ray_session(2 * max(usable_cores(), config.ranks, config.engines)):
-        print(
-            "\n[1/2] warm start: a 0.6M-parameter Qwen3, from random weights, imitates demonstrations that often forget the carry"
-        )
+        print("\n[1/2] warm start: a Qwen3 of 0.6M random weights imitates demonstrations that often forget the carry")
         model = warm_start(config, task, run_dir)
         print("\n[2/2] GRPO: vLLM samples, only right answers are rewarded, weights go to vLLM in memory after every step")
         result = reinforce(config, task, model, run_dir)
