@@ -19,7 +19,7 @@ def outcome_of(reference: Any, engine: str) -> Any:
     try:
         return ray.get(reference, timeout=0)
     except RayActorError as error:
-        return EngineDeadError(f"{engine} is dead: its process ended ({_first_line(error)}); restart it", engine=engine)
+        return EngineDeadError(f"{engine} is dead: its process ended ({_reason(error)}); restart it", engine=engine)
     except RayTaskError as error:
         cause = error.cause
         if isinstance(cause, RLBackendError):
@@ -50,5 +50,7 @@ def wait_for_first(references: list[Any], timeout: float | None) -> Any:
     return done[0]
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]
+def _reason(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    # Of an actor that could not be made, Ray's text ends with the error that it raised.
+    return lines[-1] if "creation task" in lines[0] else lines[0]
