@@ -20,7 +20,7 @@ from actors.transport.base import (
     raise_failures,
 )
 from actors.transport.choose import choose_transport, make_transport
-from actors.weight_sync_source import TrainRanks
+from actors.weight_sync_source import SourceRanks
 from rl_backend.contracts import WeightSyncError
 
 type TransportName = Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"]
@@ -64,7 +64,7 @@ class WeightSync:
 
     def __init__(
         self,
-        train: TrainRanks,
+        train: SourceRanks,
         rollout: RolloutGroup,
         handle: Any = None,
         *,

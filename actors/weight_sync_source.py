@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Concatenate, Protocol
 
 import torch
 from torch import Tensor
@@ -46,10 +46,12 @@ class SourceContext(Protocol):
     def handle(self, ref: Any) -> Any: ...
 
 
-class TrainRanks(Protocol):
+class SourceRanks(Protocol):
     """What a push needs of a training group: to run a function on every rank, as one operation."""
 
-    def run_on_ranks(self, fn: Callable[..., Any], *args: Any) -> list[Any]: ...
+    def run_on_ranks[**P, R](
+        self, function: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]: ...
 
 
 class WeightSource:
@@ -67,9 +69,9 @@ class WeightSource:
         self.version = version
         self._context = _LocalContext(self)
 
-    def run_on_ranks(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """Runs ``fn(context, *args)`` here: this process is the only rank."""
-        return [fn(self._context, *args)]
+    def run_on_ranks[**P, R](self, function: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Runs ``function(context, *args, **kwargs)`` here: this process is the only rank."""
+        return [function(self._context, *args, **kwargs)]
 
     def tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor), floating-point ones converted to ``dtype``."""

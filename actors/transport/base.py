@@ -11,7 +11,7 @@ import torch
 
 from actors.rollout_group import RolloutGroup
 from actors.transport.segment import Segment, host_identity
-from actors.weight_sync_source import SourceContext, TrainRanks
+from actors.weight_sync_source import SourceContext, SourceRanks
 from rl_backend.contracts import RLBackendError, TensorInfo, WeightManifest, WeightSyncError
 from rl_backend.weights import dtype_from_name
 
@@ -74,7 +74,7 @@ class Transport(ABC):
     def check(self, plan: PushPlan, rollout: RolloutGroup) -> None:
         """Raises :class:`~rl_backend.contracts.UnsupportedError` when the transport cannot serve these ranks and engines."""
 
-    def close(self, train: TrainRanks, rollout: RolloutGroup) -> None:  # noqa: B027, most transports keep something
+    def close(self, train: SourceRanks, rollout: RolloutGroup) -> None:  # noqa: B027, most transports keep something
         """Frees what the transport keeps in ranks and engines."""
 
 
@@ -82,7 +82,7 @@ class StagedTransport(Transport):
     """Brings the weights to a buffer beside each engine, where they are verified before any is loaded."""
 
     @abstractmethod
-    def stage(self, plan: PushPlan, train: TrainRanks, rollout: RolloutGroup) -> Staged:
+    def stage(self, plan: PushPlan, train: SourceRanks, rollout: RolloutGroup) -> Staged:
         """Fills a staging segment on the host of every living engine."""
 
 
@@ -90,7 +90,7 @@ class StreamingTransport(Transport):
     """Loads the weights bucket by bucket as they arrive; each bucket is verified before it is loaded."""
 
     @abstractmethod
-    def stream(self, plan: PushPlan, train: TrainRanks, rollout: RolloutGroup) -> dict[int, Any]:
+    def stream(self, plan: PushPlan, train: SourceRanks, rollout: RolloutGroup) -> dict[int, Any]:
         """Between ``begin_update`` and ``finish_update`` of every engine; each engine's outcome."""
 
 

@@ -23,7 +23,7 @@ from actors.transport.base import (
     take_part,
 )
 from actors.transport.gloo_group import TIMEOUT, Address, GlooGroup
-from actors.weight_sync_source import SourceContext, TrainRanks
+from actors.weight_sync_source import SourceContext, SourceRanks
 from rl_backend.contracts import RLBackendError, TensorInfo, WeightManifest, WeightSyncError
 from rl_backend.weights import plan_layout
 from rl_backend.weights.digest import tensor_digest
@@ -41,7 +41,7 @@ class GlooTransport(StagedTransport):
     def check(self, plan: PushPlan, rollout: RolloutGroup) -> None:
         """Every host that Ray reaches can be reached."""
 
-    def stage(self, plan: PushPlan, train: TrainRanks, rollout: RolloutGroup) -> Staged:
+    def stage(self, plan: PushPlan, train: SourceRanks, rollout: RolloutGroup) -> Staged:
         self._key = plan.key
         layout, nbytes = plan_layout(plan.infos)
         self._connect(train, rollout)
@@ -55,14 +55,14 @@ class GlooTransport(StagedTransport):
         raise_failures(received)
         return Staged(from_source(sent), segments)
 
-    def close(self, train: TrainRanks, rollout: RolloutGroup) -> None:
+    def close(self, train: SourceRanks, rollout: RolloutGroup) -> None:
         if self._key:
             if rollout.engines:
                 rollout.call("leave_gloo", self._key)
             train.run_on_ranks(disconnect, self._key)
         self._members = {}
 
-    def _connect(self, train: TrainRanks, rollout: RolloutGroup) -> None:
+    def _connect(self, train: SourceRanks, rollout: RolloutGroup) -> None:
         """One gloo group of the source rank and all living engines; made anew when the engines are others."""
         members = {engine: rollout.infos[engine].pid for engine in rollout.engines}
         if members == self._members:

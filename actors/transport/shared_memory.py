@@ -22,7 +22,7 @@ from actors.transport.base import (
     take_part,
 )
 from actors.transport.segment import Segment, SharedSegment
-from actors.weight_sync_source import SourceContext, TrainRanks
+from actors.weight_sync_source import SourceContext, SourceRanks
 from rl_backend.contracts import RLBackendError, UnsupportedError, WeightManifest, WeightSyncError
 from rl_backend.weights import plan_layout, write_tensors
 
@@ -46,7 +46,7 @@ class SharedMemoryTransport(StagedTransport):
                 "use transport='gloo'"
             )
 
-    def stage(self, plan: PushPlan, train: TrainRanks, rollout: RolloutGroup) -> Staged:
+    def stage(self, plan: PushPlan, train: SourceRanks, rollout: RolloutGroup) -> Staged:
         self._key = plan.key
         segment: Segment = from_source(train.run_on_ranks(reserve_segment, plan))
         if self._segment is not None and self._segment != segment:
@@ -55,7 +55,7 @@ class SharedMemoryTransport(StagedTransport):
         manifest: WeightManifest = from_source(train.run_on_ranks(write_segment, plan))
         return Staged(manifest, dict.fromkeys(rollout.engines, segment))
 
-    def close(self, train: TrainRanks, rollout: RolloutGroup) -> None:
+    def close(self, train: SourceRanks, rollout: RolloutGroup) -> None:
         if self._segment is not None:
             if rollout.engines:
                 rollout.call("forget_segment", self._segment.path)

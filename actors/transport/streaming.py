@@ -18,7 +18,7 @@ from torch import Tensor
 
 from actors.rollout_group import RolloutGroup
 from actors.transport.base import SOURCE_RANK, PushPlan, StreamingTransport, export, from_source
-from actors.weight_sync_source import SourceContext, TrainRanks
+from actors.weight_sync_source import SourceContext, SourceRanks
 from rl_backend.contracts import RLBackendError, UnsupportedError
 from rl_backend.weights import dtype_from_name
 from rl_backend.weights.digest import device_checksum
@@ -105,7 +105,7 @@ class VllmStreamingTransport(StreamingTransport):
                 "transport='shared_memory' on one host or 'gloo' across hosts"
             )
 
-    def stream(self, plan: PushPlan, train: TrainRanks, rollout: RolloutGroup) -> dict[int, Any]:
+    def stream(self, plan: PushPlan, train: SourceRanks, rollout: RolloutGroup) -> dict[int, Any]:
         self._connect(plan, train, rollout)
         began = rollout.call("begin_update")
         if any(isinstance(outcome, RLBackendError) for outcome in began.values()):
@@ -115,12 +115,12 @@ class VllmStreamingTransport(StreamingTransport):
         finished = rollout.call("finish_update", plan.version) if rollout.engines else {}
         return {engine: _first_error(confirmed[engine], finished.get(engine)) for engine in confirmed}
 
-    def close(self, train: TrainRanks, rollout: RolloutGroup) -> None:
+    def close(self, train: SourceRanks, rollout: RolloutGroup) -> None:
         if self._members:
             train.run_on_ranks(close_stream, self._key)
             self._members = {}
 
-    def _connect(self, plan: PushPlan, train: TrainRanks, rollout: RolloutGroup) -> None:
+    def _connect(self, plan: PushPlan, train: SourceRanks, rollout: RolloutGroup) -> None:
         members = {engine: rollout.infos[engine].pid for engine in rollout.engines}
         if members == self._members:
             return
