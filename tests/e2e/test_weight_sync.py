@@ -13,7 +13,7 @@ from actors.rollout_group import RolloutGroup
 from actors.transport.base import PushPlan, Staged
 from actors.transport.shared_memory import SharedMemoryTransport, reserve_segment, write_segment
 from actors.weight_sync import WeightSync
-from actors.weight_sync_source import TrainRanks, WeightSource
+from actors.weight_sync_source import SourceRanks, WeightSource
 from rl_backend.contracts import RolloutError, UnsupportedError, WeightCheckError, WeightSyncError, WeightVersionError
 from tests.support.rollout import ReferenceTrainer
 
@@ -149,7 +149,7 @@ def test_wrong_weights_are_refused_and_the_old_ones_serve_on(
 class TornTransport(SharedMemoryTransport):
     """Shared memory in which one byte changes after staging."""
 
-    def stage(self, plan: PushPlan, train: TrainRanks, rollout: RolloutGroup) -> Staged:
+    def stage(self, plan: PushPlan, train: SourceRanks, rollout: RolloutGroup) -> Staged:
         staged = super().stage(plan, train, rollout)
         segment = train.run_on_ranks(lambda context: context.state[plan.key])[0]
         segment.buffer[staged.manifest.tensors[3].offset] ^= 1
