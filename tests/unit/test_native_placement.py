@@ -11,6 +11,7 @@ import torch
 
 from rl_backend.contracts import HandleError, UnsupportedError
 from rl_backend.runtime.native import NativeHandle, NativeRuntime
+from rl_backend.runtime.native import placement as placement_module
 from rl_backend.runtime.native.placement import Placement
 from tests.support.native import micro_batches, open_runtime, token_loss, train
 
@@ -121,6 +122,29 @@ def test_tensors_that_share_a_storage_move_once_and_stay_views() -> None:
     assert base.tolist() == list(range(10))
     base.mul_(2)
     assert second[0] == 8
+
+
+def test_a_part_for_which_there_is_no_memory_stays_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = torch.arange(4.0), torch.arange(6.0)
+    placement = Placement("policy", torch.device("cpu"))
+    placement.offload("model", [first, second])
+    original = placement_module._bytes
+
+    def too_large(storage: torch.UntypedStorage) -> torch.Tensor:
+        if storage.nbytes() == 24:
+            raise torch.OutOfMemoryError("out of memory")
+        return original(storage)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(placement_module, "_bytes", too_large)
+        with pytest.raises(torch.OutOfMemoryError):
+            placement.reload("model")
+    assert not placement.on_device("model")
+    assert placement.host_bytes("model") == 40
+    assert first.untyped_storage().nbytes() == second.untyped_storage().nbytes() == 0
+    placement.reload("model")
+    assert first.tolist() == list(range(4))
+    assert second.tolist() == list(range(6))
 
 
 def test_memory_that_cannot_be_released_is_refused_before_anything_moves(tmp_path: Path) -> None:

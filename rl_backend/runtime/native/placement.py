@@ -83,12 +83,21 @@ class Placement:
             torch.cuda.empty_cache()
 
     def reload(self, part: Part) -> None:
-        """Moves a part back to the training device; nothing to do when it is there."""
-        moved = self._moved.pop(part, [])
-        for each in moved:
-            each.storage.resize_(each.host.nbytes)
-            _bytes(each.storage).copy_(each.host, non_blocking=True)
-        self._synchronize()
+        """Moves a part back to the training device; nothing to do when it is there.
+
+        When that fails, as it does without enough memory, the whole part is still in host memory.
+        """
+        moved = self._moved.get(part, [])
+        try:
+            for each in moved:
+                each.storage.resize_(each.host.nbytes)
+                _bytes(each.storage).copy_(each.host, non_blocking=True)
+            self._synchronize()
+        except BaseException:
+            for each in moved:
+                each.storage.resize_(0)
+            raise
+        self._moved.pop(part, None)
         self._keep_buffers(moved)
 
     def forget(self, part: Part) -> None:
