@@ -127,7 +127,8 @@ class _NextTokenLogProbs(torch.autograd.Function):
         dtype = _wide(hidden.dtype)
         buffers = _buffers(tokens, weight, chunk_tokens, count=2 if calculate_entropy else 1)
         sums = [
-            _sum_over_vocabulary(tokens, chunk, weight, buffers, calculate_entropy) for chunk in tokens.chunks(chunk_tokens)
+            _sum_over_vocabulary(tokens, chunk, weight, chunk_tokens, buffers, calculate_entropy)
+            for chunk in tokens.chunks(chunk_tokens)
         ]
         columns = tuple(zip(*sums, strict=True)) or ((hidden.new_empty(0, dtype=dtype),),) * 3
         log_normalizers, label_logits, entropies = (torch.cat(parts) for parts in columns)
@@ -166,7 +167,7 @@ class _NextTokenLogProbs(torch.autograd.Function):
 
 
 def _sum_over_vocabulary(
-    tokens: _Tokens, chunk: slice, weight: Tensor, buffers: list[Tensor], calculate_entropy: bool
+    tokens: _Tokens, chunk: slice, weight: Tensor, chunk_tokens: int, buffers: list[Tensor], calculate_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-normaliser, logit of the label and entropy of one chunk, in one pass over the vocabulary.
 
@@ -175,7 +176,7 @@ def _sum_over_vocabulary(
     """
     largest = tokens.hidden.new_full((chunk.stop - chunk.start, 1), -torch.inf, dtype=_wide(tokens.hidden.dtype))
     total, weighted, label_logits = (torch.zeros_like(largest) for _ in range(3))
-    for words in _vocabulary_slices(tokens, weight, chunk.stop - chunk.start):
+    for words in _vocabulary_slices(tokens, weight, chunk_tokens):
         tile = _Tile.of(tokens, chunk, weight, words)
         logits = tile.logits(buffers[0])
         label_logits += logits.gather(1, tile.column).masked_fill_(~tile.inside[:, None], 0.0)

@@ -66,6 +66,22 @@ def test_values_and_gradients_equal_a_full_softmax(
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
+@pytest.mark.parametrize("calculate_entropy", [False, True])
+def test_a_shorter_last_chunk_fits_the_memory_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, calculate_entropy: bool
+) -> None:
+    monkeypatch.setitem(log_prob._TILE_ELEMENTS, "cpu", 2**21)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1512, 4, generator=generator)
+    weight = torch.randn(5000, 4, generator=generator)
+    labels = torch.randint(0, 5000, (1512,), generator=generator)
+    output = next_token_log_probs(hidden, weight, labels, chunk_tokens=1000, calculate_entropy=calculate_entropy)
+    expected = full_softmax(hidden, weight, labels)
+    torch.testing.assert_close(output.log_probs, expected.log_probs)
+    if calculate_entropy:
+        torch.testing.assert_close(output.entropy, expected.entropy)
+
+
 def test_gradcheck_passes_for_log_probs_and_entropy() -> None:
     hidden, weight, labels = make_inputs()
     hidden, weight = hidden[:6].detach().requires_grad_(), weight[:300].detach().requires_grad_()
