@@ -46,7 +46,7 @@ class Placement:
 
 
 def reserve(
-    *, num_ranks: int, cores_per_rank: int, gpus_per_rank: int, strategy: PlacementStrategy, name: str, timeout: float
+    *, num_ranks: int, cores_per_rank: int, gpus_per_rank: float, strategy: PlacementStrategy, name: str, timeout: float
 ) -> Placement:
     """Reserves one bundle per rank; ranks on one node get consecutive numbers.
 
@@ -62,8 +62,10 @@ def reserve(
     for field, value, least in (("num_ranks", num_ranks, 1), ("cores_per_rank", cores_per_rank, 1)):
         if value < least:
             raise ConfigError.of(field, value, f"must be at least {least}")
-    if gpus_per_rank not in (0, 1):
-        raise ConfigError.of("gpus_per_rank", gpus_per_rank, "a rank trains on no GPU (0) or on one (1)")
+    if not 0 <= gpus_per_rank <= 1:
+        raise ConfigError.of("gpus_per_rank", gpus_per_rank, "a rank trains on no GPU (0), on one (1) or on a share of one")
+    if 0 < gpus_per_rank < 1 and num_ranks > 1:
+        raise ConfigError.of("gpus_per_rank", gpus_per_rank, f"NCCL cannot put num_ranks={num_ranks} on one device; use 1")
     if strategy not in ("pack", "spread"):
         raise ConfigError.of("placement", strategy, "expected 'pack' or 'spread'")
     bundle: dict[str, float] = {"CPU": cores_per_rank, **({"GPU": gpus_per_rank} if gpus_per_rank else {})}

@@ -60,7 +60,8 @@ class TrainGroup:
         config: every rank builds its runtime from it. Paths in it must exist on every node.
         num_ranks: the world size.
         cores_per_rank: CPU cores reserved for a rank, and its number of threads.
-        gpus_per_rank: 0 or 1.
+        gpus_per_rank: 0, 1, or less than 1 for a single rank that shares its GPU, for example with an engine of
+            ``RolloutConfig(gpus_per_worker=0.5)``.
         placement: ``pack`` ranks on few nodes, or ``spread`` them.
         name: for messages and Ray's tools; empty makes one.
         failure_grace: seconds that the peers of a failed rank have to answer before all are stopped.
@@ -78,7 +79,7 @@ class TrainGroup:
         config: RuntimeConfig,
         num_ranks: int = 1,
         cores_per_rank: int = 1,
-        gpus_per_rank: Literal[0, 1] = 0,
+        gpus_per_rank: float = 0,
         *,
         placement: PlacementStrategy = "pack",
         name: str = "",

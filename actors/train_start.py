@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 from ray import cloudpickle
 
@@ -21,7 +20,7 @@ def start_ranks(
     name: str,
     num_ranks: int,
     cores_per_rank: int,
-    gpus_per_rank: Literal[0, 1],
+    gpus_per_rank: float,
     placement: PlacementStrategy,
     failure_grace: float,
     placement_timeout: float,
@@ -51,7 +50,7 @@ def _start(
     group_id: str,
     name: str,
     cores: int,
-    gpus: Literal[0, 1],
+    gpus: float,
     failure_grace: float,
     timeout: float,
 ) -> TrainRanks:
@@ -89,22 +88,22 @@ def _start(
     return ranks
 
 
-def _check_device(config: RuntimeConfig, gpus_per_rank: int) -> None:
+def _check_device(config: RuntimeConfig, gpus_per_rank: float) -> None:
     device = getattr(config.backend_cfg, "device", "auto")
     if device == "cuda" and gpus_per_rank == 0:
         raise ConfigError.of("gpus_per_rank", gpus_per_rank, "the configuration has device='cuda'; use gpus_per_rank=1")
-    if device == "cpu" and gpus_per_rank == 1:
+    if device == "cpu" and gpus_per_rank > 0:
         raise ConfigError.of("gpus_per_rank", gpus_per_rank, "the configuration has device='cpu'; use gpus_per_rank=0")
 
 
-def _process_environment(cores: int, gpus: int) -> dict[str, str]:
+def _process_environment(cores: int, gpus: float) -> dict[str, str]:
     threads = {name: str(cores) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     # Without a GPU of its own a rank must not see those of others; with one, Ray sets this.
     return threads if gpus else {**threads, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def _rank_environment(
-    rank: int, num_ranks: int, placed: Placement, gpus: int, address: tuple[str, int]
+    rank: int, num_ranks: int, placed: Placement, gpus: float, address: tuple[str, int]
 ) -> Mapping[str, str]:
     return {
         "RANK": str(rank),

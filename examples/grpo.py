@@ -7,6 +7,7 @@ Every option is a field of ``GRPOConfig``. With ``RAY_ADDRESS`` set it runs on t
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,14 +18,15 @@ import torch
 from pydantic import Field, model_validator
 
 from actors import Loss, RolloutConfig, RolloutGroup, Sample, SamplingConfig, TrainGroup, WeightSync, sample_seeds
+from actors.weight_sync import TransportName
 from adapters.verl.reward import RewardFunction, load_reward_function, score_value
-from examples.common.cluster import cores_each, gpus_per_process, ray_session, resolve_dtype
+from examples.common.cluster import cores_each, gpus_each, ray_session, resolve_dtype
 from examples.common.command_line import parse_config, run_command
 from examples.common.prompts import Prompt, endless_batches, load_prompts, load_tokenizer
 from examples.common.run_folder import RunFolder, require_new_run
 from rl_backend import OptimizerConfig, RuntimeConfig, TokenSequence
 from rl_backend.algorithm import grpo_advantages
-from rl_backend.contracts import BaseConfig, ConfigError, merge_metrics
+from rl_backend.contracts import BaseConfig, ConfigError, RLBackendError, merge_metrics
 
 
 class GRPOConfig(BaseConfig):
@@ -52,6 +54,7 @@ class GRPOConfig(BaseConfig):
     backend: str = Field(default="native", description="registered runtime that trains")
     ranks: int = Field(default=1, ge=1, description="training ranks (data parallel)")
     engines: int = Field(default=1, ge=1, description="vLLM engines")
+    transport: TransportName = Field(default="auto", description="auto, shared_memory, gloo, nccl or cuda_ipc")
     max_tokens_per_micro_batch: int = Field(default=16384, ge=1, description="token budget of one micro-batch")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="auto: bfloat16 with GPUs")
     seed: int = Field(default=0, ge=0, description="fixes data order, samples and training")
@@ -67,6 +70,13 @@ class GRPOConfig(BaseConfig):
         if self.sequences_per_update < self.ranks:
             raise ConfigError.of(
                 "GRPOConfig.ranks", self.ranks, f"an update has {self.sequences_per_update} responses; each rank needs one"
+            )
+        longest = self.max_prompt_tokens + self.max_response_tokens
+        if longest > self.max_tokens_per_micro_batch:
+            raise ConfigError.of(
+                "GRPOConfig.max_tokens_per_micro_batch",
+                self.max_tokens_per_micro_batch,
+                f"must hold one sequence: max_prompt_tokens + max_response_tokens = {longest}",
             )
         return self
 
@@ -98,13 +108,12 @@ def train(config: GRPOConfig, on_step: Callable[[int, dict[str, float]], None] |
 
     with (
         ray_session(config.ranks * train_cores + config.engines * engine_cores),
-        TrainGroup(runtime_config(config), config.ranks, train_cores, gpus_per_process()) as trainer,
+        TrainGroup(runtime_config(config), config.ranks, train_cores, gpus_each(config.ranks, config.engines)) as trainer,
         RolloutGroup(rollout_config(config)) as rollout,
         RunFolder(config.run_dir, config) as folder,
+        WeightSync(trainer, rollout, policy := trainer.build_model(name="policy"), transport=config.transport) as sync,
     ):
-        policy = trainer.build_model(name="policy")
         reference = trainer.build_model(forward_only=True, name="reference") if config.kl_coef else None
-        sync = WeightSync(trainer, rollout, policy)
         transport = sync.push().transport
         sampling = SamplingConfig(
             n=config.samples_per_prompt,
@@ -167,20 +176,23 @@ def train(config: GRPOConfig, on_step: Callable[[int, dict[str, float]], None] |
                 sequences = with_field(sequences, "ref_log_probs", ref)
             clock.lap("old_log_probs")
 
-            updates = []
+            updates, steps_ok = [], []
             for start in range(0, len(sequences), config.sequences_per_update):
                 update = sequences[start : start + config.sequences_per_update]
                 trainer.zero_grad(policy)
                 updates.append(trainer.forward_backward(policy, update, loss, meta=meta).metrics)
                 ok, grad_norm, _ = trainer.optimizer_step(policy)
+                steps_ok.append(ok)
                 next_lr = trainer.lr_scheduler_step(policy)
             metrics = {name: metric.mean for name, metric in merge_metrics(updates).items()}
-            metrics |= {"grad_norm": grad_norm, "step_ok": float(ok), "next_lr": next_lr}
+            metrics |= {"grad_norm": grad_norm, "step_ok": float(all(steps_ok)), "next_lr": next_lr}
             metrics |= {"reward": statistics.fmean(rewards)}
             clock.lap("train")
             sync.push()
             clock.lap("sync")
 
+            if not math.isfinite(metrics["log_prob_gap"]):
+                raise RLBackendError(f"step {step}: the log-prob gap between trainer and vLLM is {metrics['log_prob_gap']}")
             max_gap = max(max_gap, metrics["log_prob_gap"])
             metrics |= {"response_tokens": statistics.fmean(len(sample.response_ids) for sample in samples)}
             if config.eval_every and step % config.eval_every == 0 and held_out:
@@ -216,6 +228,7 @@ def runtime_config(config: GRPOConfig) -> RuntimeConfig:
 
 
 def rollout_config(config: GRPOConfig) -> RolloutConfig:
+    shares_gpu = gpus_each(config.ranks, config.engines) == 0.5
     return RolloutConfig(
         model_path=config.model,
         num_engines=config.engines,
@@ -223,6 +236,8 @@ def rollout_config(config: GRPOConfig) -> RolloutConfig:
         max_model_len=config.max_prompt_tokens + config.max_response_tokens,
         seed=config.seed,
         require_push=True,
+        gpus_per_worker=0.5 if shares_gpu else 1.0,
+        gpu_memory_utilization=0.4 if shares_gpu else 0.9,
     )
 
 
@@ -290,9 +305,10 @@ def print_start(
 def print_step(config: GRPOConfig, step: int, metrics: dict[str, float], clock: Clock) -> None:
     phases = "  ".join(f"{name.removeprefix('seconds/')} {value:.2f}s" for name, value in clock.seconds.items())
     accuracy = f"  accuracy {metrics['accuracy']:.3f}" if "accuracy" in metrics else ""
+    skipped = "" if metrics["step_ok"] else "  STEP SKIPPED: a gradient is not finite"
     print(
         f"step {step:4d}/{config.steps}  reward {metrics['reward']:.3f}  gap {metrics['log_prob_gap']:.1e}  "
-        f"grad norm {metrics['grad_norm']:.2f}  next lr {metrics['next_lr']:.1e}  | {phases}{accuracy}",
+        f"grad norm {metrics['grad_norm']:.2f}  next lr {metrics['next_lr']:.1e}  | {phases}{accuracy}{skipped}",
         flush=True,
     )
 

@@ -12,17 +12,17 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from actors import HandleRef, Loss, TrainGroup
-from examples.common.cluster import cores_each, gpus_per_process, ray_session, resolve_dtype
+from examples.common.cluster import cores_each, gpus_each, ray_session, resolve_dtype
 from examples.common.command_line import parse_config, run_command
 from examples.common.prompts import endless_batches, load_prompts, load_tokenizer
 from examples.common.run_folder import RunFolder, require_new_run
 from rl_backend import OptimizerConfig, RuntimeConfig, TokenSequence
-from rl_backend.contracts import BaseConfig, BatchError
+from rl_backend.contracts import BaseConfig, BatchError, ConfigError
 
 
 class SFTConfig(BaseConfig):
@@ -46,18 +46,25 @@ class SFTConfig(BaseConfig):
     seed: int = Field(default=0, ge=0, description="fixes data order and training")
     eval_every: int = Field(default=50, ge=1, description="steps between evaluations")
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.batch_size < self.ranks:
+            raise ConfigError.of("SFTConfig.batch_size", self.batch_size, f"each of ranks={self.ranks} needs an example")
+        return self
+
 
 def train(config: SFTConfig) -> Path:
     """Runs SFT; returns the Hugging Face directory of the trained model, ``run_dir/model``."""
     require_new_run(config.run_dir)
     tokenizer = load_tokenizer(config.model)
-    sequences = load_sequences(config.dataset, tokenizer, config.max_prompt_tokens)
-    held_out = load_sequences(config.eval_dataset, tokenizer, config.max_prompt_tokens) if config.eval_dataset else []
+    limits = config.max_prompt_tokens, config.max_tokens_per_micro_batch
+    sequences = load_sequences(config.dataset, tokenizer, *limits)
+    held_out = load_sequences(config.eval_dataset, tokenizer, *limits) if config.eval_dataset else []
     batches = endless_batches(sequences, config.batch_size, config.seed)
     cores = cores_each(config.ranks)
     with (
         ray_session(config.ranks * cores),
-        TrainGroup(runtime_config(config), config.ranks, cores, gpus_per_process()) as trainer,
+        TrainGroup(runtime_config(config), config.ranks, cores, gpus_each(config.ranks, 0)) as trainer,
         RunFolder(config.run_dir, config) as folder,
     ):
         model = trainer.build_model(name="sft")
@@ -84,7 +91,7 @@ def train(config: SFTConfig) -> Path:
     return folder.path / "model"
 
 
-def load_sequences(path: str, tokenizer: Any, max_prompt_tokens: int) -> list[TokenSequence]:
+def load_sequences(path: str, tokenizer: Any, max_prompt_tokens: int, max_tokens: int) -> list[TokenSequence]:
     """Prompt, answer and end-of-text token, with the loss on the last two."""
     sequences = []
     for index, prompt in enumerate(load_prompts(path, tokenizer, max_prompt_tokens)):
@@ -92,6 +99,11 @@ def load_sequences(path: str, tokenizer: Any, max_prompt_tokens: int) -> list[To
         if not isinstance(answer, str):
             raise BatchError(f"{path}, example {index}: the answer is {answer!r}; SFT needs text")
         response_ids = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+        length = len(prompt.token_ids) + len(response_ids)
+        if length > max_tokens:
+            raise BatchError(
+                f"{path}, example {index}: {length} tokens; max_tokens_per_micro_batch={max_tokens} must hold it"
+            )
         sequences.append(TokenSequence.from_prompt_and_response(prompt.token_ids, response_ids))
     return sequences
 

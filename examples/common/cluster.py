@@ -11,6 +11,8 @@ from typing import Literal
 import ray
 import torch
 
+from rl_backend.contracts import ConfigError
+
 
 def usable_cores() -> int:
     """Cores that this process may run on."""
@@ -49,13 +51,25 @@ def ray_session(cpus: int) -> Iterator[None]:
         ray.shutdown()
 
 
-def gpus_per_process() -> Literal[0, 1]:
-    """1 when the connected cluster has GPUs."""
-    return 1 if ray.cluster_resources().get("GPU", 0) > 0 else 0
+def gpus_each(ranks: int, engines: int) -> float:
+    """GPUs of each training rank and engine: 0 on a cluster without, 1, or half of an only one that both share.
+
+    Raises:
+        ConfigError: there are GPUs, but too few.
+    """
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    if gpus == 0 or gpus >= ranks + engines:
+        return min(gpus, 1)
+    if gpus == ranks == engines == 1:
+        return 0.5
+    raise ConfigError(
+        f"{ranks} ranks and {engines} engines take a GPU each, {ranks + engines} together; the cluster has {gpus}: ask for "
+        "fewer (one rank and one engine can share a GPU), or add GPUs"
+    )
 
 
 def resolve_dtype(dtype: Literal["auto", "float32", "bfloat16"]) -> Literal["float32", "bfloat16"]:
     """``auto`` is bfloat16 on a cluster with GPUs, else float32."""
     if dtype == "auto":
-        return "bfloat16" if gpus_per_process() else "float32"
+        return "bfloat16" if ray.cluster_resources().get("GPU", 0) > 0 else "float32"
     return dtype

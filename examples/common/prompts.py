@@ -57,11 +57,17 @@ def load_prompts(path: Path | str, tokenizer: Any, max_prompt_tokens: int) -> li
 
 
 def endless_batches[T](items: Sequence[T], size: int, seed: int) -> Iterator[list[T]]:
-    """Batches of ``size`` for ever, each pass over ``items`` in a new order that follows from ``seed``."""
+    """Batches of ``size`` for ever, each pass over ``items`` in a new order that follows from ``seed``.
+
+    Raises:
+        ConfigError: fewer items than one batch.
+    """
     if len(items) < size:
         raise ConfigError(f"a batch of {size} needs at least as many examples; the data has {len(items)}")
-    generator = random.Random(seed)
-    order = list(items)
+    return _passes(list(items), size, random.Random(seed))
+
+
+def _passes[T](order: list[T], size: int, generator: random.Random) -> Iterator[list[T]]:
     while True:
         generator.shuffle(order)
         for start in range(0, len(order) - size + 1, size):

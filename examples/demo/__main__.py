@@ -64,6 +64,7 @@ def reinforce(config: DemoConfig, task: Path, model: Path, run_dir: Path) -> grp
             backend=config.backend,
             ranks=config.ranks,
             engines=config.engines,
+            transport="shared_memory",
             seed=config.seed,
             shuffle_rewards=config.shuffle_rewards,
         )

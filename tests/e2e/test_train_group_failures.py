@@ -231,6 +231,7 @@ def test_more_cores_or_gpus_than_the_cluster_has_are_refused_within_seconds() ->
         ({"num_ranks": 0}, "num_ranks=0: must be at least 1"),
         ({"cores_per_rank": 0}, "cores_per_rank=0: must be at least 1"),
         ({"gpus_per_rank": 2}, "gpus_per_rank=2"),
+        ({"gpus_per_rank": 0.5, "num_ranks": 2}, "gpus_per_rank=0.5: NCCL cannot put num_ranks=2 on one device"),
         ({"placement": "nearby"}, "placement='nearby': expected 'pack' or 'spread'"),
     ],
 )
