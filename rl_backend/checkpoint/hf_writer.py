@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -67,7 +68,7 @@ def write_hf_directory(
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"writing {target} failed ({error}); nothing was left there", path=str(target)) from error
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rl_backend.checkpoint import hf_writer
 from rl_backend.contracts import CheckpointError, OptimizerConfig
 from rl_backend.runtime.native import NativeRuntime
 from tests.support.models import write_tiny_qwen3
@@ -225,3 +226,36 @@ def test_a_rank_that_cannot_write_fails_the_save_on_every_rank_and_nothing_is_le
         assert "saved could not be written: rank 1" in message
     left = sorted(entry.name for entry in tmp_path.iterdir())
     assert left == (["good"] if heard_by == "close" else ["good", "saved"])
+
+
+def broken_hf_save_job(model: str, parent: str, failure: str) -> tuple[str, str]:
+    """The error of a Hugging Face save that fails on rank 0, and its cause; afterwards saving works again."""
+    path = Path(parent, "saved")
+    with open_runtime(model) as runtime, pytest.MonkeyPatch.context() as patch:
+        handle = runtime.build_model()
+        if failure == "unforeseen":
+            patch.setattr(hf_writer, "save_file", unforeseen)
+        with full_disk(failure == "full disk" and dist.get_rank() == 0), pytest.raises(CheckpointError) as caught:
+            runtime.save_checkpoint(handle, path, hf=True)
+        patch.undo()
+        assert not path.exists()
+        dist.barrier()
+        runtime.save_checkpoint(handle, path, hf=True)
+    return str(caught.value), type(caught.value.__cause__).__name__
+
+
+def unforeseen(*args: object, **kwargs: object) -> None:
+    raise RuntimeError("no such tensor")
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason", "cause"),
+    [("full disk", "nothing was left there", "CheckpointError"), ("unforeseen", "RuntimeError: no such", "RuntimeError")],
+)
+def test_a_hugging_face_save_that_rank_0_cannot_write_fails_on_every_rank_and_nothing_is_left(
+    ranks: RankPool, tied_model: Path, tmp_path: Path, failure: str, reason: str, cause: str
+) -> None:
+    results = ranks.run(broken_hf_save_job, str(tied_model), str(tmp_path), failure)
+    assert all(reason in message and "on rank 0" in message for message, _ in results)
+    assert [origin for _, origin in results] == [cause, "NoneType"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -133,6 +134,17 @@ def test_a_failure_in_the_middle_leaves_nothing_behind(tied_model: Path, tmp_pat
 
     with pytest.raises(KeyboardInterrupt):
         write_hf_directory(tmp_path / "out", failing(), tied_model, max_shard_bytes=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_shards_that_do_not_fit_are_one_clear_error_and_leave_nothing_behind(tied_model: Path, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(CheckpointError, match="nothing was left there"):
+            write_hf_directory(tmp_path / "out", stored_tensors(tied_model), tied_model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -98,21 +98,23 @@ class CheckpointWriter:
         stream = export.export_weights(
             handle.parameters, handle.weight_names, self._groups, dtype=None, byte_budget=None, only=None
         )
-        problem = None
+        problem, cause = None, None
         try:
             if writes:
                 write_hf_directory(path, stream, source)
             else:
                 for _ in stream:
                     pass
+        except ExportInterruptedError as error:
+            # On the other ranks rank 0 could not write; its reason comes with the agreement below.
+            problem, cause = (error.message, error) if writes else (None, None)
         except CheckpointError as error:
-            problem = error.message
-        except ExportInterruptedError:
-            # Rank 0 could not write; its reason comes with the agreement below.
-            problem = None
+            problem, cause = error.message, error
+        except Exception as error:  # noqa: BLE001 - raised below, on every rank
+            problem, cause = f"writing {path} failed: {type(error).__name__}: {error}", error
         finally:
             stream.close()
-        raise_on_every_rank(problem, group)
+        raise_on_every_rank(problem, group, cause)
 
 
 def _make_parent(path: Path) -> str | None:
