@@ -206,11 +206,13 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> Self:
         """A copy with every tensor but ``seq_lens`` on ``device``."""
+        # A copy to the host that is not waited for could be read before it is there.
+        non_blocking = torch.device(device).type != "cpu"
         return type(self)(
-            self.input_ids.to(device, non_blocking=True),
+            self.input_ids.to(device, non_blocking=non_blocking),
             self.seq_lens,
-            {name: value.to(device, non_blocking=True) for name, value in self.token_fields.items()},
-            {name: value.to(device, non_blocking=True) for name, value in self.sequence_fields.items()},
+            {name: value.to(device, non_blocking=non_blocking) for name, value in self.token_fields.items()},
+            {name: value.to(device, non_blocking=non_blocking) for name, value in self.sequence_fields.items()},
             self.meta,
             self.payload,
         )

@@ -32,6 +32,22 @@ def test_temperature_is_a_number_for_all_or_one_per_sequence() -> None:
     assert per_sequence.temperature.tolist() == [1.0, 1.0, 1.0, 2.0, 3.0, 3.0]
 
 
+def test_a_batch_that_comes_to_the_host_is_there_when_it_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[bool] = []
+    original = torch.Tensor.to
+
+    def recording(tensor: torch.Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
+        waits.append(not non_blocking)
+        return original(tensor, *args, non_blocking=non_blocking, **kwargs)
+
+    packed = batch(token_fields={"loss_mask": torch.ones(6)}, sequence_fields={"reward": torch.ones(3)})
+    monkeypatch.setattr(torch.Tensor, "to", recording)
+    packed.to("cpu")
+    assert waits == [True] * 3
+    packed.to(torch.device("meta"))
+    assert waits[3:] == [False] * 3
+
+
 def test_splitting_gives_one_tensor_per_sequence() -> None:
     assert [row.tolist() for row in batch().split(torch.arange(6))] == [[0, 1, 2], [3], [4, 5]]
     with pytest.raises(BatchError, match="5 rows cannot be split into 6 tokens"):
