@@ -1,0 +1,127 @@
+"""What the example scripts share."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from pydantic import Field
+
+from examples.common.cluster import gpus_each
+from examples.common.command_line import parse_config
+from examples.common.prompts import endless_batches, load_prompts, load_tokenizer
+from examples.common.run_folder import RunFolder
+from examples.demo.task import careless_answer, has_carry, right_answer, write_task
+from examples.grpo import GRPOConfig
+from examples.sft import SFTConfig
+from rl_backend.contracts import BaseConfig, BatchError, ConfigError
+
+
+class Options(BaseConfig):
+    name: str = Field(description="a name")
+    count: int = Field(default=3, description="a number")
+    cap: float | None = Field(default=None, description="a cap")
+    flag: bool = Field(default=False, description="a switch")
+
+
+def test_a_command_line_is_read_into_a_configuration_and_over_a_saved_one(tmp_path: Path) -> None:
+    assert parse_config(Options, "", ["--name", "a", "--flag"]) == Options(name="a", flag=True)
+    saved = tmp_path / "config.json"
+    saved.write_text(Options(name="a", count=5, cap=2.0).model_dump_json())
+    read = parse_config(Options, "", ["--config", str(saved), "--count", "7", "--cap", "none"])
+    assert read == Options(name="a", count=7, cap=None)
+
+
+def test_a_wrong_command_line_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Options\.count=\"x\""):
+        parse_config(Options, "", ["--name", "a", "--count", "x"])
+    with pytest.raises(ConfigError, match=r"Options\.name: required"):
+        parse_config(Options, "", [])
+    with pytest.raises(ConfigError, match="--config"):
+        parse_config(Options, "", ["--config", str(tmp_path / "missing.json")])
+
+
+def test_batches_go_through_all_items_in_an_order_that_the_seed_fixes() -> None:
+    first = list(islice(endless_batches(range(10), 3, seed=1), 6))
+    assert first == list(islice(endless_batches(range(10), 3, seed=1), 6))
+    assert first != list(islice(endless_batches(range(10), 3, seed=2), 6))
+    assert len({item for batch in first[:3] for item in batch}) == 9
+    with pytest.raises(ConfigError, match="a batch of 11"):
+        endless_batches(range(10), 11, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "engines", "expected"), [(0, 4, 4, 0), (8, 4, 4, 1), (1, 1, 1, 0.5), (1, 1, 0, 1), (2, 1, 1, 1)]
+)
+def test_ranks_and_engines_take_a_gpu_each_or_share_the_only_one(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: int, engines: int, expected: float
+) -> None:
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": float(gpus)})
+    assert gpus_each(ranks, engines) == expected
+
+
+def test_too_few_gpus_are_refused_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 2.0})
+    with pytest.raises(ConfigError, match="2 ranks and 1 engines take a GPU each, 3 together; the cluster has 2"):
+        gpus_each(2, 1)
+
+
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
+    options = Options(name="a")
+    with RunFolder(tmp_path / "run", options) as folder:
+        folder.log(1, {"reward": 0.5})
+        folder.write_summary({"done": True})
+    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text()) == {"step": 1, "reward": 0.5}
+    with pytest.raises(ConfigError, match="holds another run"):
+        RunFolder(tmp_path / "run", options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"updates_per_step": 5}, "must divide prompts_per_step=32"),
+        ({"ranks": 300}, "each rank needs one"),
+        ({"max_response_tokens": 20000}, "must hold one sequence"),
+        ({"learning_rate": 1.0}, "unknown field"),
+    ],
+)
+def test_grpo_options_that_cannot_work_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GRPOConfig(model="m", dataset="d", reward="r", **changes)
+
+
+def test_sft_needs_an_example_for_each_rank() -> None:
+    with pytest.raises(ConfigError, match="each of ranks=4 needs an example"):
+        SFTConfig(model="m", dataset="d", batch_size=2, ranks=4)
+
+
+def test_the_demo_makes_disjoint_data_that_its_tokenizer_reads_back(tmp_path: Path) -> None:
+    write_task(tmp_path, seed=3)
+    tokenizer = load_tokenizer(str(tmp_path / "model"))
+    prompts = {
+        name: {str(prompt.example.prompt) for prompt in load_prompts(tmp_path / f"{name}.jsonl", tokenizer, 8)}
+        for name in ("train", "validation", "held_out")
+    }
+    assert len(prompts["held_out"]) >= 256
+    assert not prompts["train"] & prompts["held_out"]
+    assert not prompts["train"] & prompts["validation"]
+    assert tokenizer.decode(tokenizer.encode("47+38=", add_special_tokens=False)) == "47+38="
+    with pytest.raises(BatchError, match="max_prompt_tokens=4"):
+        load_prompts(tmp_path / "train.jsonl", tokenizer, 4)
+
+
+def test_a_careless_answer_forgets_the_carry_and_nothing_else() -> None:
+    class Always:
+        def random(self) -> float:
+            return 0.0
+
+    careless = Always()
+    assert has_carry(47, 38)
+    assert right_answer(47, 38) == "58"
+    assert careless_answer(47, 38, careless) == "57"  # type: ignore[arg-type]
+    assert careless_answer(67, 58, careless) == "511"  # type: ignore[arg-type]
+    assert careless_answer(41, 38, careless) == right_answer(41, 38)  # type: ignore[arg-type]
