@@ -4,6 +4,7 @@
 set -u
 cd "$(dirname "$0")/.." || exit 1
 unset PYTHONHOME PYTHONPATH PYTHONSTARTUP
+: "${HOME:=/nonexistent}"
 
 if [ -f .venv/setup.json ] && .venv/bin/python -E -s .ci/setup_env.py --check 2>/dev/null; then
     exit 0

@@ -24,6 +24,7 @@ from pathlib import Path
 from setup_pip import GIB, LOG, PYTHON, ROOT, VENV, SetupError, Step, explain, last_lines, run_pip
 
 STATE = VENV / "setup.json"
+PARTIAL_STATE = VENV / "setup.partial"
 NEEDED_GIB = {"cpu": {"environment": 8, "downloads": 4}, "gpu": {"environment": 14, "downloads": 8}}
 INPUTS = ("constraints.txt", "pyproject.toml", ".ci/setup.sh", ".ci/setup_env.py", ".ci/setup_pip.py")
 
@@ -57,7 +58,7 @@ def set_up() -> None:
     )
     if reason := why_start_afresh(kind):
         check_space(kind)
-        make_environment(reason)
+        make_environment(kind, reason)
     write_state(kind, finished=False)
     pins = read_pins(kind)
     if missing := differing(pins):
@@ -100,9 +101,8 @@ def read_state() -> dict[str, object]:
 
 def write_state(kind: str, *, finished: bool) -> None:
     state = {"finished": finished, "kind": kind, "root": str(ROOT), "key": key(kind)}
-    partial = STATE.with_suffix(".partial")
-    partial.write_text(json.dumps(state, indent=1) + "\n")
-    partial.replace(STATE)
+    PARTIAL_STATE.write_text(json.dumps(state, indent=1) + "\n")
+    PARTIAL_STATE.replace(STATE)
 
 
 def device_kind() -> str:
@@ -115,7 +115,13 @@ def device_kind() -> str:
     if Path("/dev/nvidia0").exists():
         return "gpu"
     if shutil.which("nvidia-smi"):
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=60)
+        try:
+            listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=60)
+        except subprocess.TimeoutExpired:
+            raise SetupError(
+                "nvidia-smi does not answer within 60 s, so it is not known whether there is an NVIDIA GPU. Use DEVICE=cpu "
+                "or DEVICE=gpu."
+            ) from None
         if listing.returncode == 0 and "GPU 0" in listing.stdout:
             return "gpu"
     return "cpu"
@@ -131,7 +137,7 @@ def check_platform() -> None:
 
 def why_start_afresh(kind: str) -> str | None:
     """Why .venv must be made from nothing, or None when it can be brought up to date in place."""
-    if not VENV.exists() or not any(VENV.iterdir()):
+    if not VENV.exists() or set(VENV.iterdir()) <= {PARTIAL_STATE}:
         return "Making .venv"
     state = read_state()
     if state and not state.get("finished"):
@@ -177,14 +183,24 @@ def check_space(kind: str) -> None:
             )
 
 
-def make_environment(step: str) -> None:
+def make_environment(kind: str, step: str) -> None:
     with Step(step):
-        made = subprocess.run(
-            [sys.executable, "-I", "-m", "venv", "--clear", str(VENV)], capture_output=True, text=True, check=False
-        )
+        empty_environment(kind)
+        made = subprocess.run([sys.executable, "-I", "-m", "venv", str(VENV)], capture_output=True, text=True, check=False)
     if made.returncode != 0:
         output = made.stdout + made.stderr
         raise SetupError(explain(output) or f"{sys.executable} cannot make a virtual environment: {last_lines(output, 3)}")
+
+
+def empty_environment(kind: str) -> None:
+    """Leaves in .venv only its state, which is there all the time: wherever this stops, .venv is known as our own."""
+    VENV.mkdir(exist_ok=True)
+    write_state(kind, finished=False)
+    for entry in VENV.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry != STATE:
+            entry.unlink()
 
 
 def read_pins(kind: str) -> dict[str, str]:

@@ -43,8 +43,8 @@ class SetupError(Exception):
 
 def run_pip(step: str, arguments: list[str], *, total: int = 0) -> None:
     """Runs ``pip install`` without dependency resolution (constraints.txt is the whole environment); raises SetupError."""
-    command = [str(PYTHON), "-I", "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-input", *arguments]
-    environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_USER": "0", "PYTHONUNBUFFERED": "1"}
+    command = [str(PYTHON), "-Iu", "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-input", *arguments]
+    environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_USER": "0"}
     for variable in ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT"):
         environment.pop(variable, None)
     output: list[str] = []

@@ -59,8 +59,8 @@ def setup_env(project: Path, setup_pip: Any, monkeypatch: pytest.MonkeyPatch) ->
     del sys.modules["setup_env"]
 
 
-def run_setup(project: Path, home: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs setup.sh with no command but a few basic ones and what ``environment`` adds."""
+def run_setup(project: Path, home: Path, **environment: str | None) -> subprocess.CompletedProcess[str]:
+    """Runs setup.sh with no command but a few basic ones and what ``environment`` adds; None takes a variable away."""
     tools = home / "tools"
     tools.mkdir(exist_ok=True)
     for name in ("sh", "dirname"):
@@ -70,7 +70,7 @@ def run_setup(project: Path, home: Path, **environment: str) -> subprocess.Compl
     return subprocess.run(
         ["sh", str(project / ".ci" / "setup.sh")],
         cwd="/",
-        env=given,
+        env={name: value for name, value in given.items() if value is not None},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -116,6 +116,17 @@ def test_a_broken_python_command_is_passed_over_for_one_that_runs(project: Path,
     assert result.stdout.strip() == f"took {works}"
 
 
+def test_without_a_home_folder_a_python_is_found(project: Path, tmp_path: Path) -> None:
+    works = write_command(
+        tmp_path / "installed" / "versions/3.12.9/bin/python",
+        f'case "$*" in *setup_env.py*) echo "took $0";; *) exec {sys.executable} "$@";; esac',
+    )
+    write_command(tmp_path / "tools" / "python3.12", "exit 127")
+    result = run_setup(project, tmp_path, HOME=None, PYENV_ROOT=str(tmp_path / "installed"))
+    assert result.stdout.strip() == f"took {works}"
+    assert not result.stderr
+
+
 def test_a_python_that_was_named_and_is_not_312_is_refused(project: Path, tmp_path: Path) -> None:
     old = write_command(tmp_path / "python", "exit 1")
     result = run_setup(project, tmp_path, PYTHON=str(old))
@@ -144,6 +155,24 @@ def test_an_unknown_device_is_refused(
     assert "DEVICE=tpu is not known" in one_message(capsys.readouterr().err)
 
 
+def test_a_driver_that_does_not_answer_is_one_message_that_says_what_to_set(
+    setup_env: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def hang(command: list[str], **options: Any) -> None:
+        raise subprocess.TimeoutExpired(command, 60)
+
+    monkeypatch.delenv("DEVICE")
+    if Path("/dev/nvidia0").exists():
+        pytest.skip("this machine's GPU is seen without asking the driver")
+    monkeypatch.setattr(setup_env.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(setup_env.subprocess, "run", hang)
+    monkeypatch.setattr(sys, "argv", ["setup_env.py"])
+    assert setup_env.main() == 1
+    message = one_message(capsys.readouterr().err)
+    assert "nvidia-smi does not answer" in message
+    assert "DEVICE=cpu or DEVICE=gpu" in message
+
+
 def test_a_finished_set_up_is_not_repeated_until_its_inputs_change(project: Path, setup_env: Any) -> None:
     assert not setup_env.is_ready()
     setup_env.write_state("cpu", finished=True)
@@ -164,6 +193,34 @@ def test_an_interrupted_set_up_is_noticed_and_started_again(setup_env: Any) -> N
     setup_env.write_state("cpu", finished=False)
     assert not setup_env.is_ready()
     assert "did not finish" in setup_env.why_start_afresh("cpu")
+
+
+@pytest.mark.parametrize("stopped_while", ["removing what was there", "making the environment"])
+def test_a_set_up_that_is_interrupted_while_it_makes_the_environment_can_be_started_again(
+    setup_env: Any, monkeypatch: pytest.MonkeyPatch, stopped_while: str
+) -> None:
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    setup_env.write_state("cpu", finished=True)
+    write_command(setup_env.VENV / "bin" / "python", "exit 1")
+    (setup_env.VENV / "lib64").symlink_to("lib")
+    with monkeypatch.context() as patch:
+        if stopped_while == "making the environment":
+            patch.setattr(setup_env.subprocess, "run", interrupted)
+        else:
+            patch.setattr(setup_env.shutil, "rmtree", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            setup_env.make_environment("cpu", "Making .venv")
+    assert "did not finish" in setup_env.why_start_afresh("cpu")
+    assert not setup_env.is_ready()
+    setup_env.empty_environment("cpu")
+    assert list(setup_env.VENV.iterdir()) == [setup_env.STATE]
+
+
+def test_a_folder_with_no_more_than_the_beginning_of_a_state_is_ours(setup_env: Any) -> None:
+    setup_env.PARTIAL_STATE.write_text("{")
+    assert setup_env.why_start_afresh("cpu") == "Making .venv"
 
 
 def test_a_moved_folder_is_noticed(setup_env: Any) -> None:
@@ -221,6 +278,14 @@ def test_what_is_the_machines_fault_is_said_in_plain_words(setup_pip: Any, outpu
     message = setup_pip.explain(f"Collecting torch==2.13.0\n{output}\n")
     assert said in message
     assert "\n" not in message
+
+
+def test_pip_is_run_so_that_its_lines_come_at_once(setup_pip: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffering = "import sys; print('written through:', sys.stdout.write_through)"
+    python = write_command(tmp_path / "python", f'exec {sys.executable} "$1" -c "{buffering}"')
+    monkeypatch.setattr(setup_pip, "PYTHON", python)
+    setup_pip.run_pip("Installing", ["something"])
+    assert "written through: True" in setup_pip.LOG.read_text()
 
 
 def test_another_failure_of_pip_shows_its_last_lines_and_where_the_log_is(setup_pip: Any) -> None:
