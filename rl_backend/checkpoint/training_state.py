@@ -112,22 +112,28 @@ def write_training_state(
 
 def open_training_state(
     path: Path, model_type: str, parameters: dict[str, tuple[int, ...]], group: dist.ProcessGroup
-) -> TrainingManifest:
-    """The manifest, once every rank has found the checkpoint complete and of this model. A collective over ``group``.
+) -> tuple[TrainingManifest, set[str]]:
+    """The manifest and the tensors' names, once every rank has found the checkpoint complete and of this model.
+
+    A collective over ``group``.
 
     Raises:
         CheckpointError: on every rank.
     """
-    manifest, problem = None, None
+    manifest, problem, cause = None, None, None
+    names: set[str] = set()
     try:
         manifest = read_manifest(path)
         manifest.require_files(path)
         manifest.require_model(model_type, parameters, path)
+        names = _tensor_names(path)
     except CheckpointError as error:
-        problem = error.message
-    raise_on_every_rank(problem, group)
+        problem, cause = error.message, error
+    except OSError as error:
+        problem, cause = f"{path} cannot be read: {error}", error
+    raise_on_every_rank(problem, group, cause)
     assert manifest is not None, "without a problem there is a manifest"
-    return manifest
+    return manifest, names
 
 
 def read_training_state(path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
@@ -142,9 +148,11 @@ def read_training_state(path: Path, tensors: Mapping[str, Tensor], group: dist.P
         raise CheckpointError(f"{path} could not be read: {_causes(error)}", path=str(path)) from error
 
 
-def tensor_names(path: Path) -> set[str]:
-    """Names of the tensors in a checkpoint. Not a collective."""
-    return set(FileSystemReader(path).read_metadata().state_dict_metadata)
+def _tensor_names(path: Path) -> set[str]:
+    try:
+        return set(FileSystemReader(path).read_metadata().state_dict_metadata)
+    except Exception as error:  # pickle raises errors of any type for damaged data
+        raise CheckpointError(f"{path} is damaged: its .metadata cannot be read: {error}", path=str(path)) from error
 
 
 def _write_manifest(directory: Path, manifest: TrainingManifest) -> str | None:

@@ -133,7 +133,13 @@ def spoil_manifest(checkpoint: Path) -> str:
     return "cannot be read"
 
 
-@pytest.mark.parametrize("damage", [remove_file, cut_file, remove_manifest, spoil_manifest])
+def spoil_metadata(checkpoint: Path) -> str:
+    file = checkpoint / ".metadata"
+    file.write_bytes(b"x" * file.stat().st_size)
+    return "its .metadata cannot be read"
+
+
+@pytest.mark.parametrize("damage", [remove_file, cut_file, remove_manifest, spoil_manifest, spoil_metadata])
 def test_an_incomplete_checkpoint_is_refused_on_every_rank_before_anything_changes(
     ranks: RankPool, tied_model: Path, tmp_path: Path, damage: Any
 ) -> None:

@@ -19,7 +19,6 @@ from rl_backend.checkpoint.training_state import (
     open_training_state,
     read_training_state,
     reserve_directory,
-    tensor_names,
     write_training_state,
 )
 from rl_backend.contracts import CheckpointError, ExportInterruptedError, RuntimeConfig, UnsupportedError
@@ -130,10 +129,9 @@ def _make_parent(path: Path) -> str | None:
 def load_training_checkpoint(handle: NativeHandle, path: Path) -> None:
     """Restores a handle from ``path``; a forward-only one takes the weights and their version."""
     group = handle.groups.host_group
-    manifest = open_training_state(path, _model_type(handle), _shapes(handle), group)
+    manifest, saved_names = open_training_state(path, _model_type(handle), _shapes(handle), group)
     tensors = _model_tensors(handle) if handle.optimizer is None else _all_tensors(handle)
     random_state = _random_state(handle) if handle.optimizer is not None else {}
-    saved_names = tensor_names(path)
     wanted = {name: value for name, value in tensors.items() if name in saved_names or name not in random_state}
     fsdp_state.reshard(handle.model)
     try:
