@@ -67,6 +67,9 @@ def _equal_lengths(query: Tensor, key: Tensor, value: Tensor, length: int) -> Te
         rows: Tensor = x.unflatten(0, (-1, length))
         return rows.transpose(1, 2)
 
+    if query.is_cuda:
+        # The memory-efficient kernel, the only one for float32 beside the quadratic form, takes no groups.
+        key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
     attended = F.scaled_dot_product_attention(
         batched(query), batched(key), batched(value), is_causal=True, enable_gqa=key.shape[1] != query.shape[1]
     )

@@ -48,6 +48,16 @@ def test_float32_log_probs_equal_those_of_transformers_packed_or_alone(
         torch.testing.assert_close(alone, expected, rtol=0, atol=1e-5)
 
 
+def test_float32_attention_with_grouped_queries_keeps_no_square_of_the_length() -> None:
+    length, heads = 4096, 8
+    query, key, value = (torch.randn(length, count, 64, device="cuda", requires_grad=True) for count in (heads, 2, 2))
+    starts = torch.tensor([0, length], device="cuda", dtype=torch.int32)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    packed_attention(query, key, value, starts, [length]).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < heads * length * length * 4 / 2
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 64), (4, 4, 128), (4, 2, 32)])
 def test_bfloat16_variable_length_attention_equals_exact_attention_with_its_gradients(
     heads: int, kv_heads: int, head_dim: int
