@@ -12,7 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl_backend.contracts import ConfigError, ParallelConfig
 
-INIT_TIMEOUT = timedelta(minutes=10)
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""How long a rank waits for the others, when the groups are made and in every collective.
+
+Longer than what one rank may do while the others wait: to write a Hugging Face directory to a slow disk, say.
+"""
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ def open_groups(parallel: ParallelConfig, device: torch.device) -> ParallelGroup
             dp_rank=mesh.get_local_rank("dp"),
             dp_size=dp_size,
             dp_group=mesh.get_group("dp"),
-            host_group=dist.new_group(backend="gloo"),
+            host_group=dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT),
         )
     except BaseException:
         _leave_default_group()
@@ -117,7 +121,7 @@ def _init_default_group(device: torch.device) -> None:
     device_id = device if device.type == "cuda" else None
     if "WORLD_SIZE" not in os.environ:
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=INIT_TIMEOUT, device_id=device_id)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT, device_id=device_id)
         return
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -126,7 +130,7 @@ def _init_default_group(device: torch.device) -> None:
             "MASTER_ADDR and MASTER_PORT together (torchrun does), or none of them for one process",
             missing=missing,
         )
-    dist.init_process_group(backend, timeout=INIT_TIMEOUT, device_id=device_id)
+    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device_id)
 
 
 def _require_backend(device: torch.device) -> None:

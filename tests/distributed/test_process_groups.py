@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from rl_backend.contracts import ConfigError
+from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT
 from rl_backend.runtime.native import NativeRuntime
 from tests.support.native import make_config, train
 from tests.support.rank_pool import RankPool
@@ -53,6 +56,20 @@ def test_without_an_environment_a_process_is_a_job_of_its_own(ranks: RankPool, t
     ((alive, size),) = ranks.run(two_runtimes_job, str(tied_model), None, init_group=False, world_size=1)
     assert alive == [False, True, False]
     assert size == 1
+
+
+def timeouts_job(model: str) -> list[timedelta]:
+    """Of the collectives on the device and on the host."""
+    runtime = NativeRuntime(make_config(model))
+    groups = (runtime.groups.dp_group, runtime.groups.host_group)
+    timeouts = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+    runtime.close()
+    return timeouts
+
+
+def test_all_collectives_wait_equally_long_for_a_slow_rank(ranks: RankPool, tied_model: Path) -> None:
+    (timeouts,) = ranks.run(timeouts_job, str(tied_model), init_group=False, world_size=1)
+    assert timeouts == [COLLECTIVE_TIMEOUT] * 2
 
 
 def foreign_group_job(model: str) -> bool:
