@@ -32,17 +32,19 @@ def grpo_advantages(
         group_size: responses per prompt, when those of one prompt stand next to each other.
         group_ids: (N,) labels, equal for responses to one prompt, in any order. Exactly one of the two is given.
         normalize_by_std: False leaves out the division by ``std + eps``.
-        eps: added to the standard deviation.
+        eps: added to the standard deviation, so that equal rewards are not divided by 0; positive with
+            ``normalize_by_std``.
 
     Returns:
         (N,) in the dtype and on the device of ``rewards``; float32 when they are not floating.
 
     Raises:
         BatchError: a reward that is not finite, or groups that do not fit N.
-        ConfigError: both or none of ``group_size`` and ``group_ids``, or a negative ``eps``.
+        ConfigError: both or none of ``group_size`` and ``group_ids``, or an ``eps`` that is negative, or 0 with
+            ``normalize_by_std``.
     """
-    if eps < 0:
-        raise ConfigError.of("eps", eps, "must not be negative")
+    if not (eps > 0 if normalize_by_std else eps >= 0):
+        raise ConfigError.of("eps", eps, "must be positive with normalize_by_std=True, and not negative without")
     given = torch.as_tensor(rewards)
     if given.dim() != 1:
         raise BatchError(f"rewards has shape {tuple(given.shape)}; expected (N,): one number per response")

@@ -32,7 +32,7 @@ def test_equal_rewards_give_no_advantage(reward: float) -> None:
 
 
 def test_a_response_alone_in_its_group_keeps_its_reward() -> None:
-    assert grpo_advantages([2.0, 5.0], group_size=1, eps=0.0).tolist() == [2.0, 5.0]
+    assert grpo_advantages([2.0, 5.0], group_size=1, eps=1e-12).tolist() == [2.0, 5.0]
 
 
 def test_whole_number_rewards_give_float32_and_float64_stays() -> None:
@@ -60,7 +60,16 @@ def test_rewards_that_do_not_fit_are_refused(rewards: list, options: dict, messa
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"group_size": 2, "group_ids": [0, 0]}, {"group_size": 0}, {"group_size": 2, "eps": -1.0}]
+    "options",
+    [
+        {},
+        {"group_size": 2, "group_ids": [0, 0]},
+        {"group_size": 0},
+        {"group_size": 2, "eps": -1.0},
+        {"group_size": 2, "eps": 0.0},
+        {"group_size": 2, "eps": float("nan")},
+        {"group_size": 2, "eps": -1.0, "normalize_by_std": False},
+    ],
 )
 def test_options_that_cannot_work_are_refused(options: dict) -> None:
     with pytest.raises(ConfigError):
