@@ -145,6 +145,14 @@ class PackedBatch:
                         name=name,
                     )
 
+        temperature = self.sequence_fields.get("temperature")
+        if temperature is not None and temperature.dim() != 1:
+            raise BatchError(
+                f"sequence field 'temperature' has shape {tuple(temperature.shape)}; expected ({self.num_sequences},): one "
+                "number per sequence",
+                name="temperature",
+            )
+
     @property
     def num_tokens(self) -> int:
         return self.input_ids.shape[0]

@@ -32,6 +32,11 @@ def test_temperature_is_a_number_for_all_or_one_per_sequence() -> None:
     assert per_sequence.temperature.tolist() == [1.0, 1.0, 1.0, 2.0, 3.0, 3.0]
 
 
+def test_a_temperature_that_is_not_one_number_per_sequence_is_refused() -> None:
+    with pytest.raises(BatchError, match=r"'temperature' has shape \(3, 1\); expected \(3,\)"):
+        batch(sequence_fields={"temperature": torch.ones(3, 1)})
+
+
 def test_a_batch_that_comes_to_the_host_is_there_when_it_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[bool] = []
     original = torch.Tensor.to
