@@ -105,7 +105,8 @@ def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
     except subprocess.TimeoutExpired:
         return (), f"nvidia-smi does not answer within {NVIDIA_SMI_SECONDS} s"
     if listing.returncode != 0:
-        return (), f"nvidia-smi fails: {(listing.stdout + listing.stderr).strip().splitlines()[:1]}"
+        said = (listing.stdout + listing.stderr).strip() or "no output"
+        return (), f"nvidia-smi fails: {said.splitlines()[0]}"
     rows = [[cell.strip() for cell in line.split(",")] for line in listing.stdout.splitlines() if line.count(",") == 2]
     gpus = tuple(Gpu(name, float(memory) / 1024 if memory.isdigit() else 0.0) for name, memory, _ in rows)
     return gpus, rows[0][2] if rows else None

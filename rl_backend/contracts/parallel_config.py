@@ -44,9 +44,10 @@ class ParallelConfig(BaseConfig):
         """``world_size / (tp * pp * cp)``; raises :class:`ConfigError` when that, or the expert layout, does not divide."""
         size = self.model_parallel_size
         if world_size % size:
+            fitting = [size * copies for copies in (world_size // size, world_size // size + 1) if copies]
             raise ConfigError(
                 f"world size {world_size} is not a multiple of tp*pp*cp = {self.tp}*{self.pp}*{self.cp} = {size}; "
-                f"use {size * (world_size // size) or size} or {size * (world_size // size + 1)} ranks",
+                f"use {' or '.join(map(str, fitting))} ranks",
                 world_size=world_size,
                 model_parallel_size=size,
             )

