@@ -197,6 +197,10 @@ class RolloutEngine:
         if not self._gloo:
             self._drop_own_segment()
 
+    def close(self) -> None:
+        """Frees the engine's own segment; the process is about to be killed."""
+        self._drop_own_segment()
+
     def forget_segment(self, path: str) -> None:
         """Drops the mapping of a segment that its owner is about to remove."""
         if self._mapped is not None and self._mapped.path == path:

@@ -19,6 +19,9 @@ from actors.rollout_sample import Sample
 from actors.vllm_process import process_environment
 from rl_backend.contracts import BatchError, ConfigError, EngineDeadError, EngineDirtyError, RLBackendError, RolloutError
 
+CLOSE_SECONDS = 2.0
+"""How long an engine that is ended may take to free its shared memory; one that is sampling does not answer."""
+
 
 class RolloutGroup:
     """Starts ``config.num_engines`` engines, each a Ray actor, and samples over all of them.
@@ -177,7 +180,7 @@ class RolloutGroup:
             raise ConfigError.of("engine", engine, f"the group has engines 0 to {self.config.num_engines - 1}")
         with self._lock:
             if engine in self._actors:
-                ray.kill(self._actors.pop(engine))
+                _end([self._actors.pop(engine)])
             self._lost.pop(engine, None)
         self._start([engine])
         return self._infos[engine]
@@ -202,9 +205,10 @@ class RolloutGroup:
 
     def close(self) -> None:
         """Ends every engine."""
-        for actor in self._actors.values():
-            ray.kill(actor)
+        actors = list(self._actors.values())
         self._actors.clear()
+        if ray.is_initialized():
+            _end(actors)
 
     def __enter__(self) -> Self:
         return self
@@ -268,6 +272,14 @@ class RolloutGroup:
             raise BatchError(
                 f"{len(seeds)} seeds for {len(prompts)} prompts with n={sampling.n}; expected {len(prompts) * sampling.n}"
             )
+
+
+def _end(actors: Sequence[Any]) -> None:
+    """Kills actors, which runs no exit handlers, once they have freed their shared memory."""
+    if actors:
+        ray.wait([actor.close.remote() for actor in actors], num_returns=len(actors), timeout=CLOSE_SECONDS)
+    for actor in actors:
+        ray.kill(actor)
 
 
 def _requests(prompt: int, prompts: Sequence[Sequence[int]], n: int, seeds: Sequence[int] | None) -> list[Request]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
 
@@ -100,4 +101,8 @@ def weight_version(context: RankContext, ref: HandleRef) -> int:
 
 
 def close(context: RankContext) -> None:
-    context.runtime.close()
+    with ExitStack() as stack:
+        stack.callback(context.runtime.close)
+        for kept in context.state.values():
+            if callable(getattr(kept, "close", None)):
+                stack.callback(kept.close)

@@ -39,7 +39,8 @@ class RankContext:
     Attributes:
         runtime: the rank's runtime.
         operation: number of the operation that runs; the same on every rank.
-        state: for whatever a caller of ``run_on_ranks`` keeps in the rank from one operation to the next.
+        state: for whatever a caller of ``run_on_ranks`` keeps in the rank from one operation to the next; what has a
+            ``close()`` is closed when the group is shut down.
     """
 
     runtime: Runtime[Any]

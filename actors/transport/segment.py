@@ -1,7 +1,7 @@
 """Shared-memory segments that one process writes and others map, and that never outlive their owner for long.
 
 A segment is a file under /dev/shm whose name carries its owner: process-id namespace, process id and start time. Whoever
-makes a segment first removes those of processes of the same namespace that are gone.
+makes a segment first removes those of its user whose processes, of the same namespace, are gone.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import errno
 import itertools
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,14 +83,17 @@ def host_identity() -> str:
 
 
 def remove_stale_segments() -> list[Path]:
-    """Removes segments whose owner is gone, and returns them."""
+    """Removes segments of this user whose owner is gone, and returns them."""
     removed = []
     for path in DIRECTORY.glob(f"{_PREFIX}-*"):
         match = _NAME.fullmatch(path.name)
         if match is None or match["namespace"] != _namespace() or _start_time(int(match["pid"])) == match["start"]:
             continue
-        path.unlink(missing_ok=True)
-        removed.append(path)
+        # Other users' segments are theirs to remove, and another process may be removing this one.
+        with suppress(FileNotFoundError):
+            if path.stat().st_uid == os.geteuid():
+                path.unlink()
+                removed.append(path)
     return removed
 
 

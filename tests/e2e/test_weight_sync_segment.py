@@ -52,6 +52,17 @@ def test_segments_of_killed_processes_are_removed_and_those_of_living_ones_are_n
     assert not kept.exists()
 
 
+def test_a_segment_of_another_user_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed, stale = start_owner()
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: stale.stat().st_uid + 1)
+        assert remove_stale_segments() == []
+    assert stale.exists()
+    assert stale in remove_stale_segments()
+
+
 def test_a_segment_that_is_not_there_or_too_short_is_refused() -> None:
     with pytest.raises(WeightSyncError, match=r"does not exist here.*use transport='gloo'"):
         map_segment(str(DIRECTORY / "rl_backend_weights-none"), 10)

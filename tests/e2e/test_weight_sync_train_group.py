@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from actors import HandleRef, Loss, RolloutConfig, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
+from actors.transport.segment import DIRECTORY
 from rl_backend.contracts import NativeConfig, OptimizerConfig, RuntimeConfig, TokenSequence, WeightVersionError
 from tests.support.sft_batches import random_token_sequences
 
@@ -45,6 +46,10 @@ def train_one_step(train: TrainGroup, policy: HandleRef, seed: int) -> int:
     return train.weight_version(policy)
 
 
+def segments_of(pid: int) -> list[Path]:
+    return list(DIRECTORY.glob(f"rl_backend_weights-*-{pid}-*"))
+
+
 def mean_gap(train: TrainGroup, policy: HandleRef, rollout: RolloutGroup, temperature: float) -> float:
     samples = rollout.generate(PROMPTS, SamplingConfig(n=2, temperature=temperature, max_new_tokens=8))
     sequences = [TokenSequence.from_prompt_and_response(sample.prompt_ids, sample.response_ids) for sample in samples]
@@ -69,6 +74,20 @@ def test_engines_and_ranks_agree_on_log_probs_after_every_step(
             assert report.version == version
             assert report.transport == ("shared_memory" if transport == "auto" else transport)
             assert mean_gap(train, policy, rollout, temperature=0.8) <= TOLERANCE
+
+
+def test_groups_that_end_leave_no_shared_memory_behind_though_the_sync_was_not_closed(
+    ray_cluster: None, tied_model: Path
+) -> None:
+    native = NativeConfig(device="cpu")
+    engines = RolloutConfig(model_path=str(tied_model), device="cpu", dtype="float32", max_model_len=64, kv_cache_gib=0.25)
+    with TrainGroup(RuntimeConfig(hf_path=str(tied_model), backend_cfg=native)) as ranks, RolloutGroup(engines) as group:
+        model = ranks.build_model()
+        for transport in ("shared_memory", "gloo"):
+            WeightSync(ranks, group, model, transport=transport).push()
+        pids = [ranks.ranks[0].pid, group.infos[0].pid]
+        assert all(segments_of(pid) for pid in pids)
+    assert not any(segments_of(pid) for pid in pids)
 
 
 def test_a_second_model_of_the_group_with_older_weights_is_refused(
