@@ -120,7 +120,8 @@ def open_training_state(
     Raises:
         CheckpointError: on every rank.
     """
-    manifest, problem, cause = None, None, None
+    manifest, problem = None, None
+    cause: Exception | None = None
     names: set[str] = set()
     try:
         manifest = read_manifest(path)

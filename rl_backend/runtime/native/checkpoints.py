@@ -97,7 +97,8 @@ class CheckpointWriter:
         stream = export.export_weights(
             handle.parameters, handle.weight_names, self._groups, dtype=None, byte_budget=None, only=None
         )
-        problem, cause = None, None
+        problem: str | None = None
+        cause: Exception | None = None
         try:
             if writes:
                 write_hf_directory(path, stream, source)
