@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from actors.train_operation import GroupFuture as GroupFuture
     from actors.weight_sync import PushReport as PushReport
     from actors.weight_sync import WeightSync as WeightSync
+    from actors.weight_sync_source import WeightSource as WeightSource
 
 _MODULES = {
     "GroupFuture": "actors.train_operation",
@@ -33,6 +34,7 @@ _MODULES = {
     "Sample": "actors.rollout_sample",
     "SamplingConfig": "actors.rollout_config",
     "TrainGroup": "actors.train_group",
+    "WeightSource": "actors.weight_sync_source",
     "WeightSync": "actors.weight_sync",
     "sample_seeds": "actors.rollout_sample",
 }
@@ -48,6 +50,7 @@ __all__ = [
     "Sample",
     "SamplingConfig",
     "TrainGroup",
+    "WeightSource",
     "WeightSync",
     "sample_seeds",
 ]
