@@ -329,8 +329,13 @@ class TrainGroup:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.shutdown()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            self.shutdown()
+        except RLBackendError as closing:
+            if error is None:
+                raise
+            error.add_note(f"TrainGroup.shutdown() failed as well: {closing}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy may outlive this object, so the group then ends with `shutdown` or its Ray job alone.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -72,15 +73,25 @@ class TrainRanks:
         """Starts the next operation: call r on rank r."""
         with self._lock:
             self.check_usable()
-            number = self._control("begin", self.driver, name)
-            if isinstance(number, Driver):
-                self._owned, self.operator = False, number.description
-                raise self._not_owner()
-            header = OperationHeader(number, name, self._acknowledged)
-            refs = [
-                worker.execute.remote(header, call, loss)
-                for worker, call in zip(self.members.workers, pickled_calls, strict=True)
-            ]
+            try:
+                number = self._control("begin", self.driver, name)
+                if isinstance(number, Driver):
+                    self._owned, self.operator = False, number.description
+                    raise self._not_owner()
+                header = OperationHeader(number, name, self._acknowledged)
+                refs = [
+                    worker.execute.remote(header, call, loss)
+                    for worker, call in zip(self.members.workers, pickled_calls, strict=True)
+                ]
+            except RLBackendError:
+                raise
+            except BaseException as error:
+                # A number that some ranks never see would have every later operation refused, or wait for them.
+                with suppress(GroupFailedError):
+                    self.fail(
+                        f"{type(error).__name__} interrupted the start of {name}, which not all ranks may have received"
+                    )
+                raise
             return header, refs
 
     def collect(self, title: str, number: int, refs: Sequence[ray.ObjectRef], timeout: float | None) -> list[Any]:

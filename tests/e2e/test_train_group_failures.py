@@ -273,3 +273,37 @@ def test_importing_the_package_imports_neither_ray_nor_vllm() -> None:
     program = "import sys; from actors import TrainGroup, Loss; print('vllm' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout.split() == ["False"]
+
+
+def test_an_interrupt_while_an_operation_starts_ends_the_group_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = TrainGroup(UNIGRAM, num_ranks=2)
+    control = group._ranks._control
+
+    def interrupted(*arguments: Any) -> Any:
+        control(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(group._ranks, "_control", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        group.run_on_ranks(sleep, 0.0)
+    wait_for_end(group)
+    with pytest.raises(GroupFailedError, match="KeyboardInterrupt interrupted the start of"):
+        group.run_on_ranks(sleep, 0.0)
+
+
+class Unclosable:
+    def close(self) -> None:
+        raise BatchError("cannot be closed")
+
+
+def keep_unclosable(context: RankContext) -> None:
+    context.state["kept"] = Unclosable()
+
+
+def test_an_error_of_closing_does_not_hide_the_one_that_came_before() -> None:
+    with pytest.raises(KeyError) as raised, TrainGroup(UNIGRAM) as group:  # noqa: PT012, how the body ends is the subject
+        group.run_on_ranks(keep_unclosable)
+        raise KeyError("the user's")
+    assert "shutdown() failed as well: cannot be closed" in raised.value.__notes__[0]
+    with pytest.raises(BatchError, match="cannot be closed"), TrainGroup(UNIGRAM) as group:
+        group.run_on_ranks(keep_unclosable)
