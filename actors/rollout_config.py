@@ -44,8 +44,8 @@ class RolloutConfig(BaseConfig):
         tensor_parallel: GPUs, or groups of cores, over which one engine is sharded.
         cores: for CPU engines: the cores of each engine; with ``tensor_parallel`` they are divided evenly. None divides
             the host's cores evenly over the engines.
-        gpus_per_worker: Ray GPUs that each of the ``tensor_parallel`` workers reserves; less than 1 where training shares
-            the device.
+        gpus_per_worker: Ray GPUs that each of the ``tensor_parallel`` workers reserves; less than 1, without tensor
+            parallelism, where a ``TrainGroup`` of one rank shares the device with its ``gpus_per_rank``.
         max_model_len: tokens of prompt and response together.
         max_num_batched_tokens: tokens computed in one engine step; at least ``max_model_len``. None takes 8192 or that.
         kv_cache_gib: memory for keys and values; None takes 1 GiB on a CPU and what ``gpu_memory_utilization`` leaves on a
@@ -99,6 +99,13 @@ class RolloutConfig(BaseConfig):
                 "RolloutConfig.max_num_batched_tokens",
                 self.max_num_batched_tokens,
                 f"a prompt is computed in one step, so it must be at least max_model_len={self.max_model_len}",
+            )
+        if self.gpus_per_worker < 1 and self.tensor_parallel > 1:
+            raise ConfigError.of(
+                "RolloutConfig.gpus_per_worker",
+                self.gpus_per_worker,
+                f"tensor_parallel={self.tensor_parallel} workers need as many different GPUs, and Ray gives shares of one "
+                "only; use gpus_per_worker=1",
             )
         if self.sleep_mode and self.device == "cpu":
             raise ConfigError.of("RolloutConfig.sleep_mode", True, "vLLM has no sleep mode on a CPU; use device='cuda'")

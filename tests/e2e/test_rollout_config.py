@@ -22,6 +22,7 @@ from rl_backend.contracts import ConfigError
         ({"cores": [[0, 1, 2]], "tensor_parallel": 2}, "a multiple of tensor_parallel=2"),
         ({"cores": [[0]], "device": "cuda"}, "only CPU engines have cores"),
         ({"sleep_mode": True, "device": "cpu"}, "no sleep mode on a CPU"),
+        ({"gpus_per_worker": 0.5, "tensor_parallel": 2}, "tensor_parallel=2 workers need as many different GPUs"),
         ({"max_model_len": 100, "max_num_batched_tokens": 99}, "at least max_model_len=100"),
     ],
 )
