@@ -69,20 +69,35 @@ def reserve(
     if strategy not in ("pack", "spread"):
         raise ConfigError.of("placement", strategy, "expected 'pack' or 'spread'")
     bundle: dict[str, float] = {"CPU": cores_per_rank, **({"GPU": gpus_per_rank} if gpus_per_rank else {})}
-    group = placement_group([bundle] * num_ranks, strategy=strategy.upper(), name=name)
+    group = reserve_bundles(f"training group {name!r}", "rank", bundle, num_ranks, strategy, timeout, name=name)
+    return Placement(group, _slots(group, num_ranks))
+
+
+def reserve_bundles(
+    asker: str,
+    member: str,
+    bundle: dict[str, float],
+    count: int,
+    strategy: PlacementStrategy,
+    timeout: float,
+    *,
+    name: str = "",
+) -> PlacementGroup:
+    """Reserves ``count`` equal bundles, one for each ``member`` of ``asker``; raises as :func:`reserve`."""
+    group = placement_group([bundle] * count, strategy=strategy.upper(), name=name)
     if not group.wait(timeout):
         free, total = ray.available_resources(), ray.cluster_resources()
         remove_placement_group(group)
         raise UnsupportedError(
-            f"training group {name!r} asks for {num_ranks} ranks with {_amounts(bundle)} each, together "
-            f"{_amounts({kind: num_ranks * amount for kind, amount in bundle.items()})}; after {timeout:g} s the cluster "
-            f"has {_amounts(free)} free of {_amounts(total)} in {len(ray.nodes())} nodes (a rank must fit into one node); "
+            f"{asker} asks for {count} {member}s with {_amounts(bundle)} each, together "
+            f"{_amounts({kind: count * amount for kind, amount in bundle.items()})}; after {timeout:g} s the cluster "
+            f"has {_amounts(free)} free of {_amounts(total)} in {len(ray.nodes())} nodes (each must fit into one node); "
             "free some, add nodes, or ask for less",
-            asked={kind: num_ranks * amount for kind, amount in bundle.items()},
+            asked={kind: count * amount for kind, amount in bundle.items()},
             free={kind: free.get(kind, 0.0) for kind in ("CPU", "GPU")},
             total={kind: total.get(kind, 0.0) for kind in ("CPU", "GPU")},
         )
-    return Placement(group, _slots(group, num_ranks))
+    return group
 
 
 def _slots(group: PlacementGroup, num_ranks: int) -> tuple[Slot, ...]:

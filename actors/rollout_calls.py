@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from rl_backend.contracts import EngineDeadError, RLBackendError, RolloutError
 
@@ -25,6 +26,33 @@ def outcome_of(reference: Any, engine: str) -> Any:
         if isinstance(cause, RLBackendError):
             return cause
         return RolloutError(f"{engine} failed with {type(cause).__name__}: {cause}\n{error}", engine=engine)
+    except RayError as error:
+        return EngineDeadError(f"{engine} is dead: {type(error).__name__}: {_reason(error)}; restart it", engine=engine)
+
+
+class Sampling:
+    """Calls that sample, by engine. An engine serves one call at a time, so that later ones wait behind them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: dict[int, list[Any]] = {}
+
+    def add(self, engine: int, reference: Any) -> None:
+        """A call that was just started."""
+        with self._lock:
+            self._calls.setdefault(engine, []).append(reference)
+
+    def wait(self, engines: Collection[int]) -> None:
+        """Waits as long as it takes; the calls of an engine that dies end with it."""
+        with self._lock:
+            waiting = [reference for engine in engines for reference in self._calls.get(engine, [])]
+        if not waiting:
+            return
+        ray.wait(waiting, num_returns=len(waiting), fetch_local=False)
+        ended = set(waiting)
+        with self._lock:
+            for engine in engines:
+                self._calls[engine] = [call for call in self._calls.get(engine, []) if call not in ended]
 
 
 def collect(calls: Mapping[int, Any], names: Mapping[int, str], timeout: float) -> dict[int, Any]:

@@ -105,6 +105,7 @@ class RolloutEngine:
         self._gloo: dict[str, GlooGroup] = {}
         self._verified: WeightManifest | None = None
         self._threads = max(len(cores), 1)
+        self._failure = ""
 
     def start(self) -> EngineInfo:
         """Starts vLLM. Apart from the constructor, so that a caller sees the errors as they are."""
@@ -253,6 +254,10 @@ class RolloutEngine:
         self._during_update(self._llm.finish_weight_update, str(version))
         self._version = version
 
+    def abandon_update(self, reason: str) -> None:
+        """Refuses requests from now on: an update that began will not be finished."""
+        self._make_dirty(reason)
+
     def init_transfer(self, init_info: dict[str, Any]) -> None:
         """Hands a message to vLLM's ``init_weight_transfer_engine``; its ``kind`` chooses the engine that receives."""
         self._verified, self._staged_in_workers = None, False
@@ -304,7 +309,8 @@ class RolloutEngine:
     def _check_clean(self) -> None:
         if self._state == "dirty":
             raise EngineDirtyError(
-                f"{self._name} is dirty: a weight update failed after its first load; restart it and push again",
+                f"{self._name} is dirty: a weight update failed after it had begun ({self._failure}); restart it and push "
+                "again",
                 engine=self._name,
             )
 
@@ -353,11 +359,17 @@ class RolloutEngine:
             raise RolloutError(f"{self._name}: vLLM still has running requests, its prefix cache cannot be emptied")
         self._llm.start_weight_update()
 
+    def _make_dirty(self, failure: str) -> None:
+        """The first failure is kept: those after it follow from it."""
+        if self._state != "dirty":
+            self._state, self._failure = "dirty", failure
+
     def _during_update(self, call: Any, *args: Any) -> None:
+        self._check_clean()
         try:
             self._vllm_call(call, *args)
         except BaseException as error:
-            self._state = "dirty"
+            self._make_dirty(f"{type(error).__name__}: {error}")
             raise EngineDirtyError(
                 f"{self._name}: a weight update failed after it had begun ({type(error).__name__}: {error}); the engine "
                 "refuses requests until it is restarted",
@@ -370,7 +382,7 @@ class RolloutEngine:
         try:
             return call(*args, **kwargs)
         except VllmEngineDeadError as error:
-            self._state = "dirty"
+            self._make_dirty(f"a vLLM process ended: {error}")
             raise EngineDeadError(f"{self._name}: a vLLM process ended ({error}); restart it", engine=self._name) from error
 
 

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any, Self
 
 import ray
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.rollout_calls import collect
+from actors.placement import reserve_bundles
+from actors.rollout_calls import Sampling, collect
 from actors.rollout_config import RolloutConfig, SamplingConfig
 from actors.rollout_engine import EngineInfo, Request, RolloutEngine
 from actors.rollout_pending import PendingSamples
 from actors.rollout_sample import Sample
 from actors.vllm_process import process_environment
 from rl_backend.contracts import BatchError, ConfigError, EngineDeadError, EngineDirtyError, RLBackendError, RolloutError
+
+PLACEMENT_SECONDS = 10.0
+"""How long to wait for the cluster's GPUs."""
 
 CLOSE_SECONDS = 2.0
 """How long an engine that is ended may take to free its shared memory; one that is sampling does not answer."""
@@ -33,10 +40,11 @@ class RolloutGroup:
     Args:
         config: the engines.
         scheduling: for each engine a Ray scheduling strategy, for example a bundle of a placement group that it shares with
-            training; None lets Ray place them.
+            training; None reserves GPUs for them where Ray has them free.
 
     Raises:
         ConfigError: a configuration that cannot work here.
+        UnsupportedError: the cluster does not have the GPUs.
         RolloutError: an engine that did not start.
     """
 
@@ -51,14 +59,18 @@ class RolloutGroup:
             )
         self.config = config
         self._scheduling = scheduling
+        self._reserved: PlacementGroup | None = None
         self._device = _resolve_device(config)
         self._cores = _assign_cores(config) if self._device == "cpu" else ((),) * config.num_engines
         self._require_push = config.require_push
         self._lock = threading.Lock()
         self._actors: dict[int, Any] = {}
         self._infos: dict[int, EngineInfo] = {}
-        self._lost: dict[int, RolloutError] = {}
+        self._lost: dict[int, RLBackendError] = {}
+        self._sampling = Sampling()
         try:
+            if self._device == "cuda" and scheduling is None:
+                self._reserve_gpus()
             self._start(range(config.num_engines))
         except BaseException:
             self.close()
@@ -70,8 +82,8 @@ class RolloutGroup:
         return tuple(engine for engine in sorted(self._actors) if engine not in self._lost)
 
     @property
-    def lost_engines(self) -> dict[int, RolloutError]:
-        """Engines that died or are dirty, with the error that says so."""
+    def lost_engines(self) -> dict[int, RLBackendError]:
+        """Engines that died, are dirty or did not restart, with the error that says so."""
         return dict(self._lost)
 
     @property
@@ -117,12 +129,13 @@ class RolloutGroup:
         self._check(prompts, sampling, seeds)
         with self._lock:
             engines = self._living()
-            pending = PendingSamples(prompts, sampling.n, self.note)
+            pending = PendingSamples(prompts, sampling.n, partial(self._note_call, dict(self._actors)))
             for engine, share in zip(engines, _shares(len(prompts), len(engines)), strict=True):
                 if share:
                     requests = [request for prompt in share for request in _requests(prompt, prompts, sampling.n, seeds)]
                     reference = self._actors[engine].generate.remote(requests, sampling, require_version)
                     pending.add(reference, engine, share)
+                    self._sampling.add(engine, reference)
         return pending
 
     def call(
@@ -134,7 +147,7 @@ class RolloutGroup:
             method: of :class:`~actors.rollout_engine.RolloutEngine`.
             args: the same for every engine.
             each: further arguments by engine number.
-            timeout: seconds after which an engine counts as dead.
+            timeout: seconds after which an engine counts as dead, from when it has done the sampling asked of it before.
         """
         return self.gather(self.start_call(method, *args, each=each), timeout)
 
@@ -147,6 +160,7 @@ class RolloutGroup:
 
     def gather(self, calls: dict[int, Any], timeout: float = 600.0) -> dict[int, Any]:
         """Waits for :meth:`start_call`."""
+        self._sampling.wait(calls)
         outcomes = collect(calls, {engine: self._name(engine) for engine in calls}, timeout)
         for engine, outcome in outcomes.items():
             self.note(engine, outcome)
@@ -162,6 +176,30 @@ class RolloutGroup:
             self._lost[engine] = outcome
         if isinstance(outcome, EngineDeadError):
             ray.kill(self._actors[engine])
+
+    def _note_call(self, actors: dict[int, Any], engine: int, outcome: Any) -> None:
+        """:meth:`note` of a call made when ``actors`` were the engines; says nothing about one restarted since."""
+        if self._actors.get(engine) is actors[engine]:
+            self.note(engine, outcome)
+
+    def abandon(self, engines: Iterable[int], reason: str, *, kill: bool) -> dict[int, EngineDirtyError]:
+        """Takes engines whose update began, and will not end, out of service; each one's error.
+
+        Args:
+            kill: end their processes, which may wait for ever in a collective.
+        """
+        errors: dict[int, EngineDirtyError] = {}
+        for engine in engines:
+            name = self._name(engine)
+            errors[engine] = EngineDirtyError(
+                f"{name}: a weight update had begun and was abandoned ({reason}); restart it", engine=name
+            )
+            self.note(engine, errors[engine])
+            if kill:
+                ray.kill(self._actors[engine])
+            else:
+                self._actors[engine].abandon_update.remote(reason)
+        return errors
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -181,8 +219,13 @@ class RolloutGroup:
         with self._lock:
             if engine in self._actors:
                 _end([self._actors.pop(engine)])
-            self._lost.pop(engine, None)
-        self._start([engine])
+            self._lost[engine] = EngineDeadError(f"{self._name(engine)} was ended by a restart that did not complete")
+        try:
+            self._start([engine])
+        except RLBackendError as error:
+            self._lost[engine] = error
+            raise
+        del self._lost[engine]
         return self._infos[engine]
 
     def sleep(self, level: int = 1) -> None:
@@ -209,6 +252,9 @@ class RolloutGroup:
         self._actors.clear()
         if ray.is_initialized():
             _end(actors)
+            if self._reserved is not None:
+                remove_placement_group(self._reserved)
+                self._reserved = None
 
     def __enter__(self) -> Self:
         return self
@@ -219,15 +265,23 @@ class RolloutGroup:
     def _start(self, engines: Sequence[int]) -> None:
         actors = {engine: self._make_actor(engine) for engine in engines}
         calls = {engine: actor.start.remote() for engine, actor in actors.items()}
-        outcomes = collect(calls, {engine: self._name(engine) for engine in engines}, self.config.start_timeout)
-        failures = [outcome for outcome in outcomes.values() if isinstance(outcome, RLBackendError)]
-        if failures:
+        try:
+            outcomes = collect(calls, {engine: self._name(engine) for engine in engines}, self.config.start_timeout)
+            _raise_first(outcomes)
+        except BaseException:
             for actor in actors.values():
                 ray.kill(actor)
-            raise failures[0]
+            raise
         with self._lock:
             self._actors.update(actors)
             self._infos.update(outcomes)
+
+    def _reserve_gpus(self) -> None:
+        count, gpus = self.config.num_engines, self.config.gpus_per_worker * self.config.tensor_parallel
+        self._reserved = reserve_bundles("RolloutGroup", "engine", {"GPU": gpus}, count, "pack", PLACEMENT_SECONDS)
+        self._scheduling = [
+            PlacementGroupSchedulingStrategy(self._reserved, placement_group_bundle_index=engine) for engine in range(count)
+        ]
 
     def _make_actor(self, engine: int) -> Any:
         environment = process_environment(self._device)

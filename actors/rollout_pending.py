@@ -37,6 +37,7 @@ class PendingSamples:
         self._n = n
         self._calls: dict[Any, _Call] = {}
         self._samples: dict[int, list[Sample]] = {}
+        self._error: RLBackendError | None = None
 
     def add(self, reference: Any, engine: int, prompts: range) -> None:
         """One engine's share."""
@@ -44,7 +45,7 @@ class PendingSamples:
 
     def done(self) -> bool:
         """Whether :meth:`result` would return, or raise, at once."""
-        if not self._calls:
+        if self._error is not None or not self._calls:
             return True
         ready, _ = ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0)
         return len(ready) == len(self._calls)
@@ -52,11 +53,14 @@ class PendingSamples:
     def result(self, timeout: float | None = None) -> list[Sample]:
         """The samples, in the caller's order; raises what ``RolloutGroup.generate`` raises, as soon as it is known."""
         deadline = None if timeout is None else time.monotonic() + timeout
+        if self._error is not None:
+            raise self._error
         while self._calls:
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
             call = self._calls.pop(wait_for_first(list(self._calls), left))
             outcome = outcome_of(call.reference, f"engine {call.engine}")
             if isinstance(outcome, RLBackendError):
+                self._error = outcome
                 self._note(call.engine, outcome)
                 raise outcome
             self._take(call, *outcome)

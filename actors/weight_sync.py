@@ -21,7 +21,7 @@ from actors.transport.base import (
 )
 from actors.transport.choose import choose_transport, make_transport
 from actors.weight_sync_source import SourceRanks
-from rl_backend.contracts import WeightSyncError
+from rl_backend.contracts import RLBackendError, WeightSyncError
 
 type TransportName = Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"]
 
@@ -59,7 +59,8 @@ class WeightSync:
         handle: which model of the training group; None for a :class:`~actors.weight_sync_source.WeightSource`.
         transport: ``auto`` takes CUDA IPC where trainer and engine share a GPU, NCCL where both have one, shared memory on
             one host and gloo otherwise; ``PushReport.transport`` says which.
-        byte_budget: largest number of bytes that the export gathers at one time, and of a bucket where weights are streamed.
+        byte_budget: largest number of bytes that the export gathers at one time, and of a bucket where weights are streamed;
+            holds the largest tensor.
     """
 
     def __init__(
@@ -76,7 +77,9 @@ class WeightSync:
         self._handle = handle
         self._byte_budget = byte_budget
         self._key = f"weight_sync_{uuid.uuid4().hex}"
+        self._requested = transport
         self._transport: Transport | None = None if transport == "auto" else make_transport(transport)
+        self._chosen_for: dict[int, int] = {}
         rollout.attach_weight_sync()
 
     def push(self) -> PushReport:
@@ -86,6 +89,7 @@ class WeightSync:
         No engine samples again until all have answered.
 
         Raises:
+            ConfigError: ``byte_budget`` does not hold the largest tensor; nothing was started.
             WeightVersionError: an engine serves newer weights; all serve on.
             WeightCheckError: the weights are not what an engine can load, or are damaged; all serve on with the old ones.
             EngineDeadError: an engine died during the push.
@@ -97,9 +101,8 @@ class WeightSync:
         skipped = tuple(rollout.lost_engines)
         with clock.phase("plan"):
             plan = self._plan()
-            transport = self._transport or choose_transport(plan, rollout)
+            transport = self._choose(plan)
             transport.check(plan, rollout)
-            self._transport = transport
         if isinstance(transport, StagedTransport):
             engines = self._push_staged(transport, plan, clock)
         elif isinstance(transport, StreamingTransport):
@@ -109,16 +112,35 @@ class WeightSync:
         return PushReport(plan.version, plan.nbytes, clock.seconds(), transport.name, engines, skipped)
 
     def close(self) -> None:
-        """Frees staging buffers and connections; the engines keep their weights."""
+        """Frees staging buffers and connections; the engines keep their weights, and a later push makes new ones."""
         if self._transport is not None:
-            self._transport.close(self._train, self._rollout)
-            self._transport = None
+            transport, self._transport, self._chosen_for = self._transport, None, {}
+            transport.close(self._train, self._rollout)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            self.close()
+        except RLBackendError as closing:
+            if error is None:
+                raise
+            error.add_note(f"WeightSync.close() failed as well: {closing}")
+
+    def _choose(self, plan: PushPlan) -> Transport:
+        """The transport of this push; with ``auto``, chosen anew when the engines are others."""
+        if self._requested != "auto":
+            self._transport = self._transport or make_transport(self._requested)
+            return self._transport
+        engines = {engine: self._rollout.infos[engine].pid for engine in self._rollout.engines}
+        if self._transport is None or engines != self._chosen_for:
+            chosen = choose_transport(plan, self._rollout)
+            if self._transport is None or self._transport.name != chosen.name:
+                self.close()
+                self._transport = chosen
+            self._chosen_for = engines
+        return self._transport
 
     def _plan(self) -> PushPlan:
         dtype = self._rollout.config.dtype

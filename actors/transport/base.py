@@ -12,7 +12,7 @@ import torch
 from actors.rollout_group import RolloutGroup
 from actors.transport.segment import Segment, host_identity
 from actors.weight_sync_source import SourceContext, SourceRanks
-from rl_backend.contracts import RLBackendError, TensorInfo, WeightManifest, WeightSyncError
+from rl_backend.contracts import ConfigError, RLBackendError, TensorInfo, WeightManifest, WeightSyncError
 from rl_backend.weights import dtype_from_name
 
 SOURCE_RANK = 0
@@ -89,9 +89,37 @@ class StagedTransport(Transport):
 class StreamingTransport(Transport):
     """Loads the weights bucket by bucket as they arrive; each bucket is verified before it is loaded."""
 
+    kills_abandoned = False
+    """Whether an engine may wait for ever for a sender that failed, so that its process has to be ended."""
+
     @abstractmethod
+    def connect(self, plan: PushPlan, train: SourceRanks, rollout: RolloutGroup) -> None:
+        """Brings ranks and living engines together; called before every push."""
+
+    @abstractmethod
+    def send(self, plan: PushPlan, train: SourceRanks, rollout: RolloutGroup) -> dict[str, Any]:
+        """Sends all weights; returns the last message for every engine's ``update``, by which it confirms them."""
+
     def stream(self, plan: PushPlan, train: SourceRanks, rollout: RolloutGroup) -> dict[int, Any]:
-        """Between ``begin_update`` and ``finish_update`` of every engine; each engine's outcome."""
+        """Updates every engine from ``begin_update`` to ``finish_update``; each engine's outcome.
+
+        An engine whose update began and did not end is dirty, also when the failure was the trainer's or another engine's.
+        """
+        self.connect(plan, train, rollout)
+        began = rollout.call("begin_update")
+        failed = {engine: outcome for engine, outcome in began.items() if isinstance(outcome, RLBackendError)}
+        begun = [engine for engine in began if engine not in failed]
+        if failed:
+            reason = f"another engine could not begin: {next(iter(failed.values()))}"
+            return {**failed, **rollout.abandon(begun, reason, kill=False)}
+        try:
+            last_message = self.send(plan, train, rollout)
+        except BaseException as error:
+            rollout.abandon(begun, f"the trainer failed: {type(error).__name__}: {error}", kill=self.kills_abandoned)
+            raise
+        confirmed = rollout.call("update", last_message)
+        finished = rollout.call("finish_update", plan.version) if rollout.engines else {}
+        return {engine: _first_error(confirmed[engine], finished.get(engine)) for engine in confirmed}
 
 
 def describe_export(
@@ -99,6 +127,13 @@ def describe_export(
 ) -> tuple[str, PushPlan | None]:
     """Runs on every rank: the rank's CUDA device and, on the source rank, what a push would send."""
     infos = tuple(context.runtime.weight_infos(context.handle(handle), dtype=dtype_from_name(dtype)))
+    largest = max(infos, key=lambda info: info.nbytes, default=None)
+    if byte_budget is not None and largest is not None and largest.nbytes > byte_budget:
+        raise ConfigError.of(
+            "WeightSync.byte_budget",
+            byte_budget,
+            f"must hold the largest tensor, {largest.name} with {largest.nbytes} bytes",
+        )
     if context.rank != SOURCE_RANK:
         return _cuda_device(), None
     version = context.handle(handle).weight_version
@@ -143,6 +178,10 @@ def raise_failures(outcomes: dict[int, Any]) -> None:
     if len(failures) == 1:
         raise first
     raise type(first)("; ".join(str(failure) for failure in failures), **first.details)
+
+
+def _first_error(*outcomes: Any) -> Any:
+    return next((outcome for outcome in outcomes if isinstance(outcome, RLBackendError)), None)
 
 
 def _cuda_device() -> str:

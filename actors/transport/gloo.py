@@ -6,6 +6,8 @@ segment of its own. From there on it is the shared-memory transport: verify ever
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import ray
 import torch
 from torch import Tensor
@@ -48,7 +50,15 @@ class GlooTransport(StagedTransport):
         segments = rollout.call("make_segment", nbytes)
         raise_failures(segments)
         receiving = rollout.start_call("receive", plan.key, WeightManifest(version=plan.version, tensors=layout))
-        sent = train.run_on_ranks(broadcast_weights, plan)
+        try:
+            sent = train.run_on_ranks(broadcast_weights, plan)
+        except BaseException:
+            # Without the sender's connections, engines that still wait for weights stop.
+            self._members = {}
+            with suppress(RLBackendError):
+                train.run_on_ranks(disconnect, plan.key)
+            rollout.gather(receiving)
+            raise
         received = rollout.gather(receiving)
         if any(isinstance(result, RLBackendError) for result in (*sent, *received.values())):
             self._members = {}
@@ -116,15 +126,16 @@ def broadcast_weights(context: SourceContext, plan: PushPlan) -> WeightManifest 
                 sent.append(info.replace(digest=tensor_digest(host_tensor)))
                 failure = _try_broadcast(group, host_tensor)
     if failure is not None:
-        # Closing its connections tells the engines that still wait.
-        del group, context.state[plan.key]
+        disconnect(context, plan.key)
         return WeightSyncError(f"transport='gloo': the broadcast to the engines failed: {failure}")
     return WeightManifest(version=plan.version, tensors=tuple(sent))
 
 
 def disconnect(context: SourceContext, key: str) -> None:
     """Runs on every rank: leaves the group."""
-    context.state.pop(key, None)
+    _, group = context.state.pop(key, (None, None))
+    if isinstance(group, GlooGroup):
+        group.close()
 
 
 def _try_broadcast(group: GlooGroup, tensor: Tensor) -> Exception | None:

@@ -45,6 +45,10 @@ class GlooGroup:
             options.rootRank, options.rootTensor = 0, 0
             self._group.broadcast([tensor.view(-1).view(torch.uint8)], options).wait()
 
+    def close(self) -> None:
+        """Closes the connections, which tells those who wait for this process."""
+        self._group = None
+
 
 def join(address: Address, rank: int) -> GlooGroup:
     """Joins the group that the source rank made."""

@@ -15,6 +15,7 @@ class NcclTransport(VllmStreamingTransport):
     """See the module."""
 
     name = "nccl"
+    kills_abandoned = True
 
     def check(self, plan: PushPlan, rollout: RolloutGroup) -> None:
         self.require_cuda(plan, rollout)

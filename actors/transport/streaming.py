@@ -19,12 +19,12 @@ from torch import Tensor
 from actors.rollout_group import RolloutGroup
 from actors.transport.base import SOURCE_RANK, PushPlan, StreamingTransport, export, from_source
 from actors.weight_sync_source import SourceContext, SourceRanks
-from rl_backend.contracts import RLBackendError, UnsupportedError
+from rl_backend.contracts import UnsupportedError
 from rl_backend.weights import dtype_from_name
 from rl_backend.weights.digest import device_checksum
 
 DEFAULT_BYTE_BUDGET = 2**30
-"""Bytes of a bucket when the weight sync has no ``byte_budget``."""
+"""Bytes of a bucket when the weight sync has no ``byte_budget``; more where a tensor is larger."""
 
 
 @dataclass
@@ -105,22 +105,19 @@ class VllmStreamingTransport(StreamingTransport):
                 "transport='shared_memory' on one host or 'gloo' across hosts"
             )
 
-    def stream(self, plan: PushPlan, train: SourceRanks, rollout: RolloutGroup) -> dict[int, Any]:
-        self._connect(plan, train, rollout)
-        began = rollout.call("begin_update")
-        if any(isinstance(outcome, RLBackendError) for outcome in began.values()):
-            return began
-        checksums: dict[str, int] = from_source(train.run_on_ranks(send_stream, plan))
-        confirmed = rollout.call("update", {"checksums": checksums})
-        finished = rollout.call("finish_update", plan.version) if rollout.engines else {}
-        return {engine: _first_error(confirmed[engine], finished.get(engine)) for engine in confirmed}
+    def send(self, plan: PushPlan, train: SourceRanks, rollout: RolloutGroup) -> dict[str, Any]:
+        try:
+            return {"checksums": from_source(train.run_on_ranks(send_stream, plan))}
+        except BaseException:
+            self._members = {}
+            raise
 
     def close(self, train: SourceRanks, rollout: RolloutGroup) -> None:
         if self._members:
             train.run_on_ranks(close_stream, self._key)
             self._members = {}
 
-    def _connect(self, plan: PushPlan, train: SourceRanks, rollout: RolloutGroup) -> None:
+    def connect(self, plan: PushPlan, train: SourceRanks, rollout: RolloutGroup) -> None:
         members = {engine: rollout.infos[engine].pid for engine in rollout.engines}
         if members == self._members:
             return
@@ -143,7 +140,8 @@ def open_stream(context: SourceContext, plan: PushPlan, client: EngineClient, ho
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-    budget = plan.byte_budget or DEFAULT_BYTE_BUDGET
+    # A tensor travels in one bucket.
+    budget = max(plan.byte_budget or DEFAULT_BYTE_BUDGET, *(info.nbytes for info in plan.infos))
     init_info: Any
     if client.kind == "nccl":
         size = 1 + len(client.actors) * client.workers
@@ -169,7 +167,3 @@ def close_stream(context: SourceContext, key: str) -> None:
     engine = context.state.pop(key, None)
     if engine is not None:
         engine.shutdown()
-
-
-def _first_error(*outcomes: Any) -> Any:
-    return next((outcome for outcome in outcomes if isinstance(outcome, RLBackendError)), None)

@@ -7,15 +7,19 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 
+from actors import rollout_group
 from actors.rollout_config import RolloutConfig, SamplingConfig
 from actors.rollout_group import RolloutGroup
+from actors.transport.base import PushPlan, StreamingTransport
 from actors.transport.shared_memory import SharedMemoryTransport
 from actors.weight_sync import WeightSync
-from rl_backend.contracts import ConfigError, EngineDeadError, EngineDirtyError, RolloutError, TensorInfo
+from actors.weight_sync_source import SourceRanks
+from rl_backend.contracts import ConfigError, EngineDeadError, EngineDirtyError, RolloutError, TensorInfo, UnsupportedError
 from tests.support.rollout import ReferenceTrainer
 
 PROMPTS = [[5, 6, 7, 8], list(range(10, 60)), [9, 8, 7], [44]]
@@ -89,6 +93,102 @@ def test_an_engine_that_dies_while_sampling_is_named_within_seconds_and_restarts
     assert_serves(group, trainer, trainer.source.version, {0, 1})
 
 
+def test_a_call_to_an_engine_that_was_restarted_since_keeps_its_error_and_leaves_the_new_one_alone(
+    group: RolloutGroup, sync: WeightSync
+) -> None:
+    long = SamplingConfig(max_new_tokens=200)
+    calls = [group.submit(PROMPTS * 8, long) for _ in range(2)]
+    kill(group, 1)
+    with pytest.raises(EngineDeadError, match="engine 1 is dead"):
+        calls[0].result()
+    group.restart(1)
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="engine 1 is dead"):
+            calls[1].result()
+    assert calls[1].done()
+    assert group.engines == (0, 1)
+    sync.push()
+
+
+def test_waiting_for_an_engine_that_still_samples_does_not_count_it_as_dead(
+    group: RolloutGroup, trainer: ReferenceTrainer
+) -> None:
+    pending = group.submit(PROMPTS * 16, SamplingConfig(max_new_tokens=200))
+    assert not pending.done()
+    infos = group.call("describe", timeout=1.0)
+    assert pending.done()
+    assert [infos[engine].version for engine in (0, 1)] == [trainer.source.version] * 2
+
+
+class StreamedTransport(StreamingTransport):
+    """Streams through shared memory, so that it runs on a CPU; the trainer fails at will."""
+
+    name = "streamed"
+
+    def __init__(self) -> None:
+        self._staging = SharedMemoryTransport()
+        self.failure: Exception | None = None
+
+    def check(self, plan: PushPlan, rollout: RolloutGroup) -> None:
+        self._staging.check(plan, rollout)
+
+    def connect(self, plan: PushPlan, train: SourceRanks, rollout: RolloutGroup) -> None:
+        self._staged = self._staging.stage(plan, train, rollout)
+        segment = self._staged.segments[rollout.engines[0]]
+        rollout.call("init_transfer", {"kind": "staged", "path": segment.path, "nbytes": segment.nbytes})
+
+    def send(self, plan: PushPlan, train: SourceRanks, rollout: RolloutGroup) -> dict[str, Any]:
+        if self.failure is not None:
+            raise self.failure
+        return {"manifest": self._staged.manifest.model_dump_json()}
+
+    def close(self, train: SourceRanks, rollout: RolloutGroup) -> None:
+        self._staging.close(train, rollout)
+
+
+def test_no_engine_whose_streamed_update_began_serves_after_another_could_not_begin(
+    group: RolloutGroup, trainer: ReferenceTrainer
+) -> None:
+    with WeightSync(trainer.source, group) as streamed:
+        streamed._transport, streamed._requested = StreamedTransport(), "streamed"
+        trainer.advance()
+        streamed.push()
+        assert_serves(group, trainer, trainer.source.version, {0, 1})
+        # Another driver left an update open in engine 1, so that a second one cannot begin there.
+        ray.get(group.actors()[1].begin_update.remote())
+        with pytest.raises(EngineDirtyError, match="engine 1: a weight update failed"):
+            streamed.push()
+    assert "another engine could not begin" in str(group.lost_engines[0])
+    assert set(group.lost_engines) == {0, 1}
+
+
+def test_engines_are_dirty_when_the_trainer_fails_in_the_middle_of_a_stream_and_say_why(
+    group: RolloutGroup, trainer: ReferenceTrainer
+) -> None:
+    actors = group.actors()
+    streamed = WeightSync(trainer.source, group)
+    transport = StreamedTransport()
+    transport.failure = ValueError("no more weights")
+    streamed._transport, streamed._requested = transport, "streamed"
+    with pytest.raises(ValueError, match="no more weights"):
+        streamed.push()
+    assert set(group.lost_engines) == {0, 1}
+    for actor in actors:
+        with pytest.raises(EngineDirtyError, match=r"dirty: .*the trainer failed: ValueError: no more weights"):
+            ray.get(actor.generate.remote([], SAMPLING, None))
+
+
+def test_an_engine_that_does_not_restart_stays_lost_with_the_reason(
+    group: RolloutGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(group, "config", group.config.replace(engine_args={"no_such_argument": 1}))
+        with pytest.raises(ConfigError, match="no such argument"):
+            group.restart(1)
+    assert group.engines == (0,)
+    assert "no such argument" in str(group.lost_engines[1])
+
+
 def test_an_engine_found_dead_by_a_push_leaves_the_others_on_the_old_weights(
     group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
 ) -> None:
@@ -133,14 +233,32 @@ def test_a_wrong_shape_that_reaches_the_loader_makes_the_engine_dirty(
     group.call("verify", staged.manifest, each=lambda engine: (staged.segments[engine],))
     engine = group.actors()[0]
     ray.get(engine.begin_update.remote())
-    for attempt in ("update", "update", "generate"):
-        arguments = ({"manifest": broken.model_dump_json()},) if attempt == "update" else ([], SAMPLING, None)
-        with pytest.raises(EngineDirtyError):
+    with pytest.raises(EngineDirtyError) as first:
+        ray.get(engine.update.remote({"manifest": broken.model_dump_json()}))
+    cause = str(first.value).partition("begun (")[2].splitlines()[0][:60]
+    assert cause
+    for attempt in ("update", "generate"):
+        arguments = ({"manifest": staged.manifest.model_dump_json()},) if attempt == "update" else ([], SAMPLING, None)
+        with pytest.raises(EngineDirtyError) as later:
             ray.get(getattr(engine, attempt).remote(*arguments))
+        assert "engine 0 is dirty" in str(later.value) and cause in str(later.value)
     with pytest.raises(EngineDirtyError, match="engine 0 is dirty"):
         sync.push()
     assert sync.push().engines == (1,)
     assert_serves(group, trainer, trainer.source.version, {1})
+
+
+def test_more_gpus_than_are_free_are_refused_at_once_with_both_numbers(
+    ray_cluster: None, untied_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The cluster has no GPU, which is otherwise refused even before Ray is asked.
+    monkeypatch.setattr(rollout_group, "_resolve_device", lambda config: "cuda")
+    monkeypatch.setattr(rollout_group, "PLACEMENT_SECONDS", 1.0)
+    config = RolloutConfig(model_path=str(untied_model), num_engines=2, device="cuda")
+    with pytest.raises(
+        UnsupportedError, match=r"2 engines with 0 CPU and 1 GPU each, .* 2 GPU; after 1 s .* of 8 CPU and 0 GPU"
+    ):
+        RolloutGroup(config)
 
 
 def test_an_engine_without_a_model_does_not_start_and_says_why(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,10 +12,18 @@ from torch import Tensor
 from actors.rollout_config import SamplingConfig
 from actors.rollout_group import RolloutGroup
 from actors.transport.base import PushPlan, Staged
+from actors.transport.choose import make_transport
 from actors.transport.shared_memory import SharedMemoryTransport, reserve_segment, write_segment
 from actors.weight_sync import WeightSync
 from actors.weight_sync_source import SourceRanks, WeightSource
-from rl_backend.contracts import RolloutError, UnsupportedError, WeightCheckError, WeightSyncError, WeightVersionError
+from rl_backend.contracts import (
+    ConfigError,
+    RolloutError,
+    UnsupportedError,
+    WeightCheckError,
+    WeightSyncError,
+    WeightVersionError,
+)
 from tests.support.rollout import ReferenceTrainer
 
 # The last prompt fills whole blocks of vLLM's prefix cache (128 tokens on a CPU).
@@ -223,6 +232,49 @@ def test_gloo_brings_the_same_weights(group: RolloutGroup, trainer: ReferenceTra
             report = gloo.push()
             assert report.transport == "gloo"
             assert_serves(group, trainer, report.version)
+        gloo.close()
+        assert gloo.push().transport == "gloo"
+
+
+def test_gloo_works_again_after_an_export_that_failed_half_way(group: RolloutGroup, trainer: ReferenceTrainer) -> None:
+    failing, reads = False, 0
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        nonlocal reads
+        reads += 1
+        for index, pair in enumerate(trainer.named_weights()):
+            if failing and reads == 2 and index == 3:
+                raise ValueError("lost a shard")
+            yield pair
+
+    with WeightSync(WeightSource(weights, trainer.source.version), group, transport="gloo") as gloo:
+        for failing in (False, True, False):
+            reads, started = 0, time.monotonic()
+            if failing:
+                with pytest.raises(ValueError, match="lost a shard"):
+                    gloo.push()
+            else:
+                gloo.push()
+            assert time.monotonic() - started < 60
+            assert_serves(group, trainer, trainer.source.version)
+
+
+def test_a_budget_smaller_than_a_tensor_is_refused_before_anything_starts(
+    group: RolloutGroup, trainer: ReferenceTrainer
+) -> None:
+    sync = WeightSync(trainer.source, group, transport="gloo", byte_budget=1000)
+    with pytest.raises(ConfigError, match=r"byte_budget=1000: must hold the largest tensor, model\.embed_tokens\.weight"):
+        sync.push()
+    assert_serves(group, trainer, trainer.source.version)
+
+
+def test_the_transport_is_chosen_again_when_the_engines_are_others(group: RolloutGroup, trainer: ReferenceTrainer) -> None:
+    with WeightSync(trainer.source, group) as other:
+        other._transport = make_transport("gloo")
+        other._chosen_for = {engine: info.pid for engine, info in group.infos.items()}
+        assert other.push().transport == "gloo"
+        other._chosen_for[1] += 1
+        assert other.push().transport == "shared_memory"
 
 
 def test_gloo_refuses_damaged_weights_and_works_again_afterwards(group: RolloutGroup, trainer: ReferenceTrainer) -> None:
