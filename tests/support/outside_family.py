@@ -57,12 +57,12 @@ def _parallelize(module: nn.Module, groups: Any, config: NativeConfig) -> None:
 
 
 def _weight_names(architecture: tuple[int, int]) -> dict[str, str]:
-    return {"table.weight": "bigram.table"}
+    return {"table.weight": "tied_bigram.table"}
 
 
 BIGRAM = ModelFamily(
-    name="bigram",
-    hf_model_types=("bigram",),
+    name="tied_bigram",
+    hf_model_types=("tied_bigram",),
     options_type=BigramOptions,
     parse_config=_parse,
     build=_build,
@@ -76,7 +76,7 @@ def write_bigram(path: Any, vocab_size: int = 11, hidden_size: int = 6) -> torch
     """Writes a directory of the family and returns its table."""
 
     table = torch.randn(vocab_size, hidden_size, generator=torch.Generator().manual_seed(0))
-    config = {"model_type": "bigram", "vocab_size": vocab_size, "hidden_size": hidden_size}
+    config = {"model_type": "tied_bigram", "vocab_size": vocab_size, "hidden_size": hidden_size}
     (path / "config.json").write_text(json.dumps(config))
-    save_file({"bigram.table": table}, path / "model.safetensors")
+    save_file({"tied_bigram.table": table}, path / "model.safetensors")
     return table

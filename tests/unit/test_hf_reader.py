@@ -238,9 +238,8 @@ def test_loading_takes_at_most_the_shard_and_the_largest_tensor(tmp_path: Path) 
         result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
         assert result.returncode == 0, result.stderr
         measured = json.loads(result.stdout.splitlines()[-1])
-        assert measured["sums"] == [value.chunk(world)[rank].double().sum().item() for value in tensors.values()], (
-            "the rank did not read its own rows"
-        )
+        own_sums = [value.chunk(world)[rank].double().sum().item() for value in tensors.values()]
+        assert measured["sums"] == pytest.approx(own_sums, rel=1e-9), "the rank did not read its own rows"
         slack = 4 * 2**20
         assert shard_bytes <= measured["peak"] + slack
         assert measured["peak"] <= shard_bytes + tensor_bytes + slack

@@ -23,9 +23,9 @@ def forget_the_plugin() -> Iterator[None]:
 
     def forget() -> None:
         sys.modules.pop(PLUGIN, None)
-        if "bigram" in MODEL_FAMILIES:
-            MODEL_FAMILIES.remove("bigram")
-            MODEL_CONFIGS.remove("bigram")
+        if "tied_bigram" in MODEL_FAMILIES:
+            MODEL_FAMILIES.remove("tied_bigram")
+            MODEL_CONFIGS.remove("tied_bigram")
 
     forget()
     yield
@@ -36,7 +36,7 @@ def make_config(path: Path | str) -> RuntimeConfig:
     return RuntimeConfig(
         plugins=(PLUGIN,),
         hf_path=str(path),
-        backend_cfg={"device": "cpu", "model": "bigram", "model_cfg": {"scale": 2.0}},
+        backend_cfg={"device": "cpu", "model": "tied_bigram", "model_cfg": {"scale": 2.0}},
     )
 
 
@@ -45,7 +45,7 @@ def test_a_plugins_family_and_its_options_survive_a_json_round_trip() -> None:
     assert isinstance(config.backend_cfg, NativeConfig)
     loaded = RuntimeConfig.model_validate_json(config.model_dump_json())
     assert loaded == config
-    assert type(loaded.backend_cfg.model_cfg) is MODEL_CONFIGS.get("bigram")
+    assert type(loaded.backend_cfg.model_cfg) is MODEL_CONFIGS.get("tied_bigram")
     assert loaded.backend_cfg.model_cfg.scale == 2.0
 
 
@@ -63,7 +63,7 @@ def test_a_plugins_family_trains_in_the_native_runtime(tmp_path: Path) -> None:
         torch.testing.assert_close(result.output("log_probs")[0][:2], expected[[0, 1], [2, 3]])
         assert runtime.optimizer_step(handle).ok
         ((name, weight),) = runtime.export_weights(handle)
-        assert name == "bigram.table"
+        assert name == "tied_bigram.table"
         assert not torch.equal(weight, table)
     finally:
         runtime.close()
@@ -71,12 +71,12 @@ def test_a_plugins_family_trains_in_the_native_runtime(tmp_path: Path) -> None:
 
 def test_unknown_options_of_a_plugins_family_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"scales.*unknown field"):
-        RuntimeConfig(plugins=(PLUGIN,), hf_path="x", backend_cfg={"model": "bigram", "model_cfg": {"scales": 2.0}})
+        RuntimeConfig(plugins=(PLUGIN,), hf_path="x", backend_cfg={"model": "tied_bigram", "model_cfg": {"scales": 2.0}})
 
 
 def test_a_family_that_is_not_registered_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(RegistryError, match=r"unknown model family 'bigram'; known: .*qwen3"):
-        RuntimeConfig(hf_path="x", backend_cfg={"model": "bigram", "model_cfg": {}})
+    with pytest.raises(RegistryError, match=r"unknown model family 'tied_bigram'; known: .*qwen3"):
+        RuntimeConfig(hf_path="x", backend_cfg={"model": "tied_bigram", "model_cfg": {}})
 
 
 def test_a_second_family_of_one_name_is_refused() -> None:
