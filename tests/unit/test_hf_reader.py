@@ -221,8 +221,10 @@ def watch():
 thread = threading.Thread(target=watch); thread.start()
 load_weights(path, dict(model.named_parameters()), names)
 done.set(); thread.join()
+# Before the sums, whose temporaries are not the load's.
+used = max(peak, resident()) - before
 sums = [p.to_local().double().sum().item() for p in model.parameters()]
-print(json.dumps({"peak": max(peak, resident()) - before, "sums": sums}))
+print(json.dumps({"peak": used, "sums": sums}))
 """
 
 
