@@ -14,8 +14,9 @@ from rl_backend.contracts import BaseConfig, ConfigError
 
 
 def require_new_run(path: Path | str) -> None:
-    """Raises :class:`ConfigError` when ``path`` holds a run already."""
-    if (Path(path) / "metrics.jsonl").exists():
+    """Raises :class:`ConfigError` when ``path`` holds a run that has taken a step."""
+    metrics = Path(path) / "metrics.jsonl"
+    if metrics.exists() and metrics.stat().st_size:
         raise ConfigError.of("run_dir", str(path), "holds another run; choose a new directory or remove it")
 
 
