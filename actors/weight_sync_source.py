@@ -19,16 +19,6 @@ class SourceHandle(Protocol):
     def weight_version(self) -> int: ...
 
 
-class SourceRuntime(Protocol):
-    """What a push needs of a runtime; see :class:`~rl_backend.runtime.base.Runtime`."""
-
-    def weight_infos(self, handle: Any, *, dtype: torch.dtype | None = None) -> tuple[TensorInfo, ...]: ...
-
-    def export_weights(
-        self, handle: Any, *, dtype: torch.dtype | None = None, byte_budget: int | None = None
-    ) -> Iterator[tuple[str, Tensor]]: ...
-
-
 class SourceContext(Protocol):
     """What a push sees inside a rank; :class:`~actors.train_context.RankContext` is one.
 

@@ -108,8 +108,10 @@ def train(config: GRPOConfig, on_step: Callable[[int, dict[str, float]], None] |
 
     with (
         ray_session(config.ranks * train_cores + config.engines * engine_cores),
-        TrainGroup(runtime_config(config), config.ranks, train_cores, gpus_each(config.ranks, config.engines)) as trainer,
-        RolloutGroup(rollout_config(config)) as rollout,
+        TrainGroup(
+            runtime_config(config), config.ranks, train_cores, gpus := gpus_each(config.ranks, config.engines)
+        ) as trainer,
+        RolloutGroup(rollout_config(config, gpus)) as rollout,
         RunFolder(config.run_dir, config) as folder,
         WeightSync(trainer, rollout, policy := trainer.build_model(name="policy"), transport=config.transport) as sync,
     ):
@@ -227,8 +229,7 @@ def runtime_config(config: GRPOConfig) -> RuntimeConfig:
     )
 
 
-def rollout_config(config: GRPOConfig) -> RolloutConfig:
-    shares_gpu = gpus_each(config.ranks, config.engines) == 0.5
+def rollout_config(config: GRPOConfig, gpus: float) -> RolloutConfig:
     return RolloutConfig(
         model_path=config.model,
         num_engines=config.engines,
@@ -236,8 +237,8 @@ def rollout_config(config: GRPOConfig) -> RolloutConfig:
         max_model_len=config.max_prompt_tokens + config.max_response_tokens,
         seed=config.seed,
         require_push=True,
-        gpus_per_worker=0.5 if shares_gpu else 1.0,
-        gpu_memory_utilization=0.4 if shares_gpu else 0.9,
+        gpus_per_worker=gpus or 1.0,
+        gpu_memory_utilization=0.4 if 0 < gpus < 1 else 0.9,
     )
 
 

@@ -46,7 +46,7 @@ def test_a_step_in_an_actor_equals_one_in_this_process(cluster: None, make_runti
         assert group.optimizer_step(model).grad_norm == pytest.approx(runtime.optimizer_step(handle).grad_norm, rel=1e-5)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.gpu(count=2)
 def test_two_ranks_have_a_device_each_and_equal_one(cluster: None, tied_model: Path) -> None:
     sequences = random_token_sequences([7, 31, 2, 18], 128)
     config = RuntimeConfig(hf_path=str(tied_model), backend_cfg=NativeConfig(device="cuda"))
