@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from ray import cloudpickle
 
+from actors.cpu_threads import thread_environment
 from actors.placement import Placement, PlacementStrategy, reserve
 from actors.train_order import Driver
 from actors.train_ranks import GroupMembers, TrainRanks
@@ -99,7 +100,7 @@ def _check_device(config: RuntimeConfig, gpus_per_rank: float) -> None:
 def _process_environment(cores: int, gpus: float) -> dict[str, str]:
     threads = {name: str(cores) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     # Without a GPU of its own a rank must not see those of others; with one, Ray sets this.
-    return threads if gpus else {**threads, "CUDA_VISIBLE_DEVICES": ""}
+    return threads if gpus else {**threads, **thread_environment(), "CUDA_VISIBLE_DEVICES": ""}
 
 
 def _rank_environment(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from actors.cpu_threads import thread_environment
 from actors.rollout_config import RolloutConfig
 from rl_backend.contracts import ConfigError, UnsupportedError
 
@@ -24,7 +25,8 @@ def process_environment(device: str) -> dict[str, str]:
     if device != "cpu":
         return {}
     tunables = os.environ.get("GLIBC_TUNABLES", "")
-    return {"GLIBC_TUNABLES": ":".join(filter(None, (tunables, _HUGE_PAGES))), "THP_MEM_ALLOC_ENABLE": "1"}
+    huge_pages = {"GLIBC_TUNABLES": ":".join(filter(None, (tunables, _HUGE_PAGES))), "THP_MEM_ALLOC_ENABLE": "1"}
+    return {**huge_pages, **thread_environment()}
 
 
 def prepare_process(device: str, cores: tuple[int, ...], workers: int) -> None:
