@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rl_backend.primitive import attention
+from rl_backend.primitive import blocked_attention as blocked
 from rl_backend.primitive.attention import packed_attention
 from rl_backend.primitive.blocked_attention import blocked_attention
 from rl_backend.primitive.norm import RMSNorm
@@ -48,6 +49,23 @@ def test_packed_attention_is_causal_attention_within_each_sequence(
     results = []
     for function in (implementation, masked_softmax):
         out = function(*qkv, LENGTHS)
+        results.append((out, *torch.autograd.grad((out * mix).sum(), qkv)))
+    torch.testing.assert_close(results[0], results[1])
+
+
+@pytest.mark.parametrize("batched_scores", [1, 600, 2**19])
+def test_short_sequences_of_equal_length_in_any_order_are_attended_alone(
+    monkeypatch: pytest.MonkeyPatch, batched_scores: int
+) -> None:
+    monkeypatch.setattr(blocked, "_BATCHED_SCORES", batched_scores)
+    seq_lens = (5, 64, 3, 5, 130, 3, 5, 64, 65, 5, 1, 130, 1)
+    shapes = [(sum(seq_lens), heads, 8) for heads in (4, 2, 2)]
+    generator = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    mix = torch.randn(sum(seq_lens), 4, 8, dtype=torch.float64)
+    results = []
+    for function in (blocked_attention, masked_softmax):
+        out = function(*qkv, seq_lens)
         results.append((out, *torch.autograd.grad((out * mix).sum(), qkv)))
     torch.testing.assert_close(results[0], results[1])
 
