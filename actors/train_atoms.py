@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from actors.train_context import HandleRef, RankContext
-from rl_backend.contracts import LossFn, Metric, PackedBatch, StepResult
+from rl_backend.contracts import Head, LossFn, Metric, OptimizerConfig, PackedBatch, StepResult
 from rl_backend.runtime import RouterReplay
 
 
@@ -39,8 +39,17 @@ class RankForward:
     outputs: Mapping[str, Tensor]
 
 
-def build_model(context: RankContext, forward_only: bool, name: str) -> BuiltModel:
-    handle = context.runtime.build_model(forward_only=forward_only, name=name)
+def build_model(
+    context: RankContext,
+    forward_only: bool,
+    name: str,
+    head: Head,
+    hf_path: str | None,
+    optimizer: OptimizerConfig | None,
+) -> BuiltModel:
+    handle = context.runtime.build_model(
+        forward_only=forward_only, name=name, head=head, hf_path=hf_path, optimizer=optimizer
+    )
     return BuiltModel(
         context.keep(handle),
         handle.name,

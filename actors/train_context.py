@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_backend.contracts import HandleError, ModelHandle
+from rl_backend.contracts import HandleError, Head, ModelHandle
 from rl_backend.runtime import Runtime
 
 
@@ -18,6 +18,7 @@ class HandleRef:
         key: the operation that built it.
         data_parallel_ranks: rank -> its data-parallel rank.
         source_ranks: data-parallel rank -> the rank that has its outputs.
+        head: ``log_probs``, or ``values`` of a critic.
     """
 
     group_id: str
@@ -26,6 +27,7 @@ class HandleRef:
     forward_only: bool
     data_parallel_ranks: tuple[int, ...]
     source_ranks: tuple[int, ...]
+    head: Head = "log_probs"
 
     @property
     def data_parallel_size(self) -> int:

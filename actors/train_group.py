@@ -24,7 +24,9 @@ from rl_backend.contracts import (
     BatchError,
     ForwardResult,
     HandleError,
+    Head,
     LossFn,
+    OptimizerConfig,
     RLBackendError,
     RuntimeConfig,
     StepResult,
@@ -122,8 +124,16 @@ class TrainGroup:
         return self._ranks.infos
 
     @operation
-    def build_model(self, *, forward_only: bool = False, name: str = "") -> GroupFuture[HandleRef]:
-        """As :meth:`~rl_backend.runtime.Runtime.build_model`, on every rank."""
+    def build_model(
+        self,
+        *,
+        forward_only: bool = False,
+        name: str = "",
+        head: Head = "log_probs",
+        hf_path: Path | str | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> GroupFuture[HandleRef]:
+        """As :meth:`~rl_backend.runtime.Runtime.build_model`, on every rank. ``hf_path`` must exist on every node."""
 
         def finish(built: list[train_atoms.BuiltModel]) -> HandleRef:
             size = built[0].data_parallel_size
@@ -140,9 +150,11 @@ class TrainGroup:
                 forward_only,
                 tuple(entry.data_parallel_rank for entry in built),
                 tuple(sources[dp_rank] for dp_rank in range(size)),
+                head,
             )
 
-        return self._submit("build_model", train_atoms.build_model, (forward_only, name), finish)
+        arguments = (forward_only, name, head, None if hf_path is None else str(hf_path), optimizer)
+        return self._submit("build_model", train_atoms.build_model, arguments, finish)
 
     @operation
     def forward_backward(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from actors.rollout_group import RolloutGroup
+from actors.train_context import HandleRef
 from actors.transport.base import (
     PushPlan,
     StagedTransport,
@@ -21,7 +22,7 @@ from actors.transport.base import (
 )
 from actors.transport.choose import choose_transport, make_transport
 from actors.weight_sync_source import SourceRanks
-from rl_backend.contracts import RLBackendError, WeightSyncError
+from rl_backend.contracts import RLBackendError, UnsupportedError, WeightSyncError
 
 type TransportName = Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"]
 
@@ -61,6 +62,9 @@ class WeightSync:
             one host and gloo otherwise; ``PushReport.transport`` says which.
         byte_budget: largest number of bytes that the export gathers at one time, and of a bucket where weights are streamed;
             holds the largest tensor.
+
+    Raises:
+        UnsupportedError: ``handle`` is a critic, which no engine can load.
     """
 
     def __init__(
@@ -72,6 +76,12 @@ class WeightSync:
         transport: TransportName = "auto",
         byte_budget: int | None = None,
     ) -> None:
+        if isinstance(handle, HandleRef) and handle.head != "log_probs":
+            raise UnsupportedError(
+                f"model {handle.name!r} has head={handle.head!r}: an engine samples from log-probs; push the policy",
+                name=handle.name,
+                head=handle.head,
+            )
         self._train = train
         self._rollout = rollout
         self._handle = handle

@@ -31,11 +31,12 @@ if TYPE_CHECKING:
         TokenSequence,
         WeightManifest,
     )
-    from rl_backend.model import ModelFamily, ModelInput, register_model
+    from rl_backend.model import BuildSettings, ModelFamily, ModelInput, register_model
     from rl_backend.runtime import Runtime, create_runtime, register_runtime
 
 __all__ = [
     "BackendConfig",
+    "BuildSettings",
     "ForwardResult",
     "LossFn",
     "Metric",
@@ -61,6 +62,7 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
+    "BuildSettings": "rl_backend.model",
     "ModelFamily": "rl_backend.model",
     "ModelInput": "rl_backend.model",
     "register_model": "rl_backend.model",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from rl_backend.contracts import CheckpointError
+from rl_backend.contracts import VALUE_HEAD_WEIGHTS, CheckpointError
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+LM_HEAD = "lm_head.weight"
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -116,7 +117,13 @@ class HFReader:
             )
 
 
-def load_weights(path: Path | str, parameters: Mapping[str, nn.Parameter], weight_names: Mapping[str, str]) -> None:
+def load_weights(
+    path: Path | str,
+    parameters: Mapping[str, nn.Parameter],
+    weight_names: Mapping[str, str],
+    *,
+    zero_if_absent: Collection[str] = (),
+) -> None:
     """Fills each parameter, or this rank's shard of it, from the Hugging Face directory ``path``.
 
     All names, shapes and dtypes are checked first. Then one tensor after the other is read, only the rows of the shard,
@@ -127,20 +134,32 @@ def load_weights(path: Path | str, parameters: Mapping[str, nn.Parameter], weigh
     Args:
         parameters: name in the module -> parameter, a DTensor where it is sharded.
         weight_names: name in the module -> Hugging Face name.
+        zero_if_absent: Hugging Face names that the directory may lack; their parameters are filled with 0.
 
     Raises:
         CheckpointError: what :class:`HFReader` raises, a missing, surplus or quantised tensor, or another shape.
     """
     reader = HFReader(path)
-    _check_tensors(reader, {weight_names[name]: tuple(value.shape) for name, value in parameters.items()})
+    absent = set(zero_if_absent) - set(reader.infos)
+    shapes = {weight_names[name]: tuple(value.shape) for name, value in parameters.items()}
+    _check_tensors(reader, {name: shape for name, shape in shapes.items() if name not in absent})
     with torch.no_grad():
         for name, parameter in parameters.items():
             local, region = _local_part(parameter)
-            if local.numel():
+            if weight_names[name] in absent:
+                local.zero_()
+            elif local.numel():
                 local.copy_(reader.read(weight_names[name], region))
 
 
 def _check_tensors(reader: HFReader, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    score = VALUE_HEAD_WEIGHTS[0]
+    if score in reader.infos and score not in wanted and LM_HEAD not in reader.infos:
+        raise CheckpointError(
+            f"{reader.path} holds a critic or a reward model: it has {score} and no {LM_HEAD}; build it with head='values', "
+            "or give the directory of a language model",
+            tensor=score,
+        )
     missing = [name for name in wanted if name not in reader.infos]
     if missing:
         raise CheckpointError(
@@ -151,8 +170,7 @@ def _check_tensors(reader: HFReader, wanted: Mapping[str, tuple[int, ...]]) -> N
         stored = reader.infos[name]
         if stored.shape != shape:
             raise CheckpointError(
-                f"tensor {name!r} of {reader.path} has shape {stored.shape}; config.json describes {shape}; the weights and "
-                "the configuration are of different models",
+                f"tensor {name!r} of {reader.path} has shape {stored.shape}; {_expected(name, shape)}",
                 tensor=name,
             )
         if not isinstance(stored.dtype, torch.dtype):
@@ -170,8 +188,14 @@ def _check_tensors(reader: HFReader, wanted: Mapping[str, tuple[int, ...]]) -> N
         )
 
 
+def _expected(name: str, shape: tuple[int, ...]) -> str:
+    if name in VALUE_HEAD_WEIGHTS:
+        return f"a critic's has {shape}: one value per token"
+    return f"config.json describes {shape}; the weights and the configuration are of different models"
+
+
 def _ignorable(name: str) -> bool:
-    return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
+    return name == LM_HEAD or name.endswith("rotary_emb.inv_freq")
 
 
 def _local_part(parameter: nn.Parameter) -> tuple[Tensor, tuple[slice, ...]]:

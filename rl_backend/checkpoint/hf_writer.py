@@ -7,7 +7,7 @@ import os
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ def write_hf_directory(
     tensors: Iterator[tuple[str, Tensor]],
     source_dir: Path | str,
     *,
+    config: Mapping[str, object] | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
     """Writes a directory that transformers and vLLM load: weights, and the other files of ``source_dir``.
@@ -41,6 +42,7 @@ def write_hf_directory(
         tensors: Hugging Face name -> tensor on any device; each is copied before the next is taken.
         source_dir: the Hugging Face directory that the model came from; its configuration, tokenizer, chat templates and
             generation settings are copied, its weights are not.
+        config: written to ``config.json`` in place of that of ``source_dir``.
         max_shard_bytes: largest size of one file; a larger tensor gets a file of its own.
 
     Raises:
@@ -52,14 +54,14 @@ def write_hf_directory(
         raise CheckpointError(f"{target} exists already; choose a new directory", path=str(target))
     if not target.parent.is_dir():
         raise CheckpointError(f"{target.parent} is not a directory; create it first", path=str(target))
-    config = read_hf_config(source)
+    written_config = read_hf_config(source) if config is None else config
     temporary = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
     try:
         temporary.mkdir()
         try:
             dtype = _write_shards(temporary, tensors, max_shard_bytes)
             _copy_other_files(source, temporary)
-            _write_json(temporary / "config.json", _with_dtype(config, dtype))
+            _write_json(temporary / "config.json", _with_dtype(written_config, dtype))
             _flush(temporary)
             if target.exists():
                 raise CheckpointError(f"{target} was created by another process meanwhile", path=str(target))
@@ -130,7 +132,7 @@ def _copy_other_files(source: Path, directory: Path) -> None:
             shutil.copytree(entry, directory / entry.name)
 
 
-def _with_dtype(config: dict[str, object], dtype: torch.dtype) -> dict[str, object]:
+def _with_dtype(config: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:
     name = str(dtype).removeprefix("torch.")
     fields = [field for field in ("dtype", "torch_dtype") if field in config] or ["dtype"]
     return {**config, **dict.fromkeys(fields, name)}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
-from rl_backend.contracts import CheckpointError, ConfigError
+from rl_backend.contracts import CheckpointError, ConfigError, Head
 from rl_backend.contracts.base_config import BaseConfig
 
 MANIFEST_NAME = "manifest.json"
@@ -20,6 +21,7 @@ class TrainingManifest(BaseConfig):
         format: version of the layout.
         model_type: of the Hugging Face configuration.
         parameters: name in the module -> shape; the fingerprint of the model.
+        head: ``log_probs`` or ``values``.
         weight_version: of the saved weights.
         schedule_steps: scheduler steps taken.
         world_size: data-parallel ranks that saved it.
@@ -30,16 +32,24 @@ class TrainingManifest(BaseConfig):
     format: Literal[1] = 1
     model_type: str
     parameters: dict[str, tuple[int, ...]]
+    head: Head = "log_probs"
     weight_version: int = Field(ge=0)
     schedule_steps: int = Field(ge=0)
     world_size: int = Field(ge=1)
     runtime_config: dict[str, Any]
     files: dict[str, int] = Field(default_factory=dict)
 
-    def require_model(self, model_type: str, parameters: dict[str, tuple[int, ...]], path: Path) -> None:
+    def require_model(self, model_type: str, parameters: Mapping[str, tuple[int, ...]], head: Head, path: Path) -> None:
         """Raises :class:`CheckpointError`, with the first difference, unless the checkpoint is of this model."""
         if self.model_type != model_type:
             raise CheckpointError(f"{path} holds a {self.model_type!r} model, this one is {model_type!r}", path=str(path))
+        if self.head != head:
+            raise CheckpointError(
+                f"{path} holds a model with head={self.head!r}, this one has head={head!r}; load it into one of "
+                f"build_model(head={self.head!r})",
+                path=str(path),
+                head=self.head,
+            )
         for name in self.parameters.keys() | parameters.keys():
             saved, here = self.parameters.get(name), parameters.get(name)
             if saved != here:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from rl_backend.checkpoint.agreement import raise_on_every_rank
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, TrainingManifest, read_manifest
-from rl_backend.contracts import CheckpointError
+from rl_backend.contracts import CheckpointError, Head
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ def write_training_state(
 
 
 def open_training_state(
-    path: Path, model_type: str, parameters: dict[str, tuple[int, ...]], group: dist.ProcessGroup
+    path: Path, model_type: str, parameters: Mapping[str, tuple[int, ...]], head: Head, group: dist.ProcessGroup
 ) -> tuple[TrainingManifest, set[str]]:
     """The manifest and the tensors' names, once every rank has found the checkpoint complete and of this model.
 
@@ -126,7 +126,7 @@ def open_training_state(
     try:
         manifest = read_manifest(path)
         manifest.require_files(path)
-        manifest.require_model(model_type, parameters, path)
+        manifest.require_model(model_type, parameters, head, path)
         names = _tensor_names(path)
     except CheckpointError as error:
         problem, cause = error.message, error

@@ -21,6 +21,7 @@ from rl_backend.contracts.errors import (
     WeightVersionError,
 )
 from rl_backend.contracts.handle import ModelHandle
+from rl_backend.contracts.head import VALUE_HEAD_WEIGHTS, Head
 from rl_backend.contracts.loss import LossFn, Metric, MetricValue, ModelOutput
 from rl_backend.contracts.optimizer_config import OptimizerConfig
 from rl_backend.contracts.parallel_config import ParallelConfig
@@ -40,6 +41,7 @@ __all__ = [
     "BACKEND_CONFIGS",
     "MODEL_CONFIGS",
     "UNVERSIONED",
+    "VALUE_HEAD_WEIGHTS",
     "BackendConfig",
     "BaseConfig",
     "BatchError",
@@ -51,6 +53,7 @@ __all__ = [
     "ForwardResult",
     "GroupFailedError",
     "HandleError",
+    "Head",
     "LossFn",
     "Metric",
     "MetricValue",

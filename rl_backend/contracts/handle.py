@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rl_backend.contracts.head import Head
+
 
 @dataclass(eq=False)
 class ModelHandle:
@@ -14,6 +16,7 @@ class ModelHandle:
         forward_only: no optimizer and no gradients (a reference policy).
         weight_version: a whole number that a successful ``optimizer_step`` advances and a checkpoint keeps.
         data_parallel_rank, data_parallel_size: this rank's place among those that see different data.
+        head: what it computes: ``log_probs`` of the next token, or ``values`` (a critic).
         base: the model whose weights an adapter handle shares; None for a model of its own.
     """
 
@@ -22,4 +25,5 @@ class ModelHandle:
     weight_version: int
     data_parallel_rank: int
     data_parallel_size: int
+    head: Head = "log_probs"
     base: ModelHandle | None = None

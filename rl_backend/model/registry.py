@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from rl_backend.contracts import MODEL_CONFIGS, ModelOptions, NativeConfig, Registry, UnsupportedError
+from rl_backend.contracts import MODEL_CONFIGS, Head, ModelOptions, NativeConfig, Registry, UnsupportedError
 
 if TYPE_CHECKING:
     from rl_backend.parallel.groups import ParallelGroups
@@ -36,6 +36,20 @@ class ModelInput(NamedTuple):
     calculate_entropy: bool
 
 
+class BuildSettings(NamedTuple):
+    """How to build a model, beside its architecture.
+
+    Attributes:
+        options: the family's own, of its ``options_type``.
+        head: one of the family's ``heads``.
+        log_prob_chunk_tokens: as in :class:`~rl_backend.contracts.NativeConfig`.
+    """
+
+    options: ModelOptions
+    head: Head
+    log_prob_chunk_tokens: int
+
+
 @dataclass(frozen=True)
 class ModelFamily:
     """One implementation of one architecture.
@@ -46,21 +60,34 @@ class ModelFamily:
         options_type: type of ``NativeConfig.model_cfg``.
         parse_config: Hugging Face ``config.json`` as a dictionary -> the family's own architecture description; raises
             :class:`~rl_backend.contracts.UnsupportedError` that names a field it cannot honour.
-        build: (architecture, options, log_prob_chunk_tokens) -> module on the current default device (``meta`` when the
-            runtime builds it), in float32, whose ``forward(ModelInput)`` returns a
-            :class:`~rl_backend.contracts.ModelOutput` with ``log_probs`` and, on request, ``entropy``.
+        build: (architecture, settings) -> module on the current default device (``meta`` when the runtime builds it), in
+            float32, whose ``forward(ModelInput)`` returns a :class:`~rl_backend.contracts.ModelOutput`: ``log_probs`` and,
+            on request, ``entropy``; with ``head="values"``, ``values`` alone.
         parallelize: (module, groups, config) -> applies activation checkpointing and FSDP in place.
-        weight_names: architecture -> parameter name in the module -> Hugging Face name, in export order. A tied
-            ``lm_head`` has no entry.
+        weight_names: (architecture, head) -> parameter name in the module -> Hugging Face name, in export order. A tied
+            ``lm_head`` has no entry; the head of a critic has the names
+            :data:`~rl_backend.contracts.VALUE_HEAD_WEIGHTS`, and where a checkpoint lacks one of them it starts at 0.
+        heads: what ``build`` and ``weight_names`` understand.
     """
 
     name: str
     hf_model_types: tuple[str, ...]
     options_type: type[ModelOptions]
     parse_config: Callable[[Mapping[str, Any]], Any]
-    build: Callable[[Any, ModelOptions, int], nn.Module]
+    build: Callable[[Any, BuildSettings], nn.Module]
     parallelize: Callable[[nn.Module, ParallelGroups, NativeConfig], None]
-    weight_names: Callable[[Any], Mapping[str, str]]
+    weight_names: Callable[[Any, Head], Mapping[str, str]]
+    heads: tuple[Head, ...] = ("log_probs",)
+
+    def require_head(self, head: Head) -> None:
+        """Raises :class:`~rl_backend.contracts.UnsupportedError` for a head that the family does not have."""
+        if head not in self.heads:
+            raise UnsupportedError(
+                f"head={head!r}: model family {self.name!r} has only {', '.join(map(repr, self.heads))}; add a family whose "
+                "ModelFamily.heads lists it with register_model(...)",
+                family=self.name,
+                head=head,
+            )
 
 
 MODEL_FAMILIES: Registry[ModelFamily] = Registry("model family", "register_model(...)")

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from rl_backend.contracts import (
     ForwardResult,
+    Head,
     LossFn,
     ModelHandle,
+    OptimizerConfig,
     PackedBatch,
     RuntimeConfig,
     StepResult,
@@ -34,16 +36,32 @@ class Runtime[H: ModelHandle](ABC):
         self.config = config
 
     @abstractmethod
-    def build_model(self, *, forward_only: bool = False, name: str = "") -> H:
-        """Builds the model of ``config.hf_path`` and loads its weights.
+    def build_model(
+        self,
+        *,
+        forward_only: bool = False,
+        name: str = "",
+        head: Head = "log_probs",
+        hf_path: Path | str | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> H:
+        """Builds the model of a Hugging Face directory and loads its weights.
 
         Args:
             forward_only: no optimizer, no gradients.
             name: for messages; empty takes one from the order of building.
+            head: ``values`` builds a critic: in place of the language-model head a linear layer with bias on the final
+                normalised hidden state gives ``ModelOutput.values``. It is ``score.weight`` and ``score.bias`` of the
+                directory; what the directory lacks of them is 0, so that values start at 0, or at those of a reward model
+                without bias. A stored ``lm_head.weight`` is not read.
+            hf_path: the directory; None takes ``config.hf_path``. The model family follows from its ``config.json``.
+            optimizer: None takes that of the configuration.
 
         Raises:
-            UnsupportedError: the model family, or a feature that its configuration asks for.
-            CheckpointError: a weight file or tensor that is missing or of another shape.
+            ConfigError: a ``head`` that does not exist, or an ``optimizer`` for a forward-only model.
+            UnsupportedError: the model family, a head that it does not have, or a feature that its configuration asks for.
+            CheckpointError: a weight file or tensor that is missing or of another shape, or a critic's directory without
+                ``head="values"``.
         """
 
     @abstractmethod
@@ -130,7 +148,8 @@ class Runtime[H: ModelHandle](ABC):
         ``path`` must not exist; it appears, complete, only when every rank has written its part.
 
         Args:
-            hf: write ``config.json``, tokenizer files and safetensors in the dtype in which the optimizer holds them.
+            hf: write ``config.json``, tokenizer files and safetensors in the dtype in which the optimizer holds them. A
+                critic's is one of transformers' ``AutoModelForTokenClassification`` with one label.
             asynchronous: return once the state is copied; files are written in the background. The next save, load or close
                 waits for it and raises its error, and so does :meth:`wait_for_checkpoint`.
 
@@ -150,7 +169,7 @@ class Runtime[H: ModelHandle](ABC):
         A forward-only handle takes the weights and their version. Gradients are dropped.
 
         Raises:
-            CheckpointError: not a complete checkpoint, a file that is missing, or another model's.
+            CheckpointError: not a complete checkpoint, a file that is missing, or another model's, or of another head.
         """
 
     @abstractmethod

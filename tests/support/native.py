@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rl_backend.contracts import MetricValue, ModelOutput, NativeConfig, OptimizerConfig, PackedBatch, RuntimeConfig
+from rl_backend.contracts import LossFn, MetricValue, ModelOutput, NativeConfig, OptimizerConfig, PackedBatch, RuntimeConfig
 from rl_backend.data.packing import pack
 from rl_backend.runtime.native import NativeHandle, NativeRuntime
 from tests.support.sft_batches import random_token_sequences
@@ -85,13 +85,20 @@ def optimizer_state(handle: NativeHandle) -> dict[str, Tensor]:
 
 def train(runtime: NativeRuntime, handle: NativeHandle, steps: int, *, first_seed: int = 0) -> list[tuple[float, float]]:
     """Loss over all ranks and gradient norm of each of ``steps`` steps on two micro-batches a rank."""
+    return train_with(token_loss, runtime, handle, steps, first_seed=first_seed)
+
+
+def train_with(
+    loss_fn: LossFn, runtime: NativeRuntime, handle: NativeHandle, steps: int, *, first_seed: int = 0
+) -> list[tuple[float, float]]:
+    """As :func:`train`, with a loss of one's own."""
     rank, size = handle.data_parallel_rank, handle.data_parallel_size
     mine = list(range(rank, 8, size))
     split = [mine[:2], mine[2:]] if len(mine) > 2 else [mine[:1], mine[1:]]
     curve = []
     for step in range(steps):
         runtime.zero_grad(handle)
-        result = runtime.forward_backward(handle, micro_batches(split, dp_size=size, seed=first_seed + step), token_loss)
+        result = runtime.forward_backward(handle, micro_batches(split, dp_size=size, seed=first_seed + step), loss_fn)
         ok, norm, _ = runtime.optimizer_step(handle)
         assert ok
         runtime.lr_scheduler_step(handle)

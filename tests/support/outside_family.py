@@ -11,8 +11,8 @@ from pydantic import Field
 from safetensors.torch import save_file
 from torch import nn
 
-from rl_backend.contracts import ModelOptions, ModelOutput, NativeConfig
-from rl_backend.model import ModelFamily, ModelInput, register_model
+from rl_backend.contracts import Head, ModelOptions, ModelOutput, NativeConfig
+from rl_backend.model import BuildSettings, ModelFamily, ModelInput, register_model
 from rl_backend.parallel.fsdp import apply_fsdp
 from rl_backend.primitive.log_prob import next_token_log_probs
 
@@ -47,16 +47,16 @@ def _parse(hf_config: Mapping[str, Any]) -> tuple[int, int]:
     return hf_config["vocab_size"], hf_config["hidden_size"]
 
 
-def _build(architecture: tuple[int, int], options: ModelOptions, chunk_tokens: int) -> nn.Module:
-    assert isinstance(options, BigramOptions)
-    return Bigram(*architecture, options.scale, chunk_tokens)
+def _build(architecture: tuple[int, int], settings: BuildSettings) -> nn.Module:
+    assert isinstance(settings.options, BigramOptions)
+    return Bigram(*architecture, settings.options.scale, settings.log_prob_chunk_tokens)
 
 
 def _parallelize(module: nn.Module, groups: Any, config: NativeConfig) -> None:
     apply_fsdp(module, [], groups.mesh["dp"], config)
 
 
-def _weight_names(architecture: tuple[int, int]) -> dict[str, str]:
+def _weight_names(architecture: tuple[int, int], head: Head) -> dict[str, str]:
     return {"table.weight": "tied_bigram.table"}
 
 

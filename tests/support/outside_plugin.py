@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rl_backend import (
     BackendConfig,
+    BuildSettings,
     ModelFamily,
     ModelInput,
     ModelOptions,
@@ -18,6 +19,7 @@ from rl_backend import (
     register_model,
     register_runtime,
 )
+from rl_backend.contracts import Head
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.runtime.native import NativeRuntime
 
@@ -46,9 +48,9 @@ class Bigram(nn.Module):
         return ModelOutput(log_probs=chosen, entropy=entropy)
 
 
-def _build(vocab_size: int, options: ModelOptions, log_prob_chunk_tokens: int) -> nn.Module:
-    assert isinstance(options, BigramOptions)
-    return Bigram(vocab_size, options.scale)
+def _build(vocab_size: int, settings: BuildSettings) -> nn.Module:
+    assert isinstance(settings.options, BigramOptions)
+    return Bigram(vocab_size, settings.options.scale)
 
 
 def _parallelize(module: nn.Module, groups: ParallelGroups, config: NativeConfig) -> None:
@@ -61,7 +63,7 @@ def _parse_config(hf_config: Mapping[str, Any]) -> int:
     return int(hf_config["vocab_size"])
 
 
-def _weight_names(vocab_size: int) -> Mapping[str, str]:
+def _weight_names(vocab_size: int, head: Head) -> Mapping[str, str]:
     return {"table.weight": "bigram.table", "out.weight": "bigram.out.weight", "out.bias": "bigram.out.bias"}
 
 

@@ -10,19 +10,19 @@ from torch import Tensor, nn
 from transformers import Qwen3ForCausalLM
 
 from rl_backend.checkpoint.hf_reader import load_weights, read_hf_config
-from rl_backend.contracts import ModelOutput, PackedBatch
-from rl_backend.model import ModelInput, find_model
+from rl_backend.contracts import Head, ModelOutput, PackedBatch
+from rl_backend.model import BuildSettings, ModelInput, find_model
 
 
-def load_native(path: Path, chunk_tokens: int = 16) -> nn.Module:
+def load_native(path: Path, chunk_tokens: int = 16, head: Head = "log_probs") -> nn.Module:
     """Built on the meta device and loaded, as the runtime does it."""
     config = read_hf_config(path)
     family = find_model("auto", config)
     architecture = family.parse_config(config)
     with torch.device("meta"):
-        model = family.build(architecture, family.options_type(), chunk_tokens)
+        model = family.build(architecture, BuildSettings(family.options_type(), head, chunk_tokens))
     model.to_empty(device="cpu")
-    load_weights(path, dict(model.named_parameters()), family.weight_names(architecture))
+    load_weights(path, dict(model.named_parameters()), family.weight_names(architecture, head))
     return model
 
 

@@ -21,14 +21,17 @@ from rl_backend.contracts import (
     BatchError,
     ForwardResult,
     HandleError,
+    Head,
     LossFn,
     Metric,
     ModelHandle,
     ModelOutput,
+    OptimizerConfig,
     PackedBatch,
     RuntimeConfig,
     StepResult,
     TensorInfo,
+    UnsupportedError,
     merge_metrics,
 )
 from rl_backend.runtime import RouterReplay, Runtime, register_runtime
@@ -63,7 +66,17 @@ class UnigramRuntime(Runtime[UnigramHandle]):
         assert handle.weight is not None
         return handle.weight
 
-    def build_model(self, *, forward_only: bool = False, name: str = "") -> UnigramHandle:
+    def build_model(
+        self,
+        *,
+        forward_only: bool = False,
+        name: str = "",
+        head: Head = "log_probs",
+        hf_path: Path | str | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> UnigramHandle:
+        if head != "log_probs" or hf_path is not None or optimizer is not None:
+            raise UnsupportedError("a unigram model has log-probs, no directory and the configuration's optimizer")
         options = self.config.backend_cfg
         assert isinstance(options, UnigramConfig)
         weight = torch.linspace(-1.0, 1.0, options.vocab_size).requires_grad_(not forward_only)

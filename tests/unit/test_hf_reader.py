@@ -15,7 +15,7 @@ from torch import nn
 
 from rl_backend.checkpoint.hf_reader import WEIGHTS_INDEX, HFReader, load_weights, read_hf_config
 from rl_backend.contracts import CheckpointError
-from rl_backend.model import QWEN3
+from rl_backend.model import QWEN3, BuildSettings
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 
@@ -29,12 +29,12 @@ def model_dir(untied_model: Path, tmp_path: Path) -> Path:
 def load(path: Path) -> dict[str, nn.Parameter]:
     """Loads into parameters that hold a value no weight has, and checks that a refusal left them alone."""
     architecture = QWEN3.parse_config(read_hf_config(path))
-    model = QWEN3.build(architecture, QWEN3.options_type(), 16)
+    model = QWEN3.build(architecture, BuildSettings(QWEN3.options_type(), "log_probs", 16))
     parameters = dict(model.named_parameters())
     for parameter in parameters.values():
         nn.init.constant_(parameter, 777.0)
     try:
-        load_weights(path, parameters, QWEN3.weight_names(architecture))
+        load_weights(path, parameters, QWEN3.weight_names(architecture, "log_probs"))
     except CheckpointError:
         assert all(bool((parameter == 777.0).all()) for parameter in parameters.values())
         raise

@@ -49,7 +49,7 @@ def test_gradients_equal_transformers(model_dir: Path) -> None:
     native, reference = load_native(model_dir), load_transformers(model_dir)
     for output in (run_native(native, sequences, 0.8), run_transformers(reference, sequences, 0.8)):
         ((output.log_probs * weights[0]).sum() + (output.entropy * weights[1]).sum()).backward()
-    names = QWEN3.weight_names(native.arch)
+    names = QWEN3.weight_names(native.arch, "log_probs")
     expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
     for name, parameter in native.named_parameters():
         scale = float(expected[names[name]].abs().max())
@@ -124,7 +124,7 @@ def test_head_layouts_equal_transformers(tmp_path: Path, heads: int, kv_heads: i
 
 def test_export_names_are_those_of_the_hugging_face_model(model_dir: Path) -> None:
     native, reference = load_native(model_dir), load_transformers(model_dir)
-    names = QWEN3.weight_names(native.arch)
+    names = QWEN3.weight_names(native.arch, "log_probs")
     assert set(names) == {name for name, _ in native.named_parameters()}
     assert set(names.values()) == {name for name, _ in reference.named_parameters()}
     for name, parameter in native.named_parameters():

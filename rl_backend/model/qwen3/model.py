@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rl_backend.contracts import BatchError, ModelOutput
+from rl_backend.contracts import BatchError, Head, ModelOutput
 from rl_backend.model.qwen3.config import Qwen3Architecture
 from rl_backend.model.registry import ModelInput
 from rl_backend.primitive.attention import packed_attention
@@ -13,6 +13,7 @@ from rl_backend.primitive.log_prob import next_token_log_probs
 from rl_backend.primitive.mlp import SwiGLU
 from rl_backend.primitive.norm import RMSNorm
 from rl_backend.primitive.rope import apply_rotary, rotary_cos_sin
+from rl_backend.primitive.value_head import ValueHead
 
 
 class Qwen3Attention(nn.Module):
@@ -59,17 +60,19 @@ class Qwen3(nn.Module):
     unlike in transformers, ``pad_token_id`` has no part in it, because padding never reaches a model.
     """
 
-    def __init__(self, arch: Qwen3Architecture, log_prob_chunk_tokens: int) -> None:
+    def __init__(self, arch: Qwen3Architecture, head: Head, log_prob_chunk_tokens: int) -> None:
         super().__init__()
         self.arch = arch
         self.log_prob_chunk_tokens = log_prob_chunk_tokens
         self.embed_tokens = nn.Embedding(arch.vocab_size, arch.hidden_size)
         self.layers = nn.ModuleList(Qwen3Layer(arch) for _ in range(arch.num_layers))
         self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
-        self.lm_head = None if arch.tie_word_embeddings else nn.Linear(arch.hidden_size, arch.vocab_size, bias=False)
+        self.score = ValueHead(arch.hidden_size) if head == "values" else None
+        untied = head == "log_probs" and not arch.tie_word_embeddings
+        self.lm_head = nn.Linear(arch.hidden_size, arch.vocab_size, bias=False) if untied else None
 
     def forward(self, inputs: ModelInput) -> ModelOutput:
-        """Log-probs and, on request, entropy of (T,) tokens.
+        """Log-probs and, on request, entropy of (T,) tokens; or their values.
 
         The head is applied here and not by the loss: with FSDP its weight is whole only during this forward.
 
@@ -81,9 +84,12 @@ class Qwen3(nn.Module):
         cos, sin = rotary_cos_sin(inputs.position_ids, self.arch.head_dim, self.arch.rope_theta, hidden.dtype)
         for layer in self.layers:
             hidden = layer(hidden, cos, sin, inputs.cu_seqlens, inputs.seq_lens)
+        hidden = self.norm(hidden)
+        if self.score is not None:
+            return ModelOutput(values=self.score(hidden))
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         log_probs, entropy = next_token_log_probs(
-            self.norm(hidden),
+            hidden,
             head.weight,
             inputs.labels,
             temperature=inputs.temperature,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rl_backend.contracts import VALUE_HEAD_WEIGHTS, Head
 from rl_backend.model.qwen3.config import Qwen3Architecture
 
 _LAYER_PARAMETERS = (
@@ -19,13 +20,15 @@ _LAYER_PARAMETERS = (
 )
 
 
-def weight_names(arch: Qwen3Architecture) -> dict[str, str]:
+def weight_names(arch: Qwen3Architecture, head: Head) -> dict[str, str]:
     """Parameter name -> Hugging Face name, in export order. Tied embeddings have no ``lm_head.weight``."""
     names = {"embed_tokens.weight": "model.embed_tokens.weight"}
     for index in range(arch.num_layers):
         for parameter in _LAYER_PARAMETERS:
             names[f"layers.{index}.{parameter}"] = f"model.layers.{index}.{parameter}"
     names["norm.weight"] = "model.norm.weight"
-    if not arch.tie_word_embeddings:
+    if head == "values":
+        names.update({name: name for name in VALUE_HEAD_WEIGHTS})
+    elif not arch.tie_word_embeddings:
         names["lm_head.weight"] = "lm_head.weight"
     return names

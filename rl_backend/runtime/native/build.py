@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rl_backend.checkpoint.hf_reader import load_weights, read_hf_config
-from rl_backend.contracts import ConfigError, NativeConfig, RuntimeConfig, UnsupportedError
-from rl_backend.model import ModelFamily, find_model
+from rl_backend.contracts import (
+    VALUE_HEAD_WEIGHTS,
+    ConfigError,
+    Head,
+    NativeConfig,
+    OptimizerConfig,
+    RuntimeConfig,
+    UnsupportedError,
+)
+from rl_backend.model import BuildSettings, ModelFamily, find_model
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.optimizer import NativeOptimizer
@@ -20,41 +29,66 @@ if TYPE_CHECKING:
     from rl_backend.runtime.native.runtime import NativeRuntime
 
 
+def handle_config(
+    config: RuntimeConfig, hf_path: Path | str | None, optimizer: OptimizerConfig | None, *, forward_only: bool
+) -> RuntimeConfig:
+    """The runtime's configuration as it is for one model.
+
+    Raises:
+        ConfigError: an optimizer for a forward-only model.
+    """
+    if optimizer is not None and forward_only:
+        raise ConfigError.of("optimizer", optimizer, "a forward-only model has none; leave one of the two out")
+    if hf_path is not None:
+        config = config.replace(hf_path=str(hf_path))
+    if optimizer is not None:
+        config = config.replace(backend_cfg=config.backend_cfg.replace(optimizer=optimizer))
+    return config
+
+
 def build_handle(
     owner: NativeRuntime,
     config: RuntimeConfig,
-    native: NativeConfig,
     groups: ParallelGroups,
     *,
     forward_only: bool,
     name: str,
+    head: Head,
 ) -> NativeHandle:
     """Builds the model of ``config.hf_path``.
 
     The parameters of a trained model are float32. A forward-only model keeps its parameters in ``param_dtype``, which is
     what a trained one computes with after each gather, so both give the same outputs from the same weights.
     """
+    native = config.backend_cfg
+    assert isinstance(native, NativeConfig), "RuntimeConfig resolves backend_cfg by backend"
+    if head not in get_args(Head.__value__):
+        raise ConfigError.of("head", head, f"expected one of {', '.join(map(repr, get_args(Head.__value__)))}")
     hf_config = read_hf_config(config.hf_path)
     family = find_model(native.model, hf_config)
+    family.require_head(head)
     architecture = family.parse_config(hf_config)
     options = native.model_cfg if native.model_cfg is not None else family.options_type()
     with torch.device("meta"):
-        model = family.build(architecture, options, native.log_prob_chunk_tokens)
+        model = family.build(architecture, BuildSettings(options, head, native.log_prob_chunk_tokens))
     if forward_only:
         model.to(getattr(torch, native.param_dtype)).requires_grad_(False)
     family.parallelize(model, groups, native)
     model.to_empty(device=groups.device)
     model.train(not forward_only)
-    weight_names = dict(family.weight_names(architecture))
+    weight_names = dict(family.weight_names(architecture, head))
     parameters = _parameters(model, family, weight_names, groups)
-    load_weights(config.hf_path, parameters, weight_names)
+    zero_if_absent = VALUE_HEAD_WEIGHTS if head == "values" else ()
+    load_weights(config.hf_path, parameters, weight_names, zero_if_absent=zero_if_absent)
     return NativeHandle(
         name=name,
         forward_only=forward_only,
         weight_version=0,
+        head=head,
         data_parallel_rank=groups.dp_rank,
         data_parallel_size=groups.dp_size,
         owner=owner,
+        config=config,
         groups=groups,
         family=family,
         architecture=architecture,

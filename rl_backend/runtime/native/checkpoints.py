@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rl_backend.checkpoint.agreement import raise_on_every_rank
+from rl_backend.checkpoint.hf_critic import critic_config
 from rl_backend.checkpoint.hf_writer import write_hf_directory
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.training_state import (
@@ -21,7 +22,7 @@ from rl_backend.checkpoint.training_state import (
     reserve_directory,
     write_training_state,
 )
-from rl_backend.contracts import CheckpointError, ExportInterruptedError, RuntimeConfig, UnsupportedError
+from rl_backend.contracts import CheckpointError, ExportInterruptedError, UnsupportedError
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.runtime.native import export, fsdp_state
 from rl_backend.runtime.native.handle import NativeHandle
@@ -52,13 +53,13 @@ class CheckpointWriter:
         if background.errors:
             raise background.errors[0]
 
-    def save_training_state(self, handle: NativeHandle, path: Path, config: RuntimeConfig, *, asynchronous: bool) -> None:
+    def save_training_state(self, handle: NativeHandle, path: Path, *, asynchronous: bool) -> None:
         """Writes weights, moments, schedules and random state to ``path``."""
         handle.trainer("save_checkpoint of training state")
         self.wait()
         group = self._groups.host_group
         temporary = reserve_directory(path, group)
-        tensors, manifest = _all_tensors(handle), _manifest(handle, config)
+        tensors, manifest = _all_tensors(handle), _manifest(handle)
         if not asynchronous:
             write_training_state(temporary, path, tensors, manifest, group)
             return
@@ -79,7 +80,7 @@ class CheckpointWriter:
         self._background = _BackgroundSave(handle, thread, errors)
         thread.start()
 
-    def save_hf(self, handle: NativeHandle, path: Path, source: Path, *, asynchronous: bool) -> None:
+    def save_hf(self, handle: NativeHandle, path: Path, *, asynchronous: bool) -> None:
         """Writes a Hugging Face directory to ``path``; rank 0 writes what all ranks gather.
 
         Raises:
@@ -101,7 +102,8 @@ class CheckpointWriter:
         cause: Exception | None = None
         try:
             if writes:
-                write_hf_directory(path, stream, source)
+                config = critic_config(handle.hf_config) if handle.head == "values" else None
+                write_hf_directory(path, stream, handle.config.hf_path, config=config)
             else:
                 for _ in stream:
                     pass
@@ -130,7 +132,7 @@ def _make_parent(path: Path) -> str | None:
 def load_training_checkpoint(handle: NativeHandle, path: Path) -> None:
     """Restores a handle from ``path``; a forward-only one takes the weights and their version."""
     group = handle.groups.host_group
-    manifest, saved_names = open_training_state(path, _model_type(handle), _shapes(handle), group)
+    manifest, saved_names = open_training_state(path, _model_type(handle), _shapes(handle), handle.head, group)
     tensors = _model_tensors(handle) if handle.optimizer is None else _all_tensors(handle)
     random_state = _random_state(handle) if handle.optimizer is not None else {}
     wanted = {name: value for name, value in tensors.items() if name in saved_names or name not in random_state}
@@ -184,14 +186,15 @@ def _drop_gradients(handle: NativeHandle) -> None:
     handle.placement.forget("grad")
 
 
-def _manifest(handle: NativeHandle, config: RuntimeConfig) -> TrainingManifest:
+def _manifest(handle: NativeHandle) -> TrainingManifest:
     return TrainingManifest(
         model_type=_model_type(handle),
         parameters=_shapes(handle),
+        head=handle.head,
         weight_version=handle.weight_version,
         schedule_steps=handle.trainer("training state").schedule.num_steps,
         world_size=handle.data_parallel_size,
-        runtime_config=config.model_dump(mode="json"),
+        runtime_config=handle.config.model_dump(mode="json"),
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from rl_backend.contracts import HandleError, ModelHandle
+from rl_backend.contracts import HandleError, ModelHandle, RuntimeConfig
 from rl_backend.model import ModelFamily
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.runtime.native.fsdp_state import local_tensor
@@ -25,6 +25,7 @@ class NativeHandle(ModelHandle):
 
     Attributes:
         owner: the runtime that built it; None once it is closed.
+        config: the runtime's, with the ``hf_path`` and optimizer of this model.
         groups: mesh, device and process groups.
         family, architecture, hf_config: what was built.
         vocab_size: ``vocab_size`` of ``config.json``.
@@ -38,6 +39,7 @@ class NativeHandle(ModelHandle):
     """
 
     owner: NativeRuntime | None
+    config: RuntimeConfig
     groups: ParallelGroups
     family: ModelFamily
     architecture: Any

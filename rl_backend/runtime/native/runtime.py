@@ -14,8 +14,10 @@ from rl_backend.contracts import (
     BatchError,
     ForwardResult,
     HandleError,
+    Head,
     LossFn,
     NativeConfig,
+    OptimizerConfig,
     PackedBatch,
     RuntimeConfig,
     StepResult,
@@ -25,7 +27,7 @@ from rl_backend.parallel.groups import close_groups, open_groups, training_devic
 from rl_backend.runtime.base import RouterReplay, Runtime
 from rl_backend.runtime.native import export, fsdp_state
 from rl_backend.runtime.native.batch_checks import check_micro_batches
-from rl_backend.runtime.native.build import build_handle
+from rl_backend.runtime.native.build import build_handle, handle_config
 from rl_backend.runtime.native.checkpoints import CheckpointWriter, load_training_checkpoint
 from rl_backend.runtime.native.forward_backward import require_no_replay, run_micro_batches
 from rl_backend.runtime.native.handle import NativeHandle
@@ -52,12 +54,20 @@ class NativeRuntime(Runtime[NativeHandle]):
         self._writer = CheckpointWriter(self.groups)
         torch.manual_seed(config.seed + self.groups.dp_rank)
 
-    def build_model(self, *, forward_only: bool = False, name: str = "") -> NativeHandle:
+    def build_model(
+        self,
+        *,
+        forward_only: bool = False,
+        name: str = "",
+        head: Head = "log_probs",
+        hf_path: Path | str | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> NativeHandle:
         self._require_open()
+        config = handle_config(self.config, hf_path, optimizer, forward_only=forward_only)
         self._num_built += 1
-        handle = build_handle(
-            self, self.config, self.native, self.groups, forward_only=forward_only, name=name or f"model-{self._num_built}"
-        )
+        name = name or f"model-{self._num_built}"
+        handle = build_handle(self, config, self.groups, forward_only=forward_only, name=name, head=head)
         self._handles.append(handle)
         return handle
 
@@ -188,9 +198,9 @@ class NativeRuntime(Runtime[NativeHandle]):
         self._use(handle)
         handle.placement.require("save_checkpoint", "model", *(() if hf else ("optimizer",)))
         if hf:
-            self._writer.save_hf(handle, Path(path), Path(self.config.hf_path), asynchronous=asynchronous)
+            self._writer.save_hf(handle, Path(path), asynchronous=asynchronous)
         else:
-            self._writer.save_training_state(handle, Path(path), self.config, asynchronous=asynchronous)
+            self._writer.save_training_state(handle, Path(path), asynchronous=asynchronous)
 
     def wait_for_checkpoint(self, handle: NativeHandle) -> None:
         self._use(handle, damaged_too=True)

@@ -1,0 +1,50 @@
+"""A critic on several ranks: its head has one row, so that most ranks hold none of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.critic import critic_hf_job, critic_job, critic_state_job, write_critic
+from tests.support.native import assert_equal_tensors, deal, open_runtime, relative_difference, weights
+from tests.support.rank_pool import RankPool
+
+SPLIT = [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+@pytest.mark.shows("critic: gradients on 2 and 4 ranks equal one rank's; checkpoints load on another number of ranks")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_gradients_and_values_are_those_of_one_rank(
+    ranks: RankPool, untied_model: Path, tmp_path: Path, world_size: int
+) -> None:
+    path = str(write_critic(tmp_path / "critic", untied_model))
+    expected, values = critic_job(path, [SPLIT], {})
+    split = deal(SPLIT, world_size)
+    results = ranks.run(critic_job, path, split, {"activation_checkpointing": "full"}, world_size=world_size)
+    for rank, (gradients, found) in enumerate(results):
+        assert gradients.keys() == expected.keys()
+        for name, gradient in gradients.items():
+            assert relative_difference(gradient, expected[name]) < 1e-5, name
+        mine = [index for indices in split[rank] for index in indices]
+        for index, row in zip(mine, found, strict=True):
+            torch.testing.assert_close(row, values[index], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 2), (4, 1), (1, 4)])
+def test_a_critics_checkpoint_continues_on_any_number_of_ranks(
+    ranks: RankPool, tied_model: Path, tmp_path: Path, saved_by: int, loaded_by: int
+) -> None:
+    path = str(tmp_path / "saved")
+    saved, curve = ranks.run(critic_state_job, str(tied_model), path, False, world_size=saved_by)[0]
+    for state, continued in ranks.run(critic_state_job, str(tied_model), path, True, world_size=loaded_by):
+        assert_equal_tensors(state, saved)
+        torch.testing.assert_close(torch.tensor(continued), torch.tensor(curve), rtol=1e-4, atol=0)
+
+
+def test_a_critic_saved_by_several_ranks_is_whole(ranks: RankPool, tied_model: Path, tmp_path: Path) -> None:
+    ranks.run(critic_hf_job, str(tied_model), str(tmp_path / "critic"), world_size=4)
+    with open_runtime(tmp_path / "critic") as runtime:
+        loaded = weights(runtime.build_model(head="values"))
+    assert bool((loaded["score.weight"] != 0).all()) and bool((loaded["score.bias"] != 0).all())
