@@ -1,10 +1,17 @@
-"""Truncated importance sampling: what to weigh tokens with that another implementation of the policy sampled."""
+"""Importance weights: what to weigh tokens with that another policy sampled than the one that is trained.
+
+The weight of a token is ``exp(old_log_probs - rollout_log_probs)``: ``old_log_probs`` by the trainer, at its weights when
+the step began; ``rollout_log_probs`` by the engine, at the weights that sampled. It corrects for both of their differences:
+an engine that computes otherwise than the trainer, and a sample that is some updates old.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
 from rl_backend.algorithm.masking import zero_masked
@@ -16,12 +23,27 @@ type ImportanceLevel = Literal["token", "sequence"]
 IMPORTANCE_LEVELS: tuple[str, ...] = get_args(ImportanceLevel.__value__)
 
 
-def check_importance_options(cap: float, level: str) -> None:
-    """Raises :class:`ConfigError` for a cap that is not a finite number above 0 or an unknown level."""
-    if not (math.isfinite(cap) and cap > 0):
-        raise ConfigError.of("tis_cap", cap, "must be a finite number above 0, usually 2; None switches it off")
-    if level not in IMPORTANCE_LEVELS:
-        raise ConfigError.of("tis_level", level, f"must be one of {', '.join(IMPORTANCE_LEVELS)}")
+def check_importance_options(
+    tis_cap: float | None, mis_bounds: Sequence[float] | None, importance_level: str, importance_veto: float | None
+) -> None:
+    """Raises :class:`ConfigError` for a bound out of its range, truncation together with masking, or an unused level."""
+    if tis_cap is not None and not (math.isfinite(tis_cap) and tis_cap > 0):
+        raise ConfigError.of("tis_cap", tis_cap, "must be a finite number above 0, usually 2; None switches it off")
+    if mis_bounds is not None:
+        if tis_cap is not None:
+            raise ConfigError.of("mis_bounds", mis_bounds, f"weights are masked or truncated (tis_cap={tis_cap}), not both")
+        if len(mis_bounds) != 2 or not (0 <= mis_bounds[0] <= 1 <= mis_bounds[1] < math.inf):
+            raise ConfigError.of(
+                "mis_bounds", mis_bounds, "must be (low, high) with 0 <= low <= 1 <= high, for example (0.5, 2.0)"
+            )
+    if importance_level not in IMPORTANCE_LEVELS:
+        raise ConfigError.of("importance_level", importance_level, f"must be one of {', '.join(IMPORTANCE_LEVELS)}")
+    if importance_level != "token" and tis_cap is None and mis_bounds is None:
+        raise ConfigError.of(
+            "importance_level", importance_level, "needs tis_cap or mis_bounds; without weights it is unused"
+        )
+    if importance_veto is not None and not 0 < importance_veto < 1:
+        raise ConfigError.of("importance_veto", importance_veto, "must be within (0, 1), for example 1e-4; None: no veto")
 
 
 def truncated_importance_weights(
@@ -43,7 +65,7 @@ def truncated_importance_weights(
     ``compute_rollout_correction_weights``.
 
     Args:
-        old_log_probs: (T,), of the sampled tokens by the trainer, at the weights that sampled them.
+        old_log_probs: (T,), of the sampled tokens by the trainer.
         rollout_log_probs: (T,), of the same tokens by the engine that sampled them.
         loss_mask: (T,); nonzero on response tokens.
         seq_lens: (B,) int64 on the CPU.
@@ -53,8 +75,63 @@ def truncated_importance_weights(
     Raises:
         ConfigError: the cap or the level.
     """
-    check_importance_options(cap, level)
+    check_importance_options(cap, None, level, None)
+    weights = _weights(old_log_probs, rollout_log_probs, loss_mask, seq_lens, level)
+    return zero_masked(weights.clamp(max=cap), loss_mask)
+
+
+def masked_importance_weights(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    loss_mask: Tensor,
+    seq_lens: Tensor,
+    *,
+    bounds: Sequence[float],
+    level: str = "token",
+) -> Tensor:
+    """The weight within ``bounds``, 0 outside: (T,), detached, 0 where ``loss_mask`` is 0.
+
+    A weight that a cap would only shrink drops its token here (``token``), or its whole sequence (``sequence``).
+
+    Sources: IcePop, https://arxiv.org/abs/2510.18855; by sequence, https://richardli.xyz/rl-collapse; verl's
+    ``compute_rollout_correction_weights`` with ``rollout_is_threshold="low_high"``.
+
+    Args:
+        bounds: (low, high) with 0 <= low <= 1 <= high; weights equal to a bound are kept.
+        old_log_probs, rollout_log_probs, loss_mask, seq_lens, level: as in :func:`truncated_importance_weights`.
+
+    Raises:
+        ConfigError: the bounds or the level.
+    """
+    check_importance_options(None, bounds, level, None)
+    weights = _weights(old_log_probs, rollout_log_probs, loss_mask, seq_lens, level)
+    low, high = bounds
+    return zero_masked(torch.where((weights >= low) & (weights <= high), weights, 0.0), loss_mask)
+
+
+def sequences_without_veto(
+    old_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor, seq_lens: Tensor, *, veto: float
+) -> Tensor:
+    """(T,) bool: False at every token of a sequence in which the weight of any selected token is below ``veto``.
+
+    The trainer holds such a token for all but impossible, and what follows it was written in a state that the trained policy
+    does not reach. Source: https://richardli.xyz/rl-collapse; verl rejects on both sides, with ``seq_max_k2``.
+
+    Args:
+        veto: within (0, 1).
+        old_log_probs, rollout_log_probs, loss_mask, seq_lens: as in :func:`truncated_importance_weights`.
+
+    Raises:
+        ConfigError: ``veto``.
+    """
+    check_importance_options(None, None, "token", veto)
+    log_ratio = zero_masked(old_log_probs - rollout_log_probs, loss_mask).detach()
+    impossible = (log_ratio < math.log(veto)).to(log_ratio.dtype)
+    return broadcast_to_tokens(sum_by_sequence(impossible, seq_lens), seq_lens) == 0
+
+
+def _weights(old_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor, seq_lens: Tensor, level: str) -> Tensor:
     log_ratio = zero_masked(old_log_probs - rollout_log_probs, loss_mask).detach()
     if level == "sequence":
         log_ratio = broadcast_to_tokens(sum_by_sequence(log_ratio, seq_lens), seq_lens)
-    return zero_masked(log_ratio.clamp(min=-20.0, max=20.0).exp().clamp(max=cap), loss_mask)
+    return log_ratio.clamp(min=-20.0, max=20.0).exp()

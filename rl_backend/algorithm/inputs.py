@@ -15,6 +15,13 @@ def required_log_probs(model_output: ModelOutput) -> Tensor:
     return model_output.log_probs
 
 
+def required_values(model_output: ModelOutput) -> Tensor:
+    """``model_output.values``; raises :class:`BatchError` when the model did not give them."""
+    if model_output.values is None:
+        raise BatchError("the model output has no values; this loss needs a critic: build_model(head='values')")
+    return model_output.values
+
+
 def differentiable_entropy(model_output: ModelOutput) -> Tensor:
     """``model_output.entropy``, with a gradient wherever ``log_probs`` has one; raises :class:`BatchError` otherwise."""
     entropy = model_output.entropy

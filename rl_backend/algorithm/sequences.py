@@ -36,3 +36,21 @@ def broadcast_to_tokens(values: Tensor, seq_lens: Tensor) -> Tensor:
         )
     tokens = int(seq_lens.sum())
     return torch.repeat_interleave(values, seq_lens.to(values.device), output_size=tokens)
+
+
+def check_packed(seq_lens: Tensor, **tensors: Tensor) -> None:
+    """Raises :class:`BatchError` for a tensor, given by its name, that is not (T,) with T the sum of ``seq_lens``."""
+    tokens = int(seq_lens.sum())
+    for name, tensor in tensors.items():
+        if tensor.shape != (tokens,):
+            raise BatchError(f"{name} has shape {tuple(tensor.shape)}; expected ({tokens},), the sum of seq_lens", name=name)
+
+
+def check_finite(loss_mask: Tensor, **tensors: Tensor) -> None:
+    """Raises :class:`BatchError` for a (T,) tensor, given by its name, that is not finite where ``loss_mask`` is not 0."""
+    for name, tensor in tensors.items():
+        bad = torch.nonzero((loss_mask != 0) & ~torch.isfinite(tensor)).flatten().tolist()
+        if bad:
+            raise BatchError(
+                f"{name}[{bad[0]}] is {tensor[bad[0]].item()}; every selected token needs a finite one", name=name
+            )

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_backend.algorithm import broadcast_to_tokens, grpo_advantages
+from rl_backend.algorithm import (
+    broadcast_to_tokens,
+    dr_grpo_advantages,
+    grpo_advantages,
+    rloo_advantages,
+)
 from rl_backend.contracts import BatchError, ConfigError
 
 
@@ -14,8 +19,12 @@ def test_a_group_is_centred_and_divided_by_its_unbiased_deviation() -> None:
     torch.testing.assert_close(advantages, torch.tensor([-(0.5**0.5), 0.5**0.5, 0.0, 0.0]), rtol=1e-5, atol=0.0)
 
 
-def test_without_normalisation_only_the_mean_is_taken_off() -> None:
-    assert grpo_advantages([1.0, 3.0], group_size=2, normalize_by_std=False).tolist() == [-1.0, 1.0]
+def test_dr_grpo_only_takes_off_the_mean() -> None:
+    assert dr_grpo_advantages([1.0, 3.0], group_size=2).tolist() == [-1.0, 1.0]
+
+
+def test_rloo_takes_off_the_mean_of_the_others() -> None:
+    assert rloo_advantages([1.0, 2.0, 6.0, 5.0, 5.0, 5.0], group_size=3).tolist() == [-3.0, -1.5, 4.5, 0.0, 0.0, 0.0]
 
 
 def test_group_ids_may_be_any_labels_in_any_order() -> None:
@@ -68,7 +77,6 @@ def test_rewards_that_do_not_fit_are_refused(rewards: list, options: dict, messa
         {"group_size": 2, "eps": -1.0},
         {"group_size": 2, "eps": 0.0},
         {"group_size": 2, "eps": float("nan")},
-        {"group_size": 2, "eps": -1.0, "normalize_by_std": False},
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict) -> None:

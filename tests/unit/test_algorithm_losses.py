@@ -33,7 +33,7 @@ LOSSES: list[Callable[..., Any]] = [
         partial(loss, loss_agg_mode=mode, loss_scale_factor=8.0 if mode.endswith("norm") else None)
         for loss, mode in itertools.product((FULL_GRPO, sft_loss), LOSS_AGG_MODES)
     ),
-    partial(FULL_GRPO, tis_level="sequence", kl_type="k1+", clip_ratio_c=None),
+    partial(FULL_GRPO, importance_level="sequence", kl_type="k1+", clip_ratio_c=None),
 ]
 
 
@@ -120,8 +120,8 @@ def test_token_losses_are_zero_at_masked_positions_whatever_stands_there() -> No
     mask = torch.tensor([0.0, 1.0, 0.0])
     good = torch.tensor([0.0, -1.0, 0.0])
     values = torch.where(mask != 0, good, nan)
-    losses, _ = clipped_policy_loss(values, values, values, mask, importance_weights=values)
-    assert losses.tolist() == [0.0, -1.0, 0.0]
+    losses, _ = clipped_policy_loss(values, values, values, mask)
+    assert losses.tolist() == [0.0, 1.0, 0.0]
 
 
 def test_importance_weights_are_constants_limited_to_exp_20() -> None:
@@ -293,8 +293,8 @@ def test_an_option_that_cannot_work_is_refused_by_name_and_value(name: str, valu
 def test_an_unknown_truncation_level_is_refused() -> None:
     sequences = random_sequences(18)
     output, batch = pack(sequences, batch_meta(sequences))
-    with pytest.raises(ConfigError, match="tis_level='word'"):
-        grpo_loss(output, batch, tis_cap=2.0, tis_level="word")
+    with pytest.raises(ConfigError, match="importance_level='word'"):
+        grpo_loss(output, batch, tis_cap=2.0, importance_level="word")
     with pytest.raises(ConfigError, match="loss_scale_factor=None"):
         grpo_loss(output, batch, loss_agg_mode="seq-mean-token-sum-norm")
 

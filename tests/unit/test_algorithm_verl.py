@@ -11,9 +11,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rl_backend.algorithm import (
+    ADVANTAGE_ESTIMATORS,
     LOSS_AGG_MODES,
     aggregate_loss,
-    grpo_advantages,
     grpo_loss,
     kl_penalty,
     sft_loss,
@@ -64,21 +64,29 @@ def gradient(loss: Tensor, leaf: Tensor) -> Tensor:
 
 
 def assert_same(ours: Tensor, theirs: Tensor) -> None:
-    torch.testing.assert_close(ours, theirs.to(ours.dtype), rtol=1e-6, atol=1e-9)
+    rtol, atol = (1e-6, 1e-9) if ours.dtype == torch.float64 else (1e-5, 1e-6)
+    torch.testing.assert_close(ours, theirs.to(ours.dtype), rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("normalize", [True, False])
-def test_group_advantages_equal_verls(core_algos: ModuleType, normalize: bool) -> None:
-    generator = torch.Generator().manual_seed(3)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("name", "verl_name", "verl_options"),
+    [
+        ("grpo", "compute_grpo_outcome_advantage", {"norm_adv_by_std_in_grpo": True}),
+        ("dr_grpo", "compute_grpo_outcome_advantage", {"norm_adv_by_std_in_grpo": False}),
+        ("rloo", "compute_rloo_outcome_advantage", {}),
+    ],
+)
+def test_group_advantages_equal_verls(
+    core_algos: ModuleType, name: str, verl_name: str, verl_options: dict[str, bool], dtype: torch.dtype
+) -> None:
     uids = ["a", "b", "a", "c", "b", "a", "d", "d", "b", "a"]
-    rewards = torch.randn(len(uids), generator=generator, dtype=torch.float64)
-    token_rewards = torch.zeros(len(uids), 4, dtype=torch.float64)
+    rewards = torch.randn(len(uids), generator=torch.Generator().manual_seed(3), dtype=dtype)
+    token_rewards = torch.zeros(len(uids), 4, dtype=dtype)
     token_rewards[:, 2] = rewards
-    mask = torch.ones_like(token_rewards)
-    theirs, _ = core_algos.compute_grpo_outcome_advantage(
-        token_rewards.clone(), mask, uids, norm_adv_by_std_in_grpo=normalize
-    )
-    ours = grpo_advantages(rewards, group_ids=uids, normalize_by_std=normalize)
+    theirs, _ = getattr(core_algos, verl_name)(token_rewards.clone(), torch.ones_like(token_rewards), uids, **verl_options)
+    ours = ADVANTAGE_ESTIMATORS[name](rewards, group_ids=uids)
+    assert ours.dtype == dtype
     assert_same(ours, theirs[:, 0])
     assert ours[uids.index("c")] == pytest.approx(rewards[uids.index("c")].item(), rel=1e-5)
 

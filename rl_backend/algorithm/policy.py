@@ -1,0 +1,190 @@
+"""The loss of a policy, composed of the parts in this package, and its usual forms by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from rl_backend.algorithm.aggregation import aggregate_loss, aggregation_terms, check_loss_agg_mode
+from rl_backend.algorithm.importance import (
+    check_importance_options,
+    masked_importance_weights,
+    sequences_without_veto,
+    truncated_importance_weights,
+)
+from rl_backend.algorithm.inputs import differentiable_entropy, required_log_probs, token_advantages, token_vector
+from rl_backend.algorithm.kl import check_kl_type, kl_penalty
+from rl_backend.algorithm.masking import token_mean_metric, zero_masked
+from rl_backend.algorithm.surrogates import check_clip_options, cispo_policy_loss, clipped_policy_loss, gspo_policy_loss
+from rl_backend.contracts import ConfigError, MetricValue, ModelOutput, PackedBatch
+
+type Surrogate = Literal["ppo", "gspo", "cispo"]
+
+SURROGATES: tuple[str, ...] = get_args(Surrogate.__value__)
+
+
+def policy_loss(
+    model_output: ModelOutput,
+    data: PackedBatch,
+    dp_group: Any = None,
+    *,
+    surrogate: str = "ppo",
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    clip_ratio_c: float | None = None,
+    loss_agg_mode: str = "token-mean",
+    loss_scale_factor: float | None = None,
+    kl_coef: float = 0.0,
+    kl_type: str = "k3",
+    tis_cap: float | None = None,
+    mis_bounds: Sequence[float] | None = None,
+    importance_level: str = "token",
+    importance_veto: float | None = None,
+    entropy_coef: float = 0.0,
+) -> tuple[Tensor, Mapping[str, MetricValue]]:
+    """Surrogate * importance weights + ``kl_coef`` * KL to a reference - ``entropy_coef`` * entropy; a
+    :class:`~rl_backend.contracts.LossFn`.
+
+    ``grpo_loss``, ``gspo_loss`` and ``cispo_loss`` are this function with other defaults. All three terms are aggregated
+    in the same way. Composed as verl's ``ppo_loss``. ``dp_group`` is not needed, since the denominators are counted over
+    all ranks.
+
+    Reads token fields, each (T,) and aligned as :mod:`rl_backend.contracts.batch` defines:
+        ``loss_mask``; ``old_log_probs``; ``advantages`` (or a sequence field of that name, (B,)); ``ref_log_probs`` when
+        ``kl_coef`` > 0; ``rollout_log_probs`` when ``tis_cap``, ``mis_bounds`` or ``importance_veto`` is given.
+
+    Reads from ``data.meta``: ``dp_size`` and ``batch_num_tokens`` or ``global_batch_size``, see
+    :func:`~rl_backend.algorithm.aggregation.aggregate_loss`.
+
+    Args:
+        surrogate: ``ppo``, ``gspo`` or ``cispo``, see :mod:`rl_backend.algorithm.surrogates`.
+        clip_ratio_low, clip_ratio_high: where the surrogate's importance ratio is clipped: 1 - low, 1 + high.
+        clip_ratio_c: dual clip, of ``ppo`` alone; None switches it off.
+        loss_agg_mode, loss_scale_factor: see :func:`~rl_backend.algorithm.aggregation.aggregation_terms`.
+        kl_coef, kl_type: see :func:`~rl_backend.algorithm.kl.kl_penalty`.
+        tis_cap: see :func:`~rl_backend.algorithm.importance.truncated_importance_weights`.
+        mis_bounds: see :func:`~rl_backend.algorithm.importance.masked_importance_weights`; instead of ``tis_cap``.
+        importance_level: ``token`` or ``sequence``, of either.
+        importance_veto: see :func:`~rl_backend.algorithm.importance.sequences_without_veto`; with or without weights.
+        entropy_coef: weight of the entropy bonus, nats; needs ``meta["calculate_entropy"]``.
+
+    Tokens with weight 0 still count in the denominators: dropping them makes the step smaller.
+
+    Returns:
+        The loss, and metrics as (sum, weight) pairs: ``policy_loss`` (the mean that is optimised), ``clip_fraction``,
+        ``approx_kl``; ``clip_fraction_lower`` with ``clip_ratio_c``; ``kl`` with ``kl_coef``; ``importance_weight`` and
+        ``importance_dropped`` (fraction of tokens with weight 0) with an importance option; ``entropy`` when the model
+        gives it; ``log_prob_gap``, the mean of ``|old_log_probs - rollout_log_probs|`` in nats, when the batch has both.
+
+    Raises:
+        ConfigError: an option that cannot work.
+        BatchError: a field, output or denominator that is missing or has another shape.
+    """
+    if surrogate not in SURROGATES:
+        raise ConfigError.of("surrogate", surrogate, f"must be one of {', '.join(SURROGATES)}")
+    if clip_ratio_c is not None and surrogate != "ppo":
+        raise ConfigError.of(
+            "clip_ratio_c", clip_ratio_c, f"dual clip is ppo's; surrogate={surrogate!r} has none: leave it None"
+        )
+    check_clip_options(clip_ratio_low, clip_ratio_high, clip_ratio_c)
+    check_loss_agg_mode(loss_agg_mode, loss_scale_factor)
+    check_kl_type(kl_type)
+    check_importance_options(tis_cap, mis_bounds, importance_level, importance_veto)
+    if not (math.isfinite(kl_coef) and kl_coef >= 0):
+        raise ConfigError.of("kl_coef", kl_coef, "must be a finite number, 0 or above")
+    if not math.isfinite(entropy_coef):
+        raise ConfigError.of("entropy_coef", entropy_coef, "must be a finite number")
+
+    log_probs = required_log_probs(model_output)
+    loss_mask = token_vector(data, "loss_mask")
+    old_log_probs = token_vector(data, "old_log_probs")
+    advantages = token_advantages(data)
+
+    def aggregate(token_losses: Tensor) -> Tensor:
+        return aggregate_loss(token_losses, loss_mask, data, loss_agg_mode, loss_scale_factor=loss_scale_factor)
+
+    importance = tis_cap is not None or mis_bounds is not None or importance_veto is not None
+    metrics: dict[str, MetricValue] = {}
+    clip = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high}
+    if surrogate == "gspo":
+        token_losses, surrogate_metrics = gspo_policy_loss(
+            log_probs, old_log_probs, advantages, loss_mask, data.seq_lens, **clip
+        )
+    elif surrogate == "cispo":
+        token_losses, surrogate_metrics = cispo_policy_loss(log_probs, old_log_probs, advantages, loss_mask, **clip)
+    else:
+        token_losses, surrogate_metrics = clipped_policy_loss(
+            log_probs, old_log_probs, advantages, loss_mask, clip_ratio_c=clip_ratio_c, **clip
+        )
+    metrics.update(surrogate_metrics)
+
+    if "rollout_log_probs" in data.token_fields or importance:
+        rollout_log_probs = token_vector(data, "rollout_log_probs")
+        metrics["log_prob_gap"] = token_mean_metric((old_log_probs - rollout_log_probs).abs(), loss_mask)
+        if importance:
+            weights = _importance_weights(
+                (old_log_probs, rollout_log_probs, loss_mask, data.seq_lens),
+                tis_cap,
+                mis_bounds,
+                importance_level,
+                importance_veto,
+            )
+            metrics["importance_weight"] = token_mean_metric(weights, loss_mask)
+            metrics["importance_dropped"] = token_mean_metric((weights == 0).to(weights.dtype), loss_mask)
+            token_losses = token_losses * weights
+
+    loss = aggregate(token_losses)
+    metrics["policy_loss"] = aggregation_terms(
+        token_losses.detach(), loss_mask, data.seq_lens, loss_agg_mode, loss_scale_factor=loss_scale_factor
+    )
+
+    if kl_coef > 0:
+        ref_log_probs = token_vector(data, "ref_log_probs")
+        kl = kl_penalty(zero_masked(log_probs, loss_mask), zero_masked(ref_log_probs, loss_mask), kl_type)
+        metrics["kl"] = token_mean_metric(kl, loss_mask)
+        loss = loss + kl_coef * aggregate(kl)
+
+    if entropy_coef != 0:
+        loss = loss - entropy_coef * aggregate(differentiable_entropy(model_output))
+    if model_output.entropy is not None:
+        metrics["entropy"] = token_mean_metric(model_output.entropy, loss_mask)
+    return loss, metrics
+
+
+grpo_loss = partial(policy_loss, surrogate="ppo", clip_ratio_c=3.0)
+"""PPO's clipped loss with dual clip, of PPO's actor and of GRPO: :func:`policy_loss` with verl's defaults.
+
+Sources: PPO, https://arxiv.org/abs/1707.06347; GRPO, https://arxiv.org/abs/2402.03300, equation 3.
+"""
+
+gspo_loss = partial(
+    policy_loss, surrogate="gspo", clip_ratio_low=3e-4, clip_ratio_high=4e-4, loss_agg_mode="seq-mean-token-mean"
+)
+"""GSPO, https://arxiv.org/abs/2507.18071, with the paper's clip ratios: :func:`policy_loss` with one ratio per sequence."""
+
+cispo_loss = partial(policy_loss, surrogate="cispo", clip_ratio_low=1.0)
+"""CISPO, https://arxiv.org/abs/2506.13585, without a lower bound on the ratio: :func:`policy_loss` with clipped weights."""
+
+
+def _importance_weights(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    tis_cap: float | None,
+    mis_bounds: Sequence[float] | None,
+    level: str,
+    veto: float | None,
+) -> Tensor:
+    """(T,): what the options make of old log-probs, rollout log-probs, loss mask and sequence lengths."""
+    if tis_cap is not None:
+        weights = truncated_importance_weights(*tensors, cap=tis_cap, level=level)
+    elif mis_bounds is not None:
+        weights = masked_importance_weights(*tensors, bounds=mis_bounds, level=level)
+    else:
+        weights = torch.ones_like(tensors[0])
+    if veto is not None:
+        weights = weights * sequences_without_veto(*tensors, veto=veto)
+    return weights

@@ -1,0 +1,113 @@
+"""From the reward of a response to rewards of its tokens, and what is taken off them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rl_backend.algorithm.groups import finite_rewards, result_dtype
+from rl_backend.algorithm.kl import check_kl_type, kl_penalty
+from rl_backend.algorithm.masking import zero_masked
+from rl_backend.algorithm.sequences import check_packed
+from rl_backend.contracts import BatchError, ConfigError
+
+
+def token_rewards(rewards: Tensor | Sequence[float], loss_mask: Tensor, seq_lens: Tensor) -> Tensor:
+    """(T,): each sequence's reward at the last token that ``loss_mask`` selects, 0 elsewhere.
+
+    A sequence without any selected token has no action to reward; its reward is left out.
+
+    Args:
+        rewards: (B,) numbers, one per sequence.
+        loss_mask: (T,); selects where it is not 0.
+        seq_lens: (B,) int64 on the CPU.
+
+    Returns:
+        in the dtype of ``rewards`` (float32 when they are not floating), on the device of ``loss_mask``.
+
+    Raises:
+        BatchError: a reward that is not finite, or shapes that do not fit.
+    """
+    check_packed(seq_lens, loss_mask=loss_mask)
+    scores = finite_rewards(rewards).to(result_dtype(rewards)).to(loss_mask.device)
+    if scores.shape != seq_lens.shape:
+        raise BatchError(f"{scores.shape[0]} rewards for {seq_lens.shape[0]} sequences")
+    placed = torch.zeros(loss_mask.shape[0], dtype=scores.dtype, device=loss_mask.device)
+    start = 0
+    for reward, selected in zip(scores, torch.split(loss_mask != 0, seq_lens.tolist()), strict=True):
+        positions = torch.nonzero(selected).flatten()
+        if positions.numel():
+            placed[start + positions[-1]] = reward
+        start += selected.shape[0]
+    return placed
+
+
+def kl_in_reward(
+    rewards: Tensor,
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    loss_mask: Tensor,
+    *,
+    kl_coef: float,
+    kl_type: str = "k1",
+) -> Tensor:
+    """(T,): ``rewards - kl_coef * KL`` at the selected tokens, 0 elsewhere; without gradient.
+
+    The alternative to a KL term in the loss; for estimators that look at later rewards: GAE and REINFORCE++. Source: RLHF,
+    https://arxiv.org/abs/2203.02155, equation 2; verl's ``apply_kl_penalty``.
+
+    Args:
+        rewards: (T,) of tokens, see :func:`token_rewards`.
+        log_probs: (T,) of the policy that sampled: ``old_log_probs``.
+        ref_log_probs: (T,) of the reference.
+        loss_mask: (T,); the others are not read where it is 0.
+        kl_coef: 0 or above.
+        kl_type: see :func:`~rl_backend.algorithm.kl.kl_penalty`.
+
+    Raises:
+        ConfigError: ``kl_coef`` or ``kl_type``.
+        BatchError: shapes that differ.
+    """
+    if not (math.isfinite(kl_coef) and kl_coef >= 0):
+        raise ConfigError.of("kl_coef", kl_coef, "must be a finite number, 0 or above")
+    check_kl_type(kl_type)
+    for name, tensor in (("log_probs", log_probs), ("ref_log_probs", ref_log_probs), ("loss_mask", loss_mask)):
+        if tensor.dim() != 1 or tensor.shape != rewards.shape:
+            raise BatchError(f"{name} has shape {tuple(tensor.shape)}; expected (T,), as rewards: {tuple(rewards.shape)}")
+    kl = kl_penalty(zero_masked(log_probs, loss_mask), zero_masked(ref_log_probs, loss_mask), kl_type)
+    return zero_masked(rewards - kl_coef * kl, loss_mask).detach()
+
+
+def overlong_penalty(
+    response_lengths: Tensor | Sequence[int], *, max_response_tokens: int, buffer_tokens: int, penalty: float = 1.0
+) -> Tensor:
+    """What a long response adds to its reward: (N,) float32, from 0 down to ``-penalty``.
+
+    0 up to ``max_response_tokens - buffer_tokens``, then falling linearly to ``-penalty`` at ``max_response_tokens``, and
+    that beyond. Source: soft overlong punishment, DAPO, https://arxiv.org/abs/2503.14476, equation 13; verl's
+    ``DAPORewardManager``.
+
+    Args:
+        response_lengths: (N,) tokens of each response.
+        max_response_tokens: the longest response that is sampled.
+        buffer_tokens: how many of these are penalised; at least 1, at most ``max_response_tokens``.
+        penalty: 0 or above.
+
+    Raises:
+        ConfigError: an option out of its range.
+        BatchError: ``response_lengths`` is not (N,).
+    """
+    if not 1 <= buffer_tokens <= max_response_tokens:
+        raise ConfigError.of(
+            "buffer_tokens", buffer_tokens, f"must be within [1, max_response_tokens={max_response_tokens}]"
+        )
+    if not (math.isfinite(penalty) and penalty >= 0):
+        raise ConfigError.of("penalty", penalty, "must be a finite number, 0 or above")
+    lengths = torch.as_tensor(response_lengths)
+    if lengths.dim() != 1:
+        raise BatchError(f"response_lengths has shape {tuple(lengths.shape)}; expected (N,): one number per response")
+    excess = lengths.to(torch.float32) - (max_response_tokens - buffer_tokens)
+    return -penalty * (excess / buffer_tokens).clamp(min=0.0, max=1.0)
