@@ -9,6 +9,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from actors import prometheus
 from rl_backend.contracts import EngineDeadError, RLBackendError, RolloutError
 
 
@@ -40,7 +41,9 @@ class Sampling:
     def add(self, engine: int, reference: Any) -> None:
         """A call that was just started."""
         with self._lock:
-            self._calls.setdefault(engine, []).append(reference)
+            calls = self._calls.get(engine, [])
+            _, running = ray.wait(calls, num_returns=len(calls), timeout=0, fetch_local=False) if calls else ([], [])
+            self._keep(engine, [*running, reference])
 
     def wait(self, engines: Collection[int]) -> None:
         """Waits as long as it takes; the calls of an engine that dies end with it."""
@@ -52,7 +55,11 @@ class Sampling:
         ended = set(waiting)
         with self._lock:
             for engine in engines:
-                self._calls[engine] = [call for call in self._calls.get(engine, []) if call not in ended]
+                self._keep(engine, [call for call in self._calls.get(engine, []) if call not in ended])
+
+    def _keep(self, engine: int, calls: list[Any]) -> None:
+        self._calls[engine] = calls
+        prometheus.set_gauge("rl_backend_rollout_queue", len(calls), engine=str(engine))
 
 
 def collect(calls: Mapping[int, Any], names: Mapping[int, str], timeout: float) -> dict[int, Any]:

@@ -123,6 +123,11 @@ class TrainGroup:
         """Node, address and process of each rank."""
         return self._ranks.infos
 
+    def trace_actors(self) -> Mapping[str, Any]:
+        """For a :class:`~actors.trace.TraceCollector`; empty once the group has ended."""
+        workers = () if self._ranks.ended else self._ranks.members.workers
+        return {f"rank {rank}": worker for rank, worker in enumerate(workers)}
+
     @operation
     def build_model(
         self,

@@ -14,10 +14,12 @@ import torch
 from ray import ObjectRef, cloudpickle
 
 from actors.train_context import RankContext
+from actors.train_observed import observed
 from actors.train_order import Driver, OperationHeader, OperationLedger, OperationSequence
 from actors.train_outcome import Completed, Failed, Outcome, failed
 from rl_backend.contracts import LossFn, RLBackendError
 from rl_backend.runtime import create_runtime
+from rl_backend.trace import TraceBatch, recorder
 
 CONTROL = "control"
 """Concurrency group of the calls that must answer while an operation runs."""
@@ -92,7 +94,8 @@ class TrainWorker:
             function, arguments, keywords = cloudpickle.loads(pickled_call)
             if loss is not None:
                 keywords["loss_fn"] = self._loss(loss)
-            outcome = Completed(function(self._context, *arguments, **keywords))
+            with observed(self._context, header, arguments):
+                outcome = Completed(function(self._context, *arguments, **keywords))
         except Exception as error:  # noqa: BLE001, every error is the driver's to judge
             outcome = failed(error)
         self._sequence.finish(repr(outcome.error) if isinstance(outcome, Failed) else None)
@@ -112,6 +115,11 @@ class TrainWorker:
     def progress(self) -> tuple[int, int]:
         """Numbers of the operations that started and finished last."""
         return self._sequence.started, self._sequence.finished
+
+    @ray.method(concurrency_group=CONTROL)  # type: ignore[untyped-decorator]
+    def take_trace(self, stop: bool = False) -> TraceBatch:
+        """As :meth:`~rl_backend.trace.TraceRecorder.take_batch`."""
+        return recorder.take_batch(stop=stop)
 
     def _loss(self, sent: SentLoss) -> LossFn:
         if sent.digest not in self._losses:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
+from actors import prometheus
 from actors.rollout_group import RolloutGroup
 from actors.train_context import HandleRef
 from actors.transport.base import (
@@ -23,6 +24,7 @@ from actors.transport.base import (
 from actors.transport.choose import choose_transport, make_transport
 from actors.weight_sync_source import SourceRanks
 from rl_backend.contracts import RLBackendError, UnsupportedError, WeightSyncError
+from rl_backend.trace import span
 
 type TransportName = Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"]
 
@@ -106,11 +108,21 @@ class WeightSync:
             EngineDirtyError: an engine failed after its first load and must be restarted; the others serve the new weights.
             WeightSyncError: the transport failed before anything was loaded.
         """
+        with span("push", "push") as traced:
+            report = self._push()
+            traced.add(weight_version=report.version, nbytes=report.nbytes, transport=report.transport)
+        for phase, seconds in report.seconds.items():
+            prometheus.observe("rl_backend_push_seconds", seconds, phase=phase, transport=report.transport)
+        prometheus.count("rl_backend_pushes_total", 1, transport=report.transport)
+        return report
+
+    def _push(self) -> PushReport:
         clock = _Clock()
         rollout = self._rollout
         skipped = tuple(rollout.lost_engines)
         with clock.phase("plan"):
             plan = self._plan()
+            clock.version = plan.version
             transport = self._choose(plan)
             transport.check(plan, rollout)
         if isinstance(transport, StagedTransport):
@@ -194,16 +206,20 @@ class WeightSync:
 
 class _Clock:
     def __init__(self) -> None:
+        self.version: int | None = None
         self._started = time.perf_counter()
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[name] = time.perf_counter() - started
+        with span(name, "push") as traced:
+            try:
+                yield
+            finally:
+                self._seconds[name] = time.perf_counter() - started
+                if self.version is not None:
+                    traced.add(weight_version=self.version)
 
     def seconds(self) -> dict[str, float]:
         return {**self._seconds, "total": time.perf_counter() - self._started}

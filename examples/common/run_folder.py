@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from torch.utils.tensorboard import SummaryWriter
 
+from actors.prometheus import export_step
+from actors.trace import TraceCollector, TraceSource
 from rl_backend.contracts import BaseConfig, ConfigError
 
 
@@ -21,30 +26,55 @@ def require_new_run(path: Path | str) -> None:
 
 
 class RunFolder:
-    """``config.json``, ``metrics.jsonl``, ``samples.jsonl``, ``summary.json`` and TensorBoard events in one directory.
+    """What a run leaves in one directory: a report for people, files for programs, and live metrics while it runs.
+
+    ``report.html`` is written when the run ends, however it ends, and now and then before. It is made of ``config.json``,
+    ``metrics.jsonl``, ``samples.jsonl``, ``summary.json`` and ``run.json`` (``state`` is running, finished, failed or
+    interrupted); ``rl-backend report DIR`` makes it again. Beside them are TensorBoard events and, with ``trace``,
+    ``trace.json`` for Perfetto. Where Ray runs, each step's metrics are also exported to Prometheus.
 
     Args:
         path: see :func:`require_new_run`.
         config: written first.
+        trace: the groups whose actors are traced, with this process; empty for no trace.
+        report_seconds: shortest time between two reports of a run that goes on; 0 writes one at its end alone.
     """
 
-    def __init__(self, path: Path | str, config: BaseConfig) -> None:
+    def __init__(
+        self,
+        path: Path | str,
+        config: BaseConfig,
+        *,
+        trace: Sequence[TraceSource] = (),
+        report_seconds: float = 60.0,
+    ) -> None:
         require_new_run(path)
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
+        self._started = datetime.now(UTC)
+        self._write_state("running")
         self._metrics = (self.path / "metrics.jsonl").open("w", buffering=1)
         self._samples = (self.path / "samples.jsonl").open("w", buffering=1)
         self._board = SummaryWriter(str(self.path / "tensorboard"))
+        self._report_seconds = report_seconds
+        self._trace = TraceCollector(self.path / "trace.json", trace) if trace else None
+        self._last_log = time.monotonic_ns()
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        """One line of ``metrics.jsonl`` and one point per TensorBoard curve."""
+        """One line of ``metrics.jsonl``, one point per TensorBoard curve and Prometheus gauge, and a step of the trace."""
         self._metrics.write(json.dumps({"step": step, **metrics}) + "\n")
         for name, value in metrics.items():
             self._board.add_scalar(name, value, step)
+        export_step(str(self.path), step, {name: float(value) for name, value in metrics.items()})
+        now = time.monotonic_ns()
+        if self._trace is not None:
+            self._trace.step(step, self._last_log, now)
+            self._trace.collect()
+        self._last_log = now
 
     def log_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        """One line of ``samples.jsonl`` per sample."""
+        """One line of ``samples.jsonl`` per sample; the report shows ``prompt``, ``response`` and ``reward`` of each."""
         for sample in samples:
             self._samples.write(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n")
 
@@ -59,3 +89,20 @@ class RunFolder:
         self._metrics.close()
         self._samples.close()
         self._board.close()
+        if self._trace is not None:
+            self._trace.close()
+        if error is None:
+            self._write_state("finished")
+        else:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            self._write_state("interrupted" if interrupted else "failed", f"{type(error).__name__}: {error}")
+
+    def _write_state(self, state: str, error: str | None = None) -> None:
+        facts = {
+            "state": state,
+            "error": error,
+            "started": self._started.isoformat(timespec="seconds"),
+            "ended": None if state == "running" else datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": sys.argv,
+        }
+        (self.path / "run.json").write_text(json.dumps(facts, indent=2) + "\n")

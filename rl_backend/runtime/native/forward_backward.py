@@ -22,6 +22,7 @@ from rl_backend.contracts import (
 from rl_backend.model import ModelInput
 from rl_backend.runtime.native import fsdp_state
 from rl_backend.runtime.native.handle import NativeHandle
+from rl_backend.trace.device import device_span
 
 
 def run_micro_batches(
@@ -71,14 +72,17 @@ def _run_one(
 ) -> tuple[Tensor | None, Mapping[str, MetricValue], dict[str, Tensor]]:
     loss: Tensor | None = None
     metrics: Mapping[str, MetricValue] = {}
-    with torch.set_grad_enabled(not forward_only):
+    work = {"micro_batch": index, "tokens": batch.input_ids.shape[0], "sequences": batch.seq_lens.shape[0]}
+    device = handle.groups.device
+    with torch.set_grad_enabled(not forward_only), device_span(device, "forward", "micro_batch", **work):
         output: ModelOutput = handle.model(_model_input(batch))
         if loss_fn is not None:
             loss, metrics = loss_fn(output, batch, handle.groups.dp_group)
             _check_loss(loss, index, forward_only)
     if not forward_only:
         assert loss is not None, "checked above"
-        loss.backward()
+        with device_span(device, "backward", "micro_batch", **work):
+            loss.backward()
     kept = {name: value.detach() for name, value in output._asdict().items() if value is not None}
     return None if loss is None else loss.detach().float(), _detached(metrics), kept
 

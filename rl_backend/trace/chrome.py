@@ -1,0 +1,119 @@
+"""Chrome's trace-event format, which Perfetto and chrome://tracing open.
+
+The file is the format's "JSON Array": one event per line, written as it comes, so that the trace of a run that was killed
+can be read up to there. See "Trace Event Format" (Google, 2016) for the fields.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+MAX_BYTES = 256 * 2**20
+"""Size at which a trace ends; what follows is counted and not written."""
+
+
+class ChromeTraceWriter:
+    """Writes events to ``path``; times are microseconds from the beginning of the trace.
+
+    Args:
+        max_bytes: the file ends there, with an event that says so.
+    """
+
+    def __init__(self, path: Path | str, *, max_bytes: int = MAX_BYTES) -> None:
+        self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115, closed by close()
+        self._left = max_bytes
+        self._unwritten = 0
+        self._separator = "[\n"
+
+    def process(self, pid: int, name: str, labels: str = "") -> None:
+        """Names a process; processes are shown in the order of ``pid``."""
+        self._metadata("process_name", pid, {"name": name})
+        self._metadata("process_sort_index", pid, {"sort_index": pid})
+        if labels:
+            self._metadata("process_labels", pid, {"labels": labels})
+
+    def thread(self, pid: int, tid: int, name: str) -> None:
+        """Names a thread."""
+        self._metadata("thread_name", pid, {"name": name}, tid)
+        self._metadata("thread_sort_index", pid, {"sort_index": tid}, tid)
+
+    def complete(
+        self, pid: int, tid: int, name: str, category: str, start: float, duration: float, arguments: Mapping[str, Any]
+    ) -> None:
+        """A span of time."""
+        self._write(
+            {
+                "name": name,
+                "cat": category,
+                "ph": "X",
+                "ts": round(start, 3),
+                "dur": round(duration, 3),
+                "pid": pid,
+                "tid": tid,
+                "args": dict(arguments),
+            }
+        )
+
+    def instant(self, pid: int, name: str, category: str, when: float, arguments: Mapping[str, Any]) -> None:
+        """A moment, drawn across its process."""
+        fields = {"name": name, "cat": category, "ph": "i", "s": "p", "ts": round(when, 3), "pid": pid, "tid": 0}
+        self._write({**fields, "args": dict(arguments)})
+
+    def arrow(
+        self, number: int, name: str, category: str, start: tuple[int, int, float], end: tuple[int, int, float]
+    ) -> None:
+        """An arrow from the span at (pid, tid, time) ``start`` to the one at ``end``; ``number`` is its own."""
+        for phase, (pid, tid, when) in (("s", start), ("f", end)):
+            fields = {"name": name, "cat": category, "ph": phase, "id": number, "ts": round(when, 3), "pid": pid, "tid": tid}
+            self._write({**fields, "bp": "e"} if phase == "f" else fields)
+
+    def flush(self) -> None:
+        """Hands everything to the operating system."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Ends the array; a second call does nothing."""
+        if self._file.closed:
+            return
+        if self._unwritten:
+            self._left = 4096
+            fields = {"name": "trace full", "cat": "trace", "ph": "i", "s": "g", "ts": 0, "pid": 0, "tid": 0}
+            self._write({**fields, "args": {"events_not_written": self._unwritten}})
+        self._file.write("\n]\n" if self._separator == ",\n" else "[]\n")
+        self._file.close()
+
+    def _metadata(self, name: str, pid: int, arguments: Mapping[str, Any], tid: int = 0) -> None:
+        self._write({"name": name, "ph": "M", "pid": pid, "tid": tid, "args": dict(arguments)})
+
+    def _write(self, event: Mapping[str, Any]) -> None:
+        # Strict JSON: a viewer refuses a bare NaN.
+        line = json.dumps(_finite(event), allow_nan=False, separators=(",", ":"))
+        if len(line) + 2 > self._left:
+            self._left, self._unwritten = 0, self._unwritten + 1
+            return
+        self._left -= len(line) + 2
+        self._file.write(self._separator + line)
+        self._separator = ",\n"
+
+
+def read_trace(path: Path | str) -> list[dict[str, Any]]:
+    """The events of a trace that :class:`ChromeTraceWriter` wrote, also of one that was cut off in the middle."""
+    events = []
+    with Path(path).open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            text = line.strip().rstrip(",")
+            if text.startswith("{"):
+                try:
+                    events.append(json.loads(text))
+                except ValueError:
+                    break
+    return events
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return str(value) if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))) else value
