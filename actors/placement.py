@@ -1,7 +1,8 @@
-"""Cores and GPUs for the ranks of a group."""
+"""Cores and GPUs for the members of a group."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -91,13 +92,23 @@ def reserve_bundles(
         raise UnsupportedError(
             f"{asker} asks for {count} {member}s with {_amounts(bundle)} each, together "
             f"{_amounts({kind: count * amount for kind, amount in bundle.items()})}; after {timeout:g} s the cluster "
-            f"has {_amounts(free)} free of {_amounts(total)} in {len(ray.nodes())} nodes (each must fit into one node); "
+            f"has {_amounts(free)} free of {_amounts(total)}, in {_describe_nodes()} (a {member} must fit into one node); "
             "free some, add nodes, or ask for less",
             asked={kind: count * amount for kind, amount in bundle.items()},
             free={kind: free.get(kind, 0.0) for kind in ("CPU", "GPU")},
             total={kind: total.get(kind, 0.0) for kind in ("CPU", "GPU")},
         )
     return group
+
+
+def living_nodes() -> list[dict[str, Any]]:
+    """Ray's records of the cluster's living nodes."""
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _describe_nodes() -> str:
+    kinds = Counter(_amounts(node["Resources"]) for node in living_nodes())
+    return ", ".join(f"{count} node{'s' if count > 1 else ''} of {amounts}" for amounts, count in kinds.items())
 
 
 def _slots(group: PlacementGroup, num_ranks: int) -> tuple[Slot, ...]:

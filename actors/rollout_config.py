@@ -42,8 +42,13 @@ class RolloutConfig(BaseConfig):
         load_format: ``auto`` reads the directory's weights; ``dummy`` starts with random ones and refuses to sample until
             the first push.
         tensor_parallel: GPUs, or groups of cores, over which one engine is sharded.
-        cores: for CPU engines: the cores of each engine; with ``tensor_parallel`` they are divided evenly. None divides
-            the host's cores evenly over the engines.
+        cores_per_engine: CPUs that each engine reserves from Ray. A CPU engine runs on as many cores of the node where it
+            lands, others than those of the engines that are there already. None reserves none: the engines divide the
+            cores of their node evenly, and on a cluster of several nodes CPU engines are refused.
+        cores: for CPU engines, in place of ``cores_per_engine``: the core numbers of each engine, reserved from nobody;
+            with ``tensor_parallel`` they are divided evenly.
+        placement: ``pack`` engines on few nodes, or ``spread`` them; for engines that reserve CPUs or GPUs.
+        placement_timeout: seconds to wait for the cluster's resources.
         gpus_per_worker: Ray GPUs that each of the ``tensor_parallel`` workers reserves; less than 1, without tensor
             parallelism, where a ``TrainGroup`` of one rank shares the device with its ``gpus_per_rank``.
         max_model_len: tokens of prompt and response together.
@@ -66,7 +71,10 @@ class RolloutConfig(BaseConfig):
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     load_format: Literal["auto", "dummy"] = "auto"
     tensor_parallel: int = Field(default=1, ge=1)
+    cores_per_engine: int | None = Field(default=None, ge=1)
     cores: tuple[tuple[int, ...], ...] | None = None
+    placement: Literal["pack", "spread"] = "pack"
+    placement_timeout: float = Field(default=10.0, gt=0)
     gpus_per_worker: float = Field(default=1.0, gt=0, le=1)
     max_model_len: int = Field(default=2048, ge=2)
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
@@ -94,6 +102,12 @@ class RolloutConfig(BaseConfig):
     def _check(self) -> Self:
         if self.cores is not None:
             self._check_cores(self.cores)
+        if self.cores_per_engine is not None and self.cores_per_engine % self.tensor_parallel:
+            raise ConfigError.of(
+                "RolloutConfig.cores_per_engine",
+                self.cores_per_engine,
+                f"must be a multiple of tensor_parallel={self.tensor_parallel}, whose workers divide the cores",
+            )
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_model_len:
             raise ConfigError.of(
                 "RolloutConfig.max_num_batched_tokens",
@@ -114,6 +128,12 @@ class RolloutConfig(BaseConfig):
     def _check_cores(self, cores: tuple[tuple[int, ...], ...]) -> None:
         if self.device == "cuda":
             raise ConfigError.of("RolloutConfig.cores", cores, "only CPU engines have cores; leave it out")
+        if self.cores_per_engine is not None:
+            raise ConfigError.of(
+                "RolloutConfig.cores_per_engine",
+                self.cores_per_engine,
+                "says how many cores and cores which; give one of them",
+            )
         if len(cores) != self.num_engines:
             raise ConfigError.of(
                 "RolloutConfig.cores", cores, f"expected one group of cores for each of the {self.num_engines} engines"

@@ -11,18 +11,24 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+import ray
 import torch
 from torch import Tensor
 
+from actors import prometheus
+from actors.engine_cores import NodePlace, choose_cores
 from actors.rollout_config import RolloutConfig, SamplingConfig
+from actors.rollout_observed import observed
 from actors.transport.gloo_group import Address, GlooGroup, join, receive_into
 from actors.transport.segment import Segment, SharedSegment, host_identity, map_segment
 from actors.vllm_expected import expected_weights
 from actors.vllm_process import prepare_process, start_vllm
 from rl_backend.contracts import (
     UNVERSIONED,
+    ConfigError,
     EngineDeadError,
     EngineDirtyError,
     RolloutError,
@@ -32,6 +38,7 @@ from rl_backend.contracts import (
     WeightSyncError,
     WeightVersionError,
 )
+from rl_backend.trace import TraceBatch, recorder, span
 from rl_backend.weights import check_manifest, check_staged
 
 type EngineState = Literal["serving", "paused", "dirty", "asleep"]
@@ -43,14 +50,19 @@ class EngineInfo:
 
     Attributes:
         workers: processes that hold a part of the model.
+        node_id: Ray's, of the node that it runs on.
         host: equal for processes that share memory.
+        cores: numbers of the cores that it runs on; empty on CUDA.
         device_ids: of CUDA devices, their UUIDs; empty on a CPU.
         version: of the weights served; ``UNVERSIONED`` before the first push.
     """
 
     name: str
     pid: int
+    node_id: str
+    node_ip: str
     host: str
+    cores: tuple[int, ...]
     device: str
     dtype: str
     workers: int
@@ -84,17 +96,17 @@ class RolloutEngine:
 
     Args:
         config: of the group.
-        name: for messages, for example ``engine 0``.
+        engine: its number in the group.
         device: ``cpu`` or ``cuda``.
-        cores: cores to run on; empty on CUDA.
         require_push: refuse to sample until weights have been pushed.
     """
 
-    def __init__(self, config: RolloutConfig, name: str, device: str, cores: tuple[int, ...], require_push: bool) -> None:
+    def __init__(self, config: RolloutConfig, engine: int, device: str, require_push: bool) -> None:
         self._config = config
-        self._name = name
+        self._engine = engine
+        self._name = f"engine {engine}"
         self._device = device
-        self._cores = cores
+        self._cores: tuple[int, ...] = ()
         self._require_push = require_push
         self._state: EngineState = "serving"
         self._version = UNVERSIONED
@@ -104,11 +116,21 @@ class RolloutEngine:
         self._staged_in_workers = False
         self._gloo: dict[str, GlooGroup] = {}
         self._verified: WeightManifest | None = None
-        self._threads = max(len(cores), 1)
         self._failure = ""
 
-    def start(self) -> EngineInfo:
-        """Starts vLLM. Apart from the constructor, so that a caller sees the errors as they are."""
+    def node(self) -> str:
+        """Id of the Ray node that this engine has landed on."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    def start(self, place: NodePlace) -> EngineInfo:
+        """Starts vLLM. Apart from the constructor, so that a caller sees the errors as they are.
+
+        Args:
+            place: among the group's engines on this node.
+        """
+        self._check_model_is_here()
+        if self._device == "cpu":
+            self._cores = choose_cores(self._config, self._engine, place)
         prepare_process(self._device, self._cores, self._config.tensor_parallel)
         self._llm = start_vllm(self._config, self._device)
         self._expected = self._expected_weights()
@@ -120,7 +142,10 @@ class RolloutEngine:
         return EngineInfo(
             name=self._name,
             pid=os.getpid(),
+            node_id=self.node(),
+            node_ip=ray.util.get_node_ip_address(),
             host=host_identity(),
+            cores=self._cores,
             device=self._device,
             dtype=self._config.dtype,
             workers=self._config.tensor_parallel,
@@ -168,8 +193,11 @@ class RolloutEngine:
             for request in requests
         ]
         prompts = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in requests]
-        outputs = self._vllm_call(self._llm.generate, prompts, params, use_tqdm=False)
-        return self._version, [[_response(completion) for completion in output.outputs] for output in outputs]
+        with observed(self._engine, self._version, requests) as report:
+            outputs = self._vllm_call(self._llm.generate, prompts, params, use_tqdm=False)
+            responses = [[_response(completion) for completion in output.outputs] for output in outputs]
+            report(responses)
+        return self._version, responses
 
     def make_segment(self, nbytes: int) -> Segment:
         """This engine's own staging segment of at least ``nbytes``, for transports that bring weights to its host."""
@@ -198,6 +226,10 @@ class RolloutEngine:
         if not self._gloo:
             self._drop_own_segment()
 
+    def take_trace(self, stop: bool = False) -> TraceBatch:
+        """As :meth:`~rl_backend.trace.TraceRecorder.take_batch`."""
+        return recorder.take_batch(stop=stop)
+
     def close(self) -> None:
         """Frees the engine's own segment; the process is about to be killed."""
         self._drop_own_segment()
@@ -218,8 +250,9 @@ class RolloutEngine:
         """
         started = time.perf_counter()
         self._verified = None
-        self._check_manifest(manifest)
-        check_staged(self._map(segment), manifest, engine=self._name, threads=self._threads)
+        with span("verify", "weights", weight_version=manifest.version, nbytes=manifest.nbytes):
+            self._check_manifest(manifest)
+            check_staged(self._map(segment), manifest, engine=self._name, threads=max(len(self._cores), 1))
         self._verified = manifest
         return time.perf_counter() - started
 
@@ -243,16 +276,20 @@ class RolloutEngine:
         """Stops serving, empties the prefix cache and starts vLLM's weight update. Streaming transports call it directly."""
         self._check_updatable()
         self._state = "paused"
-        self._during_update(self._start_weight_update)
+        with span("begin update", "weights"):
+            self._during_update(self._start_weight_update)
 
     def update(self, update_info: dict[str, Any]) -> None:
         """Hands one message to vLLM's ``update_weights``."""
-        self._during_update(self._llm.update_weights, {"update_info": update_info})
+        with span("update", "weights"):
+            self._during_update(self._llm.update_weights, {"update_info": update_info})
 
     def finish_update(self, version: int) -> None:
         """Ends vLLM's weight update and records the version; serving starts again with :meth:`resume`."""
-        self._during_update(self._llm.finish_weight_update, str(version))
+        with span("finish update", "weights", weight_version=version):
+            self._during_update(self._llm.finish_weight_update, str(version))
         self._version = version
+        prometheus.set_gauge("rl_backend_engine_weight_version", version, engine=str(self._engine))
 
     def abandon_update(self, reason: str) -> None:
         """Refuses requests from now on: an update that began will not be finished."""
@@ -290,6 +327,15 @@ class RolloutEngine:
         self._check_sleep_mode()
         self._vllm_call(self._llm.wake_up)
         self._state = "serving"
+
+    def _check_model_is_here(self) -> None:
+        if not (Path(self._config.model_path) / "config.json").is_file():
+            raise ConfigError.of(
+                "RolloutConfig.model_path",
+                self._config.model_path,
+                f"is not a Hugging Face directory on node {ray.util.get_node_ip_address()} (Ray node {self.node()}), where "
+                f"{self._name} runs; a model has the same path on every node",
+            )
 
     def _expected_weights(self) -> Any:
         parameters, packed_modules = self._vllm_call(self._llm.collective_rpc, "describe_parameters")[0]

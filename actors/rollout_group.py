@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,20 +10,14 @@ from itertools import pairwise
 from typing import Any, Self
 
 import ray
-from ray.util.placement_group import PlacementGroup, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.placement import reserve_bundles
 from actors.rollout_calls import Sampling, collect
 from actors.rollout_config import RolloutConfig, SamplingConfig
 from actors.rollout_engine import EngineInfo, Request, RolloutEngine
 from actors.rollout_pending import PendingSamples
+from actors.rollout_placement import EnginePlacement, places_on_nodes
 from actors.rollout_sample import Sample
-from actors.vllm_process import process_environment
 from rl_backend.contracts import BatchError, ConfigError, EngineDeadError, EngineDirtyError, RLBackendError, RolloutError
-
-PLACEMENT_SECONDS = 10.0
-"""How long to wait for the cluster's GPUs."""
 
 CLOSE_SECONDS = 2.0
 """How long an engine that is ended may take to free its shared memory; one that is sampling does not answer."""
@@ -40,11 +33,11 @@ class RolloutGroup:
     Args:
         config: the engines.
         scheduling: for each engine a Ray scheduling strategy, for example a bundle of a placement group that it shares with
-            training; None reserves GPUs for them where Ray has them free.
+            training; None reserves GPUs and ``config.cores_per_engine`` for them where Ray has them free.
 
     Raises:
-        ConfigError: a configuration that cannot work here.
-        UnsupportedError: the cluster does not have the GPUs.
+        ConfigError: a configuration that cannot work here, or a model that is not on an engine's node.
+        UnsupportedError: the cluster does not have the GPUs or CPUs.
         RolloutError: an engine that did not start.
     """
 
@@ -58,19 +51,14 @@ class RolloutGroup:
                 "scheduling", len(scheduling), f"expected one strategy for each of {config.num_engines} engines"
             )
         self.config = config
-        self._scheduling = scheduling
-        self._reserved: PlacementGroup | None = None
-        self._device = _resolve_device(config)
-        self._cores = _assign_cores(config) if self._device == "cpu" else ((),) * config.num_engines
         self._require_push = config.require_push
         self._lock = threading.Lock()
         self._actors: dict[int, Any] = {}
         self._infos: dict[int, EngineInfo] = {}
         self._lost: dict[int, RLBackendError] = {}
         self._sampling = Sampling()
+        self._placement = EnginePlacement(config, scheduling)
         try:
-            if self._device == "cuda" and scheduling is None:
-                self._reserve_gpus()
             self._start(range(config.num_engines))
         except BaseException:
             self.close()
@@ -166,6 +154,10 @@ class RolloutGroup:
             self.note(engine, outcome)
         return outcomes
 
+    def trace_actors(self) -> dict[str, Any]:
+        """For a :class:`~actors.trace.TraceCollector`."""
+        return {self._name(engine): self._actors[engine] for engine in self.engines}
+
     def actors(self) -> list[Any]:
         """Ray handles of the living engines, in the order of their numbers."""
         return [self._actors[engine] for engine in self._living()]
@@ -252,9 +244,7 @@ class RolloutGroup:
         self._actors.clear()
         if ray.is_initialized():
             _end(actors)
-            if self._reserved is not None:
-                remove_placement_group(self._reserved)
-                self._reserved = None
+            self._placement.release()
 
     def __enter__(self) -> Self:
         return self
@@ -264,9 +254,15 @@ class RolloutGroup:
 
     def _start(self, engines: Sequence[int]) -> None:
         actors = {engine: self._make_actor(engine) for engine in engines}
-        calls = {engine: actor.start.remote() for engine, actor in actors.items()}
+        names = {engine: self._name(engine) for engine in engines}
         try:
-            outcomes = collect(calls, {engine: self._name(engine) for engine in engines}, self.config.start_timeout)
+            nodes = collect(
+                {engine: actor.node.remote() for engine, actor in actors.items()}, names, self.config.start_timeout
+            )
+            _raise_first(nodes)
+            places = places_on_nodes({**{engine: info.node_id for engine, info in self._infos.items()}, **nodes})
+            calls = {engine: actor.start.remote(places[engine]) for engine, actor in actors.items()}
+            outcomes = collect(calls, names, self.config.start_timeout)
             _raise_first(outcomes)
         except BaseException:
             for actor in actors.values():
@@ -276,22 +272,9 @@ class RolloutGroup:
             self._actors.update(actors)
             self._infos.update(outcomes)
 
-    def _reserve_gpus(self) -> None:
-        count, gpus = self.config.num_engines, self.config.gpus_per_worker * self.config.tensor_parallel
-        self._reserved = reserve_bundles("RolloutGroup", "engine", {"GPU": gpus}, count, "pack", PLACEMENT_SECONDS)
-        self._scheduling = [
-            PlacementGroupSchedulingStrategy(self._reserved, placement_group_bundle_index=engine) for engine in range(count)
-        ]
-
     def _make_actor(self, engine: int) -> Any:
-        environment = process_environment(self._device)
-        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": environment}}
-        if self._device == "cuda":
-            options["num_gpus"] = self.config.gpus_per_worker * self.config.tensor_parallel
-        if self._scheduling is not None:
-            options["scheduling_strategy"] = self._scheduling[engine]
-        actor = ray.remote(self.engine_class).options(**options)
-        return actor.remote(self.config, self._name(engine), self._device, self._cores[engine], self._require_push)
+        actor = ray.remote(self.engine_class).options(**self._placement.options(engine))
+        return actor.remote(self.config, engine, self._placement.device, self._require_push)
 
     def _name(self, engine: int) -> str:
         return f"engine {engine}"
@@ -352,28 +335,3 @@ def _raise_first(outcomes: dict[int, Any]) -> None:
     for outcome in outcomes.values():
         if isinstance(outcome, RLBackendError):
             raise outcome
-
-
-def _resolve_device(config: RolloutConfig) -> str:
-    has_gpu = ray.cluster_resources().get("GPU", 0) > 0
-    device = config.device if config.device != "auto" else ("cuda" if has_gpu and config.cores is None else "cpu")
-    if device == "cuda" and not has_gpu:
-        raise ConfigError.of("RolloutConfig.device", "cuda", "the Ray cluster has no GPU")
-    if device == "cpu" and config.sleep_mode:
-        raise ConfigError.of("RolloutConfig.sleep_mode", True, "vLLM has no sleep mode on a CPU; leave it off")
-    return device
-
-
-def _assign_cores(config: RolloutConfig) -> tuple[tuple[int, ...], ...]:
-    if config.cores is not None:
-        return config.cores
-    cores = sorted(os.sched_getaffinity(0))
-    needed = config.num_engines * config.tensor_parallel
-    if len(cores) < needed:
-        if config.tensor_parallel > 1:
-            raise ConfigError.of(
-                "RolloutConfig.tensor_parallel", config.tensor_parallel, f"needs {needed} cores, there are {len(cores)}"
-            )
-        return tuple((cores[engine % len(cores)],) for engine in range(config.num_engines))
-    size = len(cores) // needed * config.tensor_parallel
-    return tuple(tuple(cores[engine * size : (engine + 1) * size]) for engine in range(config.num_engines))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import ray
 import torch
 
 from actors.rollout_group import RolloutGroup
@@ -29,6 +30,7 @@ class PushPlan:
         dtype: dtype of the weights sent.
         byte_budget: passed to ``export_weights``.
         infos: the tensors, in order, without offsets or digests.
+        node_id: Ray's, of the node that the source rank runs on.
         host: see :func:`~actors.transport.segment.host_identity`.
         device_ids: UUIDs of the ranks' CUDA devices; empty when any rank is on a CPU.
     """
@@ -39,6 +41,7 @@ class PushPlan:
     byte_budget: int | None
     version: int
     infos: tuple[TensorInfo, ...]
+    node_id: str
     host: str
     device_ids: tuple[str, ...] = ()
 
@@ -137,7 +140,8 @@ def describe_export(
     if context.rank != SOURCE_RANK:
         return _cuda_device(), None
     version = context.handle(handle).weight_version
-    return _cuda_device(), PushPlan(key, handle, dtype, byte_budget, version, infos, host_identity())
+    node_id = ray.get_runtime_context().get_node_id()
+    return _cuda_device(), PushPlan(key, handle, dtype, byte_budget, version, infos, node_id, host_identity())
 
 
 def make_plan(descriptions: list[tuple[str, PushPlan | None]]) -> PushPlan:

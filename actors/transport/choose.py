@@ -23,9 +23,14 @@ def make_transport(name: str) -> Transport:
 
 
 def choose_transport(plan: PushPlan, rollout: RolloutGroup) -> Transport:
-    """CUDA IPC where every engine's GPUs have training ranks, NCCL between GPUs, shared memory on one host, else gloo."""
+    """CUDA IPC where every engine's GPUs have training ranks, NCCL between GPUs, shared memory on one node, else gloo.
+
+    One node is one Ray node whose processes share one /dev/shm. Two Ray nodes on one machine, as tests and containers make
+    them, count as two, although shared memory can be asked for by name where they do share it.
+    """
     infos = [rollout.infos[engine] for engine in rollout.engines]
     if plan.device_ids and all(info.device == "cuda" for info in infos):
         colocated = all(set(info.device_ids) <= set(plan.device_ids) for info in infos)
         return make_transport("cuda_ipc" if colocated else "nccl")
-    return make_transport("shared_memory" if all(info.host == plan.host for info in infos) else "gloo")
+    on_node = all((info.node_id, info.host) == (plan.node_id, plan.host) for info in infos)
+    return make_transport("shared_memory" if on_node else "gloo")

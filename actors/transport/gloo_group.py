@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import ray
 import torch
 from torch import Tensor
 from torch.distributed import (  # type: ignore[attr-defined]
@@ -36,7 +38,7 @@ class GlooGroup:
     """A process group apart from torch's default one, so that a trainer's own groups are left alone."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        self._group: Any = ProcessGroupGloo(PrefixStore("rl_backend_weights", store), rank, size, TIMEOUT)
+        self._group: Any = ProcessGroupGloo(PrefixStore("rl_backend_weights", store), rank, size, _options())
 
     def broadcast(self, tensor: Tensor) -> None:
         """Rank 0's contiguous CPU tensor to all."""
@@ -48,6 +50,19 @@ class GlooGroup:
     def close(self) -> None:
         """Closes the connections, which tells those who wait for this process."""
         self._group = None
+
+
+def _options() -> Any:
+    """On the interface that ``GLOO_SOCKET_IFNAME`` names, else on the one that Ray uses.
+
+    Left to itself gloo takes the address of the host's name, which is often the loopback address.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    place = {"interface": interface} if interface else {"hostname": ray.util.get_node_ip_address()}
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(**place)]
+    options._timeout = TIMEOUT
+    return options
 
 
 def join(address: Address, rank: int) -> GlooGroup:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import ray
 
-from actors import rollout_group
+from actors import rollout_placement
 from actors.rollout_config import RolloutConfig, SamplingConfig
 from actors.rollout_group import RolloutGroup
 from actors.transport.base import PushPlan, StreamingTransport
@@ -252,11 +252,10 @@ def test_more_gpus_than_are_free_are_refused_at_once_with_both_numbers(
     ray_cluster: None, untied_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The cluster has no GPU, which is otherwise refused even before Ray is asked.
-    monkeypatch.setattr(rollout_group, "_resolve_device", lambda config: "cuda")
-    monkeypatch.setattr(rollout_group, "PLACEMENT_SECONDS", 1.0)
-    config = RolloutConfig(model_path=str(untied_model), num_engines=2, device="cuda")
+    monkeypatch.setattr(rollout_placement, "resolve_device", lambda config: "cuda")
+    config = RolloutConfig(model_path=str(untied_model), num_engines=2, device="cuda", placement_timeout=1.0)
     with pytest.raises(
-        UnsupportedError, match=r"2 engines with 0 CPU and 1 GPU each, .* 2 GPU; after 1 s .* of 8 CPU and 0 GPU"
+        UnsupportedError, match=r"2 engines with 0 CPU and 1 GPU each, .* 2 GPU; after 1 s .* in 1 node of 8 CPU and 0 GPU"
     ):
         RolloutGroup(config)
 
