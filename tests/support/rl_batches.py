@@ -17,12 +17,12 @@ LENGTHS = ((3, 5), (1, 1), (4, 9), (2, 2), (6, 7), (1, 12))
 def random_sequences(seed: int = 0, dtype: torch.dtype = torch.float64) -> list[TokenSequence]:
     """Sequences with log-probs around those of an old policy; some response tokens, and one whole sequence, masked.
 
-    The field ``log_probs`` holds what a model would return, ``entropy`` likewise.
+    The fields ``log_probs``, ``entropy`` and ``values`` hold what a model would return.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator, critic = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed + 1000)
 
-    def noise(rows: int, scale: float) -> Tensor:
-        return scale * torch.randn(rows, generator=generator, dtype=dtype)
+    def noise(rows: int, scale: float, source: torch.Generator = generator) -> Tensor:
+        return scale * torch.randn(rows, generator=source, dtype=dtype)
 
     sequences = []
     for index, (prompt, response) in enumerate(LENGTHS):
@@ -34,6 +34,13 @@ def random_sequences(seed: int = 0, dtype: torch.dtype = torch.float64) -> list[
             "rollout_log_probs": old + noise(response, 0.4),
             "entropy": noise(response, 1.0).abs(),
             "advantages": noise(1, 1.5).expand(response),
+        }
+        old_values = noise(response, 1.0, critic)
+        fields |= {
+            "old_values": old_values,
+            "values": old_values + noise(response, 0.8, critic),
+            "returns": old_values + noise(response, 1.0, critic),
+            "token_rewards": noise(response, 1.0, critic),
         }
         ids = torch.randint(0, 50, (prompt + response,), generator=generator).tolist()
         sequence = TokenSequence.from_prompt_and_response(ids[:prompt], ids[prompt:], response_fields=fields)
@@ -58,10 +65,8 @@ def batch_meta(sequences: Sequence[TokenSequence], dp_size: int = 1) -> dict[str
 def pack(sequences: Sequence[TokenSequence], meta: dict[str, Any]) -> tuple[ModelOutput, PackedBatch]:
     """One micro-batch, and the model output whose leaves (T,) require gradients."""
     fields = {name: torch.cat([sequence.token_fields[name] for sequence in sequences]) for name in sequences[0].token_fields}
-    output = ModelOutput(
-        log_probs=fields.pop("log_probs").clone().requires_grad_(),
-        entropy=fields.pop("entropy").clone().requires_grad_(),
-    )
+    given = {name: fields.pop(name) for name in ("log_probs", "entropy", "values") if name in fields}
+    output = ModelOutput(**{name: value.clone().requires_grad_() for name, value in given.items()})
     batch = PackedBatch(
         torch.cat([sequence.input_ids for sequence in sequences]),
         torch.tensor([len(sequence) for sequence in sequences]),

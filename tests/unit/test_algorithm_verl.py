@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 from typing import Any
 
@@ -11,15 +12,20 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rl_backend.algorithm import (
-    ADVANTAGE_ESTIMATORS,
     LOSS_AGG_MODES,
     aggregate_loss,
+    cispo_loss,
     grpo_loss,
+    gspo_loss,
     kl_penalty,
+    masked_importance_weights,
+    sequences_without_veto,
     sft_loss,
     truncated_importance_weights,
+    value_loss,
 )
 from tests.support.rl_batches import LENGTHS, batch_meta, pack, pad, random_sequences
+from tests.support.verl_reference import actor_config, assert_same, gradient
 
 pytest.importorskip("verl", reason="verl is not installed")
 
@@ -47,48 +53,8 @@ def verl_losses() -> ModuleType:
     return verl.workers.utils.losses
 
 
-def actor_config(meta: dict[str, Any], **changes: Any) -> Any:
-    from verl.workers.config import ActorConfig
-
-    settings = {"strategy": "fsdp", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1, "global_batch_info": dict(meta)}
-    return ActorConfig(**{**settings, **changes})
-
-
 def scale_factor(mode: str) -> float | None:
     return SCALE if mode == "seq-mean-token-sum-norm" else None
-
-
-def gradient(loss: Tensor, leaf: Tensor) -> Tensor:
-    (result,) = torch.autograd.grad(loss, leaf, retain_graph=True)
-    return result
-
-
-def assert_same(ours: Tensor, theirs: Tensor) -> None:
-    rtol, atol = (1e-6, 1e-9) if ours.dtype == torch.float64 else (1e-5, 1e-6)
-    torch.testing.assert_close(ours, theirs.to(ours.dtype), rtol=rtol, atol=atol)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize(
-    ("name", "verl_name", "verl_options"),
-    [
-        ("grpo", "compute_grpo_outcome_advantage", {"norm_adv_by_std_in_grpo": True}),
-        ("dr_grpo", "compute_grpo_outcome_advantage", {"norm_adv_by_std_in_grpo": False}),
-        ("rloo", "compute_rloo_outcome_advantage", {}),
-    ],
-)
-def test_group_advantages_equal_verls(
-    core_algos: ModuleType, name: str, verl_name: str, verl_options: dict[str, bool], dtype: torch.dtype
-) -> None:
-    uids = ["a", "b", "a", "c", "b", "a", "d", "d", "b", "a"]
-    rewards = torch.randn(len(uids), generator=torch.Generator().manual_seed(3), dtype=dtype)
-    token_rewards = torch.zeros(len(uids), 4, dtype=dtype)
-    token_rewards[:, 2] = rewards
-    theirs, _ = getattr(core_algos, verl_name)(token_rewards.clone(), torch.ones_like(token_rewards), uids, **verl_options)
-    ours = ADVANTAGE_ESTIMATORS[name](rewards, group_ids=uids)
-    assert ours.dtype == dtype
-    assert_same(ours, theirs[:, 0])
-    assert ours[uids.index("c")] == pytest.approx(rewards[uids.index("c")].item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
@@ -118,18 +84,37 @@ def test_kl_and_its_gradient_equal_verls(core_algos: ModuleType, kl_type: str) -
     assert_same(gradient(ours.sum(), log_probs), gradient(theirs.sum(), log_probs))
 
 
+@pytest.mark.shows("algorithms: PPO with dual clip, GSPO and CISPO equal verl's functions, gradients included")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@pytest.mark.parametrize("clip", [(0.2, 0.2, 3.0), (0.1, 0.3, 1.2), (0.0, 0.28, 10.0)])
-def test_clipped_policy_loss_gradient_and_metrics_equal_verls(
-    core_algos: ModuleType, mode: str, clip: tuple[float, float, float]
+@pytest.mark.parametrize(
+    ("loss_fn", "verl_name", "clip"),
+    [
+        (grpo_loss, "vanilla", (0.2, 0.2, 3.0)),
+        (grpo_loss, "vanilla", (0.1, 0.3, 1.2)),
+        (grpo_loss, "vanilla", (0.0, 0.28, 10.0)),
+        (gspo_loss, "gspo", (3e-4, 4e-4, None)),
+        (gspo_loss, "gspo", (0.2, 0.25, None)),
+        (cispo_loss, "cispo", (1.0, 0.2, None)),
+        (cispo_loss, "cispo", (0.3, 0.5, None)),
+    ],
+)
+def test_policy_losses_gradients_and_metrics_equal_verls(
+    core_algos: ModuleType,
+    loss_fn: Any,
+    verl_name: str,
+    clip: tuple[float, float, float | None],
+    mode: str,
+    dtype: torch.dtype,
 ) -> None:
-    sequences = random_sequences(2)
+    sequences = random_sequences(2, dtype)
     output, batch = pack(sequences, batch_meta(sequences, 2))
-    low, high, dual = clip
-    options = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": dual}
-    ours, metrics = grpo_loss(output, batch, loss_agg_mode=mode, loss_scale_factor=scale_factor(mode), **options)
+    options = {"clip_ratio_low": clip[0], "clip_ratio_high": clip[1]}
+    if clip[2] is not None:
+        options["clip_ratio_c"] = clip[2]
+    ours, metrics = loss_fn(output, batch, loss_agg_mode=mode, loss_scale_factor=scale_factor(mode), **options)
     info = {**batch.meta, "loss_scale_factor": scale_factor(mode)}
-    theirs, their_metrics = core_algos.compute_policy_loss_vanilla(
+    theirs, their_metrics = getattr(core_algos, f"compute_policy_loss_{verl_name}")(
         pad(batch.token_field("old_log_probs"), batch),
         pad(output.log_probs, batch),
         pad(batch.token_field("advantages"), batch),
@@ -139,14 +124,69 @@ def test_clipped_policy_loss_gradient_and_metrics_equal_verls(
     )
     assert_same(ours, theirs)
     assert_same(gradient(ours, output.log_probs), gradient(theirs, output.log_probs))
-    for name, their_name in {
-        "clip_fraction": "actor/pg_clipfrac",
-        "clip_fraction_lower": "actor/pg_clipfrac_lower",
-        "approx_kl": "actor/ppo_kl",
-    }.items():
+    names = {"clip_fraction": "actor/pg_clipfrac", "approx_kl": "actor/ppo_kl"}
+    if "clip_ratio_c" in options:
+        names["clip_fraction_lower"] = "actor/pg_clipfrac_lower"
+    for name, their_name in names.items():
         total, weight = metrics[name]
-        assert (total / weight).item() == pytest.approx(their_metrics[their_name], rel=1e-6, abs=1e-9), name
-    assert metrics["clip_fraction"][0] > 0
+        assert (total / weight).item() == pytest.approx(their_metrics[their_name], rel=1e-5, abs=1e-7), name
+    assert 0 < metrics["clip_fraction"][0] < metrics["clip_fraction"][1]
+
+
+@pytest.mark.parametrize("loss_fn", [gspo_loss, cispo_loss])
+def test_importance_weights_multiply_gspo_and_cispo_as_in_verl(
+    core_algos: ModuleType, rollout_corr: ModuleType, loss_fn: Any
+) -> None:
+    sequences = random_sequences(3)
+    output, batch = pack(sequences, batch_meta(sequences))
+    fields = batch.token_fields
+    mask = pad(fields["loss_mask"], batch)
+    weights, _ = rollout_corr.compute_rollout_correction_weights(
+        pad(fields["old_log_probs"] - fields["rollout_log_probs"], batch), mask, rollout_is_threshold="0.7_1.4"
+    )
+    ours, metrics = loss_fn(output, batch, clip_ratio_low=0.1, clip_ratio_high=0.1, mis_bounds=(0.7, 1.4))
+    gspo = loss_fn is gspo_loss
+    theirs, _ = getattr(core_algos, "compute_policy_loss_gspo" if gspo else "compute_policy_loss_cispo")(
+        pad(fields["old_log_probs"], batch),
+        pad(output.log_probs, batch),
+        pad(fields["advantages"], batch),
+        mask,
+        config=actor_config(batch.meta, clip_ratio_low=0.1, clip_ratio_high=0.1),
+        rollout_is_weights=weights,
+    )
+    assert_same(ours, theirs)
+    assert_same(gradient(ours, output.log_probs), gradient(theirs, output.log_probs))
+    dropped = ((weights == 0) & (mask != 0)).sum()
+    assert metrics["importance_dropped"][0] == dropped > 0
+
+
+@pytest.mark.shows("algorithms: the clipped value loss equals verl's, gradients included")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("cliprange", [0.2, 0.5, 5.0])
+def test_value_loss_gradient_and_metrics_equal_verls(
+    core_algos: ModuleType, cliprange: float, mode: str, dtype: torch.dtype
+) -> None:
+    sequences = random_sequences(8, dtype)
+    output, batch = pack(sequences, batch_meta(sequences, 2))
+    ours, metrics = value_loss(
+        output, batch, cliprange_value=cliprange, loss_agg_mode=mode, loss_scale_factor=scale_factor(mode)
+    )
+    theirs, their_fraction = core_algos.compute_value_loss(
+        pad(output.values, batch),
+        pad(batch.token_field("returns"), batch),
+        pad(batch.token_field("old_values"), batch),
+        pad(batch.token_field("loss_mask"), batch),
+        cliprange_value=cliprange,
+        loss_agg_mode=mode,
+        loss_scale_factor=scale_factor(mode),
+        **batch.meta,
+    )
+    assert_same(ours, theirs)
+    assert_same(gradient(ours, output.values), gradient(theirs, output.values))
+    total, weight = metrics["value_clip_fraction"]
+    assert (total / weight).item() == pytest.approx(their_fraction.item(), abs=1e-7)
+    assert (total > 0) == (cliprange < 5)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -161,6 +201,36 @@ def test_truncated_importance_weights_equal_verls(rollout_corr: ModuleType, leve
     )
     assert_same(pad(ours, batch), theirs)
     assert (ours == cap).any() and ((ours > 0) & (ours < cap)).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("bounds", [(0.5, 2.0), (0.8, 1.1)])
+def test_masked_importance_weights_equal_verls(
+    rollout_corr: ModuleType, bounds: tuple[float, float], level: str, dtype: torch.dtype
+) -> None:
+    _, batch = pack(random_sequences(4, dtype), {})
+    old, rollout = batch.token_field("old_log_probs"), batch.token_field("rollout_log_probs")
+    mask = batch.token_field("loss_mask")
+    ours = masked_importance_weights(old, rollout, mask, batch.seq_lens, bounds=bounds, level=level)
+    theirs, _ = rollout_corr.compute_rollout_correction_weights(
+        pad(old - rollout, batch), pad(mask, batch), rollout_is=level, rollout_is_threshold=f"{bounds[0]}_{bounds[1]}"
+    )
+    assert_same(pad(ours, batch), theirs)
+    assert ((ours == 0) & (mask != 0)).any() and (ours > 0).any()
+
+
+def test_the_veto_drops_the_sequences_that_verl_drops(rollout_corr: ModuleType) -> None:
+    _, batch = pack(random_sequences(4), {})
+    # verl's seq_max_k2 also drops tokens that the trainer holds for too likely: with none of these they agree.
+    gap = -(batch.token_field("old_log_probs") - batch.token_field("rollout_log_probs")).abs()
+    mask = batch.token_field("loss_mask")
+    kept = sequences_without_veto(gap, torch.zeros_like(gap), mask, batch.seq_lens, veto=0.45)
+    theirs, _ = rollout_corr.compute_rollout_rejection_mask(
+        pad(gap, batch), pad(mask, batch), "seq_max_k2", 0.5 * math.log(0.45) ** 2
+    )
+    assert torch.equal(pad(mask * kept, batch), theirs)
+    assert 0 < theirs.sum() < mask.sum()
 
 
 @pytest.mark.shows("algorithms: GRPO, KL, importance weights and SFT equal verl's functions, gradients included")
