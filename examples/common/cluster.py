@@ -1,16 +1,39 @@
-"""The Ray session of an example: the cluster that RAY_ADDRESS names, or one on this machine."""
+"""The Ray session of an example: the cluster that RAY_ADDRESS names, or one on this machine; and how a run divides it.
+
+with (
+    ray_session(config.ranks, config.engines),
+    TrainGroup(
+        runtime_config(config),
+        config.ranks,
+        (share := share_cluster(config.ranks, config.engines)).cores_per_rank,
+        share.gpus,
+        placement=config.placement,
+    ) as trainer,
+    RolloutGroup(
+        RolloutConfig(..., cores_per_engine=share.cores_per_engine, placement=config.placement)
+    ) as rollout,
+    RunFolder(config.run_dir, config) as folder,
+):
+    require_paths(trainer, config.model, folder.path)
+    policy = trainer.build_model()
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import ray
 import torch
+from ray.exceptions import RayError
 
+from actors import RankContext, TrainGroup
+from actors.placement import living_nodes
 from rl_backend.contracts import ConfigError
 
 
@@ -21,25 +44,31 @@ def usable_cores() -> int:
 
 def cores_each(processes: int) -> int:
     """This machine's cores divided over processes that work at the same time."""
-    return max(1, usable_cores() // processes)
+    return max(1, usable_cores() // max(1, processes))
 
 
 @contextmanager
-def ray_session(cpus: int) -> Iterator[None]:
-    """Connects to ``RAY_ADDRESS``, or starts Ray here with room for ``cpus`` cores' worth of actors.
+def ray_session(ranks: int, engines: int = 0) -> Iterator[None]:
+    """Connects to the cluster of ``RAY_ADDRESS``, or starts Ray here for that many training ranks and engines.
 
-    Training and sampling take turns, so on one machine their actors may together ask for more cores than there are.
+    Training and sampling take turns, so Ray is told of enough CPUs here for each of them to reserve all cores.
+
+    Raises:
+        ConfigError: no cluster answers at ``RAY_ADDRESS``, or it refuses this process's token.
     """
     if ray.is_initialized():
         yield
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if "RAY_ADDRESS" in os.environ:
-        ray.init(log_to_driver=False)
+        try:
+            ray.init(log_to_driver=False)
+        except (RayError, ConnectionError, RuntimeError) as error:
+            raise ConfigError.of("RAY_ADDRESS", os.environ["RAY_ADDRESS"], f"cannot be connected to: {error}") from None
     else:
         ray.init(
             address="local",
-            num_cpus=max(cpus, usable_cores()),
+            num_cpus=max(usable_cores(), ranks) + max(usable_cores(), engines),
             num_gpus=torch.cuda.device_count(),
             include_dashboard=False,
             log_to_driver=False,
@@ -49,6 +78,45 @@ def ray_session(cpus: int) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+class Share(NamedTuple):
+    """What each process of a run reserves.
+
+    Attributes:
+        gpus: of each training rank and each engine; see :func:`gpus_each`.
+    """
+
+    cores_per_rank: int
+    cores_per_engine: int
+    gpus: float
+
+
+def share_cluster(ranks: int, engines: int = 0) -> Share:
+    """Divides the cluster over training ranks and engines.
+
+    Where all CPUs are this machine's and Ray counts enough of them, as in :func:`ray_session`, ranks divide its cores and
+    so do engines, because they take turns. Else each rank and engine has as many CPUs of its own as fit, all equally many.
+
+    Raises:
+        ConfigError: fewer CPUs or GPUs than ranks and engines.
+    """
+    gpus = gpus_each(ranks, engines)
+    nodes = [node for node in living_nodes() if node["Resources"].get("CPU", 0) >= 1]
+    if len(nodes) == 1 and nodes[0]["NodeID"] == ray.get_runtime_context().get_node_id():
+        rank, engine = cores_each(ranks), cores_each(engines)
+        if ranks * rank + engines * engine <= nodes[0]["Resources"]["CPU"]:
+            return Share(rank, engine, gpus)
+    cpus = [int(node["Resources"]["CPU"]) for node in nodes]
+    places = [int(node["Resources"].get("GPU", 0) / gpus) if gpus else ranks + engines for node in nodes]
+    for cores in range(max(cpus, default=0), 0, -1):
+        fit = sum(min(count // cores, most) for count, most in zip(cpus, places, strict=True))
+        if fit >= ranks + engines:
+            return Share(cores, cores, gpus)
+    raise ConfigError(
+        f"{ranks} ranks and {engines} engines take at least a CPU each, {ranks + engines} together; the cluster's nodes "
+        f"have {cpus} CPUs{f' and GPUs for {places} of them' if gpus else ''}: ask for fewer, or add nodes"
+    )
 
 
 def gpus_each(ranks: int, engines: int) -> float:
@@ -73,3 +141,40 @@ def resolve_dtype(dtype: Literal["auto", "float32", "bfloat16"]) -> Literal["flo
     if dtype == "auto":
         return "bfloat16" if ray.cluster_resources().get("GPU", 0) > 0 else "float32"
     return dtype
+
+
+def require_paths(trainer: TrainGroup, model: str, run_dir: Path) -> None:
+    """Checks, before a model is loaded, that every rank's node has the model and sees this process's run folder.
+
+    Engines check the model themselves when they start.
+
+    Args:
+        model: Hugging Face directory, at the same path on every node.
+        run_dir: exists here; ranks write checkpoints to it.
+
+    Raises:
+        ConfigError: names the node and the path.
+    """
+    mark = run_dir.resolve() / f".visible-{uuid.uuid4().hex}"
+    mark.touch()
+    try:
+        seen = trainer.run_on_ranks(_look_for_paths, model, str(mark))
+    finally:
+        mark.unlink()
+    for info, (has_model, sees_run_dir) in zip(trainer.ranks, seen, strict=True):
+        where = f"on node {info.node_ip} (Ray node {info.node_id}), where training rank {info.rank} runs"
+        if not has_model:
+            raise ConfigError.of(
+                "model", model, f"is not a Hugging Face directory {where}; a model has the same path on every node"
+            )
+        if not sees_run_dir:
+            raise ConfigError.of(
+                "run_dir",
+                str(run_dir.resolve()),
+                f"is not seen {where}; give a folder on a file system that all nodes share, for the ranks write the trained "
+                "model to it",
+            )
+
+
+def _look_for_paths(context: RankContext, model: str, mark: str) -> tuple[bool, bool]:
+    return (Path(model) / "config.json").is_file(), Path(mark).is_file()

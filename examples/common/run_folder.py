@@ -49,7 +49,7 @@ class RunFolder:
         report_seconds: float = 60.0,
     ) -> None:
         require_new_run(path)
-        self.path = Path(path)
+        self.path = Path(path).resolve()
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
         self._started = datetime.now(UTC)
