@@ -1,0 +1,1 @@
+"""The example scripts as jobs of a Ray cluster; see docs/cluster.md."""

@@ -1,0 +1,172 @@
+"""Submits an example, or a script of your own, to a Ray cluster's job server, and follows it to its end.
+
+    python -m examples.ray_job.submit --address http://HEAD:8265 -- examples.grpo --model /shared/model ...
+
+What stands after ``--`` is a module and its options, run on the head node with ``RAY_ADDRESS`` set; its exit status becomes
+this command's. Ctrl-C stops the job. The token is found where Ray finds it: ``RAY_AUTH_TOKEN``, the file that
+``RAY_AUTH_TOKEN_PATH`` names, or ``~/.ray/auth_token``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import requests
+from pydantic import BeforeValidator, Field, model_validator
+from ray.exceptions import AuthenticationError
+from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
+
+from examples.common.command_line import parse_config, run_command
+from examples.ray_job.connection import JobServerError, connect
+from rl_backend.contracts import BaseConfig, ConfigError
+
+NOT_SENT = (".git", ".venv", "runs", "__pycache__", ".*_cache", "*.egg-info")
+"""Patterns as in .gitignore; what a .gitignore file names is not sent either."""
+
+STOP_SECONDS = 30.0
+POLL_SECONDS = 0.5
+
+
+def _split(value: Any) -> Any:
+    return tuple(filter(None, value.split(","))) if isinstance(value, str) else value
+
+
+type Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
+
+
+class SubmitConfig(BaseConfig):
+    """All options."""
+
+    address: str = Field(default="http://127.0.0.1:8265", description="job server, on the head node's dashboard port")
+    working_dir: str = Field(default=".", description="folder sent to all nodes; the job runs in a copy of it")
+    exclude: Names = Field(default=(), description="further .gitignore patterns, by commas, of what is not sent")
+    plugins: Names = Field(default=(), description="folders of packages outside working_dir, by commas, sent as well")
+    environment: Names = Field(default=(), description="NAME=VALUE, by commas, set in all of the job's processes")
+    python: str = Field(default="python", description="interpreter on the head node")
+    wait: bool = Field(default=True, description="follow the job to its end; else only submit it")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name, folders in (("working_dir", (self.working_dir,)), ("plugins", self.plugins)):
+            for folder in folders:
+                if not Path(folder).is_dir():
+                    raise ConfigError.of(f"SubmitConfig.{name}", folder, "is not a folder here")
+        for entry in self.environment:
+            if not entry.partition("=")[0] or "=" not in entry:
+                raise ConfigError.of("SubmitConfig.environment", entry, "expected NAME=VALUE")
+        return self
+
+    def runtime_env(self) -> dict[str, Any]:
+        """Ray's description of what the job's processes see."""
+        settings = dict(entry.split("=", 1) for entry in self.environment)
+        return {
+            "working_dir": self.working_dir,
+            "excludes": [*NOT_SENT, *self.exclude],
+            "env_vars": {"PYTHONUNBUFFERED": "1", **settings},
+            **({"py_modules": list(self.plugins)} if self.plugins else {}),
+        }
+
+
+def submit(config: SubmitConfig, command: Sequence[str]) -> int:
+    """Runs ``python -m`` ``command`` as a job; its exit status, or 0 when it is only submitted.
+
+    Raises:
+        ConfigError: no command, a run folder that would be lost, or no token where one is needed.
+        JobServerError: the job server cannot be reached or refuses, or is lost while the job runs.
+    """
+    check_command(command)
+    entrypoint = shlex.join([config.python, "-m", *command])
+    client = connect(config.address)
+    try:
+        job = client.submit_job(entrypoint=entrypoint, runtime_env=config.runtime_env())
+    except (RuntimeError, ValueError, AuthenticationError, requests.RequestException) as error:
+        raise JobServerError(f"{config.address} did not take the job: {error}") from None
+    print(f"job {job}: {entrypoint}", flush=True)
+    if not config.wait:
+        return 0
+    try:
+        return _follow(client, job, config.address)
+    except KeyboardInterrupt:
+        return _stop(client, job)
+
+
+def _follow(client: JobSubmissionClient, job: str, address: str) -> int:
+    """Prints the job's output until it has ended."""
+    try:
+        asyncio.run(_print_logs(client, job))
+        details = _wait_for_end(client, job, None)
+    except (RuntimeError, OSError, AuthenticationError, requests.RequestException) as error:
+        raise JobServerError(
+            f"lost the job server at {address} while job {job} ran ({error}); it may still run: ray job status {job}"
+        ) from None
+    if details.status == JobStatus.SUCCEEDED:
+        return 0
+    print(f"job {job} {details.status.lower()}: {details.message}", file=sys.stderr)
+    return details.driver_exit_code or 1
+
+
+async def _print_logs(client: JobSubmissionClient, job: str) -> None:
+    async for text in client.tail_job_logs(job):
+        print(text, end="", flush=True)
+
+
+def _stop(client: JobSubmissionClient, job: str) -> int:
+    print(f"stopping job {job}", file=sys.stderr, flush=True)
+    client.stop_job(job)
+    details = _wait_for_end(client, job, STOP_SECONDS)
+    print(f"job {job} {details.status.lower()}", file=sys.stderr)
+    return 130
+
+
+def _wait_for_end(client: JobSubmissionClient, job: str, timeout: float | None) -> JobDetails:
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while not (details := client.get_job_info(job)).status.is_terminal():
+        if deadline is not None and time.monotonic() > deadline:
+            raise JobServerError(f"job {job} has not ended {timeout:g} s after it was asked to: see ray job status {job}")
+        time.sleep(POLL_SECONDS)
+    return details
+
+
+def check_command(command: Sequence[str]) -> None:
+    """Raises :class:`~rl_backend.contracts.ConfigError` unless ``command`` is a module and options that a job can have."""
+    if not command or command[0].startswith("-"):
+        raise ConfigError("nothing to run: end the command with -- MODULE [OPTIONS], as in -- examples.grpo --model ...")
+    run_dir = _option(command[1:], "--run-dir")
+    if run_dir is None and command[0].startswith("examples."):
+        raise ConfigError(
+            f"{command[0]} needs --run-dir, a folder on a file system that all nodes share: its default is in the job's "
+            "copy of working_dir, which the cluster removes"
+        )
+    if run_dir is not None and not Path(run_dir).is_absolute():
+        raise ConfigError.of(
+            "--run-dir", run_dir, "must be absolute: the job runs in a copy of working_dir, which the cluster removes"
+        )
+
+
+def _option(arguments: Sequence[str], name: str) -> str | None:
+    """The value of ``--name value`` or ``--name=value``."""
+    for index, argument in enumerate(arguments):
+        if argument == name:
+            return arguments[index + 1] if index + 1 < len(arguments) else ""
+        if argument.startswith(f"{name}="):
+            return argument.partition("=")[2]
+    return None
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    config = parse_config(
+        SubmitConfig, "Submit a script to a Ray cluster: [OPTIONS] -- MODULE [ITS OPTIONS]", arguments[:end]
+    )
+    raise SystemExit(submit(config, arguments[end + 1 :]))
+
+
+if __name__ == "__main__":
+    run_command(main)
