@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from actors import HandleRef, Loss, TrainGroup
-from examples.common.cluster import cores_each, gpus_each, ray_session, resolve_dtype
+from examples.common.cluster import ray_session, require_paths, resolve_dtype, share_cluster
 from examples.common.command_line import parse_config, run_command
 from examples.common.prompts import endless_batches, load_prompts, load_tokenizer
 from examples.common.run_folder import RunFolder, require_new_run
@@ -41,6 +41,7 @@ class SFTConfig(BaseConfig):
     weight_decay: float = Field(default=0.01, ge=0, description="AdamW weight decay")
     backend: str = Field(default="native", description="registered runtime that trains")
     ranks: int = Field(default=1, ge=1, description="training ranks (data parallel)")
+    placement: Literal["pack", "spread"] = Field(default="pack", description="ranks on few nodes of a cluster, or on many")
     max_tokens_per_micro_batch: int = Field(default=16384, ge=1, description="token budget of one micro-batch")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="auto: bfloat16 with GPUs")
     seed: int = Field(default=0, ge=0, description="fixes data order and training")
@@ -61,12 +62,18 @@ def train(config: SFTConfig) -> Path:
     sequences = load_sequences(config.dataset, tokenizer, *limits)
     held_out = load_sequences(config.eval_dataset, tokenizer, *limits) if config.eval_dataset else []
     batches = endless_batches(sequences, config.batch_size, config.seed)
-    cores = cores_each(config.ranks)
     with (
-        ray_session(config.ranks * cores),
-        TrainGroup(runtime_config(config), config.ranks, cores, gpus_each(config.ranks, 0)) as trainer,
+        ray_session(config.ranks),
+        TrainGroup(
+            runtime_config(config),
+            config.ranks,
+            (share := share_cluster(config.ranks)).cores_per_rank,
+            share.gpus,
+            placement=config.placement,
+        ) as trainer,
         RunFolder(config.run_dir, config) as folder,
     ):
+        require_paths(trainer, config.model, folder.path)
         model = trainer.build_model(name="sft")
         loss = Loss("rl_backend.algorithm:sft_loss")
         print(f"SFT: {len(sequences)} examples, {config.batch_size} a step, {config.ranks} training rank(s)")

@@ -92,11 +92,14 @@ class Share(NamedTuple):
     gpus: float
 
 
-def share_cluster(ranks: int, engines: int = 0) -> Share:
+def share_cluster(ranks: int, engines: int = 0, *, take_turns: bool = True) -> Share:
     """Divides the cluster over training ranks and engines.
 
     Where all CPUs are this machine's and Ray counts enough of them, as in :func:`ray_session`, ranks divide its cores and
     so do engines, because they take turns. Else each rank and engine has as many CPUs of its own as fit, all equally many.
+
+    Args:
+        take_turns: False where training and sampling go on at the same time, on cores of their own.
 
     Raises:
         ConfigError: fewer CPUs or GPUs than ranks and engines.
@@ -104,7 +107,8 @@ def share_cluster(ranks: int, engines: int = 0) -> Share:
     gpus = gpus_each(ranks, engines)
     nodes = [node for node in living_nodes() if node["Resources"].get("CPU", 0) >= 1]
     if len(nodes) == 1 and nodes[0]["NodeID"] == ray.get_runtime_context().get_node_id():
-        rank, engine = cores_each(ranks), cores_each(engines)
+        members = (ranks, engines) if take_turns else (ranks + engines, ranks + engines)
+        rank, engine = map(cores_each, members)
         if ranks * rank + engines * engine <= nodes[0]["Resources"]["CPU"]:
             return Share(rank, engine, gpus)
     cpus = [int(node["Resources"]["CPU"]) for node in nodes]

@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import Field
 
 from examples import grpo, sft
-from examples.common.cluster import ray_session, usable_cores
+from examples.common.cluster import ray_session
 from examples.common.command_line import parse_config, run_command
 from examples.demo.task import HELD_OUT, write_task
 from rl_backend.contracts import BaseConfig, ConfigError
@@ -89,7 +89,7 @@ def main() -> None:
     task = run_dir / "task"
     write_task(task, config.seed)
     print("The task: add two two-digit numbers; the answer is written last digit first, as in 47+38=58.")
-    with ray_session(2 * max(usable_cores(), config.ranks, config.engines)):
+    with ray_session(config.ranks, config.engines):
         print("\n[1/2] warm start: a Qwen3 of 0.6M random weights imitates demonstrations that often forget the carry")
         model = warm_start(config, task, run_dir)
         print("\n[2/2] GRPO: vLLM samples, only right answers are rewarded, weights go to vLLM in memory after every step")

@@ -55,7 +55,7 @@ def test_a_run_leaves_a_folder_that_a_program_can_read(learned: tuple[grpo.GRPOR
     assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
     assert [line["weight_version"] for line in metrics] == list(range(1, STEPS + 1))
     assert len(samples) == STEPS * 32 * 8
-    assert {sample["weight_version"] for sample in samples if sample["step"] == 3} == {2}
+    assert {version for sample in samples if sample["step"] == 3 for version, _ in sample["version_spans"]} == {2}
     assert all(sample["reward"] == float(sample["response"] == sample["ground_truth"] + "<end>") for sample in samples)
     assert json.loads((folder / "summary.json").read_text())["accuracy_after"] == result.accuracy_after
     assert json.loads((folder / "config.json").read_text())["steps"] == STEPS

@@ -1,0 +1,164 @@
+"""Options that the RL examples share, and the configurations that follow from them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from actors import RolloutConfig, SamplingConfig
+from actors.weight_sync import TransportName
+from examples.common.cluster import Share, resolve_dtype
+from rl_backend import OptimizerConfig, RuntimeConfig
+from rl_backend.contracts import BaseConfig, ConfigError
+
+
+class RLConfig(BaseConfig):
+    """Model, data, sampling, optimizer, resources."""
+
+    model: str = Field(description="local Hugging Face directory with config, safetensors and tokenizer")
+    dataset: str = Field(description="training prompts: .jsonl (prompt, answer) or verl-style .parquet")
+    eval_dataset: str | None = Field(default=None, description="held-out prompts, answered greedily before and after")
+    reward: str = Field(description="verl-style compute_score as package.module:function or path/file.py:function")
+    run_dir: str = Field(description="new folder for metrics, samples and the trained model")
+    steps: int = Field(default=100, ge=1, description="training steps")
+    prompts_per_step: int = Field(default=32, ge=1, description="prompts sampled in each step")
+    samples_per_prompt: int = Field(default=8, ge=1, description="responses per prompt: the group")
+    updates_per_step: int = Field(default=1, ge=1, description="optimizer steps in each training step")
+    max_prompt_tokens: int = Field(default=512, ge=1, description="longest prompt")
+    max_response_tokens: int = Field(default=512, ge=1, description="longest response")
+    temperature: float = Field(default=1.0, gt=0, description="sampling temperature")
+    lr: float = Field(default=1e-6, gt=0, description="peak learning rate")
+    lr_warmup_steps: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up")
+    lr_decay_style: Literal["constant", "linear", "cosine"] = Field(default="constant", description="after the warm-up")
+    weight_decay: float = Field(default=0.01, ge=0, description="AdamW weight decay")
+    max_staleness: int = Field(
+        default=0, ge=0, description="training steps by which a sample's weights may be behind; 0: strictly on-policy"
+    )
+    sample_ahead: int | None = Field(
+        default=None, ge=0, description="batches sampled while earlier ones are trained on; none: max_staleness"
+    )
+    stale_samples: Literal["drop", "correct"] = Field(
+        default="drop", description="samples older than max_staleness: leave out, or train on with importance weights"
+    )
+    importance: Literal["auto", "off", "truncate", "mask"] = Field(
+        default="auto",
+        description="weights for tokens that other weights or kernels sampled: cap them, or leave out those outside "
+        "[1 / importance_cap, importance_cap]; auto: truncate when sampling ahead, else off",
+    )
+    importance_cap: float = Field(default=2.0, gt=1, description="largest importance weight")
+    trace: bool = Field(default=False, description="record all actors in run_dir/trace.json, for Perfetto")
+    backend: str = Field(default="native", description="registered runtime that trains")
+    ranks: int = Field(default=1, ge=1, description="training ranks (data parallel)")
+    engines: int = Field(default=1, ge=1, description="vLLM engines")
+    placement: Literal["pack", "spread"] = Field(
+        default="pack", description="ranks on few nodes of a cluster, or on many; engines likewise"
+    )
+    transport: TransportName = Field(default="auto", description="auto, shared_memory, gloo, nccl or cuda_ipc")
+    max_tokens_per_micro_batch: int = Field(default=16384, ge=1, description="token budget of one micro-batch")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="auto: bfloat16 with GPUs")
+    seed: int = Field(default=0, ge=0, description="fixes data order, samples and training")
+    eval_every: int = Field(default=0, ge=0, description="also evaluate every so many steps; 0: only before and after")
+    shuffle_rewards: bool = Field(default=False, description="control experiment: rewards go to the wrong responses")
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Self:
+        name = type(self).__name__
+        if self.prompts_per_step % self.updates_per_step:
+            raise ConfigError.of(
+                f"{name}.updates_per_step", self.updates_per_step, f"must divide prompts_per_step={self.prompts_per_step}"
+            )
+        if self.sequences_per_update < self.ranks:
+            raise ConfigError.of(
+                f"{name}.ranks", self.ranks, f"an update has {self.sequences_per_update} responses; each rank needs one"
+            )
+        longest = self.max_prompt_tokens + self.max_response_tokens
+        if longest > self.max_tokens_per_micro_batch:
+            raise ConfigError.of(
+                f"{name}.max_tokens_per_micro_batch",
+                self.max_tokens_per_micro_batch,
+                f"must hold one sequence: max_prompt_tokens + max_response_tokens = {longest}",
+            )
+        if self.max_staleness == 0 and self.sample_ahead:
+            raise ConfigError.of(
+                f"{name}.sample_ahead",
+                self.sample_ahead,
+                "max_staleness=0 is strictly on-policy, and nothing can be sampled ahead; raise max_staleness",
+            )
+        if self.max_staleness and self.sample_ahead == 0:
+            raise ConfigError.of(
+                f"{name}.sample_ahead", 0, "sampling and training would take turns; use max_staleness=0 for that"
+            )
+        if self.importance == "off" and self.stale_samples == "correct":
+            raise ConfigError.of(
+                f"{name}.importance", "off", "stale_samples='correct' needs importance weights; use truncate or mask"
+            )
+        return self
+
+    @property
+    def sequences_per_update(self) -> int:
+        return self.prompts_per_step * self.samples_per_prompt // self.updates_per_step
+
+    @property
+    def batches_ahead(self) -> int:
+        """``sample_ahead`` with its default filled in."""
+        return self.max_staleness if self.sample_ahead is None else self.sample_ahead
+
+    def importance_options(self) -> dict[str, Any]:
+        """Options of a policy loss."""
+        if self.importance == "mask":
+            return {"mis_bounds": (1 / self.importance_cap, self.importance_cap)}
+        if self.importance == "truncate" or (self.importance == "auto" and self.batches_ahead):
+            return {"tis_cap": self.importance_cap}
+        return {}
+
+    def runtime_config(self) -> RuntimeConfig:
+        """Of the policy; needs Ray, which knows the GPUs."""
+        return RuntimeConfig(
+            backend=self.backend,
+            hf_path=self.model,
+            seed=self.seed,
+            max_tokens_per_micro_batch=self.max_tokens_per_micro_batch,
+            backend_cfg={"optimizer": self.optimizer_config(self.lr), "param_dtype": resolve_dtype(self.dtype)},
+        )
+
+    def optimizer_config(self, lr: float) -> OptimizerConfig:
+        return OptimizerConfig(
+            lr=lr,
+            lr_warmup_steps=self.lr_warmup_steps,
+            lr_decay_style=self.lr_decay_style,
+            total_training_steps=self.steps * self.updates_per_step,
+            weight_decay=self.weight_decay,
+        )
+
+    def rollout_config(self, share: Share) -> RolloutConfig:
+        """Of the engines, with their share of the cluster."""
+        return RolloutConfig(
+            model_path=self.model,
+            num_engines=self.engines,
+            dtype=resolve_dtype(self.dtype),
+            max_model_len=self.max_prompt_tokens + self.max_response_tokens,
+            seed=self.seed,
+            require_push=True,
+            cores_per_engine=share.cores_per_engine,
+            placement=self.placement,
+            gpus_per_worker=share.gpus or 1.0,
+            gpu_memory_utilization=0.4 if 0 < share.gpus < 1 else 0.9,
+        )
+
+    def facts(self) -> list[str]:
+        """For the first line that a run prints."""
+        facts = [
+            f"{self.prompts_per_step} x {self.samples_per_prompt} responses a step",
+            f"{self.ranks} training rank(s)",
+            f"{self.engines} vLLM engine(s)",
+        ]
+        return [*facts, f"sampling {self.batches_ahead} batch(es) ahead"] if self.batches_ahead else facts
+
+    def sampling_config(self, eos_token_id: int) -> SamplingConfig:
+        return SamplingConfig(
+            n=self.samples_per_prompt,
+            temperature=self.temperature,
+            max_new_tokens=self.max_response_tokens,
+            stop_token_ids=(eos_token_id,),
+        )

@@ -1,0 +1,107 @@
+"""Sampled batches in order, made while earlier ones are trained on when that is allowed."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Self
+
+from actors import RolloutGroup, Sample, SamplingConfig, sample_seeds
+from examples.common.prompts import Prompt
+
+
+@dataclass(frozen=True)
+class SampledBatch:
+    """Samples, prompt by prompt, ``n`` of each; ``prompts`` has one entry for each sample. The first ``number`` is 1."""
+
+    number: int
+    prompts: list[Prompt]
+    samples: list[Sample]
+
+
+class SampleStream:
+    """Samples one batch of prompts after the other.
+
+    Args:
+        rollout: samples.
+        batches: prompts of each batch.
+        sampling: how.
+        seed: with the number of the batch it fixes every sample, apart from the weights.
+        ahead: batches begun before :meth:`next` asks for them. At 0 a batch is begun by :meth:`next`, with the weights of
+            that moment.
+    """
+
+    def __init__(
+        self, rollout: RolloutGroup, batches: Iterator[list[Prompt]], sampling: SamplingConfig, *, seed: int, ahead: int
+    ) -> None:
+        self._rollout = rollout
+        self._batches = batches
+        self._sampling = sampling
+        self._seed = seed
+        self._ahead = ahead
+        self._begun = 0
+        self._one_at_a_time = ThreadPoolExecutor(1, thread_name_prefix="sample-stream")
+        self._waiting: deque[Future[SampledBatch]] = deque()
+        self._may_begin = threading.Event()
+        self._may_begin.set()
+        self._sampling_now = threading.Lock()
+
+    def next(self, more: int | None = None) -> SampledBatch:
+        """The next batch; waits for it, and raises what :meth:`~actors.rollout_group.RolloutGroup.generate` raises.
+
+        Args:
+            more: batches that will certainly be asked for after this one, where that is less than ``ahead``.
+        """
+        if not self._waiting:
+            self._begin()
+        batch = self._waiting.popleft()
+        ahead = self._ahead if more is None else min(self._ahead, more)
+        while len(self._waiting) < ahead:
+            self._begin()
+        return batch.result()
+
+    @property
+    def batches_ready(self) -> int:
+        """Batches that are sampled and wait to be trained on."""
+        return sum(batch.done() for batch in self._waiting)
+
+    @contextmanager
+    def between_batches(self) -> Iterator[None]:
+        """Waits for the batch that :meth:`next` will return, if it is begun, and samples nothing inside the context.
+
+        A push made inside waits for no other samples, and with ``ahead=1`` it is certain which weights a batch is made with.
+        """
+        if self._waiting:
+            wait([self._waiting[0]])
+        self._may_begin.clear()
+        try:
+            with self._sampling_now:
+                yield
+        finally:
+            self._may_begin.set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        # After an error nobody waits for samples that may take long: the engines are closed next.
+        self._one_at_a_time.shutdown(wait=error is None, cancel_futures=True)
+        self._waiting.clear()
+
+    def _begin(self) -> None:
+        self._begun += 1
+        self._waiting.append(self._one_at_a_time.submit(self._sample, self._begun, next(self._batches)))
+
+    def _sample(self, number: int, prompts: list[Prompt]) -> SampledBatch:
+        self._may_begin.wait()
+        with self._sampling_now:
+            samples = self._rollout.generate(
+                [prompt.token_ids for prompt in prompts],
+                self._sampling,
+                seeds=sample_seeds(self._seed, number, len(prompts), self._sampling.n),
+            )
+        return SampledBatch(number, [prompts[sample.prompt_index] for sample in samples], samples)

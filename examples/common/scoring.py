@@ -1,0 +1,54 @@
+"""Texts and rewards of samples."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from actors import RolloutGroup, Sample, SamplingConfig
+from adapters.verl.reward import RewardFunction, score_value
+from examples.common.prompts import Prompt
+
+
+def score(samples: Sequence[Sample], prompts: Sequence[Prompt], tokenizer: Any, reward: RewardFunction) -> list[float]:
+    """The reward of each sample; ``prompts`` has the one that it answers."""
+    texts = tokenizer.batch_decode([sample.response_ids for sample in samples], skip_special_tokens=True)
+    return [
+        score_value(
+            reward(
+                data_source=prompt.example.data_source,
+                solution_str=text,
+                ground_truth=prompt.example.ground_truth,
+                extra_info=prompt.example.extra_info,
+            )
+        )
+        for text, prompt in zip(texts, prompts, strict=True)
+    ]
+
+
+def greedy_accuracy(
+    rollout: RolloutGroup, prompts: Sequence[Prompt], sampling: SamplingConfig, tokenizer: Any, reward: RewardFunction
+) -> float | None:
+    """Mean reward of the likeliest response to each prompt; None without prompts."""
+    if not prompts:
+        return None
+    samples = rollout.generate([prompt.token_ids for prompt in prompts], sampling.replace(n=1, temperature=0.0))
+    return statistics.fmean(score(samples, prompts, tokenizer, reward))
+
+
+def describe(
+    samples: Sequence[Sample], prompts: Sequence[Prompt], rewards: Sequence[float], tokenizer: Any
+) -> list[dict[str, Any]]:
+    """Lines of ``samples.jsonl``; ``version_spans`` are (weight version, tokens) in the order of the response."""
+    return [
+        {
+            "prompt": tokenizer.decode(sample.prompt_ids),
+            "response": tokenizer.decode(sample.response_ids),
+            "reward": reward,
+            "ground_truth": prompt.example.ground_truth,
+            "version_spans": [list(span) for span in sample.version_spans],
+            "finish_reason": sample.finish_reason,
+        }
+        for sample, prompt, reward in zip(samples, prompts, rewards, strict=True)
+    ]
