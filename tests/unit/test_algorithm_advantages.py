@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from rl_backend.algorithm import (
+    ADVANTAGE_ESTIMATORS,
+    AdvantageEstimator,
     broadcast_to_tokens,
     dr_grpo_advantages,
+    groups_with_signal,
     grpo_advantages,
     rloo_advantages,
 )
@@ -35,22 +38,45 @@ def test_group_ids_may_be_any_labels_in_any_order() -> None:
     assert torch.equal(by_label, by_number) and torch.equal(by_label, by_place)
 
 
+ESTIMATORS = pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS.values(), ids=ADVANTAGE_ESTIMATORS)
+
+
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e6, -7.7])
-def test_equal_rewards_give_no_advantage(reward: float) -> None:
-    assert grpo_advantages([reward] * 7, group_size=7).abs().max() < 1e-9
+@ESTIMATORS
+def test_equal_rewards_give_no_advantage(estimator: AdvantageEstimator, reward: float) -> None:
+    assert estimator([reward] * 7, group_size=7).tolist() == [0.0] * 7
 
 
-def test_a_response_alone_in_its_group_keeps_its_reward() -> None:
-    assert grpo_advantages([2.0, 5.0], group_size=1, eps=1e-12).tolist() == [2.0, 5.0]
+@ESTIMATORS
+def test_advantages_of_a_group_add_up_to_nothing(estimator: AdvantageEstimator) -> None:
+    rewards = torch.randn(12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert estimator(rewards, group_size=4).view(3, 4).sum(1).abs().max() < 1e-12
 
 
-def test_whole_number_rewards_give_float32_and_float64_stays() -> None:
-    assert grpo_advantages(torch.tensor([0, 1]), group_size=2).dtype == torch.float32
-    assert grpo_advantages(torch.tensor([0.0, 1.0], dtype=torch.float64), group_size=2).dtype == torch.float64
+def test_a_group_of_equal_rewards_carries_no_signal_and_a_single_response_does() -> None:
+    rewards = [0.1, 0.1, 0.1, 1.0, 0.0, 1.0, 0.5]
+    ids = ["same", "same", "same", "mixed", "mixed", "mixed", "alone"]
+    kept = groups_with_signal(rewards, group_ids=ids)
+    assert kept.tolist() == [False, False, False, True, True, True, True]
+    assert groups_with_signal(rewards[:6], group_size=3)[::3].tolist() == [False, True]
+    assert torch.equal(grpo_advantages(rewards, group_ids=ids) != 0, kept)
 
 
-def test_no_rewards_give_no_advantages() -> None:
-    assert grpo_advantages([], group_size=4).shape == (0,)
+@ESTIMATORS
+def test_a_response_alone_in_its_group_keeps_its_reward(estimator: AdvantageEstimator) -> None:
+    assert estimator([2.0, 5.0], group_size=1).tolist() == pytest.approx([2.0, 5.0], rel=1e-5)
+
+
+@ESTIMATORS
+def test_whole_number_rewards_give_float32_and_float64_stays(estimator: AdvantageEstimator) -> None:
+    assert estimator(torch.tensor([0, 1]), group_size=2).dtype == torch.float32
+    assert estimator(torch.tensor([0.0, 1.0], dtype=torch.float64), group_size=2).dtype == torch.float64
+
+
+@ESTIMATORS
+def test_no_rewards_give_no_advantages(estimator: AdvantageEstimator) -> None:
+    assert estimator([], group_size=4).shape == (0,)
+    assert groups_with_signal([], group_size=4).shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +90,9 @@ def test_no_rewards_give_no_advantages() -> None:
     ],
 )
 def test_rewards_that_do_not_fit_are_refused(rewards: list, options: dict, message: str) -> None:
-    with pytest.raises(BatchError, match=message):
-        grpo_advantages(rewards, **options)
+    for function in (*ADVANTAGE_ESTIMATORS.values(), groups_with_signal):
+        with pytest.raises(BatchError, match=message):
+            function(rewards, **options)
 
 
 @pytest.mark.parametrize(

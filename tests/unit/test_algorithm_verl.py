@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import ModuleType
 from typing import Any
 
@@ -18,10 +17,7 @@ from rl_backend.algorithm import (
     grpo_loss,
     gspo_loss,
     kl_penalty,
-    masked_importance_weights,
-    sequences_without_veto,
     sft_loss,
-    truncated_importance_weights,
     value_loss,
 )
 from tests.support.rl_batches import LENGTHS, batch_meta, pack, pad, random_sequences
@@ -187,50 +183,6 @@ def test_value_loss_gradient_and_metrics_equal_verls(
     total, weight = metrics["value_clip_fraction"]
     assert (total / weight).item() == pytest.approx(their_fraction.item(), abs=1e-7)
     assert (total > 0) == (cliprange < 5)
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("cap", [0.9, 2.0])
-def test_truncated_importance_weights_equal_verls(rollout_corr: ModuleType, level: str, cap: float) -> None:
-    _, batch = pack(random_sequences(4), {})
-    old, rollout = batch.token_field("old_log_probs"), batch.token_field("rollout_log_probs")
-    mask = batch.token_field("loss_mask")
-    ours = truncated_importance_weights(old, rollout, mask, batch.seq_lens, cap=cap, level=level)
-    theirs, _ = rollout_corr.compute_rollout_correction_weights(
-        pad(old - rollout, batch), pad(mask, batch), rollout_is=level, rollout_is_threshold=cap
-    )
-    assert_same(pad(ours, batch), theirs)
-    assert (ours == cap).any() and ((ours > 0) & (ours < cap)).any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("bounds", [(0.5, 2.0), (0.8, 1.1)])
-def test_masked_importance_weights_equal_verls(
-    rollout_corr: ModuleType, bounds: tuple[float, float], level: str, dtype: torch.dtype
-) -> None:
-    _, batch = pack(random_sequences(4, dtype), {})
-    old, rollout = batch.token_field("old_log_probs"), batch.token_field("rollout_log_probs")
-    mask = batch.token_field("loss_mask")
-    ours = masked_importance_weights(old, rollout, mask, batch.seq_lens, bounds=bounds, level=level)
-    theirs, _ = rollout_corr.compute_rollout_correction_weights(
-        pad(old - rollout, batch), pad(mask, batch), rollout_is=level, rollout_is_threshold=f"{bounds[0]}_{bounds[1]}"
-    )
-    assert_same(pad(ours, batch), theirs)
-    assert ((ours == 0) & (mask != 0)).any() and (ours > 0).any()
-
-
-def test_the_veto_drops_the_sequences_that_verl_drops(rollout_corr: ModuleType) -> None:
-    _, batch = pack(random_sequences(4), {})
-    # verl's seq_max_k2 also drops tokens that the trainer holds for too likely: with none of these they agree.
-    gap = -(batch.token_field("old_log_probs") - batch.token_field("rollout_log_probs")).abs()
-    mask = batch.token_field("loss_mask")
-    kept = sequences_without_veto(gap, torch.zeros_like(gap), mask, batch.seq_lens, veto=0.45)
-    theirs, _ = rollout_corr.compute_rollout_rejection_mask(
-        pad(gap, batch), pad(mask, batch), "seq_max_k2", 0.5 * math.log(0.45) ** 2
-    )
-    assert torch.equal(pad(mask * kept, batch), theirs)
-    assert 0 < theirs.sum() < mask.sum()
 
 
 @pytest.mark.shows("algorithms: GRPO, KL, importance weights and SFT equal verl's functions, gradients included")
