@@ -11,6 +11,8 @@ import ray
 from actors.rollout_config import RolloutConfig
 from actors.rollout_group import RolloutGroup
 from actors.weight_sync import WeightSync
+from examples.demo.__main__ import DemoConfig, warm_start
+from examples.demo.task import write_task
 from tests.support.rollout import ReferenceTrainer
 
 
@@ -57,3 +59,17 @@ def rollout_sync(rollout_pair: RolloutGroup, rollout_trainer: ReferenceTrainer) 
     """Weight sync from ``rollout_trainer`` to ``rollout_pair``."""
     with WeightSync(rollout_trainer.source, rollout_pair) as sync:
         yield sync
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's task: random model, tokenizer and examples."""
+    folder = tmp_path_factory.mktemp("demo") / "task"
+    write_task(folder, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def warm_model(task: Path, ray_cluster: None) -> Path:
+    """The demo's model after its warm start."""
+    return warm_start(DemoConfig(), task, task.parent)

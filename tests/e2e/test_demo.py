@@ -10,23 +10,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from examples import grpo
-from examples.demo.__main__ import DemoConfig, reinforce, warm_start
-from examples.demo.task import write_task
+from examples.demo.__main__ import DemoConfig, reinforce
 from rl_backend.contracts import ConfigError, RegistryError
 
 STEPS = 40
-
-
-@pytest.fixture(scope="session")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("demo") / "task"
-    write_task(folder, seed=0)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def warm_model(task: Path, ray_cluster: None) -> Path:
-    return warm_start(DemoConfig(), task, task.parent)
 
 
 @pytest.fixture(scope="session")
