@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 from actors.prometheus import export_step
 from actors.trace import TraceCollector, TraceSource
 from rl_backend.contracts import BaseConfig, ConfigError
+from rl_backend.report import write_report
 
 
 def require_new_run(path: Path | str) -> None:
@@ -60,6 +63,7 @@ class RunFolder:
         self._report_seconds = report_seconds
         self._trace = TraceCollector(self.path / "trace.json", trace) if trace else None
         self._last_log = time.monotonic_ns()
+        self._next_report = time.monotonic() + report_seconds if report_seconds else math.inf
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """One line of ``metrics.jsonl``, one point per TensorBoard curve and Prometheus gauge, and a step of the trace."""
@@ -72,6 +76,8 @@ class RunFolder:
             self._trace.step(step, self._last_log, now)
             self._trace.collect()
         self._last_log = now
+        if time.monotonic() >= self._next_report:
+            self._report()
 
     def log_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """One line of ``samples.jsonl`` per sample; the report shows ``prompt``, ``response`` and ``reward`` of each."""
@@ -96,6 +102,18 @@ class RunFolder:
         else:
             interrupted = isinstance(error, KeyboardInterrupt)
             self._write_state("interrupted" if interrupted else "failed", f"{type(error).__name__}: {error}")
+        self._report()
+
+    def _report(self) -> None:
+        started = time.monotonic()
+        try:
+            write_report(self.path)
+        except Exception as error:  # noqa: BLE001, a run of days must not end for a picture of it
+            message = f"{self.path}/report.html was not written, {type(error).__name__}: {error}"
+            warnings.warn(f"{message}; `rl-backend report {self.path} --debug` shows where", stacklevel=2)
+        ended = time.monotonic()
+        # Reports take at most two hundredths of the time of a run.
+        self._next_report = ended + max(self._report_seconds, 50 * (ended - started))
 
     def _write_state(self, state: str, error: str | None = None) -> None:
         facts = {

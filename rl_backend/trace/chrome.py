@@ -7,6 +7,7 @@ can be read up to there. See "Trace Event Format" (Google, 2016) for the fields.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -99,17 +100,29 @@ class ChromeTraceWriter:
         self._separator = ",\n"
 
 
-def read_trace(path: Path | str) -> list[dict[str, Any]]:
-    """The events of a trace that :class:`ChromeTraceWriter` wrote, also of one that was cut off in the middle."""
+def read_trace(path: Path | str, most_bytes: int | None = None) -> list[dict[str, Any]]:
+    """The events of a trace that :class:`ChromeTraceWriter` wrote, also of one that was cut off in the middle.
+
+    Args:
+        most_bytes: of a longer file, read its beginning, where processes are named, and its end; together so many bytes.
+    """
+    with Path(path).open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        if most_bytes is None or size <= most_bytes:
+            lines = file.read().split(b"\n")
+        else:
+            lines = file.read(most_bytes // 8).split(b"\n")[:-1]
+            file.seek(size - (most_bytes - most_bytes // 8))
+            lines += file.read().split(b"\n")[1:]
     events = []
-    with Path(path).open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            text = line.strip().rstrip(",")
-            if text.startswith("{"):
-                try:
-                    events.append(json.loads(text))
-                except ValueError:
-                    break
+    for line in lines:
+        text = line.strip().rstrip(b",")
+        if text.startswith(b"{"):
+            try:
+                events.append(json.loads(text))
+            except ValueError:  # half a line, at the end of a run that was killed
+                continue
     return events
 
 

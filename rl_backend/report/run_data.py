@@ -1,0 +1,126 @@
+"""Reading a run folder, also of a run that goes on or was cut off."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_backend.report.series import Series
+
+SAMPLE_BYTES = 4 * 2**20
+"""Read from either end of ``samples.jsonl``, which may have gigabytes."""
+
+
+@dataclass
+class RunData:
+    """What the files of a run say.
+
+    Attributes:
+        metrics: name -> its series.
+        first_samples: of the first step that has some; ``last_samples`` of the last, empty when that is the same.
+        problems: what could not be read.
+    """
+
+    path: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    run: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Series] = field(default_factory=dict)
+    steps: int = 0
+    first_samples: list[dict[str, Any]] = field(default_factory=list)
+    last_samples: list[dict[str, Any]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def read_run(path: Path | str) -> RunData:
+    """Reads what there is; a file that is missing leaves its part empty, a damaged one is named in ``problems``."""
+    data = RunData(Path(path))
+    data.config = _read_object(data, "config.json")
+    data.run = _read_object(data, "run.json")
+    data.summary = _read_object(data, "summary.json")
+    _read_metrics(data)
+    _read_samples(data)
+    return data
+
+
+def _read_object(data: RunData, name: str) -> dict[str, Any]:
+    try:
+        value = json.loads((data.path / name).read_text(encoding="utf-8", errors="replace"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        data.problems.append(f"{name}: {error}")
+        return {}
+    if not isinstance(value, dict):
+        data.problems.append(f"{name}: is not an object")
+        return {}
+    return value
+
+
+def _read_metrics(data: RunData) -> None:
+    path = data.path / "metrics.jsonl"
+    if not path.is_file():
+        return
+    found: dict[str, dict[int, float]] = {}
+    steps: set[int] = set()
+    not_numbers: set[str] = set()
+    for step, line in _objects(data, path.name, path.read_text(encoding="utf-8", errors="replace").split("\n")):
+        steps.add(step)
+        for name, value in line.items():
+            if not isinstance(value, int | float):
+                not_numbers.add(name)
+            elif name != "step":
+                found.setdefault(name, {})[step] = _number(value)
+    data.problems += [f"metrics.jsonl: {name} is not a number in every step" for name in sorted(not_numbers)]
+    data.steps = len(steps)
+    data.metrics = {
+        name: Series(name, tuple(sorted(values)), tuple(values[step] for step in sorted(values)))
+        for name, values in found.items()
+    }
+
+
+def _number(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return math.copysign(math.inf, value)
+
+
+def _read_samples(data: RunData) -> None:
+    path = data.path / "samples.jsonl"
+    if not path.is_file():
+        return
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(SAMPLE_BYTES).decode("utf-8", "replace").split("\n")
+        whole = size <= SAMPLE_BYTES
+        first = list(_objects(data, path.name, head if whole else head[:-1]))
+        last = first
+        if not whole:
+            file.seek(size - SAMPLE_BYTES)
+            last = list(_objects(data, f"end of {path.name}", file.read().decode("utf-8", "replace").split("\n")[1:]))
+    if first:
+        data.first_samples = [sample for step, sample in first if step == first[0][0]]
+    if last and last[-1][0] != (first[0][0] if first else None):
+        data.last_samples = [sample for step, sample in last if step == last[-1][0]]
+
+
+def _objects(data: RunData, name: str, lines: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(step, object) of each line; a damaged one is a problem, but for the last, which may be half written."""
+    damaged = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+            step = int(value["step"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            damaged.append(number)
+            continue
+        yield step, value
+    if damaged and damaged != [len(lines)]:
+        data.problems.append(f"{name}: {len(damaged)} line(s) are not an object with a step, the first is line {damaged[0]}")

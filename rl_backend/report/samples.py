@@ -1,0 +1,113 @@
+"""What the model wrote in the first and in the last step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl_backend.report.html import Html, join, tag
+from rl_backend.report.numbers import short
+
+PROMPTS, RESPONSES, CHARACTERS = 6, 3, 1500
+TEXTS = ("prompt", "response", "reward", "step")
+
+type Sample = Mapping[str, Any]
+
+
+def draw_samples(first: Sequence[Sample], last: Sequence[Sample]) -> Html:
+    """Two columns; prompts that both steps have come first, side by side."""
+    before, after = _by_prompt(first), _by_prompt(last)
+    shared = [prompt for prompt in before if prompt in after]
+    left = [*shared, *(prompt for prompt in before if prompt not in after)][:PROMPTS]
+    right = [*shared, *(prompt for prompt in after if prompt not in before)][:PROMPTS]
+    rows: list[Html] = []
+    for index in range(max(len(left), len(right))):
+        cells = [
+            _cell(prompts[index], samples[prompts[index]]) if index < len(prompts) else tag("div")
+            for prompts, samples in ((left, before), (right, after) if last else (left, {}))
+            if samples
+        ]
+        rows.append(tag("div", *cells, class_="pair"))
+    heads = [_head("First step", first), _head("Last step", last) if last else None]
+    if not last:
+        note = "All samples are of one step."
+    elif shared:
+        note = f"{min(len(shared), PROMPTS)} prompts that both steps had stand side by side."
+    else:
+        note = "The two steps had no prompt in common."
+    return tag(
+        "section",
+        tag("h2", "Samples before and after" if last else "Samples"),
+        tag(
+            "p", note, f" Of each prompt: its best, its middle and its worst of up to {RESPONSES} responses.", class_="note"
+        ),
+        tag("div", *heads, class_="pair heads"),
+        *rows,
+        id="samples",
+        class_="" if last else "single",
+    )
+
+
+def _by_prompt(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
+    found: dict[str, list[Sample]] = {}
+    for sample in samples:
+        found.setdefault(str(sample.get("prompt", "")), []).append(sample)
+    return found
+
+
+def _head(title: str, samples: Sequence[Sample]) -> Html:
+    rewards = [reward for sample in samples if (reward := _reward(sample)) is not None]
+    mean = f", mean reward {short(sum(rewards) / len(rewards))}" if rewards else ""
+    return tag("h3", f"{title}: {samples[0].get('step')}", tag("span", f"{len(samples)} samples{mean}", class_="unit"))
+
+
+def _cell(prompt: str, samples: Sequence[Sample]) -> Html:
+    rewards = [reward for sample in samples if (reward := _reward(sample)) is not None]
+    mean = tag("span", f"mean of {len(rewards)}: {short(sum(rewards) / len(rewards))}", class_="unit") if rewards else None
+    return tag(
+        "article",
+        tag("div", tag("span", "prompt", class_="unit"), mean, class_="bar-line"),
+        tag("pre", _clipped(prompt), class_="prompt"),
+        *(_response(sample, rewards) for sample in _best_middle_worst(samples)),
+    )
+
+
+def _best_middle_worst(samples: Sequence[Sample]) -> list[Sample]:
+    ordered = sorted(samples, key=lambda sample: -(_reward(sample) or 0.0))
+    if len(ordered) <= RESPONSES:
+        return ordered
+    return [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
+
+
+def _response(sample: Sample, rewards: Sequence[float]) -> Html:
+    reward = _reward(sample)
+    facts = ", ".join(
+        f"{name.replace('_', ' ')} {value if isinstance(value, str) else json.dumps(value)}"
+        for name, value in sample.items()
+        if name not in TEXTS and not _is_long(value)
+    )
+    badge = None
+    if reward is not None:
+        side = "" if min(rewards) == max(rewards) else " good" if reward > (min(rewards) + max(rewards)) / 2 else " bad"
+        badge = tag("span", short(reward), class_=f"reward{side}", title="reward")
+    return tag(
+        "div",
+        tag("div", badge, tag("span", _clipped(facts, 200), class_="unit"), class_="bar-line"),
+        tag("pre", _clipped(str(sample.get("response", "")))),
+        class_="response",
+    )
+
+
+def _reward(sample: Sample) -> float | None:
+    reward = sample.get("reward")
+    return float(reward) if isinstance(reward, int | float) else None
+
+
+def _is_long(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and len(value) > 8)
+
+
+def _clipped(characters: str, most: int = CHARACTERS) -> Html | str:
+    left = len(characters) - most
+    return join(characters[:most], tag("em", f" … {left} more characters")) if left > 0 else characters
