@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 import pickle
 import random
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -239,21 +237,6 @@ def test_the_straight_through_kl_has_the_value_of_k3_and_the_gradient_of_k2() ->
     value.sum().backward()
     torch.testing.assert_close(value, kl_penalty(log_probs, ref, "k3"))
     torch.testing.assert_close(log_probs.grad, log_probs.detach() - ref)
-
-
-def test_the_loss_in_the_documentation_works() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(code, names)
-    sequences = random_sequences(20)
-    output, batch = pack(sequences, batch_meta(sequences))
-    loss, metrics = names["reinforce_loss"](output, batch)
-    loss.backward()
-    mask = batch.token_field("loss_mask")
-    expected = -batch.token_field("advantages") * mask / batch.meta["batch_num_tokens"]
-    torch.testing.assert_close(output.log_probs.grad, expected)
-    assert metrics["reinforce"][1] == mask.sum()
 
 
 def test_losses_with_options_survive_pickling() -> None:
