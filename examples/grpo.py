@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, Self, cast, get_args
 
 from pydantic import Field, model_validator
@@ -23,8 +22,10 @@ from examples.common.clock import Clock
 from examples.common.cluster import ray_session, require_paths, share_cluster
 from examples.common.collect import Collector
 from examples.common.command_line import parse_config, run_command
+from examples.common.models import Model
 from examples.common.progress import print_start, print_step
 from examples.common.prompts import endless_batches, load_prompts, load_tokenizer
+from examples.common.result import RunResult
 from examples.common.rl_config import RLConfig
 from examples.common.run_folder import RunFolder, require_new_run
 from examples.common.sample_stream import SampleStream
@@ -74,25 +75,7 @@ class GRPOConfig(RLConfig):
         return Loss(name, kl_coef=self.kl_coef, **given, **self.importance_options())
 
 
-@dataclass(frozen=True)
-class GRPOResult:
-    """Accuracies are mean rewards of greedy responses on ``eval_dataset``; None without one.
-
-    Attributes:
-        max_log_prob_gap: largest mean in a step of the difference between trainer and engine, in nats; with stale samples
-            also between new weights and old.
-        seconds: of the whole run.
-        step_seconds: of the training steps alone.
-    """
-
-    accuracy_before: float | None
-    accuracy_after: float | None
-    max_log_prob_gap: float
-    seconds: float
-    step_seconds: float
-
-
-def train(config: GRPOConfig, on_step: Callable[[int, dict[str, float]], None] | None = None) -> GRPOResult:
+def train(config: GRPOConfig, on_step: Callable[[int, dict[str, float]], None] | None = None) -> RunResult:
     """Runs GRPO and leaves the trained model in ``run_dir/model``; ``on_step`` sees each step's number and metrics."""
     started = time.perf_counter()
     require_new_run(config.run_dir)
@@ -118,10 +101,11 @@ def train(config: GRPOConfig, on_step: Callable[[int, dict[str, float]], None] |
         RunFolder(config.run_dir, config, trace=(trainer, rollout) if config.trace else ()) as folder,
     ):
         require_paths(trainer, config.model, folder.path)
-        policy = trainer.build_model(name="policy")
-        reference = trainer.build_model(forward_only=True, name="reference") if config.kl_coef else None
+        policy = Model(trainer, trainer.build_model(name="policy"))
+        if config.kl_coef:
+            reference = Model(trainer, trainer.build_model(forward_only=True, name="reference"))
         with (
-            WeightSync(trainer, rollout, policy, transport=config.transport) as sync,
+            WeightSync(trainer, rollout, policy.handle, transport=config.transport) as sync,
             SampleStream(rollout, batches, sampling, seed=config.seed, ahead=config.batches_ahead) as stream,
         ):
             batches_with_signal = config.max_batches_per_step if config.dynamic_sampling else None
@@ -138,25 +122,24 @@ def train(config: GRPOConfig, on_step: Callable[[int, dict[str, float]], None] |
                 batch = collector.collect(step, clock)
 
                 sequences = to_sequences(batch.samples)
-                old = trainer.forward(policy, sequences, meta=meta).output("log_probs")
-                sequences = with_field(sequences, "old_log_probs", old)
-                if reference:
-                    ref = trainer.forward(reference, sequences, meta=meta).output("log_probs")
-                    sequences = with_field(sequences, "ref_log_probs", ref)
+                sequences = with_field(sequences, "old_log_probs", policy.submit_output("log_probs", sequences, meta)())
+                if config.kl_coef:
+                    sequences = with_field(
+                        sequences, "ref_log_probs", reference.submit_output("log_probs", sequences, meta)()
+                    )
                 clock.lap("old_log_probs")
 
                 advantage = cast(Advantage, config.advantage)
                 sequences = with_advantages(sequences, batch.rewards, advantage, config.samples_per_prompt)
-                updates, steps_ok = [], []
+                updates = []
                 for start in range(0, len(sequences), config.sequences_per_update):
                     update = sequences[start : start + config.sequences_per_update]
-                    trainer.zero_grad(policy)
-                    updates.append(trainer.forward_backward(policy, update, loss, meta=meta).metrics)
-                    ok, grad_norm, _ = trainer.optimizer_step(policy)
-                    steps_ok.append(ok)
-                    next_lr = trainer.lr_scheduler_step(policy)
-                metrics = batch.metrics | {name: metric.mean for name, metric in merge_metrics(updates).items()}
-                metrics |= {"grad_norm": grad_norm, "step_ok": float(all(steps_ok)), "next_lr": next_lr}
+                    updates.append(policy.submit_update(update, loss, meta)())
+                metrics = batch.metrics | {
+                    name: metric.mean for name, metric in merge_metrics([update.metrics for update in updates]).items()
+                }
+                metrics |= {"step_ok": float(all(update.ok for update in updates))}
+                metrics |= {"grad_norm": updates[-1].grad_norm, "next_lr": updates[-1].next_lr}
                 clock.lap("train")
                 with stream.between_batches():
                     if config.batches_ahead:
@@ -171,7 +154,7 @@ def train(config: GRPOConfig, on_step: Callable[[int, dict[str, float]], None] |
                 max_gap = max(max_gap, metrics["log_prob_gap"])
                 if config.eval_every and step % config.eval_every == 0 and held_out:
                     metrics["accuracy"] = greedy_accuracy(rollout, held_out, sampling, tokenizer, reward) or 0.0
-                folder.log(step, metrics | clock.seconds | {"weight_version": trainer.weight_version(policy)})
+                folder.log(step, metrics | clock.seconds | {"weight_version": trainer.weight_version(policy.handle)})
                 folder.log_samples(step, describe(batch.samples, batch.prompts, batch.rewards, tokenizer))
                 print_step(step, config.steps, metrics, clock.seconds)
                 if on_step:
@@ -179,8 +162,8 @@ def train(config: GRPOConfig, on_step: Callable[[int, dict[str, float]], None] |
 
             step_seconds = time.perf_counter() - steps_started
             accuracy = greedy_accuracy(rollout, held_out, sampling, tokenizer, reward)
-            result = GRPOResult(accuracy_before, accuracy, max_gap, time.perf_counter() - started, step_seconds)
-            trainer.save_checkpoint(policy, folder.path / "model", hf=True)
+            result = RunResult(accuracy_before, accuracy, max_gap, time.perf_counter() - started, step_seconds)
+            trainer.save_checkpoint(policy.handle, folder.path / "model", hf=True)
             folder.write_summary(vars(result))
     return result
 

@@ -100,6 +100,11 @@ class RLConfig(BaseConfig):
         return self.prompts_per_step * self.samples_per_prompt // self.updates_per_step
 
     @property
+    def optimizer_steps(self) -> int:
+        """Of the whole run; schedules end with it."""
+        return self.steps * self.updates_per_step
+
+    @property
     def batches_ahead(self) -> int:
         """``sample_ahead`` with its default filled in."""
         return self.max_staleness if self.sample_ahead is None else self.sample_ahead
@@ -127,7 +132,7 @@ class RLConfig(BaseConfig):
             lr=lr,
             lr_warmup_steps=self.lr_warmup_steps,
             lr_decay_style=self.lr_decay_style,
-            total_training_steps=self.steps * self.updates_per_step,
+            total_training_steps=self.optimizer_steps,
             weight_decay=self.weight_decay,
         )
 

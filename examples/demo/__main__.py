@@ -12,6 +12,7 @@ from pydantic import Field
 from examples import grpo, sft
 from examples.common.cluster import ray_session
 from examples.common.command_line import parse_config, run_command
+from examples.common.result import RunResult
 from examples.demo.task import HELD_OUT, write_task
 from rl_backend.contracts import BaseConfig, ConfigError
 
@@ -47,7 +48,7 @@ def warm_start(config: DemoConfig, task: Path, run_dir: Path) -> Path:
     )
 
 
-def reinforce(config: DemoConfig, task: Path, model: Path, run_dir: Path) -> grpo.GRPOResult:
+def reinforce(config: DemoConfig, task: Path, model: Path, run_dir: Path) -> RunResult:
     return grpo.train(
         grpo.GRPOConfig(
             model=str(model),

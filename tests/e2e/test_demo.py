@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from examples import grpo
+from examples.common.result import RunResult
 from examples.demo.__main__ import DemoConfig, reinforce
 from rl_backend.contracts import ConfigError, RegistryError
 
@@ -17,7 +18,7 @@ STEPS = 40
 
 
 @pytest.fixture(scope="session")
-def learned(task: Path, warm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[grpo.GRPOResult, Path]:
+def learned(task: Path, warm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunResult, Path]:
     folder = tmp_path_factory.mktemp("learned")
     return reinforce(DemoConfig(steps=STEPS), task, warm_model, folder), folder / "grpo"
 
@@ -27,7 +28,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.shows("loop: GRPO with Ray and vLLM learns the demo task; mean log-prob gap at most 1e-5 in float32")
-def test_grpo_learns_the_task_and_trainer_and_engine_agree(learned: tuple[grpo.GRPOResult, Path]) -> None:
+def test_grpo_learns_the_task_and_trainer_and_engine_agree(learned: tuple[RunResult, Path]) -> None:
     result, _ = learned
     assert result.accuracy_before is not None
     assert result.accuracy_after is not None
@@ -36,7 +37,7 @@ def test_grpo_learns_the_task_and_trainer_and_engine_agree(learned: tuple[grpo.G
     assert result.max_log_prob_gap <= 1e-5
 
 
-def test_a_run_leaves_a_folder_that_a_program_can_read(learned: tuple[grpo.GRPOResult, Path]) -> None:
+def test_a_run_leaves_a_folder_that_a_program_can_read(learned: tuple[RunResult, Path]) -> None:
     result, folder = learned
     metrics, samples = lines(folder / "metrics.jsonl"), lines(folder / "samples.jsonl")
     assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
@@ -49,7 +50,7 @@ def test_a_run_leaves_a_folder_that_a_program_can_read(learned: tuple[grpo.GRPOR
     assert list((folder / "tensorboard").glob("events*"))
 
 
-def test_the_trained_model_is_a_hugging_face_directory(learned: tuple[grpo.GRPOResult, Path]) -> None:
+def test_the_trained_model_is_a_hugging_face_directory(learned: tuple[RunResult, Path]) -> None:
     model = AutoModelForCausalLM.from_pretrained(learned[1] / "model")
     assert model.config.model_type == "qwen3"
 
@@ -73,7 +74,7 @@ def test_two_ranks_and_two_engines_learn_the_task(task: Path, warm_model: Path, 
 
 @pytest.mark.shows("loop: one seed gives the same rewards twice")
 def test_one_seed_gives_the_same_rewards_twice(
-    learned: tuple[grpo.GRPOResult, Path], task: Path, warm_model: Path, tmp_path: Path
+    learned: tuple[RunResult, Path], task: Path, warm_model: Path, tmp_path: Path
 ) -> None:
     steps = 6
     first = lines(learned[1] / "metrics.jsonl")[:steps]

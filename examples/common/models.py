@@ -1,0 +1,55 @@
+"""A model of a run, with the operations that a training loop starts and waits for later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from actors import HandleRef, Loss, TrainGroup
+from rl_backend import TokenSequence
+from rl_backend.contracts import Metric
+
+
+class Update(NamedTuple):
+    """One optimizer step; ``ok`` is False when it was refused because a gradient is not finite."""
+
+    metrics: Mapping[str, Metric]
+    ok: bool
+    grad_norm: float
+    next_lr: float
+
+
+@dataclass(frozen=True)
+class Model:
+    """A handle and the training group that it lives on.
+
+    Operations on models of one group run one after the other, on models of different groups at the same time.
+    """
+
+    group: TrainGroup
+    handle: HandleRef
+
+    def submit_output(
+        self, name: str, sequences: Sequence[TokenSequence], meta: Mapping[str, Any]
+    ) -> Callable[[], list[Tensor]]:
+        """Starts a forward pass; the result waits and returns an output, one tensor for each sequence."""
+        future = self.group.forward.submit(self.handle, sequences, meta=meta)
+        return lambda: list(future.result().output(name))
+
+    def submit_update(self, sequences: Sequence[TokenSequence], loss: Loss, meta: Mapping[str, Any]) -> Callable[[], Update]:
+        """Starts an optimizer step on fresh gradients; the result waits for it."""
+        cleared = self.group.zero_grad.submit(self.handle)
+        gradients = self.group.forward_backward.submit(self.handle, sequences, loss, meta=meta)
+        step = self.group.optimizer_step.submit(self.handle)
+        schedule = self.group.lr_scheduler_step.submit(self.handle)
+
+        def wait() -> Update:
+            cleared.result()
+            metrics = gradients.result().metrics
+            ok, grad_norm, _ = step.result()
+            return Update(metrics, ok, grad_norm, schedule.result())
+
+        return wait
