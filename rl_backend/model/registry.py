@@ -68,6 +68,8 @@ class ModelFamily:
             ``lm_head`` has no entry; the head of a critic has the names
             :data:`~rl_backend.contracts.VALUE_HEAD_WEIGHTS`, and where a checkpoint lacks one of them it starts at 0.
         heads: what ``build`` and ``weight_names`` understand.
+        max_length: architecture -> longest sequence, in tokens. None takes ``max_position_embeddings`` of ``config.json``
+            where it is there.
     """
 
     name: str
@@ -78,6 +80,7 @@ class ModelFamily:
     parallelize: Callable[[nn.Module, ParallelGroups, NativeConfig], None]
     weight_names: Callable[[Any, Head], Mapping[str, str]]
     heads: tuple[Head, ...] = ("log_probs",)
+    max_length: Callable[[Any], int] | None = None
 
     def require_head(self, head: Head) -> None:
         """Raises :class:`~rl_backend.contracts.UnsupportedError` for a head that the family does not have."""

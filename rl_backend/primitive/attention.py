@@ -13,11 +13,14 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from rl_backend.primitive.blocked_attention import blocked_attention
+from rl_backend.primitive.windowed_attention import windowed_attention
 
 _VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, seq_lens: Sequence[int]) -> Tensor:
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, seq_lens: Sequence[int], window: int | None = None
+) -> Tensor:
     """Softmax attention, causal inside each of B sequences, scaled by ``head_dim ** -0.5``.
 
     bfloat16 and float16 on CUDA take the variable-length flash kernel, float32 and float64 on a CPU the blocked form, which
@@ -29,19 +32,26 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tens
         key, value: (T, kv_heads, head_dim); ``heads`` is a multiple of ``kv_heads`` (grouped-query attention).
         cu_seqlens: (B + 1,) int32 on the device of ``query``.
         seq_lens: the same B lengths as numbers.
+        window: tokens that a token sees, itself included; None for all before it (sliding-window attention as in Mistral 7B,
+            arXiv 2310.06825).
 
     Returns:
         (T, heads, head_dim)
     """
+    longest = max(seq_lens)
+    if window is not None and window >= longest:
+        window = None
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        return _varlen(query, key, value, cu_seqlens, max(seq_lens))
+        return _varlen(query, key, value, cu_seqlens, longest, window)
+    if window is not None:
+        return windowed_attention(query, key, value, seq_lens, window)
     if query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64):
         return blocked_attention(query, key, value, seq_lens)
     return _by_runs(query, key, value, seq_lens)
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-    options: dict[str, Any] = {"window_size": (-1, 0)}
+def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, window: int | None) -> Tensor:
+    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
     if key.shape[1] != query.shape[1]:
         if _VARLEN_HAS_GQA:
             options["enable_gqa"] = True

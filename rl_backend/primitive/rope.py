@@ -1,7 +1,9 @@
-"""Rotary position embedding in the half-split layout of Hugging Face checkpoints."""
+"""Rotary position embedding in the half-split layout of Hugging Face checkpoints, and its scaling to longer contexts."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,23 +11,132 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def rotary_cos_sin(position_ids: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of each position's angles (Su et al., 2021).
+@dataclass(frozen=True)
+class LinearScaling:
+    """Position interpolation (Chen et al., arXiv 2306.15595); ``linear`` in transformers' ``modeling_rope_utils``.
+
+    Attributes:
+        factor: what every frequency is divided by.
+    """
+
+    factor: float
+    attention_factor: float = 1.0
+
+    def scale(self, frequencies: Tensor, rotary: Rotary) -> Tensor:
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Scaling of Llama 3.1 (Grattafiori et al., arXiv 2407.21783); ``llama3`` in transformers' ``modeling_rope_utils``.
+
+    With ``r = original_max_position_embeddings / wavelength``, the rotations that fit into the original context: frequencies
+    with ``r > high_freq_factor`` stay, those with ``r < low_freq_factor`` are divided by ``factor``, and between the two the
+    result goes linearly in ``r`` from one to the other.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+    attention_factor: float = 1.0
+
+    def scale(self, frequencies: Tensor, rotary: Rotary) -> Tensor:
+        rotations = self.original_max_position_embeddings / (2 * math.pi / frequencies)
+        kept = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = kept.clamp(0.0, 1.0)
+        return (1 - kept) * frequencies / self.factor + kept * frequencies
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al., arXiv 2309.00071, sections 3.2 to 3.4); ``yarn`` in transformers' ``modeling_rope_utils``.
+
+    Attributes:
+        factor: what low frequencies are divided by.
+        original_max_position_embeddings: length of the original context, in tokens.
+        beta_fast, beta_slow: rotations within the original context above which a frequency stays, and below which it is
+            divided; between the two the result goes linearly in the dimension's number.
+        truncate: whether these dimensions are rounded outwards to whole numbers.
+        attention_factor: what cosines and sines are multiplied by; see :func:`yarn_attention_factor`.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def scale(self, frequencies: Tensor, rotary: Rotary) -> Tensor:
+        low, high = self._dimension(self.beta_fast, rotary), self._dimension(self.beta_slow, rotary)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rotary.head_dim - 1)
+        high = high if high != low else high + 0.001
+        dimensions = torch.arange(rotary.head_dim // 2, dtype=torch.float32, device=frequencies.device)
+        kept = 1 - ((dimensions - low) / (high - low)).clamp(0.0, 1.0)
+        return frequencies / self.factor * (1 - kept) + frequencies * kept
+
+    def _dimension(self, rotations: float, rotary: Rotary) -> float:
+        """The dimension, as a real number, whose frequency makes so many rotations within the original context."""
+        wavelengths = self.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return rotary.head_dim * math.log(wavelengths) / (2 * math.log(rotary.theta))
+
+
+def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
+    """``0.1 ln(factor) + 1`` (YaRN, equation 22), or with both ``mscale`` the quotient that DeepSeek-V2 made of it."""
+
+    def temperature(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    if mscale and mscale_all_dim:
+        return temperature(mscale) / temperature(mscale_all_dim)
+    return temperature(1.0)
+
+
+type RotaryScaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """What determines the angles.
+
+    Attributes:
+        head_dim: even.
+        theta: base of the frequencies.
+        scaling: None for the original embedding (``default`` in transformers).
+    """
+
+    head_dim: int
+    theta: float
+    scaling: RotaryScaling | None = None
+
+    def frequencies(self, device: torch.device | None = None) -> Tensor:
+        """(head_dim / 2,) float32, radians per position."""
+        exponents = torch.arange(0, self.head_dim, 2, device=device).to(torch.float32) / self.head_dim
+        frequencies = 1.0 / self.theta**exponents
+        return frequencies if self.scaling is None else self.scaling.scale(frequencies, self)
+
+
+def rotary_cos_sin(position_ids: Tensor, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of each position's angles (Su et al., arXiv 2104.09864), times the scaling's attention factor.
 
     Frequencies are computed here, in float32, rather than kept in a buffer: there is nothing to restore after a model was
     built on the meta device.
 
     Args:
         position_ids: (T,) integers.
-        theta: base of the frequencies.
 
     Returns:
         two (T, 1, head_dim) tensors of ``dtype``; the second half of the last dimension repeats the first.
     """
-    exponents = torch.arange(0, head_dim, 2, device=position_ids.device).to(torch.float32) / head_dim
-    angles = position_ids.to(torch.float32)[:, None] * (1.0 / theta**exponents)
+    angles = position_ids.to(torch.float32)[:, None] * rotary.frequencies(position_ids.device)
     angles = torch.cat((angles, angles), dim=-1)[:, None, :]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = angles.cos(), angles.sin()
+    if rotary.scaling is not None and rotary.scaling.attention_factor != 1.0:
+        cos, sin = cos * rotary.scaling.attention_factor, sin * rotary.scaling.attention_factor
+    return cos.to(dtype), sin.to(dtype)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

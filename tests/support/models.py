@@ -6,11 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def write_tiny_qwen3(path: Path, *, seed: int = 0, max_shard_size: str = "100KB", **changes: Any) -> Path:
-    """A random float32 Qwen3 of about 0.1M parameters in several safetensors files; head_dim 32 is the least on CPU vLLM."""
+    """As :func:`write_tiny` for Qwen3."""
+    return write_tiny("qwen3", path, seed=seed, max_shard_size=max_shard_size, **changes)
+
+
+def write_tiny(model_type: str, path: Path, *, seed: int = 0, max_shard_size: str = "100KB", **changes: Any) -> Path:
+    """A random float32 decoder of about 0.1M parameters in several safetensors files; head_dim 32 is the least on CPU vLLM.
+
+    Args:
+        changes: fields of transformers' configuration.
+    """
     settings: dict[str, Any] = {
         "vocab_size": 128,
         "hidden_size": 64,
@@ -25,13 +34,15 @@ def write_tiny_qwen3(path: Path, *, seed: int = 0, max_shard_size: str = "100KB"
         "eos_token_id": 1,
         "pad_token_id": None,
     }
-    config = Qwen3Config(**{**settings, **changes})
+    config = AutoConfig.for_model(model_type, **{**settings, **changes})
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(config).to(torch.float32)
+    model = AutoModelForCausalLM.from_config(config).to(torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.add_(0.1 * torch.randn_like(parameter))
+            elif name.endswith(".bias"):
+                parameter.copy_(0.2 * torch.randn_like(parameter))
             else:
                 parameter.mul_(4.0)
     model.save_pretrained(path, max_shard_size=max_shard_size)

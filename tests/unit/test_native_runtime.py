@@ -146,7 +146,7 @@ def test_data_that_cannot_run_is_refused(
 
 
 def test_a_sequence_longer_than_the_model_reads_is_refused(tied_model: Path) -> None:
-    with open_runtime(tied_model) as opened, pytest.raises(BatchError, match="max_position_embeddings=512"):
+    with open_runtime(tied_model) as opened, pytest.raises(BatchError, match="the model has 512 positions"):
         opened.forward_backward(opened.build_model(), [batch_of([1] * 513)], None, forward_only=True)
 
 

@@ -14,7 +14,8 @@ from rl_backend.primitive import blocked_attention as blocked
 from rl_backend.primitive.attention import packed_attention
 from rl_backend.primitive.blocked_attention import blocked_attention
 from rl_backend.primitive.norm import RMSNorm
-from rl_backend.primitive.rope import apply_rotary, rotary_cos_sin
+from rl_backend.primitive.rope import Rotary, apply_rotary, rotary_cos_sin
+from rl_backend.primitive.windowed_attention import windowed_attention
 
 LENGTHS = (1, 64, 65, 3, 3, 200, 2)
 
@@ -127,7 +128,7 @@ def test_rms_norm_computes_bfloat16_in_float32() -> None:
 
 def test_rotary_embedding_rotates_pairs_of_halves_by_position_times_frequency() -> None:
     positions = torch.tensor([0, 5, 1])
-    cos, sin = rotary_cos_sin(positions, 4, 100.0, torch.float64)
+    cos, sin = rotary_cos_sin(positions, Rotary(4, 100.0), torch.float64)
     x = torch.randn(3, 2, 4, dtype=torch.float64)
     out = apply_rotary(x, cos, sin)
     frequencies = torch.tensor([1.0, 0.1], dtype=torch.float64)
@@ -139,6 +140,6 @@ def test_rotary_embedding_rotates_pairs_of_halves_by_position_times_frequency() 
 
 
 def test_rotary_gradient_is_the_rotation_back() -> None:
-    cos, sin = rotary_cos_sin(torch.arange(6), 8, 1e4, torch.float64)
+    cos, sin = rotary_cos_sin(torch.arange(6), Rotary(8, 1e4), torch.float64)
     x = torch.randn(6, 2, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda value: apply_rotary(value, cos, sin), (x,))

@@ -10,8 +10,8 @@ import torch
 from rl_backend.contracts import BatchError, NativeConfig
 from rl_backend.model import QWEN3
 from rl_backend.parallel.fsdp import checkpoint_layers
+from tests.support.families import load_native, load_transformers, pack, random_sequences, run_native, run_transformers
 from tests.support.models import write_tiny_qwen3
-from tests.support.qwen3 import load_native, load_transformers, pack, random_sequences, run_native, run_transformers
 
 LENGTHS = (7, 1, 70, 12, 12, 2, 130, 33)
 
@@ -147,7 +147,7 @@ def test_bfloat16_log_probs_stay_close_to_float32(tied_model: Path) -> None:
 
 
 def test_a_sequence_longer_than_the_model_allows_is_refused(tied_model: Path) -> None:
-    with pytest.raises(BatchError, match="513 tokens is longer than max_position_embeddings=512"):
+    with pytest.raises(BatchError, match="513 tokens is longer than the model's 512 positions"):
         run_native(load_native(tied_model), random_sequences((513,)))
 
 
@@ -157,5 +157,5 @@ def test_a_token_outside_the_vocabulary_is_refused(tied_model: Path) -> None:
 
 
 def test_parallelize_refuses_another_familys_module() -> None:
-    with pytest.raises(TypeError, match="expected Qwen3"):
+    with pytest.raises(TypeError, match="expected DenseDecoder"):
         QWEN3.parallelize(torch.nn.Linear(1, 1), None, NativeConfig())

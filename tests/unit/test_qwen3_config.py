@@ -8,7 +8,8 @@ import pytest
 
 from rl_backend.contracts import ConfigError, UnsupportedError
 from rl_backend.model import QWEN3, find_model
-from rl_backend.model.qwen3 import Qwen3Options, parse_config
+from rl_backend.model.dense import DenseOptions
+from rl_backend.model.qwen3.config import parse_config
 
 PUBLISHED: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -43,22 +44,30 @@ PUBLISHED: dict[str, Any] = {
 def test_a_published_configuration_is_read() -> None:
     arch = parse_config(PUBLISHED)
     assert (arch.num_layers, arch.num_heads, arch.num_kv_heads, arch.head_dim) == (28, 16, 8, 128)
-    assert (arch.rope_theta, arch.rms_norm_eps, arch.tie_word_embeddings) == (1e6, 1e-6, True)
+    assert (arch.rotary.theta, arch.rms_norm_eps, arch.tie_word_embeddings) == (1e6, 1e-6, True)
 
 
 def test_rope_theta_is_read_where_transformers_5_writes_it() -> None:
     config = {key: value for key, value in PUBLISHED.items() if key not in ("rope_theta", "rope_scaling")}
-    assert parse_config({**config, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}).rope_theta == 5e5
+    assert parse_config({**config, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}).rotary.theta == 5e5
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("use_sliding_window", True),
         ("layer_types", ["full_attention", "sliding_attention"]),
-        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}),
-        ("rope_scaling", {"type": "linear", "factor": 2.0}),
+        ("layer_types", [*["full_attention"] * 27, "sliding_attention"]),
+        ("layer_types", [*["full_attention"] * 27, "chunked_attention"]),
+        ("rope_scaling", {"rope_type": "dynamic", "factor": 4.0}),
+        ("rope_scaling", {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}),
+        ("rope_scaling", {"type": "linear", "factor": 2.0, "beta_fast": 32}),
+        ("rope_scaling", {"type": "linear"}),
+        ("rope_scaling", {"type": "yarn", "factor": 0.5}),
+        ("rope_scaling", {"type": "yarn", "factor": 4.0, "truncate": "no"}),
+        ("rope_scaling", "linear"),
         ("rope_parameters", {"rope_type": "llama3", "rope_theta": 1e6, "factor": 8.0}),
+        ("rope_parameters", {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 0}),
         ("rope_parameters", {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}),
         ("partial_rotary_factor", 0.5),
         ("attention_bias", True),
@@ -97,4 +106,4 @@ def test_another_model_type_is_refused_with_the_known_ones() -> None:
 
 def test_unknown_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="unknown field"):
-        Qwen3Options(fused=True)
+        DenseOptions(fused=True)

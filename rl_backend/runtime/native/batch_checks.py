@@ -49,7 +49,7 @@ def _problem(data: Sequence[PackedBatch], max_tokens: int, vocab_size: int, max_
         longest = int(batch.seq_lens.max())
         if max_length is not None and longest > max_length:
             return BatchError(
-                f"micro-batch {index} has a sequence of {longest} tokens; max_position_embeddings={max_length}",
+                f"micro-batch {index} has a sequence of {longest} tokens; the model has {max_length} positions",
                 micro_batch=index,
                 longest=longest,
             )

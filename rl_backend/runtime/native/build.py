@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -94,6 +95,7 @@ def build_handle(
         architecture=architecture,
         hf_config=hf_config,
         vocab_size=_vocab_size(hf_config),
+        max_length=_max_length(family, architecture, hf_config),
         model=model,
         parameters=parameters,
         weight_names=weight_names,
@@ -127,6 +129,12 @@ def _parameters(
             parameters=whole,
         )
     return {name: found[name] for name in weight_names}
+
+
+def _max_length(family: ModelFamily, architecture: Any, hf_config: Mapping[str, Any]) -> int | None:
+    if family.max_length is not None:
+        return family.max_length(architecture)
+    return hf_config.get("max_position_embeddings")
 
 
 def _vocab_size(hf_config: Any) -> int:

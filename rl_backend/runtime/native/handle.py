@@ -29,6 +29,7 @@ class NativeHandle(ModelHandle):
         groups: mesh, device and process groups.
         family, architecture, hf_config: what was built.
         vocab_size: ``vocab_size`` of ``config.json``.
+        max_length: longest sequence, in tokens; None where the family sets no limit.
         model: the module, sharded.
         parameters: name in the module -> parameter, in export order.
         weight_names: name in the module -> Hugging Face name, in the same order.
@@ -45,6 +46,7 @@ class NativeHandle(ModelHandle):
     architecture: Any
     hf_config: Mapping[str, Any]
     vocab_size: int
+    max_length: int | None
     model: nn.Module
     parameters: Mapping[str, nn.Parameter]
     weight_names: Mapping[str, str]

@@ -122,7 +122,7 @@ class NativeRuntime(Runtime[NativeHandle]):
             self.groups,
             max_tokens=self.config.max_tokens_per_micro_batch,
             vocab_size=handle.vocab_size,
-            max_length=handle.hf_config.get("max_position_embeddings"),
+            max_length=handle.max_length,
             forward_only=forward_only,
         )
         keep_gathered = not self.native.reshard_after_forward

@@ -1,4 +1,4 @@
-"""The native Qwen3 and transformers' on one directory, and both run on the same sequences."""
+"""A native model and transformers' of one directory, and both run on the same sequences."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from rl_backend.checkpoint.hf_reader import load_weights, read_hf_config
 from rl_backend.contracts import Head, ModelOutput, PackedBatch
@@ -26,8 +26,10 @@ def load_native(path: Path, chunk_tokens: int = 16, head: Head = "log_probs") ->
     return model
 
 
-def load_transformers(path: Path) -> Qwen3ForCausalLM:
-    return Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32)
+def load_transformers(path: Path) -> nn.Module:
+    model, report = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    assert not any(report.values()), report
+    return model  # type: ignore[no-any-return]
 
 
 def random_sequences(lengths: Sequence[int], vocab_size: int = 128, seed: int = 0) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Dense Qwen3 on packed micro-batches."""
+"""A dense decoder on packed micro-batches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_backend.contracts import BatchError, Head, ModelOutput
-from rl_backend.model.qwen3.config import Qwen3Architecture
+from rl_backend.model.dense.architecture import DenseArchitecture
 from rl_backend.model.registry import ModelInput
 from rl_backend.primitive.attention import packed_attention
 from rl_backend.primitive.log_prob import next_token_log_probs
@@ -16,56 +16,60 @@ from rl_backend.primitive.rope import apply_rotary, rotary_cos_sin
 from rl_backend.primitive.value_head import ValueHead
 
 
-class Qwen3Attention(nn.Module):
-    """Grouped-query attention with RMS-normalised queries and keys; (T, hidden_size) -> (T, hidden_size)."""
+class DenseAttention(nn.Module):
+    """Grouped-query attention; (T, hidden_size) -> (T, hidden_size)."""
 
-    def __init__(self, arch: Qwen3Architecture) -> None:
+    def __init__(self, arch: DenseArchitecture, window: int | None) -> None:
         super().__init__()
         self.head_dim = arch.head_dim
-        self.q_proj = nn.Linear(arch.hidden_size, arch.num_heads * arch.head_dim, bias=False)
-        self.k_proj = nn.Linear(arch.hidden_size, arch.num_kv_heads * arch.head_dim, bias=False)
-        self.v_proj = nn.Linear(arch.hidden_size, arch.num_kv_heads * arch.head_dim, bias=False)
-        self.o_proj = nn.Linear(arch.num_heads * arch.head_dim, arch.hidden_size, bias=False)
-        self.q_norm = RMSNorm(arch.head_dim, arch.rms_norm_eps)
-        self.k_norm = RMSNorm(arch.head_dim, arch.rms_norm_eps)
+        self.window = window
+        query_size, kv_size = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+        self.q_proj = nn.Linear(arch.hidden_size, query_size, bias=arch.qkv_bias)
+        self.k_proj = nn.Linear(arch.hidden_size, kv_size, bias=arch.qkv_bias)
+        self.v_proj = nn.Linear(arch.hidden_size, kv_size, bias=arch.qkv_bias)
+        self.o_proj = nn.Linear(query_size, arch.hidden_size, bias=arch.output_bias)
+        self.q_norm = RMSNorm(arch.head_dim, arch.rms_norm_eps) if arch.qk_norm else None
+        self.k_norm = RMSNorm(arch.head_dim, arch.rms_norm_eps) if arch.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, seq_lens: tuple[int, ...]) -> Tensor:
-        query = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))
-        key = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
-        value = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        query, key, value = (
+            projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
         query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
-        attended = packed_attention(query, key, value, cu_seqlens, seq_lens)
+        attended = packed_attention(query, key, value, cu_seqlens, seq_lens, self.window)
         return self.o_proj(attended.flatten(1))  # type: ignore[no-any-return]
 
 
-class Qwen3Layer(nn.Module):
+class DenseLayer(nn.Module):
     """Attention and feed-forward, each normalised before and added to the residual stream."""
 
-    def __init__(self, arch: Qwen3Architecture) -> None:
+    def __init__(self, arch: DenseArchitecture, window: int | None) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
-        self.self_attn = Qwen3Attention(arch)
+        self.self_attn = DenseAttention(arch, window)
         self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
-        self.mlp = SwiGLU(arch.hidden_size, arch.intermediate_size)
+        self.mlp = SwiGLU(arch.hidden_size, arch.intermediate_size, bias=arch.mlp_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, seq_lens: tuple[int, ...]) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, cu_seqlens, seq_lens)
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
-class Qwen3(nn.Module):
+class DenseDecoder(nn.Module):
     """The whole model.
 
     Keeps no buffers, so a copy built on the meta device needs its parameters and nothing else. Every token is trained:
     unlike in transformers, ``pad_token_id`` has no part in it, because padding never reaches a model.
     """
 
-    def __init__(self, arch: Qwen3Architecture, head: Head, log_prob_chunk_tokens: int) -> None:
+    def __init__(self, arch: DenseArchitecture, head: Head, log_prob_chunk_tokens: int) -> None:
         super().__init__()
         self.arch = arch
         self.log_prob_chunk_tokens = log_prob_chunk_tokens
         self.embed_tokens = nn.Embedding(arch.vocab_size, arch.hidden_size)
-        self.layers = nn.ModuleList(Qwen3Layer(arch) for _ in range(arch.num_layers))
+        self.layers = nn.ModuleList(DenseLayer(arch, window) for window in arch.windows)
         self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
         self.score = ValueHead(arch.hidden_size) if head == "values" else None
         untied = head == "log_probs" and not arch.tie_word_embeddings
@@ -77,11 +81,11 @@ class Qwen3(nn.Module):
         The head is applied here and not by the loss: with FSDP its weight is whole only during this forward.
 
         Raises:
-            BatchError: a sequence longer than ``max_position_embeddings``, or a token outside the vocabulary (on a CPU).
+            BatchError: a sequence longer than ``max_length``, or a token outside the vocabulary (on a CPU).
         """
         self._check(inputs)
         hidden = self.embed_tokens(inputs.input_ids)
-        cos, sin = rotary_cos_sin(inputs.position_ids, self.arch.head_dim, self.arch.rope_theta, hidden.dtype)
+        cos, sin = rotary_cos_sin(inputs.position_ids, self.arch.rotary, hidden.dtype)
         for layer in self.layers:
             hidden = layer(hidden, cos, sin, inputs.cu_seqlens, inputs.seq_lens)
         hidden = self.norm(hidden)
@@ -100,9 +104,9 @@ class Qwen3(nn.Module):
 
     def _check(self, inputs: ModelInput) -> None:
         longest = max(inputs.seq_lens)
-        if longest > self.arch.max_position_embeddings:
+        if longest > self.arch.max_length:
             raise BatchError(
-                f"a sequence of {longest} tokens is longer than max_position_embeddings={self.arch.max_position_embeddings}",
+                f"a sequence of {longest} tokens is longer than the model's {self.arch.max_length} positions",
                 longest=longest,
             )
         if inputs.input_ids.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""How dense Qwen3 is laid out over ranks."""
+"""How a dense decoder is laid out over ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from rl_backend.contracts import NativeConfig
-from rl_backend.model.qwen3.model import Qwen3
+from rl_backend.model.dense.model import DenseDecoder
 from rl_backend.parallel.fsdp import apply_fsdp, checkpoint_layers
 
 if TYPE_CHECKING:
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 def parallelize(module: nn.Module, groups: ParallelGroups, config: NativeConfig) -> None:
     """Activation checkpointing and FSDP2, each layer a unit of its own and the rest with the root."""
-    if not isinstance(module, Qwen3):
-        raise TypeError(f"parallelize got a {type(module).__name__}; expected Qwen3")
+    if not isinstance(module, DenseDecoder):
+        raise TypeError(f"parallelize got a {type(module).__name__}; expected DenseDecoder")
     layers = list(module.layers)
     if config.activation_checkpointing == "full":
         checkpoint_layers(layers)
