@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from rl_backend.report.html import Html, join, tag
 from rl_backend.report.metrics import Chart
@@ -13,26 +13,27 @@ from rl_backend.report.numbers import Axis, linear_axis, log_axis, short
 from rl_backend.report.series import Point, Series, points, running_mean
 
 WIDTH, HEIGHT = 440, 190
-LEFT, RIGHT, TOP, BOTTOM = 52, 12, 8, 26
+LEFT, RIGHT, TOP, BOTTOM = 52, 20, 8, 26
 EACH_STEP = 60
 """Up to so many points every one is drawn alone; of more, the running mean stands out from them."""
+
+NOISY = 4.0
+"""A curve is noisy whose way up and down is so many times its range."""
 
 MIN_DECADES_RATIO = 30.0
 """A logarithmic axis serves values whose largest is so many times the smallest."""
 
 
-def draw_chart(chart: Chart, series: Sequence[Series], most_points: int) -> Html:
-    """A figure with title, latest value, curves, and what cannot be drawn in words."""
+def draw_chart(chart: Chart, series: Sequence[Series], run_steps: tuple[int, int], most_points: int) -> Html:
+    """A figure with title, latest value, curves over the run's first to last step, and what cannot be drawn in words."""
     drawn = [points(one, most_points) for one in series]
-    steps = [step for one in series for step in one.steps]
-    across = linear_axis(min(steps), max(steps), LEFT, WIDTH - RIGHT, about=5, whole=True)
+    across = linear_axis(*run_steps, LEFT, WIDTH - RIGHT, about=5, whole=True)
     up = _value_axis(chart, series)
     notes = [note for one in series for note in _notes(one, up, named=len(series) > 1)]
     window = max(2 * (len(drawn[0]) // 30) + 1, 3)
-    smooth = len(drawn[0]) > EACH_STEP
     body = [_grid(across, up)]
     for index, of in enumerate(drawn):
-        body.append(_curve(of, across, up, index, window if smooth else 0))
+        body.append(_curve(of, across, up, index, window if len(of) > EACH_STEP else 0))
     body.append(_marks(series, across))
     body.append(tag("line", class_="cursor", y1=TOP, y2=HEIGHT - BOTTOM, x1=-9, x2=-9))
     body.extend(tag("circle", class_=f"dot s{index}", r=3, cx=-9, cy=-9) for index in range(len(series)))
@@ -68,8 +69,10 @@ def grid_lines(axis: Axis, left: float, right: float) -> Html:
 
 def step_labels(axis: Axis, height: float) -> Html:
     """Labels of the steps below a chart."""
-    labels = [tag("text", short(tick), x=f"{axis.at(tick):.1f}", y=height - 10, text_anchor="middle") for tick in axis.ticks]
-    return join(*labels, tag("text", "step", class_="unit", x=axis.end, y=height - 1, text_anchor="end"))
+    labels = [tag("text", short(tick), x=f"{axis.at(tick):.1f}", y=height - 8, text_anchor="middle") for tick in axis.ticks]
+    return join(
+        *labels, tag("text", "step", x=min(axis.start, axis.at(axis.ticks[0]) - 12) - 6, y=height - 8, text_anchor="end")
+    )
 
 
 def path(coordinates: Sequence[tuple[float, float] | None]) -> str:
@@ -95,11 +98,18 @@ def _value_axis(chart: Chart, series: Sequence[Series]) -> Axis:
     if chart.log and positive and max(positive) / min(positive) >= MIN_DECADES_RATIO:
         return log_axis(min(positive), max(positive), bottom, top)
     low, high = min(values), max(values)
-    if chart.unit.startswith("share") and low >= 0 and high <= 1:
+    if chart.full_range and low >= 0 and high <= 1:
         low, high = 0.0, 1.0
     # The difference of two values near the largest float is infinite.
     limit = 1e300
     return linear_axis(max(low, -limit), min(high, limit), bottom, top)
+
+
+def _is_noisy(of: Sequence[Point]) -> bool:
+    """Whether the curve goes up and down so much that its running mean says more; a schedule does not."""
+    means = [point.mean for point in of if math.isfinite(point.mean)]
+    way = sum(abs(after - before) for before, after in pairwise(means))
+    return bool(means) and way > NOISY * (max(means) - min(means))
 
 
 def _curve(of: Sequence[Point], across: Axis, up: Axis, index: int, window: int) -> Html:
@@ -109,12 +119,15 @@ def _curve(of: Sequence[Point], across: Axis, up: Axis, index: int, window: int)
         return [_place(point.step, value(point), across, up) for point in of]
 
     if not window:
-        dots = [tag("circle", cx=f"{x:.1f}", cy=f"{y:.1f}", r=1.8) for x, y in filter(None, line(lambda point: point.mean))]
+        marked = () if len(of) > EACH_STEP else line(lambda point: point.mean)
+        dots = [tag("circle", cx=f"{x:.1f}", cy=f"{y:.1f}", r=2 if len(of) > 3 else 3.5) for x, y in filter(None, marked)]
         curve = tag("path", class_=f"line s{index}", d=path(line(lambda point: point.mean)))
         return join(curve, tag("g", *dots, class_=f"dots s{index}"))
     grouped = any(point.first != point.last for point in of)
     faint = _band(of, across, up) if grouped else path(line(lambda point: point.mean))
     means = running_mean([point.mean for point in of], window)
+    if not _is_noisy(of):
+        means = [point.mean for point in of]
     front = [_place(point.step, mean, across, up) for point, mean in zip(of, means, strict=True)]
     return join(
         tag("path", class_=f"{'band' if grouped else 'faint'} s{index}", d=faint),
@@ -123,14 +136,14 @@ def _curve(of: Sequence[Point], across: Axis, up: Axis, index: int, window: int)
 
 
 def _band(of: Sequence[Point], across: Axis, up: Axis) -> str:
-    """The area between lowest and highest value, one piece for each pair of neighbours."""
-    corners = [(_place(point.step, point.low, across, up), _place(point.step, point.high, across, up)) for point in of]
+    """The area between lowest and highest value, a piece for each run of finite ones."""
     pieces = []
-    for (low, high), (next_low, next_high) in pairwise(corners):
-        if low and high and next_low and next_high:
-            pieces.append(
-                f"M{low[0]:.1f} {low[1]:.1f}V{high[1]:.1f}L{next_high[0]:.1f} {next_high[1]:.1f}V{next_low[1]:.1f}z"
-            )
+    for finite, run in groupby(of, key=lambda point: math.isfinite(point.mean)):
+        if finite:
+            piece = list(run)
+            upper = [_place(point.step, point.high, across, up) for point in piece]
+            lower = [_place(point.step, point.low, across, up) for point in reversed(piece)]
+            pieces.append(path([*upper, *lower]) + "z")
     return "".join(pieces)
 
 

@@ -6,7 +6,8 @@ import html
 import re
 
 _VOID = {"meta", "br", "hr"}
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_DIRECTION = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 class Html(str):
@@ -16,8 +17,12 @@ class Html(str):
 
 
 def text(value: object) -> Html:
-    """``value`` as text: escaped, with control characters made visible and lone surrogates replaced."""
+    """``value`` as text: escaped, with control characters made visible and lone surrogates replaced.
+
+    Characters that change the direction of what follows are made visible too, as they would reorder the page.
+    """
     characters = str(value).encode("utf-8", "replace").decode("utf-8")
+    characters = _DIRECTION.sub(lambda found: f"<U+{ord(found.group()):04X}>", characters)
     return Html(html.escape(_CONTROL.sub(_picture, characters)))
 
 
@@ -37,7 +42,7 @@ def tag(name: str, /, *children: Html | str | None, **attributes: object) -> Htm
 
 def _picture(found: re.Match[str]) -> str:
     code = ord(found.group())
-    return chr(0x2421 if code == 0x7F else 0x2400 + code)
+    return chr(0x2400 + code) if code < 0x20 else f"<U+{code:04X}>"
 
 
 def join(*children: Html | str | None) -> Html:

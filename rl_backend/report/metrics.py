@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PHASE = "seconds/"
 
@@ -15,6 +15,7 @@ class Chart:
     Attributes:
         names: of the metrics, drawn in this order.
         log: logarithmic where the values span decades.
+        full_range: from 0 to 1.
         note: one sentence on what a reader looks for.
     """
 
@@ -24,6 +25,7 @@ class Chart:
     names: tuple[str, ...]
     log: bool = False
     note: str = ""
+    full_range: bool = False
 
 
 LEARNING, UPDATE, AGREEMENT, CRITIC, OTHER = (
@@ -36,8 +38,22 @@ LEARNING, UPDATE, AGREEMENT, CRITIC, OTHER = (
 
 CHARTS = (
     Chart(LEARNING, "Reward", "mean per response", ("reward",), note="Rises, then levels off."),
-    Chart(LEARNING, "Held-out accuracy", "share", ("accuracy",), note="Falls while the reward rises: overfitting."),
-    Chart(LEARNING, "Answer probability", "share", ("answer_probability",), note="Of exactly the held-out answer."),
+    Chart(
+        LEARNING,
+        "Held-out accuracy",
+        "share",
+        ("accuracy",),
+        note="Falls while the reward rises: overfitting.",
+        full_range=True,
+    ),
+    Chart(
+        LEARNING,
+        "Answer probability",
+        "share",
+        ("answer_probability",),
+        note="Of exactly the held-out answer.",
+        full_range=True,
+    ),
     Chart(LEARNING, "Response length", "tokens, mean", ("response_tokens",), note="At the limit: responses are cut off."),
     Chart(LEARNING, "Entropy", "nats per token", ("entropy",), note="Near 0: nothing is explored any more."),
     Chart(LEARNING, "Negative log-likelihood", "nats per token", ("nll",), note="Falls."),
@@ -56,7 +72,8 @@ CHARTS = (
         "Step taken",
         "share of updates",
         ("step_ok",),
-        note="Below 1: a gradient was not finite, and that update was skipped.",
+        note="Below 1: a gradient was not finite, and its update skipped.",
+        full_range=True,
     ),
     Chart(
         AGREEMENT,
@@ -87,9 +104,7 @@ def charts_for(names: Iterable[str]) -> dict[str, list[Chart]]:
         present = tuple(name for name in chart.names if name in left)
         if present:
             left = [name for name in left if name not in present]
-            groups.setdefault(chart.group, []).append(
-                Chart(chart.group, chart.title, chart.unit, present, chart.log, chart.note)
-            )
+            groups.setdefault(chart.group, []).append(replace(chart, names=present))
     for name in left:
         groups.setdefault(OTHER, []).append(Chart(OTHER, name, "", (name,)))
     return groups

@@ -61,8 +61,10 @@ def linear_axis(low: float, high: float, start: float, end: float, *, about: int
         whole: ticks at whole numbers alone, and the range left as it is.
     """
     if high - low < 1e-12 * max(abs(low), abs(high), 1e-300):
+        if whole:
+            return Axis(low - 1, low + 1, start, end, (low,))
         pad = abs(low) * 0.5
-        low, high = (low, low + 1.0) if whole or low == 0 else (low - pad, high + pad)
+        low, high = (low, low + 1.0) if low == 0 else (low - pad, high + pad)
     step = _round_step((high - low) / about, (1, 2, 5, 10) if whole else (1, 2, 2.5, 5, 10))
     if whole:
         step = max(1.0, step)

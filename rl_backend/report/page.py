@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from rl_backend.report.chart import draw_chart
+from rl_backend.report.chart import EACH_STEP, draw_chart
 from rl_backend.report.html import Html, join, tag, text
 from rl_backend.report.metrics import PHASE, charts_for
 from rl_backend.report.numbers import duration, short
@@ -68,7 +68,10 @@ def _sections(data: RunData) -> list[Html]:
     curves = sum(len(chart.names) for charts in groups.values() for chart in charts)
     most = max(FEWEST_POINTS, min(MOST_POINTS, ALL_POINTS // max(curves, 1)))
     for group, charts in groups.items():
-        figures = [draw_chart(chart, [data.metrics[name] for name in chart.names], most) for chart in charts[:MOST_CHARTS]]
+        figures = [
+            draw_chart(chart, [data.metrics[name] for name in chart.names], data.span, most)
+            for chart in charts[:MOST_CHARTS]
+        ]
         left = [chart.title for chart in charts[MOST_CHARTS:]]
         note = f"Not drawn, as there are more than {MOST_CHARTS}: {', '.join(left)}" if left else None
         sections.append(
@@ -117,7 +120,16 @@ def _headline(data: RunData) -> Html:
         tag("p", " ".join(map(str, command)), class_="command") if isinstance(command, list) else None,
         tag("p", data.run["error"], class_="error") if data.run.get("error") else None,
     ]
-    return tag("header", tag("h1", data.path.resolve().name, _when(data)), *lines, tag("div", *tiles, class_="tiles"))
+    reading = (
+        "Curves of many steps: in bold their running mean, in pale each step, or the range of steps that share a point."
+    )
+    return tag(
+        "header",
+        tag("h1", data.path.resolve().name, _when(data)),
+        *lines,
+        tag("div", *tiles, class_="tiles"),
+        tag("p", reading, class_="note") if data.steps > EACH_STEP else None,
+    )
 
 
 def _results(data: RunData) -> list[tuple[str, str]]:
@@ -162,7 +174,7 @@ def _elapsed(run: Mapping[str, Any]) -> float | None:
 def _problems(data: RunData) -> Html | None:
     problems = list(data.problems)
     problems += [
-        f"{name}: {len(series.not_finite)} values are not finite, the first at step {series.not_finite[0][0]}"
+        f"{name}: {len(series.not_finite)} of {len(series.values)} values not finite, first at {series.not_finite[0][0]}"
         for name, series in data.metrics.items()
         if series.not_finite
     ]

@@ -21,6 +21,7 @@ class RunData:
 
     Attributes:
         metrics: name -> its series.
+        steps: number of those logged, ``span`` the first and the last.
         first_samples: of the first step that has some; ``last_samples`` of the last, empty when that is the same.
         problems: what could not be read.
     """
@@ -31,6 +32,7 @@ class RunData:
     summary: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Series] = field(default_factory=dict)
     steps: int = 0
+    span: tuple[int, int] = (0, 0)
     first_samples: list[dict[str, Any]] = field(default_factory=list)
     last_samples: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -77,6 +79,7 @@ def _read_metrics(data: RunData) -> None:
                 found.setdefault(name, {})[step] = _number(value)
     data.problems += [f"metrics.jsonl: {name} is not a number in every step" for name in sorted(not_numbers)]
     data.steps = len(steps)
+    data.span = (min(steps), max(steps)) if steps else (0, 0)
     data.metrics = {
         name: Series(name, tuple(sorted(values)), tuple(values[step] for step in sorted(values)))
         for name, values in found.items()

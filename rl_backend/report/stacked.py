@@ -12,7 +12,7 @@ from rl_backend.report.metrics import PHASE
 from rl_backend.report.numbers import linear_axis, short
 from rl_backend.report.series import Series
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 920, 240, 52, 12, 8, 26
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 920, 240, 52, 20, 8, 26
 MOST_BARS = 160
 
 

@@ -9,7 +9,7 @@ from rl_backend.report.html import Html, join, tag
 from rl_backend.report.numbers import Axis, linear_axis, short
 from rl_backend.report.timeline import Arrow, Bar, Lane, StepTimeline
 
-WIDTH, LEFT, RIGHT, BOTTOM = 920, 70, 12, 30
+WIDTH, LEFT, RIGHT, BOTTOM = 920, 70, 20, 22
 ROW, LANE_GAP = 17, 9
 CHARACTER = 5.6
 """Width of a character of a label, in pixels."""
