@@ -18,7 +18,7 @@ def write_tiny(model_type: str, path: Path, *, seed: int = 0, max_shard_size: st
     """A random float32 decoder of about 0.1M parameters in several safetensors files; head_dim 32 is the least on CPU vLLM.
 
     Args:
-        changes: fields of transformers' configuration.
+        changes: fields of transformers' configuration; ``head_dim=None`` leaves it out.
     """
     settings: dict[str, Any] = {
         "vocab_size": 128,
@@ -34,7 +34,10 @@ def write_tiny(model_type: str, path: Path, *, seed: int = 0, max_shard_size: st
         "eos_token_id": 1,
         "pad_token_id": None,
     }
-    config = AutoConfig.for_model(model_type, **{**settings, **changes})
+    fields = {**settings, **changes}
+    if fields["head_dim"] is None:
+        del fields["head_dim"]
+    config = AutoConfig.for_model(model_type, **fields)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).to(torch.float32)
     with torch.no_grad():

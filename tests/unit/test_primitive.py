@@ -11,11 +11,11 @@ from torch import Tensor
 
 from rl_backend.primitive import attention
 from rl_backend.primitive import blocked_attention as blocked
+from rl_backend.primitive import windowed_attention as windows
 from rl_backend.primitive.attention import packed_attention
 from rl_backend.primitive.blocked_attention import blocked_attention
 from rl_backend.primitive.norm import RMSNorm
 from rl_backend.primitive.rope import Rotary, apply_rotary, rotary_cos_sin
-from rl_backend.primitive.windowed_attention import windowed_attention
 
 LENGTHS = (1, 64, 65, 3, 3, 200, 2)
 
@@ -29,11 +29,13 @@ def make_qkv(heads: int, kv_heads: int, dtype: torch.dtype = torch.float64) -> l
     return [tensor.to(dtype).requires_grad_() for tensor in exact]
 
 
-def masked_softmax(query: Tensor, key: Tensor, value: Tensor, seq_lens: Sequence[int]) -> Tensor:
+def masked_softmax(query: Tensor, key: Tensor, value: Tensor, seq_lens: Sequence[int], window: int | None = None) -> Tensor:
     """The definition, with a dense (T, T) mask."""
     sequence = torch.repeat_interleave(torch.arange(len(seq_lens)), torch.tensor(seq_lens))
     position = torch.arange(len(sequence))
     visible = (sequence[:, None] == sequence[None]) & (position[:, None] >= position[None])
+    if window is not None:
+        visible &= position[:, None] - position[None] < window
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
@@ -69,6 +71,36 @@ def test_short_sequences_of_equal_length_in_any_order_are_attended_alone(
         out = function(*qkv, seq_lens)
         results.append((out, *torch.autograd.grad((out * mix).sum(), qkv)))
     torch.testing.assert_close(results[0], results[1])
+
+
+@pytest.mark.parametrize("window", [1, 3, 64, 100, 1000])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
+def test_a_window_hides_all_but_the_last_tokens(
+    monkeypatch: pytest.MonkeyPatch, window: int, heads: int, kv_heads: int
+) -> None:
+    monkeypatch.setattr(windows, "_BLOCK", 48)
+    qkv = make_qkv(heads, kv_heads)
+    mix = torch.randn(sum(LENGTHS), heads, 8, dtype=torch.float64)
+    results = []
+    for function in (windows.windowed_attention, masked_softmax):
+        out = function(*qkv, LENGTHS, window)
+        results.append((out, *torch.autograd.grad((out * mix).sum(), qkv)))
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_a_window_is_used_where_a_sequence_is_longer_and_only_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    cu_seqlens = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
+        qkv = make_qkv(4, 2, dtype)
+        out = packed_attention(*qkv, cu_seqlens, LENGTHS, 64)
+        torch.testing.assert_close(
+            out.double(), masked_softmax(*make_qkv(4, 2), LENGTHS, 64), atol=tolerance, rtol=tolerance
+        )
+        monkeypatch.setattr(attention, "windowed_attention", None)
+        assert torch.equal(
+            packed_attention(*qkv, cu_seqlens, LENGTHS, max(LENGTHS)), packed_attention(*qkv, cu_seqlens, LENGTHS)
+        )
+        monkeypatch.undo()
 
 
 def test_float32_and_bfloat16_on_a_cpu_agree_with_the_definition() -> None:
