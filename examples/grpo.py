@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Literal, Self, cast, get_args
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -31,6 +31,7 @@ from examples.common.run_folder import RunFolder, require_new_run
 from examples.common.sample_stream import SampleStream
 from examples.common.scoring import describe, greedy_accuracy
 from examples.common.sequences import Advantage, to_sequences, with_advantages, with_field
+from rl_backend.algorithm import LossAggMode
 from rl_backend.contracts import ConfigError, RLBackendError, merge_metrics
 
 
@@ -38,38 +39,45 @@ class GRPOConfig(RLConfig):
     """All options of a run."""
 
     run_dir: str = Field(default="runs/grpo", description="new folder for metrics, samples and the trained model")
-    advantage: str = Field(
+    advantage: Advantage = Field(
         default="grpo", description="grpo, dr_grpo, rloo, reinforce_plus_plus or reinforce_plus_plus_baseline"
     )
     loss: Literal["grpo", "gspo", "cispo"] = Field(default="grpo", description="surrogate: grpo (PPO's), gspo or cispo")
     clip_ratio_low: float | None = Field(default=None, ge=0, description="clip range below 1; none: as the loss has it")
     clip_ratio_high: float | None = Field(default=None, ge=0, description="clip range above 1; none: as the loss has it")
-    loss_agg_mode: str | None = Field(default=None, description="how token losses are averaged; none: as the loss has it")
-    loss_scale_factor: float | None = Field(default=None, gt=0, description="divisor of seq-mean-token-sum-norm")
+    loss_agg_mode: LossAggMode | None = Field(
+        default=None, description="how token losses are averaged; none: as the loss has it"
+    )
+    loss_scale_factor: float | None = Field(
+        default=None, gt=0, description="divisor of seq-mean-token-sum-norm; none: max_response_tokens"
+    )
     kl_coef: float = Field(default=0.0, ge=0, description="weight of the KL to the initial policy; 0 builds no reference")
     dynamic_sampling: bool = Field(default=False, description="sample more prompts in place of equally rewarded groups")
     max_batches_per_step: int = Field(default=4, ge=1, description="most batches that dynamic sampling takes for a step")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        known = get_args(Advantage.__value__)
-        if self.advantage not in known:
-            raise ConfigError.of("GRPOConfig.advantage", self.advantage, f"must be one of {', '.join(known)}")
         if self.samples_per_prompt < 2 and self.advantage != "reinforce_plus_plus":
             raise ConfigError.of(
                 "GRPOConfig.samples_per_prompt", self.samples_per_prompt, f"advantage={self.advantage!r} compares at least 2"
             )
-        self.loss_function()
+        if self.loss_scale_factor is not None and self.loss_agg_mode != "seq-mean-token-sum-norm":
+            raise ConfigError.of(
+                "GRPOConfig.loss_scale_factor",
+                self.loss_scale_factor,
+                "only loss_agg_mode='seq-mean-token-sum-norm' divides",
+            )
         return self
 
     def loss_function(self) -> Loss:
         """What the ranks minimise; options that are None keep the loss's own defaults."""
-        chosen = {
+        chosen: dict[str, Any] = {
             "clip_ratio_low": self.clip_ratio_low,
             "clip_ratio_high": self.clip_ratio_high,
             "loss_agg_mode": self.loss_agg_mode,
-            "loss_scale_factor": self.loss_scale_factor,
         }
+        if self.loss_agg_mode == "seq-mean-token-sum-norm":
+            chosen["loss_scale_factor"] = self.loss_scale_factor or float(self.max_response_tokens)
         given = {name: value for name, value in chosen.items() if value is not None}
         name = f"rl_backend.algorithm:{self.loss}_loss"
         return Loss(name, kl_coef=self.kl_coef, **given, **self.importance_options())
@@ -129,8 +137,7 @@ def train(config: GRPOConfig, on_step: Callable[[int, dict[str, float]], None] |
                     )
                 clock.lap("old_log_probs")
 
-                advantage = cast(Advantage, config.advantage)
-                sequences = with_advantages(sequences, batch.rewards, advantage, config.samples_per_prompt)
+                sequences = with_advantages(sequences, batch.rewards, config.advantage, config.samples_per_prompt)
                 updates = []
                 for start in range(0, len(sequences), config.sequences_per_update):
                     update = sequences[start : start + config.sequences_per_update]

@@ -1,4 +1,4 @@
-"""GRPO from nothing, in a few minutes on a laptop CPU: ``make demo`` or ``python -m examples.demo``."""
+"""RL from nothing, in a few minutes on a laptop CPU: ``make demo`` or ``python -m examples.demo``."""
 
 from __future__ import annotations
 
@@ -6,27 +6,43 @@ import json
 import shutil
 import time
 from pathlib import Path
+from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from examples import grpo, sft
+from examples import grpo, ppo, sft
 from examples.common.cluster import ray_session
 from examples.common.command_line import parse_config, run_command
 from examples.common.result import RunResult
 from examples.demo.task import HELD_OUT, write_task
-from rl_backend.contracts import BaseConfig, ConfigError
+from rl_backend.contracts import BACKEND_CONFIGS, BaseConfig, ConfigError
+
+type Algorithm = Literal["grpo", "ppo", "cispo", "dapo", "dr_grpo", "gspo", "reinforce_plus_plus", "rloo"]
+
+RECIPES = Path(grpo.__file__).parent / "recipes"
 
 
 class DemoConfig(BaseConfig):
     """Options of the demo."""
 
     run_dir: str = Field(default="runs/demo", description="folder for everything; an earlier demo in it is replaced")
+    algorithm: Algorithm = Field(
+        default="grpo", description="grpo, ppo, or a recipe: cispo, dapo, dr_grpo, gspo, reinforce_plus_plus, rloo"
+    )
     seed: int = Field(default=0, ge=0, description="fixes model, data, samples and training")
-    steps: int = Field(default=120, ge=1, description="GRPO steps")
+    steps: int = Field(default=120, ge=1, description="training steps")
+    max_staleness: int = Field(default=0, ge=0, description="steps by which samples may be behind; 0: strictly on-policy")
     backend: str = Field(default="native", description="registered runtime that trains")
     ranks: int = Field(default=1, ge=1, description="training ranks")
     engines: int = Field(default=1, ge=1, description="vLLM engines")
+    trace: bool = Field(default=True, description="record all actors, for Perfetto and the report's timeline")
     shuffle_rewards: bool = Field(default=False, description="control experiment: rewards go to the wrong responses")
+
+    @field_validator("backend")
+    @classmethod
+    def _known_backend(cls, backend: str) -> str:
+        BACKEND_CONFIGS.get(backend)
+        return backend
 
 
 def warm_start(config: DemoConfig, task: Path, run_dir: Path) -> Path:
@@ -49,27 +65,32 @@ def warm_start(config: DemoConfig, task: Path, run_dir: Path) -> Path:
 
 
 def reinforce(config: DemoConfig, task: Path, model: Path, run_dir: Path) -> RunResult:
-    return grpo.train(
-        grpo.GRPOConfig(
-            model=str(model),
-            dataset=str(task / "train.jsonl"),
-            eval_dataset=str(task / "held_out.jsonl"),
-            reward="examples.demo.task:compute_score",
-            run_dir=str(run_dir / "grpo"),
-            steps=config.steps,
-            max_prompt_tokens=8,
-            max_response_tokens=8,
-            lr=3e-4,
-            lr_warmup_steps=5,
-            lr_decay_style="linear",
-            backend=config.backend,
-            ranks=config.ranks,
-            engines=config.engines,
-            transport="shared_memory",
-            seed=config.seed,
-            shuffle_rewards=config.shuffle_rewards,
-        )
-    )
+    """Trains the warm model with rewards, in ``run_dir/<algorithm>``."""
+    settings = {
+        "model": str(model),
+        "dataset": str(task / "train.jsonl"),
+        "eval_dataset": str(task / "held_out.jsonl"),
+        "reward": "examples.demo.task:compute_score",
+        "run_dir": str(run_dir / config.algorithm),
+        "steps": config.steps,
+        "max_prompt_tokens": 8,
+        "max_response_tokens": 8,
+        "lr": 3e-4,
+        "lr_warmup_steps": 5,
+        "lr_decay_style": "linear",
+        "max_staleness": config.max_staleness,
+        "backend": config.backend,
+        "ranks": config.ranks,
+        "engines": config.engines,
+        "transport": "shared_memory",
+        "seed": config.seed,
+        "trace": config.trace,
+        "shuffle_rewards": config.shuffle_rewards,
+    }
+    if config.algorithm == "ppo":
+        return ppo.train(ppo.PPOConfig(**settings, critic_lr=1e-3, kl_coef=1e-3))
+    recipe = {} if config.algorithm == "grpo" else json.loads((RECIPES / f"{config.algorithm}.json").read_text())
+    return grpo.train(grpo.GRPOConfig(**settings, **recipe))
 
 
 def fresh_folder(path: Path) -> None:
@@ -82,7 +103,7 @@ def fresh_folder(path: Path) -> None:
 
 
 def main() -> None:
-    config = parse_config(DemoConfig, "The demo: warm start and GRPO on a task made on the spot.")
+    config = parse_config(DemoConfig, "The demo: warm start and RL on a task made on the spot.")
     started = time.perf_counter()
     run_dir = Path(config.run_dir)
     fresh_folder(run_dir)
@@ -93,23 +114,30 @@ def main() -> None:
     with ray_session(config.ranks, config.engines):
         print("\n[1/2] warm start: a Qwen3 of 0.6M random weights imitates demonstrations that often forget the carry")
         model = warm_start(config, task, run_dir)
-        print("\n[2/2] GRPO: vLLM samples, only right answers are rewarded, weights go to vLLM in memory after every step")
+        print(
+            f"\n[2/2] {config.algorithm}: vLLM samples, right answers are rewarded, weights go to vLLM in memory after every step"
+        )
         result = reinforce(config, task, model, run_dir)
     summary = {
         "accuracy_before": result.accuracy_before,
         "accuracy_after": result.accuracy_after,
         "max_log_prob_gap": result.max_log_prob_gap,
+        "step_seconds": result.step_seconds,
         "seconds": time.perf_counter() - started,
         **config.model_dump(exclude={"run_dir"}),
     }
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    gap = "largest mean log-prob gap between trainer and vLLM in a step"
+    if config.max_staleness:
+        gap += ", between new and old weights too"
     print(
         f"""
 held-out accuracy  {result.accuracy_before:.3f} -> {result.accuracy_after:.3f}  (greedy, {HELD_OUT} prompts not trained on)
-largest mean log-prob gap between trainer and vLLM in a step  {result.max_log_prob_gap:.1e} nats
+{gap}  {result.max_log_prob_gap:.1e} nats
 time  {summary["seconds"]:.0f} s
 
-run folder    {run_dir}/grpo    (metrics.jsonl, samples.jsonl, tensorboard/, model/)
+look at it    {run_dir}/{config.algorithm}/report.html
+files         beside it: metrics.jsonl, samples.jsonl, tensorboard/, {"trace.json, " if config.trace else ""}model/
 your own run  .venv/bin/python -m examples.grpo --model DIR --dataset FILE.jsonl --reward FILE.py:compute_score
               DIR: a local Hugging Face model; FILE.jsonl: lines of {{"prompt": ..., "answer": ...}}; --help: all options"""
     )
