@@ -30,10 +30,9 @@ def draw_chart(chart: Chart, series: Sequence[Series], run_steps: tuple[int, int
     across = linear_axis(*run_steps, LEFT, WIDTH - RIGHT, about=5, whole=True)
     up = _value_axis(chart, series)
     notes = [note for one in series for note in _notes(one, up, named=len(series) > 1)]
-    window = max(2 * (len(drawn[0]) // 30) + 1, 3)
     body = [_grid(across, up)]
     for index, of in enumerate(drawn):
-        body.append(_curve(of, across, up, index, window if len(of) > EACH_STEP else 0))
+        body.append(_curve(of, across, up, index))
     body.append(_marks(series, across))
     body.append(tag("line", class_="cursor", y1=TOP, y2=HEIGHT - BOTTOM, x1=-9, x2=-9))
     body.extend(tag("circle", class_=f"dot s{index}", r=3, cx=-9, cy=-9) for index in range(len(series)))
@@ -112,22 +111,22 @@ def _is_noisy(of: Sequence[Point]) -> bool:
     return bool(means) and way > NOISY * (max(means) - min(means))
 
 
-def _curve(of: Sequence[Point], across: Axis, up: Axis, index: int, window: int) -> Html:
-    """The values; with a ``window``, faint, and their running mean over it in front."""
+def _curve(of: Sequence[Point], across: Axis, up: Axis, index: int) -> Html:
+    """The values with a dot at each; of many, pale, and in front of them their running mean."""
 
     def line(value: Callable[[Point], float]) -> list[tuple[float, float] | None]:
         return [_place(point.step, value(point), across, up) for point in of]
 
-    if not window:
-        marked = () if len(of) > EACH_STEP else line(lambda point: point.mean)
+    grouped = any(point.first != point.last for point in of)
+    if not grouped and len(of) <= EACH_STEP:
+        marked = line(lambda point: point.mean)
         dots = [tag("circle", cx=f"{x:.1f}", cy=f"{y:.1f}", r=2 if len(of) > 3 else 3.5) for x, y in filter(None, marked)]
         curve = tag("path", class_=f"line s{index}", d=path(line(lambda point: point.mean)))
         return join(curve, tag("g", *dots, class_=f"dots s{index}"))
-    grouped = any(point.first != point.last for point in of)
     faint = _band(of, across, up) if grouped else path(line(lambda point: point.mean))
-    means = running_mean([point.mean for point in of], window)
-    if not _is_noisy(of):
-        means = [point.mean for point in of]
+    means = [point.mean for point in of]
+    if _is_noisy(of):
+        means = running_mean(means, max(2 * (len(of) // 30) + 1, 3))
     front = [_place(point.step, mean, across, up) for point, mean in zip(of, means, strict=True)]
     return join(
         tag("path", class_=f"{'band' if grouped else 'faint'} s{index}", d=faint),
