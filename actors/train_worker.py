@@ -13,6 +13,7 @@ import ray
 import torch
 from ray import ObjectRef, cloudpickle
 
+from actors.network import use_node_interface
 from actors.train_context import RankContext
 from actors.train_observed import observed
 from actors.train_order import Driver, OperationHeader, OperationLedger, OperationSequence
@@ -75,6 +76,7 @@ class TrainWorker:
         """Sets the rank's environment and builds its runtime; answers a :class:`RankInfo`."""
         try:
             os.environ.update(environment)
+            use_node_interface()
             torch.set_num_threads(self._threads)
             runtime = create_runtime(cloudpickle.loads(pickled_config))
             self._context = RankContext(runtime, self._group_id, self._rank, self._world_size)

@@ -53,10 +53,7 @@ class GlooGroup:
 
 
 def _options() -> Any:
-    """On the interface that ``GLOO_SOCKET_IFNAME`` names, else on the one that Ray uses.
-
-    Left to itself gloo takes the address of the host's name, which is often the loopback address.
-    """
+    """On the interface that ``GLOO_SOCKET_IFNAME`` names, else on the one with this node's Ray address."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     place = {"interface": interface} if interface else {"hostname": ray.util.get_node_ip_address()}
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]

@@ -62,9 +62,14 @@ def ray_session(ranks: int, engines: int = 0) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if "RAY_ADDRESS" in os.environ:
         try:
-            ray.init(log_to_driver=False)
+            ray.init(log_to_driver=False, logging_level=logging.ERROR)
         except (RayError, ConnectionError, RuntimeError) as error:
-            raise ConfigError.of("RAY_ADDRESS", os.environ["RAY_ADDRESS"], f"cannot be connected to: {error}") from None
+            raise ConfigError.of(
+                "RAY_ADDRESS",
+                os.environ["RAY_ADDRESS"],
+                f"{error}; check that it is the head node's HOST:PORT, and that this process has the cluster's token "
+                "(RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH)",
+            ) from None
     else:
         ray.init(
             address="local",

@@ -10,6 +10,7 @@ this command's. Ctrl-C stops the job. The token is found where Ray finds it: ``R
 from __future__ import annotations
 
 import asyncio
+import logging
 import shlex
 import sys
 import time
@@ -165,6 +166,8 @@ def main() -> None:
     config = parse_config(
         SubmitConfig, "Submit a script to a Ray cluster: [OPTIONS] -- MODULE [ITS OPTIONS]", arguments[:end]
     )
+    # Ray's packaging reports every .gitignore file that it meets.
+    logging.disable(logging.WARNING)
     raise SystemExit(submit(config, arguments[end + 1 :]))
 
 
