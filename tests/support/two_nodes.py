@@ -1,0 +1,34 @@
+"""A Ray cluster on this machine alone: a head without CPUs and two nodes of two CPUs, each with a raylet of its own.
+
+    python -m tests.support.two_nodes TEMP_DIR
+
+prints its address as JSON, removes the second node at the line ``remove`` on standard input, and ends when the input does.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from ray.cluster_utils import Cluster
+
+CPUS = 2
+
+
+def main(temp_dir: str) -> None:
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 0, "include_dashboard": False, "temp_dir": temp_dir, "dashboard_agent_listen_port": 0},
+    )
+    try:
+        nodes = [cluster.add_node(num_cpus=CPUS) for _ in range(2)]
+        print(json.dumps({"address": cluster.address, "nodes": [node.node_id for node in nodes]}), flush=True)  # noqa: T201
+        for line in sys.stdin:
+            if line.strip() == "remove":
+                cluster.remove_node(nodes[1], allow_graceful=False)
+    finally:
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,165 @@
+"""How an example divides a cluster, and what the job submission refuses before it connects."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from examples.common import cluster
+from examples.common.cluster import Share, cores_each, share_cluster
+from examples.ray_job.connection import connect, read_token
+from examples.ray_job.submit import SubmitConfig, check_command
+from rl_backend.contracts import ConfigError
+
+HERE = "here"
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """A cluster's nodes, to be filled in; this process is on node ``HERE``, which has four cores."""
+    found: list[dict[str, Any]] = []
+
+    class Context:
+        def get_node_id(self) -> str:
+            return HERE
+
+    monkeypatch.setattr(cluster, "living_nodes", lambda: found)
+    monkeypatch.setattr(cluster, "usable_cores", lambda: 4)
+    monkeypatch.setattr(ray, "get_runtime_context", Context)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": sum(node["Resources"].get("GPU", 0) for node in found)})
+    return found
+
+
+def node(cpus: int, gpus: int = 0, name: str = "elsewhere") -> dict[str, Any]:
+    return {"NodeID": name, "Resources": {"CPU": cpus, **({"GPU": gpus} if gpus else {})}}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "engines", "take_turns", "expected"),
+    [(1, 1, True, (4, 4)), (2, 1, True, (2, 4)), (2, 4, True, (2, 1)), (8, 1, True, (1, 4)), (1, 1, False, (2, 2))],
+)
+def test_on_one_machine_ranks_share_its_cores_and_so_do_engines(
+    nodes: list[dict[str, Any]], ranks: int, engines: int, take_turns: bool, expected: tuple[int, int]
+) -> None:
+    nodes.append(node(max(4, ranks) + max(4, engines), name=HERE))
+    assert share_cluster(ranks, engines, take_turns=take_turns) == Share(*expected, 0)
+
+
+@pytest.mark.parametrize(
+    ("cpus", "ranks", "engines", "cores"),
+    [
+        ([0, 2, 2], 1, 1, 2),
+        ([0, 2, 2], 2, 1, 1),
+        ([16], 1, 1, 8),
+        ([8, 2], 1, 1, 4),
+        ([7, 7], 3, 1, 3),
+    ],
+)
+def test_on_a_cluster_each_process_has_as_many_cpus_of_its_own_as_fit(
+    nodes: list[dict[str, Any]], cpus: list[int], ranks: int, engines: int, cores: int
+) -> None:
+    nodes.extend(node(count) for count in cpus)
+    assert share_cluster(ranks, engines) == Share(cores, cores, 0)
+
+
+def test_a_machine_whose_cpus_ray_counts_once_is_divided_over_both_kinds(nodes: list[dict[str, Any]]) -> None:
+    nodes.append(node(4, name=HERE))
+    assert share_cluster(1, 1) == Share(2, 2, 0)
+
+
+def test_only_nodes_with_gpus_count_where_each_process_takes_one(nodes: list[dict[str, Any]]) -> None:
+    nodes.extend([node(64), node(16, gpus=2), node(16, gpus=2)])
+    assert share_cluster(2, 2) == Share(8, 8, 1)
+
+
+def test_a_cluster_that_is_too_small_is_refused_with_what_it_has(nodes: list[dict[str, Any]]) -> None:
+    nodes.extend([node(0), node(1), node(1)])
+    with pytest.raises(ConfigError, match=r"2 ranks and 1 engines .* 3 together; the cluster's nodes have \[1, 1\] CPUs"):
+        share_cluster(2, 1)
+
+
+def test_cores_of_this_machine_are_at_least_one_each() -> None:
+    assert cores_each(10_000) == 1
+    assert cores_each(1) == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ([], "nothing to run"),
+        (["--model", "x"], "nothing to run"),
+        (["examples.grpo", "--model", "x"], "examples.grpo needs --run-dir"),
+        (["examples.grpo", "--run-dir", "runs/1"], "--run-dir='runs/1': must be absolute"),
+        (["my.script", "--run-dir=runs/1"], "--run-dir='runs/1': must be absolute"),
+    ],
+)
+def test_commands_whose_results_would_be_lost_are_refused(command: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_command(command)
+
+
+def test_commands_that_a_job_can_have_are_accepted() -> None:
+    check_command(["examples.ppo", "--run-dir", "/shared/run"])
+    check_command(["my.script", "--steps", "3"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"working_dir": "/no/such/folder"}, "working_dir='/no/such/folder': is not a folder here"),
+        ({"plugins": "/no/such/plugin"}, "plugins='/no/such/plugin': is not a folder here"),
+        ({"environment": "A=1,B"}, "environment='B': expected NAME=VALUE"),
+    ],
+)
+def test_submission_settings_that_cannot_work_are_refused(settings: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SubmitConfig(**settings)
+
+
+def test_a_job_is_sent_its_folder_without_what_does_not_belong_there(tmp_path: Path) -> None:
+    config = SubmitConfig(working_dir=str(tmp_path), exclude="data", plugins=str(tmp_path), environment="A=1,B=x=y")
+    environment = config.runtime_env()
+    assert environment["working_dir"] == str(tmp_path)
+    assert {".git", ".venv", "runs", "data"} <= set(environment["excludes"])
+    assert environment["py_modules"] == [str(tmp_path)]
+    assert environment["env_vars"] == {"PYTHONUNBUFFERED": "1", "A": "1", "B": "x=y"}
+
+
+@pytest.fixture
+def no_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+@pytest.mark.usefixtures("no_token")
+def test_the_token_is_found_where_ray_looks_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert read_token() is None
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    with pytest.raises(ConfigError, match="RAY_AUTH_MODE='token': no token was found"):
+        read_token()
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("from home\n")
+    assert read_token() == "from home"
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "named"))
+    with pytest.raises(ConfigError, match=r"RAY_AUTH_TOKEN_PATH=.*named': cannot be read"):
+        read_token()
+    (tmp_path / "named").write_text("from file")
+    assert read_token() == "from file"
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "from variable")
+    assert read_token() == "from variable"
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert read_token() is None
+
+
+@pytest.mark.usefixtures("no_token")
+def test_an_address_that_ray_would_replace_or_cannot_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="expected http://HOST:PORT"):
+        connect("10.0.0.1:6379")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS='10.0.0.1:6379': would replace --address http://10.0.0.1:8265"):
+        connect("http://10.0.0.1:8265")
