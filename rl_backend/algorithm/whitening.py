@@ -12,8 +12,8 @@ from rl_backend.contracts import BatchError
 def masked_whiten(values: Tensor, loss_mask: Tensor, *, shift_mean: bool = True) -> Tensor:
     """``(values - mean) / sqrt(variance + 1e-8)`` over the selected tokens, with the unbiased variance.
 
-    The batch must be whole: all sequences of all ranks in this step. Equal values become exactly 0. Source: verl's
-    ``masked_whiten``. The arithmetic is done in float64.
+    The batch must be whole: all sequences of all ranks in this step. Equal values become 0. The arithmetic is done in
+    float64. Source: verl's ``masked_whiten``.
 
     Args:
         values: (T,) floating, without a gradient.
@@ -35,9 +35,7 @@ def masked_whiten(values: Tensor, loss_mask: Tensor, *, shift_mean: bool = True)
     if chosen.numel() < 2:
         raise BatchError(f"loss_mask selects {chosen.numel()} tokens; a variance needs at least 2")
     variance, mean = torch.var_mean(chosen)
-    # A mean of equal numbers is off by rounding, which the division by a variance of 0 would magnify.
-    centered = torch.zeros_like(chosen) if bool((chosen == chosen[0]).all()) else chosen - mean
-    whitened = centered * torch.rsqrt(variance + 1e-8)
+    whitened = (chosen - mean) * torch.rsqrt(variance + 1e-8)
     if not shift_mean:
         whitened = whitened + mean
     return torch.zeros_like(values.detach()).masked_scatter(loss_mask != 0, whitened.to(values.dtype))

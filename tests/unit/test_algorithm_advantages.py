@@ -44,7 +44,7 @@ ESTIMATORS = pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS.values(),
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e6, -7.7])
 @ESTIMATORS
 def test_equal_rewards_give_no_advantage(estimator: AdvantageEstimator, reward: float) -> None:
-    assert estimator([reward] * 7, group_size=7).tolist() == [0.0] * 7
+    assert estimator(torch.full((7,), reward, dtype=torch.float64), group_size=7).tolist() == [0.0] * 7
 
 
 @ESTIMATORS

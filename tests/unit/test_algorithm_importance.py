@@ -108,17 +108,32 @@ def test_one_impossible_token_vetoes_its_sequence_whether_weights_are_used_or_no
         assert (dropped, tokens) == (batch.split(batch.token_field("loss_mask"))[0].sum(), batch.meta["batch_num_tokens"])
 
 
-def test_dropped_tokens_stay_in_the_denominator() -> None:
+@pytest.mark.parametrize("veto", [None, 0.67])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize(
+    ("option", "value", "function", "keyword"),
+    [
+        ("tis_cap", 1.1, truncated_importance_weights, "cap"),
+        ("mis_bounds", (0.5, 1.7), masked_importance_weights, "bounds"),
+    ],
+)
+def test_weights_multiply_the_gradient_and_dropped_tokens_stay_in_the_denominator(
+    option: str, value: Any, function: Any, keyword: str, level: str, veto: float | None
+) -> None:
     sequences = random_sequences(5)
     output, batch = pack(sequences, batch_meta(sequences))
     old, rollout, mask = (batch.token_field(name) for name in ("old_log_probs", "rollout_log_probs", "loss_mask"))
-    weights = masked_importance_weights(old, rollout, mask, batch.seq_lens, bounds=(0.8, 1.25))
-    loss, metrics = cispo_loss(output, batch, mis_bounds=(0.8, 1.25))
+    weights = function(old, rollout, mask, batch.seq_lens, level=level, **{keyword: value})
+    kept = torch.ones_like(mask, dtype=torch.bool)
+    if veto:
+        kept = sequences_without_veto(old, rollout, mask, batch.seq_lens, veto=veto)
+        assert (weights[~kept] != 0).any() and ((weights[kept] != 0) & (weights[kept] != 1)).any()
+    loss, metrics = cispo_loss(output, batch, importance_level=level, importance_veto=veto, **{option: value})
     (gradient,) = torch.autograd.grad(loss, output.log_probs)
     (plain,) = torch.autograd.grad(cispo_loss(output, batch)[0], output.log_probs)
-    torch.testing.assert_close(gradient, plain * weights)
+    torch.testing.assert_close(gradient, plain * weights * kept)
     total, weight = metrics["importance_weight"]
-    assert (total, weight) == (pytest.approx(weights.sum().item()), mask.sum())
+    assert (total, weight) == (pytest.approx((weights * kept).sum().item()), mask.sum())
 
 
 @pytest.mark.parametrize("loss_fn", [grpo_loss, gspo_loss, cispo_loss])

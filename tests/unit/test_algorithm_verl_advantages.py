@@ -136,12 +136,13 @@ def test_reinforce_plus_plus_baseline_equals_verls(core_algos: ModuleType, dtype
 
 
 @DTYPES
+@pytest.mark.parametrize("scale", [3.0, 1e-4])
 @pytest.mark.parametrize("shift_mean", [True, False])
-def test_whitening_equals_verls(shift_mean: bool, dtype: torch.dtype) -> None:
+def test_whitening_equals_verls(shift_mean: bool, scale: float, dtype: torch.dtype) -> None:
     from verl.utils.torch_functional import masked_whiten as verl_masked_whiten
 
     batch = packed(25, dtype)
-    values, mask = 3.0 * batch.token_field("returns") + 7.0, batch.token_field("loss_mask")
+    values, mask = scale * (batch.token_field("returns") + 2.0), batch.token_field("loss_mask")
     theirs = verl_masked_whiten(pad(values, batch), pad(mask, batch), shift_mean=shift_mean)
     assert_same_at_selected(masked_whiten(values, mask, shift_mean=shift_mean), theirs, batch)
 
