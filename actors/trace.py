@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import ray
 from ray.exceptions import RayError
@@ -120,6 +120,12 @@ class TraceCollector:
         finally:
             recorder.stop()
             self._writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _exchange(self, timeout: float, *, stop: bool = False) -> None:
         """Asks every actor that is not being asked already, and takes the answers that come within ``timeout`` seconds."""

@@ -101,7 +101,7 @@ class RunFolder:
             self._write_state("finished")
         else:
             interrupted = isinstance(error, KeyboardInterrupt)
-            self._write_state("interrupted" if interrupted else "failed", f"{type(error).__name__}: {error}")
+            self._write_state("interrupted" if interrupted else "failed", f"{type(error).__name__}: {error}".rstrip(": "))
         self._report()
 
     def _report(self) -> None:

@@ -1,0 +1,103 @@
+"""A run's folder says how the run went, whatever ended it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from examples.common import run_folder
+from examples.common.clock import Clock
+from examples.common.run_folder import RunFolder
+from rl_backend.contracts import BaseConfig, ConfigError
+from rl_backend.trace import recorder
+from tests.support.page import read_page
+
+
+class Options(BaseConfig):
+    steps: int = 3
+
+
+def run(path: Path, error: BaseException | None = None) -> None:
+    with RunFolder(path, Options()) as folder:
+        folder.log(1, {"reward": 0.5, "seconds/train": 1.0})
+        folder.log_samples(1, [{"prompt": "a", "response": "b", "reward": 0.5}])
+        if error is not None:
+            raise error
+        folder.write_summary({"accuracy_before": 0.1, "accuracy_after": 0.9})
+
+
+def state(path: Path) -> tuple[str, str | None]:
+    facts = json.loads((path / "run.json").read_text())
+    return facts["state"], facts["error"]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (None, ("finished", None)),
+        (ConfigError("no <GPU>"), ("failed", "ConfigError: no <GPU>")),
+        (KeyboardInterrupt(), ("interrupted", "KeyboardInterrupt")),
+    ],
+    ids=["finished", "failed", "interrupted"],
+)
+@pytest.mark.shows("reading a run: report.html is there however the run ended, and says how")
+def test_the_report_is_written_however_a_run_ends(
+    tmp_path: Path, error: BaseException | None, expected: tuple[str, str | None]
+) -> None:
+    if error is None:
+        run(tmp_path)
+    else:
+        with pytest.raises(type(error)):
+            run(tmp_path, error)
+    assert state(tmp_path) == expected
+    page = read_page(tmp_path / "report.html")
+    tiles = {tile.one("small").text: tile.one("b").text for tile in page.all("div", class_="tile")}
+    assert (tiles["state"], tiles["steps"]) == (expected[0], "1 of 3")
+    assert [line.text for line in page.all("p", class_="error")] == ([expected[1]] if error else [])
+    assert page.one("section", id="samples").all("pre")[1].text == "b"
+
+
+def test_a_run_that_goes_on_can_be_looked_at(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, Options(), report_seconds=1e-9) as folder:
+        folder.log(1, {"reward": 0.5})
+        page = read_page(tmp_path / "report.html")
+        assert page.one("div", class_="running").one("b").text == "running"
+        assert "reload for later steps" in page.one("h1").text
+    assert [path.name for path in tmp_path.glob(".report*")] == []
+
+
+def test_without_report_seconds_there_is_one_report_at_the_end(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, Options(), report_seconds=0) as folder:
+        folder.log(1, {"reward": 0.5})
+        assert not (tmp_path / "report.html").exists()
+    assert (tmp_path / "report.html").exists()
+
+
+def test_a_report_that_cannot_be_written_warns_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_folder, "write_report", fail)
+    with pytest.warns(UserWarning, match=r"report.html was not written, OSError.*No space left"):
+        run(tmp_path)
+    assert state(tmp_path) == ("finished", None)
+
+
+def test_laps_of_a_clock_are_seconds_and_events_of_the_trace() -> None:
+    recorder.start()
+    try:
+        clock = Clock()
+        for phase in ("sample", "train", "sample"):
+            clock.lap(phase)
+        events = recorder.take()
+    finally:
+        recorder.stop()
+    assert [(event.name, event.category) for event in events] == [
+        ("sample", "phase"),
+        ("train", "phase"),
+        ("sample", "phase"),
+    ]
+    assert clock.seconds["seconds/sample"] == pytest.approx((events[0].duration + events[2].duration) / 1e9)
+    assert [event.start for event in events[1:]] == [event.start + event.duration for event in events[:2]]

@@ -1,0 +1,180 @@
+"""Recording spans and writing them as a Chrome trace."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rl_backend.report.timeline import read_step
+from rl_backend.trace import CATEGORIES, ChromeTraceWriter, TraceRecorder, read_trace
+from tests.support.chrome_trace import check_trace
+
+
+@pytest.fixture
+def recorder() -> TraceRecorder:
+    made = TraceRecorder()
+    made.start()
+    return made
+
+
+def test_a_recorder_that_is_off_keeps_nothing() -> None:
+    recorder = TraceRecorder()
+    with recorder.span("forward", "micro_batch", tokens=3) as span:
+        span.add(more=1)
+    recorder.start()
+    assert recorder.take() == []
+
+
+def test_spans_have_times_arguments_and_the_error_that_ended_them(recorder: TraceRecorder) -> None:
+    before = time.monotonic_ns()
+
+    def fail() -> None:
+        with recorder.span("outer", "operation", operation=1) as outer:
+            with recorder.span("inner", "micro_batch", micro_batch=0, tokens=8):
+                time.sleep(0.002)
+            outer.add(weight_version=4)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    inner, outer_event = recorder.take()
+    assert outer_event.arguments == {"operation": 1, "weight_version": 4, "error": "KeyError"}
+    assert (inner.name, inner.category, inner.arguments) == ("inner", "micro_batch", {"micro_batch": 0, "tokens": 8})
+    assert inner.duration >= 2_000_000
+    assert before <= outer_event.start <= inner.start
+    assert inner.start + inner.duration <= outer_event.start + outer_event.duration <= time.monotonic_ns()
+    assert recorder.take() == []
+
+
+def test_a_span_costs_microseconds(recorder: TraceRecorder) -> None:
+    started = time.perf_counter()
+    for number in range(20_000):
+        with recorder.span("forward", "micro_batch", micro_batch=number, tokens=8, sequences=2):
+            pass
+    assert (time.perf_counter() - started) / 20_000 < 50e-6
+
+
+def test_a_full_ring_drops_the_oldest_events_and_says_how_many() -> None:
+    recorder = TraceRecorder()
+    recorder.start(capacity=10)
+    for number in range(25):
+        recorder.add(str(number), "phase", 0, 1, {})
+    batch = recorder.take_batch()
+    assert [event.name for event in batch.events] == [str(number) for number in range(15, 25)]
+    assert batch.dropped == 15
+    assert recorder.take_batch().dropped == 0
+
+
+def test_threads_that_record_at_once_lose_nothing_and_are_told_apart(recorder: TraceRecorder) -> None:
+    together = threading.Barrier(4)
+
+    def work() -> None:
+        together.wait()
+        for number in range(500):
+            with recorder.span("work", "phase", number=number):
+                pass
+        together.wait()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    taken = []
+    while any(thread.is_alive() for thread in threads):
+        taken += recorder.take()
+    taken += recorder.take()
+    assert len(taken) == 2000
+    assert {event.thread for event in taken} == {0, 1, 2, 3}
+
+
+def test_a_batch_starts_recording_and_ends_it(recorder: TraceRecorder) -> None:
+    other = TraceRecorder()
+    assert other.take_batch().events == []
+    other.add("one", "phase", 0, 1, {})
+    assert [event.name for event in other.take_batch(stop=True).events] == ["one"]
+    assert not other.recording
+
+
+def test_times_that_come_later_are_taken_when_they_are_known(recorder: TraceRecorder) -> None:
+    recorder.add("device work", "micro_batch", 5, 9, {})
+    (event,) = recorder.take()
+    known: list[bool] = []
+    recorder.add_when_known(lambda: [event] if known else None)
+    assert recorder.take() == []
+    known.append(True)
+    assert recorder.take() == [event]
+
+
+def write_steps(path: Path, steps: int) -> ChromeTraceWriter:
+    writer = ChromeTraceWriter(path)
+    writer.process(1, "driver")
+    writer.process(2, "rank 0", labels="clock within 0.1 ms")
+    writer.thread(2, 1, "main")
+    for step in range(1, steps + 1):
+        start = step * 1000.0
+        writer.complete(1, 0, f"step {step}", "step", start, 900.0 + step, {"step": step})
+        writer.complete(2, 1, "forward_backward", "operation", start + 100, 500, {"weight_version": step, "loss": math.nan})
+        writer.complete(2, 1, "forward", "micro_batch", start + 150, 200, {"tokens": 64})
+        writer.arrow(step, f"weights {step}", "weights", (1, 0, start + 10), (2, 1, start + 100))
+    return writer
+
+
+def test_a_trace_keeps_the_rules_of_the_format(tmp_path: Path) -> None:
+    writer = write_steps(tmp_path / "trace.json", 3)
+    writer.instant(2, "events dropped", "trace", 3.0, {"events": 4})
+    writer.close()
+    writer.close()
+    events = check_trace(tmp_path / "trace.json")
+    assert [event["args"]["loss"] for event in events if event["name"] == "forward_backward"] == ["nan"] * 3
+    assert {event["cat"] for event in events if event["ph"] == "X"} <= set(CATEGORIES)
+    ChromeTraceWriter(tmp_path / "empty.json").close()
+    assert check_trace(tmp_path / "empty.json") == []
+
+
+def test_a_trace_that_was_cut_off_is_read_up_to_there(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    write_steps(path, 20).close()
+    whole = read_trace(path)
+    path.write_bytes(path.read_bytes()[:-200])
+    assert 0 < len(whole) - len(read_trace(path)) < 5
+    assert read_trace(path)[:-1] == whole[: len(read_trace(path)) - 1]
+
+
+def test_a_trace_ends_at_its_size_and_says_what_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    writer = ChromeTraceWriter(path, max_bytes=2000)
+    for number in range(100):
+        writer.complete(1, 1, "phase", "phase", float(number), 1.0, {})
+    writer.close()
+    events = json.loads(path.read_text())
+    assert path.stat().st_size < 2200
+    assert events[-1]["name"] == "trace full"
+    assert events[-1]["args"]["events_not_written"] == 100 - (len(events) - 1)
+
+
+def test_the_end_of_a_long_trace_is_read_with_the_names_of_its_processes(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    write_steps(path, 2000).close()
+    events = read_trace(path, most_bytes=40_000)
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"driver", "rank 0"}
+    assert events[-1]["name"] == "weights 2000"
+    assert len(events) < 400
+
+
+def test_the_timeline_of_a_step_has_every_process_and_nested_events(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    write_steps(path, 9).close()
+    step = read_step(path)
+    assert step is not None
+    assert (step.step, step.milliseconds) == (4, 0.904)
+    (lane,) = step.lanes
+    assert lane.name == "rank 0"
+    assert [(bar.name, bar.depth, round(bar.start, 3)) for bar in lane.bars] == [
+        ("forward_backward", 0, 0.1),
+        ("forward", 1, 0.15),
+    ]
+    assert read_step(tmp_path / "trace.json") == step
