@@ -114,9 +114,7 @@ def main() -> None:
     with ray_session(config.ranks, config.engines):
         print("\n[1/2] warm start: a Qwen3 of 0.6M random weights imitates demonstrations that often forget the carry")
         model = warm_start(config, task, run_dir)
-        print(
-            f"\n[2/2] {config.algorithm}: vLLM samples, right answers are rewarded, weights go to vLLM in memory after each step"
-        )
+        print(f"\n[2/2] {config.algorithm}: vLLM samples, right answers are rewarded, weights go to vLLM after each step")
         result = reinforce(config, task, model, run_dir)
     summary = {
         "accuracy_before": result.accuracy_before,

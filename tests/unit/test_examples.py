@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import ray
@@ -15,8 +15,10 @@ from examples.common.cluster import gpus_each
 from examples.common.command_line import parse_config
 from examples.common.prompts import endless_batches, load_prompts, load_tokenizer
 from examples.common.run_folder import RunFolder
+from examples.demo.__main__ import RECIPES, Algorithm
 from examples.demo.task import careless_answer, has_carry, right_answer, write_task
 from examples.grpo import GRPOConfig
+from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
 from rl_backend.contracts import BaseConfig, BatchError, ConfigError
 
@@ -87,11 +89,41 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
         ({"ranks": 300}, "each rank needs one"),
         ({"max_response_tokens": 20000}, "must hold one sequence"),
         ({"learning_rate": 1.0}, "unknown field"),
+        ({"sample_ahead": 1}, "max_staleness=0 is strictly on-policy"),
+        ({"max_staleness": 1, "sample_ahead": 0}, "take turns"),
+        ({"max_staleness": 1, "stale_samples": "correct", "importance": "off"}, "needs importance weights"),
+        ({"samples_per_prompt": 1}, "compares at least 2"),
+        ({"loss_scale_factor": 2.0}, "only loss_agg_mode='seq-mean-token-sum-norm' divides"),
+        ({"advantage": "nothing"}, "advantage"),
+        ({"loss_agg_mode": "sum"}, "loss_agg_mode"),
     ],
 )
 def test_grpo_options_that_cannot_work_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         GRPOConfig(model="m", dataset="d", reward="r", **changes)
+
+
+def test_ppo_needs_steps_in_which_the_actor_is_trained() -> None:
+    with pytest.raises(ConfigError, match="leaves none of steps=3 to the actor"):
+        PPOConfig(model="m", dataset="d", reward="r", steps=3, critic_warmup_steps=3)
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.json")), ids=lambda path: path.stem)
+def test_a_recipe_is_a_loss_that_the_ranks_can_call(recipe: Path) -> None:
+    required = ["--model", "m", "--dataset", "d", "--reward", "r"]
+    config = parse_config(GRPOConfig, "", ["--config", str(recipe), *required])
+    assert config.loss_function().target == f"rl_backend.algorithm:{config.loss}_loss"
+    assert recipe.stem in get_args(Algorithm.__value__)
+
+
+def test_importance_weights_follow_from_sampling_ahead_unless_they_are_chosen() -> None:
+    def options(**changes: Any) -> dict[str, Any]:
+        return GRPOConfig(model="m", dataset="d", reward="r", **changes).importance_options()
+
+    assert options() == {}
+    assert options(max_staleness=1) == {"tis_cap": 2.0}
+    assert options(max_staleness=1, importance="off") == {}
+    assert options(importance="mask", importance_cap=4.0) == {"mis_bounds": (0.25, 4.0)}
 
 
 def test_sft_needs_an_example_for_each_rank() -> None:

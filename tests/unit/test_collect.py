@@ -1,0 +1,129 @@
+"""Batches of a training step: staleness bounds, and groups that carry a signal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from actors import Sample
+from actors.rollout_sample import VersionSpan
+from adapters.verl.dataset import PromptExample
+from examples.common.clock import Clock
+from examples.common.collect import Collector, TrainingBatch
+from examples.common.prompts import Prompt
+from examples.common.rl_config import RLConfig
+from examples.common.sample_stream import SampledBatch
+from rl_backend.contracts import WeightVersionError
+
+GOOD, BAD = [1], [0]
+
+
+class Tokens:
+    def batch_decode(self, rows: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+        return [str(row[0]) for row in rows]
+
+
+def reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> float:
+    return float(solution_str)
+
+
+class Stream:
+    """Batches that are made beforehand."""
+
+    def __init__(self, *batches: SampledBatch) -> None:
+        self.batches = list(batches)
+
+    def next(self, more: int | None = None) -> SampledBatch:
+        return self.batches.pop(0)
+
+
+def make_batch(number: int, version: int, *groups: Sequence[Sequence[int]]) -> SampledBatch:
+    prompts, samples = [], []
+    for index, group in enumerate(groups):
+        for place, response in enumerate(group):
+            prompts.append(Prompt(PromptExample("p", "1", "made"), [number]))
+            span = VersionSpan(version, len(response))
+            samples.append(Sample(index, place, [number], list(response), [0.0], "stop", (span,), 0))
+    return SampledBatch(number, prompts, samples)
+
+
+def settings(**changes: Any) -> RLConfig:
+    values = {"prompts_per_step": 2, "samples_per_prompt": 2, "max_prompt_tokens": 4, "max_response_tokens": 4, **changes}
+    return RLConfig(model="m", dataset="d", reward="r", run_dir="x", steps=10, **values)
+
+
+def collector_of(config: RLConfig, *batches: SampledBatch, with_signal: int | None = None) -> Collector:
+    collector = Collector(config, Stream(*batches), Tokens(), reward, batches_with_signal=with_signal)  # type: ignore[arg-type]
+    for step in range(4):
+        collector.pushed(10 * step, step)
+    return collector
+
+
+def numbers(batch: TrainingBatch) -> list[int]:
+    return [sample.prompt_ids[0] for sample in batch.samples]
+
+
+def test_a_batch_is_scored_and_keeps_its_order() -> None:
+    batch = collector_of(settings(), make_batch(1, 0, [GOOD, BAD], [BAD, BAD])).collect(1, Clock())
+    assert batch.rewards == [1.0, 0.0, 0.0, 0.0]
+    assert batch.metrics == {"reward": 0.25, "response_tokens": 1.0}
+
+
+def test_staleness_is_counted_in_training_steps_and_not_in_weight_versions() -> None:
+    config = settings(max_staleness=2)
+    batch = collector_of(config, make_batch(1, 10, [GOOD, BAD], [BAD, BAD])).collect(4, Clock())
+    assert batch.metrics["staleness_max"] == 2
+    assert batch.metrics["staleness_mean"] == 2
+    assert batch.metrics["samples_dropped"] == 0
+
+
+def test_samples_that_are_too_old_are_left_out() -> None:
+    config = settings(max_staleness=1, sample_ahead=2)
+    old, fresh = make_batch(1, 10, [GOOD, BAD], [BAD, BAD]), make_batch(2, 20, [GOOD, BAD], [BAD, BAD])
+    batch = collector_of(config, old, fresh).collect(4, Clock())
+    assert numbers(batch) == [2, 2, 2, 2]
+    assert batch.metrics["samples_dropped"] == 4
+    assert batch.metrics["staleness_max"] == 1
+
+
+def test_samples_that_are_too_old_are_kept_where_they_are_to_be_corrected() -> None:
+    config = settings(max_staleness=1, sample_ahead=2, stale_samples="correct")
+    batch = collector_of(config, make_batch(1, 10, [GOOD, BAD], [BAD, BAD])).collect(4, Clock())
+    assert numbers(batch) == [1, 1, 1, 1]
+    assert batch.metrics["staleness_max"] == 2
+    assert config.importance_options() == {"tis_cap": 2.0}
+
+
+def test_weights_older_than_sampling_ahead_explains_are_an_error() -> None:
+    with pytest.raises(WeightVersionError, match="2 steps old"):
+        collector_of(settings(), make_batch(1, 10, [GOOD, BAD], [BAD, BAD])).collect(4, Clock())
+
+
+def test_dynamic_sampling_replaces_groups_of_equal_rewards() -> None:
+    first = make_batch(1, 0, [GOOD, GOOD], [GOOD, BAD])
+    second = make_batch(2, 0, [BAD, BAD], [BAD, GOOD])
+    batch = collector_of(settings(), first, second, with_signal=4).collect(1, Clock())
+    assert numbers(batch) == [1, 1, 2, 2]
+    assert batch.rewards == [1.0, 0.0, 0.0, 1.0]
+    assert batch.metrics["batches_sampled"] == 2
+    assert batch.metrics["groups_without_signal"] == 2
+    assert batch.metrics["reward"] == 0.5
+
+
+def test_dynamic_sampling_fills_up_when_it_may_sample_no_more() -> None:
+    equal = [GOOD, GOOD]
+    batches = make_batch(1, 0, equal, equal), make_batch(2, 0, equal, [GOOD, BAD])
+    batch = collector_of(settings(), *batches, with_signal=2).collect(1, Clock())
+    assert numbers(batch) == [2, 2, 1, 1]
+    assert batch.rewards == [1.0, 0.0, 1.0, 1.0]
+
+
+def test_shuffled_rewards_are_the_same_rewards_on_other_samples() -> None:
+    config = settings(shuffle_rewards=True, prompts_per_step=4)
+    groups = [[GOOD, BAD], [GOOD, GOOD], [BAD, BAD], [GOOD, BAD]]
+    runs = [collector_of(config, make_batch(1, 0, *groups)).collect(1, Clock()).rewards for _ in range(2)]
+    assert runs[0] == runs[1]
+    assert sorted(runs[0]) == [0.0] * 4 + [1.0] * 4
+    assert runs[0] != [1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0]

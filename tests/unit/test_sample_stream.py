@@ -1,0 +1,137 @@
+"""Sampling ahead: order, bounds, and where a push comes between two batches."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import pytest
+
+from actors import Sample, SamplingConfig
+from actors.rollout_sample import VersionSpan
+from adapters.verl.dataset import PromptExample
+from examples.common.prompts import Prompt
+from examples.common.sample_stream import SampleStream
+from rl_backend.contracts import EngineDeadError
+
+
+class Engines:
+    """Stands for a rollout group: answers at once, or when it is let, with the version of the last push."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.begun: list[int] = []
+        self.seeds: list[Sequence[int]] = []
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        self.error: Exception | None = None
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, *, seeds: Sequence[int]) -> list[Sample]:
+        version = self.version
+        self.begun.append(prompts[0][0])
+        self.seeds.append(seeds)
+        assert self.may_answer.wait(10)
+        if self.error:
+            raise self.error
+        spans = (VersionSpan(version, 1),)
+        return [
+            Sample(prompt, sample, list(prompts[prompt]), [1], [0.0], "stop", spans, 0)
+            for prompt in range(len(prompts))
+            for sample in range(sampling.n)
+        ]
+
+
+def stream_of(engines: Any, ahead: int) -> SampleStream:
+    batches = ([Prompt(PromptExample("p", "a", "made"), [number])] for number in count(1))
+    return SampleStream(engines, batches, SamplingConfig(n=2), seed=5, ahead=ahead)
+
+
+def versions_used(ahead: int, steps: int) -> list[int]:
+    """Staleness of each step's batch when every step ends with a push."""
+    engines = Engines()
+    ages = []
+    with stream_of(engines, ahead) as stream:
+        for step in range(steps):
+            batch = stream.next(more=steps - step - 1)
+            assert batch.number == step + 1
+            assert [sample.prompt_ids for sample in batch.samples] == [[step + 1]] * 2
+            ages.append(engines.version - batch.samples[0].version_spans[0].version)
+            with stream.between_batches():
+                engines.version += 1
+    assert len(engines.begun) == steps
+    return ages
+
+
+def test_without_sampling_ahead_every_batch_has_the_weights_of_its_step() -> None:
+    assert versions_used(ahead=0, steps=5) == [0] * 5
+
+
+def test_one_batch_ahead_is_always_exactly_one_step_behind() -> None:
+    for _ in range(20):
+        assert versions_used(ahead=1, steps=6) == [0, 1, 1, 1, 1, 1]
+
+
+def test_more_batches_ahead_are_never_further_behind_than_asked() -> None:
+    for ahead in (2, 3):
+        ages = versions_used(ahead, steps=12)
+        assert max(ages) <= ahead
+        assert max(ages) > 0
+
+
+def test_samples_do_not_depend_on_sampling_ahead_but_for_the_weights() -> None:
+    seeds = []
+    for ahead in (0, 1, 3):
+        engines = Engines()
+        with stream_of(engines, ahead) as stream:
+            for more in (3, 2, 1, 0):
+                stream.next(more)
+        seeds.append(engines.seeds)
+    assert seeds[0] == seeds[1] == seeds[2]
+
+
+def test_a_push_waits_for_the_batch_that_is_being_sampled_and_holds_back_the_next() -> None:
+    engines = Engines()
+    with stream_of(engines, ahead=2) as stream:
+        stream.next()
+        engines.may_answer.clear()
+        pushed = threading.Event()
+
+        def push() -> None:
+            with stream.between_batches():
+                engines.version = 7
+                pushed.set()
+
+        thread = threading.Thread(target=push)
+        thread.start()
+        assert not pushed.wait(0.2)
+        engines.may_answer.set()
+        assert pushed.wait(10)
+        thread.join()
+        second, third, fourth = stream.next(), stream.next(), stream.next()
+        assert second.samples[0].version_spans[0].version == 0
+        assert third.samples[0].version_spans[0].version in (0, 7)
+        assert fourth.samples[0].version_spans[0].version == 7
+
+
+def test_an_engine_that_dies_is_reported_by_the_step_that_needs_the_batch() -> None:
+    engines = Engines()
+    with stream_of(engines, ahead=1) as stream:
+        engines.error = EngineDeadError("engine 0 is dead")
+        with pytest.raises(EngineDeadError, match="engine 0 is dead"):
+            stream.next()
+
+
+def test_an_error_in_the_loop_does_not_wait_for_samples() -> None:
+    engines = Engines()
+
+    def loop() -> None:
+        with stream_of(engines, ahead=1) as stream:
+            stream.next()
+            engines.may_answer.clear()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        loop()
+    engines.may_answer.set()
