@@ -6,7 +6,7 @@ import json
 import shutil
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -64,9 +64,9 @@ def warm_start(config: DemoConfig, task: Path, run_dir: Path) -> Path:
     )
 
 
-def reinforce(config: DemoConfig, task: Path, model: Path, run_dir: Path) -> RunResult:
-    """Trains the warm model with rewards, in ``run_dir/<algorithm>``."""
-    settings = {
+def demo_settings(config: DemoConfig, task: Path, model: Path, run_dir: Path) -> dict[str, Any]:
+    """Fields of the RL examples' configurations; the run is in ``run_dir/<algorithm>``."""
+    return {
         "model": str(model),
         "dataset": str(task / "train.jsonl"),
         "eval_dataset": str(task / "held_out.jsonl"),
@@ -87,6 +87,11 @@ def reinforce(config: DemoConfig, task: Path, model: Path, run_dir: Path) -> Run
         "trace": config.trace,
         "shuffle_rewards": config.shuffle_rewards,
     }
+
+
+def reinforce(config: DemoConfig, task: Path, model: Path, run_dir: Path) -> RunResult:
+    """Trains the warm model with rewards."""
+    settings = demo_settings(config, task, model, run_dir)
     if config.algorithm == "ppo":
         return ppo.train(ppo.PPOConfig(**settings, critic_lr=1e-3, kl_coef=1e-3))
     recipe = {} if config.algorithm == "grpo" else json.loads((RECIPES / f"{config.algorithm}.json").read_text())
