@@ -13,10 +13,9 @@ from rl_backend.contracts import BatchError, ConfigError
 
 @dataclass(frozen=True, eq=False)
 class RewardGroups:
-    """Rewards (N,) in float64, and what each response's group has in common, (N,) each.
+    """How each of N responses stands to its group; (N,) and float64 unless said otherwise.
 
     Attributes:
-        rewards: of each response.
         size: responses in its group.
         centered: the reward less the group's mean, exactly 0 where all rewards of the group are equal; the reward itself
             where a response is alone.
@@ -24,7 +23,6 @@ class RewardGroups:
         equal: bool, all rewards of the group are equal.
     """
 
-    rewards: Tensor
     size: Tensor
     centered: Tensor
     std: Tensor
@@ -60,9 +58,7 @@ def group_rewards(
     # A mean of equal numbers is off by rounding, which a division by a standard deviation near 0 would magnify.
     centered = torch.where(equal, 0.0, scores - mean[groups])
     std = (zeros.index_add(0, groups, centered.square()) / (count - 1).clamp(min=1)).sqrt()
-    return RewardGroups(
-        scores, count[groups], torch.where(alone, scores, centered), torch.where(alone, 1.0, std[groups]), equal
-    )
+    return RewardGroups(count[groups], torch.where(alone, scores, centered), torch.where(alone, 1.0, std[groups]), equal)
 
 
 def groups_with_signal(
