@@ -39,6 +39,7 @@ class SFTConfig(BaseConfig):
     lr_warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up")
     lr_decay_style: Literal["constant", "linear", "cosine"] = Field(default="constant", description="after the warm-up")
     weight_decay: float = Field(default=0.01, ge=0, description="AdamW weight decay")
+    plugins: str = Field(default="", description="modules that register model families or runtimes, with commas between")
     backend: str = Field(default="native", description="registered runtime that trains")
     ranks: int = Field(default=1, ge=1, description="training ranks (data parallel)")
     placement: Literal["pack", "spread"] = Field(default="pack", description="ranks on few nodes of a cluster, or on many")
@@ -133,6 +134,7 @@ def runtime_config(config: SFTConfig) -> RuntimeConfig:
         weight_decay=config.weight_decay,
     )
     return RuntimeConfig(
+        plugins=tuple(filter(None, config.plugins.split(","))),
         backend=config.backend,
         hf_path=config.model,
         seed=config.seed,

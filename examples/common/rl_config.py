@@ -48,6 +48,7 @@ class RLConfig(BaseConfig):
     )
     importance_cap: float = Field(default=2.0, gt=1, description="largest importance weight")
     trace: bool = Field(default=False, description="record all actors in run_dir/trace.json, for Perfetto")
+    plugins: str = Field(default="", description="modules that register model families or runtimes, with commas between")
     backend: str = Field(default="native", description="registered runtime that trains")
     ranks: int = Field(default=1, ge=1, description="training ranks (data parallel)")
     engines: int = Field(default=1, ge=1, description="vLLM engines")
@@ -120,6 +121,7 @@ class RLConfig(BaseConfig):
     def runtime_config(self) -> RuntimeConfig:
         """Of the policy; needs Ray, which knows the GPUs."""
         return RuntimeConfig(
+            plugins=tuple(filter(None, self.plugins.split(","))),
             backend=self.backend,
             hf_path=self.model,
             seed=self.seed,
