@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rl_backend.contracts import (
         BackendConfig,
         ForwardResult,
+        Head,
         LossFn,
         Metric,
         ModelHandle,
@@ -38,6 +39,7 @@ __all__ = [
     "BackendConfig",
     "BuildSettings",
     "ForwardResult",
+    "Head",
     "LossFn",
     "Metric",
     "ModelFamily",

@@ -123,6 +123,7 @@ def load_weights(
     weight_names: Mapping[str, str],
     *,
     zero_if_absent: Collection[str] = (),
+    stored_buffers: tuple[str, ...] = (),
 ) -> None:
     """Fills each parameter, or this rank's shard of it, from the Hugging Face directory ``path``.
 
@@ -135,6 +136,7 @@ def load_weights(
         parameters: name in the module -> parameter, a DTensor where it is sharded.
         weight_names: name in the module -> Hugging Face name.
         zero_if_absent: Hugging Face names that the directory may lack; their parameters are filled with 0.
+        stored_buffers: endings of names without a parameter that are ignored as well.
 
     Raises:
         CheckpointError: what :class:`HFReader` raises, a missing, surplus or quantised tensor, or another shape.
@@ -142,7 +144,7 @@ def load_weights(
     reader = HFReader(path)
     absent = set(zero_if_absent) - set(reader.infos)
     shapes = {weight_names[name]: tuple(value.shape) for name, value in parameters.items()}
-    _check_tensors(reader, {name: shape for name, shape in shapes.items() if name not in absent})
+    _check_tensors(reader, {name: shape for name, shape in shapes.items() if name not in absent}, stored_buffers)
     with torch.no_grad():
         for name, parameter in parameters.items():
             local, region = _local_part(parameter)
@@ -152,7 +154,7 @@ def load_weights(
                 local.copy_(reader.read(weight_names[name], region))
 
 
-def _check_tensors(reader: HFReader, wanted: Mapping[str, tuple[int, ...]]) -> None:
+def _check_tensors(reader: HFReader, wanted: Mapping[str, tuple[int, ...]], stored_buffers: tuple[str, ...]) -> None:
     score = VALUE_HEAD_WEIGHTS[0]
     if score in reader.infos and score not in wanted and LM_HEAD not in reader.infos:
         raise CheckpointError(
@@ -179,7 +181,8 @@ def _check_tensors(reader: HFReader, wanted: Mapping[str, tuple[int, ...]]) -> N
                 "quantised weights first",
                 tensor=name,
             )
-    surplus = [name for name in reader.infos if name not in wanted and not _ignorable(name)]
+    ignored = ("rotary_emb.inv_freq", *stored_buffers)
+    surplus = [name for name in reader.infos if name not in wanted and name != LM_HEAD and not name.endswith(ignored)]
     if surplus:
         raise CheckpointError(
             f"{reader.path} has tensor {_listed(surplus)}, for which the model that config.json describes has no parameter; "
@@ -192,10 +195,6 @@ def _expected(name: str, shape: tuple[int, ...]) -> str:
     if name in VALUE_HEAD_WEIGHTS:
         return f"a critic's has {shape}: one value per token"
     return f"config.json describes {shape}; the weights and the configuration are of different models"
-
-
-def _ignorable(name: str) -> bool:
-    return name == LM_HEAD or name.endswith("rotary_emb.inv_freq")
 
 
 def _local_part(parameter: nn.Parameter) -> tuple[Tensor, tuple[slice, ...]]:

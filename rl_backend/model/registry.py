@@ -70,6 +70,7 @@ class ModelFamily:
         heads: what ``build`` and ``weight_names`` understand.
         max_length: architecture -> longest sequence, in tokens. None takes ``max_position_embeddings`` of ``config.json``
             where it is there.
+        stored_buffers: endings of Hugging Face names that directories hold and no parameter has; they are not read.
     """
 
     name: str
@@ -81,6 +82,7 @@ class ModelFamily:
     weight_names: Callable[[Any, Head], Mapping[str, str]]
     heads: tuple[Head, ...] = ("log_probs",)
     max_length: Callable[[Any], int] | None = None
+    stored_buffers: tuple[str, ...] = ()
 
     def require_head(self, head: Head) -> None:
         """Raises :class:`~rl_backend.contracts.UnsupportedError` for a head that the family does not have."""

@@ -18,7 +18,7 @@ def write_tiny(model_type: str, path: Path, *, seed: int = 0, max_shard_size: st
     """A random float32 decoder of about 0.1M parameters in several safetensors files; head_dim 32 is the least on CPU vLLM.
 
     Args:
-        changes: fields of transformers' configuration; ``head_dim=None`` leaves it out.
+        changes: fields of transformers' configuration; None leaves out one that is set here.
     """
     settings: dict[str, Any] = {
         "vocab_size": 128,
@@ -34,9 +34,8 @@ def write_tiny(model_type: str, path: Path, *, seed: int = 0, max_shard_size: st
         "eos_token_id": 1,
         "pad_token_id": None,
     }
-    fields = {**settings, **changes}
-    if fields["head_dim"] is None:
-        del fields["head_dim"]
+    left_out = {name for name in settings if changes.get(name, "") is None}
+    fields = {name: value for name, value in {**settings, **changes}.items() if name not in left_out}
     config = AutoConfig.for_model(model_type, **fields)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).to(torch.float32)

@@ -80,7 +80,13 @@ def build_handle(
     weight_names = dict(family.weight_names(architecture, head))
     parameters = _parameters(model, family, weight_names, groups)
     zero_if_absent = VALUE_HEAD_WEIGHTS if head == "values" else ()
-    load_weights(config.hf_path, parameters, weight_names, zero_if_absent=zero_if_absent)
+    load_weights(
+        config.hf_path,
+        parameters,
+        weight_names,
+        zero_if_absent=zero_if_absent,
+        stored_buffers=family.stored_buffers,
+    )
     return NativeHandle(
         name=name,
         forward_only=forward_only,

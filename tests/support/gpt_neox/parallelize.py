@@ -1,0 +1,16 @@
+"""How GPT-NeoX is laid out over ranks."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from rl_backend import NativeConfig
+from rl_backend.parallel.fsdp import apply_fsdp, checkpoint_layers
+from rl_backend.parallel.groups import ParallelGroups
+
+
+def parallelize(module: nn.Module, groups: ParallelGroups, config: NativeConfig) -> None:
+    layers = list(module.get_submodule("layers").children())
+    if config.activation_checkpointing == "full":
+        checkpoint_layers(layers)
+    apply_fsdp(module, layers, groups.mesh["dp"], config)
