@@ -129,7 +129,7 @@ def load_weights(
 
     All names, shapes and dtypes are checked first. Then one tensor after the other is read, only the rows of the shard,
     and converted to the parameter's dtype, so that host memory holds the shards and at most one more tensor. A stored
-    ``lm_head.weight`` that is not asked for (tied embeddings) and stored rotary frequencies are ignored, as in
+    ``lm_head.weight`` that is not asked for (tied embeddings, a critic) and stored rotary frequencies are ignored, as in
     transformers; any other tensor without a parameter is refused.
 
     Args:

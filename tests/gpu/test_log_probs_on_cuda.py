@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,15 @@ from rl_backend.contracts import TokenSequence
 from rl_backend.data.packing import pack
 from rl_backend.primitive.attention import packed_attention
 from tests.gpu.conftest import MakeRuntime
+from tests.support.critic import transformers_values, write_critic
+from tests.support.families import load_transformers, run_transformers
+from tests.support.models import write_tiny
 from tests.support.sft_batches import random_token_sequences
 
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (5, 64, 2, 64, 129, 17)
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
 
 
 def transformers_log_probs(model: Path, sequence: TokenSequence) -> Tensor:
@@ -58,9 +63,10 @@ def test_float32_attention_with_grouped_queries_keeps_no_square_of_the_length() 
     assert torch.cuda.max_memory_allocated() - before < heads * length * length * 4 / 2
 
 
+@pytest.mark.parametrize("window", [None, 1, 20])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 64), (4, 4, 128), (4, 2, 32)])
 def test_bfloat16_variable_length_attention_equals_exact_attention_with_its_gradients(
-    heads: int, kv_heads: int, head_dim: int
+    heads: int, kv_heads: int, head_dim: int, window: int | None
 ) -> None:
     generator = torch.Generator(device="cuda").manual_seed(0)
     tokens = sum(LENGTHS)
@@ -74,7 +80,7 @@ def test_bfloat16_variable_length_attention_equals_exact_attention_with_its_grad
     results = []
     for dtype in (torch.bfloat16, torch.float32):
         leaves = [tensor.to(dtype).detach().requires_grad_() for tensor in inputs]
-        output = packed_attention(*leaves, starts, LENGTHS)
+        output = packed_attention(*leaves, starts, LENGTHS, window)
         assert output.dtype == dtype
         assert output.shape == (tokens, heads, head_dim)
         (output.float() * weight).sum().backward()
@@ -82,6 +88,32 @@ def test_bfloat16_variable_length_attention_equals_exact_attention_with_its_grad
     assert [len(result) for result in results] == [4, 4]
     for fast, exact in zip(*results, strict=True):
         assert (fast - exact).norm() < 1e-2 * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1, "head_dim": None}),
+        ("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": YARN}),
+        ("mistral", {"sliding_window": 20}),
+    ],
+)
+def test_every_family_gives_transformers_log_probs_and_a_critic_its_values(
+    tmp_path: Path, make_runtime: MakeRuntime, family: str, changes: dict[str, Any]
+) -> None:
+    path = write_tiny(family, tmp_path / "model", tie_word_embeddings=False, **changes)
+    sequences = random_token_sequences(LENGTHS, vocab_size=128)
+    ids = [sequence.input_ids for sequence in sequences]
+    runtime = make_runtime(path)
+    policy = runtime.build_model(forward_only=True)
+    found = runtime.forward_backward(policy, [pack(sequences)], None, forward_only=True).output("log_probs")
+    with torch.no_grad():
+        expected = run_transformers(load_transformers(path), ids)
+    torch.testing.assert_close(torch.cat(list(found)).cpu(), expected.log_probs, rtol=0, atol=1e-5)
+    critic_dir = write_critic(tmp_path / "critic", path)
+    critic = runtime.build_model(head="values", hf_path=critic_dir)
+    values = runtime.forward_backward(critic, [pack(sequences)], None, forward_only=True).output("values")
+    torch.testing.assert_close(torch.cat(list(values)).cpu(), transformers_values(critic_dir, ids), rtol=0, atol=1e-5)
 
 
 def test_bfloat16_packed_sequences_do_not_see_each_other(untied_model: Path, make_runtime: MakeRuntime) -> None:

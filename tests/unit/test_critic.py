@@ -175,6 +175,22 @@ def test_actor_and_critic_of_one_runtime_have_their_own_directory_and_learning_r
     assert recorded["backend_cfg"]["optimizer"]["lr"] == 5e-2
 
 
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_a_critic_is_exported_offloaded_and_trained_in_either_dtype(untied_model: Path, param_dtype: str) -> None:
+    with open_runtime(untied_model, param_dtype=param_dtype) as opened:
+        critic = opened.build_model(head="values")
+        train_with(squared_error, opened, critic, 2)
+        frozen = opened.build_model(head="values", forward_only=True)
+        assert all(values.dtype == torch.float32 for values in (values_of(opened, critic), values_of(opened, frozen)))
+        before = values_of(opened, critic)
+        opened.to(critic, "cpu")
+        opened.to(critic, "device")
+        assert torch.equal(values_of(opened, critic), before)
+        exported = {name: tensor.shape for name, tensor in opened.export_weights(critic)}
+        assert (exported["score.weight"], exported["score.bias"]) == ((1, 64), (1,))
+        assert {info.name: info.shape for info in opened.weight_infos(critic)} == exported
+
+
 def test_a_critics_directory_is_refused_for_a_policy(runtime: NativeRuntime, critic_dir: Path) -> None:
     with pytest.raises(CheckpointError, match=r"holds a critic or a reward model.*head='values'"):
         runtime.build_model(hf_path=critic_dir)
