@@ -83,7 +83,7 @@ def _best_middle_worst(samples: Sequence[Sample]) -> list[Sample]:
 def _response(sample: Sample, rewards: Sequence[float]) -> Html:
     reward = _reward(sample)
     facts = ", ".join(
-        f"{name.replace('_', ' ')} {value if isinstance(value, str) else json.dumps(value)}"
+        _versions(value) if name == "version_spans" else f"{name.replace('_', ' ')} {_plain(value)}"
         for name, value in sample.items()
         if name not in TEXTS and not _is_long(value)
     )
@@ -102,6 +102,18 @@ def _response(sample: Sample, rewards: Sequence[float]) -> Html:
 def _reward(sample: Sample) -> float | None:
     reward = sample.get("reward")
     return float(reward) if isinstance(reward, int | float) else None
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _versions(spans: Any) -> str:
+    """``[[3, 10], [4, 2]]``, the first 10 tokens by version 3 and 2 by version 4, as ``weight version 3, then 4``."""
+    try:
+        return f"weight version {', then '.join(str(version) for version, _ in spans)}"
+    except (TypeError, ValueError):
+        return f"version spans {_plain(spans)}"
 
 
 def _is_long(value: Any) -> bool:
