@@ -57,7 +57,14 @@ CHARTS = (
     Chart(LEARNING, "Response length", "tokens, mean", ("response_tokens",), note="At the limit: responses are cut off."),
     Chart(LEARNING, "Entropy", "nats per token", ("entropy",), note="Near 0: nothing is explored any more."),
     Chart(LEARNING, "Negative log-likelihood", "nats per token", ("nll",), note="Falls."),
-    Chart(LEARNING, "Groups without a signal", "share", ("zero_advantage_groups",), note="Equal rewards teach nothing."),
+    Chart(LEARNING, "Groups without a signal", "left out", ("groups_without_signal",), note="Equal rewards teach nothing."),
+    Chart(
+        LEARNING,
+        "Batches sampled",
+        "for one step",
+        ("batches_sampled",),
+        note="Rises as prompts become too easy or too hard.",
+    ),
     Chart(UPDATE, "Policy loss", "", ("policy_loss",), note="Near 0 by construction; its trend says little."),
     Chart(UPDATE, "Loss", "", ("loss",)),
     Chart(UPDATE, "Gradient norm", "before clipping", ("grad_norm",), log=True, note="A rise of 10 times: lower the rate."),
@@ -92,6 +99,7 @@ CHARTS = (
     Chart(CRITIC, "Explained variance", "share", ("explained_variance",), note="1: returns foreseen; below 0: of no use."),
     Chart(CRITIC, "Value and return", "mean", ("value_mean", "return_mean"), note="Close to each other."),
     Chart(CRITIC, "Clipped values", "share", ("value_clip_fraction",)),
+    Chart(CRITIC, "Critic's learning rate", "of the next step", ("critic_next_lr",)),
     Chart(CRITIC, "Critic's gradient norm", "before clipping", ("critic_grad_norm",), log=True),
 )
 

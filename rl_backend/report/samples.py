@@ -67,7 +67,7 @@ def _cell(prompt: str, samples: Sequence[Sample]) -> Html:
     mean = tag("span", f"mean of {len(rewards)}: {short(sum(rewards) / len(rewards))}", class_="unit") if rewards else None
     return tag(
         "article",
-        tag("div", tag("span", "prompt", class_="unit"), mean, class_="bar-line"),
+        tag("div", tag("span", f"prompt of step {samples[0].get('step')}", class_="unit"), mean, class_="bar-line"),
         tag("pre", _clipped(prompt), class_="prompt"),
         *(_response(sample, rewards) for sample in _best_middle_worst(samples)),
     )
