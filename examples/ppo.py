@@ -35,7 +35,14 @@ from examples.common.sample_stream import SampleStream
 from examples.common.scoring import describe, greedy_accuracy
 from examples.common.sequences import to_sequences, with_field, with_packed_fields
 from rl_backend import TokenSequence
-from rl_backend.algorithm import explained_variance, gae_advantages, kl_in_reward, masked_whiten, token_rewards
+from rl_backend.algorithm import (
+    explained_variance,
+    gae_advantages,
+    kl_in_reward,
+    kl_penalty,
+    masked_whiten,
+    token_rewards,
+)
 from rl_backend.contracts import ConfigError, RLBackendError, merge_metrics
 
 
@@ -149,7 +156,7 @@ def train(config: PPOConfig, on_step: Callable[[int, dict[str, float]], None] | 
                 sequences = with_field(sequences, name, output())
             clock.lap("outputs")
 
-            sequences, explained = with_gae(sequences, batch.rewards, config)
+            sequences, estimated = with_gae(sequences, batch.rewards, config)
             actor_updates, critic_updates = [], []
             for _ in range(config.epochs):
                 for start in range(0, len(sequences), config.sequences_per_update):
@@ -159,7 +166,7 @@ def train(config: PPOConfig, on_step: Callable[[int, dict[str, float]], None] | 
                         actor_updates.append(actor.submit_update(update, actor_loss, meta)())
                     critic_updates.append(critic_update())
             updates = [*actor_updates, *critic_updates]
-            metrics = batch.metrics | {"explained_variance": explained}
+            metrics = batch.metrics | estimated
             metrics |= {name: metric.mean for name, metric in merge_metrics([each.metrics for each in updates]).items()}
             metrics |= {"step_ok": float(all(each.ok for each in updates))}
             metrics |= {"critic_grad_norm": critic_updates[-1].grad_norm, "critic_next_lr": critic_updates[-1].next_lr}
@@ -222,8 +229,8 @@ def build_models(config: PPOConfig, groups: Sequence[TrainGroup]) -> Models:
 
 def with_gae(
     sequences: Sequence[TokenSequence], rewards: Sequence[float], config: PPOConfig
-) -> tuple[list[TokenSequence], float]:
-    """Adds ``advantages``, whitened, and ``returns``; also the explained variance of the critic."""
+) -> tuple[list[TokenSequence], dict[str, float]]:
+    """Adds ``advantages``, whitened, and ``returns``; also the critic's explained variance and the KL to the reference."""
 
     def estimate(fields: dict[str, Tensor], seq_lens: Tensor) -> dict[str, Tensor]:
         mask = fields["loss_mask"]
@@ -235,10 +242,13 @@ def with_gae(
         return {"advantages": masked_whiten(advantages, mask), "returns": returns}
 
     estimated = with_packed_fields(sequences, estimate)
-    packed = (
-        torch.cat([sequence.token_fields[name] for sequence in estimated]) for name in ("old_values", "returns", "loss_mask")
-    )
-    return estimated, explained_variance(*packed)
+    fields = {name: torch.cat([each.token_fields[name] for each in estimated]) for name in estimated[0].token_fields}
+    mask = fields["loss_mask"]
+    metrics = {"explained_variance": explained_variance(fields["old_values"], fields["returns"], mask)}
+    if "ref_log_probs" in fields:
+        kl = kl_penalty(fields["old_log_probs"], fields["ref_log_probs"], "k3")
+        metrics["kl"] = float((kl * mask).sum() / mask.sum())
+    return estimated, metrics
 
 
 def main() -> None:

@@ -36,8 +36,7 @@ def test_ppo_with_a_critic_learns_the_task(task: Path, warm_model: Path, tmp_pat
     require_learned(result, 0.9)
     assert result.max_log_prob_gap <= 1e-5
     metrics = lines(tmp_path / "ppo" / "metrics.jsonl")
-    assert metrics[-1]["value_loss"] < metrics[0]["value_loss"]
-    assert metrics[-1]["explained_variance"] > 0.2
+    assert metrics[-1]["value_loss"] < 0.5 * metrics[0]["value_loss"]
     assert all(line["kl"] > 0 for line in metrics[5:])
     AutoModelForCausalLM.from_pretrained(tmp_path / "ppo" / "model")
     critic = AutoModelForTokenClassification.from_pretrained(tmp_path / "ppo" / "critic")
