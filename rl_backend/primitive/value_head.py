@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -19,4 +18,5 @@ class ValueHead(nn.Linear):
 
     def forward(self, hidden: Tensor) -> Tensor:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        return F.linear(hidden.to(dtype), self.weight.to(dtype), self.bias.to(dtype)).squeeze(-1)
+        # A sum of its own, not a view of a product: FSDP's hook would be lost when a loss changes a view in place.
+        return torch.mv(hidden.to(dtype), self.weight[0].to(dtype)) + self.bias.to(dtype)

@@ -175,6 +175,7 @@ def test_actor_and_critic_of_one_runtime_have_their_own_directory_and_learning_r
     assert recorded["backend_cfg"]["optimizer"]["lr"] == 5e-2
 
 
+@pytest.mark.filterwarnings("error:FSDP2-wrapped module")
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 def test_a_critic_is_exported_offloaded_and_trained_in_either_dtype(untied_model: Path, param_dtype: str) -> None:
     with open_runtime(untied_model, param_dtype=param_dtype) as opened:
