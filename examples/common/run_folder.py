@@ -121,6 +121,6 @@ class RunFolder:
             "error": error,
             "started": self._started.isoformat(timespec="seconds"),
             "ended": None if state == "running" else datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": sys.argv,
+            "command": [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]],
         }
         (self.path / "run.json").write_text(json.dumps(facts, indent=2) + "\n")

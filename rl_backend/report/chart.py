@@ -27,7 +27,7 @@ MIN_DECADES_RATIO = 30.0
 def draw_chart(chart: Chart, series: Sequence[Series], run_steps: tuple[int, int], most_points: int) -> Html:
     """A figure with title, latest value, curves over the run's first to last step, and what cannot be drawn in words."""
     drawn = [points(one, most_points) for one in series]
-    across = linear_axis(*run_steps, LEFT, WIDTH - RIGHT, about=5, whole=True)
+    across = linear_axis(*run_steps, LEFT, WIDTH - RIGHT, about=7, whole=True)
     up = _value_axis(chart, series)
     notes = [note for one in series for note in _notes(one, up, named=len(series) > 1)]
     body = [_grid(across, up)]
