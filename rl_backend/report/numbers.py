@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+TINY = 1e-290
+"""Values below cannot be told from 0: what is computed with them would be denormal."""
+
 
 def short(value: float) -> str:
     """Four significant digits: ``0.3871``, ``12.5k``, ``3.2e-07``."""
@@ -60,11 +63,11 @@ def linear_axis(low: float, high: float, start: float, end: float, *, about: int
         about: number of ticks to aim for.
         whole: ticks at whole numbers alone, and the range left as it is.
     """
-    if high - low < 1e-12 * max(abs(low), abs(high), 1e-300):
+    if high - low < 1e-12 * max(abs(low), abs(high), TINY):
         if whole:
             return Axis(low - 1, low + 1, start, end, (low,))
         pad = abs(low) * 0.5
-        low, high = (low, low + 1.0) if low == 0 else (low - pad, high + pad)
+        low, high = (low, low + 1.0) if abs(low) < TINY else (low - pad, high + pad)
     step = _round_step((high - low) / about, (1, 2, 5, 10) if whole else (1, 2, 2.5, 5, 10))
     if whole:
         step = max(1.0, step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -112,7 +113,7 @@ def _headline(data: RunData) -> Html:
     tiles.append(_tile("steps", f"{data.steps}" + (f" of {planned}" if isinstance(planned, int) else "")))
     tiles += [_tile(name, value) for name, value in _results(data)]
     seconds = data.summary.get("seconds")
-    elapsed = seconds if isinstance(seconds, int | float) else _elapsed(data.run)
+    elapsed = seconds if isinstance(seconds, int | float) and math.isfinite(seconds) else _elapsed(data.run)
     if elapsed is not None:
         tiles.append(_tile("time", duration(elapsed)))
     command = data.run.get("command")

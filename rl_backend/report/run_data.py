@@ -90,7 +90,7 @@ def _number(value: float) -> float:
     try:
         return float(value)
     except OverflowError:  # a whole number of hundreds of digits
-        return math.copysign(math.inf, value)
+        return math.inf if value > 0 else -math.inf
 
 
 def _read_samples(data: RunData) -> None:

@@ -71,7 +71,7 @@ class StepTimeline:
 
 def read_step(path: Path) -> StepTimeline | None:
     """The step of median length among those at the end of a trace; None when it has none."""
-    events = read_trace(path, READ_BYTES)
+    events = [event for event in read_trace(path, READ_BYTES) if _is_whole(event)]
     steps = sorted((event for event in events if event.get("cat") == "step"), key=lambda event: event["ts"])
     if not steps:
         return None
@@ -106,6 +106,24 @@ def read_step(path: Path) -> StepTimeline | None:
         _arrows(events, start, end, {(lane.pid, lane.tid) for lane in shown}),
         sorted({lane.name for lane in hidden}),
     )
+
+
+def _is_whole(event: dict[str, Any]) -> bool:
+    """Whether an event has what is read of it: a viewer may have saved, or a person cut, the trace."""
+    numbers = {
+        "X": ("ts", "dur", "pid", "tid"),
+        "s": ("ts", "pid", "tid", "id"),
+        "f": ("ts", "pid", "tid", "id"),
+        "M": ("pid",),
+    }
+    needed = numbers.get(event.get("ph", ""))
+    if needed is None or not isinstance(event.get("name"), str):
+        return False
+    known = all(isinstance(event.get(name), int | float) for name in needed)
+    arguments = event.get("args", {})
+    if event["name"] == "process_name":
+        return known and "name" in arguments
+    return known and isinstance(arguments, dict) and (event.get("cat") != "step" or "step" in arguments)
 
 
 def _arrows(events: Sequence[dict[str, Any]], start: float, end: float, shown: set[tuple[int, int]]) -> list[Arrow]:

@@ -200,6 +200,30 @@ def test_the_last_step_of_many_samples_is_found_without_reading_them_all(tmp_pat
     assert "8500 more characters" in page.one("section", id="samples").all("em")[0].text
 
 
+ODD_METRICS = [
+    "",
+    '{"step": 1, "reward": 1.7e308}\n{"step": 2, "reward": -1.7e308}\n',
+    '{"step": 1, "reward": 5e-324, "tokens": 1' + "0" * 400 + "}\n",
+    '{"step": 1, "reward": 0}\n{"step": 1, "reward": 1}\n{"step": -4, "reward": 1}\n{"step": 1000000000000000}\n',
+    '{"step": 1, "reward": NaN, "seconds/a": Infinity, "log_prob_gap": -Infinity}\n',
+    '{"step": 1.5, "reward": null}\n[]\n3\nnull\n{"step": null}\n{"step": true, "reward": false}\n',
+]
+
+
+@pytest.mark.parametrize("metrics", ODD_METRICS)
+def test_odd_files_still_make_a_report(tmp_path: Path, metrics: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(metrics)
+    odd = [{"step": 1}, {"step": 2, "prompt": ["chat"], "response": {"a": 1}, "reward": math.nan, "version_spans": "z"}]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in odd))
+    (tmp_path / "summary.json").write_text(
+        '{"accuracy_before": NaN, "accuracy_after": "a", "seconds": NaN, "nested": {"a": [1]}}'
+    )
+    (tmp_path / "run.json").write_text('{"state": 5, "error": ["x"], "started": 3, "command": "x"}')
+    (tmp_path / "config.json").write_text("[1]")
+    (tmp_path / "trace.json").write_text('[\n{"ph": "X", "cat": "step"},\n{"ph": "f", "id": 3, "name": "x"},\n{"ph":')
+    assert report(tmp_path).one("h1").text.startswith(tmp_path.name)
+
+
 def test_the_command_makes_a_report_again_and_refuses_what_is_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
