@@ -23,6 +23,9 @@ ROUND_TRIPS = 8
 PROMPT_SECONDS = 0.02
 """How long :meth:`TraceCollector.collect` waits for actors of other hosts, whose answers then measure their clocks again."""
 
+COLLECT_SECONDS = 0.25
+"""Shortest time between two collections that steps ask for, so that short steps on many ranks are not slowed by them."""
+
 START_SECONDS, CLOSE_SECONDS = 30.0, 5.0
 KEPT_PUSHES = 64
 
@@ -82,6 +85,7 @@ class TraceCollector:
         self._loads: list[tuple[int, tuple[int, int, float]]] = []
         self._arrows = 0
         self._epoch = time.monotonic_ns()
+        self._next_collect = 0.0
         self._writer.process(DRIVER, "driver")
         self._writer.thread(DRIVER, STEPS_LANE, "steps")
         began = datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -92,12 +96,15 @@ class TraceCollector:
         self._label()
 
     def step(self, step: int, start: int, end: int) -> None:
-        """A step of the driver's loop; times are of ``time.monotonic_ns``."""
+        """A step of the driver's loop; times are of ``time.monotonic_ns``. Collects when that is due."""
         span = (start - self._epoch) / 1000, (end - start) / 1000
         self._writer.complete(DRIVER, STEPS_LANE, f"step {step}", "step", *span, {"step": step})
+        if time.monotonic() >= self._next_collect:
+            self.collect()
 
     def collect(self) -> None:
         """Writes what was recorded since the last call, of busy actors when they answer."""
+        self._next_collect = time.monotonic() + COLLECT_SECONDS
         remote = any(clock.error for clock in self._clocks.values())
         self._exchange(PROMPT_SECONDS if remote else 0.0)
         self._write(DRIVER, 0.0, recorder.take())

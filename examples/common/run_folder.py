@@ -74,7 +74,6 @@ class RunFolder:
         now = time.monotonic_ns()
         if self._trace is not None:
             self._trace.step(step, self._last_log, now)
-            self._trace.collect()
         self._last_log = now
         if time.monotonic() >= self._next_report:
             self._report()

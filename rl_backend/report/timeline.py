@@ -98,7 +98,10 @@ def read_step(path: Path) -> StepTimeline | None:
         lane.bars.append(Bar(event["name"], event["cat"], first, last, len(around), event.get("args", {})))
         around.append(last)
     ordered = [lanes[key] for key in sorted(lanes)]
-    shown, hidden = ordered[:MOST_LANES], ordered[MOST_LANES:]
+    # Both ends of a large run: the driver and ranks come first, engines last.
+    left_out = slice(MOST_LANES // 2, max(MOST_LANES // 2, len(ordered) - MOST_LANES // 2))
+    hidden = ordered[left_out]
+    shown = [lane for lane in ordered if lane not in hidden]
     return StepTimeline(
         int(step["args"]["step"]),
         step["dur"] / 1000,

@@ -9,13 +9,16 @@ from rl_backend.report.html import Html, join, tag
 from rl_backend.report.numbers import Axis, linear_axis, short
 from rl_backend.report.timeline import Arrow, Bar, Lane, StepTimeline
 
-WIDTH, LEFT, RIGHT, BOTTOM = 920, 70, 20, 22
+WIDTH, RIGHT, BOTTOM = 920, 20, 22
 ROW, LANE_GAP = 17, 9
-CHARACTER = 5.6
+CHARACTER = 5.8
 """Width of a character of a label, in pixels."""
 
 THIN = 0.3
 """Pixels; narrower events are left out."""
+
+PASSES = {"forward": "forward", "F": "forward", "backward": "backward", "B": "backward"}
+"""Of micro-batches; a pipeline schedule's actions have the short names."""
 
 KINDS = {
     "phase": "the driver's phases",
@@ -31,7 +34,8 @@ KINDS = {
 
 def draw_timeline(timeline: StepTimeline) -> Html:
     """A figure with a lane for each process; arrows lead from a weight push over its load to the sampling that uses it."""
-    across = linear_axis(0.0, timeline.milliseconds, LEFT, WIDTH - RIGHT, about=8, whole=timeline.milliseconds > 8)
+    left = max(len(lane.name) for lane in timeline.lanes) * CHARACTER + 20 if timeline.lanes else 0.0
+    across = linear_axis(0.0, timeline.milliseconds, left, WIDTH - RIGHT, about=8, whole=timeline.milliseconds > 8)
     tops: dict[tuple[int, int], float] = {}
     y = 8.0
     for lane in timeline.lanes:
@@ -54,7 +58,7 @@ def draw_timeline(timeline: StepTimeline) -> Html:
         ),
         tag(
             "svg",
-            *(_lane_background(lane, tops[lane.pid, lane.tid]) for lane in timeline.lanes),
+            *(_lane_background(lane, tops[lane.pid, lane.tid], across) for lane in timeline.lanes),
             _ticks(across, y),
             *(_bar(bar, tops[lane.pid, lane.tid], across) for lane, bar in wide),
             *(_arrow(arrow, tops, timeline, across) for arrow in timeline.arrows),
@@ -76,7 +80,7 @@ def draw_timeline(timeline: StepTimeline) -> Html:
 
 def _kind(bar: Bar) -> str:
     if bar.category == "micro_batch":
-        return bar.name if bar.name in ("forward", "backward") else "micro_batch"
+        return PASSES.get(bar.name, "micro_batch")
     return bar.category if bar.category in KINDS else "operation"
 
 
@@ -86,11 +90,11 @@ def _extent(bar: Bar, across: Axis) -> tuple[float, float]:
     return left, across.at(bar.end) - left
 
 
-def _lane_background(lane: Lane, top: float) -> Html:
+def _lane_background(lane: Lane, top: float, across: Axis) -> Html:
     height = lane.depths * ROW
     return join(
-        tag("rect", class_="lane", x=LEFT, y=f"{top - 2:.0f}", width=WIDTH - LEFT - RIGHT, height=height + 3),
-        tag("text", lane.name, class_="lane-name", x=LEFT - 8, y=f"{top + height / 2 + 3:.1f}", text_anchor="end"),
+        tag("rect", class_="lane", x=across.start, y=f"{top - 2:.0f}", width=across.end - across.start, height=height + 3),
+        tag("text", lane.name, class_="lane-name", x=across.start - 8, y=f"{top + height / 2 + 3:.1f}", text_anchor="end"),
     )
 
 
@@ -112,7 +116,7 @@ def _bar(bar: Bar, top: float, across: Axis) -> Html:
     left, width = _extent(bar, across)
     y = top + bar.depth * ROW
     label = bar.name.removeprefix("run_on_ranks(").removesuffix(")")
-    fits = len(label) * CHARACTER + 6 <= width
+    fits = len(label) * CHARACTER + 8 <= width
     return tag(
         "g",
         tag("rect", x=f"{left:.2f}", y=f"{y:.1f}", width=f"{max(width, 0.6):.2f}", height=ROW - 2, rx=min(2.0, width / 2)),

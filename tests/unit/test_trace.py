@@ -178,3 +178,18 @@ def test_the_timeline_of_a_step_has_every_process_and_nested_events(tmp_path: Pa
         ("forward", 1, 0.15),
     ]
     assert read_step(tmp_path / "trace.json") == step
+
+
+def test_the_timeline_of_a_large_run_keeps_the_driver_and_the_engines(tmp_path: Path) -> None:
+    writer = ChromeTraceWriter(tmp_path / "trace.json")
+    names = ["driver", *(f"rank {rank}" for rank in range(64)), "engine 0", "engine 1"]
+    writer.complete(1, 0, "step 1", "step", 0.0, 100.0, {"step": 1})
+    for pid, name in enumerate(names, 1):
+        writer.process(pid, name)
+        writer.complete(pid, 1, "work", "operation", 10.0, 50.0, {})
+    writer.close()
+    step = read_step(tmp_path / "trace.json")
+    assert step is not None
+    shown = [lane.name for lane in step.lanes]
+    assert (shown[:2], shown[-2:]) == (["driver", "rank 0"], ["engine 0", "engine 1"])
+    assert sorted([*shown, *step.hidden]) == sorted(names)
