@@ -24,7 +24,7 @@ backward (or a pipeline schedule's actions) inside an operation. ``rollout``: an
 of a weight push and its phases. ``weights``: an engine's part in one. ``step``: a whole step of the driver's loop."""
 
 CAPACITY = 65536
-"""Events that wait to be taken, at most; the oldest are dropped, and counted, beyond it. About 20 MB."""
+"""Events that wait to be taken, at most; the oldest are dropped, and counted, beyond it. About 30 MB."""
 
 
 class Event(NamedTuple):
