@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
+from ray.exceptions import RayError
 from torch.utils.tensorboard import SummaryWriter
 
 from actors.prometheus import export_step
@@ -28,11 +29,16 @@ def require_new_run(path: Path | str) -> None:
         raise ConfigError.of("run_dir", str(path), "holds another run; choose a new directory or remove it")
 
 
+def _write_lines(file: TextIO, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+    for sample in samples:
+        file.write(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n")
+
+
 class RunFolder:
     """What a run leaves in one directory: a report for people, files for programs, and live metrics while it runs.
 
     ``report.html`` is written when the run ends, however it ends, and now and then before. It is made of ``config.json``,
-    ``metrics.jsonl``, ``samples.jsonl``, ``summary.json`` and ``run.json`` (``state`` is running, finished, failed or
+    ``metrics.jsonl``, ``samples.jsonl``, ``held_out.jsonl``, ``summary.json`` and ``run.json`` (``state`` is running, finished, failed or
     interrupted); ``rl-backend report DIR`` makes it again. Beside them are TensorBoard events and, with ``trace``,
     ``trace.json`` for Perfetto. Where Ray runs, each step's metrics are also exported to Prometheus.
 
@@ -59,6 +65,7 @@ class RunFolder:
         self._write_state("running")
         self._metrics = (self.path / "metrics.jsonl").open("w", buffering=1)
         self._samples = (self.path / "samples.jsonl").open("w", buffering=1)
+        self._held_out = (self.path / "held_out.jsonl").open("w", buffering=1)
         self._board = SummaryWriter(str(self.path / "tensorboard"))
         self._report_seconds = report_seconds
         self._trace = TraceCollector(self.path / "trace.json", trace) if trace else None
@@ -80,8 +87,11 @@ class RunFolder:
 
     def log_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """One line of ``samples.jsonl`` per sample; the report shows ``prompt``, ``response`` and ``reward`` of each."""
-        for sample in samples:
-            self._samples.write(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n")
+        _write_lines(self._samples, step, samples)
+
+    def log_held_out(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+        """One line of ``held_out.jsonl`` per answer to a held-out prompt; step 0 is before training."""
+        _write_lines(self._held_out, step, samples)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """``summary.json``; a later call replaces an earlier one."""
@@ -93,15 +103,22 @@ class RunFolder:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._metrics.close()
         self._samples.close()
+        self._held_out.close()
         self._board.close()
-        if self._trace is not None:
-            self._trace.close()
         if error is None:
             self._write_state("finished")
         else:
             interrupted = isinstance(error, KeyboardInterrupt)
             self._write_state("interrupted" if interrupted else "failed", f"{type(error).__name__}: {error}".rstrip(": "))
-        self._report()
+        try:
+            if self._trace is not None:
+                self._trace.close()
+        except (OSError, RayError) as closing:
+            if error is None:
+                raise
+            error.add_note(f"RunFolder: the trace could not be closed as well: {closing}")
+        finally:
+            self._report()
 
     def _report(self) -> None:
         started = time.monotonic()
