@@ -86,8 +86,10 @@ def _sections(data: RunData) -> list[Html]:
     time = _time(data)
     if time:
         sections.append(tag("section", tag("h2", "Where does the time go?"), *time))
+    if data.first_held_out:
+        sections.append(draw_samples("Held-out answers", data.first_held_out, data.last_held_out))
     if data.first_samples:
-        sections.append(draw_samples(data.first_samples, data.last_samples))
+        sections.append(draw_samples("Samples", data.first_samples, data.last_samples))
     if data.summary:
         sections.append(tag("section", tag("h2", "Summary"), _table(data.summary)))
     if data.config:

@@ -12,7 +12,7 @@ from typing import Any
 from rl_backend.report.series import Series
 
 SAMPLE_BYTES = 4 * 2**20
-"""Read from either end of ``samples.jsonl``, which may have gigabytes."""
+"""Read from either end of a file of samples, which may have gigabytes."""
 
 
 @dataclass
@@ -23,6 +23,7 @@ class RunData:
         metrics: name -> its series.
         steps: number of those logged, ``span`` the first and the last.
         first_samples: of the first step that has some; ``last_samples`` of the last, empty when that is the same.
+        first_held_out, last_held_out: the same of the held-out prompts; the first are of step 0, before training.
         problems: what could not be read.
     """
 
@@ -35,6 +36,8 @@ class RunData:
     span: tuple[int, int] = (0, 0)
     first_samples: list[dict[str, Any]] = field(default_factory=list)
     last_samples: list[dict[str, Any]] = field(default_factory=list)
+    first_held_out: list[dict[str, Any]] = field(default_factory=list)
+    last_held_out: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
@@ -45,7 +48,8 @@ def read_run(path: Path | str) -> RunData:
     data.run = _read_object(data, "run.json")
     data.summary = _read_object(data, "summary.json")
     _read_metrics(data)
-    _read_samples(data)
+    data.first_samples, data.last_samples = _read_samples(data, "samples.jsonl")
+    data.first_held_out, data.last_held_out = _read_samples(data, "held_out.jsonl")
     return data
 
 
@@ -93,23 +97,25 @@ def _number(value: float) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def _read_samples(data: RunData) -> None:
-    path = data.path / "samples.jsonl"
+def _read_samples(data: RunData, name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Those of the first step, and those of the last where that is another."""
+    path = data.path / name
     if not path.is_file():
-        return
+        return [], []
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(SAMPLE_BYTES).decode("utf-8", "replace").split("\n")
         whole = size <= SAMPLE_BYTES
-        first = list(_objects(data, path.name, head if whole else head[:-1]))
+        first = list(_objects(data, name, head if whole else head[:-1]))
         last = first
         if not whole:
             file.seek(size - SAMPLE_BYTES)
-            last = list(_objects(data, f"end of {path.name}", file.read().decode("utf-8", "replace").split("\n")[1:]))
-    if first:
-        data.first_samples = [sample for step, sample in first if step == first[0][0]]
-    if last and last[-1][0] != (first[0][0] if first else None):
-        data.last_samples = [sample for step, sample in last if step == last[-1][0]]
+            last = list(_objects(data, f"end of {name}", file.read().decode("utf-8", "replace").split("\n")[1:]))
+    first_step, last_step = (first[0][0] if first else None), (last[-1][0] if last else None)
+    return (
+        [sample for step, sample in first if step == first_step],
+        [sample for step, sample in last if step == last_step != first_step],
+    )
 
 
 def _objects(data: RunData, name: str, lines: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -1,8 +1,9 @@
-"""What the model wrote in the first and in the last step."""
+"""What the model wrote at first and at last."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,10 +16,15 @@ TEXTS = ("prompt", "response", "reward", "step")
 type Sample = Mapping[str, Any]
 
 
-def draw_samples(first: Sequence[Sample], last: Sequence[Sample]) -> Html:
-    """Two columns; prompts that both steps have come first, side by side."""
+def draw_samples(kind: str, first: Sequence[Sample], last: Sequence[Sample]) -> Html:
+    """Two columns; prompts that both steps have come first, side by side, those with the largest change of reward on top.
+
+    Args:
+        kind: the title, for example "Samples".
+    """
     before, after = _by_prompt(first), _by_prompt(last)
     shared = [prompt for prompt in before if prompt in after]
+    shared.sort(key=lambda prompt: -abs(_mean_reward(after[prompt]) - _mean_reward(before[prompt])))
     left = [*shared, *(prompt for prompt in before if prompt not in after)][:PROMPTS]
     right = [*shared, *(prompt for prompt in after if prompt not in before)][:PROMPTS]
     rows: list[Html] = []
@@ -29,22 +35,20 @@ def draw_samples(first: Sequence[Sample], last: Sequence[Sample]) -> Html:
             if samples
         ]
         rows.append(tag("div", *cells, class_="pair"))
-    heads = [_head("First step", first), _head("Last step", last) if last else None]
+    heads = [_head(first), _head(last) if last else None]
     if not last:
         note = "All samples are of one step."
     elif shared:
-        note = f"{min(len(shared), PROMPTS)} prompts that both steps had stand side by side."
+        note = f"Of {len(shared)} prompts that both steps had, those whose rewards changed most."
     else:
         note = "The two steps had no prompt in common."
     return tag(
         "section",
-        tag("h2", "Samples before and after" if last else "Samples"),
-        tag(
-            "p", note, f" Of each prompt: its best, its middle and its worst of up to {RESPONSES} responses.", class_="note"
-        ),
+        tag("h2", f"{kind} before and after" if last else kind),
+        tag("p", note, _choice(first), class_="note"),
         tag("div", *heads, class_="pair heads"),
         *rows,
-        id="samples",
+        id=kind.lower().replace(" ", "-"),
         class_="" if last else "single",
     )
 
@@ -56,10 +60,23 @@ def _by_prompt(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
     return found
 
 
-def _head(title: str, samples: Sequence[Sample]) -> Html:
+def _choice(samples: Sequence[Sample]) -> str:
+    if all(len(responses) == 1 for responses in _by_prompt(samples).values()):
+        return ""
+    return f" Of each prompt: its best, its middle and its worst of up to {RESPONSES} responses."
+
+
+def _mean_reward(samples: Sequence[Sample]) -> float:
+    rewards = [reward for sample in samples if (reward := _reward(sample)) is not None and math.isfinite(reward)]
+    return sum(rewards) / len(rewards) if rewards else 0.0
+
+
+def _head(samples: Sequence[Sample]) -> Html:
     rewards = [reward for sample in samples if (reward := _reward(sample)) is not None]
     mean = f", mean reward {short(sum(rewards) / len(rewards))}" if rewards else ""
-    return tag("h3", f"{title}: {samples[0].get('step')}", tag("span", f"{len(samples)} samples{mean}", class_="unit"))
+    step = samples[0].get("step")
+    title = "Before the first step" if step == 0 else f"Step {step}"
+    return tag("h3", title, tag("span", f"{len(samples)} samples{mean}", class_="unit"))
 
 
 def _cell(prompt: str, samples: Sequence[Sample]) -> Html:

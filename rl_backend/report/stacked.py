@@ -83,6 +83,6 @@ def _legend(names: Sequence[str], totals: Sequence[float], steps: int) -> Html:
     whole = sum(totals) or 1.0
     keys = []
     for index, (name, total) in enumerate(zip(names, totals, strict=True)):
-        share = f"{short(total / steps)} s, {100 * total / whole:.0f}%"
+        share = f"{total / steps:.3g} s, {100 * total / whole:.0f}%"
         keys.append(tag("span", tag("i", class_=f"s{index % 8}"), name, " ", tag("small", share), class_="key"))
     return tag("p", join(*keys), class_="legend")
