@@ -22,7 +22,6 @@ class GPTNeoXArchitecture:
     intermediate_size: int
     num_layers: int
     num_heads: int
-    max_length: int
     layer_norm_eps: float
     parallel_residual: bool
     rotary: Rotary
@@ -54,7 +53,6 @@ def parse_config(hf_config: Mapping[str, Any]) -> GPTNeoXArchitecture:
         intermediate_size=config.positive_int("intermediate_size"),
         num_layers=config.positive_int("num_hidden_layers"),
         num_heads=heads,
-        max_length=config.positive_int("max_position_embeddings"),
         layer_norm_eps=config.positive_float("layer_norm_eps", 1e-5),
         parallel_residual=config.flag("use_parallel_residual", True),
         rotary=_rotary(config, hidden_size // heads),
