@@ -29,7 +29,7 @@ from examples.common.result import RunResult
 from examples.common.rl_config import RLConfig
 from examples.common.run_folder import RunFolder, require_new_run
 from examples.common.sample_stream import SampleStream
-from examples.common.scoring import describe, greedy_accuracy
+from examples.common.scoring import HeldOut, describe
 from examples.common.sequences import Advantage, to_sequences, with_advantages, with_field
 from rl_backend.algorithm import LossAggMode
 from rl_backend.contracts import ConfigError, RLBackendError, merge_metrics
@@ -90,7 +90,7 @@ def train(config: GRPOConfig, on_step: Callable[[int, dict[str, float]], None] |
     tokenizer = load_tokenizer(config.model)
     reward = load_reward_function(config.reward)
     prompts = load_prompts(config.dataset, tokenizer, config.max_prompt_tokens)
-    held_out = load_prompts(config.eval_dataset, tokenizer, config.max_prompt_tokens) if config.eval_dataset else []
+    eval_prompts = load_prompts(config.eval_dataset, tokenizer, config.max_prompt_tokens) if config.eval_dataset else []
     batches = endless_batches(prompts, config.prompts_per_step, config.seed)
     sampling = config.sampling_config(tokenizer.eos_token_id)
     loss = config.loss_function()
@@ -120,9 +120,10 @@ def train(config: GRPOConfig, on_step: Callable[[int, dict[str, float]], None] |
             collector = Collector(config, stream, tokenizer, reward, batches_with_signal=batches_with_signal)
             pushed = sync.push()
             collector.pushed(pushed.version, 0)
-            accuracy_before = greedy_accuracy(rollout, held_out, sampling, tokenizer, reward)
+            held_out = HeldOut(eval_prompts, rollout, sampling, tokenizer, reward, folder)
+            accuracy_before = held_out.accuracy(0)
             facts = [f"{len(prompts)} prompts", *config.facts(), f"weights by {pushed.transport}"]
-            print_start("GRPO", facts, accuracy_before, len(held_out))
+            print_start("GRPO", facts, accuracy_before, len(eval_prompts))
             max_gap, steps_started = 0.0, time.perf_counter()
 
             for step in range(1, config.steps + 1):
@@ -159,16 +160,16 @@ def train(config: GRPOConfig, on_step: Callable[[int, dict[str, float]], None] |
                         f"step {step}: the log-prob gap between trainer and vLLM is {metrics['log_prob_gap']}"
                     )
                 max_gap = max(max_gap, metrics["log_prob_gap"])
-                if config.eval_every and step % config.eval_every == 0 and held_out:
-                    metrics["accuracy"] = greedy_accuracy(rollout, held_out, sampling, tokenizer, reward) or 0.0
+                step_seconds = time.perf_counter() - steps_started
+                accuracy = held_out.accuracy(step) if config.evaluates_after(step) else None
+                if accuracy is not None:
+                    metrics["accuracy"] = accuracy
                 folder.log(step, metrics | clock.seconds | {"weight_version": trainer.weight_version(policy.handle)})
                 folder.log_samples(step, describe(batch.samples, batch.prompts, batch.rewards, tokenizer))
                 print_step(step, config.steps, metrics, clock.seconds)
                 if on_step:
                     on_step(step, metrics)
 
-            step_seconds = time.perf_counter() - steps_started
-            accuracy = greedy_accuracy(rollout, held_out, sampling, tokenizer, reward)
             result = RunResult(accuracy_before, accuracy, max_gap, time.perf_counter() - started, step_seconds)
             trainer.save_checkpoint(policy.handle, folder.path / "model", hf=True)
             folder.write_summary(vars(result))

@@ -32,7 +32,7 @@ from examples.common.result import RunResult
 from examples.common.rl_config import RLConfig
 from examples.common.run_folder import RunFolder, require_new_run
 from examples.common.sample_stream import SampleStream
-from examples.common.scoring import describe, greedy_accuracy
+from examples.common.scoring import HeldOut, describe
 from examples.common.sequences import to_sequences, with_field, with_packed_fields
 from rl_backend import TokenSequence
 from rl_backend.algorithm import (
@@ -114,7 +114,7 @@ def train(config: PPOConfig, on_step: Callable[[int, dict[str, float]], None] | 
     tokenizer = load_tokenizer(config.model)
     reward = load_reward_function(config.reward)
     prompts = load_prompts(config.dataset, tokenizer, config.max_prompt_tokens)
-    held_out = load_prompts(config.eval_dataset, tokenizer, config.max_prompt_tokens) if config.eval_dataset else []
+    eval_prompts = load_prompts(config.eval_dataset, tokenizer, config.max_prompt_tokens) if config.eval_dataset else []
     batches = endless_batches(prompts, config.prompts_per_step, config.seed)
     sampling = config.sampling_config(tokenizer.eos_token_id)
     actor_loss, critic_loss = config.actor_loss(), config.critic_loss()
@@ -136,9 +136,10 @@ def train(config: PPOConfig, on_step: Callable[[int, dict[str, float]], None] | 
         collector = Collector(config, stream, tokenizer, reward)
         pushed = sync.push()
         collector.pushed(pushed.version, 0)
-        accuracy_before = greedy_accuracy(rollout, held_out, sampling, tokenizer, reward)
+        held_out = HeldOut(eval_prompts, rollout, sampling, tokenizer, reward, folder)
+        accuracy_before = held_out.accuracy(0)
         facts = [f"{len(prompts)} prompts", *config.facts(), f"{len(groups)} training group(s)"]
-        print_start("PPO", [*facts, f"weights by {pushed.transport}"], accuracy_before, len(held_out))
+        print_start("PPO", [*facts, f"weights by {pushed.transport}"], accuracy_before, len(eval_prompts))
         max_gap, steps_started = 0.0, time.perf_counter()
 
         for step in range(1, config.steps + 1):
@@ -183,16 +184,16 @@ def train(config: PPOConfig, on_step: Callable[[int, dict[str, float]], None] | 
             if not math.isfinite(gap):
                 raise RLBackendError(f"step {step}: the log-prob gap between trainer and vLLM is {gap}")
             max_gap = max(max_gap, gap)
-            if config.eval_every and step % config.eval_every == 0 and held_out:
-                metrics["accuracy"] = greedy_accuracy(rollout, held_out, sampling, tokenizer, reward) or 0.0
+            step_seconds = time.perf_counter() - steps_started
+            accuracy = held_out.accuracy(step) if config.evaluates_after(step) else None
+            if accuracy is not None:
+                metrics["accuracy"] = accuracy
             folder.log(step, metrics | clock.seconds | {"weight_version": actor.group.weight_version(actor.handle)})
             folder.log_samples(step, describe(batch.samples, batch.prompts, batch.rewards, tokenizer))
             print_step(step, config.steps, metrics, clock.seconds)
             if on_step:
                 on_step(step, metrics)
 
-        step_seconds = time.perf_counter() - steps_started
-        accuracy = greedy_accuracy(rollout, held_out, sampling, tokenizer, reward)
         result = RunResult(accuracy_before, accuracy, max_gap, time.perf_counter() - started, step_seconds)
         actor.group.save_checkpoint(actor.handle, folder.path / "model", hf=True)
         critic.group.save_checkpoint(critic.handle, folder.path / "critic", hf=True)

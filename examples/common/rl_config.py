@@ -110,6 +110,9 @@ class RLConfig(BaseConfig):
         """``sample_ahead`` with its default filled in."""
         return self.max_staleness if self.sample_ahead is None else self.sample_ahead
 
+    def evaluates_after(self, step: int) -> bool:
+        return step == self.steps or (self.eval_every > 0 and step % self.eval_every == 0)
+
     def importance_options(self) -> dict[str, Any]:
         """Options of a policy loss."""
         if self.importance == "mask":

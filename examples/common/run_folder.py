@@ -38,9 +38,9 @@ class RunFolder:
     """What a run leaves in one directory: a report for people, files for programs, and live metrics while it runs.
 
     ``report.html`` is written when the run ends, however it ends, and now and then before. It is made of ``config.json``,
-    ``metrics.jsonl``, ``samples.jsonl``, ``held_out.jsonl``, ``summary.json`` and ``run.json`` (``state`` is running, finished, failed or
-    interrupted); ``rl-backend report DIR`` makes it again. Beside them are TensorBoard events and, with ``trace``,
-    ``trace.json`` for Perfetto. Where Ray runs, each step's metrics are also exported to Prometheus.
+    ``metrics.jsonl``, ``samples.jsonl``, ``held_out.jsonl``, ``summary.json`` and ``run.json`` (``state`` is running,
+    finished, failed or interrupted); ``rl-backend report DIR`` makes it again. Beside them are TensorBoard events and, with
+    ``trace``, ``trace.json`` for Perfetto. Where Ray runs, each step's metrics are also exported to Prometheus.
 
     Args:
         path: see :func:`require_new_run`.

@@ -90,7 +90,7 @@ CHARTS = (
         log=True,
         note="Trainer against engine: about 1e-6 in float32, 1e-2 in bfloat16, and more with stale samples.",
     ),
-    Chart(AGREEMENT, "Staleness", "weight versions", ("staleness_mean", "staleness_max"), note="0: strictly on-policy."),
+    Chart(AGREEMENT, "Staleness", "training steps", ("staleness_mean", "staleness_max"), note="0: strictly on-policy."),
     Chart(AGREEMENT, "Samples dropped", "too stale", ("samples_dropped",)),
     Chart(AGREEMENT, "Importance weight", "mean", ("importance_weight",), note="Near 1."),
     Chart(AGREEMENT, "Importance weight 0", "share of tokens", ("importance_dropped",)),

@@ -139,6 +139,23 @@ def test_samples_of_prompts_that_both_steps_had_stand_side_by_side(tmp_path: Pat
     assert (worst.one("span", class_="reward").text, worst.one("pre").text) == ("0", "bad at 3")
 
 
+def test_held_out_answers_that_changed_most_come_first(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, 2, lambda step: {"reward": 0.5})
+    rewards = {"a": (0.0, 0.0), "b": (1.0, 0.5), "c": (0.0, 1.0)}
+    lines = [
+        {"step": step, "prompt": prompt, "response": f"{prompt} after {step}", "reward": rewards[prompt][index]}
+        for index, step in enumerate((0, 2))
+        for prompt in rewards
+    ]
+    (folder / "held_out.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    section = report(folder).one("section", id="held-out-answers")
+    before, after = (head.text for head in section.all("h3"))
+    assert before.startswith("Before the first step") and after.startswith("Step 2")
+    pairs = [pair.all("article") for pair in section.all("div", class_="pair")[1:]]
+    texts = [[article.all("pre")[1].text for article in pair] for pair in pairs]
+    assert texts == [["c after 0", "c after 2"], ["b after 0", "b after 2"], ["a after 0", "a after 2"]]
+
+
 def test_text_of_a_run_is_text_on_the_page(tmp_path: Path) -> None:
     sample = {"step": 1, "prompt": HOSTILE, "response": HOSTILE, "reward": 0.0, "note": HOSTILE}
     run = {"state": "failed", "error": HOSTILE}
@@ -196,7 +213,7 @@ def test_the_last_step_of_many_samples_is_found_without_reading_them_all(tmp_pat
     ]
     page = report(write_run(tmp_path, 59, lambda step: {"reward": 0.0}, samples))
     heads = [heading.text for heading in page.one("section", id="samples").all("h3")]
-    assert heads[0].startswith("First step: 1") and heads[1].startswith("Last step: 59")
+    assert heads[0].startswith("Step 1") and heads[1].startswith("Step 59")
     assert "8500 more characters" in page.one("section", id="samples").all("em")[0].text
 
 
