@@ -108,7 +108,9 @@ def _follow(client: JobSubmissionClient, job: str, address: str) -> int:
         ) from None
     if details.status == JobStatus.SUCCEEDED:
         return 0
-    print(f"job {job} {details.status.lower()}: {details.message}", file=sys.stderr)
+    # Later lines of the message are the end of the log, which has been printed.
+    reason = (details.message or "").partition("\n")[0]
+    print(f"job {job} {details.status.lower()}: {reason}", file=sys.stderr)
     return details.driver_exit_code or 1
 
 
