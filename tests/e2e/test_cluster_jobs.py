@@ -14,7 +14,10 @@ from tests.e2e.test_cluster import assert_learned, options
 from tests.support.clusters import HeadNode
 
 SUBMIT = ("-m", "examples.ray_job.submit")
-SLEEP = ("--", "timeit", "-n", "1", "-r", "1", "import time; print('asleep', flush=True); time.sleep(600)")
+SLEEP = (
+    *("--", "timeit", "-n", "1", "-r", "1"),
+    "import my_plugin, os, time; print(os.environ['GREETING'], my_plugin.FOUND, flush=True); time.sleep(600)",
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +59,15 @@ def test_the_exit_status_and_the_message_of_a_failed_job_reach_the_caller(head: 
     assert " failed: Job entrypoint command failed with exit code 2" in run.stdout.splitlines()[-1]
 
 
-def test_an_interrupt_stops_the_job(head: HeadNode) -> None:
-    process = head.python(*SUBMIT, "--address", head.address, "--python", _python(), *SLEEP)
+def test_a_job_finds_its_plugins_and_an_interrupt_stops_it(head: HeadNode, tmp_path: Path) -> None:
+    plugin = tmp_path / "my_plugin"
+    plugin.mkdir()
+    (plugin / "__init__.py").write_text("FOUND = 'found'")
+    sent = ("--plugins", str(plugin), "--environment", "GREETING=hello")
+    process = head.python(*SUBMIT, "--address", head.address, "--python", _python(), *sent, *SLEEP)
     assert process.stdout is not None
     for line in process.stdout:
-        if line.strip() == "asleep":
+        if line.strip() == "hello found":
             break
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)

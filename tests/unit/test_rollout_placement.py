@@ -1,0 +1,69 @@
+"""Where engines may land, and which transport follows from where they did."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from actors import rollout_placement
+from actors.rollout_config import RolloutConfig
+from actors.rollout_placement import EnginePlacement
+from actors.transport.base import PushPlan
+from actors.transport.choose import choose_transport
+from rl_backend.contracts import ConfigError
+
+
+@pytest.fixture
+def two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_placement, "living_nodes", lambda: [{}, {}])
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
+
+
+@pytest.mark.usefixtures("two_nodes")
+def test_engines_that_reserve_nothing_are_refused_on_several_nodes() -> None:
+    for cores in (None, ((0,),)):
+        with pytest.raises(ConfigError, match=r"cores_per_engine=None: the cluster has 2 nodes"):
+            EnginePlacement(RolloutConfig(model_path="x", cores=cores), None)
+    EnginePlacement(RolloutConfig(model_path="x"), ["a strategy of the caller's"])
+
+
+@pytest.mark.usefixtures("two_nodes")
+def test_engines_that_reserve_nothing_cannot_be_spread() -> None:
+    with pytest.raises(ConfigError, match="placement='spread': only engines that reserve resources can be placed"):
+        EnginePlacement(RolloutConfig(model_path="x", placement="spread"), None)
+    with pytest.raises(ConfigError, match="placement='spread'"):
+        EnginePlacement(RolloutConfig(model_path="x", cores_per_engine=1, placement="spread"), ["a strategy"])
+
+
+def test_an_engine_on_a_strategy_of_the_callers_takes_its_cores_from_there(two_nodes: None) -> None:
+    options = EnginePlacement(RolloutConfig(model_path="x", cores_per_engine=3), ["a strategy"]).options(0)
+    assert (options["num_cpus"], options["num_gpus"], options["scheduling_strategy"]) == (3, 0, "a strategy")
+
+
+def plan(node_id: str, host: str, device_ids: tuple[str, ...] = ()) -> PushPlan:
+    return PushPlan("key", None, "float32", None, 0, (), node_id, host, device_ids)
+
+
+def engines(*places: tuple[str, str]) -> Any:
+    infos = {
+        number: SimpleNamespace(node_id=node_id, host=host, device="cpu", device_ids=())
+        for number, (node_id, host) in enumerate(places)
+    }
+    return SimpleNamespace(infos=infos, engines=tuple(infos))
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        ([("a", "host")], "shared_memory"),
+        ([("a", "host"), ("a", "host")], "shared_memory"),
+        ([("b", "host")], "gloo"),
+        ([("a", "host"), ("b", "host")], "gloo"),
+        ([("a", "container")], "gloo"),
+    ],
+)
+def test_shared_memory_is_chosen_on_one_ray_node_with_one_dev_shm_only(places: Any, expected: str) -> None:
+    assert choose_transport(plan("a", "host"), engines(*places)).name == expected
