@@ -2,37 +2,32 @@
 
     python -m examples.grpo --model DIR --dataset train.jsonl --reward my_reward.py:compute_score --steps 200
 
-Every option is a field of ``GRPOConfig``; ``--config examples/recipes/dapo.json`` sets those of a published recipe. With
+Every option is a field of ``GRPOConfig``; ``--config examples/recipes/dapo.json`` sets those in which DAPO differs. With
 ``--max-staleness 1`` the next batch is sampled while this one is trained on. With ``RAY_ADDRESS`` set it runs on that
 cluster, else on this machine.
 """
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from actors import Loss, RolloutGroup, TrainGroup, WeightSync
-from adapters.verl.reward import load_reward_function
 from examples.common.clock import Clock
 from examples.common.cluster import ray_session, require_paths, share_cluster
-from examples.common.collect import Collector
+from examples.common.collect import Collector, TrainingBatch
 from examples.common.command_line import parse_config, run_command
-from examples.common.models import Model
-from examples.common.progress import print_start, print_step
-from examples.common.prompts import endless_batches, load_prompts, load_tokenizer
+from examples.common.inputs import load_inputs
+from examples.common.models import Model, update_metrics
 from examples.common.result import RunResult
 from examples.common.rl_config import RLConfig
-from examples.common.run_folder import RunFolder, require_new_run
+from examples.common.run_folder import RunFolder
+from examples.common.run_log import OnStep, RunLog
 from examples.common.sample_stream import SampleStream
-from examples.common.scoring import HeldOut, describe
 from examples.common.sequences import Advantage, to_sequences, with_advantages, with_field
-from rl_backend.algorithm import LossAggMode
-from rl_backend.contracts import ConfigError, RLBackendError, merge_metrics
+from rl_backend.algorithm import LossAggMode, overlong_penalty
+from rl_backend.contracts import ConfigError
 
 
 class GRPOConfig(RLConfig):
@@ -52,6 +47,12 @@ class GRPOConfig(RLConfig):
         default=None, gt=0, description="divisor of seq-mean-token-sum-norm; none: max_response_tokens"
     )
     kl_coef: float = Field(default=0.0, ge=0, description="weight of the KL to the initial policy; 0 builds no reference")
+    kl_place: Literal["loss", "reward"] = Field(
+        default="loss", description="KL in the loss, or taken off the rewards of tokens (reinforce_plus_plus)"
+    )
+    overlong_buffer_tokens: int = Field(
+        default=0, ge=0, description="last tokens before max_response_tokens over which a penalty grows from 0 to 1"
+    )
     dynamic_sampling: bool = Field(default=False, description="sample more prompts in place of equally rewarded groups")
     max_batches_per_step: int = Field(default=4, ge=1, description="most batches that dynamic sampling takes for a step")
 
@@ -60,6 +61,25 @@ class GRPOConfig(RLConfig):
         if self.samples_per_prompt < 2 and self.advantage != "reinforce_plus_plus":
             raise ConfigError.of(
                 "GRPOConfig.samples_per_prompt", self.samples_per_prompt, f"advantage={self.advantage!r} compares at least 2"
+            )
+        if self.kl_place == "reward" and (self.advantage != "reinforce_plus_plus" or not self.kl_coef):
+            raise ConfigError.of(
+                "GRPOConfig.kl_place", "reward", "needs advantage='reinforce_plus_plus', which looks at tokens, and kl_coef"
+            )
+        if self.overlong_buffer_tokens > self.max_response_tokens:
+            raise ConfigError.of(
+                "GRPOConfig.overlong_buffer_tokens",
+                self.overlong_buffer_tokens,
+                f"is more than max_response_tokens={self.max_response_tokens}",
+            )
+        if self.dynamic_sampling and self.samples_per_prompt < 2:
+            raise ConfigError.of("GRPOConfig.dynamic_sampling", True, "compares the rewards of a group; needs 2 samples")
+        if (
+            not self.dynamic_sampling
+            and self.max_batches_per_step != type(self).model_fields["max_batches_per_step"].default
+        ):
+            raise ConfigError.of(
+                "GRPOConfig.max_batches_per_step", self.max_batches_per_step, "only dynamic_sampling takes several batches"
             )
         if self.loss_scale_factor is not None and self.loss_agg_mode != "seq-mean-token-sum-norm":
             raise ConfigError.of(
@@ -80,22 +100,31 @@ class GRPOConfig(RLConfig):
             chosen["loss_scale_factor"] = self.loss_scale_factor or float(self.max_response_tokens)
         given = {name: value for name, value in chosen.items() if value is not None}
         name = f"rl_backend.algorithm:{self.loss}_loss"
-        return Loss(name, kl_coef=self.kl_coef, **given, **self.importance_options())
+        kl_coef = self.kl_coef if self.kl_place == "loss" else 0.0
+        return Loss(name, kl_coef=kl_coef, entropy_coef=self.entropy_coef, **given, **self.importance_options())
+
+    @property
+    def kl_in_reward(self) -> float:
+        """Weight of the KL that is taken off the rewards."""
+        return self.kl_coef if self.kl_place == "reward" else 0.0
+
+    def shaped_rewards(self, batch: TrainingBatch) -> list[float]:
+        """Rewards with the penalty for responses that come near their limit (DAPO)."""
+        if not self.overlong_buffer_tokens:
+            return batch.rewards
+        penalties = overlong_penalty(
+            [len(sample.response_ids) for sample in batch.samples],
+            max_response_tokens=self.max_response_tokens,
+            buffer_tokens=self.overlong_buffer_tokens,
+        )
+        return [reward + penalty for reward, penalty in zip(batch.rewards, penalties.tolist(), strict=True)]
 
 
-def train(config: GRPOConfig, on_step: Callable[[int, dict[str, float]], None] | None = None) -> RunResult:
+def train(config: GRPOConfig, on_step: OnStep | None = None) -> RunResult:
     """Runs GRPO and leaves the trained model in ``run_dir/model``; ``on_step`` sees each step's number and metrics."""
-    started = time.perf_counter()
-    require_new_run(config.run_dir)
-    tokenizer = load_tokenizer(config.model)
-    reward = load_reward_function(config.reward)
-    prompts = load_prompts(config.dataset, tokenizer, config.max_prompt_tokens)
-    eval_prompts = load_prompts(config.eval_dataset, tokenizer, config.max_prompt_tokens) if config.eval_dataset else []
-    batches = endless_batches(prompts, config.prompts_per_step, config.seed)
-    sampling = config.sampling_config(tokenizer.eos_token_id)
+    inputs = load_inputs(config)
     loss = config.loss_function()
-    meta = {"temperature": config.temperature}
-
+    meta = config.meta()
     with (
         ray_session(config.ranks, config.engines),
         TrainGroup(
@@ -112,68 +141,48 @@ def train(config: GRPOConfig, on_step: Callable[[int, dict[str, float]], None] |
         policy = Model(trainer, trainer.build_model(name="policy"))
         if config.kl_coef:
             reference = Model(trainer, trainer.build_model(forward_only=True, name="reference"))
+        log = RunLog(config, inputs, rollout, folder, on_step)
         with (
             WeightSync(trainer, rollout, policy.handle, transport=config.transport) as sync,
-            SampleStream(rollout, batches, sampling, seed=config.seed, ahead=config.batches_ahead) as stream,
+            SampleStream(rollout, inputs.batches, inputs.sampling, seed=config.seed, ahead=config.batches_ahead) as stream,
         ):
             batches_with_signal = config.max_batches_per_step if config.dynamic_sampling else None
-            collector = Collector(config, stream, tokenizer, reward, batches_with_signal=batches_with_signal)
+            collector = Collector(config, stream, inputs, batches_with_signal=batches_with_signal)
             pushed = sync.push()
             collector.pushed(pushed.version, 0)
-            held_out = HeldOut(eval_prompts, rollout, sampling, tokenizer, reward, folder)
-            accuracy_before = held_out.accuracy(0)
-            facts = [f"{len(prompts)} prompts", *config.facts(), f"weights by {pushed.transport}"]
-            print_start("GRPO", facts, accuracy_before, len(eval_prompts))
-            max_gap, steps_started = 0.0, time.perf_counter()
+            log.start("GRPO", [f"weights by {pushed.transport}"])
 
             for step in range(1, config.steps + 1):
                 clock = Clock()
                 batch = collector.collect(step, clock)
 
                 sequences = to_sequences(batch.samples)
-                sequences = with_field(sequences, "old_log_probs", policy.submit_output("log_probs", sequences, meta)())
+                old_log_probs = policy.submit_output("log_probs", sequences, meta)()
+                sequences = with_field(sequences, "old_log_probs", old_log_probs)
                 if config.kl_coef:
-                    sequences = with_field(
-                        sequences, "ref_log_probs", reference.submit_output("log_probs", sequences, meta)()
-                    )
+                    ref_log_probs = reference.submit_output("log_probs", sequences, meta)()
+                    sequences = with_field(sequences, "ref_log_probs", ref_log_probs)
                 clock.lap("old_log_probs")
 
-                sequences = with_advantages(sequences, batch.rewards, config.advantage, config.samples_per_prompt)
+                rewards = config.shaped_rewards(batch)
+                sequences = with_advantages(
+                    sequences, rewards, config.advantage, config.samples_per_prompt, kl_coef=config.kl_in_reward
+                )
                 updates = []
                 for start in range(0, len(sequences), config.sequences_per_update):
                     update = sequences[start : start + config.sequences_per_update]
                     updates.append(policy.submit_update(update, loss, meta)())
-                metrics = batch.metrics | {
-                    name: metric.mean for name, metric in merge_metrics([update.metrics for update in updates]).items()
-                }
-                metrics |= {"step_ok": float(all(update.ok for update in updates))}
-                metrics |= {"grad_norm": updates[-1].grad_norm, "next_lr": updates[-1].next_lr}
                 clock.lap("train")
                 with stream.between_batches():
                     if config.batches_ahead:
                         clock.lap("wait_for_samples")
-                    collector.pushed(sync.push().version, step)
+                    pushed = sync.push()
+                    collector.pushed(pushed.version, step)
                 clock.lap("sync")
+                log.step(step, batch.metrics | update_metrics(updates), batch, pushed.version, clock)
 
-                if not math.isfinite(metrics["log_prob_gap"]):
-                    raise RLBackendError(
-                        f"step {step}: the log-prob gap between trainer and vLLM is {metrics['log_prob_gap']}"
-                    )
-                max_gap = max(max_gap, metrics["log_prob_gap"])
-                step_seconds = time.perf_counter() - steps_started
-                accuracy = held_out.accuracy(step) if config.evaluates_after(step) else None
-                if accuracy is not None:
-                    metrics["accuracy"] = accuracy
-                folder.log(step, metrics | clock.seconds | {"weight_version": trainer.weight_version(policy.handle)})
-                folder.log_samples(step, describe(batch.samples, batch.prompts, batch.rewards, tokenizer))
-                print_step(step, config.steps, metrics, clock.seconds)
-                if on_step:
-                    on_step(step, metrics)
-
-            result = RunResult(accuracy_before, accuracy, max_gap, time.perf_counter() - started, step_seconds)
             trainer.save_checkpoint(policy.handle, folder.path / "model", hf=True)
-            folder.write_summary(vars(result))
-    return result
+            return log.finish()
 
 
 def main() -> None:

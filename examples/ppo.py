@@ -9,8 +9,7 @@ time. Every option is a field of ``PPOConfig``. With ``RAY_ADDRESS`` set it runs
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Literal, NamedTuple, Self
 
@@ -20,30 +19,29 @@ from torch import Tensor
 
 from actors import Loss, RolloutGroup, TrainGroup, WeightSync
 from actors.trace import TraceSource
-from adapters.verl.reward import load_reward_function
 from examples.common.clock import Clock
 from examples.common.cluster import Share, ray_session, require_paths, share_cluster
 from examples.common.collect import Collector
 from examples.common.command_line import parse_config, run_command
-from examples.common.models import Model
-from examples.common.progress import print_start, print_step
-from examples.common.prompts import endless_batches, load_prompts, load_tokenizer
+from examples.common.inputs import load_inputs
+from examples.common.models import Model, update_metrics
 from examples.common.result import RunResult
 from examples.common.rl_config import RLConfig
-from examples.common.run_folder import RunFolder, require_new_run
+from examples.common.run_folder import RunFolder
+from examples.common.run_log import OnStep, RunLog
 from examples.common.sample_stream import SampleStream
-from examples.common.scoring import HeldOut, describe
-from examples.common.sequences import to_sequences, with_field, with_packed_fields
+from examples.common.sequences import rewards_of_tokens, to_sequences, with_field, with_packed_fields
 from rl_backend import TokenSequence
 from rl_backend.algorithm import (
     explained_variance,
     gae_advantages,
-    kl_in_reward,
     kl_penalty,
+    masked_sum,
     masked_whiten,
-    token_rewards,
+    zero_masked,
 )
-from rl_backend.contracts import ConfigError, RLBackendError, merge_metrics
+from rl_backend.checkpoint.hf_reader import read_hf_config
+from rl_backend.contracts import ConfigError
 
 
 class PPOConfig(RLConfig):
@@ -75,12 +73,18 @@ class PPOConfig(RLConfig):
             raise ConfigError.of(
                 "PPOConfig.critic_warmup_steps", self.critic_warmup_steps, f"leaves none of steps={self.steps} to the actor"
             )
-        self.actor_loss(), self.critic_loss()
+        if self.kl_place != "reward" and not self.kl_coef:
+            raise ConfigError.of("PPOConfig.kl_place", self.kl_place, "kl_coef=0 has no KL to place")
         return self
 
     @property
+    def kl_in_reward(self) -> float:
+        """Weight of the KL that is taken off the rewards."""
+        return self.kl_coef if self.kl_place == "reward" else 0.0
+
+    @property
     def optimizer_steps(self) -> int:
-        return self.steps * self.updates_per_step * self.epochs
+        return (self.steps - self.critic_warmup_steps) * self.updates_per_step * self.epochs
 
     @property
     def training_groups(self) -> int:
@@ -91,7 +95,8 @@ class PPOConfig(RLConfig):
             "rl_backend.algorithm:grpo_loss",
             clip_ratio_low=self.clip_ratio_low,
             clip_ratio_high=self.clip_ratio_high,
-            kl_coef=self.kl_coef if self.kl_place == "loss" else 0.0,
+            kl_coef=self.kl_coef - self.kl_in_reward,
+            entropy_coef=self.entropy_coef,
             **self.importance_options(),
         )
 
@@ -107,20 +112,13 @@ class Models(NamedTuple):
     reference: Model | None
 
 
-def train(config: PPOConfig, on_step: Callable[[int, dict[str, float]], None] | None = None) -> RunResult:
+def train(config: PPOConfig, on_step: OnStep | None = None) -> RunResult:
     """Runs PPO and leaves the trained models in ``run_dir/model`` and ``run_dir/critic``."""
-    started = time.perf_counter()
-    require_new_run(config.run_dir)
-    tokenizer = load_tokenizer(config.model)
-    reward = load_reward_function(config.reward)
-    prompts = load_prompts(config.dataset, tokenizer, config.max_prompt_tokens)
-    eval_prompts = load_prompts(config.eval_dataset, tokenizer, config.max_prompt_tokens) if config.eval_dataset else []
-    batches = endless_batches(prompts, config.prompts_per_step, config.seed)
-    sampling = config.sampling_config(tokenizer.eos_token_id)
+    inputs = load_inputs(config)
+    read_hf_config(config.critic_model or config.model)
     actor_loss, critic_loss = config.actor_loss(), config.critic_loss()
-    meta = {"temperature": config.temperature}
+    meta = config.meta()
     all_ranks = config.ranks * config.training_groups
-
     with ExitStack() as stack:
         stack.enter_context(ray_session(all_ranks, config.engines))
         share = share_cluster(all_ranks, config.engines, take_turns=not config.batches_ahead)
@@ -131,16 +129,15 @@ def train(config: PPOConfig, on_step: Callable[[int, dict[str, float]], None] | 
         for group in groups:
             require_paths(group, config.model, folder.path)
         actor, critic, reference = build_models(config, groups)
+        log = RunLog(config, inputs, rollout, folder, on_step)
         sync = stack.enter_context(WeightSync(actor.group, rollout, actor.handle, transport=config.transport))
-        stream = stack.enter_context(SampleStream(rollout, batches, sampling, seed=config.seed, ahead=config.batches_ahead))
-        collector = Collector(config, stream, tokenizer, reward)
+        stream = stack.enter_context(
+            SampleStream(rollout, inputs.batches, inputs.sampling, seed=config.seed, ahead=config.batches_ahead)
+        )
+        collector = Collector(config, stream, inputs)
         pushed = sync.push()
         collector.pushed(pushed.version, 0)
-        held_out = HeldOut(eval_prompts, rollout, sampling, tokenizer, reward, folder)
-        accuracy_before = held_out.accuracy(0)
-        facts = [f"{len(prompts)} prompts", *config.facts(), f"{len(groups)} training group(s)"]
-        print_start("PPO", [*facts, f"weights by {pushed.transport}"], accuracy_before, len(eval_prompts))
-        max_gap, steps_started = 0.0, time.perf_counter()
+        log.start("PPO", [f"{len(groups)} training group(s)", f"weights by {pushed.transport}"])
 
         for step in range(1, config.steps + 1):
             clock = Clock()
@@ -157,7 +154,7 @@ def train(config: PPOConfig, on_step: Callable[[int, dict[str, float]], None] | 
                 sequences = with_field(sequences, name, output())
             clock.lap("outputs")
 
-            sequences, estimated = with_gae(sequences, batch.rewards, config)
+            sequences, metrics = with_gae(sequences, batch.rewards, config)
             actor_updates, critic_updates = [], []
             for _ in range(config.epochs):
                 for start in range(0, len(sequences), config.sequences_per_update):
@@ -166,39 +163,23 @@ def train(config: PPOConfig, on_step: Callable[[int, dict[str, float]], None] | 
                     if step > config.critic_warmup_steps:
                         actor_updates.append(actor.submit_update(update, actor_loss, meta)())
                     critic_updates.append(critic_update())
-            updates = [*actor_updates, *critic_updates]
-            metrics = batch.metrics | estimated
-            metrics |= {name: metric.mean for name, metric in merge_metrics([each.metrics for each in updates]).items()}
-            metrics |= {"step_ok": float(all(each.ok for each in updates))}
-            metrics |= {"critic_grad_norm": critic_updates[-1].grad_norm, "critic_next_lr": critic_updates[-1].next_lr}
-            if actor_updates:
-                metrics |= {"grad_norm": actor_updates[-1].grad_norm, "next_lr": actor_updates[-1].next_lr}
+            of_critic = update_metrics(critic_updates)
+            metrics |= {
+                name if "value" in name or "return" in name else f"critic_{name}": of_critic[name] for name in of_critic
+            }
+            metrics |= update_metrics(actor_updates) if actor_updates else {"step_ok": of_critic["step_ok"]}
             clock.lap("train")
             with stream.between_batches():
                 if config.batches_ahead:
                     clock.lap("wait_for_samples")
-                collector.pushed(sync.push().version, step)
+                pushed = sync.push()
+                collector.pushed(pushed.version, step)
             clock.lap("sync")
+            log.step(step, batch.metrics | metrics, batch, pushed.version, clock)
 
-            gap = metrics.get("log_prob_gap", 0.0)
-            if not math.isfinite(gap):
-                raise RLBackendError(f"step {step}: the log-prob gap between trainer and vLLM is {gap}")
-            max_gap = max(max_gap, gap)
-            step_seconds = time.perf_counter() - steps_started
-            accuracy = held_out.accuracy(step) if config.evaluates_after(step) else None
-            if accuracy is not None:
-                metrics["accuracy"] = accuracy
-            folder.log(step, metrics | clock.seconds | {"weight_version": actor.group.weight_version(actor.handle)})
-            folder.log_samples(step, describe(batch.samples, batch.prompts, batch.rewards, tokenizer))
-            print_step(step, config.steps, metrics, clock.seconds)
-            if on_step:
-                on_step(step, metrics)
-
-        result = RunResult(accuracy_before, accuracy, max_gap, time.perf_counter() - started, step_seconds)
         actor.group.save_checkpoint(actor.handle, folder.path / "model", hf=True)
         critic.group.save_checkpoint(critic.handle, folder.path / "critic", hf=True)
-        folder.write_summary(vars(result))
-    return result
+        return log.finish()
 
 
 def open_groups(config: PPOConfig, share: Share, stack: ExitStack) -> list[TrainGroup]:
@@ -221,7 +202,7 @@ def build_models(config: PPOConfig, groups: Sequence[TrainGroup]) -> Models:
                 name="critic",
                 head="values",
                 hf_path=config.critic_model,
-                optimizer=config.optimizer_config(config.critic_lr),
+                optimizer=config.optimizer_config(config.critic_lr, config.steps * config.updates_per_step * config.epochs),
             ),
         ),
         Model(reference, reference.build_model(name="reference", forward_only=True)) if config.kl_coef else None,
@@ -231,24 +212,28 @@ def build_models(config: PPOConfig, groups: Sequence[TrainGroup]) -> Models:
 def with_gae(
     sequences: Sequence[TokenSequence], rewards: Sequence[float], config: PPOConfig
 ) -> tuple[list[TokenSequence], dict[str, float]]:
-    """Adds ``advantages``, whitened, and ``returns``; also the critic's explained variance and the KL to the reference."""
+    """Adds ``advantages``, whitened, and ``returns``.
+
+    Metrics: ``explained_variance`` of the critic, unless all returns are equal, and ``kl``, in nats, where it is taken off
+    the rewards.
+    """
 
     def estimate(fields: dict[str, Tensor], seq_lens: Tensor) -> dict[str, Tensor]:
         mask = fields["loss_mask"]
-        token = token_rewards(torch.tensor(rewards), mask, seq_lens)
-        if config.kl_coef and config.kl_place == "reward":
-            log_probs = fields["old_log_probs"], fields["ref_log_probs"]
-            token = kl_in_reward(token, *log_probs, mask, kl_coef=config.kl_coef)
-        advantages, returns = gae_advantages(token, fields["old_values"], mask, seq_lens, config.gamma, config.lam)
+        of_tokens = rewards_of_tokens(fields, seq_lens, rewards, config.kl_in_reward)
+        advantages, returns = gae_advantages(of_tokens, fields["old_values"], mask, seq_lens, config.gamma, config.lam)
         return {"advantages": masked_whiten(advantages, mask), "returns": returns}
 
     estimated = with_packed_fields(sequences, estimate)
     fields = {name: torch.cat([each.token_fields[name] for each in estimated]) for name in estimated[0].token_fields}
     mask = fields["loss_mask"]
-    metrics = {"explained_variance": explained_variance(fields["old_values"], fields["returns"], mask)}
-    if "ref_log_probs" in fields:
-        kl = kl_penalty(fields["old_log_probs"], fields["ref_log_probs"], "k3")
-        metrics["kl"] = float((kl * mask).sum() / mask.sum())
+    metrics = {}
+    explained = explained_variance(fields["old_values"], fields["returns"], mask)
+    if math.isfinite(explained):
+        metrics["explained_variance"] = explained
+    if config.kl_in_reward:
+        kl = kl_penalty(zero_masked(fields["old_log_probs"], mask), zero_masked(fields["ref_log_probs"], mask), "k3")
+        metrics["kl"] = float(masked_sum(kl, mask) / mask.sum())
     return estimated, metrics
 
 

@@ -14,19 +14,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from actors import HandleRef, Loss, TrainGroup
-from examples.common.cluster import ray_session, require_paths, resolve_dtype, share_cluster
+from examples.common.cluster import ray_session, require_paths, share_cluster
 from examples.common.command_line import parse_config, run_command
 from examples.common.prompts import endless_batches, load_prompts, load_tokenizer
 from examples.common.run_folder import RunFolder, require_new_run
+from examples.common.runtime import make_runtime_config, require_backend
 from rl_backend import OptimizerConfig, RuntimeConfig, TokenSequence
 from rl_backend.contracts import BaseConfig, BatchError, ConfigError
 
 
 class SFTConfig(BaseConfig):
     """All options of a run."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     model: str = Field(description="local Hugging Face directory with config, safetensors and tokenizer")
     dataset: str = Field(description="training examples: .jsonl (prompt, answer) or verl-style .parquet")
@@ -52,6 +55,7 @@ class SFTConfig(BaseConfig):
     def _check(self) -> Self:
         if self.batch_size < self.ranks:
             raise ConfigError.of("SFTConfig.batch_size", self.batch_size, f"each of ranks={self.ranks} needs an example")
+        require_backend(self.plugins, self.backend)
         return self
 
 
@@ -88,13 +92,12 @@ def train(config: SFTConfig) -> Path:
             metrics["seconds/train"] = time.perf_counter() - started
             evaluate = step % config.eval_every == 0 or step == config.steps
             if evaluate and held_out:
-                metrics["answer_probability"] = answer_probability(trainer, model, held_out)
+                metrics |= held_out_metrics(trainer, model, held_out)
             folder.log(step, metrics)
             if evaluate:
-                held = f"  answer probability {metrics['answer_probability']:.3f}" if held_out else ""
-                print(
-                    f"step {step:4d}/{config.steps}  nll {metrics['nll']:.3f}  grad norm {grad_norm:.2f}{held}", flush=True
-                )
+                shown = ("nll", "grad_norm", "held_out_nll", "answer_probability")
+                texts = [f"{name.replace('_', ' ')} {metrics[name]:.3f}" for name in shown if name in metrics]
+                print(f"step {step:4d}/{config.steps}  {'  '.join(texts)}", flush=True)
         trainer.save_checkpoint(model, folder.path / "model", hf=True)
     return folder.path / "model"
 
@@ -116,13 +119,15 @@ def load_sequences(path: str, tokenizer: Any, max_prompt_tokens: int, max_tokens
     return sequences
 
 
-def answer_probability(trainer: TrainGroup, model: HandleRef, sequences: Sequence[TokenSequence]) -> float:
-    """Mean over ``sequences`` of the probability that sampling at temperature 1 gives exactly that answer."""
+def held_out_metrics(trainer: TrainGroup, model: HandleRef, sequences: Sequence[TokenSequence]) -> dict[str, float]:
+    """``held_out_nll``, mean over tokens in nats; ``answer_probability``, the mean chance of sampling an answer."""
     log_probs = trainer.forward(model, sequences).output("log_probs")
-    return statistics.fmean(
-        math.exp(float((row * sequence.token_fields["loss_mask"]).sum()))
-        for row, sequence in zip(log_probs, sequences, strict=True)
-    )
+    masks = [sequence.token_fields["loss_mask"] for sequence in sequences]
+    answers = [float((row * mask).sum()) for row, mask in zip(log_probs, masks, strict=True)]
+    return {
+        "held_out_nll": -sum(answers) / sum(float(mask.sum()) for mask in masks),
+        "answer_probability": statistics.fmean(math.exp(answer) for answer in answers),
+    }
 
 
 def runtime_config(config: SFTConfig) -> RuntimeConfig:
@@ -133,13 +138,14 @@ def runtime_config(config: SFTConfig) -> RuntimeConfig:
         total_training_steps=config.steps,
         weight_decay=config.weight_decay,
     )
-    return RuntimeConfig(
-        plugins=tuple(filter(None, config.plugins.split(","))),
+    return make_runtime_config(
+        model=config.model,
         backend=config.backend,
-        hf_path=config.model,
+        plugins=config.plugins,
         seed=config.seed,
         max_tokens_per_micro_batch=config.max_tokens_per_micro_batch,
-        backend_cfg={"optimizer": optimizer, "param_dtype": resolve_dtype(config.dtype)},
+        dtype=config.dtype,
+        optimizer=optimizer,
     )
 
 

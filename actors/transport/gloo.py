@@ -68,7 +68,8 @@ class GlooTransport(StagedTransport):
     def close(self, train: SourceRanks, rollout: RolloutGroup) -> None:
         if self._key:
             if rollout.engines:
-                rollout.call("leave_gloo", self._key)
+                # Not waited for: an engine may be sampling, and it does this before anything that is asked of it later.
+                rollout.start_call("leave_gloo", self._key)
             train.run_on_ranks(disconnect, self._key)
         self._members = {}
 

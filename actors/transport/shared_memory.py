@@ -58,7 +58,8 @@ class SharedMemoryTransport(StagedTransport):
     def close(self, train: SourceRanks, rollout: RolloutGroup) -> None:
         if self._segment is not None:
             if rollout.engines:
-                rollout.call("forget_segment", self._segment.path)
+                # Not waited for: an engine may be sampling, and it does this before anything that is asked of it later.
+                rollout.start_call("forget_segment", self._segment.path)
             train.run_on_ranks(drop_segment, self._key)
             self._segment = None
 

@@ -6,11 +6,10 @@ import random
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from actors import Sample
-from adapters.verl.reward import RewardFunction
 from examples.common.clock import Clock
+from examples.common.inputs import Inputs
 from examples.common.prompts import Prompt
 from examples.common.rl_config import RLConfig
 from examples.common.sample_stream import SampledBatch, SampleStream
@@ -42,7 +41,7 @@ class Collector:
     Args:
         config: sizes and staleness.
         stream: samples.
-        tokenizer, reward: score them.
+        inputs: how they are scored.
         batches_with_signal: with a number, dynamic sampling: groups of equal rewards are replaced by groups of further
             batches, of at most so many; what is missing then is filled up with them.
     """
@@ -51,15 +50,13 @@ class Collector:
         self,
         config: RLConfig,
         stream: SampleStream,
-        tokenizer: Any,
-        reward: RewardFunction,
+        inputs: Inputs,
         *,
         batches_with_signal: int | None = None,
     ) -> None:
         self._config = config
         self._stream = stream
-        self._tokenizer = tokenizer
-        self._reward = reward
+        self._inputs = inputs
         self._batches_with_signal = batches_with_signal
         self._step_of_version: dict[int, int] = {}
 
@@ -100,6 +97,9 @@ class Collector:
             clock.lap("reward")
         missing = config.prompts_per_step - len(chosen)
         chosen = chosen[: config.prompts_per_step] + without_signal[: max(missing, 0)]
+        if missing > 0:
+            # Each of the step's updates gets its part of the groups that teach nothing.
+            random.Random(f"{config.seed} {step}").shuffle(chosen)
 
         metrics = {
             "reward": statistics.fmean(reward for group in scored for reward in group.rewards),
@@ -133,7 +133,7 @@ class Collector:
         return step - 1 - min(self._step_of_version[span.version] for span in sample.version_spans)
 
     def _score(self, batch: SampledBatch) -> Iterator[_Group]:
-        rewards = score(batch.samples, batch.prompts, self._tokenizer, self._reward)
+        rewards = score(batch.samples, batch.prompts, self._inputs.tokenizer, self._inputs.reward)
         if self._config.shuffle_rewards:
             random.Random(f"{self._config.seed} {batch.number}").shuffle(rewards)
         size = self._config.samples_per_prompt

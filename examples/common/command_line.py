@@ -36,6 +36,8 @@ def parse_config[C: BaseConfig](config_type: type[C], description: str, argument
             values = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise ConfigError.of("--config", str(path), f"cannot be read: {error}") from None
+        if not isinstance(values, dict):
+            raise ConfigError.of("--config", str(path), "is not a JSON object of options")
     return config_type(**{**values, **{name: None if value == "none" else value for name, value in given.items()}})
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from actors import HandleRef, Loss, TrainGroup
 from rl_backend import TokenSequence
-from rl_backend.contracts import Metric
+from rl_backend.contracts import Metric, merge_metrics
 
 
 class Update(NamedTuple):
@@ -20,6 +20,16 @@ class Update(NamedTuple):
     ok: bool
     grad_norm: float
     next_lr: float
+
+
+def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
+    """Of a step's updates of one model: means of the metrics, largest gradient norm, share that was taken, next rate."""
+    means = {name: metric.mean for name, metric in merge_metrics([update.metrics for update in updates]).items()}
+    return means | {
+        "grad_norm": max(update.grad_norm for update in updates),
+        "step_ok": sum(update.ok for update in updates) / len(updates),
+        "next_lr": updates[-1].next_lr,
+    }
 
 
 @dataclass(frozen=True)

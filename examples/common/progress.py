@@ -26,5 +26,5 @@ def print_step(step: int, steps: int, metrics: Mapping[str, float], seconds: Map
     """One line: the metrics of ``SHOWN`` that there are, and the seconds of each phase."""
     shown = "  ".join(f"{label} {metrics[name]:{form}}" for name, (label, form) in SHOWN.items() if name in metrics)
     phases = "  ".join(f"{name.removeprefix('seconds/')} {value:.2f}s" for name, value in seconds.items())
-    skipped = "" if metrics["step_ok"] else "  STEP SKIPPED: a gradient is not finite"
+    skipped = "" if metrics["step_ok"] == 1 else "  UPDATE SKIPPED: a gradient is not finite"
     print(f"step {step:4d}/{steps}  {shown}  | {phases}{skipped}", flush=True)

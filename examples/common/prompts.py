@@ -42,7 +42,7 @@ def load_prompts(path: Path | str, tokenizer: Any, max_prompt_tokens: int) -> li
     prompts = []
     for index, example in enumerate(read_examples(path)):
         if isinstance(example.prompt, str):
-            token_ids = tokenizer.encode(example.prompt, add_special_tokens=False)
+            token_ids = encode_text(example.prompt, tokenizer)
         else:
             token_ids = tokenizer.apply_chat_template(
                 example.prompt, tokenize=True, add_generation_prompt=True, return_dict=False
@@ -54,6 +54,12 @@ def load_prompts(path: Path | str, tokenizer: Any, max_prompt_tokens: int) -> li
             )
         prompts.append(Prompt(example, list(token_ids)))
     return prompts
+
+
+def encode_text(text: str, tokenizer: Any) -> list[int]:
+    """The tokens of a text that goes on: with the tokenizer's begin-of-text token if it has one, without an end."""
+    token_ids: list[int] = tokenizer.encode(text)
+    return token_ids[:-1] if token_ids and token_ids[-1] == tokenizer.eos_token_id else token_ids
 
 
 def endless_batches[T](items: Sequence[T], size: int, seed: int) -> Iterator[list[T]]:

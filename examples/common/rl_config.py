@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from actors import RolloutConfig, SamplingConfig
 from actors.weight_sync import TransportName
 from examples.common.cluster import Share, resolve_dtype
+from examples.common.runtime import make_runtime_config, require_backend
 from rl_backend import OptimizerConfig, RuntimeConfig
 from rl_backend.contracts import BaseConfig, ConfigError
 
 
 class RLConfig(BaseConfig):
     """Model, data, sampling, optimizer, resources."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     model: str = Field(description="local Hugging Face directory with config, safetensors and tokenizer")
     dataset: str = Field(description="training prompts: .jsonl (prompt, answer) or verl-style .parquet")
@@ -32,6 +35,8 @@ class RLConfig(BaseConfig):
     lr_warmup_steps: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up")
     lr_decay_style: Literal["constant", "linear", "cosine"] = Field(default="constant", description="after the warm-up")
     weight_decay: float = Field(default=0.01, ge=0, description="AdamW weight decay")
+    clip_grad: float = Field(default=1.0, gt=0, description="largest norm of the gradient; larger ones are scaled down")
+    entropy_coef: float = Field(default=0.0, ge=0, description="weight of the entropy bonus")
     max_staleness: int = Field(
         default=0, ge=0, description="training steps by which a sample's weights may be behind; 0: strictly on-policy"
     )
@@ -59,6 +64,7 @@ class RLConfig(BaseConfig):
     max_tokens_per_micro_batch: int = Field(default=16384, ge=1, description="token budget of one micro-batch")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="auto: bfloat16 with GPUs")
     seed: int = Field(default=0, ge=0, description="fixes data order, samples and training")
+    samples_logged: int = Field(default=256, ge=0, description="samples of each step that samples.jsonl has")
     eval_every: int = Field(default=0, ge=0, description="also evaluate every so many steps; 0: only before and after")
     shuffle_rewards: bool = Field(default=False, description="control experiment: rewards go to the wrong responses")
 
@@ -90,10 +96,23 @@ class RLConfig(BaseConfig):
             raise ConfigError.of(
                 f"{name}.sample_ahead", 0, "sampling and training would take turns; use max_staleness=0 for that"
             )
+        if self.stale_samples == "correct" and not self.max_staleness:
+            raise ConfigError.of(f"{name}.stale_samples", "correct", "max_staleness=0 makes no stale samples; raise it")
         if self.importance == "off" and self.stale_samples == "correct":
             raise ConfigError.of(
                 f"{name}.importance", "off", "stale_samples='correct' needs importance weights; use truncate or mask"
             )
+        if self.importance == "off" and self.importance_cap != type(self).model_fields["importance_cap"].default:
+            raise ConfigError.of(f"{name}.importance_cap", self.importance_cap, "importance='off' has no weights to cap")
+        if self.eval_every and not self.eval_dataset:
+            raise ConfigError.of(f"{name}.eval_every", self.eval_every, "needs an eval_dataset")
+        if self.lr_warmup_steps and self.lr_warmup_steps >= self.optimizer_steps:
+            raise ConfigError.of(
+                f"{name}.lr_warmup_steps",
+                self.lr_warmup_steps,
+                f"the run has {self.optimizer_steps} optimizer steps and would never reach lr={self.lr:g}",
+            )
+        require_backend(self.plugins, self.backend)
         return self
 
     @property
@@ -102,7 +121,7 @@ class RLConfig(BaseConfig):
 
     @property
     def optimizer_steps(self) -> int:
-        """Of the whole run; schedules end with it."""
+        """Of the policy in the whole run; its schedule ends with the last."""
         return self.steps * self.updates_per_step
 
     @property
@@ -110,8 +129,9 @@ class RLConfig(BaseConfig):
         """``sample_ahead`` with its default filled in."""
         return self.max_staleness if self.sample_ahead is None else self.sample_ahead
 
-    def evaluates_after(self, step: int) -> bool:
-        return step == self.steps or (self.eval_every > 0 and step % self.eval_every == 0)
+    def meta(self) -> dict[str, Any]:
+        """Facts of every batch."""
+        return {"temperature": self.temperature, "calculate_entropy": self.entropy_coef > 0}
 
     def importance_options(self) -> dict[str, Any]:
         """Options of a policy loss."""
@@ -123,22 +143,24 @@ class RLConfig(BaseConfig):
 
     def runtime_config(self) -> RuntimeConfig:
         """Of the policy; needs Ray, which knows the GPUs."""
-        return RuntimeConfig(
-            plugins=tuple(filter(None, self.plugins.split(","))),
+        return make_runtime_config(
+            model=self.model,
             backend=self.backend,
-            hf_path=self.model,
+            plugins=self.plugins,
             seed=self.seed,
             max_tokens_per_micro_batch=self.max_tokens_per_micro_batch,
-            backend_cfg={"optimizer": self.optimizer_config(self.lr), "param_dtype": resolve_dtype(self.dtype)},
+            dtype=self.dtype,
+            optimizer=self.optimizer_config(self.lr, self.optimizer_steps),
         )
 
-    def optimizer_config(self, lr: float) -> OptimizerConfig:
+    def optimizer_config(self, lr: float, total_steps: int) -> OptimizerConfig:
         return OptimizerConfig(
             lr=lr,
             lr_warmup_steps=self.lr_warmup_steps,
             lr_decay_style=self.lr_decay_style,
-            total_training_steps=self.optimizer_steps,
+            total_training_steps=total_steps,
             weight_decay=self.weight_decay,
+            clip_grad=self.clip_grad,
         )
 
     def rollout_config(self, share: Share) -> RolloutConfig:
@@ -165,10 +187,10 @@ class RLConfig(BaseConfig):
         ]
         return [*facts, f"sampling {self.batches_ahead} batch(es) ahead"] if self.batches_ahead else facts
 
-    def sampling_config(self, eos_token_id: int) -> SamplingConfig:
+    def sampling_config(self, stop_token_ids: tuple[int, ...]) -> SamplingConfig:
         return SamplingConfig(
             n=self.samples_per_prompt,
             temperature=self.temperature,
             max_new_tokens=self.max_response_tokens,
-            stop_token_ids=(eos_token_id,),
+            stop_token_ids=stop_token_ids,
         )

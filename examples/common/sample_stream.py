@@ -77,8 +77,8 @@ class SampleStream:
         """
         if self._waiting:
             wait([self._waiting[0]])
-        self._may_begin.clear()
         try:
+            self._may_begin.clear()
             with self._sampling_now:
                 yield
         finally:
@@ -88,6 +88,7 @@ class SampleStream:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._may_begin.set()
         # After an error nobody waits for samples that may take long: the engines are closed next.
         self._one_at_a_time.shutdown(wait=error is None, cancel_futures=True)
         self._waiting.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -12,6 +12,7 @@ from actors import Sample
 from rl_backend import TokenSequence
 from rl_backend.algorithm import (
     ADVANTAGE_ESTIMATORS,
+    kl_in_reward,
     reinforce_plus_plus_advantages,
     reinforce_plus_plus_baseline_advantages,
     token_rewards,
@@ -36,7 +37,12 @@ def with_field(sequences: Sequence[TokenSequence], name: str, values: Sequence[T
 
 
 def with_advantages(
-    sequences: Sequence[TokenSequence], rewards: Sequence[float], advantage: Advantage, group_size: int
+    sequences: Sequence[TokenSequence],
+    rewards: Sequence[float],
+    advantage: Advantage,
+    group_size: int,
+    *,
+    kl_coef: float = 0.0,
 ) -> list[TokenSequence]:
     """Adds ``advantages``: a sequence field where all tokens of a response have the same, else a token field.
 
@@ -45,16 +51,15 @@ def with_advantages(
         rewards: one of each sequence.
         advantage: the estimator.
         group_size: sequences of each prompt.
+        kl_coef: weight of the KL that is taken off the rewards of tokens; only for ``reinforce_plus_plus``.
     """
     if advantage == "reinforce_plus_plus":
-        return with_packed_fields(
-            sequences,
-            lambda fields, seq_lens: {
-                "advantages": reinforce_plus_plus_advantages(
-                    token_rewards(rewards, fields["loss_mask"], seq_lens), fields["loss_mask"], seq_lens
-                )
-            },
-        )
+
+        def whitened_returns(fields: dict[str, Tensor], seq_lens: Tensor) -> dict[str, Tensor]:
+            of_tokens = rewards_of_tokens(fields, seq_lens, rewards, kl_coef)
+            return {"advantages": reinforce_plus_plus_advantages(of_tokens, fields["loss_mask"], seq_lens)}
+
+        return with_packed_fields(sequences, whitened_returns)
     if advantage == "reinforce_plus_plus_baseline":
         return with_packed_fields(
             sequences,
@@ -69,6 +74,19 @@ def with_advantages(
         sequence.with_fields(sequence_fields={"advantages": value})
         for sequence, value in zip(sequences, advantages, strict=True)
     ]
+
+
+def rewards_of_tokens(fields: Mapping[str, Tensor], seq_lens: Tensor, rewards: Sequence[float], kl_coef: float) -> Tensor:
+    """(T,): each response's reward at its last token, less ``kl_coef`` times the KL to the reference at every token.
+
+    Args:
+        fields: packed; ``loss_mask`` and, with ``kl_coef``, ``old_log_probs`` and ``ref_log_probs``.
+    """
+    mask = fields["loss_mask"]
+    of_tokens = token_rewards(torch.tensor(rewards), mask, seq_lens)
+    if not kl_coef:
+        return of_tokens
+    return kl_in_reward(of_tokens, fields["old_log_probs"], fields["ref_log_probs"], mask, kl_coef=kl_coef)
 
 
 def with_packed_fields(

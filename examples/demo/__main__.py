@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from examples import grpo, ppo, sft
-from examples.common.cluster import ray_session
+from examples.common.cluster import ray_session, share_cluster
 from examples.common.command_line import parse_config, run_command
 from examples.common.result import RunResult
 from examples.demo.task import HELD_OUT, write_task
@@ -76,7 +76,7 @@ def demo_settings(config: DemoConfig, task: Path, model: Path, run_dir: Path) ->
         "max_prompt_tokens": 8,
         "max_response_tokens": 8,
         "lr": 3e-4,
-        "lr_warmup_steps": 5,
+        "lr_warmup_steps": min(5, config.steps - 1),
         "lr_decay_style": "linear",
         "max_staleness": config.max_staleness,
         "backend": config.backend,
@@ -94,8 +94,11 @@ def reinforce(config: DemoConfig, task: Path, model: Path, run_dir: Path) -> Run
     settings = demo_settings(config, task, model, run_dir)
     if config.algorithm == "ppo":
         return ppo.train(ppo.PPOConfig(**settings, critic_lr=1e-3, kl_coef=1e-3))
-    recipe = {} if config.algorithm == "grpo" else json.loads((RECIPES / f"{config.algorithm}.json").read_text())
-    return grpo.train(grpo.GRPOConfig(**settings, **recipe))
+    if config.algorithm == "grpo":
+        return grpo.train(grpo.GRPOConfig(**settings))
+    recipe = json.loads((RECIPES / f"{config.algorithm}.json").read_text())
+    # A second update is off-policy, and only there do the clipped ratios of the recipes differ.
+    return grpo.train(grpo.GRPOConfig(**settings, **recipe, updates_per_step=2))
 
 
 def fresh_folder(path: Path) -> None:
@@ -117,6 +120,7 @@ def main() -> None:
     write_task(task, config.seed)
     print("The task: add two two-digit numbers; the answer is written last digit first, as in 47+38=58.")
     with ray_session(config.ranks, config.engines):
+        share_cluster(config.ranks, config.engines)  # refuses what would not fit, before the warm start
         print("\n[1/2] warm start: a Qwen3 of 0.6M random weights imitates demonstrations that often forget the carry")
         model = warm_start(config, task, run_dir)
         print(f"\n[2/2] {config.algorithm}: vLLM samples, right answers are rewarded, weights go to vLLM after each step")

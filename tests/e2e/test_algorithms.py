@@ -54,9 +54,8 @@ def test_a_group_for_each_model_gives_the_same_run(task: Path, warm_model: Path,
         runs.append(lines(run_dir / "metrics.jsonl"))
     for name in ("reward", "kl", "value_loss", "explained_variance", "critic_grad_norm", "weight_version"):
         # Threads of a group differ in number, and so does the last bit of a sum.
-        torch.testing.assert_close(
-            [line.get(name, 0.0) for line in runs[0]], [line.get(name, 0.0) for line in runs[1]], rtol=1e-3, atol=1e-5
-        )
+        of_one, of_each = ([line[name] for line in lines_of_run] for lines_of_run in runs)
+        torch.testing.assert_close(of_one, of_each, rtol=1e-3, atol=1e-5)
     assert [line["weight_version"] for line in runs[0]] == [0, 4, 8, 12]
     assert "grad_norm" not in runs[0][0]
 

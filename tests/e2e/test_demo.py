@@ -112,7 +112,7 @@ def test_bad_options_are_refused_before_anything_starts(task: Path, tmp_path: Pa
     with pytest.raises(ConfigError, match="unknown field"):
         grpo.GRPOConfig(**settings, learning_rate=1.0)
     with pytest.raises(RegistryError, match="unknown runtime 'nowhere'"):
-        grpo.train(grpo.GRPOConfig(**settings, backend="nowhere"))
+        grpo.GRPOConfig(**settings, backend="nowhere")
     with pytest.raises(ConfigError, match="no such file"):
         grpo.train(grpo.GRPOConfig(**{**settings, "dataset": "missing.jsonl"}))
     with pytest.raises(ConfigError, match="tokenizer"):

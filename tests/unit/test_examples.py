@@ -11,9 +11,12 @@ import pytest
 import ray
 from pydantic import Field
 
+from actors import Sample
 from examples.common.cluster import gpus_each
+from examples.common.collect import TrainingBatch
 from examples.common.command_line import parse_config
-from examples.common.prompts import endless_batches, load_prompts, load_tokenizer
+from examples.common.inputs import stop_token_ids
+from examples.common.prompts import encode_text, endless_batches, load_prompts, load_tokenizer
 from examples.common.run_folder import RunFolder
 from examples.demo.__main__ import RECIPES, Algorithm
 from examples.demo.task import careless_answer, has_carry, right_answer, write_task
@@ -93,6 +96,15 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
         ({"max_staleness": 1, "sample_ahead": 0}, "take turns"),
         ({"max_staleness": 1, "stale_samples": "correct", "importance": "off"}, "needs importance weights"),
         ({"samples_per_prompt": 1}, "compares at least 2"),
+        ({"stale_samples": "correct"}, "max_staleness=0 makes no stale samples"),
+        ({"importance": "off", "importance_cap": 3.0}, "has no weights to cap"),
+        ({"eval_every": 5}, "needs an eval_dataset"),
+        ({"lr_warmup_steps": 100}, "would never reach lr"),
+        ({"plugins": "no_such_module"}, "cannot be imported"),
+        ({"kl_coef": float("inf")}, "finite"),
+        ({"kl_place": "reward"}, "needs advantage='reinforce_plus_plus'"),
+        ({"max_batches_per_step": 2}, "only dynamic_sampling"),
+        ({"overlong_buffer_tokens": 600}, "more than max_response_tokens=512"),
         ({"loss_scale_factor": 2.0}, "only loss_agg_mode='seq-mean-token-sum-norm' divides"),
         ({"advantage": "nothing"}, "advantage"),
         ({"loss_agg_mode": "sum"}, "loss_agg_mode"),
@@ -124,6 +136,39 @@ def test_importance_weights_follow_from_sampling_ahead_unless_they_are_chosen() 
     assert options(max_staleness=1) == {"tis_cap": 2.0}
     assert options(max_staleness=1, importance="off") == {}
     assert options(importance="mask", importance_cap=4.0) == {"mis_bounds": (0.25, 4.0)}
+
+
+def test_what_ends_a_response_is_what_tokenizer_and_generation_config_say(tmp_path: Path) -> None:
+    write_task(tmp_path, seed=0)
+    model = tmp_path / "model"
+    tokenizer = load_tokenizer(str(model))
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [tokenizer.eos_token_id, 7]}))
+    assert stop_token_ids(str(model), tokenizer) == (tokenizer.eos_token_id, 7)
+    (model / "generation_config.json").unlink()
+    assert stop_token_ids(str(model), tokenizer) == (tokenizer.eos_token_id,)
+
+
+def test_a_text_begins_as_the_tokenizer_begins_one_and_does_not_end() -> None:
+    class Ended:
+        eos_token_id = 2
+
+        def encode(self, text: str) -> list[int]:
+            return [1, *(10 + int(digit) for digit in text), 2]
+
+    assert encode_text("34", Ended()) == [1, 13, 14]
+
+
+def test_a_long_response_costs_what_dapo_says() -> None:
+    config = GRPOConfig(model="m", dataset="d", reward="r", max_response_tokens=8, overlong_buffer_tokens=4)
+    samples = [Sample(0, index, [1], [1] * length, [], "stop", (), 0) for index, length in enumerate((4, 6, 8))]
+    batch = TrainingBatch([], samples, [1.0, 1.0, 0.0], {})
+    assert config.shaped_rewards(batch) == [1.0, 0.5, -1.0]
+
+
+def test_a_configuration_file_is_an_object(tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="not a JSON object"):
+        parse_config(Options, "", ["--config", str(tmp_path / "list.json")])
 
 
 def test_sft_needs_an_example_for_each_rank() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
@@ -128,10 +129,14 @@ def test_an_error_in_the_loop_does_not_wait_for_samples() -> None:
 
     def loop() -> None:
         with stream_of(engines, ahead=1) as stream:
-            stream.next()
+            first = stream.next(more=0)
+            assert first.number == 1
             engines.may_answer.clear()
+            stream._begin()
             raise ZeroDivisionError
 
+    started = time.monotonic()
     with pytest.raises(ZeroDivisionError):
         loop()
+    assert time.monotonic() - started < 5
     engines.may_answer.set()
