@@ -61,7 +61,7 @@ class WeightSync:
         rollout: the engines.
         handle: which model of the training group; None for a :class:`~actors.weight_sync_source.WeightSource`.
         transport: ``auto`` takes CUDA IPC where trainer and engine share a GPU, NCCL where both have one, shared memory on
-            one host and gloo otherwise; ``PushReport.transport`` says which.
+            one Ray node and gloo otherwise; ``PushReport.transport`` says which.
         byte_budget: largest number of bytes that the export gathers at one time, and of a bucket where weights are streamed;
             holds the largest tensor.
 
