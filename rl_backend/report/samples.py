@@ -27,10 +27,11 @@ def draw_samples(kind: str, first: Sequence[Sample], last: Sequence[Sample]) -> 
     shared.sort(key=lambda prompt: -abs(_mean_reward(after[prompt]) - _mean_reward(before[prompt])))
     left = [*shared, *(prompt for prompt in before if prompt not in after)][:PROMPTS]
     right = [*shared, *(prompt for prompt in after if prompt not in before)][:PROMPTS]
+    middle = _middle([*first, *last])
     rows: list[Html] = []
     for index in range(max(len(left), len(right))):
         cells = [
-            _cell(prompts[index], samples[prompts[index]]) if index < len(prompts) else tag("div")
+            _cell(prompts[index], samples[prompts[index]], middle) if index < len(prompts) else tag("div")
             for prompts, samples in ((left, before), (right, after) if last else (left, {}))
             if samples
         ]
@@ -74,19 +75,29 @@ def _mean_reward(samples: Sequence[Sample]) -> float:
 def _head(samples: Sequence[Sample]) -> Html:
     rewards = [reward for sample in samples if (reward := _reward(sample)) is not None]
     mean = f", mean reward {short(sum(rewards) / len(rewards))}" if rewards else ""
+    return tag("h3", _step(samples), tag("span", f"{len(samples)} samples{mean}", class_="unit"))
+
+
+def _step(samples: Sequence[Sample]) -> str:
     step = samples[0].get("step")
-    title = "Before the first step" if step == 0 else f"Step {step}"
-    return tag("h3", title, tag("span", f"{len(samples)} samples{mean}", class_="unit"))
+    return "Before the first step" if step == 0 else f"Step {step}"
 
 
-def _cell(prompt: str, samples: Sequence[Sample]) -> Html:
+def _middle(samples: Sequence[Sample]) -> float | None:
+    """Between the lowest and the highest reward, for the colours; None when there is nothing to tell apart."""
+    rewards = [reward for sample in samples if (reward := _reward(sample)) is not None and math.isfinite(reward)]
+    return (min(rewards) + max(rewards)) / 2 if rewards and min(rewards) < max(rewards) else None
+
+
+def _cell(prompt: str, samples: Sequence[Sample], middle: float | None) -> Html:
     rewards = [reward for sample in samples if (reward := _reward(sample)) is not None]
-    mean = tag("span", f"mean of {len(rewards)}: {short(sum(rewards) / len(rewards))}", class_="unit") if rewards else None
+    several = len(rewards) > 1
+    mean = tag("span", f"mean of {len(rewards)}: {short(sum(rewards) / len(rewards))}", class_="unit") if several else None
     return tag(
         "article",
-        tag("div", tag("span", f"prompt of step {samples[0].get('step')}", class_="unit"), mean, class_="bar-line"),
+        tag("div", tag("span", f"{_step(samples)}: prompt", class_="unit"), mean, class_="bar-line"),
         tag("pre", _clipped(prompt), class_="prompt"),
-        *(_response(sample, rewards) for sample in _best_middle_worst(samples)),
+        *(_response(sample, middle) for sample in _best_middle_worst(samples)),
     )
 
 
@@ -97,7 +108,7 @@ def _best_middle_worst(samples: Sequence[Sample]) -> list[Sample]:
     return [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
 
 
-def _response(sample: Sample, rewards: Sequence[float]) -> Html:
+def _response(sample: Sample, middle: float | None) -> Html:
     reward = _reward(sample)
     facts = ", ".join(
         _versions(value) if name == "version_spans" else f"{name.replace('_', ' ')} {_plain(value)}"
@@ -106,7 +117,7 @@ def _response(sample: Sample, rewards: Sequence[float]) -> Html:
     )
     badge = None
     if reward is not None:
-        side = "" if min(rewards) == max(rewards) else " good" if reward > (min(rewards) + max(rewards)) / 2 else " bad"
+        side = "" if middle is None else " good" if reward > middle else " bad"
         badge = tag("span", short(reward), class_=f"reward{side}", title="reward")
     return tag(
         "div",
