@@ -36,7 +36,7 @@ def test_a_submitted_job_learns_the_task(head: HeadNode, task: Path, warm_model:
     assert (tmp_path / "run" / "model" / "config.json").exists()
 
 
-@pytest.mark.shows("cluster: a wrong or missing token is refused, by the job server and to a driver")
+@pytest.mark.shows("cluster: a job with a wrong or missing token is refused in one line")
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

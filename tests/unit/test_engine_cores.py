@@ -54,7 +54,7 @@ def test_engines_that_reserve_nothing_divide_the_cores_of_their_node_evenly(four
 
 
 def test_more_cores_than_the_node_has_are_refused_with_both_numbers(four_cores: list[int]) -> None:
-    with pytest.raises(ConfigError, match="cores_per_engine=5: node .* on 4 cores"):
+    with pytest.raises(ConfigError, match=r"cores_per_engine=5: node .* on 4 cores"):
         choose_cores(config(cores_per_engine=5), 0, NodePlace())
     with pytest.raises(ConfigError, match="tensor_parallel=3: needs 6 cores, there are 4"):
         choose_cores(config(tensor_parallel=3), 0, NodePlace(0, 2))
