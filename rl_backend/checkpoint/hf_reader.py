@@ -117,6 +117,9 @@ class HFReader:
             )
 
 
+_TIED_ROWS = 4096
+
+
 def load_weights(
     path: Path | str,
     parameters: Mapping[str, nn.Parameter],
@@ -129,8 +132,8 @@ def load_weights(
 
     All names, shapes and dtypes are checked first. Then one tensor after the other is read, only the rows of the shard,
     and converted to the parameter's dtype, so that host memory holds the shards and at most one more tensor. A stored
-    ``lm_head.weight`` that is not asked for (tied embeddings, a critic) and stored rotary frequencies are ignored, as in
-    transformers; any other tensor without a parameter is refused.
+    ``lm_head.weight`` that is not asked for is ignored for a critic, and with tied embeddings where it equals them; stored
+    rotary frequencies are ignored; any other tensor without a parameter is refused.
 
     Args:
         parameters: name in the module -> parameter, a DTensor where it is sharded.
@@ -139,12 +142,14 @@ def load_weights(
         stored_buffers: endings of names without a parameter that are ignored as well.
 
     Raises:
-        CheckpointError: what :class:`HFReader` raises, a missing, surplus or quantised tensor, or another shape.
+        CheckpointError: what :class:`HFReader` raises, a missing, surplus or quantised tensor, another shape, or a head that
+            differs from the embeddings that it should be tied to.
     """
     reader = HFReader(path)
     absent = set(zero_if_absent) - set(reader.infos)
     shapes = {weight_names[name]: tuple(value.shape) for name, value in parameters.items()}
     _check_tensors(reader, {name: shape for name, shape in shapes.items() if name not in absent}, stored_buffers)
+    _check_tied_head(reader, parameters, weight_names)
     with torch.no_grad():
         for name, parameter in parameters.items():
             local, region = _local_part(parameter)
@@ -152,6 +157,30 @@ def load_weights(
                 local.zero_()
             elif local.numel():
                 local.copy_(reader.read(weight_names[name], region))
+
+
+def _check_tied_head(reader: HFReader, parameters: Mapping[str, nn.Parameter], weight_names: Mapping[str, str]) -> None:
+    """A stored head that is not read must be the embeddings; each rank compares its own rows.
+
+    transformers unties one that differs without a word, and vLLM drops it: neither is what the other computes.
+    """
+    names = set(weight_names.values())
+    if LM_HEAD not in reader.infos or LM_HEAD in names or VALUE_HEAD_WEIGHTS[0] in names:
+        return
+    for name, embeddings in weight_names.items():
+        if not embeddings.endswith("embed_tokens.weight"):
+            continue
+        local, (rows, *columns) = _local_part(parameters[name])
+        chunks = range(rows.start, rows.stop, _TIED_ROWS) if local.numel() else ()
+        regions = ((slice(start, min(start + _TIED_ROWS, rows.stop)), *columns) for start in chunks)
+        if reader.infos[LM_HEAD].shape != reader.infos[embeddings].shape or not all(
+            torch.equal(reader.read(LM_HEAD, region), reader.read(embeddings, region)) for region in regions
+        ):
+            raise CheckpointError(
+                f"{reader.path} has tie_word_embeddings=true in config.json, but a {LM_HEAD} that differs from its "
+                "embeddings; set tie_word_embeddings to false to use that head, or remove the tensor",
+                tensor=LM_HEAD,
+            )
 
 
 def _check_tensors(reader: HFReader, wanted: Mapping[str, tuple[int, ...]], stored_buffers: tuple[str, ...]) -> None:

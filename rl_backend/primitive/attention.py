@@ -43,11 +43,33 @@ def packed_attention(
         window = None
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _varlen(query, key, value, cu_seqlens, longest, window)
-    if window is not None:
-        return windowed_attention(query, key, value, seq_lens, window)
+    if window is None:
+        return _whole(query, key, value, seq_lens)
+    return _windowed_and_whole(query, key, value, seq_lens, window)
+
+
+def _whole(query: Tensor, key: Tensor, value: Tensor, seq_lens: Sequence[int]) -> Tensor:
+    """Without a flash kernel and without a window."""
     if query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64):
         return blocked_attention(query, key, value, seq_lens)
     return _by_runs(query, key, value, seq_lens)
+
+
+def _windowed_and_whole(query: Tensor, key: Tensor, value: Tensor, seq_lens: Sequence[int], window: int) -> Tensor:
+    """Only sequences that are longer than the window pay for it; the others are attended together."""
+    lengths = list(seq_lens)
+    parts = [x.split(lengths) for x in (query, key, value)]
+    attended: list[Tensor] = [query] * len(lengths)
+    for windowed in (False, True):
+        chosen = [index for index, length in enumerate(lengths) if (length > window) is windowed]
+        if not chosen:
+            continue
+        own = [lengths[index] for index in chosen]
+        q, k, v = (torch.cat([rows[index] for index in chosen]) for rows in parts)
+        rows = windowed_attention(q, k, v, own, window) if windowed else _whole(q, k, v, own)
+        for index, row in zip(chosen, rows.split(own), strict=True):
+            attended[index] = row
+    return torch.cat(attended)
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, window: int | None) -> Tensor:

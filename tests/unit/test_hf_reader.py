@@ -188,6 +188,16 @@ def test_a_stored_copy_of_a_tied_head_is_ignored(tied_model: Path, tmp_path: Pat
     assert "lm_head.weight" not in load(path)
 
 
+def test_a_head_that_is_not_what_it_is_tied_to_is_refused(tied_model: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(tied_model, tmp_path / "model")
+    tensors = merge_files(path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["lm_head.weight"][3, 5] += 1.0
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"a lm_head\.weight that differs from its embeddings"):
+        load(path)
+
+
 _MEASURE = """
 import json, sys, threading
 import torch, torch.distributed as dist

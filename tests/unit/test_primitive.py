@@ -82,10 +82,24 @@ def test_a_window_hides_all_but_the_last_tokens(
     qkv = make_qkv(heads, kv_heads)
     mix = torch.randn(sum(LENGTHS), heads, 8, dtype=torch.float64)
     results = []
-    for function in (windows.windowed_attention, masked_softmax):
+    for function in (windows.windowed_attention, attention._windowed_and_whole, masked_softmax):
         out = function(*qkv, LENGTHS, window)
         results.append((out, *torch.autograd.grad((out * mix).sum(), qkv)))
-    torch.testing.assert_close(results[0], results[1])
+    torch.testing.assert_close(results[0], results[2])
+    torch.testing.assert_close(results[1], results[2])
+
+
+def test_sequences_that_fit_into_the_window_do_not_pay_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def windowed(query: Tensor, key: Tensor, value: Tensor, seq_lens: Sequence[int], window: int) -> Tensor:
+        seen.extend(seq_lens)
+        return windows.windowed_attention(query, key, value, seq_lens, window)
+
+    monkeypatch.setattr(attention, "windowed_attention", windowed)
+    cu_seqlens = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
+    packed_attention(*make_qkv(4, 2), cu_seqlens, LENGTHS, 64)
+    assert seen == [length for length in LENGTHS if length > 64]
 
 
 def test_a_window_is_used_where_a_sequence_is_longer_and_only_there(monkeypatch: pytest.MonkeyPatch) -> None:
