@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from transformers import MistralConfig
 
 from rl_backend.contracts import UnsupportedError
 from rl_backend.model import find_model
@@ -151,6 +152,14 @@ def test_mistral_has_one_window_for_all_layers_or_none_and_any_head_dim() -> Non
     assert parse("Mistral-7B-v0.1", sliding_window=32768).windows == (None,) * 32
     nemo = parse("Mistral-Nemo")
     assert (nemo.windows, nemo.head_dim, nemo.max_length) == ((None,) * 40, 128, 131072)
+
+
+def test_mistral_without_the_field_has_the_window_of_transformers() -> None:
+    published = {name: value for name, value in PUBLISHED["Mistral-7B-v0.1"].items() if name != "sliding_window"}
+    architecture = find_model("auto", published).parse_config(published)
+    assert isinstance(architecture, DenseArchitecture)
+    assert architecture.windows == (MistralConfig.from_dict(published).sliding_window,) * 32
+    assert MistralConfig.from_dict({**published, "sliding_window": None}).sliding_window is None
 
 
 @pytest.mark.parametrize(

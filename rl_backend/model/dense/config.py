@@ -93,9 +93,10 @@ def windows_by_layer_type(config: HFConfig) -> tuple[int | None, ...]:
 
 
 def window_of_every_layer(config: HFConfig) -> tuple[int | None, ...]:
-    """Windows of Mistral: ``sliding_window`` in every layer, null for none."""
+    """Windows of Mistral: ``sliding_window`` in every layer, null for none; 4096 where it is absent, as in transformers."""
     layers = config.positive_int("num_hidden_layers")
-    window = None if config.get("sliding_window") is None else config.positive_int("sliding_window")
+    without = config.fields.get("sliding_window", 4096) is None
+    window = None if without else config.positive_int("sliding_window", 4096)
     _layer_types(config, {"full_attention" if window is None else "sliding_attention"})
     return (window,) * layers
 
