@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from rl_backend.contracts import UnsupportedError
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value is a number that a float can hold; ``json`` reads NaN, Infinity and whole numbers of any size."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and -sys.float_info.max <= value <= sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -36,8 +43,8 @@ class HFConfig:
 
     def positive_float(self, field: str, default: float | None = None) -> float:
         value = self.get(field, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            self.refuse(field, value, "expected a positive number")
+        if not is_finite(value) or not value > 0:
+            self.refuse(field, value, "expected a positive, finite number")
         return float(value)
 
     def flag(self, field: str, default: bool = False) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
-from rl_backend.model.hf_config import HFConfig
+from rl_backend.model.hf_config import HFConfig, is_finite
 from rl_backend.primitive.rope import (
     LinearScaling,
     Llama3Scaling,
@@ -38,7 +38,8 @@ def read_rotary(config: HFConfig, head_dim: int, default_theta: float | None = N
         default_theta: where there is none; None refuses that.
 
     Raises:
-        UnsupportedError: another ``rope_type`` (``dynamic``, ``longrope``, ...), or a field that is missing or unknown.
+        UnsupportedError: another ``rope_type`` (``dynamic``, ``longrope``, ...), or a field that is missing, unknown or
+            out of range.
     """
     if head_dim % 2:
         config.refuse("head_dim", head_dim, "rotary embedding needs an even number")
@@ -57,7 +58,7 @@ def read_rotary(config: HFConfig, head_dim: int, default_theta: float | None = N
         case "linear":
             entry.check_fields("factor")
             scaling: RotaryScaling = LinearScaling(entry.factor())
-            max_length = int(max_length * scaling.factor)
+            max_length = entry.lengthened(max_length, scaling.factor)
         case "llama3":
             entry.check_fields("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
             scaling = _llama3(entry, max_length)
@@ -72,8 +73,10 @@ def read_rotary(config: HFConfig, head_dim: int, default_theta: float | None = N
                 "mscale_all_dim",
                 "truncate",
             )
+            if theta <= 1.0:
+                config.refuse("rope_theta", theta, "yarn needs a number above 1")
             scaling = _yarn(entry, max_length)
-            max_length = max(max_length, int(scaling.factor * scaling.original_max_position_embeddings))
+            max_length = max(max_length, entry.lengthened(scaling.original_max_position_embeddings, scaling.factor))
         case _:
             config.refuse(field, dict(parameters), f"rope_type {kind!r} is not one of default, linear, llama3 and yarn")
     return RotaryContext(Rotary(head_dim, theta, scaling), max_length)
@@ -97,9 +100,8 @@ class _Entry(NamedTuple):
     def number(self, name: str, *, default: float | None = None, least: float = 0.0, inclusive: bool = False) -> float:
         value: Any = self.parameters.get(name)
         value = default if value is None else value
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or value < least or (value == least and not inclusive):
-            self.refuse(f"{name} is {value!r}; expected a number {'at least' if inclusive else 'above'} {least:g}")
+        if not is_finite(value) or value < least or (value == least and not inclusive):
+            self.refuse(f"{name} is {value!r}; expected a finite number {'at least' if inclusive else 'above'} {least:g}")
         return float(value)
 
     def factor(self) -> float:
@@ -108,7 +110,13 @@ class _Entry(NamedTuple):
     def original_length(self, max_length: int) -> int:
         if self.config.get("original_max_position_embeddings") is not None:
             return self.config.positive_int("original_max_position_embeddings")
-        return int(self.number("original_max_position_embeddings", default=max_length))
+        return int(self.number("original_max_position_embeddings", default=max_length, least=1.0, inclusive=True))
+
+    def lengthened(self, length: int, factor: float) -> int:
+        try:
+            return int(length * factor)
+        except OverflowError:
+            self.refuse(f"a factor of {factor:g} makes {length} tokens more than can be counted")
 
 
 def _parameters(config: HFConfig) -> tuple[str, Mapping[str, Any]]:
@@ -134,6 +142,8 @@ def _llama3(entry: _Entry, max_length: int) -> Llama3Scaling:
 def _yarn(entry: _Entry, max_length: int) -> YarnScaling:
     original = entry.original_length(max_length)
     factor = entry.factor() if entry.parameters.get("factor") is not None else max_length / original
+    if factor < 1.0:
+        entry.refuse(f"without a factor, max_position_embeddings={max_length} must be at least the original {original}")
     truncate = entry.parameters.get("truncate", True)
     if not isinstance(truncate, bool):
         entry.refuse("truncate must be true or false")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -89,6 +90,43 @@ def test_the_longest_sequence_follows_from_the_scaling(rope: dict[str, Any], lon
 def test_other_scalings_are_refused_by_name(kind: str) -> None:
     with pytest.raises(UnsupportedError, match=f"rope_scaling=.*{kind}.*not one of default, linear, llama3 and yarn"):
         read(as_json({"rope_scaling": {"type": kind, "factor": 2.0}}, rope_theta=1e4))
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1" + "0" * 400])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("rope_theta", '{"rope_theta": NUMBER}'),
+        ("rope_theta", '{"rope_parameters": {"rope_type": "default", "rope_theta": NUMBER}}'),
+        ("factor", '{"rope_theta": 1e4, "rope_scaling": {"rope_type": "linear", "factor": NUMBER}}'),
+        ("beta_fast", '{"rope_theta": 1e4, "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": NUMBER}}'),
+    ],
+)
+def test_numbers_of_json_that_are_not_finite_are_refused_by_name(name: str, text: str, number: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{name}.*expected a .*finite number"):
+        read(as_json(json.loads(text.replace("NUMBER", number))))
+
+
+@pytest.mark.parametrize(
+    ("scaling", "changes", "message"),
+    [
+        ({"type": "yarn", **YARN}, {"rope_theta": 1.0}, "rope_theta=1.0: yarn needs a number above 1"),
+        ({"type": "yarn", "original_max_position_embeddings": 32768}, {}, "max_position_embeddings=16384 must be at least"),
+        (
+            {"type": "yarn", "factor": None, "original_max_position_embeddings": 0.5},
+            {},
+            "is 0.5; expected a finite number at least 1",
+        ),
+        ({"type": "yarn", "factor": 1e308}, {}, "a factor of 1e.308 makes 16384 tokens more than can be counted"),
+        ({"type": "linear", "factor": 1e308}, {}, "a factor of 1e.308 makes 16384 tokens more than can be counted"),
+    ],
+    ids=str,
+)
+def test_scalings_whose_frequencies_or_length_do_not_exist_are_refused(
+    scaling: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        read(as_json({"rope_theta": 1e4, "rope_scaling": scaling, **changes}))
 
 
 def test_two_descriptions_that_differ_are_refused() -> None:
