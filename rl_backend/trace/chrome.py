@@ -7,6 +7,7 @@ can be read up to there. See "Trace Event Format" (Google, 2016) for the fields.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -127,6 +128,13 @@ def read_trace(path: Path | str, most_bytes: int | None = None) -> list[dict[str
 
 
 def _finite(value: Any) -> Any:
+    """``value`` in what strict JSON has: numbers of NumPy and PyTorch as numbers, anything else that it lacks as text."""
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    return str(value) if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))) else value
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if getattr(value, "shape", None) == () and isinstance(number := value.item(), int | float):
+        value = number
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return value if value is None or isinstance(value, str | int) else str(value)

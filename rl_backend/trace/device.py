@@ -19,7 +19,8 @@ def device_span(device: torch.device, name: str, category: str, **arguments: Arg
     """:func:`~rl_backend.trace.recorder.span` of what its body puts on ``device``'s current stream.
 
     On a GPU the span is from when the stream reaches the body to when it has done it, measured by CUDA events; the device is
-    waited for once every two seconds, to place its clock. Elsewhere it is the time of the body.
+    waited for once every two seconds, to place its clock; a body that an error leaves is not recorded. Elsewhere it is the
+    time of the body.
     """
     if device.type != "cuda" or not recorder.recording:
         return recorder.span(name, category, **arguments)
@@ -71,7 +72,8 @@ class _CudaSpan(Span):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None:
-            self._arguments["error"] = kind.__name__
+            # After an error of the device every call to it fails as well, and would replace the error.
+            return
         self._end.record(self._stream)
         thread = self._recorder.thread
 

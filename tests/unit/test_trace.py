@@ -8,10 +8,12 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from rl_backend.report.timeline import read_step
-from rl_backend.trace import CATEGORIES, ChromeTraceWriter, TraceRecorder, read_trace
+from rl_backend.trace import CATEGORIES, ChromeTraceWriter, TraceRecorder, device, read_trace
 from tests.support.chrome_trace import check_trace
 
 
@@ -133,6 +135,65 @@ def test_a_trace_keeps_the_rules_of_the_format(tmp_path: Path) -> None:
     assert {event["cat"] for event in events if event["ph"] == "X"} <= set(CATEGORIES)
     ChromeTraceWriter(tmp_path / "empty.json").close()
     assert check_trace(tmp_path / "empty.json") == []
+
+
+def test_arguments_that_json_lacks_are_numbers_or_text(tmp_path: Path) -> None:
+    arguments = {
+        "tokens": np.int64(3),
+        "rate": np.float32(0.5),
+        "wide": np.longdouble(2),
+        "loss": torch.tensor(4.0),
+        "gone": torch.tensor(math.nan),
+        "rows": torch.zeros(2),
+        "path": Path("a/b"),
+        "several": [math.nan, {"deep": (np.bool_(True), -math.inf)}],
+        "numbered": {1: None, (2, 3): {4}},
+    }
+    writer = ChromeTraceWriter(tmp_path / "trace.json")
+    writer.process(1, "driver")
+    writer.complete(1, 0, "x", "phase", 0.0, 1.0, arguments)
+    writer.close()
+    assert check_trace(tmp_path / "trace.json")[-1]["args"] == {
+        "tokens": 3,
+        "rate": 0.5,
+        "wide": "2.0",
+        "loss": 4.0,
+        "gone": "nan",
+        "rows": "tensor([0., 0.])",
+        "path": "a/b",
+        "several": ["nan", {"deep": [True, "-inf"]}],
+        "numbered": {"1": None, "(2, 3)": "{4}"},
+    }
+
+
+class DeviceEvent:
+    """A CUDA event, of a device on which a kernel fails."""
+
+    lost = False
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        pass
+
+    def record(self, stream: object) -> None:
+        if self.lost:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+
+def test_an_error_on_a_device_is_not_replaced_by_that_of_its_span(
+    recorder: TraceRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", DeviceEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    reference = device._Reference(DeviceEvent(), 0)  # type: ignore[arg-type]
+
+    def fail() -> None:
+        with device._CudaSpan(recorder, "forward", "micro_batch", {}, reference, torch.device("cuda", 0)):
+            monkeypatch.setattr(DeviceEvent, "lost", True)
+            raise ValueError("the body's own")
+
+    with pytest.raises(ValueError, match="the body's own"):
+        fail()
+    assert recorder.take() == []
 
 
 def test_a_trace_that_was_cut_off_is_read_up_to_there(tmp_path: Path) -> None:
