@@ -10,11 +10,12 @@ this command's. Ctrl-C stops the job. The token is found where Ray finds it: ``R
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -41,6 +42,27 @@ def _split(value: Any) -> Any:
 type Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
 
 
+def _variables(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("{"):
+        try:
+            return json.loads(value)
+        except ValueError as error:
+            raise ConfigError.of("SubmitConfig.environment", value, f"is not a JSON object: {error}") from None
+    for entry in _split(value):
+        if "=" not in entry:
+            raise ConfigError.of(
+                "SubmitConfig.environment",
+                entry,
+                "expected NAME=VALUE; values with commas need a JSON object of all variables",
+            )
+    return dict(entry.split("=", 1) for entry in _split(value))
+
+
+type Variables = Annotated[Mapping[str, str], BeforeValidator(_variables)]
+
+
 class SubmitConfig(BaseConfig):
     """All options."""
 
@@ -48,7 +70,9 @@ class SubmitConfig(BaseConfig):
     working_dir: str = Field(default=".", description="folder sent to all nodes; the job runs in a copy of it")
     exclude: Names = Field(default=(), description="further .gitignore patterns, by commas, of what is not sent")
     plugins: Names = Field(default=(), description="folders of packages outside working_dir, by commas, sent as well")
-    environment: Names = Field(default=(), description="NAME=VALUE, by commas, set in all of the job's processes")
+    environment: Variables = Field(
+        default={}, description='NAME=VALUE, by commas, or {"NAME": "VALUE"} as JSON, set in all of the job\'s processes'
+    )
     python: str = Field(default="python", description="interpreter on the head node")
     wait: bool = Field(default=True, description="follow the job to its end; else only submit it")
 
@@ -58,18 +82,17 @@ class SubmitConfig(BaseConfig):
             for folder in folders:
                 if not Path(folder).is_dir():
                     raise ConfigError.of(f"SubmitConfig.{name}", folder, "is not a folder here")
-        for entry in self.environment:
-            if not entry.partition("=")[0] or "=" not in entry:
-                raise ConfigError.of("SubmitConfig.environment", entry, "expected NAME=VALUE")
+        for name in self.environment:
+            if not name or "=" in name:
+                raise ConfigError.of("SubmitConfig.environment", name, "is not the name of a variable")
         return self
 
     def runtime_env(self) -> dict[str, Any]:
         """Ray's description of what the job's processes see."""
-        settings = dict(entry.split("=", 1) for entry in self.environment)
         return {
             "working_dir": self.working_dir,
             "excludes": [*NOT_SENT, *self.exclude],
-            "env_vars": {"PYTHONUNBUFFERED": "1", **settings},
+            "env_vars": {"PYTHONUNBUFFERED": "1", **self.environment},
             **({"py_modules": list(self.plugins)} if self.plugins else {}),
         }
 

@@ -11,6 +11,7 @@ import ray
 
 from examples.common import cluster
 from examples.common.cluster import Share, cores_each, share_cluster
+from examples.common.command_line import parse_config
 from examples.ray_job.connection import connect, read_token
 from examples.ray_job.submit import SubmitConfig, check_command
 from rl_backend.contracts import ConfigError
@@ -112,7 +113,11 @@ def test_commands_that_a_job_can_have_are_accepted() -> None:
     [
         ({"working_dir": "/no/such/folder"}, "working_dir='/no/such/folder': is not a folder here"),
         ({"plugins": "/no/such/plugin"}, "plugins='/no/such/plugin': is not a folder here"),
-        ({"environment": "A=1,B"}, "environment='B': expected NAME=VALUE"),
+        ({"environment": "A=1,B"}, "environment='B': expected NAME=VALUE; values with commas need a JSON object"),
+        ({"environment": "=1"}, "environment='': is not the name of a variable"),
+        ({"environment": '{"A=B": "1"}'}, "environment='A=B': is not the name of a variable"),
+        ({"environment": '{"A": "1"'}, "environment=.*: is not a JSON object"),
+        ({"environment": '{"A": 1}'}, "environment.A=1: input should be a valid string"),
     ],
 )
 def test_submission_settings_that_cannot_work_are_refused(settings: dict[str, str], message: str) -> None:
@@ -127,6 +132,20 @@ def test_a_job_is_sent_its_folder_without_what_does_not_belong_there(tmp_path: P
     assert {".git", ".venv", "runs", "data"} <= set(environment["excludes"])
     assert environment["py_modules"] == [str(tmp_path)]
     assert environment["env_vars"] == {"PYTHONUNBUFFERED": "1", "A": "1", "B": "x=y"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("", {}),
+        ("A=1,B=x=y,C=", {"A": "1", "B": "x=y", "C": ""}),
+        ('{"NCCL_IB_HCA": "mlx5_0,mlx5_1", "A": "{x}"}', {"NCCL_IB_HCA": "mlx5_0,mlx5_1", "A": "{x}"}),
+    ],
+)
+def test_variables_are_given_by_commas_or_as_a_json_object(given: str, expected: dict[str, str]) -> None:
+    config = parse_config(SubmitConfig, "submit", ["--environment", given])
+    assert config.runtime_env()["env_vars"] == {"PYTHONUNBUFFERED": "1", **expected}
+    assert SubmitConfig.model_validate_json(config.model_dump_json()) == config
 
 
 @pytest.fixture
