@@ -15,10 +15,12 @@ import logging
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Self
 
+import aiohttp
 import requests
 from pydantic import BeforeValidator, Field, model_validator
 from ray.exceptions import AuthenticationError
@@ -114,21 +116,29 @@ def submit(config: SubmitConfig, command: Sequence[str]) -> int:
     print(f"job {job}: {entrypoint}", flush=True)
     if not config.wait:
         return 0
-    try:
-        return _follow(client, job, config.address)
-    except KeyboardInterrupt:
-        return _stop(client, job)
+    with _naming_the_job(job, config.address):
+        try:
+            return _follow(client, job)
+        except KeyboardInterrupt:
+            return _stop(client, job)
 
 
-def _follow(client: JobSubmissionClient, job: str, address: str) -> int:
-    """Prints the job's output until it has ended."""
+@contextmanager
+def _naming_the_job(job: str, address: str) -> Iterator[None]:
+    """Makes a lost job server, in whichever of its client's errors, a :class:`JobServerError`."""
     try:
-        asyncio.run(_print_logs(client, job))
-        details = _wait_for_end(client, job, None)
-    except (RuntimeError, OSError, AuthenticationError, requests.RequestException) as error:
+        yield
+    except (RuntimeError, OSError, AuthenticationError, requests.RequestException, aiohttp.ClientError) as error:
         raise JobServerError(
-            f"lost the job server at {address} while job {job} ran ({error}); it may still run: ray job status {job}"
+            f"lost the job server at {address} while job {job} ran ({str(error) or type(error).__name__}); it may still run: "
+            f"ray job status {job}"
         ) from None
+
+
+def _follow(client: JobSubmissionClient, job: str) -> int:
+    """Prints the job's output until it has ended."""
+    asyncio.run(_print_logs(client, job))
+    details = _wait_for_end(client, job, None)
     if details.status == JobStatus.SUCCEEDED:
         return 0
     # Later lines of the message are the end of the log, which has been printed.

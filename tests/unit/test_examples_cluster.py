@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import ray
+import requests
 
+import examples.ray_job.submit as submission
 from examples.common import cluster
 from examples.common.cluster import Share, cores_each, share_cluster
 from examples.common.command_line import parse_config
-from examples.ray_job.connection import connect, read_token
+from examples.ray_job.connection import JobServerError, connect, read_token
 from examples.ray_job.submit import SubmitConfig, check_command
 from rl_backend.contracts import ConfigError
 
@@ -146,6 +150,32 @@ def test_variables_are_given_by_commas_or_as_a_json_object(given: str, expected:
     config = parse_config(SubmitConfig, "submit", ["--environment", given])
     assert config.runtime_env()["env_vars"] == {"PYTHONUNBUFFERED": "1", **expected}
     assert SubmitConfig.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize("stage", ["logs", "status", "stop"])
+def test_a_job_server_that_is_lost_is_an_error_that_names_the_job(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    class Server:
+        """The job server's client, until ``stage``."""
+
+        def submit_job(self, **_: Any) -> str:
+            return "raysubmit_1"
+
+        async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
+            yield "a line\n"
+            if stage == "logs":
+                raise aiohttp.ServerDisconnectedError
+            if stage == "stop":
+                raise KeyboardInterrupt
+
+        def get_job_info(self, job: str) -> None:
+            raise requests.ConnectionError("refused")
+
+        def stop_job(self, job: str) -> None:
+            raise RuntimeError("refused")
+
+    monkeypatch.setattr(submission, "connect", lambda address: Server())
+    with pytest.raises(JobServerError, match=r"lost the job server at http://head:1 while job raysubmit_1 ran \(\w+"):
+        submission.submit(SubmitConfig(address="http://head:1"), ["my.script"])
 
 
 @pytest.fixture
