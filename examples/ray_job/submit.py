@@ -106,7 +106,7 @@ def submit(config: SubmitConfig, command: Sequence[str]) -> int:
         ConfigError: no command, a run folder that would be lost, or no token where one is needed.
         JobServerError: the job server cannot be reached or refuses, or is lost while the job runs.
     """
-    check_command(command)
+    check_command(command, config.working_dir)
     entrypoint = shlex.join([config.python, "-m", *command])
     client = connect(config.address)
     try:
@@ -129,9 +129,9 @@ def _naming_the_job(job: str, address: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError, AuthenticationError, requests.RequestException, aiohttp.ClientError) as error:
+        reason = str(error) or type(error).__name__
         raise JobServerError(
-            f"lost the job server at {address} while job {job} ran ({str(error) or type(error).__name__}); it may still run: "
-            f"ray job status {job}"
+            f"lost the job server at {address} while job {job} ran ({reason}); it may still run: ray job status {job}"
         ) from None
 
 
@@ -169,20 +169,38 @@ def _wait_for_end(client: JobSubmissionClient, job: str, timeout: float | None) 
     return details
 
 
-def check_command(command: Sequence[str]) -> None:
-    """Raises :class:`~rl_backend.contracts.ConfigError` unless ``command`` is a module and options that a job can have."""
+def check_command(command: Sequence[str], working_dir: str = ".") -> None:
+    """Raises :class:`~rl_backend.contracts.ConfigError` unless ``command`` is a module and options that a job can have.
+
+    Args:
+        working_dir: what the file of an example's ``--config`` is relative to, as in the job.
+    """
     if not command or command[0].startswith("-"):
         raise ConfigError("nothing to run: end the command with -- MODULE [OPTIONS], as in -- examples.grpo --model ...")
     run_dir = _option(command[1:], "--run-dir")
     if run_dir is None and command[0].startswith("examples."):
-        raise ConfigError(
-            f"{command[0]} needs --run-dir, a folder on a file system that all nodes share: its default is in the job's "
-            "copy of working_dir, which the cluster removes"
-        )
+        saved = _option(command[1:], "--config")
+        run_dir = None if saved is None else _saved_run_dir(Path(working_dir, saved))
+        if run_dir is None:
+            raise ConfigError(
+                f"{command[0]} needs --run-dir, a folder on a file system that all nodes share: its default is in the job's "
+                "copy of working_dir, which the cluster removes"
+                + (f"; no run_dir was found here in --config {saved}, so give it beside it" if saved is not None else "")
+            )
     if run_dir is not None and not Path(run_dir).is_absolute():
         raise ConfigError.of(
             "--run-dir", run_dir, "must be absolute: the job runs in a copy of working_dir, which the cluster removes"
         )
+
+
+def _saved_run_dir(path: Path) -> str | None:
+    """``run_dir`` of a saved configuration; None where there is no such file here, or none in it."""
+    try:
+        saved = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    run_dir = saved.get("run_dir") if isinstance(saved, dict) else None
+    return run_dir if isinstance(run_dir, str) else None
 
 
 def _option(arguments: Sequence[str], name: str) -> str | None:

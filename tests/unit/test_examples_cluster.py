@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -110,6 +111,19 @@ def test_commands_whose_results_would_be_lost_are_refused(command: list[str], me
 def test_commands_that_a_job_can_have_are_accepted() -> None:
     check_command(["examples.ppo", "--run-dir", "/shared/run"])
     check_command(["my.script", "--steps", "3"])
+
+
+def test_the_run_folder_may_stand_in_the_file_of_an_examples_options(tmp_path: Path) -> None:
+    for name, saved in (("run", {"run_dir": "/shared/run"}), ("recipe", {}), ("here", {"run_dir": "runs/1"})):
+        (tmp_path / f"{name}.json").write_text(json.dumps(saved))
+    check_command(["examples.grpo", "--config", "run.json"], str(tmp_path))
+    check_command(["examples.grpo", f"--config={tmp_path}/run.json"])
+    check_command(["examples.grpo", "--config", "here.json", "--run-dir", "/shared/run"], str(tmp_path))
+    with pytest.raises(ConfigError, match="--run-dir='runs/1': must be absolute"):
+        check_command(["examples.grpo", "--config", "here.json"], str(tmp_path))
+    for name in ("recipe.json", "only_on_the_head.json"):
+        with pytest.raises(ConfigError, match=f"needs --run-dir.*no run_dir was found here in --config {name}, so give it"):
+            check_command(["examples.grpo", "--config", name], str(tmp_path))
 
 
 @pytest.mark.parametrize(
