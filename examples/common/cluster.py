@@ -140,7 +140,7 @@ def gpus_each(ranks: int, engines: int) -> float:
     if gpus == ranks == engines == 1:
         return 0.5
     raise ConfigError(
-        f"{ranks} ranks and {engines} engines take a GPU each, {ranks + engines} together; the cluster has {gpus}: ask for "
+        f"{ranks} training ranks, of all groups, and {engines} engines take a GPU each; the cluster has {gpus}: ask for "
         "fewer (one rank and one engine can share a GPU), or add GPUs"
     )
 
