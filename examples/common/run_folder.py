@@ -7,13 +7,13 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from ray.exceptions import RayError
 from torch.utils.tensorboard import SummaryWriter
 
 from actors.prometheus import export_step
@@ -80,7 +80,7 @@ class RunFolder:
         export_step(str(self.path), step, {name: float(value) for name, value in metrics.items()})
         now = time.monotonic_ns()
         if self._trace is not None:
-            self._trace.step(step, self._last_log, now)
+            self._keep_or_drop(self._trace, lambda trace: trace.step(step, self._last_log, now))
         self._last_log = now
         if time.monotonic() >= self._next_report:
             self._report()
@@ -112,13 +112,19 @@ class RunFolder:
             self._write_state("interrupted" if interrupted else "failed", f"{type(error).__name__}: {error}".rstrip(": "))
         try:
             if self._trace is not None:
-                self._trace.close()
-        except (OSError, RayError) as closing:
-            if error is None:
-                raise
-            error.add_note(f"RunFolder: the trace could not be closed as well: {closing}")
+                self._keep_or_drop(self._trace, TraceCollector.close)
         finally:
             self._report()
+
+    def _keep_or_drop(self, trace: TraceCollector, use: Callable[[TraceCollector], None]) -> None:
+        try:
+            use(trace)
+        except Exception as error:  # noqa: BLE001, a run of days must not end for its trace
+            self._trace = None
+            with suppress(Exception):  # what broke it may break its end; the first error is the one to tell
+                trace.close()
+            message = f"{self.path}/trace.json ends here, {type(error).__name__}: {error}"
+            warnings.warn(f"{message}; the run goes on without a trace", stacklevel=3)
 
     def _report(self) -> None:
         started = time.monotonic()

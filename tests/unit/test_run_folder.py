@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,8 @@ from examples.common import run_folder
 from examples.common.clock import Clock
 from examples.common.run_folder import RunFolder
 from rl_backend.contracts import BaseConfig, ConfigError
-from rl_backend.trace import recorder
+from rl_backend.trace import ChromeTraceWriter, recorder
+from tests.support.chrome_trace import check_trace
 from tests.support.page import read_page
 
 
@@ -83,6 +86,48 @@ def test_a_report_that_cannot_be_written_warns_and_the_run_goes_on(tmp_path: Pat
     with pytest.warns(UserWarning, match=r"report.html was not written, OSError.*No space left"):
         run(tmp_path)
     assert state(tmp_path) == ("finished", None)
+
+
+class NoActors:
+    """A group whose actors cannot be named once it ``failed``."""
+
+    failed = False
+
+    def trace_actors(self) -> dict[str, Any]:
+        if self.failed:
+            raise RuntimeError("the group is gone")
+        return {}
+
+
+def test_a_trace_that_fails_is_dropped_with_one_warning_and_the_run_goes_on(tmp_path: Path) -> None:
+    group = NoActors()
+    with RunFolder(tmp_path, Options(), trace=(group,)) as folder:
+        group.failed = True
+        with pytest.warns(UserWarning, match=r"trace.json ends here, RuntimeError: the group is gone"):
+            folder.log(1, {"reward": 0.5})
+        assert not recorder.recording
+        with warnings.catch_warnings(action="error"):
+            folder.log(2, {"reward": 0.5})
+    assert state(tmp_path) == ("finished", None)
+    assert [event["name"] for event in check_trace(tmp_path / "trace.json") if event.get("cat") == "step"] == ["step 1"]
+
+
+def test_a_trace_that_cannot_be_closed_does_not_replace_the_error_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(writer: ChromeTraceWriter) -> None:
+        raise ValueError("no trace")
+
+    monkeypatch.setattr(ChromeTraceWriter, "close", fail)
+    with (
+        pytest.warns(UserWarning, match=r"trace.json ends here, ValueError: no trace"),
+        pytest.raises(KeyError, match="the run's own"),
+        RunFolder(tmp_path, Options(), trace=(NoActors(),)),
+    ):
+        raise KeyError("the run's own")
+    assert state(tmp_path)[0] == "failed"
+    assert (tmp_path / "report.html").exists()
+    assert not recorder.recording
 
 
 def test_laps_of_a_clock_are_seconds_and_events_of_the_trace() -> None:
