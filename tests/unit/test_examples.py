@@ -71,7 +71,7 @@ def test_ranks_and_engines_take_a_gpu_each_or_share_the_only_one(
 
 def test_too_few_gpus_are_refused_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 2.0})
-    with pytest.raises(ConfigError, match="2 training ranks, of all groups, and 1 engines .* the cluster has 2"):
+    with pytest.raises(ConfigError, match=r"2 training ranks, of all groups, and 1 engines .* the cluster has 2"):
         gpus_each(2, 1)
 
 
