@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any, Literal
 
 from examples.common.cluster import resolve_dtype
 from rl_backend import OptimizerConfig, RuntimeConfig
 from rl_backend.contracts import BACKEND_CONFIGS, ConfigError
+from rl_backend.contracts.runtime_config import import_plugins
 
 
 def plugin_names(plugins: str) -> tuple[str, ...]:
@@ -22,11 +22,7 @@ def require_backend(plugins: str, backend: str) -> None:
         ConfigError: a plugin that cannot be imported.
         RegistryError: an unknown runtime.
     """
-    for name in plugin_names(plugins):
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            raise ConfigError.of("plugins", name, f"cannot be imported ({error})") from None
+    import_plugins(plugin_names(plugins))
     BACKEND_CONFIGS.get(backend)
 
 

@@ -64,11 +64,6 @@ class SampleStream:
             self._begin()
         return batch.result()
 
-    @property
-    def batches_ready(self) -> int:
-        """Batches that are sampled and wait to be trained on."""
-        return sum(batch.done() for batch in self._waiting)
-
     @contextmanager
     def between_batches(self) -> Iterator[None]:
         """Waits for the batch that :meth:`next` will return, if it is begun, and samples nothing inside the context.

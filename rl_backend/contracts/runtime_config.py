@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator
@@ -74,6 +75,15 @@ class NativeConfig(BackendConfig):
 BACKEND_CONFIGS.add("native", NativeConfig)
 
 
+def import_plugins(names: Iterable[str]) -> None:
+    """Imports modules that register model families and runtimes; raises :class:`ConfigError` for one that is not there."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            raise ConfigError.of("RuntimeConfig.plugins", name, f"cannot be imported ({error})") from None
+
+
 class RuntimeConfig(BaseConfig):
     """What ``create_runtime`` takes.
 
@@ -97,11 +107,7 @@ class RuntimeConfig(BaseConfig):
     @field_validator("plugins")
     @classmethod
     def _import_plugins(cls, plugins: tuple[str, ...]) -> tuple[str, ...]:
-        for name in plugins:
-            try:
-                importlib.import_module(name)
-            except ModuleNotFoundError as error:
-                raise ConfigError.of("RuntimeConfig.plugins", name, f"cannot be imported ({error})") from None
+        import_plugins(plugins)
         return plugins
 
     @field_validator("backend")
