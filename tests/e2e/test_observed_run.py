@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -220,32 +220,43 @@ def test_a_traced_actor_that_dies_is_named_and_its_successor_is_found(ray_cluste
     assert [event["pid"] for event in events if event["name"] == "work"] == [2]
 
 
-def scrape(wanted: set[str], seconds: float = 40.0) -> dict[str, dict[str, float]]:
-    """What the nodes of the cluster serve to Prometheus: name -> tags -> value, as soon as ``wanted`` is there."""
-    found: dict[str, dict[str, float]] = {}
+type Served = dict[str, dict[str, float]]
+"""Name of a metric -> its tags -> value."""
+
+
+def scrape() -> Served:
+    """What the nodes of the cluster serve to Prometheus of this project."""
+    found: Served = {}
+    for node in ray.nodes():
+        address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        with urllib.request.urlopen(address, timeout=10) as answer:
+            for line in answer.read().decode().splitlines():
+                if parsed := re.fullmatch(r"ray_(rl_backend_\w+)\{(.*)\} (\S+)", line):
+                    found.setdefault(parsed[1], {})[parsed[2]] = float(parsed[3])
+    return found
+
+
+def await_served(check: Callable[[Served], None], seconds: float = 60.0) -> None:
+    """Waits until ``check`` passes, because Ray serves values some seconds after they were set; else its last failure."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        found = {}
-        for node in ray.nodes():
-            address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
-            with urllib.request.urlopen(address, timeout=10) as answer:
-                for line in answer.read().decode().splitlines():
-                    if parsed := re.fullmatch(r"ray_(rl_backend_\w+)\{(.*)\} (\S+)", line):
-                        found.setdefault(parsed[1], {})[parsed[2]] = float(parsed[3])
-        if wanted <= set(found):
-            return found
-        time.sleep(1.0)
-    raise AssertionError(f"not served: {sorted(wanted - set(found))}")
+    while True:
+        try:
+            return check(scrape())
+        except AssertionError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.5)
 
 
-def values(found: dict[str, dict[str, float]], name: str, **tags: str) -> list[float]:
+def values(found: Served, name: str, **tags: str) -> list[float]:
     wanted = [f'{key}="{text}"' for key, text in tags.items()]
-    return [number for labels, number in found[name].items() if all(tag in labels.split(",") for tag in wanted)]
+    return [number for labels, number in found.get(name, {}).items() if all(tag in labels.split(",") for tag in wanted)]
 
 
-def value(found: dict[str, dict[str, float]], name: str, **tags: str) -> float:
-    (number,) = values(found, name, **tags)
-    return number
+def value(found: Served, name: str, **tags: str) -> float:
+    numbers = values(found, name, **tags)
+    assert len(numbers) == 1, (name, tags, numbers)
+    return numbers[0]
 
 
 @pytest.mark.shows("reading a run: Ray's endpoint serves its metrics to Prometheus")
@@ -253,21 +264,25 @@ def test_prometheus_finds_the_metrics_of_run_ranks_and_engines(
     run_dir: Path, train: TrainGroup, policy: HandleRef, rollout_trainer: ReferenceTrainer
 ) -> None:
     run, group = str(run_dir), policy.group_id[:8]
-    shown = {name for name, metric in METRICS.items() if metric.kind != "histogram"}
-    found = scrape({*shown, "rl_backend_run_loss", "rl_backend_push_seconds_bucket"})
-    assert value(found, "rl_backend_run_step", run=run) == STEPS
-    assert value(found, "rl_backend_run_samples", run=run) == 6
-    assert value(found, "rl_backend_run_not_finite_total", run=run, metric="nothing") == STEPS
-    assert value(found, "rl_backend_run_phase_seconds", run=run, phase="train") > 0
-    assert "rl_backend_run_nothing" not in found
-    for rank in ("0", "1"):
-        tags = {"group": group, "rank": rank}
-        assert value(found, "rl_backend_rank_weight_version", model="policy", **tags) == STEPS
-        assert value(found, "rl_backend_operations_total", operation="optimizer_step", **tags) == STEPS
-        assert value(found, "rl_backend_operation_seconds_total", operation="forward_backward", **tags) > 0
-    tokens = [value(found, "rl_backend_trained_tokens_total", group=group, rank=rank) for rank in ("0", "1")]
-    assert sum(tokens) == STEPS * 72
-    for engine in ("0", "1"):
-        # Engines of other groups of this test session have the same numbers.
-        assert rollout_trainer.source.version in values(found, "rl_backend_engine_weight_version", engine=engine)
-        assert max(values(found, "rl_backend_rollout_tokens_total", engine=engine)) >= 18
+
+    def check(found: Served) -> None:
+        assert {name for name, metric in METRICS.items() if metric.kind != "histogram"} <= set(found)
+        assert {"rl_backend_run_loss", "rl_backend_push_seconds_bucket"} <= set(found)
+        assert value(found, "rl_backend_run_step", run=run) == STEPS
+        assert value(found, "rl_backend_run_samples", run=run) == 6
+        assert value(found, "rl_backend_run_not_finite_total", run=run, metric="nothing") == STEPS
+        assert value(found, "rl_backend_run_phase_seconds", run=run, phase="train") > 0
+        assert "rl_backend_run_nothing" not in found
+        for rank in ("0", "1"):
+            tags = {"group": group, "rank": rank}
+            assert value(found, "rl_backend_rank_weight_version", model="policy", **tags) == STEPS
+            assert value(found, "rl_backend_operations_total", operation="optimizer_step", **tags) == STEPS
+            assert value(found, "rl_backend_operation_seconds_total", operation="forward_backward", **tags) > 0
+        tokens = [value(found, "rl_backend_trained_tokens_total", group=group, rank=rank) for rank in ("0", "1")]
+        assert sum(tokens) == STEPS * 72
+        for engine in ("0", "1"):
+            # Engines of other groups of this test session have the same numbers.
+            assert rollout_trainer.source.version in values(found, "rl_backend_engine_weight_version", engine=engine)
+            assert max(values(found, "rl_backend_rollout_tokens_total", engine=engine)) >= 18
+
+    await_served(check)
