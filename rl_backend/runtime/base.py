@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal
@@ -21,6 +21,7 @@ from rl_backend.contracts import (
     RuntimeConfig,
     StepResult,
     TensorInfo,
+    UnsupportedError,
 )
 
 type RouterReplay = Literal["off", "record", "replay"]
@@ -141,6 +142,38 @@ class Runtime[H: ModelHandle](ABC):
             names: only these; unknown names raise :class:`~rl_backend.contracts.ConfigError` before anything is gathered.
         """
 
+    def export_gradients(self, handle: H, *, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yields (Hugging Face name, full float32 gradient) in the order of :meth:`export_weights`.
+
+        Gradients are averaged over data parallelism and not yet clipped: what ``optimizer_step`` is going to take the norm
+        of. A weight that no loss reached may be absent. As with weights, a tensor is valid until the next one is taken.
+
+        Args:
+            names: only these; unknown names raise :class:`~rl_backend.contracts.ConfigError` before anything is gathered.
+
+        Raises:
+            HandleError: a forward-only handle, or one without gradients.
+            UnsupportedError: a runtime that does not offer it.
+        """
+        raise self._not_offered("export_gradients")
+
+    def activations(self, handle: H, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:
+        """Hidden states between the modules of the model: a forward pass without gradients in evaluation mode.
+
+        Args:
+            data: micro-batches, as for :meth:`forward_backward`.
+
+        Returns:
+            For each micro-batch, Hugging Face path of a module (``model.layers.0.input_layernorm``) -> its output, (T,
+            hidden_size) float32 on the host, tokens in the batch's order, modules in the order of computation. The same on
+            every source rank (``is_mp_src_rank_with_outputs``) of a model replica; empty on the others.
+
+        Raises:
+            BatchError: as :meth:`forward_backward`.
+            UnsupportedError: a runtime that does not offer it.
+        """
+        raise self._not_offered("activations")
+
     @abstractmethod
     def save_checkpoint(self, handle: H, path: Path | str, *, hf: bool = False, asynchronous: bool = False) -> None:
         """Writes a new directory: training state, or with ``hf`` a Hugging Face directory.
@@ -179,3 +212,10 @@ class Runtime[H: ModelHandle](ABC):
     @abstractmethod
     def close(self) -> None:
         """Frees every handle, and the process group if this runtime made it. Further calls raise HandleError."""
+
+    def _not_offered(self, operation: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"the runtime {self.config.backend!r} does not offer {operation}; implement it in {type(self).__name__}",
+            backend=self.config.backend,
+            operation=operation,
+        )

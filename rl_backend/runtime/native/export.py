@@ -1,4 +1,4 @@
-"""Full weights out of shards, bucket by bucket."""
+"""Full weights and gradients out of shards, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from rl_backend.contracts import ConfigError, ExportInterruptedError, TensorInfo, UnsupportedError
+from rl_backend.contracts import ConfigError, ExportInterruptedError, HandleError, TensorInfo, UnsupportedError
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.runtime.native.fsdp_state import local_tensor
 
@@ -20,23 +20,25 @@ type WeightStream = Generator[tuple[str, Tensor], None, None]
 
 @dataclass(frozen=True)
 class _Weight:
+    """A parameter, or its gradient."""
+
     name: str
-    parameter: nn.Parameter
+    tensor: Tensor
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        return self.parameter.numel() * self.dtype.itemsize
+        return self.tensor.numel() * self.dtype.itemsize
 
 
 def describe_weights(
-    parameters: Mapping[str, nn.Parameter], names: Mapping[str, str], dtype: torch.dtype | None
+    parameters: Mapping[str, Tensor], names: Mapping[str, str], dtype: torch.dtype | None
 ) -> tuple[TensorInfo, ...]:
     """What :func:`export_weights` yields."""
     return tuple(
         TensorInfo(
             name=weight.name,
-            shape=tuple(weight.parameter.shape),
+            shape=tuple(weight.tensor.shape),
             dtype=str(weight.dtype).removeprefix("torch."),
             nbytes=weight.nbytes,
         )
@@ -45,7 +47,7 @@ def describe_weights(
 
 
 def export_weights(
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, Tensor],
     names: Mapping[str, str],
     groups: ParallelGroups,
     *,
@@ -67,6 +69,7 @@ def export_weights(
         ConfigError: an unknown name, or a budget smaller than the largest tensor.
         UnsupportedError: a parameter that is sharded in another way than FSDP2 does by default.
     """
+    _check_names("export_weights", names, only)
     weights = _select(parameters, names, dtype, only)
     buckets = _buckets(weights, byte_budget)
     for weight in weights:
@@ -77,16 +80,42 @@ def export_weights(
     return stream
 
 
+def export_gradients(
+    parameters: Mapping[str, Tensor], names: Mapping[str, str], groups: ParallelGroups, *, only: Collection[str] | None
+) -> WeightStream:
+    """As :func:`export_weights` for the gradients, in float32; parameters that have none on any rank are left out.
+
+    Raises:
+        ConfigError: an unknown name.
+        HandleError: there are no gradients.
+    """
+    _check_names("export_gradients", names, only)
+    present = torch.tensor([parameters[key].grad is not None for key in names], dtype=torch.int32, device=groups.device)
+    if groups.dp_size > 1:
+        dist.all_reduce(present, dist.ReduceOp.MAX, group=groups.dp_group)
+    reached = [key for key, there in zip(names, present.tolist(), strict=True) if there]
+    if not reached:
+        raise HandleError("export_gradients without gradients; call forward_backward first")
+    gradients: dict[str, Tensor] = {}
+    for key in reached:
+        gradient = parameters[key].grad
+        gradients[key] = torch.zeros_like(parameters[key], requires_grad=False) if gradient is None else gradient
+    reached_names = {key: names[key] for key in reached if only is None or names[key] in only}
+    return export_weights(gradients, reached_names, groups, dtype=torch.float32, byte_budget=None, only=None)
+
+
+def _check_names(operation: str, names: Mapping[str, str], only: Collection[str] | None) -> None:
+    unknown = sorted(set(only or ()) - set(names.values()))
+    if unknown:
+        raise ConfigError(
+            f"{operation}: the model has no weights called {', '.join(unknown[:8])}; weight_infos lists its names",
+            names=unknown,
+        )
+
+
 def _select(
-    parameters: Mapping[str, nn.Parameter], names: Mapping[str, str], dtype: torch.dtype | None, only: Collection[str] | None
+    parameters: Mapping[str, Tensor], names: Mapping[str, str], dtype: torch.dtype | None, only: Collection[str] | None
 ) -> list[_Weight]:
-    if only is not None:
-        unknown = sorted(set(only) - set(names.values()))
-        if unknown:
-            raise ConfigError(
-                f"export_weights: the model has no weights called {', '.join(unknown[:8])}; weight_infos lists its names",
-                names=unknown,
-            )
     return [
         _Weight(name, parameters[key], dtype or parameters[key].dtype)
         for key, name in names.items()
@@ -119,10 +148,10 @@ def _buckets(weights: Sequence[_Weight], byte_budget: int | None) -> list[list[_
 
 
 def _check_placement(weight: _Weight) -> None:
-    parameter = weight.parameter
-    if isinstance(parameter, DTensor) and tuple(parameter.placements) != (Shard(0),):
+    tensor = weight.tensor
+    if isinstance(tensor, DTensor) and tuple(tensor.placements) != (Shard(0),):
         raise UnsupportedError(
-            f"export_weights: {weight.name} has placements {tuple(parameter.placements)}; the native runtime exports "
+            f"export_weights: {weight.name} has placements {tuple(tensor.placements)}; the native runtime exports "
             "parameters that are sharded over their first dimension",
             name=weight.name,
         )
@@ -156,18 +185,18 @@ def _all_go_on(groups: ParallelGroups, here: bool) -> bool:
 def _gather(bucket: Sequence[_Weight], groups: ParallelGroups) -> WeightStream:
     if groups.dp_size == 1:
         for weight in bucket:
-            yield weight.name, local_tensor(weight.parameter).to(weight.dtype)
+            yield weight.name, local_tensor(weight.tensor).to(weight.dtype)
         return
     ranks = groups.dp_size
     # FSDP2 splits dimension 0 in chunks of ceil(rows / ranks); the last ranks may have less, or nothing.
-    rows = [math.ceil(weight.parameter.shape[0] / ranks) for weight in bucket]
-    sizes = [count * math.prod(weight.parameter.shape[1:]) for count, weight in zip(rows, bucket, strict=True)]
+    rows = [math.ceil(weight.tensor.shape[0] / ranks) for weight in bucket]
+    sizes = [count * math.prod(weight.tensor.shape[1:]) for count, weight in zip(rows, bucket, strict=True)]
     mine = torch.zeros(sum(sizes), dtype=bucket[0].dtype, device=groups.device)
     for weight, part in zip(bucket, mine.split(sizes), strict=True):
-        shard = local_tensor(weight.parameter).flatten()
+        shard = local_tensor(weight.tensor).flatten()
         part[: shard.numel()].copy_(shard)
     gathered = torch.empty(ranks * mine.numel(), dtype=mine.dtype, device=groups.device)
     dist.all_gather_into_tensor(gathered, mine, group=groups.dp_group)
     for weight, parts in zip(bucket, gathered.view(ranks, -1).split(sizes, dim=1), strict=True):
-        shape = weight.parameter.shape
+        shape = weight.tensor.shape
         yield weight.name, parts.reshape(-1)[: math.prod(shape)].view(shape)

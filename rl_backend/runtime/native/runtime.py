@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -26,6 +26,7 @@ from rl_backend.contracts import (
 from rl_backend.parallel.groups import close_groups, open_groups, training_device
 from rl_backend.runtime.base import RouterReplay, Runtime
 from rl_backend.runtime.native import export, fsdp_state
+from rl_backend.runtime.native.activations import record_activations
 from rl_backend.runtime.native.batch_checks import check_micro_batches
 from rl_backend.runtime.native.build import build_handle, handle_config
 from rl_backend.runtime.native.checkpoints import CheckpointWriter, load_training_checkpoint
@@ -117,14 +118,7 @@ class NativeRuntime(Runtime[NativeHandle]):
             self._require_whole_gradients(handle, "forward_backward")
             if loss_fn is None:
                 raise BatchError("forward_backward without loss_fn; pass one, or forward_only=True")
-        check_micro_batches(
-            data,
-            self.groups,
-            max_tokens=self.config.max_tokens_per_micro_batch,
-            vocab_size=handle.vocab_size,
-            max_length=handle.max_length,
-            forward_only=forward_only,
-        )
+        self._check(handle, data, forward_only=forward_only)
         keep_gathered = not self.native.reshard_after_forward
         return run_micro_batches(handle, data, loss_fn, forward_only=forward_only, keep_gathered=keep_gathered)
 
@@ -191,6 +185,23 @@ class NativeRuntime(Runtime[NativeHandle]):
             handle.parameters, handle.weight_names, self.groups, dtype=dtype, byte_budget=byte_budget, only=names
         )
 
+    def export_gradients(
+        self, handle: NativeHandle, *, names: Collection[str] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """See the base class; tensors are on the training device."""
+        self._use(handle)
+        handle.trainer("export_gradients")
+        handle.placement.require("export_gradients", "grad")
+        self._require_whole_gradients(handle, "export_gradients")
+        return export.export_gradients(handle.parameters, handle.weight_names, self.groups, only=names)
+
+    def activations(self, handle: NativeHandle, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:
+        self._use(handle)
+        handle.placement.require("activations", "model")
+        self._check(handle, data, forward_only=True)
+        with self.eval_mode(handle):
+            return record_activations(handle, data)
+
     def save_checkpoint(
         self, handle: NativeHandle, path: Path | str, *, hf: bool = False, asynchronous: bool = False
     ) -> None:
@@ -232,6 +243,16 @@ class NativeRuntime(Runtime[NativeHandle]):
                 handle.release()
             self._handles.clear()
             close_groups(self.groups)
+
+    def _check(self, handle: NativeHandle, data: Sequence[PackedBatch], *, forward_only: bool) -> None:
+        check_micro_batches(
+            data,
+            self.groups,
+            max_tokens=self.config.max_tokens_per_micro_batch,
+            vocab_size=handle.vocab_size,
+            max_length=handle.max_length,
+            forward_only=forward_only,
+        )
 
     def _use(self, handle: NativeHandle, *, damaged_too: bool = False) -> None:
         self._require_open()
