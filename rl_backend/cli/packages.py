@@ -27,6 +27,7 @@ class Tested:
 
 BASE = "pip install rl-backend"
 RAY = "pip install 'rl-backend[ray]'"
+BRIDGE = "pip install 'rl-backend[bridge]', then pip install --no-deps megatron-bridge==0.6.2"
 EXAMPLES = "pip install 'rl-backend[examples]'"
 DEVELOPMENT = "pip install 'rl-backend[dev]'"
 
@@ -49,13 +50,8 @@ TESTED = (
     Tested("pyarrow", "26.0.1", "optional", "parquet data in the examples", EXAMPLES),
     Tested("tensorboard", "2.21.0", "optional", "TensorBoard files in the examples", EXAMPLES),
     Tested("verl", "0.9.1", "optional", "the reference that losses are tested against", "pip install verl==0.9.1"),
-    Tested(
-        "megatron-core",
-        "0.19.2",
-        "optional",
-        "the reference that schedules are tested against",
-        "pip install megatron-core==0.19.2",
-    ),
+    Tested("megatron-core", "0.19.2", "optional", "the bridge runtime", BRIDGE),
+    Tested("megatron-bridge", "0.6.2", "optional", "models and weights of the bridge runtime", BRIDGE),
     Tested("pytest", "9.2.0", "development", "make test and make gpu-check", DEVELOPMENT),
     Tested("ruff", "0.17.5", "development", "make test", DEVELOPMENT),
     Tested("mypy", "2.4.1", "development", "make test", DEVELOPMENT),
