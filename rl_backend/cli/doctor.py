@@ -13,8 +13,16 @@ from pathlib import Path
 import rl_backend
 from rl_backend.cli import doctor_text
 from rl_backend.cli.machine import Machine, read_machine
-from rl_backend.cli.packages import Package, foreign_packages, read_packages
-from rl_backend.cli.probes import RayProbe, TorchProbe, probe_ray, probe_torch, ray_authentication
+from rl_backend.cli.packages import BRIDGE, Package, foreign_packages, read_packages
+from rl_backend.cli.probes import (
+    MegatronProbe,
+    RayProbe,
+    TorchProbe,
+    probe_megatron,
+    probe_ray,
+    probe_torch,
+    ray_authentication,
+)
 
 EXIT_BROKEN = 1
 DEMO_MEMORY_GIB = 8.0
@@ -41,17 +49,18 @@ class Report:
     packages: tuple[Package, ...]
     torch: TorchProbe
     ray: RayProbe | None
+    megatron: MegatronProbe | None
     ray_authentication: str | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the whole report as JSON")
-    parser.add_argument("--quick", action="store_true", help="do not start Ray for a trial (saves about 5 seconds)")
+    parser.add_argument("--quick", action="store_true", help="do not try Ray and Megatron (saves about 15 seconds)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the report; 0 when nothing required is broken, else 1."""
-    report = examine(start_ray=not arguments.quick)
+    report = examine(trials=not arguments.quick)
     if arguments.json:
         json.dump(dataclasses.asdict(report), sys.stdout, indent=1)
         print()
@@ -60,29 +69,40 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_BROKEN if report.problems else 0
 
 
-def examine(*, start_ray: bool) -> Report:
+def examine(*, trials: bool) -> Report:
     """Reads the machine and the installation.
 
     Args:
-        start_ray: whether to start a local Ray cluster for a trial.
+        trials: whether to start a local Ray cluster and to import Megatron, where they are installed.
     """
     packages = read_packages()
-    has_ray = _installed(packages, "ray") is not None
-    ray = probe_ray() if start_ray and has_ray else None
-    return judge(read_machine(), packages, probe_torch(), ray)
+    return judge(
+        read_machine(),
+        packages,
+        probe_torch(),
+        probe_ray() if trials and _installed(packages, "ray") is not None else None,
+        probe_megatron() if trials and not _missing_for_bridge(packages) else None,
+    )
 
 
-def judge(machine: Machine, packages: tuple[Package, ...], torch: TorchProbe, ray: RayProbe | None) -> Report:
-    """What follows from these facts; ``ray`` is None when it was not tried."""
+def judge(
+    machine: Machine,
+    packages: tuple[Package, ...],
+    torch: TorchProbe,
+    ray: RayProbe | None,
+    megatron: MegatronProbe | None = None,
+) -> Report:
+    """What follows from these facts; ``ray`` or ``megatron`` is None when it was not tried."""
     problems, remarks = _problems_and_remarks(machine, packages, torch, ray)
     return Report(
         problems=tuple(problems),
         remarks=tuple(remarks),
-        capabilities=tuple(_capabilities(machine, packages, torch, ray)),
+        capabilities=tuple(_capabilities(machine, packages, torch, ray, megatron)),
         machine=machine,
         packages=packages,
         torch=torch,
         ray=ray,
+        megatron=megatron,
         ray_authentication=ray_authentication() if _installed(packages, "ray") is not None else None,
     )
 
@@ -118,7 +138,11 @@ def _problems_and_remarks(
 
 
 def _capabilities(
-    machine: Machine, packages: tuple[Package, ...], torch: TorchProbe, ray: RayProbe | None
+    machine: Machine,
+    packages: tuple[Package, ...],
+    torch: TorchProbe,
+    ray: RayProbe | None,
+    megatron: MegatronProbe | None,
 ) -> list[Capability]:
     trains = torch.error is None and all(p.installed for p in packages if p.tested.need == "required")
     gpus = len(torch.devices)
@@ -130,9 +154,7 @@ def _capabilities(
     why_not_loop = (
         "training does not work" if not trains else why_rollouts if not rollouts else "Ray is missing or does not start"
     )
-    home = Path(rl_backend.__file__).resolve().parent
-    bridge = (home / "runtime" / "bridge" / "__init__.py").is_file()
-    verl = (home.parent / "adapters" / "verl" / "engine.py").is_file()
+    verl = (Path(rl_backend.__file__).resolve().parent.parent / "adapters" / "verl" / "engine.py").is_file()
     return [
         Capability("native training on CPU", trains, "gloo between ranks" if trains else "see the problems"),
         Capability("native training on a GPU", trains and gpus > 0, f"{gpus} x {torch.devices[0]}" if gpus else no_gpu),
@@ -143,7 +165,7 @@ def _capabilities(
             loop,
             tight if tight else f"on {'GPU' if gpus else 'CPU'}" if loop else why_not_loop,
         ),
-        Capability("bridge runtime (Megatron)", bridge, "installed" if bridge else "not in this version"),
+        Capability("bridge runtime (Megatron)", *_bridge(packages, gpus if trains else None, megatron)),
         Capability("verl on this backend", verl, "installed" if verl else "not in this version"),
     ]
 
@@ -162,6 +184,27 @@ def _rollouts(machine: Machine, packages: tuple[Package, ...], gpus: int) -> tup
     if "avx512f" in machine.cpu_features or machine.architecture != "x86_64":
         return True, "on CPU"
     return True, "on CPU; faster on a processor with AVX512"
+
+
+def _bridge(packages: tuple[Package, ...], gpus: int | None, megatron: MegatronProbe | None) -> tuple[bool, str]:
+    """Whether the bridge runtime can train on ``gpus`` GPUs, or on the CPU without; None where training does not work."""
+    if gpus is None:
+        return False, "training does not work"
+    if missing := _missing_for_bridge(packages):
+        return False, f"{' and '.join(missing)} missing: {BRIDGE}"
+    if megatron is None:
+        return True, "installed, not tried"
+    if megatron.error is not None:
+        return False, megatron.error
+    if not gpus:
+        return True, "on CPU, with Megatron's own layers; context parallelism (cp) needs a GPU and Transformer Engine"
+    if megatron.transformer_engine is None:
+        return True, "on the GPU, with Megatron's own layers; context parallelism (cp) needs Transformer Engine"
+    return True, f"on the GPU, with Transformer Engine {megatron.transformer_engine}"
+
+
+def _missing_for_bridge(packages: tuple[Package, ...]) -> list[str]:
+    return [name for name in ("megatron-core", "megatron-bridge") if _installed(packages, name) is None]
 
 
 def _too_small_for_demo(machine: Machine) -> str:

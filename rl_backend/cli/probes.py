@@ -1,4 +1,4 @@
-"""Tries torch and Ray in processes of their own, so that a broken installation is a result and not a crash."""
+"""Tries torch, Ray and Megatron in processes of their own, so that a broken installation is a result and not a crash."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 TORCH_SECONDS = 180
 RAY_SECONDS = 120
+MEGATRON_SECONDS = 180
 
 TORCH_SCRIPT = """
 import json, torch
@@ -26,6 +27,20 @@ ray.init(
 )
 assert ray.get(ray.remote(lambda: 41 + 1).remote()) == 42
 ray.shutdown()
+"""
+
+MEGATRON_SCRIPT = """
+import importlib.metadata, json
+from rl_backend.contracts import RLBackendError
+from rl_backend.runtime.bridge.installed import has_transformer_engine, import_megatron
+found = {"error": None, "transformer_engine": None}
+try:
+    import_megatron()
+    if has_transformer_engine():
+        found["transformer_engine"] = importlib.metadata.version("transformer-engine")
+except RLBackendError as error:
+    found["error"] = str(error)
+print(json.dumps(found))
 """
 
 
@@ -46,6 +61,14 @@ class RayProbe:
     error: str | None
 
 
+@dataclass(frozen=True)
+class MegatronProbe:
+    """``error`` is None when the bridge runtime can import Megatron; ``transformer_engine``: its version, if it is there."""
+
+    error: str | None
+    transformer_engine: str | None = None
+
+
 def probe_torch() -> TorchProbe:
     """Imports torch and asks it for GPUs."""
     output, error = _run([sys.executable, "-c", TORCH_SCRIPT], TORCH_SECONDS)
@@ -60,6 +83,12 @@ def probe_ray() -> RayProbe:
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         _, error = _run([sys.executable, "-c", RAY_SCRIPT, folder], RAY_SECONDS)
     return RayProbe(error)
+
+
+def probe_megatron() -> MegatronProbe:
+    """Imports Megatron-Core and Megatron-Bridge as the bridge runtime does."""
+    output, error = _run([sys.executable, "-c", MEGATRON_SCRIPT], MEGATRON_SECONDS)
+    return MegatronProbe(error) if error is not None else MegatronProbe(**json.loads(output.splitlines()[-1]))
 
 
 def ray_authentication() -> str:

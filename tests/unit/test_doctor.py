@@ -12,7 +12,7 @@ from rl_backend.cli.doctor import Report
 from rl_backend.cli.doctor_text import verdict
 from rl_backend.cli.machine import Gpu, Machine
 from rl_backend.cli.packages import TESTED, Package
-from rl_backend.cli.probes import RayProbe, TorchProbe
+from rl_backend.cli.probes import MegatronProbe, RayProbe, TorchProbe
 
 MACHINE = Machine(
     python="3.12.4",
@@ -61,8 +61,9 @@ def report(
     installed: tuple[Package, ...] | None = None,
     torch: TorchProbe = TORCH,
     ray: RayProbe | None = None,
+    megatron: MegatronProbe | None = None,
 ) -> Report:
-    return doctor.judge(machine, installed or packages(), torch, ray or RayProbe(None))
+    return doctor.judge(machine, installed or packages(), torch, ray or RayProbe(None), megatron or MegatronProbe(None))
 
 
 def available(report: Report) -> dict[str, bool]:
@@ -136,6 +137,33 @@ def test_a_small_dev_shm_is_named_with_its_remedy() -> None:
     found = report(dataclasses.replace(MACHINE, shared_memory_gib=0.0625))
     assert not available(found)["GRPO with Ray and vLLM"]
     assert "--shm-size" in reason(found, "GRPO")
+
+
+@pytest.mark.parametrize("name", ["megatron-core", "megatron-bridge"])
+def test_the_bridge_runtime_without_a_package_of_megatron_says_what_to_install(name: str) -> None:
+    found = report(installed=packages(**{name: None}))
+    assert found.problems == ()
+    assert not available(found)["bridge runtime"]
+    assert reason(found, "bridge").startswith(f"{name} missing: pip install 'rl-backend[bridge]'")
+    assert "pip install --no-deps megatron-bridge==0.6.2" in reason(found, "bridge")
+
+
+def test_a_megatron_that_does_not_import_is_named_and_stops_nothing_else() -> None:
+    found = report(megatron=MegatronProbe("the package 'rich' is missing"))
+    assert reason(found, "bridge") == "the package 'rich' is missing"
+    assert not available(found)["bridge runtime"]
+    assert available(found)["GRPO with Ray and vLLM"]
+
+
+def test_the_bridge_runtime_has_context_parallelism_with_transformer_engine_only() -> None:
+    gpu = (WITH_GPU, packages(vllm_distribution="vllm"), TORCH_WITH_GPU)
+    assert "on CPU" in reason(report(), "bridge")
+    for found in (report(), report(*gpu)):
+        assert available(found)["bridge runtime"]
+        assert "(cp) needs" in reason(found, "bridge")
+    assert (
+        reason(report(*gpu, megatron=MegatronProbe(None, "2.9.0")), "bridge") == "on the GPU, with Transformer Engine 2.9.0"
+    )
 
 
 def test_another_python_is_a_problem() -> None:
