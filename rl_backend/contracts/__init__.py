@@ -2,6 +2,7 @@
 
 from rl_backend.contracts.base_config import BaseConfig
 from rl_backend.contracts.batch import PackedBatch, TokenSequence
+from rl_backend.contracts.bridge_config import BridgeConfig
 from rl_backend.contracts.errors import (
     BatchError,
     CheckpointError,
@@ -45,6 +46,7 @@ __all__ = [
     "BackendConfig",
     "BaseConfig",
     "BatchError",
+    "BridgeConfig",
     "CheckpointError",
     "ConfigError",
     "EngineDeadError",

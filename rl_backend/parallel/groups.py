@@ -80,13 +80,8 @@ def open_groups(parallel: ParallelConfig, device: torch.device) -> ParallelGroup
         ConfigError: the world size does not fit ``parallel``, an incomplete environment, or a default group that cannot
             communicate on ``device``.
     """
-    if not dist.is_initialized():
-        _init_default_group(device)
-        _default_group.made_here = True
-        _default_group.users = 0
-    _default_group.users += 1
+    join_default_group(device)
     try:
-        _require_backend(device)
         dp_size = parallel.data_parallel_size(dist.get_world_size())
         mesh = init_device_mesh(device.type, (dp_size,), mesh_dim_names=("dp",))
         return ParallelGroups(
@@ -98,7 +93,7 @@ def open_groups(parallel: ParallelConfig, device: torch.device) -> ParallelGroup
             host_group=dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT),
         )
     except BaseException:
-        _leave_default_group()
+        leave_default_group()
         raise
 
 
@@ -106,10 +101,25 @@ def close_groups(groups: ParallelGroups) -> None:
     """Destroys what :func:`open_groups` made; the default group only after its last user, and only if made there."""
     if dist.is_initialized():
         dist.destroy_process_group(groups.host_group)
-        _leave_default_group()
+        leave_default_group()
 
 
-def _leave_default_group() -> None:
+def join_default_group(device: torch.device) -> None:
+    """Makes the default process group if there is none, and counts its users; :func:`leave_default_group` undoes it.
+
+    Raises:
+        ConfigError: an incomplete environment, or a default group that cannot communicate on ``device``.
+    """
+    if not dist.is_initialized():
+        _init_default_group(device)
+        _default_group.made_here = True
+        _default_group.users = 0
+    _require_backend(device)
+    _default_group.users += 1
+
+
+def leave_default_group() -> None:
+    """Destroys the default process group after its last user, if :func:`join_default_group` made it."""
     _default_group.users -= 1
     if _default_group.made_here and _default_group.users == 0:
         _default_group.made_here = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -26,6 +27,20 @@ class NextToken(NamedTuple):
     entropy: Tensor | None
 
 
+class VocabularyShard(NamedTuple):
+    """One rank's part of a vocabulary that is split over ranks, in their order.
+
+    Attributes:
+        group: the ranks.
+        start: first token of this rank's part.
+        vocab_size: tokens of the whole vocabulary.
+    """
+
+    group: dist.ProcessGroup
+    start: int
+    vocab_size: int
+
+
 def next_token_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -34,6 +49,7 @@ def next_token_log_probs(
     temperature: Tensor | float = 1.0,
     chunk_tokens: int = 1024,
     calculate_entropy: bool = False,
+    shard: VocabularyShard | None = None,
 ) -> NextToken:
     """``log_softmax(hidden @ weight.T / temperature)`` at the labels, and the entropy of that softmax.
 
@@ -41,10 +57,13 @@ def next_token_log_probs(
     backward pass computes them again, for the tokens whose gradient is not zero. The softmax is computed in float32 or
     better. Positions with label -100 give 0, take no gradient and are not computed.
 
+    With ``shard`` the vocabulary is split over ranks: every rank gets the same results, from one reduction of four numbers
+    per token. The gradient of ``hidden`` is then this rank's part; the sum over the ranks is the caller's.
+
     Args:
-        hidden: (T, hidden_size).
-        weight: (vocab_size, hidden_size), of the dtype of ``hidden``.
-        labels: (T,) int64.
+        hidden: (T, hidden_size); the same on every rank of a shard's group.
+        weight: (vocab_size, hidden_size), or this rank's rows of it; of the dtype of ``hidden``.
+        labels: (T,) int64, in the whole vocabulary.
         temperature: positive number or (T,) tensor; not differentiated.
 
     Raises:
@@ -54,8 +73,10 @@ def next_token_log_probs(
     if not isinstance(temperature, Tensor) and not temperature > 0.0:
         raise BatchError(f"temperature={temperature!r}: must be positive", temperature=temperature)
     if labels.device.type == "cpu":
-        _check_on_host(labels, weight.shape[0], temperature)
-    log_probs, entropy = _NextTokenLogProbs.apply(hidden, weight, labels, temperature, chunk_tokens, calculate_entropy)
+        _check_on_host(labels, weight.shape[0] if shard is None else shard.vocab_size, temperature)
+    log_probs, entropy = _NextTokenLogProbs.apply(
+        hidden, weight, labels, temperature, chunk_tokens, calculate_entropy, shard
+    )
     return NextToken(log_probs, entropy if calculate_entropy else None)
 
 
@@ -79,7 +100,7 @@ class _Tile(NamedTuple):
 
     @classmethod
     def of(cls, tokens: _Tokens, chunk: slice, weight: Tensor, words: slice) -> _Tile:
-        column = tokens.labels[chunk] - words.start
+        column = tokens.labels[chunk] - (tokens.start + words.start)
         inside = (column >= 0) & (column < words.stop - words.start)
         temperature = tokens.temperature[chunk] if tokens.temperature is not None else None
         return cls(tokens.hidden[chunk], weight[words], column.where(inside, 0)[:, None], inside, temperature)
@@ -96,9 +117,12 @@ class _Tokens(NamedTuple):
     hidden: Tensor  # (N, hidden_size)
     labels: Tensor  # (N,)
     temperature: Tensor | None  # (N, 1); None stands for 1
+    start: int  # token of the first row of the weight
 
     @classmethod
-    def select(cls, hidden: Tensor, labels: Tensor, temperature: Tensor | float, active: Tensor) -> tuple[_Tokens, Tensor]:
+    def select(
+        cls, hidden: Tensor, labels: Tensor, temperature: Tensor | float, active: Tensor, shard: VocabularyShard | None
+    ) -> tuple[_Tokens, Tensor]:
         """The tokens where ``active`` and their positions."""
         positions = active.nonzero().squeeze(1)
         if not isinstance(temperature, Tensor):
@@ -106,7 +130,7 @@ class _Tokens(NamedTuple):
             temperatures = None if chosen is None else chosen.expand(positions.shape[0], 1)
         else:
             temperatures = temperature.to(hidden.device, _wide(hidden.dtype))[positions][:, None]
-        return cls(hidden[positions], labels[positions], temperatures), positions
+        return cls(hidden[positions], labels[positions], temperatures, shard.start if shard else 0), positions
 
     def chunks(self, size: int) -> list[slice]:
         return _slices(self.hidden.shape[0], size)
@@ -122,16 +146,17 @@ class _NextTokenLogProbs(torch.autograd.Function):
         temperature: Tensor | float,
         chunk_tokens: int,
         calculate_entropy: bool,
+        shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor]:
-        tokens, positions = _Tokens.select(hidden, labels, temperature, labels != IGNORE_LABEL)
+        tokens, positions = _Tokens.select(hidden, labels, temperature, labels != IGNORE_LABEL, shard)
         dtype = _wide(hidden.dtype)
         buffers = _buffers(tokens, weight, chunk_tokens, count=2 if calculate_entropy else 1)
         sums = [
             _sum_over_vocabulary(tokens, chunk, weight, chunk_tokens, buffers, calculate_entropy)
             for chunk in tokens.chunks(chunk_tokens)
         ]
-        columns = tuple(zip(*sums, strict=True)) or ((hidden.new_empty(0, dtype=dtype),),) * 3
-        log_normalizers, label_logits, entropies = (torch.cat(parts) for parts in columns)
+        partial = torch.cat(sums) if sums else hidden.new_empty((0, 4), dtype=dtype)
+        log_normalizers, label_logits, entropies = _finish_sums(partial, shard, calculate_entropy)
 
         def spread(values: Tensor) -> Tensor:
             return hidden.new_zeros(hidden.shape[0], dtype=dtype).index_copy_(0, positions, values)
@@ -139,6 +164,7 @@ class _NextTokenLogProbs(torch.autograd.Function):
         entropy = spread(entropies)
         ctx.save_for_backward(hidden, weight, labels, spread(log_normalizers), entropy)
         ctx.temperature, ctx.chunk_tokens, ctx.calculate_entropy = temperature, chunk_tokens, calculate_entropy
+        ctx.shard = shard
         if not calculate_entropy:
             ctx.mark_non_differentiable(entropy)
         return spread(label_logits - log_normalizers), entropy
@@ -151,7 +177,7 @@ class _NextTokenLogProbs(torch.autograd.Function):
         if ctx.calculate_entropy:
             active |= grad_entropy != 0
         active &= labels != IGNORE_LABEL
-        tokens, positions = _Tokens.select(hidden, labels, ctx.temperature, active)
+        tokens, positions = _Tokens.select(hidden, labels, ctx.temperature, active, ctx.shard)
         gradient = _Gradient(
             grad_log_probs[positions][:, None],
             grad_entropy[positions][:, None] if ctx.calculate_entropy else None,
@@ -163,16 +189,15 @@ class _NextTokenLogProbs(torch.autograd.Function):
         grad_hidden = None
         if grad_tokens is not None:
             grad_hidden = torch.zeros_like(hidden).index_copy_(0, positions, grad_tokens.to(hidden.dtype))
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def _sum_over_vocabulary(
     tokens: _Tokens, chunk: slice, weight: Tensor, chunk_tokens: int, buffers: list[Tensor], calculate_entropy: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-normaliser, logit of the label and entropy of one chunk, in one pass over the vocabulary.
+) -> Tensor:
+    """(tokens, 4): m, s, u and the logit of the label of one chunk, in one pass over this rank's vocabulary.
 
-    With m the largest logit so far, keeps s = sum exp(x - m) and u = sum exp(x - m) (x - m); then
-    log Z = m + log s and the entropy is log s - u / s.
+    m is the largest logit so far, s = sum exp(x - m) and u = sum exp(x - m) (x - m).
     """
     largest = tokens.hidden.new_full((chunk.stop - chunk.start, 1), -torch.inf, dtype=_wide(tokens.hidden.dtype))
     total, weighted, label_logits = (torch.zeros_like(largest) for _ in range(3))
@@ -186,14 +211,34 @@ def _sum_over_vocabulary(
         logits.sub_(largest)
         if calculate_entropy:
             weights = torch.exp(logits, out=buffers[1][: logits.numel()].view_as(logits))
-            moved = torch.where(total > 0, weighted + total * shift, 0.0)
-            weighted = (moved * scale).addcmul_(logits.mul_(weights).sum(1, keepdim=True), torch.ones_like(scale))
+            weighted = (_shifted(weighted, total, shift) * scale).addcmul_(
+                logits.mul_(weights).sum(1, keepdim=True), torch.ones_like(scale)
+            )
         else:
             weights = logits.exp_()
         total = (total * scale).add_(weights.sum(1, keepdim=True))
+    return torch.cat([largest, total, weighted, label_logits], dim=1)
+
+
+def _finish_sums(partial: Tensor, shard: VocabularyShard | None, calculate_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-normaliser, logit of the label and entropy: log Z = m + log s, the entropy is log s - u / s."""
+    largest, total, weighted, label_logits = partial.unbind(1)
+    if shard is not None:
+        here, largest = largest, largest.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
+        shift = here - largest
+        scale = shift.exp()
+        sums = torch.stack([total * scale, _shifted(weighted, total, shift) * scale, label_logits])
+        dist.all_reduce(sums, group=shard.group)
+        total, weighted, label_logits = sums
     log_total = total.log()
-    entropy = log_total - weighted / total if calculate_entropy else weighted
-    return (largest + log_total).squeeze(1), label_logits.squeeze(1), entropy.squeeze(1)
+    entropy = log_total - weighted / total if calculate_entropy else torch.zeros_like(total)
+    return largest + log_total, label_logits, entropy
+
+
+def _shifted(weighted: Tensor, total: Tensor, shift: Tensor) -> Tensor:
+    """u for a maximum that is larger by ``-shift``, before the common factor; 0 where nothing has been added up yet."""
+    return torch.where(total > 0, weighted + total * shift, 0.0)
 
 
 class _Gradient(NamedTuple):

@@ -42,4 +42,9 @@ def _native(config: RuntimeConfig) -> Runtime[Any]:
     return importlib.import_module("rl_backend.runtime.native").NativeRuntime(config)  # type: ignore[no-any-return]
 
 
+def _bridge(config: RuntimeConfig) -> Runtime[Any]:
+    return importlib.import_module("rl_backend.runtime.bridge").BridgeRuntime(config)  # type: ignore[no-any-return]
+
+
 _FACTORIES.add("native", _native)
+_FACTORIES.add("bridge", _bridge)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,7 +15,6 @@ from rl_backend.contracts import (
     ConfigError,
     Head,
     NativeConfig,
-    OptimizerConfig,
     RuntimeConfig,
     UnsupportedError,
 )
@@ -28,23 +26,6 @@ from rl_backend.runtime.native.placement import Placement
 
 if TYPE_CHECKING:
     from rl_backend.runtime.native.runtime import NativeRuntime
-
-
-def handle_config(
-    config: RuntimeConfig, hf_path: Path | str | None, optimizer: OptimizerConfig | None, *, forward_only: bool
-) -> RuntimeConfig:
-    """The runtime's configuration as it is for one model.
-
-    Raises:
-        ConfigError: an optimizer for a forward-only model.
-    """
-    if optimizer is not None and forward_only:
-        raise ConfigError.of("optimizer", optimizer, "a forward-only model has none; leave one of the two out")
-    if hf_path is not None:
-        config = config.replace(hf_path=str(hf_path))
-    if optimizer is not None:
-        config = config.replace(backend_cfg=config.backend_cfg.replace(optimizer=optimizer))
-    return config
 
 
 def build_handle(
@@ -63,8 +44,6 @@ def build_handle(
     """
     native = config.backend_cfg
     assert isinstance(native, NativeConfig), "RuntimeConfig resolves backend_cfg by backend"
-    if head not in get_args(Head.__value__):
-        raise ConfigError.of("head", head, f"expected one of {', '.join(map(repr, get_args(Head.__value__)))}")
     hf_config = read_hf_config(config.hf_path)
     family = find_model(native.model, hf_config)
     family.require_head(head)

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts import (
-    BatchError,
     ForwardResult,
     LossFn,
-    Metric,
     MetricValue,
     ModelOutput,
     PackedBatch,
@@ -20,6 +18,7 @@ from rl_backend.contracts import (
     merge_metrics,
 )
 from rl_backend.model import ModelInput
+from rl_backend.runtime.losses import as_metrics, check_loss, detached
 from rl_backend.runtime.native import fsdp_state
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.trace.device import device_span
@@ -62,7 +61,7 @@ def run_micro_batches(
     fsdp_state.reshard(handle.model)
     return ForwardResult(
         losses=tuple(torch.stack(losses).tolist()) if losses else (),
-        metrics=merge_metrics([_as_metrics(values) for values in metrics]),
+        metrics=merge_metrics([as_metrics(values) for values in metrics]),
         outputs=dict(outputs),
     )
 
@@ -78,13 +77,13 @@ def _run_one(
         output: ModelOutput = handle.model(_model_input(batch))
         if loss_fn is not None:
             loss, metrics = loss_fn(output, batch, handle.groups.dp_group)
-            _check_loss(loss, index, forward_only)
+            check_loss(loss, index, forward_only)
     if not forward_only:
         assert loss is not None, "checked above"
         with device_span(device, "backward", "micro_batch", **work):
             loss.backward()
     kept = {name: value.detach() for name, value in output._asdict().items() if value is not None}
-    return None if loss is None else loss.detach().float(), _detached(metrics), kept
+    return None if loss is None else loss.detach().float(), detached(metrics), kept
 
 
 def _model_input(batch: PackedBatch) -> ModelInput:
@@ -97,41 +96,6 @@ def _model_input(batch: PackedBatch) -> ModelInput:
         temperature=batch.temperature,
         calculate_entropy=bool(batch.meta.get("calculate_entropy", False)),
     )
-
-
-def _check_loss(loss: object, index: int, forward_only: bool) -> None:
-    if loss is None and forward_only:
-        return
-    if not isinstance(loss, Tensor):
-        raise BatchError(f"loss_fn returned a {type(loss).__name__} for micro-batch {index}; expected a 0-d tensor")
-    if loss.dim() != 0:
-        raise BatchError(f"loss_fn returned shape {tuple(loss.shape)} for micro-batch {index}; expected a 0-d tensor")
-    if not forward_only and not loss.requires_grad:
-        raise BatchError(
-            f"loss_fn returned a loss without a gradient for micro-batch {index}; compute it from model_output, or pass "
-            "forward_only=True"
-        )
-
-
-def _detached(metrics: Mapping[str, MetricValue]) -> Mapping[str, MetricValue]:
-    def detach(value: Tensor | float) -> Tensor | float:
-        return value.detach() if isinstance(value, Tensor) else value
-
-    return {
-        name: (detach(value[0]), detach(value[1])) if isinstance(value, tuple) else detach(value)
-        for name, value in metrics.items()
-    }
-
-
-def _as_metrics(values: Mapping[str, MetricValue]) -> dict[str, Metric]:
-    metrics = {}
-    for name, value in values.items():
-        total, weight = value if isinstance(value, tuple) else (value, 1.0)
-        try:
-            metrics[name] = Metric(float(total), float(weight))
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise BatchError(f"metric {name!r} is not a number or a (sum, weight) pair: {error}", name=name) from None
-    return metrics
 
 
 def require_no_replay(router_replay: str, family_name: str) -> None:

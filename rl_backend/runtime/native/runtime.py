@@ -25,10 +25,11 @@ from rl_backend.contracts import (
 )
 from rl_backend.parallel.groups import close_groups, open_groups, training_device
 from rl_backend.runtime.base import RouterReplay, Runtime
+from rl_backend.runtime.batch_checks import check_micro_batches
+from rl_backend.runtime.handle_config import handle_config
 from rl_backend.runtime.native import export, fsdp_state
 from rl_backend.runtime.native.activations import record_activations
-from rl_backend.runtime.native.batch_checks import check_micro_batches
-from rl_backend.runtime.native.build import build_handle, handle_config
+from rl_backend.runtime.native.build import build_handle
 from rl_backend.runtime.native.checkpoints import CheckpointWriter, load_training_checkpoint
 from rl_backend.runtime.native.forward_backward import require_no_replay, run_micro_batches
 from rl_backend.runtime.native.handle import NativeHandle
@@ -65,7 +66,7 @@ class NativeRuntime(Runtime[NativeHandle]):
         optimizer: OptimizerConfig | None = None,
     ) -> NativeHandle:
         self._require_open()
-        config = handle_config(self.config, hf_path, optimizer, forward_only=forward_only)
+        config = handle_config(self.config, hf_path, optimizer, head, forward_only=forward_only)
         self._num_built += 1
         name = name or f"model-{self._num_built}"
         handle = build_handle(self, config, self.groups, forward_only=forward_only, name=name, head=head)
@@ -247,7 +248,8 @@ class NativeRuntime(Runtime[NativeHandle]):
     def _check(self, handle: NativeHandle, data: Sequence[PackedBatch], *, forward_only: bool) -> None:
         check_micro_batches(
             data,
-            self.groups,
+            self.groups.dp_group,
+            self.groups.device,
             max_tokens=self.config.max_tokens_per_micro_batch,
             vocab_size=handle.vocab_size,
             max_length=handle.max_length,

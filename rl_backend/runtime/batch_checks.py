@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from rl_backend.contracts import BatchError, PackedBatch
-from rl_backend.parallel.groups import ParallelGroups
 
 
 def check_micro_batches(
     data: Sequence[PackedBatch],
-    groups: ParallelGroups,
+    group: dist.ProcessGroup,
+    device: torch.device,
     *,
     max_tokens: int,
     vocab_size: int,
@@ -22,14 +22,17 @@ def check_micro_batches(
 ) -> None:
     """Refuses data that cannot run, on every rank together, so that none is left waiting in a collective.
 
+    Args:
+        group: the ranks that run together, for collectives on ``device``.
+
     Raises:
         BatchError: no micro-batches; one over ``max_tokens``; a sequence over ``max_length``; a token outside the
             vocabulary; a temperature that is not positive; another number of micro-batches, or another kind of pass, on
             another rank; or another rank refused its data.
     """
     problem = _problem(data, max_tokens, vocab_size, max_length)
-    if groups.dp_size > 1:
-        ranks_problem = _problem_between_ranks(len(data), problem is not None, forward_only, groups)
+    if group.size() > 1:
+        ranks_problem = _problem_between_ranks(len(data), problem is not None, forward_only, group, device)
         problem = problem or ranks_problem
     if problem is not None:
         raise problem
@@ -70,19 +73,21 @@ def _problem(data: Sequence[PackedBatch], max_tokens: int, vocab_size: int, max_
     return None
 
 
-def _problem_between_ranks(count: int, refused: bool, forward_only: bool, groups: ParallelGroups) -> BatchError | None:
-    facts = [count, int(forward_only), groups.dp_rank + 1 if refused else 0]
-    extremes = torch.tensor([*facts, *(-fact for fact in facts)], device=groups.device)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=groups.dp_group)
+def _problem_between_ranks(
+    count: int, refused: bool, forward_only: bool, group: dist.ProcessGroup, device: torch.device
+) -> BatchError | None:
+    facts = [count, int(forward_only), group.rank() + 1 if refused else 0]
+    extremes = torch.tensor([*facts, *(-fact for fact in facts)], device=device)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     most_count, any_forward_only, last_refusing, least_count, all_forward_only, _ = extremes.tolist()
     if last_refusing:
         return BatchError(
-            f"data-parallel rank {last_refusing - 1} refused its micro-batches; nothing ran on any rank",
+            f"rank {last_refusing - 1} refused its micro-batches; nothing ran on any rank",
             rank=last_refusing - 1,
         )
     if most_count != -least_count:
         return BatchError(
-            f"this rank (data-parallel {groups.dp_rank}) has {count} micro-batches, others have {-least_count} to "
+            f"this rank ({group.rank()}) has {count} micro-batches, others have {-least_count} to "
             f"{most_count}; every rank needs the same number",
             micro_batches=count,
             least=-least_count,

@@ -1,0 +1,198 @@
+"""Building a model for one rank and loading its part of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.utils import unwrap_model
+from torch import nn
+
+from rl_backend.checkpoint.hf_reader import HFReader, read_hf_config
+from rl_backend.contracts import VALUE_HEAD_WEIGHTS, BridgeConfig, CheckpointError, Head, RuntimeConfig, UnsupportedError
+from rl_backend.runtime.bridge.groups import BridgeGroups
+from rl_backend.runtime.bridge.handle import BridgeHandle
+from rl_backend.runtime.bridge.optimizer import BridgeOptimizer
+from rl_backend.runtime.bridge.outputs import CriticOutputLayer, OutputProcessor
+from rl_backend.runtime.bridge.provider import make_provider, open_bridge, override, uses_transformer_engine
+
+if TYPE_CHECKING:
+    from rl_backend.runtime.bridge.runtime import BridgeRuntime
+
+
+def build_handle(
+    owner: BridgeRuntime, config: RuntimeConfig, groups: BridgeGroups, *, forward_only: bool, name: str, head: Head
+) -> BridgeHandle:
+    """Builds the model of ``config.hf_path``. A collective: Megatron spreads weights from one rank of each group."""
+    options = config.backend_cfg
+    assert isinstance(options, BridgeConfig), "RuntimeConfig resolves backend_cfg by backend"
+    hf_config = read_hf_config(config.hf_path)
+    bridge = open_bridge(config.hf_path)
+    provider = make_provider(bridge, config, groups, head)
+    ddp_config = override(
+        "BridgeConfig.override_ddp_config", DistributedDataParallelConfig, options.override_ddp_config, _ddp_settings()
+    )
+    model_bridge = bridge._model_bridge
+    # It draws a bar for every load and export.
+    model_bridge._with_progress_tracking = lambda tasks, *_, **__: iter(tasks)
+
+    def load(chunks: list[nn.Module]) -> list[nn.Module]:
+        if head == "values":
+            _replace_output_layers(chunks, provider)
+        _load_weights(config.hf_path, bridge, model_bridge, chunks, head)
+        if forward_only:
+            for chunk in chunks:
+                chunk.requires_grad_(False)
+        return chunks
+
+    chunks = provider.provide_distributed_model(
+        ddp_config=ddp_config,
+        wrap_with_ddp=not forward_only,
+        use_cpu_initialization=groups.device.type == "cpu",
+        init_model_with_meta_device=False,
+        pre_wrap_hook=load,
+        pg_collection=groups.pg,
+    )
+    for chunk in chunks:
+        chunk.train(not forward_only)
+    optimizer = None if forward_only else BridgeOptimizer(options, chunks, groups)
+    if optimizer is not None:
+        _connect(provider, chunks, ddp_config)
+    return BridgeHandle(
+        name=name,
+        forward_only=forward_only,
+        weight_version=0,
+        head=head,
+        data_parallel_rank=groups.dp_rank,
+        data_parallel_size=groups.dp_size,
+        owner=owner,
+        config=config,
+        groups=groups,
+        bridge=bridge,
+        model_bridge=model_bridge,
+        provider=provider,
+        hf_config=hf_config,
+        chunks=chunks,
+        processor=OutputProcessor(
+            groups,
+            vocab_size=provider.vocab_size,
+            chunk_tokens=options.log_prob_chunk_tokens,
+            sequence_parallel=provider.sequence_parallel,
+        ),
+        vocab_size=provider.vocab_size,
+        max_length=hf_config.get("max_position_embeddings"),
+        packs_sequences=uses_transformer_engine(groups.device),
+        optimizer=optimizer,
+    )
+
+
+def _ddp_settings() -> Mapping[str, Any]:
+    return {
+        "use_distributed_optimizer": True,
+        "grad_reduce_in_fp32": True,
+        "overlap_grad_reduce": False,
+        "overlap_param_gather": False,
+        "check_for_nan_in_grad": False,
+    }
+
+
+def _connect(provider: Any, chunks: Sequence[Any], ddp_config: Any) -> None:
+    """What the pipeline schedules call, as Megatron's own training loop sets it."""
+    provider.finalize_model_grads_func = finalize_model_grads
+    if ddp_config.overlap_grad_reduce:
+        functions = [chunk.no_sync for chunk in chunks]
+        provider.no_sync_func = functions if len(functions) > 1 else functions[0]
+        if ddp_config.align_grad_reduce if hasattr(ddp_config, "align_grad_reduce") else False:
+            synchronise = [chunk.start_grad_sync for chunk in chunks]
+            provider.grad_sync_func = synchronise if len(synchronise) > 1 else synchronise[0]
+    if ddp_config.overlap_param_gather and ddp_config.align_param_gather:
+        gather = [chunk.start_param_sync for chunk in chunks]
+        provider.param_sync_func = gather if len(gather) > 1 else gather[0]
+    for chunk in chunks:
+        assert isinstance(chunk, DistributedDataParallel), "trained chunks are wrapped"
+
+
+def _replace_output_layers(chunks: Sequence[nn.Module], provider: Any) -> None:
+    for chunk in chunks:
+        if getattr(chunk, "post_process", False):
+            chunk.output_layer = CriticOutputLayer(provider.hidden_size, provider)
+
+
+def _load_weights(hf_path: str, bridge: Any, model_bridge: Any, chunks: list[nn.Module], head: Head) -> None:
+    """Loads every parameter, once it is certain that each has its weights and that every weight has its parameter.
+
+    Raises:
+        CheckpointError: weights that the directory lacks.
+        UnsupportedError: weights that Megatron's model has no place for.
+    """
+    stored = set(bridge.hf_pretrained.state.source.get_all_keys())
+    tasks = [task for task in model_bridge.build_conversion_tasks(bridge.hf_pretrained, chunks) if task is not None]
+    wanted = {name for task in tasks for name in hf_names(task)}
+    missing = sorted(wanted - stored)
+    if missing:
+        raise CheckpointError(
+            f"{hf_path} lacks {len(missing)} weights that Megatron's model needs: {', '.join(missing[:4])}", names=missing
+        )
+    loaded = {task.param_name for task in tasks if task.megatron_module is not None}
+    unloaded = sorted(
+        name
+        for name, _ in _named_parameters(chunks)
+        if name not in loaded and "value_head" not in name and not _is_tied_copy(chunks, name)
+    )
+    if unloaded:
+        raise UnsupportedError(f"Megatron-Bridge has no weights for the parameters {', '.join(unloaded[:4])}", names=unloaded)
+    unread = sorted(name for name in stored - wanted if not _may_be_unread(name, head, bridge.hf_pretrained.config))
+    if unread:
+        raise UnsupportedError(
+            f"{hf_path} has {len(unread)} weights that Megatron's model has no place for, so it would compute something else: "
+            f"{', '.join(unread[:4])}",
+            names=unread,
+        )
+    model_bridge.load_weights_hf_to_megatron(bridge.hf_pretrained, chunks)
+    if head == "values":
+        _load_value_head(hf_path, chunks)
+
+
+def hf_names(task: Any) -> tuple[str, ...]:
+    """Hugging Face names of the weights that one parameter of Megatron is made of."""
+    names = task.mapping.hf_param
+    return (names,) if isinstance(names, str) else tuple(names.values())
+
+
+def _named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    for chunk in unwrap_model(list(chunks)):
+        yield from chunk.named_parameters()
+
+
+def _is_tied_copy(chunks: Sequence[nn.Module], name: str) -> bool:
+    tied = any(getattr(chunk, "share_embeddings_and_output_weights", False) for chunk in chunks)
+    return tied and name == "output_layer.weight"
+
+
+def _may_be_unread(name: str, head: Head, hf_config: Any) -> bool:
+    if name.endswith("rotary_emb.inv_freq"):
+        return True
+    if name == "lm_head.weight":
+        return head == "values" or bool(getattr(hf_config, "tie_word_embeddings", False))
+    return head == "values" and name in VALUE_HEAD_WEIGHTS
+
+
+def _load_value_head(hf_path: str, chunks: Sequence[nn.Module]) -> None:
+    """``score.weight`` and ``score.bias``; what the directory lacks of them is 0."""
+    reader = HFReader(hf_path)
+    for chunk in chunks:
+        layer = getattr(chunk, "output_layer", None)
+        if not isinstance(layer, CriticOutputLayer):
+            continue
+        with torch.no_grad():
+            for name, parameter in zip(VALUE_HEAD_WEIGHTS, (layer.value_head.weight, layer.value_head.bias), strict=True):
+                if name in reader.infos:
+                    parameter.copy_(reader.read(name))
+                else:
+                    parameter.zero_()

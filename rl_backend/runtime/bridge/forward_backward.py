@@ -1,0 +1,147 @@
+"""Running micro-batches through Megatron's pipeline schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from rl_backend.contracts import BatchError, ForwardResult, LossFn, MetricValue, PackedBatch, UnsupportedError, merge_metrics
+from rl_backend.runtime.bridge.batch import LaidOut, common_shape, lay_out_packed, lay_out_padded, padded_shape
+from rl_backend.runtime.bridge.handle import BridgeHandle
+from rl_backend.runtime.bridge.outputs import as_model_output
+from rl_backend.runtime.losses import as_metrics, check_loss, detached
+from rl_backend.trace.device import device_span
+
+
+@dataclass
+class _MicroBatchResult:
+    loss: Tensor | None = None
+    metrics: Mapping[str, MetricValue] = field(default_factory=dict)
+    outputs: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def run_micro_batches(
+    handle: BridgeHandle, data: Sequence[PackedBatch], loss_fn: LossFn | None, *, forward_only: bool
+) -> ForwardResult:
+    """Runs checked micro-batches; Megatron reduces the gradients over the ranks at the end.
+
+    Losses and metrics are on the ranks of the last stage, outputs on its source rank.
+
+    Raises:
+        BatchError: what the loss returned is not a 0-d tensor with a gradient, or a metric is not a number.
+    """
+    laid_out = lay_out(handle, data)
+    results: dict[int, _MicroBatchResult] = {}
+    shape = common_shape([each.shape for each in laid_out])
+    schedule = get_forward_backward_func(
+        pp_size=handle.groups.parallel.pp,
+        vp_size=handle.groups.parallel.vpp if handle.groups.parallel.vpp > 1 else None,
+    )
+    iterators = [iter(enumerate(laid_out)) for _ in handle.chunks]
+    schedule(
+        forward_step_func=_forward_step(handle, loss_fn, len(data), results, forward_only),
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
+        model=list(handle.chunks) if len(handle.chunks) > 1 else handle.chunks[0],
+        num_microbatches=len(data),
+        seq_length=shape[1],
+        micro_batch_size=shape[0],
+        forward_only=forward_only,
+    )
+    ordered = [results[index] for index in sorted(results)]
+    outputs: dict[str, list[Tensor]] = {}
+    if handle.groups.has_outputs:
+        for batch, result in zip(data, ordered, strict=True):
+            for name, value in result.outputs.items():
+                outputs.setdefault(name, []).extend(part.clone() for part in batch.split(value))
+    losses = [result.loss for result in ordered if result.loss is not None]
+    return ForwardResult(
+        losses=tuple(torch.stack(losses).tolist()) if losses else (),
+        metrics=merge_metrics([as_metrics(result.metrics) for result in ordered]),
+        outputs=outputs,
+    )
+
+
+def lay_out(handle: BridgeHandle, data: Sequence[PackedBatch]) -> list[LaidOut]:
+    """The micro-batches as the model takes them, on the training device."""
+    groups, provider = handle.groups, handle.provider
+    multiple = groups.parallel.tp if provider.sequence_parallel else 1
+    batches = [batch.to(groups.device) for batch in data]
+    if handle.packs_sequences:
+        return [lay_out_packed(batch, multiple) for batch in batches]
+    shapes = [padded_shape(batch, multiple) for batch in batches]
+    if provider.num_moe_experts is not None and provider.moe_token_dispatcher_type == "allgather":
+        # Every rank gathers the tokens of all, so that all must have as many.
+        shape = torch.tensor(common_shape(shapes), device=groups.device)
+        dist.all_reduce(shape, dist.ReduceOp.MAX, group=groups.all_ranks)
+        rows, columns = shape.tolist()
+        shapes = [(rows, columns)] * len(shapes)
+    mark_padding = provider.num_moe_experts is not None
+    return [
+        lay_out_padded(batch, shape, mark_padding=mark_padding) for batch, shape in zip(batches, shapes, strict=True)
+    ]
+
+
+def require_micro_batches(handle: BridgeHandle, count: int) -> None:
+    """Raises :class:`BatchError` for a number of micro-batches that Megatron's interleaved schedule does not take."""
+    parallel = handle.groups.parallel
+    group = handle.provider.microbatch_group_size_per_vp_stage or parallel.pp
+    if parallel.vpp > 1 and count % group and 0 < count % group < parallel.pp:
+        raise BatchError(
+            f"{count} micro-batches with pp={parallel.pp} and vpp={parallel.vpp}: Megatron's interleaved schedule takes groups "
+            f"of {group}, and the last must have at least pp={parallel.pp}; use a multiple of {group}",
+            micro_batches=count,
+        )
+
+
+def require_no_replay(handle: BridgeHandle, router_replay: str) -> None:
+    """Raises :class:`UnsupportedError` unless ``router_replay`` is ``off``."""
+    if router_replay != "off":
+        raise UnsupportedError(
+            f"router_replay={router_replay!r}: the bridge runtime does not record or replay routes; use 'off'",
+            router_replay=router_replay,
+        )
+
+
+def _forward_step(
+    handle: BridgeHandle,
+    loss_fn: LossFn | None,
+    num_micro_batches: int,
+    results: dict[int, _MicroBatchResult],
+    forward_only: bool,
+) -> Callable[[Iterator[tuple[int, LaidOut]], Any], tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Any]]]]]:
+    """What Megatron's schedules call for each micro-batch and model chunk."""
+
+    def step(
+        iterator: Iterator[tuple[int, LaidOut]], chunk: Any
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Any]]]]:
+        index, laid_out = next(iterator)
+        batch = laid_out.batch
+        work = {"micro_batch": index, "tokens": batch.num_tokens, "sequences": batch.num_sequences}
+        with device_span(handle.groups.device, "forward", "micro_batch", **work):
+            output = chunk(**laid_out.inputs, output_processor=handle.processor, output_processor_context=laid_out)
+
+        def compute_loss(outputs: Tensor) -> tuple[Tensor, dict[str, Any]]:
+            model_output = as_model_output(outputs, laid_out, handle.head)
+            result = results[index] = _MicroBatchResult(
+                outputs={name: value.detach() for name, value in model_output._asdict().items() if value is not None}
+            )
+            if loss_fn is None:
+                return outputs.new_zeros(()), {}
+            loss, metrics = loss_fn(model_output, batch, handle.groups.dp_group)
+            check_loss(loss, index, forward_only)
+            result.metrics = detached(metrics)
+            if loss is None:
+                return outputs.new_zeros(()), {}
+            result.loss = loss.detach().float()
+            # Megatron divides by the number of micro-batches; losses here are summed. A new tensor: it divides in place.
+            return loss * num_micro_batches, {}
+
+        return output, compute_loss
+
+    return step

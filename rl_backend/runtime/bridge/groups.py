@@ -1,0 +1,131 @@
+"""Megatron's process groups of one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from rl_backend.contracts import ConfigError, ParallelConfig
+from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT, join_default_group, leave_default_group
+from rl_backend.runtime.bridge.megatron_cpu import on_cpu
+
+
+@dataclass(frozen=True)
+class BridgeGroups:
+    """This rank's device and its place in the layout.
+
+    Attributes:
+        parallel: the layout.
+        device: what this rank trains on.
+        pg: Megatron's groups of this layout.
+        world_size: ranks of the job.
+        dp_rank, dp_size: place among the ranks that see different data.
+        dp_group: their group.
+        all_ranks: the group of every rank.
+        host_group: every rank over gloo, for collectives on the CPU from any one thread at a time; never used by forward,
+            backward or the optimizer.
+    """
+
+    parallel: ParallelConfig
+    device: torch.device
+    pg: ProcessGroupCollection
+    world_size: int
+    dp_rank: int
+    dp_size: int
+    dp_group: dist.ProcessGroup
+    all_ranks: dist.ProcessGroup
+    host_group: dist.ProcessGroup
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pg.pp.rank() == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pg.pp.rank() == self.pg.pp.size() - 1
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether this is the one rank of its model replica that gives outputs: last stage, first of tp and cp."""
+        return self.is_last_stage and self.pg.tp.rank() == 0 and self.pg.cp.rank() == 0
+
+
+@dataclass
+class _ModelParallelState:
+    """Megatron keeps its groups in globals of the process; runtimes of one layout share them."""
+
+    parallel: ParallelConfig | None = None
+    users: int = 0
+
+
+_state = _ModelParallelState()
+
+
+def open_groups(parallel: ParallelConfig, device: torch.device) -> BridgeGroups:
+    """Makes the groups of the layout. A collective over all ranks of the job; :func:`close_groups` undoes it.
+
+    Raises:
+        ConfigError: the world size does not fit ``parallel``, or this process already uses Megatron with another layout.
+    """
+    join_default_group(device)
+    try:
+        dp_size = parallel.data_parallel_size(dist.get_world_size())
+        _join_model_parallel(parallel, device)
+    except BaseException:
+        leave_default_group()
+        raise
+    return BridgeGroups(
+        parallel=parallel,
+        device=device,
+        pg=ProcessGroupCollection.use_mpu_process_groups(),
+        world_size=dist.get_world_size(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=dp_size,
+        dp_group=parallel_state.get_data_parallel_group(),
+        all_ranks=dist.group.WORLD,
+        host_group=dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT),
+    )
+
+
+def close_groups(groups: BridgeGroups) -> None:
+    """Destroys what :func:`open_groups` made: Megatron's groups after the last runtime that uses them."""
+    if not dist.is_initialized():
+        return
+    dist.destroy_process_group(groups.host_group)
+    _state.users -= 1
+    if _state.users == 0:
+        _state.parallel = None
+        parallel_state.destroy_model_parallel()
+    leave_default_group()
+
+
+def _join_model_parallel(parallel: ParallelConfig, device: torch.device) -> None:
+    if _state.users == 0:
+        if parallel_state.is_initialized():
+            raise ConfigError(
+                "Megatron's model parallel groups of this process were made by somebody else; let the bridge runtime make "
+                "them, or use a process of its own"
+            )
+        with on_cpu(device):
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=parallel.tp,
+                pipeline_model_parallel_size=parallel.pp,
+                virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+                context_parallel_size=parallel.cp,
+                expert_model_parallel_size=parallel.ep,
+                expert_tensor_parallel_size=parallel.etp,
+                distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
+            )
+        _state.parallel = parallel
+    elif _state.parallel != parallel:
+        raise ConfigError.of(
+            "BridgeConfig.parallel",
+            parallel,
+            f"this process already uses Megatron with {_state.parallel!r}, and Megatron keeps one layout per process; use a "
+            "process of its own for each layout",
+        )
+    _state.users += 1

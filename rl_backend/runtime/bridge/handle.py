@@ -1,0 +1,88 @@
+"""What the bridge runtime keeps for one model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import unwrap_model
+from torch import nn
+
+from rl_backend.contracts import BridgeConfig, HandleError, ModelHandle, RuntimeConfig
+from rl_backend.runtime.bridge.groups import BridgeGroups
+from rl_backend.runtime.bridge.optimizer import BridgeOptimizer
+from rl_backend.runtime.bridge.outputs import OutputProcessor
+
+if TYPE_CHECKING:
+    from rl_backend.runtime.bridge.runtime import BridgeRuntime
+
+
+@dataclass(eq=False, kw_only=True)
+class BridgeHandle(ModelHandle):
+    """One model of a :class:`~rl_backend.runtime.bridge.BridgeRuntime`.
+
+    Attributes:
+        owner: the runtime that built it; None once it is closed.
+        config: the runtime's, with the ``hf_path`` and optimizer of this model.
+        groups: device and process groups.
+        bridge: Megatron-Bridge's ``AutoBridge`` of the directory.
+        model_bridge: its part for this model family: the conversion of weights.
+        provider: what the model was built from; Megatron's ``TransformerConfig`` of it.
+        hf_config: ``config.json``.
+        chunks: this rank's model chunks, one per virtual stage; in Megatron's DDP when trained.
+        processor: what the last stage computes from hidden states.
+        vocab_size: ``vocab_size`` of ``config.json``.
+        max_length: longest sequence, in tokens; None where the model sets no limit.
+        packs_sequences: attention takes packed sequences; otherwise micro-batches are padded.
+        optimizer: None for a forward-only handle.
+        broken: why the handle cannot be used, empty when it can: a pass failed in the middle (until ``zero_grad``).
+        damaged: why its weights cannot be trusted: a checkpoint failed in the middle of loading (until one loads).
+        has_gradients: a backward pass has run since the last ``zero_grad``.
+    """
+
+    owner: BridgeRuntime | None
+    config: RuntimeConfig
+    groups: BridgeGroups
+    bridge: Any
+    model_bridge: Any
+    provider: Any
+    hf_config: Mapping[str, Any]
+    chunks: Sequence[MegatronModule]
+    processor: OutputProcessor
+    vocab_size: int
+    max_length: int | None
+    packs_sequences: bool
+    optimizer: BridgeOptimizer | None
+    broken: str = ""
+    damaged: str = ""
+    has_gradients: bool = False
+
+    @property
+    def options(self) -> BridgeConfig:
+        assert isinstance(self.config.backend_cfg, BridgeConfig), "RuntimeConfig resolves backend_cfg by backend"
+        return self.config.backend_cfg
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """This rank's ``GPTModel`` chunks without their wrappers."""
+        models: list[nn.Module] = unwrap_model(list(self.chunks))
+        return models
+
+    def trainer(self, operation: str) -> BridgeOptimizer:
+        """The optimizer; raises :class:`HandleError` for a forward-only handle."""
+        if self.optimizer is None:
+            raise HandleError(
+                f"{operation} on {self.name!r}, which is forward-only: it has no gradients and no optimizer; "
+                "build it with build_model(forward_only=False)",
+                handle=self.name,
+                operation=operation,
+            )
+        return self.optimizer
+
+    def release(self) -> None:
+        """Drops every tensor; the handle cannot be used again."""
+        self.owner = None
+        self.optimizer = None
+        self.chunks = ()

@@ -1,0 +1,77 @@
+"""Importing Megatron: the installed versions, and what an import without Transformer Engine takes."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import sys
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from rl_backend.contracts import UnsupportedError
+from rl_backend.runtime.bridge.transformer_engine import placeholders
+
+SUPPORTED = {"megatron-core": (0, 19), "megatron-bridge": (0, 6)}
+"""Distribution -> the (major, minor) version whose internals this runtime was tested with."""
+
+_INSTALL = (
+    "the bridge runtime needs megatron-core 0.19 and megatron-bridge 0.6: pip install megatron-core==0.19.2, then "
+    "pip install --no-deps megatron-bridge==0.6.2 and what it imports (pip install 'rl-backend[bridge]')"
+)
+
+
+def require_megatron() -> None:
+    """Raises :class:`UnsupportedError`, with what to install, unless supported versions are installed."""
+    for distribution, supported in SUPPORTED.items():
+        try:
+            installed = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            raise UnsupportedError(f"{distribution} is not installed; {_INSTALL}", package=distribution) from None
+        if tuple(int(part) for part in installed.split(".")[:2]) != supported:
+            raise UnsupportedError(
+                f"{distribution} {installed} is installed; {_INSTALL}", package=distribution, installed=installed
+            )
+
+
+def import_megatron() -> None:
+    """Imports Megatron-Core, then Megatron-Bridge. Nothing to do the second time.
+
+    Raises:
+        UnsupportedError: a package is missing or of another version.
+    """
+    require_megatron()
+    with _quiet():
+        try:
+            # First, so that it finds out by itself whether Transformer Engine is there.
+            for name in ("models.gpt", "distributed", "optimizer", "pipeline_parallel"):
+                importlib.import_module(f"megatron.core.{name}")
+            with placeholders():
+                importlib.import_module("megatron.bridge")
+        except ModuleNotFoundError as error:
+            raise UnsupportedError(
+                f"Megatron cannot be imported: the package {error.name!r} is missing; {_INSTALL}", package=error.name
+            ) from error
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Megatron's import warns of optional packages, and Megatron-Bridge's configures the root logger."""
+    root = logging.getLogger()
+    handlers, level, disabled = root.handlers[:], root.level, root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+        root.handlers[:] = handlers
+        root.setLevel(level)
+
+
+def has_transformer_engine() -> bool:
+    """Whether the real Transformer Engine is installed. It needs CUDA."""
+    return "transformer_engine" in sys.modules or importlib.util.find_spec("transformer_engine") is not None

@@ -1,0 +1,185 @@
+"""Megatron on a machine without CUDA: what it asks of CUDA is answered by the CPU, inside :func:`on_cpu` only.
+
+Megatron-Core names the device ``cuda`` in many places and calls ``torch.cuda`` for streams, random state and
+synchronisation. Every patch stands in :data:`PATCHES` with what it is for; a test takes each one away and sees Megatron fail.
+Outside the context torch is as it was. The norm for sequence parallelism is here too; it serves every device without
+Transformer Engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+
+class Patch(NamedTuple):
+    """Attributes:
+    owner: the object, or the name of the module, that has the attribute.
+    why: who in Megatron asks for it.
+    """
+
+    owner: Any
+    attribute: str
+    replacement: Any
+    why: str
+
+
+class _Stream:
+    """A CUDA stream or event of which nothing is to be waited for."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def record_event(self, *args: object) -> _Stream:
+        return _Stream()
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    pass
+
+
+def _same(self: Any, *args: object, **kwargs: object) -> Any:
+    return self
+
+
+_tensor_type = torch.Tensor.type
+
+
+def _cuda_type(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """``torch.FloatTensor`` as ``torch.cuda.FloatTensor``; conversions are as before."""
+    result = _tensor_type(self, *args, **kwargs)
+    # Under a TorchFunctionMode torch looks the method up by its name, and so comes here a second time.
+    if isinstance(result, str) and not result.startswith("torch.cuda."):
+        return result.replace("torch.", "torch.cuda.", 1)
+    return result
+
+
+_RANDOM = "megatron.core.tensor_parallel.random"
+
+PATCHES = (
+    Patch(torch.cuda, "current_device", lambda: torch.device("cpu"), "the device of every buffer that Megatron makes"),
+    Patch(torch.cuda, "synchronize", _nothing, "after communication between pipeline stages"),
+    Patch(torch.cuda, "current_stream", lambda *_: _Stream(), "gradient buffers wait for the stream of the backward pass"),
+    Patch(torch.cuda, "Stream", _Stream, "overlapped communication and the MoE dispatcher"),
+    Patch(torch.cuda, "Event", _Stream, "the MoE dispatcher waits for copies to the host"),
+    Patch(torch.cuda, "stream", lambda _: contextlib.nullcontext(), "the MoE dispatcher's side stream"),
+    Patch(torch.cuda, "empty_cache", _nothing, "moving optimizer state"),
+    Patch(torch.cuda, "get_rng_state", lambda *_: torch.get_rng_state(), "recomputation keeps the random state"),
+    Patch(torch.cuda, "set_rng_state", lambda state, *_: torch.set_rng_state(state), "recomputation restores it"),
+    Patch(torch.cuda, "manual_seed", torch.manual_seed, "the random state of each model-parallel rank is seeded"),
+    Patch(_RANDOM, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state(), "the tracker of random states"),
+    Patch(_RANDOM, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state), "the same tracker"),
+    Patch(torch.Tensor, "cuda", _same, "counts of tokens and the loss scale are moved to the device"),
+    Patch(torch.nn.Module, "cuda", _same, "models are moved to the device"),
+    Patch(torch.Tensor, "type", _cuda_type, "the distributed optimizer takes tensors of CUDA types only"),
+)
+
+
+class _OnCpu(TorchFunctionMode):
+    """``device="cuda"`` in any torch call means the CPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if kwargs and _is_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": "cpu"}
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], "cpu", *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+def _is_cuda(device: object) -> bool:
+    return isinstance(device, str | torch.device) and str(device).startswith("cuda")
+
+
+class _Depth(threading.local):
+    value = 0
+
+
+_depth = _Depth()
+_lock = threading.Lock()
+_users = 0
+_saved: list[tuple[Any, str, Any]] = []
+
+
+@contextmanager
+def on_cpu(device: torch.device) -> Generator[None]:
+    """Inside, Megatron runs on ``device``: on a CPU the patches hold, on CUDA nothing is changed. Nests."""
+    if device.type != "cpu" or _depth.value:
+        yield
+        return
+    _apply()
+    _depth.value += 1
+    try:
+        with _OnCpu():
+            yield
+    finally:
+        _depth.value -= 1
+        _undo()
+
+
+def _apply() -> None:
+    """Patches are the process's: they hold until the last thread inside leaves."""
+    global _users
+    with _lock:
+        _users += 1
+        if _users > 1:
+            return
+        for patch in PATCHES:
+            owner = _owner(patch)
+            _saved.append((owner, patch.attribute, getattr(owner, patch.attribute)))
+            setattr(owner, patch.attribute, patch.replacement)
+
+
+def _undo() -> None:
+    global _users
+    with _lock:
+        _users -= 1
+        if _users:
+            return
+        while _saved:
+            setattr(*_saved.pop())
+
+
+def _owner(patch: Patch) -> Any:
+    return importlib.import_module(patch.owner) if isinstance(patch.owner, str) else patch.owner
+
+
+def iterate_on_cpu[T](device: torch.device, items: Iterator[T]) -> Generator[T]:
+    """``items``, each made inside :func:`on_cpu`; the consumer runs outside. Closing it closes ``items``."""
+    try:
+        while True:
+            with on_cpu(device):
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+            yield item
+    finally:
+        close = getattr(items, "close", None)
+        if close is not None:
+            with on_cpu(device):
+                close()
+
+
+class SequenceParallelRMSNorm(nn.RMSNorm):
+    """RMSNorm for Megatron's local layers: Megatron's own wrapper of ``torch.nn.RMSNorm`` refuses sequence parallelism.
+
+    With it, each tensor-parallel rank normalises its part of the tokens, and the mark on the weight makes Megatron sum the
+    gradient over the ranks.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel

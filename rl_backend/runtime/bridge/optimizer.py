@@ -1,0 +1,134 @@
+"""Megatron's distributed optimizer and scheduler, with a check of the gradients of all ranks before anything changes."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from rl_backend.contracts import BridgeConfig, HandleError, OptimizerConfig, StepResult
+from rl_backend.runtime.bridge.groups import BridgeGroups
+from rl_backend.runtime.bridge.provider import override
+
+logger = logging.getLogger(__name__)
+
+_NEVER = 2**31
+"""Steps of a schedule that does not end; Megatron wants a number."""
+
+
+class BridgeOptimizer:
+    """Megatron's Adam over float32 masters that are sharded over the data-parallel ranks.
+
+    Attributes:
+        megatron: the ``MegatronOptimizer``.
+        scheduler: its ``OptimizerParamScheduler``, counting optimizer steps.
+    """
+
+    def __init__(self, options: BridgeConfig, chunks: Sequence[Any], groups: BridgeGroups) -> None:
+        self._config = options.optimizer
+        self._groups = groups
+        self.megatron = get_megatron_optimizer(_megatron_config(options), list(chunks), use_gloo_process_groups=False)
+        self.scheduler = _scheduler(self.megatron, self._config)
+
+    def step(self, handle_name: str, *, has_gradients: bool) -> StepResult:
+        """Global norm, finite check, clipping, step. Nothing changes when a gradient of any rank is not finite.
+
+        Megatron's own ``step`` clips by a norm that is not finite, and so writes it into every parameter.
+
+        Raises:
+            HandleError: there are no gradients.
+        """
+        if not has_gradients:
+            raise HandleError(
+                f"optimizer_step on {handle_name!r} without gradients; call forward_backward first", handle=handle_name
+            )
+        found_not_finite = self.megatron.prepare_grads()
+        norm = float(self.megatron.get_grad_norm())
+        num_zeros = int(self.megatron.count_zeros()) if self._config.log_num_zeros_in_grad else None
+        if not self._finite_everywhere(norm) or found_not_finite:
+            norm = norm if not math.isfinite(norm) else math.nan
+            logger.warning("optimizer step of %r skipped: the gradient norm is %s", handle_name, norm)
+            return StepResult(False, norm, num_zeros)
+        if self._config.clip_grad > 0:
+            for optimizer in _parts(self.megatron):
+                parameters = optimizer.get_parameters()
+                if parameters:
+                    decoupled = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                    clip_grad_by_total_norm_fp32(parameters, self._config.clip_grad, norm, decoupled)
+        self.megatron.step_with_ready_grads()
+        return StepResult(True, norm, num_zeros)
+
+    def schedule_step(self) -> float:
+        """Advances the schedules and returns the learning rate of the next step."""
+        self.scheduler.step(increment=1)
+        return self.learning_rate
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next step."""
+        return float(self.scheduler.get_lr({"max_lr": self._config.lr, "min_lr": self._config.min_lr}))
+
+    def zero_grad(self) -> None:
+        """Drops the gradients of the masters; those of the model are in the DDP buffers."""
+        self.megatron.zero_grad()
+
+    def _finite_everywhere(self, norm: float) -> bool:
+        """Norms of experts and of the rest are reduced over other groups, so every rank is asked."""
+        finite = torch.tensor(int(math.isfinite(norm)), device=self._groups.device)
+        dist.all_reduce(finite, dist.ReduceOp.MIN, group=self._groups.all_ranks)
+        return bool(finite.item())
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """The optimizers that a chained one consists of: one for experts, one for the rest."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
+
+
+def _megatron_config(options: BridgeConfig) -> Any:
+    config, dtype = options.optimizer, getattr(torch, options.param_dtype)
+    settings = {
+        "optimizer": config.optimizer,
+        "lr": config.lr,
+        "min_lr": config.min_lr,
+        "weight_decay": config.weight_decay,
+        "adam_beta1": config.betas[0],
+        "adam_beta2": config.betas[1],
+        "adam_eps": config.eps,
+        "clip_grad": config.clip_grad,
+        "log_num_zeros_in_grad": config.log_num_zeros_in_grad,
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "use_distributed_optimizer": True,
+        "overlap_param_gather": bool(options.override_ddp_config.get("overlap_param_gather", False)),
+    }
+    return override(
+        "BridgeConfig.override_optimizer_config", MegatronOptimizerConfig, options.override_optimizer_config, settings
+    )
+
+
+def _scheduler(optimizer: Any, config: OptimizerConfig) -> Any:
+    start = config.weight_decay if config.weight_decay_start is None else config.weight_decay_start
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=config.lr_warmup_init,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.warmup_steps,
+        lr_decay_steps=config.decay_steps or _NEVER,
+        lr_decay_style=config.lr_decay_style,
+        start_wd=start,
+        end_wd=config.weight_decay,
+        wd_incr_steps=max(config.total_training_steps, 0),
+        wd_incr_style=config.weight_decay_incr_style,
+        wsd_decay_steps=config.lr_wsd_decay_steps,
+        lr_wsd_decay_style=config.lr_wsd_decay_style,
+    )

@@ -1,0 +1,275 @@
+"""Megatron-Bridge's provider of one model: what Megatron builds from a Hugging Face directory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from megatron.bridge import AutoBridge
+from megatron.bridge.models.gpt_provider import GPTModelProvider, default_layer_spec
+from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from rl_backend.contracts import BridgeConfig, ConfigError, Head, RuntimeConfig, UnsupportedError
+from rl_backend.runtime.bridge.groups import BridgeGroups
+from rl_backend.runtime.bridge.installed import has_transformer_engine
+from rl_backend.runtime.bridge.megatron_cpu import SequenceParallelRMSNorm
+
+_LOCAL_LAYERS: Mapping[str, Any] = {
+    "masked_softmax_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "cross_entropy_loss_fusion": False,
+    "persist_layer_norm": False,
+    "moe_permute_fusion": False,
+    "moe_grouped_gemm": False,
+    "moe_router_fusion": False,
+    "fp8": None,
+    "fp4": None,
+    "tp_comm_overlap": False,
+    "cuda_graph_impl": "none",
+}
+"""What Megatron's own layers do without: kernels of Transformer Engine, Apex or CUDA."""
+
+
+class Provider(Protocol):
+    """The fields of a ``GPTModelProvider`` that this runtime reads."""
+
+    num_moe_experts: int | None
+    share_embeddings_and_output_weights: bool
+    transformer_layer_spec: Any
+
+    def finalize(self) -> None: ...
+
+
+def open_bridge(hf_path: str) -> AutoBridge:
+    """The Megatron-Bridge of a directory, by its ``model_type``.
+
+    Raises:
+        UnsupportedError: Megatron-Bridge has no bridge for the model, or it would ignore a part of its configuration.
+    """
+    config = AutoConfig.from_pretrained(hf_path)
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if name is not None:
+        # A critic's directory names ...ForTokenClassification, which Megatron-Bridge does not know.
+        config.architectures = [name]
+    if not AutoBridge.supports(config):
+        raise UnsupportedError(
+            f"{hf_path}: Megatron-Bridge has no bridge for model_type {config.model_type!r} ({config.architectures})",
+            model_type=config.model_type,
+        )
+    pretrained = PreTrainedCausalLM.from_pretrained(hf_path)
+    pretrained.config = config
+    return AutoBridge(pretrained)
+
+
+def make_provider(bridge: AutoBridge, config: RuntimeConfig, groups: BridgeGroups, head: Head) -> Provider:
+    """The provider with this runtime's settings, finished.
+
+    Raises:
+        ConfigError: an override that Megatron does not have or that cannot hold here, or a layout that Megatron refuses.
+        UnsupportedError: what Megatron would ignore or cannot do on this device.
+    """
+    options = config.backend_cfg
+    assert isinstance(options, BridgeConfig), "RuntimeConfig resolves backend_cfg by backend"
+    provider = bridge.to_megatron_provider(load_weights=False)
+    if not isinstance(provider, GPTModelProvider):
+        raise UnsupportedError(
+            f"Megatron-Bridge builds {config.hf_path} with {type(provider).__name__}; this runtime trains GPTModelProvider "
+            "models only"
+        )
+    _require_same_model(bridge.hf_pretrained.config, provider)
+    _require_layout(options, provider, groups)
+    settings = _settings(options, provider, groups.device, head)
+    _check_overrides(options.override_transformer_config, provider, settings)
+    for name, value in {**settings, **options.override_transformer_config}.items():
+        setattr(provider, name, value)
+    if not uses_transformer_engine(groups.device):
+        _use_local_layers(provider)
+    try:
+        provider.finalize()
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(f"Megatron refuses the configuration of {config.hf_path}: {error}") from error
+    return provider
+
+
+def uses_transformer_engine(device: torch.device) -> bool:
+    """Whether layers are Transformer Engine's: on CUDA where it is installed; Megatron's own elsewhere."""
+    return device.type == "cuda" and has_transformer_engine()
+
+
+def override[T](field: str, config_type: Callable[..., T], overrides: Mapping[str, Any], settings: Mapping[str, Any]) -> T:
+    """One of Megatron's dataclasses from this runtime's settings and the user's.
+
+    Raises:
+        ConfigError: a field that the dataclass does not have, or values that it refuses.
+    """
+    names = {each.name for each in dataclasses.fields(config_type)}  # type: ignore[arg-type]
+    for name, value in overrides.items():
+        if name not in names:
+            raise ConfigError.of(f"{field}[{name!r}]", value, f"Megatron's {config_type.__name__} has no such field")
+    try:
+        return config_type(**{**settings, **overrides})
+    except (AssertionError, ValueError, TypeError) as error:
+        raise ConfigError(f"{field}={dict(overrides)!r}: Megatron refuses it: {error}") from error
+
+
+def _settings(options: BridgeConfig, provider: Any, device: torch.device, head: Head) -> dict[str, Any]:
+    parallel, dtype = options.parallel, getattr(torch, options.param_dtype)
+    settings: dict[str, Any] = {
+        "tensor_model_parallel_size": parallel.tp,
+        "sequence_parallel": parallel.tp > 1,
+        "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": parallel.vpp if parallel.vpp > 1 else None,
+        "context_parallel_size": parallel.cp,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.etp,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "autocast_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
+        "should_pad_vocab": provider.vocab_size % parallel.tp != 0,
+        "make_vocab_size_divisible_by": 1,
+        "mtp_num_layers": None,
+        "recompute_granularity": options.recompute_granularity,
+        "recompute_method": options.recompute_method,
+        "recompute_num_layers": options.recompute_num_layers,
+        # The runtime loads all weights.
+        "perform_initialization": False,
+        "use_cpu_initialization": device.type == "cpu",
+    }
+    if options.recompute_modules is not None:
+        settings["recompute_modules"] = list(options.recompute_modules)
+    if head == "values":
+        settings["share_embeddings_and_output_weights"] = False
+    if provider.num_moe_experts is not None:
+        # A policy gradient is not the place for a balancing loss that nobody asked for.
+        settings |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_router_dtype": "fp32"}
+    if not uses_transformer_engine(device):
+        settings |= _LOCAL_LAYERS
+        if provider.num_moe_experts is not None:
+            settings["moe_token_dispatcher_type"] = "allgather" if device.type == "cpu" else "alltoall"
+    # Megatron's all-gather of tokens needs as many of them on every rank, so there micro-batches are padded to one shape.
+    settings["variable_seq_lengths"] = parallel.pp > 1 and settings.get("moe_token_dispatcher_type") != "allgather"
+    return settings
+
+
+def _check_overrides(overrides: Mapping[str, Any], provider: Any, settings: Mapping[str, Any]) -> None:
+    names = {each.name for each in dataclasses.fields(provider)}
+    for name, value in overrides.items():
+        field = f"BridgeConfig.override_transformer_config[{name!r}]"
+        if name not in names:
+            raise ConfigError.of(field, value, f"Megatron's {type(provider).__name__} has no such field")
+        if name in _LOCAL_LAYERS and name in settings and value != settings[name]:
+            raise ConfigError.of(field, value, "needs layers of Transformer Engine: CUDA and the package transformer-engine")
+        if name.startswith("moe_") and provider.num_moe_experts is None:
+            raise ConfigError.of(field, value, "this model has no experts, so Megatron would ignore it")
+
+
+def _require_layout(options: BridgeConfig, provider: Any, groups: BridgeGroups) -> None:
+    parallel = options.parallel
+    if provider.num_moe_experts is None:
+        for name in ("ep", "etp"):
+            if getattr(parallel, name) != 1:
+                raise ConfigError.of(f"BridgeConfig.parallel.{name}", getattr(parallel, name), "this model has no experts")
+    elif provider.num_moe_experts % parallel.ep:
+        raise ConfigError.of(
+            "BridgeConfig.parallel.ep", parallel.ep, f"does not divide the model's {provider.num_moe_experts} experts"
+        )
+    stages = parallel.pp * parallel.vpp
+    uneven = {"num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"}
+    if provider.num_layers % stages and not uneven & options.override_transformer_config.keys():
+        raise ConfigError(
+            f"BridgeConfig.parallel: {provider.num_layers} layers do not divide into pp*vpp = {parallel.pp}*{parallel.vpp} = "
+            f"{stages} stages; use a divisor, or set {', '.join(sorted(uneven))} in override_transformer_config"
+        )
+    for name, count in (
+        ("num_attention_heads", provider.num_attention_heads),
+        ("ffn_hidden_size", provider.ffn_hidden_size),
+    ):
+        if count % parallel.tp:
+            raise ConfigError.of("BridgeConfig.parallel.tp", parallel.tp, f"does not divide {name}={count}")
+    query_groups = provider.num_query_groups or provider.num_attention_heads
+    if query_groups % parallel.tp and not (uses_transformer_engine(groups.device) and parallel.tp % query_groups == 0):
+        raise ConfigError.of("BridgeConfig.parallel.tp", parallel.tp, f"does not divide num_key_value_heads={query_groups}")
+
+
+def _require_same_model(hf_config: Any, provider: Any) -> None:
+    """Refuses what ``config.json`` asks for and Megatron-Bridge does not pass on."""
+    rope: dict[str, Any] = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "linear":
+        provider.seq_len_interpolation_factor = float(rope["factor"])
+    known = {
+        "default": True,
+        "linear": True,
+        "yarn": provider.position_embedding_type == "yarn" and rope.get("attention_factor") is None,
+        "llama3": provider.rope_scaling
+        and (rope.get("low_freq_factor"), rope.get("high_freq_factor"), rope.get("original_max_position_embeddings"))
+        == (1.0, 4.0, 8192),
+    }
+    if not known.get(kind, False):
+        raise UnsupportedError(
+            f"config.json has rope parameters {rope!r}, which Megatron would compute otherwise or ignore; the native runtime "
+            "may serve it",
+            rope_type=kind,
+        )
+    window = getattr(hf_config, "sliding_window", None)
+    layers = getattr(hf_config, "layer_types", None) or ()
+    slides = window is not None and (any("sliding" in layer for layer in layers) if layers else True)
+    if slides and provider.window_size is None:
+        raise UnsupportedError(
+            f"config.json has sliding_window={window}, which Megatron-Bridge does not pass on; the native runtime may serve it",
+            sliding_window=window,
+        )
+    if getattr(provider, "use_mup", False):
+        raise UnsupportedError("the model scales its logits (MuP); the bridge runtime does not")
+
+
+def _use_local_layers(provider: Any) -> None:
+    """Megatron's own layers in place of Transformer Engine's, with a norm that allows sequence parallelism."""
+    if provider.transformer_layer_spec is not default_layer_spec:
+        raise UnsupportedError(
+            f"Megatron-Bridge builds {type(provider).__name__} with layers of its own, which need Transformer Engine: CUDA and "
+            "the package transformer-engine"
+        )
+    if provider.context_parallel_size > 1:
+        raise ConfigError.of(
+            "BridgeConfig.parallel.cp",
+            provider.context_parallel_size,
+            "Megatron's own attention has no context parallelism (it asserts cp=1); only Transformer Engine's has, which "
+            "needs CUDA and the package transformer-engine",
+        )
+
+    def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
+        spec = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
+        )
+        return _replace(spec, WrappedTorchNorm, SequenceParallelRMSNorm)
+
+    if provider.normalization != "RMSNorm":
+        raise UnsupportedError(f"normalization {provider.normalization!r} needs Transformer Engine here; RMSNorm does not")
+    provider.transformer_layer_spec = layer_spec
+
+
+def _replace(spec: Any, old: object, new: object) -> Any:
+    """``spec`` with ``new`` for every ``old``, however deep."""
+    if spec is old:
+        return new
+    if isinstance(spec, list):
+        return [_replace(each, old, new) for each in spec]
+    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
+        values = {each.name: getattr(spec, each.name) for each in dataclasses.fields(spec)}
+        return dataclasses.replace(spec, **{name: _replace(value, old, new) for name, value in values.items()})
+    return spec
