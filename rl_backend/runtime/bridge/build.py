@@ -16,11 +16,13 @@ from torch import nn
 
 from rl_backend.checkpoint.hf_reader import HFReader, read_hf_config
 from rl_backend.contracts import VALUE_HEAD_WEIGHTS, BridgeConfig, CheckpointError, Head, RuntimeConfig, UnsupportedError
+from rl_backend.runtime.bridge.conversion import WeightConverter
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.handle import BridgeHandle
 from rl_backend.runtime.bridge.optimizer import BridgeOptimizer
 from rl_backend.runtime.bridge.outputs import CriticOutputLayer, OutputProcessor
 from rl_backend.runtime.bridge.provider import make_provider, open_bridge, override, uses_transformer_engine
+from rl_backend.runtime.placement import Placement
 
 if TYPE_CHECKING:
     from rl_backend.runtime.bridge.runtime import BridgeRuntime
@@ -89,6 +91,10 @@ def build_handle(
         max_length=hf_config.get("max_position_embeddings"),
         packs_sequences=uses_transformer_engine(groups.device),
         optimizer=optimizer,
+        converter=WeightConverter(
+            unwrap_model(list(chunks)), bridge, model_bridge, groups.pg, head=head, hf_path=config.hf_path
+        ),
+        placement=Placement(name, groups.device),
     )
 
 

@@ -11,9 +11,11 @@ from megatron.core.utils import unwrap_model
 from torch import nn
 
 from rl_backend.contracts import BridgeConfig, HandleError, ModelHandle, RuntimeConfig
+from rl_backend.runtime.bridge.conversion import WeightConverter
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.optimizer import BridgeOptimizer
 from rl_backend.runtime.bridge.outputs import OutputProcessor
+from rl_backend.runtime.placement import Placement
 
 if TYPE_CHECKING:
     from rl_backend.runtime.bridge.runtime import BridgeRuntime
@@ -37,6 +39,8 @@ class BridgeHandle(ModelHandle):
         max_length: longest sequence, in tokens; None where the model sets no limit.
         packs_sequences: attention takes packed sequences; otherwise micro-batches are padded.
         optimizer: None for a forward-only handle.
+        converter: its parameters as Hugging Face tensors.
+        placement: where each part is.
         broken: why the handle cannot be used, empty when it can: a pass failed in the middle (until ``zero_grad``).
         damaged: why its weights cannot be trusted: a checkpoint failed in the middle of loading (until one loads).
         has_gradients: a backward pass has run since the last ``zero_grad``.
@@ -55,6 +59,8 @@ class BridgeHandle(ModelHandle):
     max_length: int | None
     packs_sequences: bool
     optimizer: BridgeOptimizer | None
+    converter: WeightConverter
+    placement: Placement
     broken: str = ""
     damaged: str = ""
     has_gradients: bool = False
@@ -86,3 +92,5 @@ class BridgeHandle(ModelHandle):
         self.owner = None
         self.optimizer = None
         self.chunks = ()
+        self.converter.release()
+        self.placement = Placement(self.name, self.groups.device)

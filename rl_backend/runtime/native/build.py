@@ -22,7 +22,7 @@ from rl_backend.model import BuildSettings, ModelFamily, find_model
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.optimizer import NativeOptimizer
-from rl_backend.runtime.native.placement import Placement
+from rl_backend.runtime.placement import Placement
 
 if TYPE_CHECKING:
     from rl_backend.runtime.native.runtime import NativeRuntime

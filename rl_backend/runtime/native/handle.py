@@ -13,7 +13,7 @@ from rl_backend.model import ModelFamily
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.runtime.native.fsdp_state import local_tensor
 from rl_backend.runtime.native.optimizer import NativeOptimizer
-from rl_backend.runtime.native.placement import Part, Placement
+from rl_backend.runtime.placement import Part, Placement
 
 if TYPE_CHECKING:
     from rl_backend.runtime.native.runtime import NativeRuntime

@@ -1,8 +1,8 @@
 """Moving a handle's parts to host memory and back.
 
 A part is moved by emptying and refilling the storages of its tensors: every tensor object, view and alias (FSDP's flat
-shards, the optimizer's references) stays valid, so nothing is rebuilt and results are bit-identical. On a CPU runtime it
-works the same way, with host buffers as the other side; it saves no memory there.
+shards, Megatron's buffers, the optimizer's references) stays valid, so nothing is rebuilt and results are bit-identical. On
+a CPU runtime it works the same way, with host buffers as the other side; it saves no memory there.
 """
 
 from __future__ import annotations
@@ -103,6 +103,13 @@ class Placement:
     def forget(self, part: Part) -> None:
         """Gives up the contents of a part whose tensors are being dropped; it counts as on the device again."""
         self._keep_buffers(self._moved.pop(part, []))
+
+    def clear(self, part: Part) -> None:
+        """Brings a part back with zeros in the place of its contents; nothing to do when it is on the device."""
+        for each in self._moved.get(part, ()):
+            each.storage.resize_(each.host.nbytes)
+            _bytes(each.storage).zero_()
+        self.forget(part)
 
     def _take_buffer(self, nbytes: int) -> Tensor:
         spare = self._spare_buffers[nbytes]

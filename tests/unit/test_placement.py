@@ -11,8 +11,8 @@ import torch
 
 from rl_backend.contracts import HandleError, UnsupportedError
 from rl_backend.runtime.native import NativeHandle, NativeRuntime
-from rl_backend.runtime.native import placement as placement_module
-from rl_backend.runtime.native.placement import Placement
+from rl_backend.runtime import placement as placement_module
+from rl_backend.runtime.placement import Placement
 from tests.support.native import micro_batches, open_runtime, token_loss, train
 
 SPLIT = [[0, 1, 2, 3], [4, 5, 6, 7]]
