@@ -12,26 +12,23 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from actors import HandleRef, Loss, TrainGroup
 from examples.common.cluster import ray_session, require_paths, share_cluster
 from examples.common.command_line import parse_config, run_command
 from examples.common.prompts import endless_batches, load_prompts, load_tokenizer
 from examples.common.run_folder import RunFolder, require_new_run
-from examples.common.runtime import make_runtime_config, require_backend
-from rl_backend import OptimizerConfig, RuntimeConfig, TokenSequence
-from rl_backend.contracts import BaseConfig, BatchError, ConfigError
+from examples.common.training_config import TrainingConfig
+from rl_backend import TokenSequence
+from rl_backend.contracts import BatchError, ConfigError
 
 
-class SFTConfig(BaseConfig):
+class SFTConfig(TrainingConfig):
     """All options of a run."""
 
-    model_config = ConfigDict(allow_inf_nan=False)
-
-    model: str = Field(description="local Hugging Face directory with config, safetensors and tokenizer")
     dataset: str = Field(description="training examples: .jsonl (prompt, answer) or verl-style .parquet")
     eval_dataset: str | None = Field(default=None, description="held-out examples")
     run_dir: str = Field(default="runs/sft", description="new folder for metrics and the trained model")
@@ -39,23 +36,14 @@ class SFTConfig(BaseConfig):
     batch_size: int = Field(default=64, ge=1, description="examples in each step")
     max_prompt_tokens: int = Field(default=2048, ge=1, description="longest prompt")
     lr: float = Field(default=1e-5, gt=0, description="peak learning rate")
-    lr_warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up")
-    lr_decay_style: Literal["constant", "linear", "cosine"] = Field(default="constant", description="after the warm-up")
-    weight_decay: float = Field(default=0.01, ge=0, description="AdamW weight decay")
-    plugins: str = Field(default="", description="modules that register model families or runtimes, with commas between")
-    backend: str = Field(default="native", description="registered runtime that trains")
-    ranks: int = Field(default=1, ge=1, description="training ranks (data parallel)")
-    placement: Literal["pack", "spread"] = Field(default="pack", description="ranks on few nodes of a cluster, or on many")
-    max_tokens_per_micro_batch: int = Field(default=16384, ge=1, description="token budget of one micro-batch")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="auto: bfloat16 with GPUs")
-    seed: int = Field(default=0, ge=0, description="fixes data order and training")
     eval_every: int = Field(default=50, ge=1, description="steps between evaluations")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.batch_size < self.ranks:
-            raise ConfigError.of("SFTConfig.batch_size", self.batch_size, f"each of ranks={self.ranks} needs an example")
-        require_backend(self.plugins, self.backend)
+        if self.batch_size < self.data_parallel_size:
+            raise ConfigError.of(
+                "SFTConfig.batch_size", self.batch_size, f"each of {self.data_parallel_size} data-parallel ranks needs one"
+            )
         return self
 
 
@@ -70,7 +58,7 @@ def train(config: SFTConfig) -> Path:
     with (
         ray_session(config.ranks),
         TrainGroup(
-            runtime_config(config),
+            config.runtime_config(),
             config.ranks,
             (share := share_cluster(config.ranks)).cores_per_rank,
             share.gpus,
@@ -81,7 +69,7 @@ def train(config: SFTConfig) -> Path:
         require_paths(trainer, config.model, folder.path)
         model = trainer.build_model(name="sft")
         loss = Loss("rl_backend.algorithm:sft_loss")
-        print(f"SFT: {len(sequences)} examples, {config.batch_size} a step, {config.ranks} training rank(s)")
+        print(f"SFT: {len(sequences)} examples, {config.batch_size} a step, {config.describe_ranks()}")
         for step in range(1, config.steps + 1):
             started = time.perf_counter()
             trainer.zero_grad(model)
@@ -128,25 +116,6 @@ def held_out_metrics(trainer: TrainGroup, model: HandleRef, sequences: Sequence[
         "held_out_nll": -sum(answers) / sum(float(mask.sum()) for mask in masks),
         "answer_probability": statistics.fmean(math.exp(answer) for answer in answers),
     }
-
-
-def runtime_config(config: SFTConfig) -> RuntimeConfig:
-    optimizer = OptimizerConfig(
-        lr=config.lr,
-        lr_warmup_steps=config.lr_warmup_steps,
-        lr_decay_style=config.lr_decay_style,
-        total_training_steps=config.steps,
-        weight_decay=config.weight_decay,
-    )
-    return make_runtime_config(
-        model=config.model,
-        backend=config.backend,
-        plugins=config.plugins,
-        seed=config.seed,
-        max_tokens_per_micro_batch=config.max_tokens_per_micro_batch,
-        dtype=config.dtype,
-        optimizer=optimizer,
-    )
 
 
 def main() -> None:

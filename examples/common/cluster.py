@@ -3,7 +3,7 @@
 with (
     ray_session(config.ranks, config.engines),
     TrainGroup(
-        runtime_config(config),
+        config.runtime_config(),
         config.ranks,
         (share := share_cluster(config.ranks, config.engines)).cores_per_rank,
         share.gpus,

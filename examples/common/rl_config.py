@@ -4,38 +4,27 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from actors import RolloutConfig, SamplingConfig
 from actors.weight_sync import TransportName
 from examples.common.cluster import Share, resolve_dtype
-from examples.common.runtime import make_runtime_config, require_backend
-from rl_backend import OptimizerConfig, RuntimeConfig
-from rl_backend.contracts import BaseConfig, ConfigError
+from examples.common.training_config import TrainingConfig
+from rl_backend.contracts import ConfigError
 
 
-class RLConfig(BaseConfig):
-    """Model, data, sampling, optimizer, resources."""
+class RLConfig(TrainingConfig):
+    """Those of every training, sampling, and what lies between."""
 
-    model_config = ConfigDict(allow_inf_nan=False)
-
-    model: str = Field(description="local Hugging Face directory with config, safetensors and tokenizer")
     dataset: str = Field(description="training prompts: .jsonl (prompt, answer) or verl-style .parquet")
     eval_dataset: str | None = Field(default=None, description="held-out prompts, answered greedily before and after")
     reward: str = Field(description="verl-style compute_score as package.module:function or path/file.py:function")
     run_dir: str = Field(description="new folder for metrics, samples and the trained model")
-    steps: int = Field(default=100, ge=1, description="training steps")
     prompts_per_step: int = Field(default=32, ge=1, description="prompts sampled in each step")
     samples_per_prompt: int = Field(default=8, ge=1, description="responses per prompt: the group")
     updates_per_step: int = Field(default=1, ge=1, description="optimizer steps in each training step")
-    max_prompt_tokens: int = Field(default=512, ge=1, description="longest prompt")
     max_response_tokens: int = Field(default=512, ge=1, description="longest response")
     temperature: float = Field(default=1.0, gt=0, description="sampling temperature")
-    lr: float = Field(default=1e-6, gt=0, description="peak learning rate")
-    lr_warmup_steps: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up")
-    lr_decay_style: Literal["constant", "linear", "cosine"] = Field(default="constant", description="after the warm-up")
-    weight_decay: float = Field(default=0.01, ge=0, description="AdamW weight decay")
-    clip_grad: float = Field(default=1.0, gt=0, description="largest norm of the gradient; larger ones are scaled down")
     entropy_coef: float = Field(default=0.0, ge=0, description="weight of the entropy bonus")
     max_staleness: int = Field(
         default=0, ge=0, description="training steps by which a sample's weights may be behind; 0: strictly on-policy"
@@ -53,17 +42,11 @@ class RLConfig(BaseConfig):
     )
     importance_cap: float = Field(default=2.0, gt=1, description="largest importance weight")
     trace: bool = Field(default=False, description="record all actors in run_dir/trace.json, for Perfetto")
-    plugins: str = Field(default="", description="modules that register model families or runtimes, with commas between")
-    backend: str = Field(default="native", description="registered runtime that trains")
-    ranks: int = Field(default=1, ge=1, description="training ranks (data parallel)")
     engines: int = Field(default=1, ge=1, description="vLLM engines")
     placement: Literal["pack", "spread"] = Field(
         default="pack", description="ranks on few nodes of a cluster, or on many; engines likewise"
     )
     transport: TransportName = Field(default="auto", description="auto, shared_memory, gloo, nccl or cuda_ipc")
-    max_tokens_per_micro_batch: int = Field(default=16384, ge=1, description="token budget of one micro-batch")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="auto: bfloat16 with GPUs")
-    seed: int = Field(default=0, ge=0, description="fixes data order, samples and training")
     samples_logged: int = Field(default=256, ge=0, description="samples of each step that samples.jsonl has")
     eval_every: int = Field(default=0, ge=0, description="also evaluate every so many steps; 0: only before and after")
     shuffle_rewards: bool = Field(default=False, description="control experiment: rewards go to the wrong responses")
@@ -75,9 +58,12 @@ class RLConfig(BaseConfig):
             raise ConfigError.of(
                 f"{name}.updates_per_step", self.updates_per_step, f"must divide prompts_per_step={self.prompts_per_step}"
             )
-        if self.sequences_per_update < self.ranks:
+        if self.sequences_per_update < self.data_parallel_size:
             raise ConfigError.of(
-                f"{name}.ranks", self.ranks, f"an update has {self.sequences_per_update} responses; each rank needs one"
+                f"{name}.ranks",
+                self.ranks,
+                f"an update has {self.sequences_per_update} responses; each of {self.data_parallel_size} data-parallel "
+                "ranks needs one",
             )
         longest = self.max_prompt_tokens + self.max_response_tokens
         if longest > self.max_tokens_per_micro_batch:
@@ -106,13 +92,6 @@ class RLConfig(BaseConfig):
             raise ConfigError.of(f"{name}.importance_cap", self.importance_cap, "importance='off' has no weights to cap")
         if self.eval_every and not self.eval_dataset:
             raise ConfigError.of(f"{name}.eval_every", self.eval_every, "needs an eval_dataset")
-        if self.lr_warmup_steps and self.lr_warmup_steps >= self.optimizer_steps:
-            raise ConfigError.of(
-                f"{name}.lr_warmup_steps",
-                self.lr_warmup_steps,
-                f"the run has {self.optimizer_steps} optimizer steps and would never reach lr={self.lr:g}",
-            )
-        require_backend(self.plugins, self.backend)
         return self
 
     @property
@@ -121,7 +100,6 @@ class RLConfig(BaseConfig):
 
     @property
     def optimizer_steps(self) -> int:
-        """Of the policy in the whole run; its schedule ends with the last."""
         return self.steps * self.updates_per_step
 
     @property
@@ -140,28 +118,6 @@ class RLConfig(BaseConfig):
         if self.importance == "truncate" or (self.importance == "auto" and self.batches_ahead):
             return {"tis_cap": self.importance_cap}
         return {}
-
-    def runtime_config(self) -> RuntimeConfig:
-        """Of the policy; needs Ray, which knows the GPUs."""
-        return make_runtime_config(
-            model=self.model,
-            backend=self.backend,
-            plugins=self.plugins,
-            seed=self.seed,
-            max_tokens_per_micro_batch=self.max_tokens_per_micro_batch,
-            dtype=self.dtype,
-            optimizer=self.optimizer_config(self.lr, self.optimizer_steps),
-        )
-
-    def optimizer_config(self, lr: float, total_steps: int) -> OptimizerConfig:
-        return OptimizerConfig(
-            lr=lr,
-            lr_warmup_steps=self.lr_warmup_steps,
-            lr_decay_style=self.lr_decay_style,
-            total_training_steps=total_steps,
-            weight_decay=self.weight_decay,
-            clip_grad=self.clip_grad,
-        )
 
     def rollout_config(self, share: Share) -> RolloutConfig:
         """Of the engines, with their share of the cluster."""
@@ -182,7 +138,7 @@ class RLConfig(BaseConfig):
         """For the first line that a run prints."""
         facts = [
             f"{self.prompts_per_step} x {self.samples_per_prompt} responses a step",
-            f"{self.ranks} training rank(s)",
+            self.describe_ranks(),
             f"{self.engines} vLLM engine(s)",
         ]
         return [*facts, f"sampling {self.batches_ahead} batch(es) ahead"] if self.batches_ahead else facts

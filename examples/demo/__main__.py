@@ -8,21 +8,22 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from examples import grpo, ppo, sft
 from examples.common.cluster import ray_session, share_cluster
 from examples.common.command_line import parse_config, run_command
 from examples.common.result import RunResult
+from examples.common.runtime import RuntimeOptions
 from examples.demo.task import HELD_OUT, write_task
-from rl_backend.contracts import BACKEND_CONFIGS, BaseConfig, ConfigError
+from rl_backend.contracts import ConfigError
 
 type Algorithm = Literal["grpo", "ppo", "cispo", "dapo", "dr_grpo", "gspo", "reinforce_plus_plus", "rloo"]
 
 RECIPES = Path(grpo.__file__).parent / "recipes"
 
 
-class DemoConfig(BaseConfig):
+class DemoConfig(RuntimeOptions):
     """Options of the demo."""
 
     run_dir: str = Field(default="runs/demo", description="folder for everything; an earlier demo in it is replaced")
@@ -32,17 +33,9 @@ class DemoConfig(BaseConfig):
     seed: int = Field(default=0, ge=0, description="fixes model, data, samples and training")
     steps: int = Field(default=120, ge=1, description="training steps")
     max_staleness: int = Field(default=0, ge=0, description="steps by which samples may be behind; 0: strictly on-policy")
-    backend: str = Field(default="native", description="registered runtime that trains")
-    ranks: int = Field(default=1, ge=1, description="training ranks")
     engines: int = Field(default=1, ge=1, description="vLLM engines")
     trace: bool = Field(default=True, description="record all actors, for Perfetto and the report's timeline")
     shuffle_rewards: bool = Field(default=False, description="control experiment: rewards go to the wrong responses")
-
-    @field_validator("backend")
-    @classmethod
-    def _known_backend(cls, backend: str) -> str:
-        BACKEND_CONFIGS.get(backend)
-        return backend
 
 
 def warm_start(config: DemoConfig, task: Path, run_dir: Path) -> Path:
@@ -57,9 +50,8 @@ def warm_start(config: DemoConfig, task: Path, run_dir: Path) -> Path:
             lr=2e-3,
             lr_warmup_steps=20,
             lr_decay_style="linear",
-            backend=config.backend,
-            ranks=config.ranks,
             seed=config.seed,
+            **config.runtime_options(),
         )
     )
 
@@ -79,13 +71,12 @@ def demo_settings(config: DemoConfig, task: Path, model: Path, run_dir: Path) ->
         "lr_warmup_steps": min(5, config.steps - 1),
         "lr_decay_style": "linear",
         "max_staleness": config.max_staleness,
-        "backend": config.backend,
-        "ranks": config.ranks,
         "engines": config.engines,
         "transport": "shared_memory",
         "seed": config.seed,
         "trace": config.trace,
         "shuffle_rewards": config.shuffle_rewards,
+        **config.runtime_options(),
     }
 
 

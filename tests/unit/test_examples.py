@@ -18,12 +18,12 @@ from examples.common.command_line import parse_config
 from examples.common.inputs import stop_token_ids
 from examples.common.prompts import encode_text, endless_batches, load_prompts, load_tokenizer
 from examples.common.run_folder import RunFolder
-from examples.demo.__main__ import RECIPES, Algorithm
+from examples.demo.__main__ import RECIPES, Algorithm, DemoConfig, demo_settings
 from examples.demo.task import careless_answer, has_carry, right_answer, write_task
 from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
-from rl_backend.contracts import BaseConfig, BatchError, ConfigError
+from rl_backend.contracts import BaseConfig, BatchError, BridgeConfig, ConfigError, ParallelConfig
 
 
 class Options(BaseConfig):
@@ -89,7 +89,7 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"updates_per_step": 5}, "must divide prompts_per_step=32"),
-        ({"ranks": 300}, "each rank needs one"),
+        ({"ranks": 300}, "each of 300 data-parallel ranks needs one"),
         ({"max_response_tokens": 20000}, "must hold one sequence"),
         ({"learning_rate": 1.0}, "unknown field"),
         ({"sample_ahead": 1}, "max_staleness=0 is strictly on-policy"),
@@ -101,6 +101,12 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
         ({"eval_every": 5}, "needs an eval_dataset"),
         ({"lr_warmup_steps": 100}, "would never reach lr"),
         ({"plugins": "no_such_module"}, "cannot be imported"),
+        ({"tp": 2, "ranks": 2}, r"NativeConfig\.parallel\.tp=2: the native runtime has data parallelism only"),
+        ({"backend": "bridge", "tp": 2, "ranks": 3}, r"world size 3 is not a multiple of tp\*pp\*cp = 2\*1\*1 = 2"),
+        ({"backend": "bridge", "pp": 2, "ranks": 1000, "dtype": "float32"}, "each of 500 data-parallel ranks needs one"),
+        ({"backend_options": {"no_such": 1}}, r"NativeConfig\.no_such=1: unknown field"),
+        ({"backend_options": '{"a"'}, "is not a JSON object"),
+        ({"backend_options": {"param_dtype": "bfloat16"}}, "param_dtype follows from --dtype"),
         ({"kl_coef": float("inf")}, "finite"),
         ({"kl_place": "reward"}, "needs advantage='reinforce_plus_plus'"),
         ({"max_batches_per_step": 2}, "only dynamic_sampling"),
@@ -113,6 +119,24 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
 def test_grpo_options_that_cannot_work_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         GRPOConfig(model="m", dataset="d", reward="r", **changes)
+
+
+def test_runtime_and_layout_are_options_of_every_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "cluster_resources", dict)
+    required = ["--model", "m", "--dataset", "d", "--reward", "r", "--dtype", "float32"]
+    layout = ["--backend", "bridge", "--ranks", "4", "--tp", "2", "--backend-options", '{"log_prob_chunk_tokens": 64}']
+    config = parse_config(GRPOConfig, "", [*required, *layout])
+    assert config.data_parallel_size == 2
+    runtime = config.runtime_config()
+    assert runtime.backend_cfg == BridgeConfig(
+        parallel=ParallelConfig(tp=2),
+        log_prob_chunk_tokens=64,
+        optimizer=config.optimizer_config(config.lr, config.optimizer_steps),
+    )
+    assert GRPOConfig.model_validate_json(config.model_dump_json()) == config
+    demo = parse_config(DemoConfig, "", layout)
+    settings = demo_settings(demo, tmp_path, tmp_path, tmp_path)
+    assert GRPOConfig(**settings).parallel == config.parallel
 
 
 def test_ppo_needs_steps_in_which_the_actor_is_trained() -> None:
@@ -172,7 +196,7 @@ def test_a_configuration_file_is_an_object(tmp_path: Path) -> None:
 
 
 def test_sft_needs_an_example_for_each_rank() -> None:
-    with pytest.raises(ConfigError, match="each of ranks=4 needs an example"):
+    with pytest.raises(ConfigError, match="each of 4 data-parallel ranks needs one"):
         SFTConfig(model="m", dataset="d", batch_size=2, ranks=4)
 
 
