@@ -13,6 +13,7 @@ from rl_backend.cli.errors import CommandError
 # Sub-command -> (module with add_arguments(parser) and run(arguments) -> exit status, what it does).
 COMMANDS = {
     "doctor": ("rl_backend.cli.doctor", "say what is installed, what is missing and what this machine can run"),
+    "parity": ("rl_backend.cli.parity", "train with two runtimes and name the first place where they part"),
     "report": ("rl_backend.cli.report", "make report.html of a run folder again"),
     "gpu-check": ("rl_backend.cli.gpu_check", "run the tests that need a GPU and write a JSON result"),
 }

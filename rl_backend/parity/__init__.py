@@ -1,0 +1,21 @@
+"""Do two runtimes train alike? Each trains in its own processes, from one checkpoint on the same batches."""
+
+from rl_backend.parity.compare import Comparison, Divergence, StageResult, StepComparison, compare
+from rl_backend.parity.config import TRANSFORMERS, ParityConfig, ParitySide
+from rl_backend.parity.record import SideRecord
+from rl_backend.parity.run import run_parity
+from rl_backend.parity.tolerances import Tolerances
+
+__all__ = [
+    "TRANSFORMERS",
+    "Comparison",
+    "Divergence",
+    "ParityConfig",
+    "ParitySide",
+    "SideRecord",
+    "StageResult",
+    "StepComparison",
+    "Tolerances",
+    "compare",
+    "run_parity",
+]

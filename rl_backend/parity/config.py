@@ -1,0 +1,157 @@
+"""What is compared with what."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from rl_backend.contracts import (
+    BACKEND_CONFIGS,
+    BaseConfig,
+    ConfigError,
+    OptimizerConfig,
+    ParallelConfig,
+    RuntimeConfig,
+)
+from rl_backend.contracts.runtime_config import import_plugins
+
+TRANSFORMERS = "transformers"
+"""The side that is no runtime: transformers' own model and torch's AdamW on one rank."""
+
+type DType = Literal["float32", "bfloat16"]
+type SideName = Literal["reference", "candidate"]
+
+
+class ParitySide(BaseConfig):
+    """One of the two.
+
+    Attributes:
+        runtime: name of a registered runtime, or ``transformers``.
+        parallel: its layout.
+        dp: data-parallel ranks; None takes the fewest that the layout allows (more than 1 only for expert parallelism).
+        options: further fields of the runtime's configuration.
+    """
+
+    runtime: str
+    parallel: ParallelConfig = ParallelConfig()
+    dp: int | None = Field(default=None, ge=1)
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.runtime == TRANSFORMERS:
+            sizes = {**self.parallel.model_dump(), "dp": self.data_parallel_size}
+            for name, size in sizes.items():
+                if size != 1:
+                    raise ConfigError.of(name, size, "transformers runs on one rank; leave it at 1")
+            if self.options:
+                raise ConfigError.of("options", self.options, "transformers takes none")
+        else:
+            self.parallel.data_parallel_size(self.world_size)
+        return self
+
+    @property
+    def data_parallel_size(self) -> int:
+        if self.dp is not None:
+            return self.dp
+        experts, model = self.parallel.ep * self.parallel.etp * self.parallel.pp, self.parallel.model_parallel_size
+        return next(copies for copies in range(1, experts + 1) if copies * model % experts == 0)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks, each a process of its own."""
+        return self.parallel.model_parallel_size * self.data_parallel_size
+
+    @property
+    def layout(self) -> str:
+        """In words, for example ``tp=2 dp=2``; empty on one rank."""
+        sizes = {**self.parallel.model_dump(), "dp": self.data_parallel_size}
+        return " ".join(f"{name}={size}" for name, size in sizes.items() if size != 1)
+
+
+class ParityConfig(BaseConfig):
+    """A comparison.
+
+    Attributes:
+        model: local Hugging Face directory; both sides load it.
+        steps: optimizer steps.
+        lr: learning rate, constant. Differences grow with it from the second step on.
+        weight_decay: large enough by default that a wrong decay group shows in the first step.
+        dtype: of parameters in forward and backward; optimizers work on float32.
+        num_sequences: sequences of the batch, which is the same in every step.
+        num_micro_batches: into how many micro-batches every data-parallel rank splits its share.
+        max_length: tokens of the longest sequence; the shortest has 2.
+        seed: of the batch, and of the runtimes.
+        device: ``auto`` takes CUDA when there is a device.
+        threads: CPU threads of each rank.
+        timeout: seconds that one side may take.
+        plugins: as in :class:`~rl_backend.contracts.RuntimeConfig`.
+    """
+
+    plugins: tuple[str, ...] = ()
+    model: str = Field(min_length=1)
+    reference: ParitySide
+    candidate: ParitySide
+    steps: int = Field(default=5, ge=1)
+    lr: float = Field(default=1e-4, gt=0.0, allow_inf_nan=False)
+    weight_decay: float = Field(default=0.1, ge=0.0, allow_inf_nan=False)
+    dtype: DType = "float32"
+    num_sequences: int = Field(default=16, ge=1)
+    num_micro_batches: int = Field(default=4, ge=1)
+    max_length: int = Field(default=48, ge=2)
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = Field(default=1, ge=1)
+    timeout: float = Field(default=1800.0, gt=0.0, allow_inf_nan=False)
+
+    @field_validator("plugins")
+    @classmethod
+    def _import_plugins(cls, plugins: tuple[str, ...]) -> tuple[str, ...]:
+        import_plugins(plugins)
+        return plugins
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in ("reference", "candidate"):
+            side: ParitySide = getattr(self, name)
+            needed = side.data_parallel_size * self.num_micro_batches
+            if self.num_sequences < needed:
+                raise ConfigError.of(
+                    "ParityConfig.num_sequences",
+                    self.num_sequences,
+                    f"{self.num_micro_batches} micro-batches on each data-parallel rank of the {name} "
+                    f"(dp={side.data_parallel_size}) need at least {needed}",
+                )
+        return self
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        return OptimizerConfig(lr=self.lr, weight_decay=self.weight_decay)
+
+    def side(self, name: SideName) -> ParitySide:
+        return self.reference if name == "reference" else self.candidate
+
+    def runtime_config(self, side: ParitySide) -> RuntimeConfig:
+        """The configuration of a side that is a runtime.
+
+        Raises:
+            RegistryError: no such runtime.
+            ConfigError: what the runtime refuses: a layout, an option, or a dtype or device that it has no field for.
+        """
+        fields = BACKEND_CONFIGS.get(side.runtime).model_fields
+        options = {"parallel": side.parallel, "optimizer": self.optimizer, **side.options}
+        for name, value, usual in (("param_dtype", self.dtype, "float32"), ("device", self.device, "auto")):
+            if name in fields:
+                options.setdefault(name, value)
+            elif value not in (usual, "cpu"):
+                raise ConfigError.of(name, value, f"the configuration of the runtime {side.runtime!r} has no field {name}")
+        return RuntimeConfig(
+            plugins=self.plugins,
+            backend=side.runtime,
+            hf_path=self.model,
+            seed=self.seed,
+            max_tokens_per_micro_batch=math.ceil(self.num_sequences / self.num_micro_batches) * self.max_length,
+            backend_cfg=options,
+        )

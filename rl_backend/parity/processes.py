@@ -1,0 +1,144 @@
+"""The processes of one side."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from rl_backend.contracts import RLBackendError
+from rl_backend.parity.config import ParityConfig, SideName
+from rl_backend.parity.record import RankRecord
+
+GRACE_SECONDS = 5.0
+"""How long the other ranks of a side may take to report their own error after the first has failed."""
+
+_POLL_SECONDS = 0.05
+_LOG_LINES = 20
+
+
+class ParityError(RLBackendError):
+    """A side of a comparison that did not run to its end."""
+
+
+@dataclass(frozen=True)
+class _Rank:
+    index: int
+    process: subprocess.Popen[bytes]
+    output: Path
+    log: Path
+
+
+def run_ranks(config: ParityConfig, name: SideName, device: str, folder: Path) -> list[RankRecord]:
+    """Runs one side, a process for each rank, and returns their records.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        folder: for files; must outlive the records.
+
+    Raises:
+        ParityError: a rank failed or died, or the side took longer than ``config.timeout``. No process is left.
+    """
+    folder.mkdir()
+    config_file = folder / "config.json"
+    config_file.write_text(config.replace(device=device).model_dump_json())
+    world_size = config.side(name).world_size
+    port = _free_port()
+    ranks: list[_Rank] = []
+    try:
+        for index in range(world_size):
+            environment = _environment(config, device, index, world_size, port)
+            ranks.append(_start(index, folder, [str(config_file), name], environment))
+        _wait(ranks, f"the {name} {config.side(name).runtime!r}", config.timeout)
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+        for rank in ranks:
+            rank.process.wait()
+    return [RankRecord.load(rank.output) for rank in ranks]
+
+
+def _start(index: int, folder: Path, arguments: Sequence[str], environment: dict[str, str]) -> _Rank:
+    output, log = folder / f"rank-{index}.pt", folder / f"rank-{index}.log"
+    command = [sys.executable, "-m", "rl_backend.parity.rank", *arguments, str(output)]
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT
+        )
+    return _Rank(index, process, output, log)
+
+
+def _environment(config: ParityConfig, device: str, rank: int, world_size: int, port: int) -> dict[str, str]:
+    job = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in job}
+    environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        environment[name] = str(config.threads)
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    if world_size > 1:
+        values = (str(rank), str(rank), str(world_size), "127.0.0.1", str(port))
+        environment.update(zip(job, values, strict=True))
+    return environment
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def _wait(ranks: Sequence[_Rank], side: str, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while True:
+        states = [rank.process.poll() for rank in ranks]
+        failed = [rank for rank, status in zip(ranks, states, strict=True) if status not in (None, 0)]
+        if failed:
+            _wait_for_all(ranks, GRACE_SECONDS)
+            _raise_failure([*failed, *(rank for rank in ranks if rank not in failed and rank.process.poll())], side)
+        if all(status == 0 for status in states):
+            return
+        if time.monotonic() > deadline:
+            running = [rank.index for rank, status in zip(ranks, states, strict=True) if status is None]
+            raise ParityError(
+                f"{side} did not end within {timeout:g} s; ranks still running: {running}; raise --timeout, or see what "
+                f"they print:\n{_tail(ranks[running[0]].log)}"
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def _wait_for_all(ranks: Sequence[_Rank], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(rank.process.poll() is None for rank in ranks):
+        time.sleep(_POLL_SECONDS)
+
+
+def _raise_failure(failed: Sequence[_Rank], side: str) -> NoReturn:
+    """Raises the error that says most: one of ours, else of a rank that could say nothing, else the earliest."""
+    files = {rank.index: Path(f"{rank.output}.error") for rank in failed}
+    told = sorted((r for r in failed if files[r.index].is_file()), key=lambda r: files[r.index].stat().st_mtime_ns)
+    errors = [(rank, json.loads(files[rank.index].read_text())) for rank in told]
+    expected = [(rank, error) for rank, error in errors if error["expected"]]
+    if expected:
+        rank, error = expected[0]
+        raise ParityError(f"{side} stopped: {error['message']}", rank=rank.index)
+    dead = [rank for rank in failed if rank not in told]
+    if dead:
+        rank = dead[0]
+        raise ParityError(
+            f"rank {rank.index} of {side} died with status {rank.process.returncode}:\n{_tail(rank.log)}", rank=rank.index
+        )
+    rank, error = errors[0]
+    raise ParityError(f"rank {rank.index} of {side} failed:\n{error['traceback']}", rank=rank.index)
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])

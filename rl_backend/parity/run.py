@@ -1,0 +1,79 @@
+"""A comparison from its configuration to its result."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rl_backend.checkpoint.hf_reader import HFReader
+from rl_backend.contracts import ConfigError
+from rl_backend.parity.batches import make_sequences, plan_batch
+from rl_backend.parity.compare import Comparison, compare
+from rl_backend.parity.config import TRANSFORMERS, ParityConfig, SideName
+from rl_backend.parity.processes import run_ranks
+from rl_backend.parity.record import SideRecord, merge_ranks
+from rl_backend.parity.tolerances import Tolerances
+
+SIDES: tuple[SideName, ...] = ("reference", "candidate")
+
+
+@dataclass(frozen=True)
+class ParityResult:
+    """A comparison and what it was of.
+
+    Attributes:
+        device: ``cpu`` or ``cuda``.
+        num_tokens: of the batch.
+        versions: side -> package -> version.
+    """
+
+    config: ParityConfig
+    device: str
+    num_tokens: int
+    comparison: Comparison
+    versions: dict[SideName, dict[str, str]]
+
+
+def run_parity(config: ParityConfig, tolerances: Tolerances, tell: Callable[[str], None] = lambda _: None) -> ParityResult:
+    """Runs the reference, then the candidate, and compares them.
+
+    Args:
+        tell: is called with what is being done.
+
+    Raises:
+        RLBackendError: a model directory, layout or option that cannot work, before a process starts; or a side that does
+            not run to its end.
+    """
+    device = _device(config)
+    sequences = make_sequences(config, HFReader(config.model).config)
+    for name in SIDES:
+        if (side := config.side(name)).runtime != TRANSFORMERS:
+            config.runtime_config(side)
+    records: dict[SideName, SideRecord] = {}
+    # Records map their files, so the folder must outlive the comparison.
+    with tempfile.TemporaryDirectory(prefix="rl-backend-parity-") as folder:
+        for name in SIDES:
+            side = config.side(name)
+            tell(f"{name}: {side.runtime} in {side.world_size} {'process' if side.world_size == 1 else 'processes'}")
+            ranks = run_ranks(config, name, device, Path(folder) / name)
+            records[name] = merge_ranks(ranks, plan_batch(config, side.data_parallel_size))
+        comparison = compare(records["reference"], records["candidate"], tolerances)
+        versions = {name: dict(record.versions) for name, record in records.items()}
+    return ParityResult(config, device, sum(map(len, sequences)), comparison, versions)
+
+
+def _device(config: ParityConfig) -> str:
+    """Raises :class:`ConfigError` when there is not a CUDA device for every rank."""
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.device == "cpu" or (config.device == "auto" and not found):
+        return "cpu"
+    needed = max(config.side(name).world_size for name in SIDES)
+    if needed > found:
+        raise ConfigError.of(
+            "device", config.device, f"the layout needs {needed} CUDA devices, found {found}; 'cpu' needs none"
+        )
+    return "cuda"
