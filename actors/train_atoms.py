@@ -24,6 +24,7 @@ class BuiltModel:
     data_parallel_rank: int
     data_parallel_size: int
     is_source: bool
+    micro_batch_multiple: int
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def build_model(
         handle.data_parallel_rank,
         handle.data_parallel_size,
         context.runtime.is_mp_src_rank_with_outputs(handle),
+        handle.micro_batch_multiple,
     )
 
 

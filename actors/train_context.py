@@ -19,6 +19,7 @@ class HandleRef:
         data_parallel_ranks: rank -> its data-parallel rank.
         source_ranks: data-parallel rank -> the rank that has its outputs.
         head: ``log_probs``, or ``values`` of a critic.
+        micro_batch_multiple: ``forward_backward`` gets a multiple of so many micro-batches on each rank.
     """
 
     group_id: str
@@ -28,6 +29,7 @@ class HandleRef:
     data_parallel_ranks: tuple[int, ...]
     source_ranks: tuple[int, ...]
     head: Head = "log_probs"
+    micro_batch_multiple: int = 1
 
     @property
     def data_parallel_size(self) -> int:

@@ -156,6 +156,7 @@ class TrainGroup:
                 tuple(entry.data_parallel_rank for entry in built),
                 tuple(sources[dp_rank] for dp_rank in range(size)),
                 head,
+                built[0].micro_batch_multiple,
             )
 
         arguments = (forward_only, name, head, None if hf_path is None else str(hf_path), optimizer)
@@ -201,7 +202,7 @@ class TrainGroup:
         budget = self._budget(max_tokens_per_micro_batch)
         check_same_fields(rows)
         seq_lens = [len(sequence) for sequence in rows]
-        plan = plan_micro_batches(seq_lens, handle.data_parallel_size, budget)
+        plan = plan_micro_batches(seq_lens, handle.data_parallel_size, budget, multiple_of=handle.micro_batch_multiple)
         packed = pack_plan(rows, plan, meta)
         by_dp_rank = [
             cloudpickle.dumps(

@@ -17,6 +17,7 @@ class ModelHandle:
         weight_version: a whole number that a successful ``optimizer_step`` advances and a checkpoint keeps.
         data_parallel_rank, data_parallel_size: this rank's place among those that see different data.
         head: what it computes: ``log_probs`` of the next token, or ``values`` (a critic).
+        micro_batch_multiple: ``forward_backward`` takes a multiple of so many micro-batches (an interleaved pipeline).
         base: the model whose weights an adapter handle shares; None for a model of its own.
     """
 
@@ -26,4 +27,5 @@ class ModelHandle:
     data_parallel_rank: int
     data_parallel_size: int
     head: Head = "log_probs"
+    micro_batch_multiple: int = 1
     base: ModelHandle | None = None

@@ -46,6 +46,7 @@ def plan_micro_batches(
     dp_size: int,
     max_tokens: int,
     *,
+    multiple_of: int = 1,
     attention_crossover_tokens: int = ATTENTION_CROSSOVER_TOKENS,
 ) -> MicroBatchPlan:
     """Spreads sequences over ranks and micro-batches, with as few micro-batches as the greedy packings find.
@@ -59,34 +60,36 @@ def plan_micro_batches(
         seq_lens: N lengths, each >= 1.
         dp_size: data-parallel ranks.
         max_tokens: largest number of tokens in one micro-batch.
+        multiple_of: what the number of micro-batches of a rank is a multiple of.
 
     Raises:
         BatchError: a sequence longer than ``max_tokens``, fewer sequences than ranks, or a number of sequences that cannot
             give every rank as many micro-batches within the budget.
     """
-    _check(seq_lens, dp_size, max_tokens)
+    _check(seq_lens, dp_size, max_tokens, multiple_of)
     work = [length + length * length / attention_crossover_tokens for length in seq_lens]
     order = sorted(range(len(seq_lens)), key=lambda index: (-seq_lens[index], index))
-    fewest = -(-sum(seq_lens) // (max_tokens * dp_size))
-    for per_rank in range(fewest, len(seq_lens) // dp_size + 1):
+    fewest = -(-sum(seq_lens) // (max_tokens * dp_size * multiple_of)) * multiple_of
+    most = len(seq_lens) // (dp_size * multiple_of) * multiple_of
+    for per_rank in range(fewest, most + 1, multiple_of):
         bins = per_rank * dp_size
         filled = _least_work(order, seq_lens, work, bins, max_tokens) or _best_fit(order, seq_lens, bins, max_tokens)
         if filled is not None:
             return MicroBatchPlan(_spread(filled, work, dp_size))
-    most = len(seq_lens) // dp_size
+    multiple = f" in multiples of {multiple_of}" if multiple_of > 1 else ""
     raise BatchError(
         f"{len(seq_lens)} sequences of {sum(seq_lens)} tokens do not fit into {most} micro-batches of at most {max_tokens} "
-        f"tokens on each of {dp_size} data-parallel ranks, the most that leaves none empty; make the number of sequences a "
-        "multiple of the data-parallel size or raise max_tokens_per_micro_batch",
+        f"tokens on each of {dp_size} data-parallel ranks, the most{multiple} that leaves none empty; make the number of "
+        "sequences a multiple of the data-parallel size or raise max_tokens_per_micro_batch",
         num_sequences=len(seq_lens),
         dp_size=dp_size,
         max_tokens=max_tokens,
     )
 
 
-def _check(seq_lens: Sequence[int], dp_size: int, max_tokens: int) -> None:
-    if dp_size < 1 or max_tokens < 1:
-        raise BatchError(f"dp_size={dp_size} and max_tokens={max_tokens} must be at least 1")
+def _check(seq_lens: Sequence[int], dp_size: int, max_tokens: int, multiple_of: int) -> None:
+    if dp_size < 1 or max_tokens < 1 or multiple_of < 1:
+        raise BatchError(f"dp_size={dp_size}, max_tokens={max_tokens} and multiple_of={multiple_of} must be at least 1")
     for index, length in enumerate(seq_lens):
         if length < 1:
             raise BatchError(f"sequence {index} has length {length}; every sequence needs at least one token", index=index)
@@ -98,11 +101,13 @@ def _check(seq_lens: Sequence[int], dp_size: int, max_tokens: int) -> None:
                 length=length,
                 max_tokens=max_tokens,
             )
-    if len(seq_lens) < dp_size:
+    if len(seq_lens) < dp_size * multiple_of:
+        needs = "one" if multiple_of == 1 else f"{multiple_of}, one for each of {multiple_of} micro-batches"
         raise BatchError(
-            f"{len(seq_lens)} sequences for {dp_size} data-parallel ranks; each rank needs at least one",
+            f"{len(seq_lens)} sequences for {dp_size} data-parallel ranks; each rank needs at least {needs}",
             num_sequences=len(seq_lens),
             dp_size=dp_size,
+            multiple_of=multiple_of,
         )
 
 

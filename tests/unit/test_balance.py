@@ -22,14 +22,16 @@ def test_any_plan_covers_every_sequence_once_within_the_budget_and_leaves_none_e
         longest = generator.choice([1, 7, 100, 4000])
         seq_lens = [generator.randint(1, longest) for _ in range(count)]
         max_tokens = max(seq_lens) + generator.choice([0, 1, longest, 20 * longest])
-        plan = plan_micro_batches(seq_lens, dp_size, max_tokens)
+        multiple = generator.choice([divisor for divisor in range(1, 13) if count // dp_size % divisor == 0])
+        plan = plan_micro_batches(seq_lens, dp_size, max_tokens, multiple_of=multiple)
         assert plan.dp_size == dp_size
+        assert plan.num_micro_batches % multiple == 0
         assert {len(rank) for rank in plan.micro_batches} == {plan.num_micro_batches}
         members = [indices for rank in plan.micro_batches for indices in rank]
         assert all(members)
         assert sorted(itertools.chain.from_iterable(members)) == list(range(count))
         assert all(sum(seq_lens[i] for i in indices) <= max_tokens for indices in members)
-        assert plan_micro_batches(seq_lens, dp_size, max_tokens) == plan
+        assert plan_micro_batches(seq_lens, dp_size, max_tokens, multiple_of=multiple) == plan
 
 
 def test_ranks_get_similar_work_from_skewed_lengths() -> None:
@@ -57,6 +59,15 @@ def test_the_number_of_micro_batches_is_the_least_that_the_tokens_allow() -> Non
     assert plan_micro_batches([10] * 12, 2, 59).num_micro_batches == 2
     assert plan_micro_batches([10] * 12, 2, 10).num_micro_batches == 6
     assert plan_micro_batches([6, 6, 5, 5, 4, 4], 1, 15).num_micro_batches == 2
+
+
+def test_a_multiple_of_micro_batches_is_the_least_multiple_or_refused() -> None:
+    assert plan_micro_batches([10] * 12, 2, 60, multiple_of=2).num_micro_batches == 2
+    assert plan_micro_batches([10] * 12, 2, 20, multiple_of=2).num_micro_batches == 4
+    with pytest.raises(BatchError, match=r"3 sequences for 1 .* at least 4, one for each of 4 micro-batches"):
+        plan_micro_batches([10] * 3, 1, 60, multiple_of=4)
+    with pytest.raises(BatchError, match=r"into 4 micro-batches .* the most in multiples of 4"):
+        plan_micro_batches([10] * 6, 1, 10, multiple_of=4)
 
 
 def test_a_full_budget_that_only_best_fit_reaches_is_used() -> None:
@@ -93,7 +104,7 @@ def test_a_sequence_longer_than_the_budget_is_named() -> None:
 
 
 def test_fewer_sequences_than_ranks_are_refused() -> None:
-    with pytest.raises(BatchError, match="3 sequences for 4 data-parallel ranks"):
+    with pytest.raises(BatchError, match=r"3 sequences for 4 data-parallel ranks"):
         plan_micro_batches([4, 4, 4], 4, 32)
 
 

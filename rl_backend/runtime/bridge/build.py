@@ -73,6 +73,7 @@ def build_handle(
         head=head,
         data_parallel_rank=groups.dp_rank,
         data_parallel_size=groups.dp_size,
+        micro_batch_multiple=_micro_batch_multiple(provider, groups),
         owner=owner,
         config=config,
         groups=groups,
@@ -96,6 +97,11 @@ def build_handle(
         ),
         placement=Placement(name, groups.device),
     )
+
+
+def _micro_batch_multiple(provider: Any, groups: BridgeGroups) -> int:
+    """Megatron's interleaved schedule takes micro-batches in groups."""
+    return (provider.microbatch_group_size_per_vp_stage or groups.parallel.pp) if groups.parallel.vpp > 1 else 1
 
 
 def _ddp_settings() -> Mapping[str, Any]:

@@ -82,19 +82,16 @@ def lay_out(handle: BridgeHandle, data: Sequence[PackedBatch]) -> list[LaidOut]:
         rows, columns = shape.tolist()
         shapes = [(rows, columns)] * len(shapes)
     mark_padding = provider.num_moe_experts is not None
-    return [
-        lay_out_padded(batch, shape, mark_padding=mark_padding) for batch, shape in zip(batches, shapes, strict=True)
-    ]
+    return [lay_out_padded(batch, shape, mark_padding=mark_padding) for batch, shape in zip(batches, shapes, strict=True)]
 
 
 def require_micro_batches(handle: BridgeHandle, count: int) -> None:
     """Raises :class:`BatchError` for a number of micro-batches that Megatron's interleaved schedule does not take."""
-    parallel = handle.groups.parallel
-    group = handle.provider.microbatch_group_size_per_vp_stage or parallel.pp
-    if parallel.vpp > 1 and count % group and 0 < count % group < parallel.pp:
+    multiple, pp = handle.micro_batch_multiple, handle.groups.parallel.pp
+    if 0 < count % multiple < pp:
         raise BatchError(
-            f"{count} micro-batches with pp={parallel.pp} and vpp={parallel.vpp}: Megatron's interleaved schedule takes groups "
-            f"of {group}, and the last must have at least pp={parallel.pp}; use a multiple of {group}",
+            f"{count} micro-batches with pp={pp} and vpp={handle.groups.parallel.vpp}: Megatron's interleaved schedule "
+            f"takes groups of {multiple}, and the last must have at least pp={pp}; use a multiple of {multiple}",
             micro_batches=count,
         )
 
