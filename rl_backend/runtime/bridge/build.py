@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -47,7 +48,7 @@ def build_handle(
     def load(chunks: list[nn.Module]) -> list[nn.Module]:
         if head == "values":
             _replace_output_layers(chunks, provider)
-        _load_weights(config.hf_path, bridge, model_bridge, chunks, head)
+        _load_weights(config.hf_path, bridge, model_bridge, chunks, head, groups)
         if forward_only:
             for chunk in chunks:
                 chunk.requires_grad_(False)
@@ -136,7 +137,9 @@ def _replace_output_layers(chunks: Sequence[nn.Module], provider: Any) -> None:
             chunk.output_layer = CriticOutputLayer(provider.hidden_size, provider)
 
 
-def _load_weights(hf_path: str, bridge: Any, model_bridge: Any, chunks: list[nn.Module], head: Head) -> None:
+def _load_weights(
+    hf_path: str, bridge: Any, model_bridge: Any, chunks: list[nn.Module], head: Head, groups: BridgeGroups
+) -> None:
     """Loads every parameter, once it is certain that each has its weights and that every weight has its parameter.
 
     Raises:
@@ -158,8 +161,14 @@ def _load_weights(hf_path: str, bridge: Any, model_bridge: Any, chunks: list[nn.
         if name not in loaded and "value_head" not in name and not _is_tied_copy(chunks, name)
     )
     if unloaded:
-        raise UnsupportedError(f"Megatron-Bridge has no weights for the parameters {', '.join(unloaded[:4])}", names=unloaded)
-    unread = sorted(name for name in stored - wanted if not _may_be_unread(name, head, bridge.hf_pretrained.config))
+        raise UnsupportedError(
+            f"Megatron-Bridge has no weights for the parameters {', '.join(unloaded[:4])}", names=unloaded
+        )
+    unread = sorted(
+        name
+        for name in stored - _of_all_ranks(wanted, groups)
+        if not _may_be_unread(name, head, bridge.hf_pretrained.config)
+    )
     if unread:
         raise UnsupportedError(
             f"{hf_path} has {len(unread)} weights that Megatron's model has no place for, so it would compute something else: "
@@ -169,6 +178,13 @@ def _load_weights(hf_path: str, bridge: Any, model_bridge: Any, chunks: list[nn.
     model_bridge.load_weights_hf_to_megatron(bridge.hf_pretrained, chunks)
     if head == "values":
         _load_value_head(hf_path, chunks)
+
+
+def _of_all_ranks(names: set[str], groups: BridgeGroups) -> set[str]:
+    """Names of this rank and all others: each knows its own experts only."""
+    gathered: list[set[str]] = [set()] * groups.world_size
+    dist.all_gather_object(gathered, names, group=groups.host_group)
+    return set().union(*gathered)
 
 
 def hf_names(task: Any) -> tuple[str, ...]:

@@ -65,6 +65,11 @@ def _cuda_type(self: Tensor, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+
+_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _RANDOM = "megatron.core.tensor_parallel.random"
 
 PATCHES = (
@@ -82,6 +87,7 @@ PATCHES = (
     Patch(_RANDOM, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state), "the same tracker"),
     Patch(torch.Tensor, "cuda", _same, "counts of tokens and the loss scale are moved to the device"),
     Patch(torch.nn.Module, "cuda", _same, "models are moved to the device"),
+    Patch(_DISPATCHER, "maybe_move_tensor_to_cpu", _on_host, "sizes of the all-to-all; a tensor on the host stays one there"),
     Patch(torch.Tensor, "type", _cuda_type, "the distributed optimizer takes tensors of CUDA types only"),
 )
 

@@ -158,10 +158,11 @@ def _settings(options: BridgeConfig, provider: Any, device: torch.device, head: 
         settings |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_router_dtype": "fp32"}
     if not uses_transformer_engine(device):
         settings |= _LOCAL_LAYERS
-        if provider.num_moe_experts is not None:
-            settings["moe_token_dispatcher_type"] = "allgather" if device.type == "cpu" else "alltoall"
-    # Megatron's all-gather of tokens needs as many of them on every rank, so there micro-batches are padded to one shape.
-    settings["variable_seq_lengths"] = parallel.pp > 1 and settings.get("moe_token_dispatcher_type") != "allgather"
+    settings["moe_token_dispatcher_type"] = "alltoall"
+    settings["variable_seq_lengths"] = parallel.pp > 1
+    # With two stages each neighbour is the previous and the next one, and only separate sends tell these apart.
+    settings["overlap_p2p_comm"] = parallel.vpp > 1
+    settings["batch_p2p_comm"] = parallel.vpp == 1
     return settings
 
 
