@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from rl_backend.cli.errors import CommandError
-from rl_backend.contracts import BACKEND_CONFIGS, ConfigError, ParallelConfig, RLBackendError
+from rl_backend.contracts import BACKEND_CONFIGS, CheckpointError, ConfigError, ParallelConfig
 from rl_backend.contracts.runtime_config import import_plugins
 from rl_backend.parity import TRANSFORMERS, ParityConfig, ParitySide, Tolerances, run_parity
 from rl_backend.parity.config import DType, SideName
 from rl_backend.parity.report import as_json, as_text
-from rl_backend.parity.run import SIDES
+from rl_backend.parity.run import SIDES, ParityResult
 
 EXIT_DIVERGED = 1
 LAYOUT = {
@@ -88,30 +89,39 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if not arguments.tolerance_factor > 0:
         raise CommandError(f"--tolerance-factor {arguments.tolerance_factor}: must be above 0")
-    if arguments.json is not None and not arguments.json.parent.is_dir():
-        raise CommandError(f"--json {arguments.json}: there is no directory {arguments.json.parent}")
+    if arguments.json is not None and (arguments.json.is_dir() or not arguments.json.parent.is_dir()):
+        raise CommandError(f"--json {arguments.json}: must be a file in a directory that exists")
     dtypes = DTYPES if arguments.dtype == "both" else (arguments.dtype,)
-    configs = [_config(arguments, dtype) for dtype in dtypes]
-    report: dict[str, Any] = {}
-    diverged = False
-    for config in configs:
-        result = run_parity(
-            config, Tolerances.of(config.dtype, arguments.tolerance_factor), lambda line: print(line, flush=True)
-        )
-        print(f"\n{as_text(result)}\n", flush=True)
-        diverged = diverged or result.comparison.first_divergence is not None
-        # The first dtype's result is the report; others stand in it under their names.
-        report = {**report, config.dtype: as_json(result)} if report else as_json(result)
+    try:
+        results = [_compare(_config(arguments, dtype), arguments.tolerance_factor) for dtype in dtypes]
+    except CheckpointError as error:
+        raise CommandError(f"--model {arguments.model}: {error}") from None
+    except ConfigError as error:
+        raise CommandError(_in_flags(str(error))) from None
     if arguments.json is not None:
+        # The first dtype's result is the report; another stands in it under its name.
+        report = as_json(results[0])
+        report |= {result.config.dtype: as_json(result) for result in results[1:]}
         arguments.json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+    diverged = any(result.comparison.first_divergence is not None for result in results)
     return EXIT_DIVERGED if diverged else 0
 
 
+def _compare(config: ParityConfig, tolerance_factor: float) -> ParityResult:
+    result = run_parity(config, Tolerances.of(config.dtype, tolerance_factor), lambda line: print(line, flush=True))
+    print(f"\n{as_text(result)}\n", flush=True)
+    return result
+
+
 def _config(arguments: argparse.Namespace, dtype: DType) -> ParityConfig:
-    import_plugins(arguments.plugin)
+    for module in arguments.plugin:
+        try:
+            import_plugins([module])
+        except ConfigError as error:
+            raise CommandError(f"--plugin {module}: {error}") from None
     names = ("weight_decay", "num_sequences", "num_micro_batches", "max_length", "seed", "device", "threads", "timeout")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    return ParityConfig(
+    config = ParityConfig(
         plugins=tuple(arguments.plugin),
         model=arguments.model,
         steps=arguments.steps,
@@ -120,6 +130,14 @@ def _config(arguments: argparse.Namespace, dtype: DType) -> ParityConfig:
         **{name: _side(arguments, name) for name in SIDES},
         **given,
     )
+    for name in SIDES:
+        side = config.side(name)
+        try:
+            if side.runtime != TRANSFORMERS:
+                config.runtime_config(side)
+        except ConfigError as error:
+            raise CommandError(f"{_flags(arguments, name)}: {error}") from None
+    return config
 
 
 def _side(arguments: argparse.Namespace, name: SideName) -> ParitySide:
@@ -127,10 +145,9 @@ def _side(arguments: argparse.Namespace, name: SideName) -> ParitySide:
     if runtime != TRANSFORMERS and runtime not in BACKEND_CONFIGS:
         known = ", ".join(sorted([TRANSFORMERS, *BACKEND_CONFIGS]))
         raise CommandError(
-            f"--{name} {runtime}: unknown runtime; known: {known}; --plugin MODULE adds what a module registers"
+            f"--{name} {runtime}: unknown runtime; known: {known}; --plugin MODULE adds those that a module registers"
         )
-    flag = "" if name == "candidate" else "reference_"
-    sizes = {size: value for size in LAYOUT if (value := getattr(arguments, f"{flag}{size}")) is not None}
+    sizes = _sizes(arguments, name)
     text = getattr(arguments, f"{name}_options")
     try:
         options = json.loads(text)
@@ -139,8 +156,26 @@ def _side(arguments: argparse.Namespace, name: SideName) -> ParitySide:
     if not isinstance(options, dict):
         raise CommandError(f"--{name}-options {text}: expected an object of fields")
     dp = sizes.pop("dp", None)
-    layout = " ".join(f"--{flag.replace('_', '-')}{size} {value}" for size, value in {**sizes, "dp": dp}.items() if value)
     try:
         return ParitySide(runtime=runtime, parallel=ParallelConfig(**sizes), dp=dp, options=options)
-    except RLBackendError as error:
-        raise ConfigError(f"--{name} {runtime} {layout}: {error}") from None
+    except ConfigError as error:
+        raise CommandError(f"{_flags(arguments, name)}: {error}") from None
+
+
+def _sizes(arguments: argparse.Namespace, name: SideName) -> dict[str, int]:
+    prefix = "" if name == "candidate" else "reference_"
+    return {size: value for size in LAYOUT if (value := getattr(arguments, prefix + size)) is not None}
+
+
+def _flags(arguments: argparse.Namespace, name: SideName) -> str:
+    """What was asked for of a side, as on the command line."""
+    prefix = "" if name == "candidate" else "reference-"
+    sizes = [f"--{prefix}{size} {value}" for size, value in _sizes(arguments, name).items()]
+    options = getattr(arguments, f"{name}_options")
+    given = [f"--{name}-options '{options}'"] if options != "{}" else []
+    return " ".join([f"--{name} {getattr(arguments, name)}", *sizes, *given])
+
+
+def _in_flags(message: str) -> str:
+    """An error of the configuration in terms of the command line: ``ParityConfig.max_length=1`` is ``--max-length 1``."""
+    return re.sub(r"ParityConfig\.(\w+)=", lambda match: f"--{match[1].removeprefix('num_').replace('_', '-')} ", message)

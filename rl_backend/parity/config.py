@@ -31,7 +31,7 @@ class ParitySide(BaseConfig):
         runtime: name of a registered runtime, or ``transformers``.
         parallel: its layout.
         dp: data-parallel ranks; None takes the fewest that the layout allows (more than 1 only for expert parallelism).
-        options: further fields of the runtime's configuration.
+        options: further fields of the runtime's configuration; for transformers ``attn_implementation``.
     """
 
     runtime: str
@@ -46,8 +46,9 @@ class ParitySide(BaseConfig):
             for name, size in sizes.items():
                 if size != 1:
                     raise ConfigError.of(name, size, "transformers runs on one rank; leave it at 1")
-            if self.options:
-                raise ConfigError.of("options", self.options, "transformers takes none")
+            unknown = sorted(set(self.options) - {"attn_implementation"})
+            if unknown:
+                raise ConfigError.of("options", unknown, "transformers has attn_implementation only")
         else:
             self.parallel.data_parallel_size(self.world_size)
         return self

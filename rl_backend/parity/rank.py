@@ -29,7 +29,7 @@ def main(config_file: str, side_name: str, output: str) -> int:
         if side.runtime == TRANSFORMERS:
             from rl_backend.parity.transformers_side import record_transformers
 
-            record = record_transformers(config)
+            record = record_transformers(config, side)
         else:
             from rl_backend.parity.runtime_side import record_runtime
 

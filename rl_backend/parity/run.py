@@ -74,6 +74,6 @@ def _device(config: ParityConfig) -> str:
     needed = max(config.side(name).world_size for name in SIDES)
     if needed > found:
         raise ConfigError.of(
-            "device", config.device, f"the layout needs {needed} CUDA devices, found {found}; 'cpu' needs none"
+            "ParityConfig.device", config.device, f"the layout needs {needed} CUDA devices, found {found}; 'cpu' needs none"
         )
     return "cuda"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import ModelOutput, OptimizerConfig, PackedBatch
 from rl_backend.data import pack_plan
 from rl_backend.parity.batches import make_sequences, plan_batch
-from rl_backend.parity.config import ParityConfig
+from rl_backend.parity.config import ParityConfig, ParitySide
 from rl_backend.parity.record import RankRecord
 from rl_backend.parity.versions import package_versions
 from rl_backend.runtime.module_outputs import record_outputs
@@ -23,11 +24,11 @@ from rl_backend.runtime.module_outputs import record_outputs
 _CLIP_EPSILON = 1.0e-6
 
 
-def record_transformers(config: ParityConfig) -> RankRecord:
+def record_transformers(config: ParityConfig, side: ParitySide) -> RankRecord:
     """Trains and records, in this process alone."""
     torch.manual_seed(config.seed)
     use_cuda = config.device != "cpu" and torch.cuda.is_available()
-    trainer = _Trainer(config, torch.device("cuda" if use_cuda else "cpu"))
+    trainer = _Trainer(config, side, torch.device("cuda" if use_cuda else "cpu"))
     sequences = make_sequences(config, read_hf_config(config.model))
     (batches,) = pack_plan(sequences, plan_batch(config, 1))
     batches = [batch.to(trainer.device) for batch in batches]
@@ -52,13 +53,13 @@ def record_transformers(config: ParityConfig) -> RankRecord:
 class _Trainer:
     """A model in the dtype of the comparison and float32 masters that AdamW works on."""
 
-    def __init__(self, config: ParityConfig, device: torch.device) -> None:
+    def __init__(self, config: ParityConfig, side: ParitySide, device: torch.device) -> None:
         self.device = device
         self.config = config.optimizer
-        self.model = _load(config.model, getattr(torch, config.dtype), device)
+        self.model = _load(config.model, getattr(torch, config.dtype), device, side.options)
         self.masters = {
             name: torch.nn.Parameter(parameter.detach().clone())
-            for name, parameter in _load(config.model, torch.float32, device).named_parameters()
+            for name, parameter in _load(config.model, torch.float32, device, {}).named_parameters()
         }
         self.adamw = torch.optim.AdamW(
             _decay_groups(self.masters, self.config), lr=self.config.lr, betas=self.config.betas, eps=self.config.eps
@@ -112,7 +113,10 @@ class _Trainer:
     def checkpoint_names(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies on the host, under the names of a saved checkpoint (a model may hold many of its tensors as one)."""
         on_host = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-        return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(self.model, on_host).items()}
+        converted = revert_weight_conversion(self.model, on_host)
+        order = {prefix: index for index, name in reversed(list(enumerate(tensors))) for prefix in _prefixes(name)}
+        names = sorted(converted, key=lambda name: next(order[prefix] for prefix in _prefixes(name) if prefix in order))
+        return {name: converted[name].contiguous() for name in names}
 
     def _log_probs(self, sequence: Tensor) -> Tensor:
         logits = self.model(sequence[None], use_cache=False).logits[0].float()
@@ -128,8 +132,14 @@ class _Trainer:
                 parameter.grad = None
 
 
-def _load(path: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).to(device)
+def _load(path: str, dtype: torch.dtype, device: torch.device, options: Mapping[str, Any]) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, **options).to(device)
+
+
+def _prefixes(name: str) -> list[str]:
+    """``a.b.c`` -> ``a.b.c``, ``a.b``, ``a`` and an empty one, which every name has."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
 
 
 def _decay_groups(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> list[dict[str, object]]:
