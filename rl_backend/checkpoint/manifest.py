@@ -20,12 +20,12 @@ class TrainingManifest(BaseConfig):
     Attributes:
         format: version of the layout.
         model_type: of the Hugging Face configuration.
-        parameters: name in the module -> shape; the fingerprint of the model.
+        parameters: name -> shape; the fingerprint of the model. Names are those of the runtime that saved it.
         head: ``log_probs`` or ``values``.
         weight_version: of the saved weights.
         schedule_steps: scheduler steps taken.
         world_size: data-parallel ranks that saved it.
-        runtime_config: ``RuntimeConfig`` of the run, for readers; nothing is built from it.
+        runtime_config: ``RuntimeConfig`` of the run, for readers; of it only ``backend`` is checked.
         files: name -> bytes of every other file in the directory.
     """
 
@@ -59,6 +59,17 @@ class TrainingManifest(BaseConfig):
                     path=str(path),
                     name=name,
                 )
+
+    def require_backend(self, backend: str, path: Path) -> None:
+        """Raises :class:`CheckpointError` unless a runtime of the same name has written the checkpoint."""
+        saved = self.runtime_config.get("backend")
+        if saved != backend:
+            raise CheckpointError(
+                f"{path} was written by the {saved} runtime, whose optimizer state the {backend} runtime does not read; "
+                f"load it with backend={saved!r}, or take its weights alone: save_checkpoint(hf=True) there, hf_path here",
+                path=str(path),
+                backend=saved,
+            )
 
     def require_files(self, path: Path) -> None:
         """Raises :class:`CheckpointError` for a file that is missing or of another size."""

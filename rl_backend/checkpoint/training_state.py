@@ -20,9 +20,12 @@ from torch.distributed.tensor import DTensor
 
 from rl_backend.checkpoint.agreement import raise_on_every_rank
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, TrainingManifest, read_manifest
+from rl_backend.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner, TensorPieces
 from rl_backend.contracts import CheckpointError, Head
 
 logger = logging.getLogger(__name__)
+
+type StateTensors = Mapping[str, Tensor | TensorPieces]
 
 
 def reserve_directory(path: Path, group: dist.ProcessGroup) -> Path:
@@ -70,10 +73,13 @@ def discard_directory(temporary: Path, group: dist.ProcessGroup) -> None:
             logger.warning("the incomplete checkpoint %s could not be removed", temporary)
 
 
-def host_copy(tensors: Mapping[str, Tensor], host_mesh: DeviceMesh) -> dict[str, Tensor]:
+def host_copy(tensors: StateTensors, host_mesh: DeviceMesh) -> dict[str, Tensor | TensorPieces]:
     """Copies in host memory, sharded as the originals are over the same ranks."""
-    copies: dict[str, Tensor] = {}
+    copies: dict[str, Tensor | TensorPieces] = {}
     for name, tensor in tensors.items():
+        if isinstance(tensor, TensorPieces):
+            copies[name] = tensor.host_copy()
+            continue
         tensor = tensor.detach()
         if isinstance(tensor, DTensor):
             local = tensor.to_local().to("cpu", copy=True)
@@ -86,20 +92,25 @@ def host_copy(tensors: Mapping[str, Tensor], host_mesh: DeviceMesh) -> dict[str,
 
 
 def write_training_state(
-    temporary: Path, path: Path, tensors: Mapping[str, Tensor], manifest: TrainingManifest, group: dist.ProcessGroup
+    temporary: Path, path: Path, tensors: StateTensors, manifest: TrainingManifest, group: dist.ProcessGroup
 ) -> None:
     """Writes every rank's part and the manifest into ``temporary``, then renames it to ``path``. A collective.
 
     Args:
         temporary: from :func:`reserve_directory`.
-        tensors: tensors of one name must be equal on all ranks, or shards of one tensor.
+        tensors: tensors of one name must be equal on all ranks, or shards or pieces of one tensor.
 
     Raises:
         CheckpointError: a rank could not write; on every rank, and ``path`` does not exist.
     """
     try:
         try:
-            save(dict(tensors), storage_writer=FileSystemWriter(temporary), process_group=group)
+            save(
+                dict(tensors),
+                storage_writer=FileSystemWriter(temporary),
+                planner=PiecesSavePlanner(),
+                process_group=group,
+            )
         except CheckpointException as error:
             raise CheckpointError(f"{path} could not be written: {_causes(error)}", path=str(path)) from error
         problem = _write_manifest(temporary, manifest) if dist.get_rank(group) == 0 else None
@@ -111,11 +122,19 @@ def write_training_state(
 
 
 def open_training_state(
-    path: Path, model_type: str, parameters: Mapping[str, tuple[int, ...]], head: Head, group: dist.ProcessGroup
+    path: Path,
+    backend: str,
+    model_type: str,
+    parameters: Mapping[str, tuple[int, ...]],
+    head: Head,
+    group: dist.ProcessGroup,
 ) -> tuple[TrainingManifest, set[str]]:
     """The manifest and the tensors' names, once every rank has found the checkpoint complete and of this model.
 
     A collective over ``group``.
+
+    Args:
+        backend: name of the runtime that is going to load it.
 
     Raises:
         CheckpointError: on every rank.
@@ -126,6 +145,7 @@ def open_training_state(
     try:
         manifest = read_manifest(path)
         manifest.require_files(path)
+        manifest.require_backend(backend, path)
         manifest.require_model(model_type, parameters, head, path)
         names = _tensor_names(path)
     except CheckpointError as error:
@@ -137,14 +157,14 @@ def open_training_state(
     return manifest, names
 
 
-def read_training_state(path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+def read_training_state(path: Path, tensors: StateTensors, group: dist.ProcessGroup) -> None:
     """Fills ``tensors`` in place from a checkpoint that :func:`open_training_state` has accepted. A collective.
 
     Raises:
         CheckpointError: a rank could not read; on every rank, and ``tensors`` are partly filled.
     """
     try:
-        load(dict(tensors), storage_reader=FileSystemReader(path), process_group=group)
+        load(dict(tensors), storage_reader=FileSystemReader(path), planner=PiecesLoadPlanner(), process_group=group)
     except CheckpointException as error:
         raise CheckpointError(f"{path} could not be read: {_causes(error)}", path=str(path)) from error
 

@@ -79,6 +79,7 @@ class WeightConverter:
         hf_path: str,
     ) -> None:
         self._models = list(models)
+        self._config: Any = models[0].config
         self._pretrained = bridge.hf_pretrained
         self._model_bridge = model_bridge
         self._pg = pg
@@ -126,10 +127,10 @@ class WeightConverter:
         tasks = [
             task for task in self._model_bridge.build_conversion_tasks(self._pretrained, self._models) if task is not None
         ]
-        shapes = {name: tuple(info.shape) for name, info in HFReader(self._hf_path).infos.items()}
+        shapes: dict[str, tuple[int, ...]] = {name: info.shape for name, info in HFReader(self._hf_path).infos.items()}
         if head == "values":
             tasks += self._value_head_tasks()
-            shapes |= zip(VALUE_HEAD_WEIGHTS, ((1, self._models[0].config.hidden_size), (1,)), strict=True)
+            shapes |= dict(zip(VALUE_HEAD_WEIGHTS, [(1, self._config.hidden_size), (1,)], strict=True))
         self._require_every_parameter(tasks)
         found = self._found(tasks)
         members: dict[str, list[Any]] = {}
@@ -200,7 +201,7 @@ class WeightConverter:
         size, found = self._pg.ep.size(), _EXPERT.search(template)
         if size == 1 or found is None:
             return [template]
-        per_rank = self._models[0].config.num_moe_experts // size
+        per_rank = self._config.num_moe_experts // size
         return [_EXPERT.sub(f"experts.{int(found[1]) % per_rank + rank * per_rank}", template) for rank in range(size)]
 
 

@@ -16,6 +16,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from rl_backend.contracts import BridgeConfig, HandleError, OptimizerConfig, StepResult
 from rl_backend.runtime.bridge.groups import BridgeGroups
+from rl_backend.runtime.bridge.optimizer_state import allocate_moments
 from rl_backend.runtime.bridge.provider import override
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class BridgeOptimizer:
         self._config = options.optimizer
         self._groups = groups
         self.megatron = get_megatron_optimizer(_megatron_config(options), list(chunks), use_gloo_process_groups=False)
+        allocate_moments(self.megatron)
         self.scheduler = _scheduler(self.megatron, self._config)
 
     def step(self, handle_name: str, *, has_gradients: bool) -> StepResult:
@@ -75,6 +77,16 @@ class BridgeOptimizer:
     def learning_rate(self) -> float:
         """Learning rate of the next step."""
         return float(self.scheduler.get_lr({"max_lr": self._config.lr, "min_lr": self._config.min_lr}))
+
+    @property
+    def num_schedule_steps(self) -> int:
+        """Scheduler steps taken."""
+        return int(self.scheduler.num_steps)
+
+    def restore_schedule(self, num_steps: int) -> None:
+        """Sets the schedules to ``num_steps`` steps taken."""
+        self.scheduler.num_steps = 0
+        self.scheduler.step(increment=num_steps)
 
     def zero_grad(self) -> None:
         """Drops the gradients of the masters; those of the model are in the DDP buffers."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, Literal
+from typing import Concatenate, Literal
 
 import torch
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -28,12 +28,20 @@ from rl_backend.contracts import (
 from rl_backend.parallel.groups import training_device
 from rl_backend.runtime.base import RouterReplay, Runtime
 from rl_backend.runtime.batch_checks import check_micro_batches
+from rl_backend.runtime.bridge import export, gradients
+from rl_backend.runtime.bridge.activations import record_activations
 from rl_backend.runtime.bridge.build import build_handle
+from rl_backend.runtime.bridge.checkpoints import all_tensors, load_training_checkpoint, training_manifest
 from rl_backend.runtime.bridge.forward_backward import require_micro_batches, require_no_replay, run_micro_batches
+from rl_backend.runtime.bridge.gradients import held_gradients
 from rl_backend.runtime.bridge.groups import close_groups, open_groups
 from rl_backend.runtime.bridge.handle import BridgeHandle
+from rl_backend.runtime.bridge.installed import quiet
 from rl_backend.runtime.bridge.megatron_cpu import iterate_on_cpu, on_cpu
+from rl_backend.runtime.bridge.optimizer_state import part_tensors
+from rl_backend.runtime.checkpoint_writer import CheckpointWriter
 from rl_backend.runtime.handle_config import handle_config
+from rl_backend.runtime.placement import move_parts
 
 
 def _with_megatron[**P, R](
@@ -67,6 +75,7 @@ class BridgeRuntime(Runtime[BridgeHandle]):
         self._handles: list[BridgeHandle] = []
         self._num_built = 0
         self._closed = False
+        self._writer = CheckpointWriter(self.groups.host_group)
         with on_cpu(self.groups.device):
             torch.manual_seed(config.seed + self.groups.dp_rank)
             model_parallel_cuda_manual_seed(config.seed)
@@ -85,7 +94,8 @@ class BridgeRuntime(Runtime[BridgeHandle]):
         config = handle_config(self.config, hf_path, optimizer, head, forward_only=forward_only)
         self._num_built += 1
         name = name or f"model-{self._num_built}"
-        handle = build_handle(self, config, self.groups, forward_only=forward_only, name=name, head=head)
+        with quiet():
+            handle = build_handle(self, config, self.groups, forward_only=forward_only, name=name, head=head)
         self._handles.append(handle)
         return handle
 
@@ -106,6 +116,7 @@ class BridgeRuntime(Runtime[BridgeHandle]):
     def zero_grad(self, handle: BridgeHandle) -> None:
         self._use(handle)
         optimizer = handle.trainer("zero_grad")
+        handle.placement.clear("grad")
         for chunk in handle.chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
@@ -129,8 +140,11 @@ class BridgeRuntime(Runtime[BridgeHandle]):
         """
         self._use(handle)
         require_no_replay(handle, router_replay)
-        if not forward_only:
+        if forward_only:
+            handle.placement.require("forward_backward", "model")
+        else:
             handle.trainer("forward_backward with a backward pass")
+            handle.placement.require("forward_backward", "model", "grad")
             self._require_whole_gradients(handle, "forward_backward")
             if loss_fn is None:
                 raise BatchError("forward_backward without loss_fn; pass one, or forward_only=True")
@@ -139,7 +153,8 @@ class BridgeRuntime(Runtime[BridgeHandle]):
             with torch.no_grad():
                 return run_micro_batches(handle, data, loss_fn, forward_only=True)
         try:
-            result = run_micro_batches(handle, data, loss_fn, forward_only=False)
+            with held_gradients(handle.chunks, has_gradients=handle.has_gradients):
+                result = run_micro_batches(handle, data, loss_fn, forward_only=False)
         except BaseException:
             handle.broken = "forward_backward raised an error in the middle, so its gradients are incomplete"
             raise
@@ -150,6 +165,7 @@ class BridgeRuntime(Runtime[BridgeHandle]):
     def optimizer_step(self, handle: BridgeHandle) -> StepResult:
         self._use(handle)
         optimizer = handle.trainer("optimizer_step")
+        handle.placement.require("optimizer_step", "model", "optimizer", "grad")
         self._require_whole_gradients(handle, "optimizer_step")
         result = optimizer.step(handle.name, has_gradients=handle.has_gradients)
         if result.ok:
@@ -161,18 +177,129 @@ class BridgeRuntime(Runtime[BridgeHandle]):
         self._use(handle)
         return handle.trainer("lr_scheduler_step").schedule_step()
 
+    @_with_megatron
+    def to(
+        self,
+        handle: BridgeHandle,
+        device: Literal["cpu", "device"],
+        *,
+        model: bool = True,
+        optimizer: bool = True,
+        grad: bool = True,
+    ) -> None:
+        """See the base class. A part that a handle does not have (a forward-only one has a model only) is nothing to move.
+
+        In float32 the optimizer's masters are the parameters, so they move with the model. On a CPU runtime the same
+        bookkeeping and copies happen, without saving memory.
+
+        Raises:
+            HandleError: ``device`` is neither ``cpu`` nor ``device``.
+        """
+        self._use(handle, damaged_too=True)
+        move_parts(handle.placement, part_tensors(handle), device, model=model, optimizer=optimizer, grad=grad)
+
+    def weight_infos(self, handle: BridgeHandle, *, dtype: torch.dtype | None = None) -> tuple[TensorInfo, ...]:
+        self._use(handle)
+        return export.describe_weights(handle, dtype)
+
+    def export_weights(
+        self,
+        handle: BridgeHandle,
+        *,
+        dtype: torch.dtype | None = None,
+        byte_budget: int | None = None,
+        names: Collection[str] | None = None,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """See the base class; tensors are on the training device, by default in ``param_dtype``.
+
+        What Megatron keeps as one parameter (query, key and value; gate and up) is gathered as one, and so counts as one
+        in the budget. The result is a generator: ``close()`` ends it early.
+        """
+        self._use(handle)
+        handle.placement.require("export_weights", "model")
+        with on_cpu(self.groups.device):
+            stream = export.export_weights(handle, dtype=dtype, byte_budget=byte_budget, only=names)
+        return iterate_on_cpu(self.groups.device, stream)
+
+    def export_gradients(
+        self, handle: BridgeHandle, *, names: Collection[str] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """See the base class; tensors are on the training device. A weight that no loss reached has a gradient of zeros."""
+        self._use(handle)
+        handle.trainer("export_gradients")
+        handle.placement.require("export_gradients", "grad")
+        self._require_whole_gradients(handle, "export_gradients")
+        with on_cpu(self.groups.device):
+            stream = gradients.export_gradients(handle, only=names)
+        return iterate_on_cpu(self.groups.device, stream)
+
+    @_with_megatron
+    def activations(self, handle: BridgeHandle, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:
+        """See the base class. With Transformer Engine some norms are a part of the projection behind them, and missing."""
+        self._use(handle)
+        handle.placement.require("activations", "model")
+        self._check(handle, data, forward_only=True)
+        with self.eval_mode(handle), torch.no_grad():
+            return record_activations(handle, data)
+
+    @_with_megatron
+    def save_checkpoint(
+        self, handle: BridgeHandle, path: Path | str, *, hf: bool = False, asynchronous: bool = False
+    ) -> None:
+        """See the base class. ``hf`` writes ``param_dtype``; with ``asynchronous`` it is refused."""
+        self._use(handle)
+        handle.placement.require("save_checkpoint", "model", *(() if hf else ("optimizer",)))
+        if hf:
+            self._writer.save_hf(
+                handle,
+                Path(path),
+                lambda: export.export_weights(handle, dtype=None, byte_budget=None, only=None),
+                source=handle.config.hf_path,
+                hf_config=handle.hf_config,
+                asynchronous=asynchronous,
+            )
+            return
+        handle.trainer("save_checkpoint of training state")
+        self._writer.save_training_state(
+            handle, Path(path), lambda: (all_tensors(handle), training_manifest(handle)), asynchronous=asynchronous
+        )
+
+    def wait_for_checkpoint(self, handle: BridgeHandle) -> None:
+        self._use(handle, damaged_too=True)
+        self._writer.wait(handle)
+
+    @_with_megatron
+    def load_checkpoint(self, handle: BridgeHandle, path: Path | str) -> None:
+        """See the base class. The layout and the world size may differ from those that saved.
+
+        Random state: a rank takes that of the same rank; ranks that the checkpoint does not have keep their own.
+
+        Raises:
+            CheckpointError: also one of another ``param_dtype``, unless the handle is forward-only.
+        """
+        self._use(handle, damaged_too=True)
+        handle.placement.require("load_checkpoint", "model", *(() if handle.forward_only else ("optimizer",)))
+        self._writer.wait()
+        load_training_checkpoint(handle, Path(path))
+        if not handle.forward_only:
+            self.zero_grad(handle)
+
     def is_mp_src_rank_with_outputs(self, handle: BridgeHandle) -> bool:
         self._use(handle)
         return self.groups.has_outputs
 
     def close(self) -> None:
+        """Waits for an asynchronous save, then frees; raises that save's error at the end."""
         if self._closed:
             return
-        self._closed = True
-        for handle in self._handles:
-            handle.release()
-        self._handles.clear()
-        close_groups(self.groups)
+        try:
+            self._writer.wait()
+        finally:
+            self._closed = True
+            for handle in self._handles:
+                handle.release()
+            self._handles.clear()
+            close_groups(self.groups)
 
     def _check(self, handle: BridgeHandle, data: Sequence[PackedBatch], *, forward_only: bool) -> None:
         require_micro_batches(handle, len(data))

@@ -26,13 +26,15 @@ from rl_backend.contracts import (
 from rl_backend.parallel.groups import close_groups, open_groups, training_device
 from rl_backend.runtime.base import RouterReplay, Runtime
 from rl_backend.runtime.batch_checks import check_micro_batches
+from rl_backend.runtime.checkpoint_writer import CheckpointWriter
 from rl_backend.runtime.handle_config import handle_config
 from rl_backend.runtime.native import export, fsdp_state
 from rl_backend.runtime.native.activations import record_activations
 from rl_backend.runtime.native.build import build_handle
-from rl_backend.runtime.native.checkpoints import CheckpointWriter, load_training_checkpoint
+from rl_backend.runtime.native.checkpoints import all_tensors, load_training_checkpoint, training_manifest
 from rl_backend.runtime.native.forward_backward import require_no_replay, run_micro_batches
 from rl_backend.runtime.native.handle import NativeHandle
+from rl_backend.runtime.placement import move_parts
 
 
 class NativeRuntime(Runtime[NativeHandle]):
@@ -53,7 +55,7 @@ class NativeRuntime(Runtime[NativeHandle]):
         self._handles: list[NativeHandle] = []
         self._num_built = 0
         self._closed = False
-        self._writer = CheckpointWriter(self.groups)
+        self._writer = CheckpointWriter(self.groups.host_group)
         torch.manual_seed(config.seed + self.groups.dp_rank)
 
     def build_model(
@@ -156,16 +158,7 @@ class NativeRuntime(Runtime[NativeHandle]):
             HandleError: ``device`` is neither ``cpu`` nor ``device``.
         """
         self._use(handle, damaged_too=True)
-        if device not in ("cpu", "device"):
-            raise HandleError(f"to(device={device!r}): expected 'cpu' or 'device'", device=str(device))
-        parts = handle.part_tensors()
-        for part, wanted in (("model", model), ("optimizer", optimizer), ("grad", grad)):
-            if not wanted or part not in parts:
-                continue
-            if device == "device":
-                handle.placement.reload(part)
-            else:
-                handle.placement.offload(part, parts[part])
+        move_parts(handle.placement, handle.part_tensors(), device, model=model, optimizer=optimizer, grad=grad)
 
     def weight_infos(self, handle: NativeHandle, *, dtype: torch.dtype | None = None) -> tuple[TensorInfo, ...]:
         self._use(handle)
@@ -210,9 +203,21 @@ class NativeRuntime(Runtime[NativeHandle]):
         self._use(handle)
         handle.placement.require("save_checkpoint", "model", *(() if hf else ("optimizer",)))
         if hf:
-            self._writer.save_hf(handle, Path(path), asynchronous=asynchronous)
-        else:
-            self._writer.save_training_state(handle, Path(path), asynchronous=asynchronous)
+            self._writer.save_hf(
+                handle,
+                Path(path),
+                lambda: export.export_weights(
+                    handle.parameters, handle.weight_names, self.groups, dtype=None, byte_budget=None, only=None
+                ),
+                source=handle.config.hf_path,
+                hf_config=handle.hf_config,
+                asynchronous=asynchronous,
+            )
+            return
+        handle.trainer("save_checkpoint of training state")
+        self._writer.save_training_state(
+            handle, Path(path), lambda: (all_tensors(handle), training_manifest(handle)), asynchronous=asynchronous
+        )
 
     def wait_for_checkpoint(self, handle: NativeHandle) -> None:
         self._use(handle, damaged_too=True)

@@ -1,0 +1,120 @@
+"""Rectangular pieces of a tensor: how a rank's part of a flat buffer stands in a checkpoint that any layout can load."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import Size, Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+
+class Box(NamedTuple):
+    """A rectangle of a tensor.
+
+    Attributes:
+        offsets, sizes: by dimension.
+        start: of its first element in the flattened tensor; its elements follow each other there.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+
+
+def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
+    """The elements ``start`` to ``end`` of a flattened tensor as rectangles, at most ``2 * len(shape) - 1``, in order."""
+    if start >= end:
+        return
+    if not shape:
+        yield Box((), (), start)
+        return
+    inner = shape[1:]
+    row = math.prod(inner)
+    first, last = -(-start // row), end // row
+    if first > last:
+        yield from _inside_row(inner, row, last, start, end)
+        return
+    if start < first * row:
+        yield from _inside_row(inner, row, first - 1, start, first * row)
+    if first < last:
+        yield Box((first, *[0] * len(inner)), (last - first, *inner), first * row)
+    if last * row < end:
+        yield from _inside_row(inner, row, last, last * row, end)
+
+
+def _inside_row(inner: Sequence[int], row: int, index: int, start: int, end: int) -> Iterator[Box]:
+    for box in boxes(inner, start - index * row, end - index * row):
+        yield Box((index, *box.offsets), (1, *box.sizes), box.start + index * row)
+
+
+class TensorPieces:
+    """The pieces of one tensor that this rank has. ``torch.distributed.checkpoint`` takes it in the place of a tensor.
+
+    Args:
+        size: of the whole tensor.
+        pieces: offsets of each piece -> the piece, a view of what is saved or loaded.
+        writes: False for a copy of what another rank writes: it is only loaded.
+    """
+
+    def __init__(self, size: Sequence[int], pieces: dict[tuple[int, ...], Tensor], *, writes: bool = True) -> None:
+        self.whole_size = Size(size)
+        self.pieces = pieces
+        self.writes = writes
+
+    def piece(self, index: MetadataIndex) -> Tensor:
+        """The piece at ``index.offset``."""
+        assert index.offset is not None, "every item of pieces has an offset"
+        return self.pieces[tuple(index.offset)]
+
+    def host_copy(self) -> TensorPieces:
+        """A copy in host memory."""
+        pieces = {offsets: piece.to("cpu", copy=True) for offsets, piece in self.pieces.items() if self.writes}
+        return TensorPieces(self.whole_size, pieces, writes=self.writes)
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, Size(offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(offsets=Size(offsets), sizes=piece.size()),
+                    properties=TensorProperties.create_from_tensor(piece),
+                    size=self.whole_size,
+                ),
+            )
+            for offsets, piece in self.pieces.items()
+            if self.writes
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets=Size(offsets), sizes=piece.size()) for offsets, piece in self.pieces.items()]
+
+
+class PiecesSavePlanner(DefaultSavePlanner):
+    """Looks pieces up by their offsets."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = self.state_dict[index.fqn]
+        return found.piece(index) if isinstance(found, TensorPieces) else super().lookup_object(index)
+
+
+class PiecesLoadPlanner(DefaultLoadPlanner):
+    """Looks pieces up by their offsets."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        pieces = {name: value for name, value in state_dict.items() if isinstance(value, TensorPieces)}
+        # The default planner replaces by None what is no tensor.
+        super().set_up_planner(
+            {name: value for name, value in state_dict.items() if name not in pieces}, metadata, is_coordinator
+        )
+        self.state_dict = {**self.state_dict, **pieces}
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        found = self.state_dict[index.fqn]
+        return found.piece(index) if isinstance(found, TensorPieces) else super().lookup_tensor(index)

@@ -1,0 +1,152 @@
+"""Saving the handles of a runtime, now or in the background."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from rl_backend.checkpoint.agreement import raise_on_every_rank
+from rl_backend.checkpoint.hf_critic import critic_config
+from rl_backend.checkpoint.hf_writer import write_hf_directory
+from rl_backend.checkpoint.manifest import TrainingManifest
+from rl_backend.checkpoint.training_state import (
+    StateTensors,
+    discard_directory,
+    host_copy,
+    reserve_directory,
+    write_training_state,
+)
+from rl_backend.contracts import CheckpointError, ExportInterruptedError, ModelHandle, UnsupportedError
+
+
+@dataclass
+class _BackgroundSave:
+    handle: ModelHandle
+    thread: threading.Thread
+    errors: list[BaseException] = field(default_factory=list)
+
+
+class CheckpointWriter:
+    """Saves the handles of one runtime, one save at a time: all of them use the host group.
+
+    Args:
+        host_group: every rank over gloo.
+    """
+
+    def __init__(self, host_group: dist.ProcessGroup) -> None:
+        self._group = host_group
+        self._host_mesh = DeviceMesh.from_group(host_group, "cpu", mesh_dim_names=("dp",))
+        self._background: _BackgroundSave | None = None
+
+    def wait(self, handle: ModelHandle | None = None) -> None:
+        """Waits for the save in the background, or only for one of ``handle``, and raises its error."""
+        background = self._background
+        if background is None or (handle is not None and background.handle is not handle):
+            return
+        background.thread.join()
+        self._background = None
+        if background.errors:
+            raise background.errors[0]
+
+    def save_training_state(
+        self,
+        handle: ModelHandle,
+        path: Path,
+        state: Callable[[], tuple[StateTensors, TrainingManifest]],
+        *,
+        asynchronous: bool,
+    ) -> None:
+        """Writes weights, moments, schedules and random state to ``path``.
+
+        Args:
+            state: called when ``path`` is known to be free and no other save is running.
+        """
+        self.wait()
+        group = self._group
+        temporary = reserve_directory(path, group)
+        try:
+            tensors, manifest = state()
+            copies = host_copy(tensors, self._host_mesh) if asynchronous else tensors
+        except BaseException:
+            discard_directory(temporary, group)
+            raise
+        if not asynchronous:
+            write_training_state(temporary, path, tensors, manifest, group)
+            return
+        errors: list[BaseException] = []
+
+        def write() -> None:
+            try:
+                write_training_state(temporary, path, copies, manifest, group)
+            except BaseException as error:  # noqa: BLE001 - raised by wait() in the caller's thread
+                errors.append(error)
+
+        thread = threading.Thread(target=write, name=f"checkpoint-{handle.name}", daemon=False)
+        self._background = _BackgroundSave(handle, thread, errors)
+        thread.start()
+
+    def save_hf(
+        self,
+        handle: ModelHandle,
+        path: Path,
+        export: Callable[[], Generator[tuple[str, Tensor]]],
+        *,
+        source: Path | str,
+        hf_config: Mapping[str, Any],
+        asynchronous: bool,
+    ) -> None:
+        """Writes a Hugging Face directory to ``path``; rank 0 writes what all ranks gather.
+
+        Args:
+            export: gives every weight on every rank.
+            source: the directory whose other files are copied.
+            hf_config: its ``config.json``.
+
+        Raises:
+            UnsupportedError: asynchronous.
+        """
+        if asynchronous:
+            raise UnsupportedError(
+                "save_checkpoint(hf=True, asynchronous=True): a Hugging Face directory is written while the weights are "
+                "gathered, so it cannot be left to the background; use asynchronous=False"
+            )
+        self.wait()
+        writes = dist.get_rank(self._group) == 0
+        raise_on_every_rank(_make_parent(path) if writes else None, self._group)
+        stream = export()
+        problem: str | None = None
+        cause: Exception | None = None
+        try:
+            if writes:
+                config = critic_config(hf_config) if handle.head == "values" else None
+                write_hf_directory(path, stream, source, config=config)
+            else:
+                for _ in stream:
+                    pass
+        except ExportInterruptedError as error:
+            # On the other ranks rank 0 could not write; its reason comes with the agreement below.
+            problem, cause = (error.message, error) if writes else (None, None)
+        except CheckpointError as error:
+            problem, cause = error.message, error
+        except Exception as error:  # noqa: BLE001 - raised below, on every rank
+            problem, cause = f"writing {path} failed: {type(error).__name__}: {error}", error
+        finally:
+            stream.close()
+        raise_on_every_rank(problem, self._group, cause)
+
+
+def _make_parent(path: Path) -> str | None:
+    if path.exists():
+        return f"{path} exists; a checkpoint is written to a new directory, choose another path"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"cannot make the directory of {path}: {error}"
+    return None
