@@ -51,7 +51,7 @@ def lay_out_padded(batch: PackedBatch, shape: tuple[int, int], *, mark_padding: 
     Padding comes after the sequence, so the causal mask keeps it out of every real token; Megatron makes that mask itself.
 
     Args:
-        mark_padding: tell the router which tokens are padding, so that they count in no balancing loss.
+        mark_padding: tell the router which tokens are padding (True), so that they count in no balancing loss.
     """
     rows, columns = shape
     device = batch.device

@@ -121,9 +121,6 @@ def _connect(provider: Any, chunks: Sequence[Any], ddp_config: Any) -> None:
     if ddp_config.overlap_grad_reduce:
         functions = [chunk.no_sync for chunk in chunks]
         provider.no_sync_func = functions if len(functions) > 1 else functions[0]
-        if ddp_config.align_grad_reduce if hasattr(ddp_config, "align_grad_reduce") else False:
-            synchronise = [chunk.start_grad_sync for chunk in chunks]
-            provider.grad_sync_func = synchronise if len(synchronise) > 1 else synchronise[0]
     if ddp_config.overlap_param_gather and ddp_config.align_param_gather:
         gather = [chunk.start_param_sync for chunk in chunks]
         provider.param_sync_func = gather if len(gather) > 1 else gather[0]
@@ -171,8 +168,8 @@ def _load_weights(
     )
     if unread:
         raise UnsupportedError(
-            f"{hf_path} has {len(unread)} weights that Megatron's model has no place for, so it would compute something else: "
-            f"{', '.join(unread[:4])}",
+            f"{hf_path} has {len(unread)} weights that Megatron's model has no place for, so it would compute something "
+            f"else: {', '.join(unread[:4])}",
             names=unread,
         )
     model_bridge.load_weights_hf_to_megatron(bridge.hf_pretrained, chunks)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from rl_backend.contracts import BatchError, ForwardResult, LossFn, MetricValue, PackedBatch, UnsupportedError, merge_metrics
@@ -26,8 +27,17 @@ class _MicroBatchResult:
     outputs: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+type Observe = Callable[[int, Any, LaidOut], AbstractContextManager[None]]
+"""(micro-batch, chunk, its tokens) -> a context around the forward pass of that chunk."""
+
+
 def run_micro_batches(
-    handle: BridgeHandle, data: Sequence[PackedBatch], loss_fn: LossFn | None, *, forward_only: bool
+    handle: BridgeHandle,
+    data: Sequence[PackedBatch],
+    loss_fn: LossFn | None,
+    *,
+    forward_only: bool,
+    observe: Observe = lambda *_: nullcontext(),
 ) -> ForwardResult:
     """Runs checked micro-batches; Megatron reduces the gradients over the ranks at the end.
 
@@ -45,7 +55,7 @@ def run_micro_batches(
     )
     iterators = [iter(enumerate(laid_out)) for _ in handle.chunks]
     schedule(
-        forward_step_func=_forward_step(handle, loss_fn, len(data), results, forward_only),
+        forward_step_func=_forward_step(handle, loss_fn, len(data), results, forward_only, observe),
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=list(handle.chunks) if len(handle.chunks) > 1 else handle.chunks[0],
         num_microbatches=len(data),
@@ -75,14 +85,21 @@ def lay_out(handle: BridgeHandle, data: Sequence[PackedBatch]) -> list[LaidOut]:
     if handle.packs_sequences:
         return [lay_out_packed(batch, multiple) for batch in batches]
     shapes = [padded_shape(batch, multiple) for batch in batches]
-    if provider.num_moe_experts is not None and provider.moe_token_dispatcher_type == "allgather":
-        # Every rank gathers the tokens of all, so that all must have as many.
-        shape = torch.tensor(common_shape(shapes), device=groups.device)
-        dist.all_reduce(shape, dist.ReduceOp.MAX, group=groups.all_ranks)
-        rows, columns = shape.tolist()
-        shapes = [(rows, columns)] * len(shapes)
-    mark_padding = provider.num_moe_experts is not None
+    mark_padding = provider.num_moe_experts is not None and (
+        provider.moe_router_load_balancing_type != "none"
+        or provider.moe_z_loss_coeff is not None
+        or provider.moe_router_enable_expert_bias
+    )
     return [lay_out_padded(batch, shape, mark_padding=mark_padding) for batch, shape in zip(batches, shapes, strict=True)]
+
+
+def _chunk_inputs(handle: BridgeHandle, chunk: Any, laid_out: LaidOut) -> Mapping[str, Any]:
+    """Megatron splits the padding mask over sequence-parallel ranks on the first stage only; here also on the others."""
+    mask = laid_out.inputs.get("padding_mask")
+    if mask is None or not handle.provider.sequence_parallel or unwrap_model(chunk).pre_process:
+        return laid_out.inputs
+    group = handle.groups.pg.tp
+    return {**laid_out.inputs, "padding_mask": mask.chunk(group.size(), dim=1)[group.rank()]}
 
 
 def require_micro_batches(handle: BridgeHandle, count: int) -> None:
@@ -111,6 +128,7 @@ def _forward_step(
     num_micro_batches: int,
     results: dict[int, _MicroBatchResult],
     forward_only: bool,
+    observe: Observe,
 ) -> Callable[[Iterator[tuple[int, LaidOut]], Any], tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Any]]]]]:
     """What Megatron's schedules call for each micro-batch and model chunk."""
 
@@ -120,8 +138,15 @@ def _forward_step(
         index, laid_out = next(iterator)
         batch = laid_out.batch
         work = {"micro_batch": index, "tokens": batch.num_tokens, "sequences": batch.num_sequences}
-        with device_span(handle.groups.device, "forward", "micro_batch", **work):
-            output = chunk(**laid_out.inputs, output_processor=handle.processor, output_processor_context=laid_out)
+        with (
+            device_span(handle.groups.device, "forward", "micro_batch", **work),
+            observe(index, chunk, laid_out),
+        ):
+            output = chunk(
+                **_chunk_inputs(handle, chunk, laid_out),
+                output_processor=handle.processor,
+                output_processor_context=laid_out,
+            )
 
         def compute_loss(outputs: Tensor) -> tuple[Tensor, dict[str, Any]]:
             model_output = as_model_output(outputs, laid_out, handle.head)

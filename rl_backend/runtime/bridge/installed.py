@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
+import io
 import logging
 import sys
 import warnings
@@ -16,6 +18,12 @@ from rl_backend.runtime.bridge.transformer_engine import placeholders
 
 SUPPORTED = {"megatron-core": (0, 19), "megatron-bridge": (0, 6)}
 """Distribution -> the (major, minor) version whose internals this runtime was tested with."""
+
+_REPEATED: tuple[tuple[str, type[Warning]], ...] = (
+    (r"`torch\.distributed\.(reduce_scatter|all_gather_into)_tensor` is deprecated", FutureWarning),
+    (r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed", UserWarning),
+)
+"""Warnings of Megatron's code in every process that trains, about nothing that a user could change."""
 
 _INSTALL = (
     "the bridge runtime needs megatron-core 0.19 and megatron-bridge 0.6: pip install megatron-core==0.19.2, then "
@@ -43,7 +51,9 @@ def import_megatron() -> None:
         UnsupportedError: a package is missing or of another version.
     """
     require_megatron()
-    with _quiet():
+    for message, category in _REPEATED:
+        warnings.filterwarnings("ignore", message, category)
+    with quiet():
         try:
             # First, so that it finds out by itself whether Transformer Engine is there.
             for name in ("models.gpt", "distributed", "optimizer", "pipeline_parallel"):
@@ -57,13 +67,16 @@ def import_megatron() -> None:
 
 
 @contextmanager
-def _quiet() -> Generator[None]:
-    """Megatron's import warns of optional packages, and Megatron-Bridge's configures the root logger."""
+def quiet() -> Generator[None]:
+    """Keeps Megatron's messages of an import or a build off the screen: optional packages, deprecations, counts.
+
+    Megatron-Bridge's import also configures the root logger; that is undone.
+    """
     root = logging.getLogger()
     handlers, level, disabled = root.handlers[:], root.level, root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -1,8 +1,8 @@
 """Megatron on a machine without CUDA: what it asks of CUDA is answered by the CPU, inside :func:`on_cpu` only.
 
 Megatron-Core names the device ``cuda`` in many places and calls ``torch.cuda`` for streams, random state and
-synchronisation. Every patch stands in :data:`PATCHES` with what it is for; a test takes each one away and sees Megatron fail.
-Outside the context torch is as it was. The norm for sequence parallelism is here too; it serves every device without
+synchronisation. Every patch stands in :data:`PATCHES` with what it is for; a test takes each one away and sees Megatron
+fail. Outside the context torch is as it was. The norm for sequence parallelism is here too; it serves every device without
 Transformer Engine.
 """
 
@@ -87,7 +87,7 @@ PATCHES = (
     Patch(_RANDOM, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state), "the same tracker"),
     Patch(torch.Tensor, "cuda", _same, "counts of tokens and the loss scale are moved to the device"),
     Patch(torch.nn.Module, "cuda", _same, "models are moved to the device"),
-    Patch(_DISPATCHER, "maybe_move_tensor_to_cpu", _on_host, "sizes of the all-to-all; a tensor on the host stays one there"),
+    Patch(_DISPATCHER, "maybe_move_tensor_to_cpu", _on_host, "sizes of the all-to-all as numbers of the host"),
     Patch(torch.Tensor, "type", _cuda_type, "the distributed optimizer takes tensors of CUDA types only"),
 )
 

@@ -192,8 +192,8 @@ def _require_layout(options: BridgeConfig, provider: Any, groups: BridgeGroups) 
     uneven = {"num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"}
     if provider.num_layers % stages and not uneven & options.override_transformer_config.keys():
         raise ConfigError(
-            f"BridgeConfig.parallel: {provider.num_layers} layers do not divide into pp*vpp = {parallel.pp}*{parallel.vpp} = "
-            f"{stages} stages; use a divisor, or set {', '.join(sorted(uneven))} in override_transformer_config"
+            f"BridgeConfig.parallel: {provider.num_layers} layers do not divide into pp*vpp = {parallel.pp}*{parallel.vpp} "
+            f"= {stages} stages; use a divisor, or set {', '.join(sorted(uneven))} in override_transformer_config"
         )
     for name, count in (
         ("num_attention_heads", provider.num_attention_heads),
@@ -222,8 +222,8 @@ def _require_same_model(hf_config: Any, provider: Any) -> None:
     }
     if not known.get(kind, False):
         raise UnsupportedError(
-            f"config.json has rope parameters {rope!r}, which Megatron would compute otherwise or ignore; the native runtime "
-            "may serve it",
+            f"config.json has rope parameters {rope!r}, which Megatron would compute otherwise or ignore; the native "
+            "runtime may serve it",
             rope_type=kind,
         )
     window = getattr(hf_config, "sliding_window", None)
@@ -231,7 +231,8 @@ def _require_same_model(hf_config: Any, provider: Any) -> None:
     slides = window is not None and (any("sliding" in layer for layer in layers) if layers else True)
     if slides and provider.window_size is None:
         raise UnsupportedError(
-            f"config.json has sliding_window={window}, which Megatron-Bridge does not pass on; the native runtime may serve it",
+            f"config.json has sliding_window={window}, which Megatron-Bridge does not pass on; the native runtime may "
+            "serve it",
             sliding_window=window,
         )
     if getattr(provider, "use_mup", False):
@@ -242,8 +243,8 @@ def _use_local_layers(provider: Any) -> None:
     """Megatron's own layers in place of Transformer Engine's, with a norm that allows sequence parallelism."""
     if provider.transformer_layer_spec is not default_layer_spec:
         raise UnsupportedError(
-            f"Megatron-Bridge builds {type(provider).__name__} with layers of its own, which need Transformer Engine: CUDA and "
-            "the package transformer-engine"
+            f"Megatron-Bridge builds {type(provider).__name__} with layers of its own, which need Transformer Engine: CUDA "
+            "and the package transformer-engine"
         )
     if provider.context_parallel_size > 1:
         raise ConfigError.of(
