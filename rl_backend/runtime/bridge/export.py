@@ -59,6 +59,7 @@ def export_weights(
     """
     conversions = select_conversions(handle, "export_weights", only)
     buckets = _buckets(conversions, byte_budget)
+    finish_parameter_gathers(handle)
 
     def converted(conversion: Conversion) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in handle.converter.convert(conversion):
@@ -66,6 +67,13 @@ def export_weights(
                 yield name, tensor.to(dtype or conversion.dtype)
 
     return start_stream(buckets, converted, handle.groups)
+
+
+def finish_parameter_gathers(handle: BridgeHandle) -> None:
+    """With ``overlap_param_gather`` Megatron leaves it to the next forward pass to gather what the optimizer has written."""
+    for chunk in handle.chunks:
+        if handle.optimizer is not None and chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
 
 
 def select_conversions(handle: BridgeHandle, operation: str, only: Collection[str] | None) -> list[Conversion]:
