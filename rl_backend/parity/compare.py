@@ -176,7 +176,7 @@ def _gradients(reference: SideRecord, candidate: SideRecord, tolerance: float) -
     ours, theirs = reference.gradients, candidate.gradients
     least = GRADIENT_FLOOR * math.sqrt(sum(_norm(gradient) ** 2 for gradient in ours.values()))
     # Backward computes the last layer first.
-    names = reversed(list({**ours, **theirs}))
+    names = reversed(list({**theirs, **ours}))
     return _result(
         "gradient", [tensor_difference(name, ours.get(name), theirs.get(name), least) for name in names], tolerance
     )
@@ -186,7 +186,7 @@ def _weights(reference: SideRecord, candidate: SideRecord, tolerances: Tolerance
     """Leaves out elements whose gradient is not 0 but so small that its tolerance allows either sign: Adam's first step has
     one size whatever the gradient's."""
     differences = []
-    for name in {**reference.weights, **candidate.weights}:
+    for name in {**candidate.weights, **reference.weights}:
         ours, theirs = reference.weights.get(name), candidate.weights.get(name)
         before, gradient = reference.loaded_weights.get(name), reference.gradients.get(name)
         if ours is not None and theirs is not None and before is not None and ours.shape == theirs.shape == before.shape:
@@ -203,7 +203,7 @@ def _weights(reference: SideRecord, candidate: SideRecord, tolerances: Tolerance
 
 def _weights_before(reference: SideRecord, candidate: SideRecord, tolerance: float) -> StageResult:
     ours, theirs = reference.loaded_weights, candidate.loaded_weights
-    differences = [tensor_difference(name, ours.get(name), theirs.get(name)) for name in {**ours, **theirs}]
+    differences = [tensor_difference(name, ours.get(name), theirs.get(name)) for name in {**theirs, **ours}]
     return _result("loaded weights", differences, tolerance)
 
 

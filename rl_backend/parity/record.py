@@ -16,7 +16,7 @@ from rl_backend.data import MicroBatchPlan, restore_order
 type NamedTensors = Mapping[str, Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class RankRecord:
     """What one rank of a side saw.
 
@@ -52,7 +52,7 @@ class RankRecord:
         return cls(**torch.load(path, mmap=True, weights_only=True))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class SideRecord:
     """What one side computed, independent of its layout: T tokens are those of all sequences in their order.
 

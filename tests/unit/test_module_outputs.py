@@ -1,0 +1,108 @@
+"""Outputs of modules under their Hugging Face paths, for any model whose parameters have Hugging Face names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rl_backend.runtime.module_outputs import module_paths, record_outputs
+
+HIDDEN = 6
+
+
+class FusedAttention(nn.Module):
+    """One projection of queries, keys and values, as Megatron has it; returns (output, bias) as its layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False)
+        self.proj = nn.Linear(3 * HIDDEN, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return self.proj(self.qkv(x)), None
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN, bias=False)
+        self.attention = FusedAttention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(self.norm(x))[0]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, HIDDEN)
+        self.layers = nn.ModuleList([Layer()])
+        self.head = nn.Linear(HIDDEN, 9, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embedding(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+NAMES = {
+    "embedding.weight": ("model.embed_tokens.weight",),
+    "layers.0.norm.weight": ("model.layers.0.input_layernorm.weight",),
+    "layers.0.attention.qkv.weight": tuple(f"model.layers.0.self_attn.{kind}_proj.weight" for kind in "qkv"),
+    "layers.0.attention.proj.weight": ("model.layers.0.self_attn.o_proj.weight",),
+    "head.weight": ("lm_head.weight",),
+}
+
+
+def test_a_module_has_the_longest_prefix_that_the_names_of_its_parameters_share() -> None:
+    assert module_paths(Model(), NAMES) == {
+        "embedding": "model.embed_tokens",
+        "layers": "model.layers.0",
+        "layers.0": "model.layers.0",
+        "layers.0.norm": "model.layers.0.input_layernorm",
+        "layers.0.attention": "model.layers.0.self_attn",
+        "layers.0.attention.qkv": "model.layers.0.self_attn",
+        "layers.0.attention.proj": "model.layers.0.self_attn.o_proj",
+        "head": "lm_head",
+    }
+
+
+def test_hidden_states_are_kept_in_the_order_of_computation_and_the_outermost_module_of_a_path_counts() -> None:
+    model = Model()
+    ids = torch.tensor([[1, 2, 3]])
+    with record_outputs(model, NAMES, HIDDEN) as outputs:
+        model(ids)
+    assert list(outputs) == [
+        "model.embed_tokens",
+        "model.layers.0.input_layernorm",
+        "model.layers.0.self_attn.o_proj",
+        "model.layers.0.self_attn",
+        "model.layers.0",
+    ]
+    embedded = model.embedding(ids)
+    layer: Any = model.layers[0]
+    torch.testing.assert_close(outputs["model.layers.0"], layer(embedded))
+    torch.testing.assert_close(outputs["model.layers.0.self_attn"], layer.attention(layer.norm(embedded))[0])
+    assert not any(output.requires_grad for output in outputs.values())
+
+
+def test_hooks_are_gone_after_an_error() -> None:
+    model = Model()
+    with pytest.raises(IndexError), record_outputs(model, NAMES, HIDDEN):
+        model(torch.tensor([[100]]))
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_what_counts_as_an_output_can_be_chosen() -> None:
+    model = Model()
+
+    def with_bias(output: Any) -> Tensor | None:
+        return output[0] + 1.0 if isinstance(output, tuple) else output
+
+    with record_outputs(model, NAMES, HIDDEN, read=with_bias) as outputs:
+        model(torch.tensor([[1, 2]]))
+    torch.testing.assert_close(outputs["model.layers.0.self_attn"], outputs["model.layers.0.self_attn.o_proj"] + 1.0)

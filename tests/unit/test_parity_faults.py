@@ -1,0 +1,103 @@
+"""A comparison names the first place where two sides part. Both sides run here, in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_backend.parity import Comparison, ParityConfig, ParitySide, SideRecord, Tolerances, compare
+from rl_backend.parity.batches import plan_batch
+from rl_backend.parity.record import merge_ranks
+from rl_backend.parity.runtime_side import record_runtime
+from rl_backend.parity.transformers_side import record_transformers
+from tests.support import faulty_runtime
+from tests.support.models import write_tiny
+
+
+def make_config(model: Path, candidate: ParitySide, **changes: Any) -> ParityConfig:
+    return ParityConfig(
+        model=str(model), reference=ParitySide(runtime="transformers"), candidate=candidate, device="cpu", **changes
+    )
+
+
+def train_transformers(config: ParityConfig) -> SideRecord:
+    return merge_ranks([record_transformers(config, config.reference)], plan_batch(config, 1))
+
+
+def train_runtime(config: ParityConfig) -> SideRecord:
+    return merge_ranks([record_runtime(config, config.candidate, 0)], plan_batch(config, 1))
+
+
+@pytest.fixture(scope="module")
+def reference(tied_model: Path) -> SideRecord:
+    return train_transformers(make_config(tied_model, ParitySide(runtime="native")))
+
+
+def compare_with_fault(model: Path, reference: SideRecord, fault: faulty_runtime.Fault) -> Comparison:
+    candidate = ParitySide(runtime="faulty", options={"fault": fault})
+    return compare(reference, train_runtime(make_config(model, candidate)), Tolerances.of("float32"))
+
+
+@pytest.mark.shows("parity: a deliberate fault in a norm, loss, gradient, decay group or Adam's betas is found and named")
+@pytest.mark.parametrize(
+    ("fault", "stage", "step", "name"),
+    [
+        ("loaded weight", "loaded weights", 0, "model.layers.1.input_layernorm.weight"),
+        ("norm eps", "activations", 0, "model.layers.1.post_attention_layernorm"),
+        ("missing layer", "activations", 0, "model.layers.1"),
+        ("loss", "loss", 0, ""),
+        ("gradient", "gradient", 0, "model.layers.1.self_attn.o_proj.weight"),
+        ("missing gradient", "gradient", 0, "model.layers.1.mlp.up_proj.weight"),
+        ("decay groups", "weights", 0, "model.layers.0.input_layernorm.weight"),
+        ("late", "loss", 3, ""),
+    ],
+)
+def test_the_first_place_where_two_sides_part_is_named(
+    tied_model: Path, reference: SideRecord, fault: faulty_runtime.Fault, stage: str, step: int, name: str
+) -> None:
+    divergence = compare_with_fault(tied_model, reference, fault).first_divergence
+    assert divergence is not None
+    assert (divergence.stage, divergence.step, divergence.difference.name) == (stage, step, name)
+    assert divergence.difference.missing_from == ("candidate" if fault.startswith("missing") else None)
+    assert divergence.difference.relative > 2 * divergence.tolerance
+
+
+def test_betas_show_in_a_later_step_because_adams_first_has_one_size_whatever_they_are(
+    tied_model: Path, reference: SideRecord
+) -> None:
+    comparison = compare_with_fault(tied_model, reference, "betas")
+    assert all(stage.first_over is None for stage in comparison.stages)
+    assert comparison.first_divergence is not None
+    assert comparison.first_divergence.step == 2
+
+
+@pytest.mark.shows("parity: native against transformers, float32: loss to 1e-6 and grad norm to 1e-5 over 5 steps")
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral"])
+def test_native_and_transformers_train_alike(tmp_path: Path, family: str) -> None:
+    size = {"hidden_size": 128, "num_hidden_layers": 3, "tie_word_embeddings": family == "qwen2"}
+    model = write_tiny(family, tmp_path, pad_token_id=7, **size)
+    config = make_config(model, ParitySide(runtime="native"))
+    comparison = compare(train_transformers(config), train_runtime(config), Tolerances.of("float32"))
+    assert comparison.first_divergence is None, str(comparison.first_divergence)
+    assert comparison.max_loss_difference < 1e-6
+    assert comparison.max_grad_norm_difference < 1e-5
+    assert comparison.loss_fall > 0.05
+    assert {stage.stage: stage.compared for stage in comparison.stages}["activations"] >= 3 * 7 + 2
+
+
+def test_bfloat16_is_compared_within_tolerances_of_its_own(tied_model: Path) -> None:
+    config = make_config(tied_model, ParitySide(runtime="native"), dtype="bfloat16")
+    reference, candidate = train_transformers(config), train_runtime(config)
+    assert compare(reference, candidate, Tolerances.of("bfloat16")).first_divergence is None
+    assert compare(reference, candidate, Tolerances.of("float32")).first_divergence is not None
+
+
+def test_experts_that_transformers_holds_as_one_tensor_have_the_names_of_the_checkpoint(tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    model = write_tiny("qwen3_moe", tmp_path, **experts)
+    record = train_transformers(make_config(model, ParitySide(runtime="native"), steps=1))
+    assert record.gradients.keys() == record.weights.keys() == record.loaded_weights.keys()
+    assert record.gradients["model.layers.1.mlp.experts.3.gate_proj.weight"].shape == (32, 64)
+    assert list(record.gradients)[-1] == "model.norm.weight"
