@@ -13,6 +13,8 @@ import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 
+import torch
+
 from rl_backend.contracts import UnsupportedError
 from rl_backend.runtime.bridge.transformer_engine import placeholders
 
@@ -53,7 +55,7 @@ def import_megatron() -> None:
     require_megatron()
     for message, category in _REPEATED:
         warnings.filterwarnings("ignore", message, category)
-    with quiet():
+    with quiet(), _same_pickles():
         try:
             # First, so that it finds out by itself whether Transformer Engine is there.
             for name in ("models.gpt", "distributed", "optimizer", "pipeline_parallel"):
@@ -64,6 +66,16 @@ def import_megatron() -> None:
             raise UnsupportedError(
                 f"Megatron cannot be imported: the package {error.name!r} is missing; {_INSTALL}", package=error.name
             ) from error
+
+
+@contextmanager
+def _same_pickles() -> Generator[None]:
+    """Undoes Megatron-Core's change of torch's pickles, which every process would need Megatron to read."""
+    load = torch.storage._load_from_bytes
+    try:
+        yield
+    finally:
+        torch.storage._load_from_bytes = load
 
 
 @contextmanager

@@ -1,0 +1,159 @@
+"""Training groups of the bridge runtime: model-parallel ranks behind the same calls, and their weights in vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from ray import cloudpickle
+from torch import Tensor
+
+from actors import HandleRef, Loss, RankContext, RolloutConfig, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
+from rl_backend import create_runtime
+from rl_backend.contracts import (
+    BatchError,
+    BridgeConfig,
+    GroupFailedError,
+    ModelOutput,
+    NativeConfig,
+    OptimizerConfig,
+    PackedBatch,
+    ParallelConfig,
+    RuntimeConfig,
+    TokenSequence,
+)
+from rl_backend.data import prepare_micro_batches
+from tests.support.models import write_tiny_qwen3
+from tests.support.sft_batches import random_token_sequences
+
+NLL = Loss("tests.support.losses:nll_loss")
+OPTIMIZER = OptimizerConfig(lr=1e-3, clip_grad=1.0)
+MAX_TOKENS = 40
+LENGTHS = [12, 20, 9, 31, 25, 14]
+PROMPTS = [[5, 6, 7], [9, 10], [100, 90, 80, 70]]
+LAYOUTS = {"tp=2": ParallelConfig(tp=2), "pp=2 vpp=2": ParallelConfig(pp=2, vpp=2)}
+"""Layouts of two ranks; an engine takes no older weights, so each trains a step more than the one before."""
+
+
+class Step(NamedTuple):
+    """What a training step shows."""
+
+    loss: float
+    nll: float
+    grad_norm: float
+    log_probs: Sequence[Tensor]
+
+
+def batch(step: int) -> list[TokenSequence]:
+    return random_token_sequences(LENGTHS, 128, seed=step)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_qwen3(tmp_path_factory.mktemp("bridge"), num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def native_steps(model: Path) -> list[Step]:
+    """The native runtime on one rank, in this process."""
+    config = RuntimeConfig(hf_path=str(model), backend_cfg=NativeConfig(device="cpu", optimizer=OPTIMIZER))
+    runtime = create_runtime(config)
+    handle = runtime.build_model()
+    steps = []
+    for step in range(len(LAYOUTS)):
+        (data,) = prepare_micro_batches(batch(step), 1, config.max_tokens_per_micro_batch)
+        runtime.zero_grad(handle)
+        result = runtime.forward_backward(handle, data, NLL)
+        grad_norm = runtime.optimizer_step(handle).grad_norm
+        steps.append(Step(result.loss, result.means["nll"], grad_norm, result.output("log_probs")))
+    runtime.close()
+    return steps
+
+
+@pytest.fixture(scope="module")
+def engine(ray_cluster: None, model: Path) -> Iterator[RolloutGroup]:
+    config = RolloutConfig(
+        model_path=str(model), device="cpu", dtype="float32", load_format="dummy", max_model_len=64, kv_cache_gib=0.25
+    )
+    with RolloutGroup(config) as group:
+        yield group
+
+
+@pytest.fixture(scope="module", params=LAYOUTS.values(), ids=LAYOUTS)
+def train(ray_cluster: None, model: Path, request: pytest.FixtureRequest) -> Iterator[TrainGroup]:
+    bridge = BridgeConfig(device="cpu", parallel=request.param, optimizer=OPTIMIZER)
+    config = RuntimeConfig(backend="bridge", hf_path=str(model), max_tokens_per_micro_batch=MAX_TOKENS, backend_cfg=bridge)
+    with TrainGroup(config, num_ranks=2, name="bridge", failure_grace=2.0) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def policy(train: TrainGroup) -> HandleRef:
+    return train.build_model(name="policy")
+
+
+@pytest.mark.shows("bridge: through Ray with tp or an interleaved pipeline, its steps equal native's and vLLM serves them")
+def test_ranks_of_any_layout_train_as_native_does_and_an_engine_serves_their_weights(
+    train: TrainGroup, policy: HandleRef, native_steps: list[Step], engine: RolloutGroup
+) -> None:
+    parallel = train.config.backend_cfg.parallel
+    assert policy.data_parallel_size == parallel.data_parallel_size(2)
+    assert policy.micro_batch_multiple == (2 if parallel.vpp > 1 else 1)
+    for step in range(list(LAYOUTS.values()).index(parallel) + 1):
+        train.zero_grad(policy)
+        result = train.forward_backward(policy, batch(step), NLL)
+        taken = train.optimizer_step(policy)
+        assert taken.ok
+        expected = native_steps[step]
+        assert len(result.losses) > 1
+        assert result.loss == pytest.approx(expected.loss, rel=1e-5)
+        assert result.means["nll"] == pytest.approx(expected.nll, rel=1e-5)
+        assert taken.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+        for found, native in zip(result.output("log_probs"), expected.log_probs, strict=True):
+            torch.testing.assert_close(found, native, atol=1e-4, rtol=1e-4)
+    with WeightSync(train, engine, policy, byte_budget=1 << 18) as sync:
+        assert sync.push().version == train.weight_version(policy) == step + 1
+        assert mean_gap(train, policy, engine) <= 1e-5
+
+
+def pickled_tensor(context: RankContext) -> bytes:
+    return cloudpickle.dumps(torch.ones(3))
+
+
+def test_what_a_rank_sends_is_read_without_megatron(train: TrainGroup) -> None:
+    for pickled in train.run_on_ranks(pickled_tensor):
+        assert b"megatron" not in pickled
+
+
+def mean_gap(train: TrainGroup, policy: HandleRef, engine: RolloutGroup) -> float:
+    samples = engine.generate(PROMPTS, SamplingConfig(n=2, max_new_tokens=8))
+    sequences = [TokenSequence.from_prompt_and_response(sample.prompt_ids, sample.response_ids) for sample in samples]
+    found = train.forward(policy, sequences).output("log_probs")
+    gaps = [
+        abs(float(log_probs[len(sample.prompt_ids) - 1 + index]) - log_prob)
+        for sample, log_probs in zip(samples, found, strict=True)
+        for index, log_prob in enumerate(sample.log_probs)
+    ]
+    return sum(gaps) / len(gaps)
+
+
+def test_a_batch_that_every_rank_refuses_leaves_the_group_usable(train: TrainGroup, policy: HandleRef) -> None:
+    with pytest.raises(BatchError, match="vocab"):
+        train.forward(policy, [TokenSequence(torch.tensor([1, 999])), TokenSequence(torch.tensor([1, 2]))])
+    assert len(train.forward(policy, batch(0)).output("log_probs")) == len(LENGTHS)
+
+
+def fails_on_long_batches(model_output: ModelOutput, data: PackedBatch, dp_group: Any = None) -> Any:
+    if int(data.seq_lens.max()) == max(LENGTHS):
+        raise ValueError("a loss that fails")
+    return Loss("tests.support.losses:nll_loss")(model_output, data, dp_group)
+
+
+def test_a_loss_that_fails_on_one_rank_is_named_and_no_rank_waits_for_it(train: TrainGroup, policy: HandleRef) -> None:
+    """The last test of a group: its ranks are stopped."""
+    tensor_parallel = train.config.backend_cfg.parallel.tp > 1
+    with pytest.raises(ValueError if tensor_parallel else GroupFailedError, match="a loss that fails"):
+        train.forward_backward(policy, batch(0), fails_on_long_batches)
