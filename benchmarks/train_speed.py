@@ -22,7 +22,6 @@ from benchmarks.report import interleave, machine, medians, write_result
 from rl_backend.contracts import (
     MetricValue,
     ModelOutput,
-    NativeConfig,
     OptimizerConfig,
     PackedBatch,
     RuntimeConfig,
@@ -60,13 +59,13 @@ def workloads(seed: int) -> dict[str, Lengths]:
     }
 
 
-def native_step(model_dir: Path) -> Step:
-    """A step through the public runtime: every micro-batch forward and backward, gradient clipping, AdamW."""
+def runtime_step(model_dir: Path, backend: str, device: str = "cpu", dtype: str = "float32") -> Step:
+    """A step through a public runtime: every micro-batch forward and backward, gradient clipping, AdamW."""
     optimizer = OptimizerConfig(lr=LEARNING_RATE, weight_decay=0.0)
-    config = RuntimeConfig(
-        hf_path=str(model_dir), backend_cfg=NativeConfig(optimizer=optimizer), max_tokens_per_micro_batch=2**16
+    options = {"optimizer": optimizer, "device": device, "param_dtype": dtype}
+    runtime = create_runtime(
+        RuntimeConfig(backend=backend, hf_path=str(model_dir), backend_cfg=options, max_tokens_per_micro_batch=2**16)
     )
-    runtime = create_runtime(config)
     handle = runtime.build_model()
 
     def step(sequences: Sequence[Sequence[Tensor]]) -> float:
@@ -82,7 +81,7 @@ def native_step(model_dir: Path) -> Step:
             result = runtime.forward_backward(handle, data, next_token_loss)
         ok, _, _ = runtime.optimizer_step(handle)
         if not ok:
-            raise RuntimeError("the native optimizer step was skipped")
+            raise RuntimeError(f"the optimizer step of {backend} was skipped")
         return result.loss
 
     return step
@@ -96,19 +95,20 @@ def next_token_loss(
     return -model_output.log_probs.sum() / data.meta["batch_num_tokens"], {}
 
 
-def transformers_step(model_dir: Path) -> Step:
+def transformers_step(model_dir: Path, device: str = "cpu", dtype: str = "float32") -> Step:
     """A step as transformers' Trainer makes it: padded micro-batches, clipping, fused AdamW."""
     from transformers import Qwen3ForCausalLM
 
-    model = Qwen3ForCausalLM.from_pretrained(model_dir, dtype=torch.float32).train()
+    model = Qwen3ForCausalLM.from_pretrained(model_dir, dtype=torch.float32).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
     def step(sequences: Sequence[Sequence[Tensor]]) -> float:
         predictions = sum(len(sequence) - 1 for batch in sequences for sequence in batch)
         total = 0.0
         for batch in sequences:
-            inputs = pad(batch)
-            loss = model(**inputs, use_cache=False, num_items_in_batch=predictions).loss
+            inputs = {name: tensor.to(device) for name, tensor in pad(batch).items()}
+            with torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32"):
+                loss = model(**inputs, use_cache=False, num_items_in_batch=predictions).loss
             loss.backward()
             total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -144,21 +144,23 @@ def timed(step: Step, lengths: Lengths, losses: list[float]) -> Callable[[], flo
         sequences = [[torch.randint(1, MODEL["vocab_size"], (n,), generator=generator) for n in batch] for batch in lengths]
         start = time.perf_counter()
         losses.append(step(sequences))
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         return sum(map(sum, lengths)) / (time.perf_counter() - start)
 
     return measure
 
 
 def measure_workload(name: str, lengths: Lengths, steps: Mapping[str, Step], runs: int) -> dict[str, Any]:
-    """Interleaved runs of one workload, checked to have computed the same losses."""
+    """Interleaved runs of one workload, checked to have computed the same losses; ``ratios``: native over each other."""
     losses: dict[str, list[float]] = {implementation: [] for implementation in steps}
     measurements = {key: timed(step, lengths, losses[key]) for key, step in steps.items()}
     interleave(1, measurements)
     values = interleave(runs, measurements)
     compare_losses(losses)
     middle = medians(values)
-    ratio = middle["native"] / middle["transformers"]
-    print(f"{name}: " + ", ".join(f"{key} {value:.0f} tokens/s" for key, value in middle.items()) + f", ratio {ratio:.3f}")
+    ratios = {key: middle["native"] / value for key, value in middle.items() if key != "native"}
+    print(f"{name}: " + ", ".join(f"{key} {value:.0f} tokens/s" for key, value in middle.items()), ratios)
     padded = sum(max(batch) * len(batch) for batch in lengths)
     return {
         "tokens_per_step": sum(map(sum, lengths)),
@@ -167,15 +169,16 @@ def measure_workload(name: str, lengths: Lengths, steps: Mapping[str, Step], run
         "tokens_per_second": values,
         "median_tokens_per_second": middle,
         "first_losses": {key: series[0] for key, series in losses.items()},
-        "ratio": ratio,
+        "ratios": ratios,
     }
 
 
 def compare_losses(losses: Mapping[str, Sequence[float]]) -> None:
-    """Raises when the two did not train alike: a fast wrong step is no result."""
-    for native, reference in zip(losses["native"], losses["transformers"], strict=True):
-        if abs(native - reference) > 1e-3 * abs(reference):
-            raise RuntimeError(f"losses differ: native {native}, transformers {reference}")
+    """Raises when they did not train alike: a fast wrong step is no result."""
+    for name, series in losses.items():
+        for value, reference in zip(series, losses["transformers"], strict=True):
+            if abs(value - reference) > 1e-3 * abs(reference):
+                raise RuntimeError(f"losses differ: {name} {value}, transformers {reference}")
 
 
 def main() -> None:
@@ -187,14 +190,14 @@ def main() -> None:
     facts = machine()
     with tempfile.TemporaryDirectory() as directory:
         model_dir = make_model(Path(directory))
-        steps = {"native": native_step(model_dir), "transformers": transformers_step(model_dir)}
+        steps = {"native": runtime_step(model_dir, "native"), "transformers": transformers_step(model_dir)}
         results = {
             name: measure_workload(name, lengths, steps, arguments.runs) for name, lengths in workloads(seed=0).items()
         }
     path = write_result(
         "train_speed",
         {
-            "native_over_transformers": {name: result.pop("ratio") for name, result in results.items()},
+            "native_over_transformers": {name: result.pop("ratios")["transformers"] for name, result in results.items()},
             "workloads": results,
             "model": MODEL,
             "machine": facts,
