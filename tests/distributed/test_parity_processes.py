@@ -1,0 +1,96 @@
+"""A comparison whose sides run in processes of their own, one for each rank."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_backend.parity import ParityConfig, ParitySide
+from rl_backend.parity.processes import ParityError, run_ranks
+from tests.support.faulty_runtime import Fault
+
+ROOT = Path(__file__).resolve().parents[2]
+PLUGIN = "tests.support.faulty_runtime"
+
+
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rl_backend.cli", "parity", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.shows("parity: native on 2 ranks trains as transformers does on one, in processes of their own")
+def test_native_on_two_ranks_agrees_with_transformers(tied_model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "parity.json"
+    result = run_command("--model", str(tied_model), "--dp", "2", "--steps", "5", "--lr", "1e-4", "--json", str(output))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "no divergence" in result.stdout
+    report = json.loads(output.read_text())
+    assert report["first_divergence"] is None
+    assert report["max_loss_rel_diff"] < 1e-6
+    assert report["max_grad_norm_rel_diff"] < 1e-5
+    assert (report["reference"]["world_size"], report["candidate"]["world_size"]) == (1, 2)
+    assert report["candidate"]["layout"]["dp"] == 2
+    assert report["candidate"]["versions"].keys() == {"python", "torch"}
+    assert len(report["steps"]) == 5
+
+
+@pytest.mark.shows("parity: a norm with another eps, in a runtime from a plugin, is named by the command")
+def test_a_fault_of_a_third_partys_runtime_is_named_and_the_exit_status_says_so(tied_model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "parity.json"
+    settings = ["--reference", "native", "--candidate", "faulty", "--plugin", PLUGIN, "--steps", "1", "--json", str(output)]
+    result = run_command("--model", str(tied_model), *settings, "--candidate-options", '{"fault": "norm eps"}')
+    assert result.returncode == 1, result.stderr
+    assert "first divergence: activations model.layers.1.post_attention_layernorm (step 0), relative" in result.stdout
+    assert json.loads(output.read_text())["first_divergence"]["name"] == "model.layers.1.post_attention_layernorm"
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """Every process that is started."""
+    processes: list[subprocess.Popen[bytes]] = []
+    start = subprocess.Popen
+
+    def record(*args: Any, **settings: Any) -> subprocess.Popen[bytes]:
+        processes.append(start(*args, **settings))
+        return processes[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", record)
+    return processes
+
+
+def run_faulty(model: Path, folder: Path, fault: Fault, *, dp: int = 2, timeout: float = 120.0) -> None:
+    candidate = ParitySide(runtime="faulty", dp=dp, options={"fault": fault})
+    reference = ParitySide(runtime="native")
+    config = ParityConfig(
+        plugins=(PLUGIN,), model=str(model), reference=reference, candidate=candidate, timeout=timeout, steps=1
+    )
+    run_ranks(config, "candidate", "cpu", folder / "candidate")
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("refusal", "^the candidate 'faulty' stopped: this runtime refuses to work$"),
+        ("crash", "rank 1 of the candidate 'faulty' failed:\n(.*\n)*ZeroDivisionError: a bug"),
+        ("death", "rank 1 of the candidate 'faulty' died with status 9"),
+    ],
+)
+def test_a_rank_that_ends_early_ends_the_side_with_its_error(
+    tied_model: Path, tmp_path: Path, started: list[subprocess.Popen[bytes]], fault: Fault, message: str
+) -> None:
+    with pytest.raises(ParityError, match=message):
+        run_faulty(tied_model, tmp_path, fault)
+    assert all(process.returncode is not None for process in started)
+
+
+def test_a_side_that_takes_too_long_is_ended(
+    tied_model: Path, tmp_path: Path, started: list[subprocess.Popen[bytes]]
+) -> None:
+    with pytest.raises(ParityError, match=r"did not end within 0\.3 s; ranks still running"):
+        run_faulty(tied_model, tmp_path, "none", dp=1, timeout=0.3)
+    assert all(process.returncode is not None for process in started)

@@ -1,0 +1,163 @@
+"""``rl-backend parity`` as a user meets it: what it refuses before a process starts, and what it prints and writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_backend.cli.main import main
+from rl_backend.parity import ParityConfig, ParitySide, SideRecord, Tolerances, compare
+from rl_backend.parity.report import as_json, as_text
+from rl_backend.parity.run import ParityResult
+
+
+@pytest.fixture
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+
+
+@pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--model {missing}", "--model {missing}: "),
+        (
+            "--model {model} --candidate megatorn",
+            "--candidate megatorn: unknown runtime; known: bridge, native, transformers",
+        ),
+        ("--model {model} --reference jax", "--reference jax: unknown runtime"),
+        ("--model {model} --tp 2", "--candidate native --tp 2: NativeConfig.parallel.tp=2: "),
+        (
+            "--model {model} --reference native --reference-pp 2",
+            "--reference native --reference-pp 2: NativeConfig.parallel",
+        ),
+        ("--model {model} --vpp 2", "--candidate native --vpp 2: ParallelConfig.vpp=2: needs pp > 1"),
+        ("--model {model} --ep 3 --dp 2", "--candidate native --ep 3 --dp 2: world size 2 is not a multiple"),
+        ("--model {model} --dp 0", "--candidate native --dp 0: "),
+        (
+            "--model {model} --reference-dp 2",
+            "--reference transformers --reference-dp 2: dp=2: transformers runs on one rank",
+        ),
+        (
+            "--model {model} --dp 8",
+            "--sequences 16: 4 micro-batches on each data-parallel rank of the candidate (dp=8) need",
+        ),
+        ("--model {model} --steps 0", "--steps 0: "),
+        ("--model {model} --lr 0", "--lr 0.0: "),
+        ("--model {model} --max-length 4096", "--max-length 4096: the model has 512 positions"),
+        ("--model {model} --plugin no.such.module", "--plugin no.such.module: "),
+        ("--model {model} --candidate-options [1]", "--candidate-options [1]: expected an object"),
+        ("--model {model} --candidate-options {{}", "--candidate-options {{}: not JSON"),
+        ("--model {model} --tolerance-factor 0", "--tolerance-factor 0.0: must be above 0"),
+        (
+            "--model {model} --json {missing}/out.json",
+            "--json {missing}/out.json: must be a file in a directory that exists",
+        ),
+    ],
+)
+def test_what_cannot_run_is_refused_with_flag_and_value_before_a_process_starts(
+    tied_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, expected: str
+) -> None:
+    def filled(text: str) -> str:
+        return text.replace("{model}", str(tied_model)).replace("{missing}", str(tmp_path / "x")).replace("{{}", "{")
+
+    assert main(["parity", *filled(arguments).split()]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {filled(expected)}")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.usefixtures("no_processes")
+def test_too_few_devices_are_counted_before_a_process_starts(tied_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["parity", "--model", str(tied_model), "--device", "cuda", "--dp", "2"]) == 2
+    assert capsys.readouterr().err.startswith("error: --device 'cuda': the layout needs 2 CUDA devices, found 0")
+
+
+def test_expert_parallelism_takes_the_fewest_data_parallel_ranks_that_it_needs() -> None:
+    layouts = {(1, 2): 2, (2, 2): 1, (2, 4): 2, (1, 1): 1}
+    for (tp, ep), copies in layouts.items():
+        side = ParitySide(runtime="bridge", parallel={"tp": tp, "ep": ep})
+        assert (side.data_parallel_size, side.world_size) == (copies, copies * tp)
+
+
+def record(losses: list[float], **changes: object) -> SideRecord:
+    tensors = {"model.norm.weight": torch.ones(4)}
+    fields = {
+        "activations": {"model.norm": torch.ones(3, 4)},
+        "log_probs": torch.ones(3),
+        "losses": losses,
+        "grad_norms": [1.0] * len(losses),
+        "loaded_weights": tensors,
+        "gradients": tensors,
+        "weights": {"model.norm.weight": torch.full((4,), 0.9)},
+        **changes,
+    }
+    return SideRecord(**fields)  # type: ignore[arg-type]
+
+
+def result(reference: SideRecord, candidate: SideRecord) -> ParityResult:
+    side = ParitySide(runtime="native")
+    config = ParityConfig(model="some-model", reference=side, candidate=side, steps=len(reference.losses))
+    comparison = compare(reference, candidate, Tolerances.of("float32"))
+    return ParityResult(config, "cpu", 3, comparison, {"reference": {}, "candidate": {}})
+
+
+def test_tolerances_are_those_of_five_and_twenty_steps_and_grow_on() -> None:
+    tolerances = Tolerances.of("float32")
+    growth = {0: 1, 4: 1, 5: 10, 19: 10, 20: 100, 79: 100, 80: 1000}
+    for step, factor in growth.items():
+        assert tolerances.at_step(step) == pytest.approx((1e-6 * factor, 1e-5 * factor))
+    assert Tolerances.of("float32", 3.0).at_step(0) == pytest.approx((3e-6, 3e-5))
+
+
+def test_equal_sides_have_no_divergence() -> None:
+    report = as_json(result(record([2.0, 1.0]), record([2.0, 1.0])))
+    assert report["first_divergence"] is None
+    assert report["max_loss_rel_diff"] == report["max_grad_norm_rel_diff"] == 0.0
+    assert report["loss_fall"] == 0.5
+    assert [step["candidate"]["loss"] for step in report["steps"]] == [2.0, 1.0]
+
+
+def test_a_loss_that_is_not_finite_is_a_divergence_and_null_in_the_json() -> None:
+    outcome = result(record([2.0, 1.0]), record([2.0, math.nan]))
+    report = as_json(outcome)
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
+    assert report["max_loss_rel_diff"] is None
+    assert report["first_divergence"]["step"] == 1
+    assert "first divergence: loss (step 1)" in as_text(outcome)
+
+
+@pytest.mark.parametrize(
+    ("changes", "stage", "relative"),
+    [
+        ({"gradients": {"model.norm.weight": torch.zeros(4)}}, "gradient", 1.0),
+        ({"gradients": {"model.norm.weight": torch.ones(5)}}, "gradient", None),
+        ({"log_probs": torch.tensor([1.0, math.inf, 1.0])}, "log-probs", None),
+        ({"weights": {}}, "weights", None),
+        ({"activations": {}}, "activations", None),
+    ],
+)
+def test_zero_gradients_other_shapes_infinities_and_absent_names_are_divergences(
+    changes: dict[str, object], stage: str, relative: float | None
+) -> None:
+    divergence = as_json(result(record([1.0]), record([1.0], **changes)))["first_divergence"]
+    assert divergence["stage"] == stage
+    assert divergence["relative_difference"] == relative
+
+
+def test_inner_modules_of_one_side_are_listed_and_layers_of_one_side_are_a_divergence() -> None:
+    inner = {"model.norm": torch.ones(3, 4), "model.layers.0.mlp": torch.ones(3, 4), "model.layers": torch.ones(3, 4)}
+    both = {**inner, "model.layers.0": torch.ones(3, 4)}
+    without_inner = {"model.norm": both["model.norm"], "model.layers.0": both["model.layers.0"]}
+    outcome = result(record([1.0], activations=both), record([1.0], activations=without_inner))
+    assert outcome.comparison.first_divergence is None
+    assert "not compared, on one side only: model.layers.0.mlp, model.layers" in as_text(outcome)
+    divergence = result(record([1.0], activations=both), record([1.0], activations=inner)).comparison.first_divergence
+    assert str(divergence) == "activations model.layers.0 (step 0): the candidate does not have it"
