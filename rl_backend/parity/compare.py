@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -21,8 +20,6 @@ GRADIENT_FLOOR = 1e-3
 
 UPDATE_FLOOR = 1e-3
 """A weight counts relative to its change in the step, but at least to this part of its size, which is rounded too."""
-
-_TOP_LEVEL = re.compile(r"[^.]+\.[^.]+(\.\d+)?")
 
 
 @dataclass(frozen=True)
@@ -161,15 +158,22 @@ def _activations(reference: SideRecord, candidate: SideRecord, tolerance: float)
     """Every side has its own inner modules, but the embedding, the layers and the last norm must be on both."""
     ours, theirs = reference.activations, candidate.activations
     everywhere = {**ours, **theirs}
+    required = _top_level(everywhere) if ours and theirs else set(everywhere)
     one_sided = [path for path in everywhere if path not in ours or path not in theirs]
-    optional = tuple(path for path in one_sided if not _is_top_level(path, everywhere))
+    optional = tuple(path for path in one_sided if path not in required)
     differences = [tensor_difference(path, ours.get(path), theirs.get(path)) for path in everywhere if path not in optional]
     return _result("activations", differences, tolerance, optional)
 
 
-def _is_top_level(path: str, paths: Iterable[str]) -> bool:
-    """Whether a path is of a numbered layer, or of another module directly in the model that does not hold layers."""
-    return _TOP_LEVEL.fullmatch(path) is not None and not any(re.match(rf"{re.escape(path)}\.\d", other) for other in paths)
+def _top_level(paths: Iterable[str]) -> set[str]:
+    """The numbered layers, ``model.layers.0``, and what stands beside the list of them, as the embedding does."""
+    split = {path: path.split(".") for path in paths}
+    layers = {
+        path for path, parts in split.items() if [part.isdigit() for part in parts].count(True) == 1 and parts[-1].isdigit()
+    }
+    lists = {path.rpartition(".")[0] for path in layers}
+    parents = {path.rpartition(".")[0] for path in lists}
+    return layers | {path for path in split if path.rpartition(".")[0] in parents and path not in lists}
 
 
 def _gradients(reference: SideRecord, candidate: SideRecord, tolerance: float) -> StageResult:
