@@ -14,7 +14,7 @@ export DO_NOT_TRACK := 1
 
 help:
 	@echo 'make setup                     make .venv: Python 3.12 and exact versions (DEVICE=cpu or gpu, PYTHON=... to choose)'
-	@echo 'make demo                      GRPO on a small Qwen3 with Ray and vLLM, from nothing (BACKEND=..., ARGS="...")'
+	@echo 'make demo                      GRPO on a small Qwen3 with Ray and vLLM, from nothing (BACKEND=bridge, ARGS="...")'
 	@echo 'make test                      lint, types, import contracts and all tests (ARGS="..." goes to pytest)'
 	@echo 'make bench NAME=train_speed    run one benchmark; without NAME, list them (ARGS="...")'
 	@echo 'make gpu-check                 run the tests that need a GPU and write a JSON result (PYTHON=python3: without set-up)'

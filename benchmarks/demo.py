@@ -1,7 +1,11 @@
-"""The demo, and the same run with shuffled rewards: accuracies, log-prob gap and seconds of each."""
+"""The demo, and the same run with shuffled rewards: accuracies, log-prob gap and seconds of each.
+
+``--backend bridge`` writes ``results/demo_bridge.json`` in place of ``results/demo.json``, which is native's.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -20,18 +24,24 @@ def run_demo(folder: Path, *options: str) -> dict[str, Any]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backend", default="native", help="runtime that trains")
+    parser.add_argument("--control", action=argparse.BooleanOptionalAction, default=True, help="also with shuffled rewards")
+    arguments = parser.parse_args()
+    options = ("--backend", arguments.backend)
     with tempfile.TemporaryDirectory() as folder:
-        demo = run_demo(Path(folder) / "demo")
-        shuffled = run_demo(Path(folder) / "shuffled", "--shuffle-rewards")
+        runs = [run_demo(Path(folder) / "demo", *options)]
+        if arguments.control:
+            runs.append(run_demo(Path(folder) / "shuffled", *options, "--shuffle-rewards"))
     write_result(
-        "demo",
+        "demo" if arguments.backend == "native" else f"demo_{arguments.backend}",
         {
-            "accuracy_before": demo["accuracy_before"],
-            "accuracy_after": demo["accuracy_after"],
-            "accuracy_shuffled_rewards": shuffled["accuracy_after"],
-            "max_log_prob_gap": max(demo["max_log_prob_gap"], shuffled["max_log_prob_gap"]),
-            "seconds": demo["seconds"],
-            "runs": [demo, shuffled],
+            "accuracy_before": runs[0]["accuracy_before"],
+            "accuracy_after": runs[0]["accuracy_after"],
+            **({"accuracy_shuffled_rewards": runs[1]["accuracy_after"]} if arguments.control else {}),
+            "max_log_prob_gap": max(run["max_log_prob_gap"] for run in runs),
+            "seconds": runs[0]["seconds"],
+            "runs": runs,
         },
     )
 

@@ -25,7 +25,7 @@ from rl_backend.cli.probes import TorchProbe, probe_torch
 EXIT_FAILED = 1
 EXIT_NO_GPU = 3
 DEFAULT_RESULT = Path("runs/gpu-check.json")
-OPTIONAL = ("ray", "vllm", "tensordict", "megatron.core")
+OPTIONAL = ("ray", "vllm", "tensordict", "megatron.core", "megatron.bridge", "transformer_engine")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
