@@ -2,6 +2,7 @@
 
 from rl_backend.parity.compare import Comparison, Divergence, StageResult, StepComparison, compare
 from rl_backend.parity.config import TRANSFORMERS, ParityConfig, ParitySide
+from rl_backend.parity.differences import Difference
 from rl_backend.parity.record import SideRecord
 from rl_backend.parity.run import run_parity
 from rl_backend.parity.tolerances import Tolerances
@@ -9,6 +10,7 @@ from rl_backend.parity.tolerances import Tolerances
 __all__ = [
     "TRANSFORMERS",
     "Comparison",
+    "Difference",
     "Divergence",
     "ParityConfig",
     "ParitySide",

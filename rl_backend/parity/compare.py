@@ -7,9 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
-
-from rl_backend.parity.config import SideName
+from rl_backend.parity.differences import Difference, activation_difference, number_difference, tensor_difference, two_norm
 from rl_backend.parity.record import SideRecord
 from rl_backend.parity.tolerances import Tolerances
 
@@ -23,34 +21,17 @@ UPDATE_FLOOR = 1e-3
 
 
 @dataclass(frozen=True)
-class Difference:
-    """One tensor or number of a stage.
-
-    Attributes:
-        relative: infinite where one side is not finite, has another shape or is missing.
-        max_abs: largest difference of an element.
-        missing_from: the side that does not have it; None when both do.
-    """
-
-    name: str
-    relative: float
-    max_abs: float
-    missing_from: SideName | None = None
-
-
-@dataclass(frozen=True)
 class StageResult:
     """One stage of the first step.
 
     Attributes:
         compared: how many tensors or numbers.
-        largest: the largest difference; None when nothing was compared.
-        first_over: the first over the tolerance in the order of computation, or None.
+        largest: the difference that uses up most of its tolerance; None when nothing was compared.
+        first_over: the first over its tolerance in the order of computation, or None.
         not_compared: names that one side does not have and need not have.
     """
 
     stage: Stage
-    tolerance: float
     compared: int
     largest: Difference | None
     first_over: Difference | None
@@ -59,15 +40,13 @@ class StageResult:
 
 @dataclass(frozen=True)
 class StepComparison:
-    """Loss and gradient norm of one step, (reference, candidate), with relative differences and their tolerances."""
+    """Loss and gradient norm of one step, (reference, candidate), and their differences."""
 
     step: int
     loss: tuple[float, float]
     grad_norm: tuple[float, float]
-    loss_difference: float
-    grad_norm_difference: float
-    loss_tolerance: float
-    grad_norm_tolerance: float
+    loss_difference: Difference
+    grad_norm_difference: Difference
 
 
 @dataclass(frozen=True)
@@ -77,14 +56,10 @@ class Divergence:
     stage: Stage
     step: int
     difference: Difference
-    tolerance: float
 
     def __str__(self) -> str:
         place = " ".join(part for part in (self.stage, self.difference.name) if part)
-        if self.difference.missing_from is not None:
-            return f"{place} (step {self.step}): the {self.difference.missing_from} does not have it"
-        amount = f"relative difference {self.difference.relative:.1e} over the tolerance {self.tolerance:.0e}"
-        return f"{place} (step {self.step}), {amount}"
+        return f"{place} (step {self.step}): {self.difference}"
 
 
 @dataclass(frozen=True)
@@ -103,11 +78,11 @@ class Comparison:
 
     @property
     def max_loss_difference(self) -> float:
-        return max(step.loss_difference for step in self.steps)
+        return max(step.loss_difference.amount for step in self.steps)
 
     @property
     def max_grad_norm_difference(self) -> float:
-        return max(step.grad_norm_difference for step in self.steps)
+        return max(step.grad_norm_difference.amount for step in self.steps)
 
     @property
     def loss_fall(self) -> float:
@@ -120,38 +95,26 @@ def compare(reference: SideRecord, candidate: SideRecord, tolerances: Tolerances
     """Compares the first step stage by stage, then every step's loss and gradient norm."""
     steps = _steps(reference, candidate, tolerances)
     stages = (
-        _weights_before(reference, candidate, tolerances.loaded_weights),
+        _loaded_weights(reference, candidate, tolerances.loaded_weights),
         _activations(reference, candidate, tolerances.activations),
-        _result("log-probs", [tensor_difference("", reference.log_probs, candidate.log_probs)], tolerances.log_probs),
-        _number("loss", steps[0].loss, steps[0].loss_difference, steps[0].loss_tolerance),
+        _result("log-probs", [tensor_difference("", reference.log_probs, candidate.log_probs, tolerances.log_probs)]),
+        _result("loss", [steps[0].loss_difference]),
         _gradients(reference, candidate, tolerances.gradients),
-        _number("grad norm", steps[0].grad_norm, steps[0].grad_norm_difference, steps[0].grad_norm_tolerance),
+        _result("grad norm", [steps[0].grad_norm_difference]),
         _weights(reference, candidate, tolerances),
     )
     return Comparison(stages, steps, _first_divergence(stages, steps))
 
 
-def number_difference(reference: float, candidate: float) -> float:
-    """Relative to the reference; infinite when either is not finite."""
-    if not (math.isfinite(reference) and math.isfinite(candidate)):
-        return math.inf
-    difference = abs(candidate - reference)
-    return 0.0 if difference == 0 else difference / abs(reference) if reference else math.inf
-
-
 def _steps(reference: SideRecord, candidate: SideRecord, tolerances: Tolerances) -> tuple[StepComparison, ...]:
-    pairs = zip(reference.losses, candidate.losses, reference.grad_norms, candidate.grad_norms, strict=True)
-    return tuple(
-        StepComparison(
-            step,
-            (loss, other_loss),
-            (norm, other_norm),
-            number_difference(loss, other_loss),
-            number_difference(norm, other_norm),
-            *tolerances.at_step(step),
-        )
-        for step, (loss, other_loss, norm, other_norm) in enumerate(pairs)
-    )
+    steps = []
+    losses = zip(reference.losses, candidate.losses, strict=True)
+    norms = zip(reference.grad_norms, candidate.grad_norms, strict=True)
+    for step, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
+        loss_tolerance, norm_tolerance = tolerances.at_step(step)
+        loss_difference = number_difference("", *loss, loss_tolerance)
+        steps.append(StepComparison(step, loss, norm, loss_difference, number_difference("", *norm, norm_tolerance)))
+    return tuple(steps)
 
 
 def _activations(reference: SideRecord, candidate: SideRecord, tolerance: float) -> StageResult:
@@ -161,8 +124,9 @@ def _activations(reference: SideRecord, candidate: SideRecord, tolerance: float)
     required = _top_level(everywhere) if ours and theirs else set(everywhere)
     one_sided = [path for path in everywhere if path not in ours or path not in theirs]
     optional = tuple(path for path in one_sided if path not in required)
-    differences = [tensor_difference(path, ours.get(path), theirs.get(path)) for path in everywhere if path not in optional]
-    return _result("activations", differences, tolerance, optional)
+    compared = [path for path in everywhere if path not in optional]
+    differences = [activation_difference(path, ours.get(path), theirs.get(path), tolerance) for path in compared]
+    return _result("activations", differences, optional)
 
 
 def _top_level(paths: Iterable[str]) -> set[str]:
@@ -178,52 +142,49 @@ def _top_level(paths: Iterable[str]) -> set[str]:
 
 def _gradients(reference: SideRecord, candidate: SideRecord, tolerance: float) -> StageResult:
     ours, theirs = reference.gradients, candidate.gradients
-    least = GRADIENT_FLOOR * math.sqrt(sum(_norm(gradient) ** 2 for gradient in ours.values()))
+    least = GRADIENT_FLOOR * math.sqrt(sum(two_norm(gradient) ** 2 for gradient in ours.values()))
     # Backward computes the last layer first.
     names = reversed(list({**theirs, **ours}))
-    return _result(
-        "gradient", [tensor_difference(name, ours.get(name), theirs.get(name), least) for name in names], tolerance
-    )
+    differences = [tensor_difference(name, ours.get(name), theirs.get(name), tolerance, least) for name in names]
+    return _result("gradient", differences)
 
 
 def _weights(reference: SideRecord, candidate: SideRecord, tolerances: Tolerances) -> StageResult:
+    names = {**candidate.weights, **reference.weights}
+    return _result("weights", [_weight(name, reference, candidate, tolerances) for name in names])
+
+
+def _weight(name: str, reference: SideRecord, candidate: SideRecord, tolerances: Tolerances) -> Difference:
     """Leaves out elements whose gradient is not 0 but so small that its tolerance allows either sign: Adam's first step has
     one size whatever the gradient's."""
-    differences = []
-    for name in {**candidate.weights, **reference.weights}:
-        ours, theirs = reference.weights.get(name), candidate.weights.get(name)
-        before, gradient = reference.loaded_weights.get(name), reference.gradients.get(name)
-        if ours is not None and theirs is not None and before is not None and ours.shape == theirs.shape == before.shape:
-            if gradient is not None and gradient.shape == ours.shape:
-                size = gradient.abs()
-                clear = (size == 0) | (size > tolerances.gradients * size.square().mean().sqrt())
-                ours, theirs, before = ours[clear], theirs[clear], before[clear]
-            scale = max(_norm(ours.double() - before.double()), UPDATE_FLOOR * _norm(ours))
-            differences.append(_difference(name, ours, theirs, scale))
-        else:
-            differences.append(tensor_difference(name, ours, theirs))
-    return _result("weights", differences, tolerances.weights)
+    ours, theirs = reference.weights.get(name), candidate.weights.get(name)
+    before, gradient = reference.loaded_weights.get(name), reference.gradients.get(name)
+    if ours is None or theirs is None or before is None or not ours.shape == theirs.shape == before.shape:
+        return tensor_difference(name, ours, theirs, tolerances.weights)
+    if gradient is not None and gradient.shape == ours.shape:
+        size = gradient.abs()
+        clear = (size == 0) | (size > tolerances.gradients * size.square().mean().sqrt())
+        ours, theirs, before = ours[clear], theirs[clear], before[clear]
+    change = ours.double() - before.double()
+    scale = max(two_norm(change), UPDATE_FLOOR * two_norm(ours))
+    # Both less what they were, so that the change is what the difference is relative to.
+    return tensor_difference(name, change, theirs.double() - before.double(), tolerances.weights, scale)
 
 
-def _weights_before(reference: SideRecord, candidate: SideRecord, tolerance: float) -> StageResult:
+def _loaded_weights(reference: SideRecord, candidate: SideRecord, tolerance: float) -> StageResult:
     ours, theirs = reference.loaded_weights, candidate.loaded_weights
-    differences = [tensor_difference(name, ours.get(name), theirs.get(name)) for name in {**theirs, **ours}]
-    return _result("loaded weights", differences, tolerance)
+    names = {**theirs, **ours}
+    return _result(
+        "loaded weights", [tensor_difference(name, ours.get(name), theirs.get(name), tolerance) for name in names]
+    )
 
 
-def _number(stage: Stage, values: tuple[float, float], relative: float, tolerance: float) -> StageResult:
-    return _result(stage, [Difference("", relative, abs(values[1] - values[0]))], tolerance)
-
-
-def _result(
-    stage: Stage, differences: Sequence[Difference], tolerance: float, not_compared: tuple[str, ...] = ()
-) -> StageResult:
+def _result(stage: Stage, differences: Sequence[Difference], not_compared: tuple[str, ...] = ()) -> StageResult:
     return StageResult(
         stage=stage,
-        tolerance=tolerance,
         compared=sum(difference.missing_from is None for difference in differences),
-        largest=max(differences, key=lambda difference: difference.relative, default=None),
-        first_over=next((difference for difference in differences if difference.relative > tolerance), None),
+        largest=max(differences, key=lambda difference: difference.excess, default=None),
+        first_over=next((difference for difference in differences if difference.over), None),
         not_compared=not_compared,
     )
 
@@ -231,34 +192,13 @@ def _result(
 def _first_divergence(stages: Sequence[StageResult], steps: Sequence[StepComparison]) -> Divergence | None:
     for result in stages:
         if result.first_over is not None:
-            return Divergence(result.stage, 0, result.first_over, result.tolerance)
+            return Divergence(result.stage, 0, result.first_over)
     for step in steps[1:]:
-        numbers: tuple[tuple[Stage, tuple[float, float], float, float], ...] = (
-            ("loss", step.loss, step.loss_difference, step.loss_tolerance),
-            ("grad norm", step.grad_norm, step.grad_norm_difference, step.grad_norm_tolerance),
+        numbers: tuple[tuple[Stage, Difference], ...] = (
+            ("loss", step.loss_difference),
+            ("grad norm", step.grad_norm_difference),
         )
-        for stage, (ours, theirs), difference, tolerance in numbers:
-            if difference > tolerance:
-                return Divergence(stage, step.step, Difference("", difference, abs(theirs - ours)), tolerance)
+        for stage, difference in numbers:
+            if difference.over:
+                return Divergence(stage, step.step, difference)
     return None
-
-
-def tensor_difference(name: str, reference: Tensor | None, candidate: Tensor | None, least_scale: float = 0.0) -> Difference:
-    """2-norm of the difference relative to that of the reference, or to ``least_scale`` if that is more."""
-    if reference is None or candidate is None:
-        return Difference(name, math.inf, math.inf, "reference" if reference is None else "candidate")
-    if reference.shape != candidate.shape:
-        return Difference(name, math.inf, math.inf)
-    return _difference(name, reference, candidate, max(_norm(reference), least_scale))
-
-
-def _difference(name: str, reference: Tensor, candidate: Tensor, scale: float) -> Difference:
-    difference = candidate.double() - reference.double()
-    norm, largest = _norm(difference), float(difference.abs().max()) if difference.numel() else 0.0
-    if not math.isfinite(norm):
-        return Difference(name, math.inf, math.inf)
-    return Difference(name, 0.0 if norm == 0 else norm / scale if scale else math.inf, largest)
-
-
-def _norm(tensor: Tensor) -> float:
-    return float(tensor.double().norm())

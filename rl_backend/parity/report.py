@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rl_backend.parity.compare import Difference, Divergence, StageResult, StepComparison
+from rl_backend.parity.compare import Divergence, StageResult, StepComparison
 from rl_backend.parity.config import ParitySide
+from rl_backend.parity.differences import Difference
 from rl_backend.parity.run import SIDES, ParityResult
 
 LEAST_LOSS_FALL = 0.05
@@ -76,25 +77,27 @@ def _describe(side: ParitySide) -> str:
 
 def _stage_line(stage: StageResult) -> str:
     largest = stage.largest
-    amount = "-" if largest is None else f"{largest.relative:.1e}"
-    where = "" if largest is None else largest.name
-    if largest is not None and largest.missing_from is not None:
-        amount, where = "missing", f"{largest.name} (the {largest.missing_from} does not have it)"
-    mark = "" if stage.first_over is None else "  <- over"
-    return f"  {stage.stage:14}  {stage.compared:8}  {amount:>10}  {stage.tolerance:9.0e}  {where}{mark}".rstrip()
+    start = f"  {stage.stage:14}  {stage.compared:8}"
+    if largest is None:
+        return start
+    amount = "missing" if largest.missing_from is not None else f"{largest.amount:.1e}"
+    remarks = [
+        largest.name,
+        f"({largest})" if largest.missing_from is not None else "",
+        f"({largest.measure})" if largest.measure != "relative difference" else "",
+        "" if stage.first_over is None else "<- over",
+    ]
+    return f"{start}  {amount:>10}  {largest.tolerance:9.0e}  {' '.join(filter(None, remarks))}".rstrip()
 
 
 def _step_line(step: StepComparison) -> str:
     over = [
         name
-        for name, difference, tolerance in (
-            ("loss", step.loss_difference, step.loss_tolerance),
-            ("grad norm", step.grad_norm_difference, step.grad_norm_tolerance),
-        )
-        if difference > tolerance
+        for name, difference in (("loss", step.loss_difference), ("grad norm", step.grad_norm_difference))
+        if difference.over
     ]
     numbers = [
-        f"{values[0]:11.6f}  {values[1]:11.6f}  {difference:10.1e}"
+        f"{values[0]:11.6f}  {values[1]:11.6f}  {difference.amount:10.1e}"
         for values, difference in ((step.loss, step.loss_difference), (step.grad_norm, step.grad_norm_difference))
     ]
     return f"  {step.step:4}  {'  '.join(numbers)}" + (f"  <- {' and '.join(over)} over" if over else "")
@@ -117,7 +120,6 @@ def _side(side: ParitySide) -> dict[str, Any]:
 def _stage(stage: StageResult) -> dict[str, Any]:
     return {
         "stage": stage.stage,
-        "tolerance": stage.tolerance,
         "compared": stage.compared,
         "largest": None if stage.largest is None else _difference(stage.largest),
         "first_over": None if stage.first_over is None else _difference(stage.first_over),
@@ -130,29 +132,26 @@ def _step(step: StepComparison) -> dict[str, Any]:
         "step": step.step,
         "reference": {"loss": _finite(step.loss[0]), "grad_norm": _finite(step.grad_norm[0])},
         "candidate": {"loss": _finite(step.loss[1]), "grad_norm": _finite(step.grad_norm[1])},
-        "loss_rel_diff": _finite(step.loss_difference),
-        "grad_norm_rel_diff": _finite(step.grad_norm_difference),
-        "loss_tolerance": step.loss_tolerance,
-        "grad_norm_tolerance": step.grad_norm_tolerance,
+        "loss_rel_diff": _finite(step.loss_difference.amount),
+        "grad_norm_rel_diff": _finite(step.grad_norm_difference.amount),
+        "loss_tolerance": step.loss_difference.tolerance,
+        "grad_norm_tolerance": step.grad_norm_difference.tolerance,
     }
 
 
 def _divergence(divergence: Divergence | None) -> dict[str, Any] | None:
     if divergence is None:
         return None
-    return {
-        "stage": divergence.stage,
-        "step": divergence.step,
-        **_difference(divergence.difference),
-        "tolerance": divergence.tolerance,
-        "message": str(divergence),
-    }
+    place = {"stage": divergence.stage, "step": divergence.step}
+    return {**place, **_difference(divergence.difference), "message": str(divergence)}
 
 
 def _difference(difference: Difference) -> dict[str, Any]:
     return {
         "name": difference.name,
-        "relative_difference": _finite(difference.relative),
+        "measure": difference.measure,
+        "amount": _finite(difference.amount),
+        "tolerance": difference.tolerance,
         "max_abs_difference": _finite(difference.max_abs),
         "missing_from": difference.missing_from,
     }

@@ -62,7 +62,7 @@ class FaultyRuntime(NativeRuntime):
         model: Any = handle.model
         layer = model.layers[1]
         if self.fault == "norm eps":
-            layer.post_attention_layernorm.eps *= 1000
+            layer.post_attention_layernorm.eps *= 10
         elif self.fault == "loaded weight":
             with torch.no_grad():
                 layer.input_layernorm.weight[3] += 1e-3

@@ -61,7 +61,7 @@ def test_the_first_place_where_two_sides_part_is_named(
     assert divergence is not None
     assert (divergence.stage, divergence.step, divergence.difference.name) == (stage, step, name)
     assert divergence.difference.missing_from == ("candidate" if fault.startswith("missing") else None)
-    assert divergence.difference.relative > 2 * divergence.tolerance
+    assert divergence.difference.excess > 2
 
 
 def test_betas_show_in_a_later_step_because_adams_first_has_one_size_whatever_they_are(
