@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from rl_backend.contracts import VALUE_HEAD_WEIGHTS, CheckpointError
+from rl_backend.contracts import VALUE_HEAD_WEIGHTS, CheckpointError, WeightName, stored_names, stored_tensors
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -123,21 +123,21 @@ _TIED_ROWS = 4096
 def load_weights(
     path: Path | str,
     parameters: Mapping[str, nn.Parameter],
-    weight_names: Mapping[str, str],
+    weight_names: Mapping[str, WeightName],
     *,
     zero_if_absent: Collection[str] = (),
     stored_buffers: tuple[str, ...] = (),
 ) -> None:
     """Fills each parameter, or this rank's shard of it, from the Hugging Face directory ``path``.
 
-    All names, shapes and dtypes are checked first. Then one tensor after the other is read, only the rows of the shard,
-    and converted to the parameter's dtype, so that host memory holds the shards and at most one more tensor. A stored
+    All names, shapes and dtypes are checked first. Then one stored tensor after the other is read, only what the shard has
+    of it, and converted to the parameter's dtype, so that host memory holds the shards and at most one more tensor. A stored
     ``lm_head.weight`` that is not asked for is ignored for a critic, and with tied embeddings where it equals them; stored
     rotary frequencies are ignored; any other tensor without a parameter is refused.
 
     Args:
         parameters: name in the module -> parameter, a DTensor where it is sharded.
-        weight_names: name in the module -> Hugging Face name.
+        weight_names: name in the module -> Hugging Face name, or those of the tensors that are packed in it.
         zero_if_absent: Hugging Face names that the directory may lack; their parameters are filled with 0.
         stored_buffers: endings of names without a parameter that are ignored as well.
 
@@ -147,28 +147,39 @@ def load_weights(
     """
     reader = HFReader(path)
     absent = set(zero_if_absent) - set(reader.infos)
-    shapes = {weight_names[name]: tuple(value.shape) for name, value in parameters.items()}
+    shapes = {
+        stored: tuple(value.shape[len(index) :])
+        for name, value in parameters.items()
+        for index, stored in stored_tensors(weight_names[name])
+    }
     _check_tensors(reader, {name: shape for name, shape in shapes.items() if name not in absent}, stored_buffers)
     _check_tied_head(reader, parameters, weight_names)
     with torch.no_grad():
         for name, parameter in parameters.items():
             local, region = _local_part(parameter)
-            if weight_names[name] in absent:
-                local.zero_()
-            elif local.numel():
-                local.copy_(reader.read(weight_names[name], region))
+            for index, stored in stored_tensors(weight_names[name]):
+                held = region[: len(index)]
+                if not all(part.start <= place < part.stop for place, part in zip(index, held, strict=True)):
+                    continue
+                target = local[tuple(place - part.start for place, part in zip(index, held, strict=True))]
+                if stored in absent:
+                    target.zero_()
+                elif target.numel():
+                    target.copy_(reader.read(stored, region[len(index) :]))
 
 
-def _check_tied_head(reader: HFReader, parameters: Mapping[str, nn.Parameter], weight_names: Mapping[str, str]) -> None:
+def _check_tied_head(
+    reader: HFReader, parameters: Mapping[str, nn.Parameter], weight_names: Mapping[str, WeightName]
+) -> None:
     """A stored head that is not read must be the embeddings; each rank compares its own rows.
 
     transformers unties one that differs without a word, and vLLM drops it: neither is what the other computes.
     """
-    names = set(weight_names.values())
+    names = set(stored_names(weight_names))
     if LM_HEAD not in reader.infos or LM_HEAD in names or VALUE_HEAD_WEIGHTS[0] in names:
         return
     for name, embeddings in weight_names.items():
-        if not embeddings.endswith("embed_tokens.weight"):
+        if not isinstance(embeddings, str) or not embeddings.endswith("embed_tokens.weight"):
             continue
         local, (rows, *columns) = _local_part(parameters[name])
         chunks = range(rows.start, rows.stop, _TIED_ROWS) if local.numel() else ()

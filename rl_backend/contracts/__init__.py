@@ -36,6 +36,7 @@ from rl_backend.contracts.runtime_config import (
     NativeConfig,
     RuntimeConfig,
 )
+from rl_backend.contracts.weight_names import PackedWeight, WeightName, stored_names, stored_tensors
 from rl_backend.contracts.weights import UNVERSIONED, TensorInfo, WeightManifest
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "OperationOrderError",
     "OptimizerConfig",
     "PackedBatch",
+    "PackedWeight",
     "ParallelConfig",
     "RLBackendError",
     "Registry",
@@ -78,7 +80,10 @@ __all__ = [
     "UnsupportedError",
     "WeightCheckError",
     "WeightManifest",
+    "WeightName",
     "WeightSyncError",
     "WeightVersionError",
     "merge_metrics",
+    "stored_names",
+    "stored_tensors",
 ]

@@ -2,8 +2,10 @@
 
 from rl_backend.model.llama import LLAMA
 from rl_backend.model.mistral import MISTRAL
+from rl_backend.model.mixtral import MIXTRAL
 from rl_backend.model.qwen2 import QWEN2
 from rl_backend.model.qwen3 import QWEN3
+from rl_backend.model.qwen3_moe import QWEN3_MOE
 from rl_backend.model.registry import (
     MODEL_FAMILIES,
     BuildSettings,
@@ -16,9 +18,11 @@ from rl_backend.model.registry import (
 __all__ = [
     "LLAMA",
     "MISTRAL",
+    "MIXTRAL",
     "MODEL_FAMILIES",
     "QWEN2",
     "QWEN3",
+    "QWEN3_MOE",
     "BuildSettings",
     "ModelFamily",
     "ModelInput",

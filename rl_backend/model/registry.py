@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from rl_backend.contracts import MODEL_CONFIGS, Head, ModelOptions, NativeConfig, Registry, UnsupportedError
+from rl_backend.contracts import (
+    MODEL_CONFIGS,
+    Head,
+    ModelOptions,
+    NativeConfig,
+    Registry,
+    UnsupportedError,
+    WeightName,
+)
 
 if TYPE_CHECKING:
     from rl_backend.parallel.groups import ParallelGroups
@@ -25,6 +33,8 @@ class ModelInput(NamedTuple):
         labels: (T,) int64, the next token, -100 at each sequence's last position.
         temperature: number or (T,) float32.
         calculate_entropy: whether ``ModelOutput.entropy`` is wanted.
+        router_loss_weight: what losses of a router count for in this micro-batch: 1 / number of micro-batches, so that a
+            step has their mean.
     """
 
     input_ids: torch.Tensor
@@ -34,6 +44,7 @@ class ModelInput(NamedTuple):
     labels: torch.Tensor
     temperature: torch.Tensor | float
     calculate_entropy: bool
+    router_loss_weight: float = 1.0
 
 
 class BuildSettings(NamedTuple):
@@ -64,8 +75,9 @@ class ModelFamily:
             float32, whose ``forward(ModelInput)`` returns a :class:`~rl_backend.contracts.ModelOutput`: ``log_probs`` and,
             on request, ``entropy``; with ``head="values"``, ``values`` alone.
         parallelize: (module, groups, config) -> applies activation checkpointing and FSDP in place.
-        weight_names: (architecture, head) -> parameter name in the module -> Hugging Face name, in export order. A tied
-            ``lm_head`` has no entry; the head of a critic has the names
+        weight_names: (architecture, head) -> parameter name in the module -> Hugging Face name, in export order, or a
+            :class:`~rl_backend.contracts.PackedWeight` of several. A tied ``lm_head`` has no entry; the head of a critic has
+            the names
             :data:`~rl_backend.contracts.VALUE_HEAD_WEIGHTS`, and where a checkpoint lacks one of them it starts at 0.
         heads: what ``build`` and ``weight_names`` understand.
         max_length: architecture -> longest sequence, in tokens. None takes ``max_position_embeddings`` of ``config.json``
@@ -79,7 +91,7 @@ class ModelFamily:
     parse_config: Callable[[Mapping[str, Any]], Any]
     build: Callable[[Any, BuildSettings], nn.Module]
     parallelize: Callable[[nn.Module, ParallelGroups, NativeConfig], None]
-    weight_names: Callable[[Any, Head], Mapping[str, str]]
+    weight_names: Callable[[Any, Head], Mapping[str, WeightName]]
     heads: tuple[Head, ...] = ("log_probs",)
     max_length: Callable[[Any], int] | None = None
     stored_buffers: tuple[str, ...] = ()

@@ -43,14 +43,14 @@ class DenseAttention(nn.Module):
 
 
 class DenseLayer(nn.Module):
-    """Attention and feed-forward, each normalised before and added to the residual stream."""
+    """Attention and a feed-forward block, each normalised before and added to the residual stream."""
 
-    def __init__(self, arch: DenseArchitecture, window: int | None) -> None:
+    def __init__(self, arch: DenseArchitecture, window: int | None, mlp: nn.Module) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
         self.self_attn = DenseAttention(arch, window)
         self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
-        self.mlp = SwiGLU(arch.hidden_size, arch.intermediate_size, bias=arch.mlp_bias)
+        self.mlp = mlp
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, seq_lens: tuple[int, ...]) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, cu_seqlens, seq_lens)
@@ -69,11 +69,20 @@ class DenseDecoder(nn.Module):
         self.arch = arch
         self.log_prob_chunk_tokens = log_prob_chunk_tokens
         self.embed_tokens = nn.Embedding(arch.vocab_size, arch.hidden_size)
-        self.layers = nn.ModuleList(DenseLayer(arch, window) for window in arch.windows)
+        self.layers = nn.ModuleList(self.make_layer(index) for index in range(arch.num_layers))
         self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
         self.score = ValueHead(arch.hidden_size) if head == "values" else None
         untied = head == "log_probs" and not arch.tie_word_embeddings
         self.lm_head = nn.Linear(arch.hidden_size, arch.vocab_size, bias=False) if untied else None
+
+    def make_layer(self, index: int) -> nn.Module:
+        """The layer number ``index``."""
+        arch = self.arch
+        return DenseLayer(arch, arch.windows[index], SwiGLU(arch.hidden_size, arch.intermediate_size, bias=arch.mlp_bias))
+
+    def apply_layer(self, layer: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor, inputs: ModelInput) -> Tensor:
+        """Runs one layer of :meth:`make_layer`; (T, hidden_size) -> (T, hidden_size)."""
+        return layer(hidden, cos, sin, inputs.cu_seqlens, inputs.seq_lens)  # type: ignore[no-any-return]
 
     def forward(self, inputs: ModelInput) -> ModelOutput:
         """Log-probs and, on request, entropy of (T,) tokens; or their values.
@@ -87,7 +96,7 @@ class DenseDecoder(nn.Module):
         hidden = self.embed_tokens(inputs.input_ids)
         cos, sin = rotary_cos_sin(inputs.position_ids, self.arch.rotary, hidden.dtype)
         for layer in self.layers:
-            hidden = layer(hidden, cos, sin, inputs.cu_seqlens, inputs.seq_lens)
+            hidden = self.apply_layer(layer, hidden, cos, sin, inputs)
         hidden = self.norm(hidden)
         if self.score is not None:
             return ModelOutput(values=self.score(hidden))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rl_backend.contracts import PackedBatch, UnsupportedError
+from rl_backend.contracts import PackedBatch, UnsupportedError, stored_tensors
 from rl_backend.runtime.module_outputs import record_outputs
 from rl_backend.runtime.native.forward_backward import run_micro_batches
 from rl_backend.runtime.native.handle import NativeHandle
@@ -26,7 +26,9 @@ def record_activations(handle: NativeHandle, data: Sequence[PackedBatch]) -> lis
             "known; it must be a whole number",
             hidden_size=hidden_size,
         )
-    hf_names = {parameter: (name,) for parameter, name in handle.weight_names.items()}
+    hf_names = {
+        parameter: tuple(stored for _, stored in stored_tensors(name)) for parameter, name in handle.weight_names.items()
+    }
     activations: list[Mapping[str, Tensor]] = []
     for batch in data:
         with record_outputs(handle.model, hf_names, hidden_size) as outputs:

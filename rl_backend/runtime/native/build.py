@@ -15,8 +15,10 @@ from rl_backend.contracts import (
     ConfigError,
     Head,
     NativeConfig,
+    PackedWeight,
     RuntimeConfig,
     UnsupportedError,
+    WeightName,
 )
 from rl_backend.model import BuildSettings, ModelFamily, find_model
 from rl_backend.parallel.groups import ParallelGroups
@@ -90,7 +92,7 @@ def build_handle(
 
 
 def _parameters(
-    model: nn.Module, family: ModelFamily, weight_names: dict[str, str], groups: ParallelGroups
+    model: nn.Module, family: ModelFamily, weight_names: dict[str, WeightName], groups: ParallelGroups
 ) -> dict[str, nn.Parameter]:
     """Parameters in export order, after checks of what a family may have got wrong."""
     buffers = sorted(name for name, _ in model.named_buffers())
@@ -106,6 +108,13 @@ def _parameters(
             f"weight_names of model family {family.name!r} does not cover its parameters: without a name "
             f"{sorted(set(found) - set(weight_names))[:4]}, not in the model {sorted(set(weight_names) - set(found))[:4]}"
         )
+    for name, packed in weight_names.items():
+        if isinstance(packed, PackedWeight) and tuple(found[name].shape[: len(packed.shape)]) != packed.shape:
+            raise UnsupportedError(
+                f"weight_names of model family {family.name!r} packs {packed.shape} tensors into {name}, which has shape "
+                f"{tuple(found[name].shape)}; the first dimensions must be the same",
+                parameter=name,
+            )
     whole = [name for name, parameter in found.items() if not isinstance(parameter, DTensor)]
     if whole and groups.dp_size > 1:
         raise UnsupportedError(

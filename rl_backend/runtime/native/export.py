@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from rl_backend.contracts import ConfigError, ExportInterruptedError, HandleError, TensorInfo, UnsupportedError
+from rl_backend.contracts import (
+    ConfigError,
+    ExportInterruptedError,
+    HandleError,
+    TensorInfo,
+    UnsupportedError,
+    WeightName,
+    stored_names,
+    stored_tensors,
+)
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.runtime.native.fsdp_state import local_tensor
 
@@ -20,25 +29,39 @@ type WeightStream = Generator[tuple[str, Tensor], None, None]
 
 @dataclass(frozen=True)
 class _Weight:
-    """A parameter, or its gradient."""
+    """A parameter or its gradient, or one of the tensors that are packed in it.
+
+    Attributes:
+        tensor: the whole parameter.
+        index: place of the weight in the first dimensions of ``tensor``; empty for all of it.
+    """
 
     name: str
     tensor: Tensor
     dtype: torch.dtype
+    index: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape[len(self.index) :])
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        return self.tensor.numel() * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
 
 def describe_weights(
-    parameters: Mapping[str, Tensor], names: Mapping[str, str], dtype: torch.dtype | None
+    parameters: Mapping[str, Tensor], names: Mapping[str, WeightName], dtype: torch.dtype | None
 ) -> tuple[TensorInfo, ...]:
     """What :func:`export_weights` yields."""
     return tuple(
         TensorInfo(
             name=weight.name,
-            shape=tuple(weight.tensor.shape),
+            shape=weight.shape,
             dtype=str(weight.dtype).removeprefix("torch."),
             nbytes=weight.nbytes,
         )
@@ -48,7 +71,7 @@ def describe_weights(
 
 def export_weights(
     parameters: Mapping[str, Tensor],
-    names: Mapping[str, str],
+    names: Mapping[str, WeightName],
     groups: ParallelGroups,
     *,
     dtype: torch.dtype | None,
@@ -57,8 +80,9 @@ def export_weights(
 ) -> WeightStream:
     """Checks the arguments, then returns the generator that gathers.
 
-    Every bucket is one all-gather. Before each, and once more at the end, the ranks agree that all of them go on; a rank
-    whose generator is closed says no there, and the others raise.
+    Every bucket is one all-gather and, for tensors that are packed in a larger parameter and so lie on one rank each, one
+    broadcast from each of these ranks. Before each bucket, and once more at the end, the ranks agree that all of them go on;
+    a rank whose generator is closed says no there, and the others raise.
 
     Args:
         byte_budget: bytes of full tensors in one bucket; None gathers one tensor at a time. Padding to equal shards (less
@@ -70,7 +94,10 @@ def export_weights(
         UnsupportedError: a parameter that is sharded in another way than FSDP2 does by default.
     """
     _check_names("export_weights", names, only)
-    weights = _select(parameters, names, dtype, only)
+    return _open_stream(_select(parameters, names, dtype, only), groups, byte_budget)
+
+
+def _open_stream(weights: Sequence[_Weight], groups: ParallelGroups, byte_budget: int | None) -> WeightStream:
     buckets = _buckets(weights, byte_budget)
     for weight in weights:
         _check_placement(weight)
@@ -81,7 +108,11 @@ def export_weights(
 
 
 def export_gradients(
-    parameters: Mapping[str, Tensor], names: Mapping[str, str], groups: ParallelGroups, *, only: Collection[str] | None
+    parameters: Mapping[str, Tensor],
+    names: Mapping[str, WeightName],
+    groups: ParallelGroups,
+    *,
+    only: Collection[str] | None,
 ) -> WeightStream:
     """As :func:`export_weights` for the gradients, in float32; parameters that have none on any rank are left out.
 
@@ -100,12 +131,11 @@ def export_gradients(
     for key in reached:
         gradient = parameters[key].grad
         gradients[key] = torch.zeros_like(parameters[key], requires_grad=False) if gradient is None else gradient
-    reached_names = {key: names[key] for key in reached if only is None or names[key] in only}
-    return export_weights(gradients, reached_names, groups, dtype=torch.float32, byte_budget=None, only=None)
+    return _open_stream(_select(gradients, {key: names[key] for key in reached}, torch.float32, only), groups, None)
 
 
-def _check_names(operation: str, names: Mapping[str, str], only: Collection[str] | None) -> None:
-    unknown = sorted(set(only or ()) - set(names.values()))
+def _check_names(operation: str, names: Mapping[str, WeightName], only: Collection[str] | None) -> None:
+    unknown = sorted(set(only or ()) - set(stored_names(names)))
     if unknown:
         raise ConfigError(
             f"{operation}: the model has no weights called {', '.join(unknown[:8])}; weight_infos lists its names",
@@ -114,12 +144,16 @@ def _check_names(operation: str, names: Mapping[str, str], only: Collection[str]
 
 
 def _select(
-    parameters: Mapping[str, Tensor], names: Mapping[str, str], dtype: torch.dtype | None, only: Collection[str] | None
+    parameters: Mapping[str, Tensor],
+    names: Mapping[str, WeightName],
+    dtype: torch.dtype | None,
+    only: Collection[str] | None,
 ) -> list[_Weight]:
     return [
-        _Weight(name, parameters[key], dtype or parameters[key].dtype)
+        _Weight(stored, parameters[key], dtype or parameters[key].dtype, index)
         for key, name in names.items()
-        if only is None or name in only
+        for index, stored in stored_tensors(name)
+        if only is None or stored in only
     ]
 
 
@@ -185,18 +219,50 @@ def _all_go_on(groups: ParallelGroups, here: bool) -> bool:
 def _gather(bucket: Sequence[_Weight], groups: ParallelGroups) -> WeightStream:
     if groups.dp_size == 1:
         for weight in bucket:
-            yield weight.name, local_tensor(weight.tensor).to(weight.dtype)
+            yield weight.name, local_tensor(weight.tensor)[weight.index].to(weight.dtype)
+        return
+    whole = _gather_shards([weight for weight in bucket if not weight.index], groups)
+    packed = _broadcast_packed([weight for weight in bucket if weight.index], groups)
+    for weight in bucket:
+        yield weight.name, next(packed if weight.index else whole)
+
+
+def _gather_shards(weights: Sequence[_Weight], groups: ParallelGroups) -> Iterator[Tensor]:
+    """Parameters that every rank has a part of."""
+    if not weights:
         return
     ranks = groups.dp_size
-    # FSDP2 splits dimension 0 in chunks of ceil(rows / ranks); the last ranks may have less, or nothing.
-    rows = [math.ceil(weight.tensor.shape[0] / ranks) for weight in bucket]
-    sizes = [count * math.prod(weight.tensor.shape[1:]) for count, weight in zip(rows, bucket, strict=True)]
-    mine = torch.zeros(sum(sizes), dtype=bucket[0].dtype, device=groups.device)
-    for weight, part in zip(bucket, mine.split(sizes), strict=True):
+    rows = [_rows_of_a_rank(weight, groups) for weight in weights]
+    sizes = [count * math.prod(weight.shape[1:]) for count, weight in zip(rows, weights, strict=True)]
+    mine = torch.zeros(sum(sizes), dtype=weights[0].dtype, device=groups.device)
+    for weight, part in zip(weights, mine.split(sizes), strict=True):
         shard = local_tensor(weight.tensor).flatten()
         part[: shard.numel()].copy_(shard)
     gathered = torch.empty(ranks * mine.numel(), dtype=mine.dtype, device=groups.device)
     dist.all_gather_into_tensor(gathered, mine, group=groups.dp_group)
-    for weight, parts in zip(bucket, gathered.view(ranks, -1).split(sizes, dim=1), strict=True):
-        shape = weight.tensor.shape
-        yield weight.name, parts.reshape(-1)[: math.prod(shape)].view(shape)
+    for weight, parts in zip(weights, gathered.view(ranks, -1).split(sizes, dim=1), strict=True):
+        yield parts.reshape(-1)[: weight.numel].view(weight.shape)
+
+
+def _broadcast_packed(weights: Sequence[_Weight], groups: ParallelGroups) -> Iterator[Tensor]:
+    """Tensors that one rank has, because the first dimension of the parameter numbers them."""
+    received: dict[str, Tensor] = {}
+    for owner in range(groups.dp_size):
+        owned = [weight for weight in weights if weight.index[0] // _rows_of_a_rank(weight, groups) == owner]
+        if not owned:
+            continue
+        flat = torch.empty(sum(weight.numel for weight in owned), dtype=owned[0].dtype, device=groups.device)
+        for weight, part in zip(owned, flat.split([weight.numel for weight in owned]), strict=True):
+            row, *inner = weight.index
+            if owner == groups.dp_rank:
+                held = local_tensor(weight.tensor)[row % _rows_of_a_rank(weight, groups), *inner]
+                part.copy_(held.flatten())
+            received[weight.name] = part.view(weight.shape)
+        dist.broadcast(flat, group=groups.dp_group, group_src=owner)
+    for weight in weights:
+        yield received[weight.name]
+
+
+def _rows_of_a_rank(weight: _Weight, groups: ParallelGroups) -> int:
+    """FSDP2 splits dimension 0 in chunks of this many rows; the last ranks may have less, or nothing."""
+    return math.ceil(weight.tensor.shape[0] / groups.dp_size)

@@ -47,7 +47,7 @@ def run_micro_batches(
         for index, batch in enumerate(data):
             if not forward_only:
                 fsdp_state.set_gradient_sync(handle.model, index == len(data) - 1, keep_gathered=keep_gathered)
-            loss, metric, output = _run_one(handle, batch.to(handle.groups.device), loss_fn, index, forward_only)
+            loss, metric, output = _run_one(handle, batch.to(handle.groups.device), loss_fn, index, len(data), forward_only)
             if loss is not None:
                 losses.append(loss)
             metrics.append(metric)
@@ -67,14 +67,14 @@ def run_micro_batches(
 
 
 def _run_one(
-    handle: NativeHandle, batch: PackedBatch, loss_fn: LossFn | None, index: int, forward_only: bool
+    handle: NativeHandle, batch: PackedBatch, loss_fn: LossFn | None, index: int, num_micro_batches: int, forward_only: bool
 ) -> tuple[Tensor | None, Mapping[str, MetricValue], dict[str, Tensor]]:
     loss: Tensor | None = None
     metrics: Mapping[str, MetricValue] = {}
     work = {"micro_batch": index, "tokens": batch.input_ids.shape[0], "sequences": batch.seq_lens.shape[0]}
     device = handle.groups.device
     with torch.set_grad_enabled(not forward_only), device_span(device, "forward", "micro_batch", **work):
-        output: ModelOutput = handle.model(_model_input(batch))
+        output: ModelOutput = handle.model(_model_input(batch, num_micro_batches))
         if loss_fn is not None:
             loss, metrics = loss_fn(output, batch, handle.groups.dp_group)
             check_loss(loss, index, forward_only)
@@ -86,7 +86,7 @@ def _run_one(
     return None if loss is None else loss.detach().float(), detached(metrics), kept
 
 
-def _model_input(batch: PackedBatch) -> ModelInput:
+def _model_input(batch: PackedBatch, num_micro_batches: int) -> ModelInput:
     return ModelInput(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
@@ -95,13 +95,14 @@ def _model_input(batch: PackedBatch) -> ModelInput:
         labels=batch.labels,
         temperature=batch.temperature,
         calculate_entropy=bool(batch.meta.get("calculate_entropy", False)),
+        router_loss_weight=1.0 / num_micro_batches,
     )
 
 
 def require_no_replay(router_replay: str, family_name: str) -> None:
-    """Raises :class:`UnsupportedError` unless ``router_replay`` is ``off``: no native family has a router."""
+    """Raises :class:`UnsupportedError` unless ``router_replay`` is ``off``."""
     if router_replay != "off":
         raise UnsupportedError(
-            f"router_replay={router_replay!r}: the model family {family_name!r} has no router; use 'off'",
+            f"router_replay={router_replay!r}: the native runtime has no router replay for {family_name!r}; use 'off'",
             router_replay=router_replay,
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from rl_backend.contracts import HandleError, ModelHandle, RuntimeConfig
+from rl_backend.contracts import HandleError, ModelHandle, RuntimeConfig, WeightName
 from rl_backend.model import ModelFamily
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.runtime.native.fsdp_state import local_tensor
@@ -32,7 +32,7 @@ class NativeHandle(ModelHandle):
         max_length: longest sequence, in tokens; None where the family sets no limit.
         model: the module, sharded.
         parameters: name in the module -> parameter, in export order.
-        weight_names: name in the module -> Hugging Face name, in the same order.
+        weight_names: name in the module -> Hugging Face name or names, in the same order.
         optimizer: None for a forward-only handle.
         placement: where each part is.
         broken: why the handle cannot be used, empty when it can: a pass failed in the middle (until ``zero_grad``).
@@ -49,7 +49,7 @@ class NativeHandle(ModelHandle):
     max_length: int | None
     model: nn.Module
     parameters: Mapping[str, nn.Parameter]
-    weight_names: Mapping[str, str]
+    weight_names: Mapping[str, WeightName]
     optimizer: NativeOptimizer | None
     placement: Placement
     broken: str = ""

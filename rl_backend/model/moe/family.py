@@ -1,0 +1,42 @@
+"""A model family that is a decoder with mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from rl_backend.model.dense.parallelize import parallelize
+from rl_backend.model.moe.architecture import MoEArchitecture, MoEOptions
+from rl_backend.model.moe.model import MoEDecoder
+from rl_backend.model.moe.weights import ExpertNames, weight_names
+from rl_backend.model.registry import BuildSettings, ModelFamily
+from rl_backend.primitive.router_balance import RouterLossCoefficients
+
+
+def moe_family(name: str, parse_config: Callable[[Mapping[str, Any]], MoEArchitecture], experts: ExpertNames) -> ModelFamily:
+    """The family of the ``model_type`` called ``name``, whose differences are in its architecture and its names."""
+    return ModelFamily(
+        name=name,
+        hf_model_types=(name,),
+        options_type=MoEOptions,
+        parse_config=parse_config,
+        build=_build,
+        parallelize=parallelize,
+        weight_names=partial(weight_names, experts=experts),
+        heads=("log_probs", "values"),
+        max_length=_max_length,
+    )
+
+
+def _build(arch: MoEArchitecture, settings: BuildSettings) -> nn.Module:
+    options = settings.options
+    assert isinstance(options, MoEOptions), "the registry checks the type of model_cfg"
+    coefficients = RouterLossCoefficients(options.router_aux_loss_coef, options.router_z_loss_coef)
+    return MoEDecoder(arch, settings.head, settings.log_prob_chunk_tokens, coefficients)
+
+
+def _max_length(arch: MoEArchitecture) -> int:
+    return arch.max_length

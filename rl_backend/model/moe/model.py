@@ -1,0 +1,55 @@
+"""A decoder with mixtures of experts on packed micro-batches."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from rl_backend.contracts import Head
+from rl_backend.model.dense.model import DenseDecoder, DenseLayer
+from rl_backend.model.moe.architecture import MoEArchitecture
+from rl_backend.model.registry import ModelInput
+from rl_backend.primitive.moe import MoE
+from rl_backend.primitive.router_balance import RouterLossCoefficients
+
+
+class MoELayer(DenseLayer):
+    """A layer whose feed-forward block is a :class:`~rl_backend.primitive.moe.MoE`."""
+
+    mlp: MoE
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cu_seqlens: Tensor,
+        seq_lens: tuple[int, ...],
+        router_loss_weight: float = 1.0,
+    ) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cu_seqlens, seq_lens)
+        return x + self.mlp(self.post_attention_layernorm(x), router_loss_weight)  # type: ignore[no-any-return]
+
+
+class MoEDecoder(DenseDecoder):
+    """The whole model; see :class:`~rl_backend.model.dense.DenseDecoder`."""
+
+    arch: MoEArchitecture
+
+    def __init__(
+        self, arch: MoEArchitecture, head: Head, log_prob_chunk_tokens: int, coefficients: RouterLossCoefficients
+    ) -> None:
+        self._coefficients = coefficients
+        super().__init__(arch, head, log_prob_chunk_tokens)
+
+    def make_layer(self, index: int) -> nn.Module:
+        arch = self.arch
+        if not arch.sparse[index]:
+            return super().make_layer(index)
+        moe = MoE(arch.hidden_size, arch.expert_intermediate_size, arch.router, coefficients=self._coefficients)
+        return MoELayer(arch, arch.windows[index], moe)
+
+    def apply_layer(self, layer: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor, inputs: ModelInput) -> Tensor:
+        if not isinstance(layer, MoELayer):
+            return super().apply_layer(layer, hidden, cos, sin, inputs)
+        weight = inputs.router_loss_weight
+        return layer(hidden, cos, sin, inputs.cu_seqlens, inputs.seq_lens, weight)  # type: ignore[no-any-return]

@@ -1,0 +1,114 @@
+"""Bringing tokens to their experts and the results back."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rl_backend.primitive.router import Routing
+from rl_backend.primitive.router_balance import tokens_per_expert
+
+
+class ExpertTokens(NamedTuple):
+    """Copies of tokens, one for each expert that was chosen for them, in the order of this rank's experts.
+
+    Attributes:
+        rows: (N, hidden_size); copies for expert 0 first.
+        weights: (N,) router weight of each copy.
+        counts: (E,) int64, rows of each expert; 0 for one that nobody chose.
+        context: what the dispatcher needs to bring the results back.
+    """
+
+    rows: Tensor
+    weights: Tensor
+    counts: Tensor
+    context: Any
+
+
+class TokenDispatcher(Protocol):
+    """Between a router and experts. No token is dropped."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> ExpertTokens:
+        """(T, hidden_size) -> the copies that this rank's experts work on."""
+        ...
+
+    def combine(self, rows: Tensor, tokens: ExpertTokens) -> Tensor:
+        """(N, hidden_size), already weighted -> (T, hidden_size): the sum of each token's copies."""
+        ...
+
+
+class LocalDispatcher:
+    """All experts are on this rank: tokens are sorted by expert. Deterministic, forward and backward.
+
+    Args:
+        num_experts: E.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+
+    def dispatch(self, x: Tensor, routing: Routing) -> ExpertTokens:
+        order = sort_by_expert(routing.experts)
+        rows: Tensor = _Copy.apply(x, order.tokens, order.places)
+        weights = routing.weights.flatten()[order.choices]
+        return ExpertTokens(rows, weights, tokens_per_expert(routing.experts, self.num_experts), order)
+
+    def combine(self, rows: Tensor, tokens: ExpertTokens) -> Tensor:
+        order: ExpertOrder = tokens.context
+        combined: Tensor = _Sum.apply(rows, order.tokens, order.places)
+        return combined
+
+
+class ExpertOrder(NamedTuple):
+    """Attributes:
+    choices: (N,) which of the T * top_k choices stands at each place.
+    tokens: (N,) which token that is.
+    places: (T, top_k) where each choice stands.
+    """
+
+    choices: Tensor
+    tokens: Tensor
+    places: Tensor
+
+
+def sort_by_expert(experts: Tensor) -> ExpertOrder:
+    """The order of (T, top_k) choices by expert and, for one expert, by token."""
+    choices = experts.flatten().argsort(stable=True)
+    places = torch.empty_like(choices)
+    places[choices] = torch.arange(choices.numel(), device=choices.device)
+    return ExpertOrder(choices, choices // experts.shape[1], places.view(experts.shape))
+
+
+class _Copy(torch.autograd.Function):
+    """Indexing would add gradients up in any order on CUDA; each token's are summed in the order of its choices."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return x.index_select(0, tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return _sum_copies(grad, places), None, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        return _sum_copies(rows, places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (tokens,) = ctx.saved_tensors
+        return grad.index_select(0, tokens), None, None
+
+
+def _sum_copies(rows: Tensor, places: Tensor) -> Tensor:
+    return rows.index_select(0, places.flatten()).view(*places.shape, -1).sum(1)

@@ -1,0 +1,99 @@
+"""A linear layer with one weight for each group of rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_ALIGNMENT = 16
+_OLDEST_CAPABILITY = (8, 0)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """``x[rows of e] @ weight[e].T`` for every group e.
+
+    bfloat16 on CUDA takes torch's grouped matmul, which does not wait for the device; everything else takes one product for
+    each group. The gradient of a group without rows is 0.
+
+    Args:
+        x: (N, in_features), rows of group 0 first.
+        weight: (E, out_features, in_features), of the dtype of ``x``.
+        counts: (E,) int64, rows of each group; N in all.
+
+    Returns:
+        (N, out_features)
+    """
+    function = _GroupedMatmul if _has_kernel(x, weight) else _GroupByGroup
+    product: Tensor = function.apply(x, weight, counts)
+    return product
+
+
+def _has_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch's grouped matmul runs as one kernel: rows must be aligned, and the device not too old for it."""
+    if not x.is_cuda or x.dtype != torch.bfloat16 or weight.dtype != x.dtype:
+        return False
+    aligned = all(size * x.element_size() % _ALIGNMENT == 0 for size in weight.shape[1:])
+    return aligned and torch.cuda.get_device_capability(x.device) >= _OLDEST_CAPABILITY
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        ends = counts.cumsum(0, dtype=torch.int32)
+        ctx.save_for_backward(x, weight, counts, ends)
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, counts, ends = ctx.saved_tensors
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        grad = grad.contiguous()
+        grad_x = F.grouped_mm(grad, weight, offs=ends) if needs_x else None
+        grad_weight = None
+        if needs_weight:
+            # torch does not say what a product over no rows leaves behind.
+            grad_weight = F.grouped_mm(grad.t(), x, offs=ends).masked_fill_((counts == 0)[:, None, None], 0.0)
+        return grad_x, grad_weight, None
+
+
+class _GroupByGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.counts = counts.tolist()
+        out = x.new_empty(x.shape[0], weight.shape[1])
+        for group, rows in _filled_groups(ctx.counts):
+            torch.mm(x[rows], weight[group].t(), out=out[rows])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
+        grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
+        for group, rows in _filled_groups(ctx.counts):
+            if grad_x is not None:
+                torch.mm(grad[rows], weight[group], out=grad_x[rows])
+            if grad_weight is not None:
+                torch.mm(grad[rows].t(), x[rows], out=grad_weight[group])
+        if grad_weight is not None:
+            for group, count in enumerate(ctx.counts):
+                if count == 0:
+                    grad_weight[group].zero_()
+        return grad_x, grad_weight, None
+
+
+def _filled_groups(counts: list[int]) -> list[tuple[int, slice]]:
+    groups, start = [], 0
+    for group, count in enumerate(counts):
+        if count:
+            groups.append((group, slice(start, start + count)))
+        start += count
+    return groups

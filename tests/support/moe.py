@@ -1,0 +1,44 @@
+"""Tiny models with mixtures of experts, and transformers' names for the gradients of packed experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from tests.support.models import write_tiny
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 48, "norm_topk_prob": True}),
+    "qwen3_moe, weights not normalised": ("qwen3_moe", {"num_experts": 4, "norm_topk_prob": False}),
+    "qwen3_moe, dense layers between": (
+        "qwen3_moe",
+        {"num_experts": 6, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    ),
+    "qwen3_moe, experts without tokens": ("qwen3_moe", {"num_experts": 64, "num_experts_per_tok": 1}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "intermediate_size": 48}),
+    "mixtral, window of 20, untied": (
+        "mixtral",
+        {"num_local_experts": 3, "intermediate_size": 48, "sliding_window": 20, "tie_word_embeddings": False},
+    ),
+}
+
+
+def write_moe(model: str, path: Path, **changes: Any) -> Path:
+    """One of ``MODELS``, two experts a token and three layers unless it says otherwise."""
+    family, settings = MODELS[model]
+    base = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 3}
+    if family == "mixtral":
+        base.pop("moe_intermediate_size")
+    return write_tiny(family, path, **{**base, **settings, **changes})
+
+
+def gradients_in_transformers_names(native: nn.Module) -> dict[str, Tensor]:
+    """Gradients of a native model under the names and in the shapes that transformers' parameters have in memory."""
+    gradients = {}
+    for name, parameter in native.named_parameters():
+        assert parameter.grad is not None, name
+        name = name if name == "lm_head.weight" else f"model.{name}"
+        gradients[name] = parameter.grad.flatten(1, 2) if name.endswith("experts.gate_up_proj") else parameter.grad
+    return gradients
