@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,8 +47,11 @@ def build_handle(
 
     def load(chunks: list[nn.Module]) -> list[nn.Module]:
         if head == "values":
-            _replace_output_layers(chunks, provider)
+            _set_output_layers(chunks, lambda: None)
         _load_weights(config.hf_path, bridge, model_bridge, chunks, head, groups)
+        if head == "values":
+            _set_output_layers(chunks, lambda: CriticOutputLayer(provider.hidden_size, provider))
+            _load_value_head(config.hf_path, chunks)
         if forward_only:
             for chunk in chunks:
                 chunk.requires_grad_(False)
@@ -128,10 +131,11 @@ def _connect(provider: Any, chunks: Sequence[Any], ddp_config: Any) -> None:
         assert isinstance(chunk, DistributedDataParallel), "trained chunks are wrapped"
 
 
-def _replace_output_layers(chunks: Sequence[nn.Module], provider: Any) -> None:
+def _set_output_layers(chunks: Sequence[Any], make: Callable[[], nn.Module | None]) -> None:
+    """Megatron-Bridge cannot load a model with parameters that it has no name for, so a critic's head comes after it."""
     for chunk in chunks:
         if getattr(chunk, "post_process", False):
-            chunk.output_layer = CriticOutputLayer(provider.hidden_size, provider)
+            chunk.output_layer = make()
 
 
 def _load_weights(
@@ -153,9 +157,7 @@ def _load_weights(
         )
     loaded = {task.param_name for task in tasks if task.megatron_module is not None}
     unloaded = sorted(
-        name
-        for name, _ in _named_parameters(chunks)
-        if name not in loaded and "value_head" not in name and not _is_tied_copy(chunks, name)
+        name for name, _ in _named_parameters(chunks) if name not in loaded and not _is_tied_copy(chunks, name)
     )
     if unloaded:
         raise UnsupportedError(
@@ -173,8 +175,6 @@ def _load_weights(
             names=unread,
         )
     model_bridge.load_weights_hf_to_megatron(bridge.hf_pretrained, chunks)
-    if head == "values":
-        _load_value_head(hf_path, chunks)
 
 
 def _of_all_ranks(names: set[str], groups: BridgeGroups) -> set[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import VALUE_HEAD_WEIGHTS, Head, UnsupportedError
+from rl_backend.runtime.bridge.outputs import CriticOutputLayer
 
 _EXPERT = re.compile(r"experts\.(\d+)")
 _VALUE_HEAD = "output_layer.value_head"
@@ -203,6 +205,23 @@ class WeightConverter:
             return [template]
         per_rank = self._config.num_moe_experts // size
         return [_EXPERT.sub(f"experts.{int(found[1]) % per_rank + rank * per_rank}", template) for rank in range(size)]
+
+
+@contextmanager
+def _without_critic_heads(models: Sequence[Any]) -> Generator[None]:
+    """Megatron-Bridge complains of parameters that it has no name for."""
+    heads = [
+        (model, model.output_layer)
+        for model in models
+        if isinstance(getattr(model, "output_layer", None), CriticOutputLayer)
+    ]
+    for model, _ in heads:
+        model.output_layer = None
+    try:
+        yield
+    finally:
+        for model, layer in heads:
+            model.output_layer = layer
 
 
 def parameter_key(task: Any) -> str:

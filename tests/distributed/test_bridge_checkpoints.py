@@ -1,0 +1,178 @@
+"""Training state of the bridge runtime, in one layout and from one to another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_backend.contracts import CheckpointError
+from tests.support.bridge import open_bridge_runtime
+from tests.support.bridge_state import exported, optimizer_shards, train_bridge, write_tiny_mixture
+from tests.support.critic import squared_error
+from tests.support.native import assert_equal_tensors, open_runtime, train
+from tests.support.rank_pool import RankPool
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_mixture(tmp_path_factory.mktemp("mixture"))
+
+
+def resume_job(model: str, path: str, layout: dict[str, int], settings: dict[str, Any], asynchronous: bool) -> None:
+    """Trains on from a checkpoint, in another handle, next to the handle that wrote it."""
+    with open_bridge_runtime(model, layout, **settings) as runtime:
+        saved = runtime.build_model()
+        train_bridge(runtime, saved, 2)
+        runtime.save_checkpoint(saved, path, asynchronous=asynchronous)
+        version, shards, random_state = saved.weight_version, optimizer_shards(saved), torch.get_rng_state()
+        norms = train_bridge(runtime, saved, STEPS, seed=10)
+        runtime.wait_for_checkpoint(saved)
+        resumed = runtime.build_model()
+        train_bridge(runtime, resumed, 1, seed=20)
+        torch.rand(3)
+        runtime.load_checkpoint(resumed, path)
+        assert resumed.weight_version == version == 2
+        assert not resumed.has_gradients
+        assert torch.equal(torch.get_rng_state(), random_state)
+        assert_equal_tensors(optimizer_shards(resumed), shards)
+        assert train_bridge(runtime, resumed, STEPS, seed=10) == norms
+        assert_equal_tensors(exported(runtime, resumed), exported(runtime, saved))
+        assert_equal_tensors(optimizer_shards(resumed), optimizer_shards(saved))
+
+
+@pytest.mark.shows("bridge: a run resumes bit for bit from its checkpoint, also one written in the background")
+@pytest.mark.parametrize(
+    ("world_size", "layout", "settings", "asynchronous"),
+    [
+        (1, {}, {"param_dtype": "bfloat16"}, True),
+        (2, {}, {}, True),
+        (2, {"tp": 2}, {"param_dtype": "bfloat16"}, False),
+        (2, {"pp": 2}, {}, False),
+    ],
+    ids=str,
+)
+def test_a_run_resumes_bit_for_bit(
+    ranks: RankPool,
+    tied_model: Path,
+    tmp_path: Path,
+    world_size: int,
+    layout: dict[str, int],
+    settings: dict[str, Any],
+    asynchronous: bool,
+) -> None:
+    path = str(tmp_path / "checkpoint")
+    ranks.run(resume_job, str(tied_model), path, layout, settings, asynchronous, world_size=world_size)
+
+
+def write_job(model: str, path: str, layout: dict[str, int]) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
+    """Weights saved, weights and gradient norms of the steps after."""
+    with open_bridge_runtime(model, layout) as runtime:
+        handle = runtime.build_model()
+        train_bridge(runtime, handle, 2)
+        runtime.save_checkpoint(handle, path)
+        weights = exported(runtime, handle)
+        norms = train_bridge(runtime, handle, STEPS, seed=10)
+        return weights, exported(runtime, handle), norms
+
+
+def read_job(model: str, path: str, layout: dict[str, int]) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
+    with open_bridge_runtime(model, layout) as runtime:
+        handle, reference = runtime.build_model(), runtime.build_model(forward_only=True)
+        for each in (handle, reference):
+            runtime.load_checkpoint(each, path)
+            assert each.weight_version == 2
+        weights = exported(runtime, handle)
+        assert_equal_tensors(exported(runtime, reference), weights)
+        norms = train_bridge(runtime, handle, STEPS, seed=10)
+        return weights, exported(runtime, handle), norms
+
+
+def assert_goes_on(read: Any, written: Any) -> None:
+    """The same weights; then the same training, as far as sums in another order allow."""
+    assert_equal_tensors(read[0], written[0])
+    assert read[2] == pytest.approx(written[2], rel=1e-5)
+    for name, tensor in read[1].items():
+        torch.testing.assert_close(tensor, written[1][name], rtol=1e-4, atol=1e-5)
+
+
+DENSE = [(2, {}), (2, {"tp": 2}), (2, {"pp": 2}), (1, {})]
+
+
+@pytest.mark.shows("bridge: a checkpoint of one layout goes on in another, moments and masters included")
+@pytest.mark.parametrize("saved", [(2, {"tp": 2}), (4, {"pp": 2})], ids=str)
+def test_a_checkpoint_goes_on_in_every_other_layout(
+    ranks: RankPool, tied_model: Path, tmp_path: Path, saved: tuple[int, dict[str, int]]
+) -> None:
+    world_size, layout = saved
+    path = str(tmp_path / "checkpoint")
+    written = ranks.run(write_job, str(tied_model), path, layout, world_size=world_size)[0]
+    for world_size, layout in DENSE:
+        assert_goes_on(ranks.run(read_job, str(tied_model), path, layout, world_size=world_size)[0], written)
+
+
+def test_experts_go_on_in_every_other_layout(ranks: RankPool, mixture: Path, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    written = ranks.run(write_job, str(mixture), path, {"ep": 2})[0]
+    for world_size, layout in [(1, {}), (2, {}), (2, {"pp": 2}), (4, {"ep": 2})]:
+        assert_goes_on(ranks.run(read_job, str(mixture), path, layout, world_size=world_size)[0], written)
+
+
+def critic_job(model: str, path: str) -> None:
+    with open_bridge_runtime(model, {"pp": 2}) as runtime:
+        critic = runtime.build_model(head="values")
+        train_bridge(runtime, critic, 1, loss=squared_error)
+        runtime.save_checkpoint(critic, path)
+        other = runtime.build_model(head="values")
+        runtime.load_checkpoint(other, path)
+        assert_equal_tensors(exported(runtime, other), exported(runtime, critic))
+        policy = runtime.build_model()
+        before = exported(runtime, policy)
+        with pytest.raises(CheckpointError, match="head='values'"):
+            runtime.load_checkpoint(policy, path)
+        assert_equal_tensors(exported(runtime, policy), before)
+
+
+def test_a_critic_is_loaded_into_a_critic_only(ranks: RankPool, untied_model: Path, tmp_path: Path) -> None:
+    ranks.run(critic_job, str(untied_model), str(tmp_path / "checkpoint"))
+
+
+def refusals_job(model: str, folder: str) -> list[str]:
+    native_path, bridge_path = Path(folder, "native"), Path(folder, "bridge")
+    messages = []
+
+    def refused(runtime: Any, handle: Any, path: Path) -> None:
+        with pytest.raises(CheckpointError) as caught:
+            runtime.load_checkpoint(handle, path)
+        messages.append(str(caught.value))
+
+    with open_runtime(model) as native, open_bridge_runtime(model) as bridge:
+        native_handle, bridge_handle = native.build_model(), bridge.build_model()
+        train(native, native_handle, 1)
+        train_bridge(bridge, bridge_handle, 1)
+        native.save_checkpoint(native_handle, native_path)
+        bridge.save_checkpoint(bridge_handle, bridge_path)
+        refused(native, native_handle, bridge_path)
+        refused(bridge, bridge_handle, native_path)
+        refused(bridge, bridge_handle, Path(model))
+        with pytest.raises(CheckpointError, match="exists"):
+            bridge.save_checkpoint(bridge_handle, bridge_path)
+    with open_bridge_runtime(model, param_dtype="bfloat16") as bridge:
+        handle, reference = bridge.build_model(), bridge.build_model(forward_only=True)
+        refused(bridge, handle, bridge_path)
+        bridge.load_checkpoint(reference, bridge_path)
+    return messages
+
+
+def test_checkpoints_of_another_runtime_or_dtype_are_refused(ranks: RankPool, tied_model: Path, tmp_path: Path) -> None:
+    of_bridge, of_native, directory, dtype = ranks.run(refusals_job, str(tied_model), str(tmp_path), world_size=1)[0]
+    assert "was written by the bridge runtime" in of_bridge
+    assert "load it with backend='bridge'" in of_bridge
+    assert "was written by the native runtime" in of_native
+    assert "Hugging Face directory" in directory
+    assert "param_dtype='float32'" in dtype

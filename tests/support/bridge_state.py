@@ -1,0 +1,68 @@
+"""What a bridge handle holds, and training it, for the tests of exports, gradients, offloading and checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rl_backend.runtime.bridge.handle import BridgeHandle
+from rl_backend.runtime.bridge.optimizer_state import num_steps, parameter_states
+from rl_backend.runtime.bridge.runtime import BridgeRuntime
+from tests.support.bridge import bridge_data
+from tests.support.models import write_tiny
+from tests.support.native import token_loss
+
+
+def write_tiny_mixture(path: Path) -> Path:
+    """A Qwen3-MoE directory with four experts in each of two layers."""
+    return write_tiny(
+        "qwen3_moe",
+        path,
+        tie_word_embeddings=False,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
+    )
+
+
+def train_bridge(
+    runtime: BridgeRuntime, handle: BridgeHandle, steps: int = 1, *, seed: int = 0, loss: Any = token_loss
+) -> list[float]:
+    """Gradient norm of each step."""
+    norms = []
+    for step in range(steps):
+        runtime.zero_grad(handle)
+        runtime.forward_backward(handle, bridge_data(runtime, seed + step), loss)
+        ok, norm, _ = runtime.optimizer_step(handle)
+        assert ok
+        runtime.lr_scheduler_step(handle)
+        norms.append(norm)
+    return norms
+
+
+def exported(runtime: BridgeRuntime, handle: BridgeHandle, **settings: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in runtime.export_weights(handle, **settings)}
+
+
+def exported_gradients(runtime: BridgeRuntime, handle: BridgeHandle, **settings: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in runtime.export_gradients(handle, **settings)}
+
+
+def optimizer_shards(handle: BridgeHandle) -> dict[str, Tensor]:
+    """Copies of what this rank's optimizer holds."""
+    assert handle.optimizer is not None
+    shards = {"step": Tensor([num_steps(handle.optimizer.megatron)])}
+    for index, state in enumerate(parameter_states(handle.optimizer.megatron)):
+        shards.update({f"{index}.{name}": tensor.detach().clone() for name, tensor in state.tensors.items()})
+    return shards
+
+
+def stored_weights(model: Path | str) -> dict[str, Tensor]:
+    stored: dict[str, Tensor] = {}
+    for file in Path(model).glob("*.safetensors"):
+        stored.update(load_file(file))
+    return stored
