@@ -55,6 +55,9 @@ _OWNED_DDP = {
     "use_megatron_fsdp": _RUNTIME,
     "use_custom_fsdp": _RUNTIME,
     "num_distributed_optimizer_instances": _RUNTIME,
+    "param_name_patterns_for_fp32_local_accumulation": "override_ddp_config['grad_reduce_in_fp32'], which is on for all",
+    "fp8_param_gather": _PRECISION,
+    "fp4_param_gather": _PRECISION,
     "check_for_nan_in_grad": "optimizer_step, which skips the step on every rank",
     "check_for_large_grads": "optimizer_step, which skips the step on every rank",
 }
@@ -75,6 +78,8 @@ _OWNED_OPTIMIZER = {
     "loss_scale": _PRECISION,
     "use_distributed_optimizer": _RUNTIME,
     "use_layer_wise_distributed_optimizer": _RUNTIME,
+    "use_precision_aware_optimizer": _RUNTIME,
+    "optimizer_cpu_offload": "Runtime.to(handle, 'cpu')",
     "overlap_param_gather": "BridgeConfig.override_ddp_config['overlap_param_gather']",
     "timers": _RUNTIME,
 }

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rl_backend.contracts import HandleError, UnsupportedError
-from rl_backend.runtime.native import NativeHandle, NativeRuntime
 from rl_backend.runtime import placement as placement_module
+from rl_backend.runtime.native import NativeHandle, NativeRuntime
 from rl_backend.runtime.placement import Placement
 from tests.support.native import micro_batches, open_runtime, token_loss, train
 
@@ -155,3 +155,13 @@ def test_memory_that_cannot_be_released_is_refused_before_anything_moves(tmp_pat
         placement.offload("model", [mine, mapped])
     assert placement.on_device("model")
     assert mine.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_cleared_part_is_back_with_zeros() -> None:
+    placement, tensor = Placement("policy", torch.device("cpu")), torch.ones(4)
+    placement.clear("grad")
+    assert torch.equal(tensor, torch.ones(4))
+    placement.offload("grad", [tensor])
+    placement.clear("grad")
+    assert placement.on_device("grad")
+    assert torch.equal(tensor, torch.zeros(4))

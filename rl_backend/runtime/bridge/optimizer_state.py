@@ -60,10 +60,15 @@ def parameter_states(megatron: Any) -> Iterator[ParameterState]:
 
 
 def num_steps(megatron: Any) -> int:
-    """Steps that Adam has taken."""
+    """Steps that Adam has taken. torch counts them for each parameter, the Adam of Transformer Engine for each group."""
     for part in distributed_optimizers(megatron):
-        for steps in _step_counts(part.optimizer):
-            return int(steps)
+        adam = part.optimizer
+        if isinstance(adam, torch.optim.Adam):
+            counts = [state["step"] for state in adam.state.values()]
+        else:
+            counts = [group.get("step", 0) for group in adam.param_groups if group["params"]]
+        if counts:
+            return int(counts[0])
     return 0
 
 
@@ -71,18 +76,12 @@ def set_num_steps(megatron: Any, steps: int) -> None:
     """Makes the next step of Adam the one after ``steps``."""
     for part in distributed_optimizers(megatron):
         adam = part.optimizer
-        for state in adam.state.values():
-            if "step" in state:
+        if isinstance(adam, torch.optim.Adam):
+            for state in adam.state.values():
                 state["step"].fill_(steps)
-        for group in adam.param_groups:
-            if "step" in group:
+        else:
+            for group in adam.param_groups:
                 group["step"] = steps
-
-
-def _step_counts(adam: Any) -> Iterator[Any]:
-    """torch counts for each parameter, the fused Adam of Transformer Engine for each group."""
-    yield from (state["step"] for state in adam.state.values() if "step" in state)
-    yield from (group["step"] for group in adam.param_groups if "step" in group)
 
 
 def part_tensors(handle: BridgeHandle) -> dict[Part, list[Tensor]]:
