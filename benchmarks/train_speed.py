@@ -97,9 +97,9 @@ def next_token_loss(
 
 def transformers_step(model_dir: Path, device: str = "cpu", dtype: str = "float32") -> Step:
     """A step as transformers' Trainer makes it: padded micro-batches, clipping, fused AdamW."""
-    from transformers import Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model = Qwen3ForCausalLM.from_pretrained(model_dir, dtype=torch.float32).to(device).train()
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
     def step(sequences: Sequence[Sequence[Tensor]]) -> float:
