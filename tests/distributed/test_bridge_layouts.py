@@ -1,0 +1,90 @@
+"""Megatron trains the same in every layout, as one rank of it does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.bridge_runs import Run, train_job, whole
+from tests.support.models import write_tiny
+from tests.support.native import LENGTHS, relative_difference
+from tests.support.rank_pool import RankPool
+
+STEPS = 3
+
+DENSE = {
+    2: [{}, {"tp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}],
+    4: [{}, {"tp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"tp": 2, "pp": 2}, {"pp": 4}],
+}
+MIXTURE = {
+    2: [{}, {"ep": 2}, {"tp": 2}, {"tp": 2, "ep": 2}, {"tp": 2, "etp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}],
+    4: [{"ep": 2}, {"ep": 4}, {"ep": 2, "pp": 2}, {"tp": 2, "ep": 2}, {"tp": 2, "ep": 4}, {"tp": 2, "pp": 2, "ep": 2}],
+}
+
+
+def layouts(layouts_by_world: dict[int, list[dict[str, int]]]) -> list[object]:
+    def name(world: int, layout: dict[str, int]) -> str:
+        sizes = "-".join(f"{key}{size}" for key, size in layout.items()) or "dp"
+        return f"{world}-ranks-{sizes}"
+
+    return [
+        pytest.param(world, layout, id=name(world, layout)) for world, found in layouts_by_world.items() for layout in found
+    ]
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny("qwen3", tmp_path_factory.mktemp("dense"), num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(
+        "qwen3_moe",
+        tmp_path_factory.mktemp("mixture"),
+        num_hidden_layers=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        norm_topk_prob=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def dense_on_one_rank(dense: Path, ranks: RankPool) -> Run:
+    return whole(ranks.run(train_job, str(dense), {}, STEPS, {}, world_size=1))
+
+
+@pytest.fixture(scope="module")
+def mixture_on_one_rank(mixture: Path, ranks: RankPool) -> Run:
+    return whole(ranks.run(train_job, str(mixture), {}, STEPS, {}, world_size=1))
+
+
+def assert_same(run: Run, expected: Run) -> None:
+    torch.testing.assert_close(run.losses, expected.losses, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(run.norms, expected.norms, rtol=1e-5, atol=0.0)
+    assert run.log_probs.keys() == set(range(len(LENGTHS)))
+    for index, log_probs in run.log_probs.items():
+        torch.testing.assert_close(log_probs, expected.log_probs[index], rtol=1e-5, atol=1e-5)
+    assert run.gradients.keys() == expected.gradients.keys()
+    for name, gradient in run.gradients.items():
+        assert relative_difference(gradient, expected.gradients[name]) < 1e-5, name
+
+
+@pytest.mark.shows("bridge: dense models train alike with dp, tp and sp, pp, vpp on 2 and 4 ranks")
+@pytest.mark.parametrize(("world_size", "layout"), layouts(DENSE))
+def test_a_dense_model_trains_the_same_in_every_layout(
+    ranks: RankPool, dense: Path, dense_on_one_rank: Run, world_size: int, layout: dict[str, int]
+) -> None:
+    assert_same(whole(ranks.run(train_job, str(dense), layout, STEPS, {}, world_size=world_size)), dense_on_one_rank)
+
+
+@pytest.mark.shows("bridge: mixtures of experts train alike with ep, etp, tp, pp, vpp on 2 and 4 ranks")
+@pytest.mark.parametrize(("world_size", "layout"), layouts(MIXTURE))
+def test_a_mixture_of_experts_trains_the_same_in_every_layout(
+    ranks: RankPool, mixture: Path, mixture_on_one_rank: Run, world_size: int, layout: dict[str, int]
+) -> None:
+    run = whole(ranks.run(train_job, str(mixture), layout, STEPS, {}, world_size=world_size))
+    assert_same(run, mixture_on_one_rank)

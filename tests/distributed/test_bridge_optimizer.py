@@ -1,0 +1,103 @@
+"""A gradient that is not finite on one rank changes nothing on any."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rl_backend.contracts import OptimizerConfig
+from tests.support.bridge_runs import open_bridge, poisoned_loss, share, state
+from tests.support.models import write_tiny
+from tests.support.native import micro_batches, token_loss
+from tests.support.rank_pool import RankPool
+
+
+def bad_rank_job(
+    model: str, parallel: Mapping[str, int], param_dtype: str, bad_dp_rank: int
+) -> tuple[bool, float, int, list[str], bool]:
+    """A good step, one with a bad data-parallel rank, a good one; what changed in the second, and whether the third ran."""
+    optimizer = OptimizerConfig(lr=1e-3, log_num_zeros_in_grad=True)
+    with open_bridge(model, parallel, param_dtype=param_dtype, optimizer=optimizer) as runtime:
+        handle = runtime.build_model()
+        size = handle.data_parallel_size
+
+        def step(seed: int, *, bad: bool) -> tuple[bool, float, int | None]:
+            runtime.zero_grad(handle)
+            loss = poisoned_loss if bad and handle.data_parallel_rank == bad_dp_rank else token_loss
+            runtime.forward_backward(handle, micro_batches(share(handle), dp_size=size, seed=seed), loss)
+            return runtime.optimizer_step(handle)
+
+        assert step(0, bad=False)[0]
+        before = state(handle)
+        ok, norm, _ = step(1, bad=True)
+        after = state(handle)
+        version = handle.weight_version
+        changed = [name for name, value in before.items() if not torch.equal(value, after[name])]
+        runs_on, next_norm, zeros = step(2, bad=False)
+        assert zeros is not None
+    return ok, norm, version, changed, runs_on and math.isfinite(next_norm)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(
+        "qwen3_moe",
+        tmp_path_factory.mktemp("mixture"),
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+    )
+
+
+@pytest.mark.shows(
+    "bridge: a non-finite gradient on one rank changes no parameter, moment or step count, in float32 and bf16"
+)
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("parallel", [{}, {"tp": 2}, {"pp": 2}], ids=["dp2", "tp2", "pp2"])
+def test_a_bad_rank_stops_the_step_of_all(
+    ranks: RankPool, tied_model: Path, parallel: dict[str, int], param_dtype: str
+) -> None:
+    bad = 1 if not parallel else 0
+    for ok, norm, version, changed, runs_on in ranks.run(bad_rank_job, str(tied_model), parallel, param_dtype, bad):
+        assert not ok
+        assert not math.isfinite(norm)
+        assert version == 1
+        assert changed == []
+        assert runs_on
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_a_bad_rank_of_an_expert_parallel_group_stops_the_step_of_all(
+    ranks: RankPool, mixture: Path, param_dtype: str
+) -> None:
+    for ok, norm, version, changed, runs_on in ranks.run(bad_rank_job, str(mixture), {"ep": 2}, param_dtype, 1):
+        assert not ok
+        assert not math.isfinite(norm)
+        assert version == 1
+        assert changed == []
+        assert runs_on
+
+
+def clipped_job(model: str, clip_grad: float) -> list[float]:
+    """Norms of three steps."""
+    with open_bridge(model, optimizer=OptimizerConfig(lr=1e-2, clip_grad=clip_grad)) as runtime:
+        handle = runtime.build_model()
+        norms = []
+        for seed in range(3):
+            runtime.zero_grad(handle)
+            runtime.forward_backward(
+                handle, micro_batches(share(handle), dp_size=dist.get_world_size(), seed=seed), token_loss
+            )
+            norms.append(runtime.optimizer_step(handle).grad_norm)
+        return norms
+
+
+def test_clipping_can_be_switched_off(ranks: RankPool, tied_model: Path) -> None:
+    clipped, free = (ranks.run(clipped_job, str(tied_model), limit, world_size=2)[0] for limit in (0.5, 0.0))
+    assert clipped[0] == free[0]
+    assert clipped[2] != free[2]
