@@ -74,10 +74,11 @@ def test_betas_show_in_a_later_step_because_adams_first_has_one_size_whatever_th
 
 
 @pytest.mark.shows("parity: native against transformers, float32: loss to 1e-6 and grad norm to 1e-5 over 5 steps")
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral", "qwen3_moe"])
 def test_native_and_transformers_train_alike(tmp_path: Path, family: str) -> None:
     size = {"hidden_size": 128, "num_hidden_layers": 3, "tie_word_embeddings": family == "qwen2"}
-    model = write_tiny(family, tmp_path, pad_token_id=7, **size)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64} if family == "qwen3_moe" else {}
+    model = write_tiny(family, tmp_path, pad_token_id=7, **size, **experts)
     config = make_config(model, ParitySide(runtime="native"))
     comparison = compare(train_transformers(config), train_runtime(config), Tolerances.of("float32"))
     assert comparison.first_divergence is None, str(comparison.first_divergence)
