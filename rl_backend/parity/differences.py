@@ -49,6 +49,8 @@ class Difference:
     def __str__(self) -> str:
         if self.missing_from is not None:
             return f"the {self.missing_from} does not have it"
+        if not math.isfinite(self.amount):
+            return "one side has another shape or values that are not finite"
         return f"{self.measure} {self.amount:.1e} over the tolerance {self.tolerance:.0e}"
 
 

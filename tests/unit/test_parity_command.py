@@ -131,7 +131,7 @@ def test_a_loss_that_is_not_finite_is_a_divergence_and_null_in_the_json() -> Non
     assert json.loads(json.dumps(report, allow_nan=False)) == report
     assert report["max_loss_rel_diff"] is None
     assert report["first_divergence"]["step"] == 1
-    assert "first divergence: loss (step 1)" in as_text(outcome)
+    assert "first divergence: loss (step 1): one side has another shape or values that are not finite" in as_text(outcome)
 
 
 @pytest.mark.parametrize(
