@@ -129,7 +129,9 @@ def _stream(buckets: Sequence[Sequence[Conversion]], converted: Converted, group
         for bucket in buckets:
             _raise_if_interrupted(groups)
             left = (item for conversion in bucket for item in converted(conversion))
-            yield from left
+            # Not `yield from`, which would close what is left together with this generator.
+            for item in left:  # noqa: UP028
+                yield item
     except GeneratorExit:
         for _ in left:
             # The other ranks gather the rest of this bucket before they ask.

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
 
 from rl_backend.checkpoint.pieces import TensorPieces, boxes
 from rl_backend.contracts import UnsupportedError
+from rl_backend.runtime.bridge.outputs import CriticOutputLayer
 
 _METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": False}
 
@@ -43,12 +46,7 @@ class Placed:
 
 def placed_tensors(models: Sequence[nn.Module]) -> list[Placed]:
     """Every parameter and stored buffer of this rank's chunks."""
-    return [
-        placed
-        for model in models
-        for entry in _leaves(model.sharded_state_dict(metadata=dict(_METADATA)))  # type: ignore[operator]
-        for placed in _placed(entry)
-    ]
+    return [placed for model in models for entry in _leaves(_sharded_state(model)) for placed in _placed(entry)]
 
 
 def pieces_of(placed: Sequence[Placed], flat: Mapping[int, tuple[int, int, Tensor]]) -> dict[str, TensorPieces]:
@@ -73,6 +71,14 @@ def pieces_of(placed: Sequence[Placed], flat: Mapping[int, tuple[int, int, Tenso
                 at : at + math.prod(box.sizes)
             ].view((1,) * each.prepended + box.sizes)
     return found
+
+
+def _sharded_state(model: Any) -> Any:
+    metadata = ensure_metadata_has_dp_cp_group(dict(_METADATA))
+    if isinstance(getattr(model, "output_layer", None), CriticOutputLayer):
+        # GPTModel's own insists on a language-model head.
+        return MegatronModule.sharded_state_dict(model, metadata=metadata)
+    return model.sharded_state_dict(metadata=metadata)
 
 
 def _placed(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[Placed]:
