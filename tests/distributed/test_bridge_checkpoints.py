@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts import CheckpointError
-from tests.support.bridge import open_bridge_runtime
+from tests.support.bridge_runs import open_bridge
 from tests.support.bridge_state import exported, optimizer_shards, train_bridge, write_tiny_mixture
 from tests.support.critic import squared_error
 from tests.support.native import assert_equal_tensors, open_runtime, train
@@ -26,7 +26,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def resume_job(model: str, path: str, layout: dict[str, int], settings: dict[str, Any], asynchronous: bool) -> None:
     """Trains on from a checkpoint, in another handle, next to the handle that wrote it."""
-    with open_bridge_runtime(model, layout, **settings) as runtime:
+    with open_bridge(model, layout, **settings) as runtime:
         saved = runtime.build_model()
         train_bridge(runtime, saved, 2)
         runtime.save_checkpoint(saved, path, asynchronous=asynchronous)
@@ -72,7 +72,7 @@ def test_a_run_resumes_bit_for_bit(
 
 def write_job(model: str, path: str, layout: dict[str, int]) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
     """Weights saved, weights and gradient norms of the steps after."""
-    with open_bridge_runtime(model, layout) as runtime:
+    with open_bridge(model, layout) as runtime:
         handle = runtime.build_model()
         train_bridge(runtime, handle, 2)
         runtime.save_checkpoint(handle, path)
@@ -82,7 +82,7 @@ def write_job(model: str, path: str, layout: dict[str, int]) -> tuple[dict[str, 
 
 
 def read_job(model: str, path: str, layout: dict[str, int]) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
-    with open_bridge_runtime(model, layout) as runtime:
+    with open_bridge(model, layout) as runtime:
         handle, reference = runtime.build_model(), runtime.build_model(forward_only=True)
         for each in (handle, reference):
             runtime.load_checkpoint(each, path)
@@ -124,7 +124,7 @@ def test_experts_go_on_in_every_other_layout(ranks: RankPool, mixture: Path, tmp
 
 
 def critic_job(model: str, path: str) -> None:
-    with open_bridge_runtime(model, {"pp": 2}) as runtime:
+    with open_bridge(model, {"pp": 2}) as runtime:
         critic = runtime.build_model(head="values")
         train_bridge(runtime, critic, 1, loss=squared_error)
         runtime.save_checkpoint(critic, path)
@@ -151,7 +151,7 @@ def refusals_job(model: str, folder: str) -> list[str]:
             runtime.load_checkpoint(handle, path)
         messages.append(str(caught.value))
 
-    with open_runtime(model) as native, open_bridge_runtime(model) as bridge:
+    with open_runtime(model) as native, open_bridge(model) as bridge:
         native_handle, bridge_handle = native.build_model(), bridge.build_model()
         train(native, native_handle, 1)
         train_bridge(bridge, bridge_handle, 1)
@@ -162,7 +162,7 @@ def refusals_job(model: str, folder: str) -> list[str]:
         refused(bridge, bridge_handle, Path(model))
         with pytest.raises(CheckpointError, match="exists"):
             bridge.save_checkpoint(bridge_handle, bridge_path)
-    with open_bridge_runtime(model, param_dtype="bfloat16") as bridge:
+    with open_bridge(model, param_dtype="bfloat16") as bridge:
         handle, reference = bridge.build_model(), bridge.build_model(forward_only=True)
         refused(bridge, handle, bridge_path)
         bridge.load_checkpoint(reference, bridge_path)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.contracts import VALUE_HEAD_WEIGHTS, ConfigError, ExportInterruptedError
-from tests.support.bridge import open_bridge_runtime
+from tests.support.bridge_runs import open_bridge
 from tests.support.bridge_state import exported, stored_weights, train_bridge, write_tiny_mixture
 from tests.support.critic import squared_error
 from tests.support.models import write_tiny_qwen3
@@ -30,7 +30,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def export_job(model: str, layout: dict[str, int], settings: dict[str, Any]) -> dict[str, Tensor]:
-    with open_bridge_runtime(model, layout) as runtime:
+    with open_bridge(model, layout) as runtime:
         handle = runtime.build_model(forward_only=True)
         weights = exported(runtime, handle, **settings)
         infos = runtime.weight_infos(handle, dtype=settings.get("dtype"))
@@ -73,7 +73,7 @@ def test_a_tied_lm_head_and_padding_of_the_vocabulary_are_not_exported(
 
 def early_close_job(model: str, layout: dict[str, int], taken: int, budget: int | None) -> tuple[int, bool, int]:
     """Tensors seen, whether it was interrupted, and tensors of a complete export afterwards. Rank 0 closes early."""
-    with open_bridge_runtime(model, layout) as runtime:
+    with open_bridge(model, layout) as runtime:
         handle = runtime.build_model(forward_only=True)
         stream = runtime.export_weights(handle, byte_budget=budget)
         seen, interrupted = 0, False
@@ -103,7 +103,7 @@ def test_closing_early_on_one_rank_ends_the_export_on_all(
 
 def refusals_job(model: str) -> list[str]:
     messages = []
-    with open_bridge_runtime(model, {"tp": 2}) as runtime:
+    with open_bridge(model, {"tp": 2}) as runtime:
         handle = runtime.build_model(forward_only=True)
         for settings in ({"byte_budget": GATE_AND_UP - 1}, {"names": ["model.norm.weight", "model.nrom.weight"]}):
             with pytest.raises(ConfigError) as caught:
@@ -125,13 +125,13 @@ def test_a_budget_too_small_and_unknown_names_are_refused_before_anything_is_gat
 
 
 def hf_job(model: str, layout: dict[str, int], head: Any, steps: int, path: str) -> dict[str, Tensor]:
-    with open_bridge_runtime(model, layout) as runtime:
+    with open_bridge(model, layout) as runtime:
         handle = runtime.build_model(head=head)
         if steps:
             train_bridge(runtime, handle, steps, loss=squared_error)
         runtime.save_checkpoint(handle, path, hf=True)
         weights = exported(runtime, handle)
-    with open_bridge_runtime(path, layout) as runtime:
+    with open_bridge(path, layout) as runtime:
         handle = runtime.build_model(head=head, forward_only=True)
         assert_equal_tensors(exported(runtime, handle), weights)
     return weights

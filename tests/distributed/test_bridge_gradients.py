@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts import ConfigError, HandleError, OptimizerConfig
-from tests.support.bridge import SPLIT, bridge_data, open_bridge_runtime
-from tests.support.bridge_state import exported_gradients, write_tiny_mixture
+from tests.support.bridge_runs import open_bridge
+from tests.support.bridge_state import SPLIT, bridge_data, exported_gradients, write_tiny_mixture
 from tests.support.native import assert_equal_tensors, micro_batches, open_runtime, relative_difference, token_loss
 from tests.support.rank_pool import RankPool
 
@@ -26,7 +26,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def gradients_job(model: str, layout: dict[str, int]) -> tuple[dict[str, Tensor], float]:
     """Whole gradients of one batch and their norm; ranks must agree on them."""
-    with open_bridge_runtime(model, layout, optimizer=OptimizerConfig(lr=1e-3, clip_grad=0.1)) as runtime:
+    with open_bridge(model, layout, optimizer=OptimizerConfig(lr=1e-3, clip_grad=0.1)) as runtime:
         handle = runtime.build_model()
         runtime.forward_backward(handle, bridge_data(runtime), token_loss)
         gradients = exported_gradients(runtime, handle)
@@ -84,7 +84,7 @@ def test_gradients_of_experts_are_those_of_one_rank(
 
 
 def accumulate_job(model: str, layout: dict[str, int], settings: dict[str, Any]) -> None:
-    with open_bridge_runtime(model, layout, **settings) as runtime:
+    with open_bridge(model, layout, **settings) as runtime:
         handle = runtime.build_model()
         first, second = bridge_data(runtime, 0), bridge_data(runtime, 1)
         alone = []
@@ -120,7 +120,7 @@ def test_gradients_of_several_passes_add_up(
 
 
 def refusals_job(model: str) -> None:
-    with open_bridge_runtime(model) as runtime:
+    with open_bridge(model) as runtime:
         handle, reference = runtime.build_model(), runtime.build_model(forward_only=True)
         for refused, message in ((handle, "call forward_backward first"), (reference, "forward-only")):
             with pytest.raises(HandleError, match=message):

@@ -11,8 +11,8 @@ import pytest
 from rl_backend.contracts import HandleError
 from rl_backend.runtime.bridge.handle import BridgeHandle
 from rl_backend.runtime.bridge.runtime import BridgeRuntime
-from tests.support.bridge import bridge_data, open_bridge_runtime
-from tests.support.bridge_state import exported, exported_gradients, optimizer_shards, write_tiny_mixture
+from tests.support.bridge_runs import open_bridge
+from tests.support.bridge_state import bridge_data, exported, exported_gradients, optimizer_shards, write_tiny_mixture
 from tests.support.native import assert_equal_tensors, token_loss
 from tests.support.rank_pool import RankPool
 
@@ -26,7 +26,7 @@ def move(runtime: BridgeRuntime, handle: BridgeHandle, device: Any, *parts: str)
 
 def moved_training_job(model: str, layout: dict[str, int], settings: dict[str, Any]) -> None:
     """Trains two handles, one of which travels in every order between all atoms."""
-    with open_bridge_runtime(model, layout, **settings) as runtime:
+    with open_bridge(model, layout, **settings) as runtime:
         data = bridge_data(runtime)
         moved, still = runtime.build_model(), runtime.build_model()
         orders = list(permutations(PARTS))
@@ -68,7 +68,7 @@ def test_experts_travel_with_the_rest(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def away_job(model: str) -> None:
-    with open_bridge_runtime(model) as runtime:
+    with open_bridge(model) as runtime:
         handle = runtime.build_model()
         data = bridge_data(runtime)
         runtime.forward_backward(handle, data, token_loss)

@@ -8,12 +8,14 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
+from rl_backend.contracts import PackedBatch
 from rl_backend.runtime.bridge.handle import BridgeHandle
 from rl_backend.runtime.bridge.optimizer_state import num_steps, parameter_states
 from rl_backend.runtime.bridge.runtime import BridgeRuntime
-from tests.support.bridge import bridge_data
 from tests.support.models import write_tiny
-from tests.support.native import token_loss
+from tests.support.native import deal, micro_batches, token_loss
+
+SPLIT = [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def write_tiny_mixture(path: Path) -> Path:
@@ -27,6 +29,12 @@ def write_tiny_mixture(path: Path) -> Path:
         moe_intermediate_size=32,
         norm_topk_prob=True,
     )
+
+
+def bridge_data(runtime: BridgeRuntime, seed: int = 0) -> list[PackedBatch]:
+    """This data-parallel rank's micro-batches of one batch."""
+    groups = runtime.groups
+    return micro_batches(deal(SPLIT, groups.dp_size)[groups.dp_rank], dp_size=groups.dp_size, seed=seed)
 
 
 def train_bridge(
