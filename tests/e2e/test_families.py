@@ -35,6 +35,15 @@ MODELS: dict[str, dict[str, Any]] = {
         },
     },
     "mistral": {"tie_word_embeddings": False, "sliding_window": 16},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [1],
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "tie_word_embeddings": False},
     "gpt_neox": {"num_attention_heads": 2, "num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": False},
 }
 
@@ -73,7 +82,9 @@ def group(ray_cluster: None, engines: object, tied_model: Path) -> Iterator[Trai
         yield train
 
 
-@pytest.mark.shows("weight sync: Qwen2, Llama and Mistral are served by vLLM with the trainer's log-probs")
+@pytest.mark.shows(
+    "weight sync: Qwen2, Llama, Mistral, Qwen3-MoE and Mixtral are served by vLLM with the trainer's log-probs"
+)
 @pytest.mark.shows("extending: a third party's model folder trains, is saved and is pushed to vLLM without an edit here")
 @pytest.mark.parametrize("family", MODELS)
 def test_a_pushed_model_samples_with_the_trainers_log_probs(

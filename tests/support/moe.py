@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from rl_backend.contracts import WeightName, stored_tensors
 from tests.support.models import write_tiny
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -42,3 +44,8 @@ def gradients_in_transformers_names(native: nn.Module) -> dict[str, Tensor]:
         name = name if name == "lm_head.weight" else f"model.{name}"
         gradients[name] = parameter.grad.flatten(1, 2) if name.endswith("experts.gate_up_proj") else parameter.grad
     return gradients
+
+
+def unpacked(names: Mapping[str, WeightName], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The Hugging Face tensors in whole parameters."""
+    return {stored: tensors[parameter][index] for parameter, name in names.items() for index, stored in stored_tensors(name)}

@@ -38,14 +38,14 @@ def token_loss(
 
 
 def make_config(
-    model: Path | str, *, seed: int = 0, max_tokens: int = 8192, optimizer: OptimizerConfig | None = None, **native: Any
+    model: Path | str, /, *, seed: int = 0, max_tokens: int = 8192, optimizer: OptimizerConfig | None = None, **native: Any
 ) -> RuntimeConfig:
     backend_cfg = NativeConfig(device="cpu", optimizer=optimizer or OptimizerConfig(lr=1e-3), **native)
     return RuntimeConfig(hf_path=str(model), seed=seed, max_tokens_per_micro_batch=max_tokens, backend_cfg=backend_cfg)
 
 
 @contextmanager
-def open_runtime(model: Path | str, **settings: Any) -> Iterator[NativeRuntime]:
+def open_runtime(model: Path | str, /, **settings: Any) -> Iterator[NativeRuntime]:
     runtime = NativeRuntime(make_config(model, **settings))
     try:
         yield runtime
