@@ -41,12 +41,8 @@ class BridgeGroups:
     host_group: dist.ProcessGroup
 
     @property
-    def is_first_stage(self) -> bool:
-        return self.pg.pp.rank() == 0
-
-    @property
     def is_last_stage(self) -> bool:
-        return self.pg.pp.rank() == self.pg.pp.size() - 1
+        return bool(self.pg.pp.rank() == self.pg.pp.size() - 1)
 
     @property
     def has_outputs(self) -> bool:
@@ -86,7 +82,7 @@ def open_groups(parallel: ParallelConfig, device: torch.device) -> BridgeGroups:
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=dp_size,
         dp_group=parallel_state.get_data_parallel_group(),
-        all_ranks=dist.group.WORLD,
+        all_ranks=dist.distributed_c10d._get_default_group(),
         host_group=dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT),
     )
 

@@ -33,7 +33,7 @@ class Patch(NamedTuple):
 
 
 class _Stream:
-    """A CUDA stream or event of which nothing is to be waited for."""
+    """A CUDA stream, or its event, of which nothing is to be waited for."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -47,10 +47,6 @@ class _Stream:
 
 def _nothing(*args: object, **kwargs: object) -> None:
     pass
-
-
-def _same(self: Any, *args: object, **kwargs: object) -> Any:
-    return self
 
 
 _tensor_type = torch.Tensor.type
@@ -76,17 +72,22 @@ PATCHES = (
     Patch(torch.cuda, "current_device", lambda: torch.device("cpu"), "the device of every buffer that Megatron makes"),
     Patch(torch.cuda, "synchronize", _nothing, "after communication between pipeline stages"),
     Patch(torch.cuda, "current_stream", lambda *_: _Stream(), "gradient buffers wait for the stream of the backward pass"),
-    Patch(torch.cuda, "Stream", _Stream, "overlapped communication and the MoE dispatcher"),
-    Patch(torch.cuda, "Event", _Stream, "the MoE dispatcher waits for copies to the host"),
+    Patch(torch.cuda, "Stream", _Stream, "the MoE dispatcher makes one for copies to the host"),
     Patch(torch.cuda, "stream", lambda _: contextlib.nullcontext(), "the MoE dispatcher's side stream"),
-    Patch(torch.cuda, "empty_cache", _nothing, "moving optimizer state"),
-    Patch(torch.cuda, "get_rng_state", lambda *_: torch.get_rng_state(), "recomputation keeps the random state"),
-    Patch(torch.cuda, "set_rng_state", lambda state, *_: torch.set_rng_state(state), "recomputation restores it"),
-    Patch(torch.cuda, "manual_seed", torch.manual_seed, "the random state of each model-parallel rank is seeded"),
-    Patch(_RANDOM, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state(), "the tracker of random states"),
-    Patch(_RANDOM, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state), "the same tracker"),
-    Patch(torch.Tensor, "cuda", _same, "counts of tokens and the loss scale are moved to the device"),
-    Patch(torch.nn.Module, "cuda", _same, "models are moved to the device"),
+    Patch(torch.cuda, "get_rng_state", lambda *_: torch.get_rng_state(), "seeding keeps the state that it found"),
+    Patch(torch.cuda, "manual_seed", torch.manual_seed, "each tensor-parallel rank has random states of its own"),
+    Patch(
+        _RANDOM,
+        "_get_cuda_rng_state",
+        lambda *_, **__: torch.get_rng_state(),
+        "the tracker of states reads it",
+    ),
+    Patch(
+        _RANDOM,
+        "_set_cuda_rng_state",
+        lambda state, *_, **__: torch.set_rng_state(state),
+        "and sets it",
+    ),
     Patch(_DISPATCHER, "maybe_move_tensor_to_cpu", _on_host, "sizes of the all-to-all as numbers of the host"),
     Patch(torch.Tensor, "type", _cuda_type, "the distributed optimizer takes tensors of CUDA types only"),
 )
@@ -188,4 +189,4 @@ class SequenceParallelRMSNorm(nn.RMSNorm):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
+        vars(self.weight)["sequence_parallel"] = config.sequence_parallel

@@ -69,16 +69,17 @@ class OutputProcessor:
                 otherwise each has a part of it, and the parts are added up.
         """
         group = self._groups.pg.tp
+        result = hidden
         if self._sequence_parallel:
-            return gather_from_sequence_parallel_region(
+            result = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=not every_rank_the_same, group=group
             )
-        if group.size() > 1 and not every_rank_the_same:
-            return copy_to_tensor_model_parallel_region(hidden, group=group)
-        return hidden
+        elif group.size() > 1 and not every_rank_the_same:
+            result = copy_to_tensor_model_parallel_region(hidden, group=group)
+        return result
 
     def _first_row(self, weight: Tensor) -> int:
-        return self._groups.pg.tp.rank() * weight.shape[0]
+        return int(self._groups.pg.tp.rank()) * weight.shape[0]
 
     def _real_rows(self, weight: Tensor) -> Tensor:
         rows = max(0, min(weight.shape[0], self._vocab_size - self._first_row(weight)))
@@ -95,7 +96,7 @@ class CriticOutputLayer(nn.Module):
     Its parameters are the same on every tensor-parallel rank, and so are their gradients.
 
     Attributes:
-        value_head: its parameters; always float32, as in the native runtime.
+        value_head: its parameters, in ``param_dtype``; values are computed in float32.
     """
 
     def __init__(self, hidden_size: int, config: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.bridge import AutoBridge
@@ -39,14 +39,14 @@ _LOCAL_LAYERS: Mapping[str, Any] = {
 """What Megatron's own layers do without: kernels of Transformer Engine, Apex or CUDA."""
 
 
-class Provider(Protocol):
-    """The fields of a ``GPTModelProvider`` that this runtime reads."""
-
-    num_moe_experts: int | None
-    share_embeddings_and_output_weights: bool
-    transformer_layer_spec: Any
-
-    def finalize(self) -> None: ...
+_YARN_DEFAULTS: Mapping[str, Any] = {
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_mscale": 1.0,
+    "yarn_mscale_all_dim": 0.0,
+    "yarn_correction_range_round_to_int": True,
+}
+"""What transformers computes with where ``config.json`` does not say; Megatron-Bridge passes on None."""
 
 
 def open_bridge(hf_path: str) -> AutoBridge:
@@ -60,17 +60,23 @@ def open_bridge(hf_path: str) -> AutoBridge:
     if name is not None:
         # A critic's directory names ...ForTokenClassification, which Megatron-Bridge does not know.
         config.architectures = [name]
-    if not AutoBridge.supports(config):
-        raise UnsupportedError(
-            f"{hf_path}: Megatron-Bridge has no bridge for model_type {config.model_type!r} ({config.architectures})",
-            model_type=config.model_type,
-        )
     pretrained = PreTrainedCausalLM.from_pretrained(hf_path)
     pretrained.config = config
-    return AutoBridge(pretrained)
+    bridge = AutoBridge(pretrained)
+    try:
+        found = AutoBridge.supports(config) and bridge._model_bridge is not None
+    except NotImplementedError:
+        found = False
+    if not found:
+        raise UnsupportedError(
+            f"{hf_path}: Megatron-Bridge has no bridge for model_type {config.model_type!r} ({config.architectures}); the "
+            "native runtime may serve it",
+            model_type=config.model_type,
+        )
+    return bridge
 
 
-def make_provider(bridge: AutoBridge, config: RuntimeConfig, groups: BridgeGroups, head: Head) -> Provider:
+def make_provider(bridge: AutoBridge, config: RuntimeConfig, groups: BridgeGroups, head: Head) -> GPTModelProvider:
     """The provider with this runtime's settings, finished.
 
     Raises:
@@ -79,7 +85,12 @@ def make_provider(bridge: AutoBridge, config: RuntimeConfig, groups: BridgeGroup
     """
     options = config.backend_cfg
     assert isinstance(options, BridgeConfig), "RuntimeConfig resolves backend_cfg by backend"
-    provider = bridge.to_megatron_provider(load_weights=False)
+    try:
+        provider = bridge.to_megatron_provider(load_weights=False)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise UnsupportedError(
+            f"Megatron-Bridge cannot read the configuration of {config.hf_path}: {error}; the native runtime may serve it"
+        ) from error
     if not isinstance(provider, GPTModelProvider):
         raise UnsupportedError(
             f"Megatron-Bridge builds {config.hf_path} with {type(provider).__name__}; this runtime trains GPTModelProvider "
@@ -212,6 +223,10 @@ def _require_same_model(hf_config: Any, provider: Any) -> None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "linear":
         provider.seq_len_interpolation_factor = float(rope["factor"])
+    if kind == "yarn":
+        for name, default in _YARN_DEFAULTS.items():
+            if getattr(provider, name) is None:
+                setattr(provider, name, default)
     known = {
         "default": True,
         "linear": True,

@@ -50,7 +50,7 @@ def _with_megatron[**P, R](
     """Runs an atom where Megatron finds its device."""
 
     @wraps(atom)
-    def run(self: BridgeRuntime, *args: P.args, **kwargs: P.kwargs) -> R:
+    def run(self: BridgeRuntime, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with on_cpu(self.groups.device):
             return atom(self, *args, **kwargs)
 
@@ -60,8 +60,8 @@ def _with_megatron[**P, R](
 class BridgeRuntime(Runtime[BridgeHandle]):
     """Megatron-Core's data, tensor, expert and pipeline parallelism, with models and weights by Megatron-Bridge.
 
-    Building one seeds torch's generators of this process and Megatron's with ``seed``. A process has one layout: a second
-    runtime must have the same.
+    Building one seeds torch's generators of this process with ``seed + data-parallel rank`` and Megatron's, which differ by
+    tensor- and expert-parallel rank, with ``seed``. A process has one layout: a second runtime must have the same.
 
     Raises:
         ConfigError: the world size, the device or the environment does not fit ``config``.
@@ -76,9 +76,13 @@ class BridgeRuntime(Runtime[BridgeHandle]):
         self._num_built = 0
         self._closed = False
         self._writer = CheckpointWriter(self.groups.host_group)
-        with on_cpu(self.groups.device):
+        try:
+            with on_cpu(self.groups.device):
+                model_parallel_cuda_manual_seed(config.seed, force_reset_rng=True)
             torch.manual_seed(config.seed + self.groups.dp_rank)
-            model_parallel_cuda_manual_seed(config.seed)
+        except BaseException:
+            close_groups(self.groups)
+            raise
 
     @_with_megatron
     def build_model(

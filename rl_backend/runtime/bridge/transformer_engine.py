@@ -42,7 +42,7 @@ def placeholders() -> Generator[None]:
         return
     modules = {name: _Placeholder(name) for name in NAMES}
     # Megatron-Core reads it; every feature asks for a later version.
-    modules["transformer_engine"].__version__ = "0.0.0"
+    vars(modules["transformer_engine"])["__version__"] = "0.0.0"
     for name, module in modules.items():
         module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
         module.__path__ = []
