@@ -58,7 +58,9 @@ class NativeConfig(BackendConfig):
         for name, size in parallel.model_dump().items():
             if size != 1:
                 raise ConfigError.of(
-                    f"NativeConfig.parallel.{name}", size, "the native runtime has data parallelism only; use 1"
+                    f"NativeConfig.parallel.{name}",
+                    size,
+                    "the native runtime has data parallelism only; use 1, or backend='bridge'",
                 )
         return parallel
 

@@ -12,11 +12,9 @@ from examples.demo.__main__ import DemoConfig, demo_settings
 STEPS = 16
 
 
-@pytest.mark.shows(
-    "bridge: GRPO with Ray and vLLM learns the demo task on 2 ranks; mean log-prob gap at most 1e-5 in float32"
-)
+@pytest.mark.shows("bridge: GRPO with Ray and vLLM learns the demo task; mean log-prob gap at most 1e-5 in float32")
 def test_grpo_on_megatron_learns_the_task(task: Path, warm_model: Path, tmp_path: Path) -> None:
-    config = DemoConfig(backend="bridge", ranks=2, steps=STEPS, trace=False)
+    config = DemoConfig(backend="bridge", steps=STEPS, trace=False)
     settings = demo_settings(config, task, warm_model, tmp_path) | {"lr_decay_style": "constant"}
     result = grpo.train(grpo.GRPOConfig(**settings))
     assert result.accuracy_before is not None

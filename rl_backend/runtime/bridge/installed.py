@@ -28,8 +28,8 @@ _REPEATED: tuple[tuple[str, type[Warning]], ...] = (
 """Warnings of Megatron's code in every process that trains, about nothing that a user could change."""
 
 _INSTALL = (
-    "the bridge runtime needs megatron-core 0.19 and megatron-bridge 0.6: pip install megatron-core==0.19.2, then "
-    "pip install --no-deps megatron-bridge==0.6.2 and what it imports (pip install 'rl-backend[bridge]')"
+    "the bridge runtime needs megatron-core 0.19 and megatron-bridge 0.6: pip install 'rl-backend[bridge]', then "
+    "pip install --no-deps megatron-bridge==0.6.2"
 )
 
 
