@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_backend.primitive.router import Routing
-from rl_backend.primitive.router_balance import tokens_per_expert
+from rl_backend.primitive.router_balance import count_sorted
 
 
 class ExpertTokens(NamedTuple):
@@ -51,10 +51,10 @@ class LocalDispatcher:
         self.num_experts = num_experts
 
     def dispatch(self, x: Tensor, routing: Routing) -> ExpertTokens:
-        order = sort_by_expert(routing.experts)
+        order = sort_by_expert(routing.experts, self.num_experts)
         rows: Tensor = _Copy.apply(x, order.tokens, order.places)
         weights = routing.weights.flatten()[order.choices]
-        return ExpertTokens(rows, weights, tokens_per_expert(routing.experts, self.num_experts), order)
+        return ExpertTokens(rows, weights, order.counts, order)
 
     def combine(self, rows: Tensor, tokens: ExpertTokens) -> Tensor:
         order: ExpertOrder = tokens.context
@@ -67,19 +67,22 @@ class ExpertOrder(NamedTuple):
     choices: (N,) which of the T * top_k choices stands at each place.
     tokens: (N,) which token that is.
     places: (T, top_k) where each choice stands.
+    counts: (E,) int64, choices of each expert.
     """
 
     choices: Tensor
     tokens: Tensor
     places: Tensor
+    counts: Tensor
 
 
-def sort_by_expert(experts: Tensor) -> ExpertOrder:
+def sort_by_expert(experts: Tensor, num_experts: int) -> ExpertOrder:
     """The order of (T, top_k) choices by expert and, for one expert, by token."""
-    choices = experts.flatten().argsort(stable=True)
+    ordered, choices = experts.flatten().sort(stable=True)
     places = torch.empty_like(choices)
     places[choices] = torch.arange(choices.numel(), device=choices.device)
-    return ExpertOrder(choices, choices // experts.shape[1], places.view(experts.shape))
+    tokens = choices // experts.shape[1]
+    return ExpertOrder(choices, tokens, places.view(experts.shape), count_sorted(ordered, num_experts))
 
 
 class _Copy(torch.autograd.Function):

@@ -23,8 +23,13 @@ class RouterLossCoefficients(NamedTuple):
 
 def tokens_per_expert(experts: Tensor, num_experts: int) -> Tensor:
     """How often each expert was chosen; (T, top_k) int64 -> (E,) int64."""
-    # Not bincount, which adds in any order and is refused on CUDA where deterministic algorithms are asked for.
-    return (experts.flatten()[:, None] == torch.arange(num_experts, device=experts.device)).sum(0)
+    return count_sorted(experts.flatten().sort().values, num_experts)
+
+
+def count_sorted(ordered: Tensor, num_experts: int) -> Tensor:
+    """How often each expert stands in (N,) ascending numbers; (E,) int64. Unlike bincount it never waits for a device."""
+    ends = torch.searchsorted(ordered, torch.arange(num_experts, device=ordered.device), right=True)
+    return ends.diff(prepend=ends.new_zeros(1))
 
 
 def load_balancing_loss(routing: Routing, settings: RouterSettings) -> Tensor:

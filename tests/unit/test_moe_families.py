@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from rl_backend.checkpoint.hf_reader import load_weights, read_hf_config
-from rl_backend.contracts import CheckpointError, ConfigError, OptimizerConfig, PackedWeight, UnsupportedError
+from rl_backend.checkpoint.hf_reader import load_weights
+from rl_backend.contracts import (
+    CheckpointError,
+    ConfigError,
+    Head,
+    OptimizerConfig,
+    PackedWeight,
+    UnsupportedError,
+    WeightName,
+)
 from rl_backend.model import MIXTRAL, QWEN3_MOE
 from rl_backend.model.moe import MoEOptions
 from rl_backend.primitive.moe import MoE
@@ -221,12 +230,25 @@ def test_a_missing_or_surplus_expert_is_named_before_anything_is_read(tmp_path: 
             load_native(path)
 
 
-def test_names_must_fill_a_packed_weight_and_fit_its_parameter(tmp_path: Path) -> None:
+def test_names_that_do_not_fit_their_packed_parameter_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong_names(architecture: Any, head: Head) -> Mapping[str, WeightName]:
+        names = dict(QWEN3_MOE.weight_names(architecture, head))
+        packed = names["layers.0.mlp.experts.gate_up_proj"]
+        assert isinstance(packed, PackedWeight)
+        return {**names, "layers.0.mlp.experts.gate_up_proj": PackedWeight((2, 4), packed.names)}
+
+    family = replace(QWEN3_MOE, weight_names=wrong_names)
+    monkeypatch.setattr("rl_backend.runtime.native.build.find_model", lambda *_: family)
+    message = r"packs \(2, 4\) tensors into layers.0.mlp.experts.gate_up_proj"
+    with open_runtime(write_moe("qwen3_moe", tmp_path)) as runtime, pytest.raises(UnsupportedError, match=message):
+        runtime.build_model()
+
+
+def test_a_packed_weight_is_read_from_its_tensors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected 4"):
         PackedWeight((2, 2), ("a", "b", "c"))
     save_file({"a": torch.zeros(3), "b": torch.ones(3)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({}))
+    (tmp_path / "config.json").write_text("{}")
     parameter = nn.Parameter(torch.empty(2, 3))
     load_weights(tmp_path, {"both": parameter}, {"both": PackedWeight((2,), ("a", "b"))})
     assert parameter.tolist() == [[0.0] * 3, [1.0] * 3]
-    assert read_hf_config(tmp_path) == {}
