@@ -46,6 +46,20 @@ FULL: dict[str, dict[str, Any]] = {
         "runtime_config": {"hf_path": "x"},
         "files": {"rank0.safetensors": 12},
     },
+    "BridgeConfig": {
+        "parallel": ParallelConfig(tp=2),
+        "recompute_granularity": "selective",
+        "recompute_modules": ("core_attn",),
+        "override_transformer_config": {"attention_softmax_in_fp32": True},
+        "override_ddp_config": {"bucket_size": 1000},
+    },
+    "ParitySide": {"runtime": "bridge", "parallel": ParallelConfig(tp=2, ep=2), "dp": 2, "options": {"device": "cpu"}},
+    "ParityConfig": {
+        "model": "/models/tiny",
+        "reference": {"runtime": "transformers", "options": {"attn_implementation": "sdpa"}},
+        "candidate": {"runtime": "native"},
+        "lr": 1e-3,
+    },
     "RuntimeConfig": {
         "hf_path": "/models/tiny",
         "seed": 7,
