@@ -158,27 +158,24 @@ def load_weights(
         for name, parameter in parameters.items():
             local, region = _local_part(parameter)
             for index, stored in stored_tensors(weight_names[name]):
-                held = region[: len(index)]
-                if not all(part.start <= place < part.stop for place, part in zip(index, held, strict=True)):
+                places = list(zip(index, region, strict=False))
+                if not all(part.start <= place < part.stop for place, part in places):
                     continue
-                target = local[tuple(place - part.start for place, part in zip(index, held, strict=True))]
+                target = local[tuple(place - part.start for place, part in places)]
                 if stored in absent:
                     target.zero_()
                 elif target.numel():
                     target.copy_(reader.read(stored, region[len(index) :]))
 
 
-def _check_tied_head(
-    reader: HFReader, parameters: Mapping[str, nn.Parameter], weight_names: Mapping[str, WeightName]
-) -> None:
+def _check_tied_head(reader: HFReader, parameters: Mapping[str, nn.Parameter], names: Mapping[str, WeightName]) -> None:
     """A stored head that is not read must be the embeddings; each rank compares its own rows.
 
     transformers unties one that differs without a word, and vLLM drops it: neither is what the other computes.
     """
-    names = set(stored_names(weight_names))
-    if LM_HEAD not in reader.infos or LM_HEAD in names or VALUE_HEAD_WEIGHTS[0] in names:
+    if LM_HEAD not in reader.infos or {LM_HEAD, VALUE_HEAD_WEIGHTS[0]} & set(stored_names(names)):
         return
-    for name, embeddings in weight_names.items():
+    for name, embeddings in names.items():
         if not isinstance(embeddings, str) or not embeddings.endswith("embed_tokens.weight"):
             continue
         local, (rows, *columns) = _local_part(parameters[name])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.test_checkpoints import load_job, save_job
-from tests.distributed.test_export import stored_weights
+from tests.distributed.test_export import early_close_job, stored_weights
 from tests.support.moe import unpacked, write_moe
 from tests.support.native import (
     assert_equal_tensors,
@@ -96,6 +96,17 @@ def test_single_experts_are_exported_after_training_in_the_dtype_asked_for(ranks
         for name, gradient in gradients.items():
             assert gradient.dtype == torch.float32
             assert relative_difference(gradient, expected_gradients[name]) < 1e-5
+
+
+@pytest.mark.parametrize("taken", [1, 12])
+def test_closing_an_export_between_packed_and_other_weights_ends_it_on_all_ranks(
+    ranks: RankPool, tmp_path: Path, taken: int
+) -> None:
+    model = write_moe("mixtral", tmp_path / "model")
+    everything = len(stored_weights(model))
+    closing, other = ranks.run(early_close_job, str(model), taken, 10**9)
+    assert closing == (taken, False, everything)
+    assert other == (everything, True, everything)
 
 
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 4), (4, 1)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -221,16 +221,20 @@ def _gather(bucket: Sequence[_Weight], groups: ParallelGroups) -> WeightStream:
         for weight in bucket:
             yield weight.name, local_tensor(weight.tensor)[weight.index].to(weight.dtype)
         return
-    whole = _gather_shards([weight for weight in bucket if not weight.index], groups)
-    packed = _broadcast_packed([weight for weight in bucket if weight.index], groups)
+    # All collectives of a bucket come before its first tensor, after which a rank may close the stream.
+    whole = iter(_gather_shards([weight for weight in bucket if not weight.index], groups))
+    packed = iter(_broadcast_packed([weight for weight in bucket if weight.index], groups))
     for weight in bucket:
-        yield weight.name, next(packed if weight.index else whole)
+        if weight.index:
+            yield weight.name, next(packed)
+        else:
+            yield weight.name, next(whole).reshape(-1)[: weight.numel].view(weight.shape)
 
 
-def _gather_shards(weights: Sequence[_Weight], groups: ParallelGroups) -> Iterator[Tensor]:
-    """Parameters that every rank has a part of."""
+def _gather_shards(weights: Sequence[_Weight], groups: ParallelGroups) -> list[Tensor]:
+    """Parameters that every rank has a part of: (ranks, elements of a padded shard) each, views of one buffer."""
     if not weights:
-        return
+        return []
     ranks = groups.dp_size
     rows = [_rows_of_a_rank(weight, groups) for weight in weights]
     sizes = [count * math.prod(weight.shape[1:]) for count, weight in zip(rows, weights, strict=True)]
@@ -240,11 +244,10 @@ def _gather_shards(weights: Sequence[_Weight], groups: ParallelGroups) -> Iterat
         part[: shard.numel()].copy_(shard)
     gathered = torch.empty(ranks * mine.numel(), dtype=mine.dtype, device=groups.device)
     dist.all_gather_into_tensor(gathered, mine, group=groups.dp_group)
-    for weight, parts in zip(weights, gathered.view(ranks, -1).split(sizes, dim=1), strict=True):
-        yield parts.reshape(-1)[: weight.numel].view(weight.shape)
+    return list(gathered.view(ranks, -1).split(sizes, dim=1))
 
 
-def _broadcast_packed(weights: Sequence[_Weight], groups: ParallelGroups) -> Iterator[Tensor]:
+def _broadcast_packed(weights: Sequence[_Weight], groups: ParallelGroups) -> list[Tensor]:
     """Tensors that one rank has, because the first dimension of the parameter numbers them."""
     received: dict[str, Tensor] = {}
     for owner in range(groups.dp_size):
@@ -259,8 +262,7 @@ def _broadcast_packed(weights: Sequence[_Weight], groups: ParallelGroups) -> Ite
                 part.copy_(held.flatten())
             received[weight.name] = part.view(weight.shape)
         dist.broadcast(flat, group=groups.dp_group, group_src=owner)
-    for weight in weights:
-        yield received[weight.name]
+    return [received[weight.name] for weight in weights]
 
 
 def _rows_of_a_rank(weight: _Weight, groups: ParallelGroups) -> int:
