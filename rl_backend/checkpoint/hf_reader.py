@@ -147,25 +147,25 @@ def load_weights(
     """
     reader = HFReader(path)
     absent = set(zero_if_absent) - set(reader.infos)
-    shapes = {
+    wanted = {
         stored: tuple(value.shape[len(index) :])
         for name, value in parameters.items()
         for index, stored in stored_tensors(weight_names[name])
+        if stored not in absent
     }
-    _check_tensors(reader, {name: shape for name, shape in shapes.items() if name not in absent}, stored_buffers)
+    _check_tensors(reader, wanted, stored_buffers)
     _check_tied_head(reader, parameters, weight_names)
     with torch.no_grad():
         for name, parameter in parameters.items():
             local, region = _local_part(parameter)
             for index, stored in stored_tensors(weight_names[name]):
                 places = list(zip(index, region, strict=False))
-                if not all(part.start <= place < part.stop for place, part in places):
-                    continue
-                target = local[tuple(place - part.start for place, part in places)]
-                if stored in absent:
-                    target.zero_()
-                elif target.numel():
-                    target.copy_(reader.read(stored, region[len(index) :]))
+                if all(part.start <= place < part.stop for place, part in places):
+                    target = local[tuple(place - part.start for place, part in places)]
+                    if stored in absent:
+                        target.zero_()
+                    elif target.numel():
+                        target.copy_(reader.read(stored, region[len(index) :]))
 
 
 def _check_tied_head(reader: HFReader, parameters: Mapping[str, nn.Parameter], names: Mapping[str, WeightName]) -> None:
