@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from rl_backend.runtime.bridge import megatron_cpu
 from rl_backend.runtime.bridge.megatron_cpu import PATCHES, Patch, on_cpu
@@ -55,7 +54,7 @@ NEEDED_BY: dict[str, tuple[int, dict[str, int]]] = {
     "torch.cuda.get_rng_state": (1, {}),
     "megatron.core.tensor_parallel.random._get_cuda_rng_state": (1, {}),
     "torch.cuda.synchronize": (2, {"pp": 2}),
-    "torch.cuda.stream": (2, {"ep": 2}),
+    "torch.Tensor.cuda": (2, {"pp": 2}),
     "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": (2, {"ep": 2}),
 }
 """Patch -> ranks and layout of a run that raises without it."""
@@ -87,6 +86,8 @@ def test_megatron_raises_without_the_patch(ranks: RankPool, mixture: Path, patch
 
 def random_states_job(model: str, without: str | None) -> tuple[int, bool]:
     """How many of Megatron's random states differ, and whether drawing from one leaves torch's generator alone."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
     megatron_cpu.PATCHES = tuple(patch for patch in PATCHES if name(patch) != without)
     try:
         with open_bridge(model) as runtime, on_cpu(runtime.groups.device):

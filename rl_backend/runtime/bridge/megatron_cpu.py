@@ -8,7 +8,6 @@ Transformer Engine.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -49,6 +48,10 @@ def _nothing(*args: object, **kwargs: object) -> None:
     pass
 
 
+def _same(self: Tensor, *args: object, **kwargs: object) -> Tensor:
+    return self
+
+
 _tensor_type = torch.Tensor.type
 
 
@@ -73,7 +76,6 @@ PATCHES = (
     Patch(torch.cuda, "synchronize", _nothing, "after communication between pipeline stages"),
     Patch(torch.cuda, "current_stream", lambda *_: _Stream(), "gradient buffers wait for the stream of the backward pass"),
     Patch(torch.cuda, "Stream", _Stream, "the MoE dispatcher makes one for copies to the host"),
-    Patch(torch.cuda, "stream", lambda _: contextlib.nullcontext(), "the MoE dispatcher's side stream"),
     Patch(torch.cuda, "get_rng_state", lambda *_: torch.get_rng_state(), "seeding keeps the state that it found"),
     Patch(torch.cuda, "manual_seed", torch.manual_seed, "each tensor-parallel rank has random states of its own"),
     Patch(
@@ -89,6 +91,7 @@ PATCHES = (
         "and sets it",
     ),
     Patch(_DISPATCHER, "maybe_move_tensor_to_cpu", _on_host, "sizes of the all-to-all as numbers of the host"),
+    Patch(torch.Tensor, "cuda", _same, "tied embeddings, summed over the first and the last stage"),
     Patch(torch.Tensor, "type", _cuda_type, "the distributed optimizer takes tensors of CUDA types only"),
 )
 
