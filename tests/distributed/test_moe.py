@@ -92,7 +92,9 @@ def test_single_experts_are_exported_after_training_in_the_dtype_asked_for(ranks
     expected_weights, expected_gradients = trained_export_job(path)
     for exported, gradients in ranks.run(trained_export_job, path, world_size=4):
         assert list(exported) == list(expected_weights) and list(gradients) == list(expected_gradients)
-        assert_equal_tensors(exported, expected_weights)
+        for name, tensor in exported.items():
+            assert tensor.dtype == torch.bfloat16
+            torch.testing.assert_close(tensor, expected_weights[name], atol=1e-3, rtol=0.01)
         for name, gradient in gradients.items():
             assert gradient.dtype == torch.float32
             assert relative_difference(gradient, expected_gradients[name]) < 1e-5
