@@ -197,9 +197,9 @@ def _bridge(packages: tuple[Package, ...], gpus: int | None, megatron: MegatronP
     if megatron.error is not None:
         return False, megatron.error
     if not gpus:
-        return True, "on CPU, with Megatron's own layers; context parallelism (cp) needs a GPU and Transformer Engine"
+        return True, "on CPU, with Megatron's own layers"
     if megatron.transformer_engine is None:
-        return True, "on the GPU, with Megatron's own layers; context parallelism (cp) needs Transformer Engine"
+        return True, "on the GPU, with Megatron's own layers"
     return True, f"on the GPU, with Transformer Engine {megatron.transformer_engine}"
 
 

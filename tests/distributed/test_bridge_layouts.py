@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.bridge_runs import Run, train_job, whole
+from rl_backend.contracts import ConfigError
+from tests.support.bridge_runs import Run, open_bridge, train_job, whole
 from tests.support.models import write_tiny
 from tests.support.native import LENGTHS, relative_difference
 from tests.support.rank_pool import RankPool
@@ -88,3 +90,26 @@ def test_a_mixture_of_experts_trains_the_same_in_every_layout(
 ) -> None:
     run = whole(ranks.run(train_job, str(mixture), layout, STEPS, {}, world_size=world_size))
     assert_same(run, mixture_on_one_rank)
+
+
+def refusal_job(model: str, layout: dict[str, int]) -> str:
+    with open_bridge(model, layout) as runtime, pytest.raises(ConfigError) as refused:
+        runtime.build_model()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "reason"),
+    [
+        (2, {"cp": 2}, "Megatron's own attention has no context parallelism"),
+        (4, {"tp": 4}, "does not divide num_key_value_heads=2"),
+        (2, {"ep": 2}, "this model has no experts"),
+        (2, {"pp": 2, "vpp": 3}, "4 layers do not divide into pp.vpp = 2.3"),
+    ],
+    ids=["cp", "tp", "ep", "vpp"],
+)
+def test_a_layout_that_the_model_cannot_have_is_refused(
+    ranks: RankPool, dense: Path, world_size: int, layout: dict[str, int], reason: str
+) -> None:
+    for message in ranks.run(refusal_job, str(dense), layout, world_size=world_size):
+        assert re.search(reason, message), message

@@ -191,6 +191,13 @@ def _check_overrides(overrides: Mapping[str, Any], provider: Any, settings: Mapp
 
 def _require_layout(options: BridgeConfig, provider: Any, groups: BridgeGroups) -> None:
     parallel = options.parallel
+    if parallel.cp > 1:
+        reason = (
+            "the bridge runtime does not split packed sequences over context-parallel ranks"
+            if uses_transformer_engine(groups.device)
+            else "Megatron's own attention has no context parallelism (it asserts cp=1), only Transformer Engine's has"
+        )
+        raise ConfigError.of("BridgeConfig.parallel.cp", parallel.cp, f"{reason}; use 1")
     if provider.num_moe_experts is None:
         for name in ("ep", "etp"):
             if getattr(parallel, name) != 1:
@@ -260,13 +267,6 @@ def _use_local_layers(provider: Any) -> None:
         raise UnsupportedError(
             f"Megatron-Bridge builds {type(provider).__name__} with layers of its own, which need Transformer Engine: CUDA "
             "and the package transformer-engine"
-        )
-    if provider.context_parallel_size > 1:
-        raise ConfigError.of(
-            "BridgeConfig.parallel.cp",
-            provider.context_parallel_size,
-            "Megatron's own attention has no context parallelism (it asserts cp=1); only Transformer Engine's has, which "
-            "needs CUDA and the package transformer-engine",
         )
 
     def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
