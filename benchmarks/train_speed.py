@@ -136,12 +136,12 @@ def make_model(directory: Path) -> Path:
     return directory
 
 
-def timed(step: Step, lengths: Lengths, losses: list[float]) -> Callable[[], float]:
+def timed(step: Step, lengths: Lengths, losses: list[float], vocab_size: int) -> Callable[[], float]:
     """A measurement: one step on fresh sequences of these lengths, in tokens per second."""
     generator = torch.Generator().manual_seed(1)
 
     def measure() -> float:
-        sequences = [[torch.randint(1, MODEL["vocab_size"], (n,), generator=generator) for n in batch] for batch in lengths]
+        sequences = [[torch.randint(1, vocab_size, (n,), generator=generator) for n in batch] for batch in lengths]
         start = time.perf_counter()
         losses.append(step(sequences))
         if torch.cuda.is_initialized():
@@ -151,10 +151,12 @@ def timed(step: Step, lengths: Lengths, losses: list[float]) -> Callable[[], flo
     return measure
 
 
-def measure_workload(name: str, lengths: Lengths, steps: Mapping[str, Step], runs: int) -> dict[str, Any]:
+def measure_workload(
+    name: str, lengths: Lengths, steps: Mapping[str, Step], runs: int, vocab_size: int = MODEL["vocab_size"]
+) -> dict[str, Any]:
     """Interleaved runs of one workload, checked to have computed the same losses; ``ratios``: native over each other."""
     losses: dict[str, list[float]] = {implementation: [] for implementation in steps}
-    measurements = {key: timed(step, lengths, losses[key]) for key, step in steps.items()}
+    measurements = {key: timed(step, lengths, losses[key], vocab_size) for key, step in steps.items()}
     interleave(1, measurements)
     values = interleave(runs, measurements)
     compare_losses(losses)
