@@ -90,7 +90,7 @@ def early_close_job(model: str, layout: dict[str, int], taken: int, budget: int 
 
 
 @pytest.mark.parametrize(("layout", "budget"), [({"tp": 2}, None), ({"pp": 2}, 3 * GATE_AND_UP), ({}, 10**9)], ids=str)
-@pytest.mark.parametrize("taken", [0, 1, 10, 25])
+@pytest.mark.parametrize("taken", [0, 10, 25])
 def test_closing_early_on_one_rank_ends_the_export_on_all(
     ranks: RankPool, untied_model: Path, layout: dict[str, int], budget: int | None, taken: int
 ) -> None:
