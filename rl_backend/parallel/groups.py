@@ -60,7 +60,7 @@ def training_device(name: str) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError.of("NativeConfig.device", name, "PyTorch sees no CUDA device; use 'auto' or 'cpu'")
+        raise ConfigError.of("device", name, "PyTorch sees no CUDA device; use 'auto' or 'cpu'")
     index = int(os.environ.get("LOCAL_RANK", "0"))
     count = torch.cuda.device_count()
     if index >= count:

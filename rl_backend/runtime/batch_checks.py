@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -19,18 +20,24 @@ def check_micro_batches(
     vocab_size: int,
     max_length: int | None,
     forward_only: bool,
+    replica: dist.ProcessGroup | None = None,
 ) -> None:
     """Refuses data that cannot run, on every rank together, so that none is left waiting in a collective.
 
     Args:
         group: the ranks that run together, for collectives on ``device``.
+        replica: of these, the ranks that hold parts of one model and so must have the same data; None where each has a whole
+            one.
 
     Raises:
-        BatchError: no micro-batches; one over ``max_tokens``; a sequence over ``max_length``; a token outside the
+        BatchError: other data than on another rank of the replica; no micro-batches; one over ``max_tokens``; a sequence over ``max_length``; a token outside the
             vocabulary; a temperature that is not positive; another number of micro-batches, or another kind of pass, on
             another rank; or another rank refused its data.
     """
     problem = _problem(data, max_tokens, vocab_size, max_length)
+    if replica is not None and replica.size() > 1:
+        difference = _problem_in_replica(data, replica, device)
+        problem = problem or difference
     if group.size() > 1:
         ranks_problem = _problem_between_ranks(len(data), problem is not None, forward_only, group, device)
         problem = problem or ranks_problem
@@ -71,6 +78,22 @@ def _problem(data: Sequence[PackedBatch], max_tokens: int, vocab_size: int, max_
             lowest = float(temperature.min())
             return BatchError(f"micro-batch {index}: temperature {lowest}; it must be above 0", micro_batch=index)
     return None
+
+
+def _problem_in_replica(data: Sequence[PackedBatch], group: dist.ProcessGroup, device: torch.device) -> BatchError | None:
+    checksum = 0
+    for batch in data:
+        for tensor in (batch.seq_lens, batch.input_ids):
+            checksum = zlib.crc32(tensor.cpu().numpy().tobytes(), checksum)
+    extremes = torch.tensor([checksum, -checksum], dtype=torch.int64, device=device)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    largest, smallest = extremes.tolist()
+    if largest == -smallest:
+        return None
+    return BatchError(
+        "the ranks of one model replica (tensor, pipeline and context parallel) have different micro-batches; give each of "
+        "them the same"
+    )
 
 
 def _problem_between_ranks(

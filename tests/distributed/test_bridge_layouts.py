@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from rl_backend.contracts import ConfigError
+from rl_backend.contracts import BatchError, ConfigError
 from tests.support.bridge_runs import Run, open_bridge, train_job, whole
 from tests.support.models import write_tiny
-from tests.support.native import LENGTHS, relative_difference
+from tests.support.native import LENGTHS, micro_batches, relative_difference, token_loss
 from tests.support.rank_pool import RankPool
 
 STEPS = 3
@@ -113,3 +114,19 @@ def test_a_layout_that_the_model_cannot_have_is_refused(
 ) -> None:
     for message in ranks.run(refusal_job, str(dense), layout, world_size=world_size):
         assert re.search(reason, message), message
+
+
+def other_data_job(model: str, layout: dict[str, int]) -> str:
+    with open_bridge(model, layout) as runtime:
+        handle = runtime.build_model()
+        data = micro_batches([[0, 1], [2, 3]], seed=dist.get_rank())
+        with pytest.raises(BatchError) as refused:
+            runtime.forward_backward(handle, data, token_loss)
+        runtime.forward_backward(handle, micro_batches([[0, 1], [2, 3]]), token_loss)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_other_data_on_a_rank_of_the_same_replica_is_refused(ranks: RankPool, dense: Path, layout: dict[str, int]) -> None:
+    for message in ranks.run(other_data_job, str(dense), layout):
+        assert "different micro-batches" in message

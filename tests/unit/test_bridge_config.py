@@ -17,6 +17,14 @@ REFUSED_AT_ONCE: dict[str, tuple[dict[str, Any], str]] = {
     "a layout": ({"override_transformer_config": {"tensor_model_parallel_size": 2}}, "BridgeConfig.parallel.tp"),
     "a precision": ({"override_transformer_config": {"bf16": True}}, "BridgeConfig.param_dtype"),
     "a learning rate": ({"override_optimizer_config": {"lr": 1.0}}, "BridgeConfig.optimizer.lr"),
+    "a field that does not exist": ({"override_transformer_config": {"num_layer": 2}}, "num_layer.*does not exist"),
+    "another architecture": ({"override_transformer_config": {"rotary_base": 5}}, "rotary_base.*config.json decides it"),
+    "a field without effect": ({"override_optimizer_config": {"sgd_momentum": 0.1}}, "sgd_momentum.*no effect"),
+    "a balancing loss of no type": (
+        {"override_transformer_config": {"moe_aux_loss_coeff": 0.1}},
+        "moe_aux_loss_coeff.*without 'moe_router_load_balancing_type'",
+    ),
+    "half of an overlap": ({"override_ddp_config": {"overlap_param_gather": True}}, "without 'overlap_grad_reduce'"),
     "skipping by size": ({"override_optimizer_config": {"grad_norm_skip_threshold": 3.0}}, "not finite only"),
     "no distributed optimizer": ({"override_ddp_config": {"use_distributed_optimizer": False}}, "the runtime"),
     "a method without granularity": ({"recompute_method": "block"}, "recompute_granularity='full'"),
@@ -35,17 +43,14 @@ REFUSED_AT_ONCE: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }
 REFUSED_WHEN_BUILT: dict[str, tuple[dict[str, Any], str]] = {
-    "an unknown field of the model": ({"override_transformer_config": {"num_layer": 2}}, "num_layer.*no such field"),
-    "an unknown field of DDP": ({"override_ddp_config": {"overlap": True}}, "overlap.*no such field"),
-    "an unknown field of the optimizer": ({"override_optimizer_config": {"momentum": 0.1}}, "momentum.*no such field"),
     "a kernel of Transformer Engine": (
         {"override_transformer_config": {"apply_rope_fusion": True}},
         "apply_rope_fusion.*Transformer Engine",
     ),
-    "experts of a dense model": ({"override_transformer_config": {"moe_aux_loss_coeff": 0.1}}, "no experts"),
-    "a value that Megatron refuses": (
+    "experts of a dense model": ({"override_transformer_config": {"moe_z_loss_coeff": 0.1}}, "no experts"),
+    "stages without a pipeline": (
         {"override_transformer_config": {"num_layers_in_first_pipeline_stage": 1}},
-        "Megatron refuses",
+        "parallel.pp > 1",
     ),
 }
 
@@ -74,24 +79,24 @@ def test_an_override_reaches_megatron(tmp_path: Path) -> None:
     path = write_moe("qwen3_moe", tmp_path / "model")
     with open_bridge(
         path,
-        override_transformer_config={"moe_router_topk": 1, "moe_router_pre_softmax": True},
-        override_ddp_config={"grad_reduce_in_fp32": False},
-        override_optimizer_config={"decoupled_weight_decay": False},
+        override_transformer_config={"moe_z_loss_coeff": 0.5},
+        override_ddp_config={"overlap_grad_reduce": True, "bucket_size": 1000},
+        override_optimizer_config={"apply_wd_to_qk_layernorm": True},
         recompute_granularity="selective",
         recompute_modules=["core_attn", "mlp"],
     ) as runtime:
         handle = runtime.build_model()
-        assert handle.models[0].config.moe_router_topk == 1
+        assert handle.models[0].config.moe_z_loss_coeff == 0.5
         assert handle.models[0].config.recompute_modules == ["core_attn", "mlp"]
-        assert handle.chunks[0].ddp_config.grad_reduce_in_fp32 is False
-        assert handle.trainer("test").megatron.config.decoupled_weight_decay is False
+        assert handle.chunks[0].ddp_config.bucket_size == 1000
+        assert handle.trainer("test").megatron.config.apply_wd_to_qk_layernorm is True
 
 
 def test_the_configuration_survives_a_dump() -> None:
     config = RuntimeConfig(
         backend="bridge",
         hf_path="model",
-        backend_cfg=BridgeConfig(parallel=ParallelConfig(tp=2), override_ddp_config={"bucket_size": 4}),
+        backend_cfg=BridgeConfig(parallel=ParallelConfig(tp=2), override_ddp_config={"average_in_collective": True}),
     )
     assert RuntimeConfig.model_validate_json(config.model_dump_json()) == config
 

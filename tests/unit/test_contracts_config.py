@@ -51,7 +51,7 @@ FULL: dict[str, dict[str, Any]] = {
         "recompute_granularity": "selective",
         "recompute_modules": ("core_attn",),
         "override_transformer_config": {"attention_softmax_in_fp32": True},
-        "override_ddp_config": {"bucket_size": 1000},
+        "override_ddp_config": {"average_in_collective": True},
     },
     "ParitySide": {"runtime": "bridge", "parallel": ParallelConfig(tp=2, ep=2), "dp": 2, "options": {"device": "cpu"}},
     "ParityConfig": {

@@ -70,10 +70,13 @@ def lay_out_padded(batch: PackedBatch, shape: tuple[int, int], *, mark_padding: 
     return LaidOut(batch, inputs, shape, column * rows + row)
 
 
-def lay_out_packed(batch: PackedBatch, multiple: int) -> LaidOut:
+def lay_out_packed(batch: PackedBatch, multiple: int, *, mark_padding: bool) -> LaidOut:
     """All sequences in one row ("thd"), for attention that takes their boundaries.
 
     Rounded up to a multiple by a sequence of padding at the end.
+
+    Args:
+        mark_padding: as in :func:`lay_out_padded`.
     """
     tokens = batch.num_tokens
     total = _round_up(tokens, multiple)
@@ -84,7 +87,7 @@ def lay_out_packed(batch: PackedBatch, multiple: int) -> LaidOut:
     boundaries = boundaries.to(device)
     padding = torch.zeros(total - tokens, dtype=torch.int64, device=device)
     longest = max(lengths)
-    inputs = {
+    inputs: dict[str, Any] = {
         "input_ids": torch.cat([batch.input_ids, padding])[None],
         "position_ids": torch.cat([torch.arange(length) for length in lengths]).to(device)[None],
         "attention_mask": None,
@@ -96,6 +99,8 @@ def lay_out_packed(batch: PackedBatch, multiple: int) -> LaidOut:
             max_seqlen_kv=longest,
         ),
     }
+    if mark_padding:
+        inputs["padding_mask"] = torch.arange(total, device=device)[None] >= tokens
     return LaidOut(batch, inputs, (1, total), torch.arange(tokens, device=device))
 
 

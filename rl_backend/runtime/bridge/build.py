@@ -22,7 +22,7 @@ from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.handle import BridgeHandle
 from rl_backend.runtime.bridge.optimizer import BridgeOptimizer
 from rl_backend.runtime.bridge.outputs import CriticOutputLayer, OutputProcessor
-from rl_backend.runtime.bridge.provider import make_provider, open_bridge, override, uses_transformer_engine
+from rl_backend.runtime.bridge.provider import make_provider, open_bridge, override, takes_packed_sequences
 from rl_backend.runtime.placement import Placement
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def build_handle(
         ),
         vocab_size=provider.vocab_size,
         max_length=hf_config.get("max_position_embeddings"),
-        packs_sequences=uses_transformer_engine(groups.device),
+        packs_sequences=takes_packed_sequences(options, groups.device),
         optimizer=optimizer,
         converter=WeightConverter(
             unwrap_model(list(chunks)), bridge, model_bridge, groups.pg, head=head, hf_path=config.hf_path
@@ -174,7 +174,10 @@ def _load_weights(
             f"else: {', '.join(unread[:4])}",
             names=unread,
         )
-    model_bridge.load_weights_hf_to_megatron(bridge.hf_pretrained, chunks)
+    try:
+        model_bridge.load_weights_hf_to_megatron(bridge.hf_pretrained, chunks)
+    except ValueError as error:
+        raise CheckpointError(f"{hf_path} has weights of other shapes than its config.json says: {error}") from error
 
 
 def _of_all_ranks(names: set[str], groups: BridgeGroups) -> set[str]:

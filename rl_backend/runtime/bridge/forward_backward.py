@@ -82,14 +82,14 @@ def lay_out(handle: BridgeHandle, data: Sequence[PackedBatch]) -> list[LaidOut]:
     groups, provider = handle.groups, handle.provider
     multiple = groups.parallel.tp if provider.sequence_parallel else 1
     batches = [batch.to(groups.device) for batch in data]
-    if handle.packs_sequences:
-        return [lay_out_packed(batch, multiple) for batch in batches]
-    shapes = [padded_shape(batch, multiple) for batch in batches]
     mark_padding = provider.num_moe_experts is not None and (
         provider.moe_router_load_balancing_type != "none"
         or provider.moe_z_loss_coeff is not None
         or provider.moe_router_enable_expert_bias
     )
+    if handle.packs_sequences:
+        return [lay_out_packed(batch, multiple, mark_padding=mark_padding) for batch in batches]
+    shapes = [padded_shape(batch, multiple) for batch in batches]
     return [lay_out_padded(batch, shape, mark_padding=mark_padding) for batch, shape in zip(batches, shapes, strict=True)]
 
 

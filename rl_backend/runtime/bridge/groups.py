@@ -70,6 +70,7 @@ def open_groups(parallel: ParallelConfig, device: torch.device) -> BridgeGroups:
     join_default_group(device)
     try:
         dp_size = parallel.data_parallel_size(dist.get_world_size())
+        host_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         _join_model_parallel(parallel, device)
     except BaseException:
         leave_default_group()
@@ -83,7 +84,7 @@ def open_groups(parallel: ParallelConfig, device: torch.device) -> BridgeGroups:
         dp_size=dp_size,
         dp_group=parallel_state.get_data_parallel_group(),
         all_ranks=dist.distributed_c10d._get_default_group(),
-        host_group=dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT),
+        host_group=host_group,
     )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
+from packaging.version import Version
 
 from rl_backend.contracts import UnsupportedError
 from rl_backend.runtime.bridge.transformer_engine import placeholders
@@ -40,7 +41,7 @@ def require_megatron() -> None:
             installed = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
             raise UnsupportedError(f"{distribution} is not installed; {_INSTALL}", package=distribution) from None
-        if tuple(int(part) for part in installed.split(".")[:2]) != supported:
+        if Version(installed).release[:2] != supported:
             raise UnsupportedError(
                 f"{distribution} {installed} is installed; {_INSTALL}", package=distribution, installed=installed
             )

@@ -16,7 +16,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from rl_backend.contracts import BridgeConfig, HandleError, OptimizerConfig, StepResult
 from rl_backend.runtime.bridge.groups import BridgeGroups
-from rl_backend.runtime.bridge.optimizer_state import allocate_moments
+from rl_backend.runtime.bridge.optimizer_state import allocate_moments, distributed_optimizers
 from rl_backend.runtime.bridge.provider import override
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class BridgeOptimizer:
             logger.warning("optimizer step of %r skipped: the gradient norm is %s", handle_name, norm)
             return StepResult(False, norm, num_zeros)
         if self._config.clip_grad > 0:
-            for optimizer in _parts(self.megatron):
+            for optimizer in distributed_optimizers(self.megatron):
                 parameters = optimizer.get_parameters()
                 if parameters:
                     decoupled = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
@@ -97,12 +97,6 @@ class BridgeOptimizer:
         finite = torch.tensor(int(math.isfinite(norm)), device=self._groups.device)
         dist.all_reduce(finite, dist.ReduceOp.MIN, group=self._groups.all_ranks)
         return bool(finite.item())
-
-
-def _parts(optimizer: Any) -> list[Any]:
-    """The optimizers that a chained one consists of: one for experts, one for the rest."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
 
 
 def _megatron_config(options: BridgeConfig) -> Any:

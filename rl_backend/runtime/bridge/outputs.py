@@ -45,6 +45,9 @@ class OutputProcessor:
         """
         if isinstance(output_layer, CriticOutputLayer):
             return output_layer.values(context.pack(self._gather(hidden_states, every_rank_the_same=True)))[None]
+        # Megatron waits for the gather of a parameter in a hook of its module, which is not called here.
+        for wait in output_layer._forward_pre_hooks.values():
+            wait(output_layer, ())
         batch = context.batch
         calculate_entropy = bool(batch.meta.get("calculate_entropy", False))
         weight = output_layer.weight if output_weight is None else output_weight

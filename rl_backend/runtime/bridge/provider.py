@@ -15,6 +15,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import BridgeConfig, ConfigError, Head, RuntimeConfig, UnsupportedError
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.installed import has_transformer_engine
@@ -53,9 +54,17 @@ def open_bridge(hf_path: str) -> AutoBridge:
     """The Megatron-Bridge of a directory, by its ``model_type``.
 
     Raises:
-        UnsupportedError: Megatron-Bridge has no bridge for the model, or it would ignore a part of its configuration.
+        UnsupportedError: transformers or Megatron-Bridge does not know the model.
+        CheckpointError: weight files that are missing or damaged.
     """
-    config = AutoConfig.from_pretrained(hf_path)
+    model_type = HFReader(hf_path).config.get("model_type")
+    try:
+        config = AutoConfig.from_pretrained(hf_path)
+    except ValueError as error:
+        raise UnsupportedError(
+            f"{hf_path}: transformers has no configuration for model_type {model_type!r}, which Megatron-Bridge starts from",
+            model_type=model_type,
+        ) from error
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     if name is not None:
         # A critic's directory names ...ForTokenClassification, which Megatron-Bridge does not know.
@@ -99,7 +108,7 @@ def make_provider(bridge: AutoBridge, config: RuntimeConfig, groups: BridgeGroup
     _require_same_model(bridge.hf_pretrained.config, provider)
     _require_layout(options, provider, groups)
     settings = _settings(options, provider, groups.device, head)
-    _check_overrides(options.override_transformer_config, provider, settings)
+    _check_overrides(options, provider, groups.device)
     for name, value in {**settings, **options.override_transformer_config}.items():
         setattr(provider, name, value)
     if not uses_transformer_engine(groups.device):
@@ -130,6 +139,11 @@ def override[T](field: str, config_type: Callable[..., T], overrides: Mapping[st
         return config_type(**{**settings, **overrides})
     except (AssertionError, ValueError, TypeError) as error:
         raise ConfigError(f"{field}={dict(overrides)!r}: Megatron refuses it: {error}") from error
+
+
+def takes_packed_sequences(options: BridgeConfig, device: torch.device) -> bool:
+    """Whether attention does: Transformer Engine's kernels for packed sequences are of 16-bit types."""
+    return uses_transformer_engine(device) and options.param_dtype != "float32"
 
 
 def _settings(options: BridgeConfig, provider: Any, device: torch.device, head: Head) -> dict[str, Any]:
@@ -167,6 +181,8 @@ def _settings(options: BridgeConfig, provider: Any, device: torch.device, head: 
     if provider.num_moe_experts is not None:
         # A policy gradient is not the place for a balancing loss that nobody asked for.
         settings |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_router_dtype": "fp32"}
+        # Megatron would move the bias in forward_backward, before the step is known to be taken.
+        settings["moe_router_bias_update_rate"] = 0.0
     if not uses_transformer_engine(device):
         settings |= _LOCAL_LAYERS
     settings["moe_token_dispatcher_type"] = "alltoall"
@@ -177,16 +193,18 @@ def _settings(options: BridgeConfig, provider: Any, device: torch.device, head: 
     return settings
 
 
-def _check_overrides(overrides: Mapping[str, Any], provider: Any, settings: Mapping[str, Any]) -> None:
-    names = {each.name for each in dataclasses.fields(provider)}
-    for name, value in overrides.items():
+def _check_overrides(options: BridgeConfig, provider: Any, device: torch.device) -> None:
+    """Refuses overrides that this model, layout or device would ignore."""
+    for name, value in options.override_transformer_config.items():
         field = f"BridgeConfig.override_transformer_config[{name!r}]"
-        if name not in names:
-            raise ConfigError.of(field, value, f"Megatron's {type(provider).__name__} has no such field")
-        if name in _LOCAL_LAYERS and name in settings and value != settings[name]:
+        if not uses_transformer_engine(device) and (
+            name == "attention_backend" or (name in _LOCAL_LAYERS and value != _LOCAL_LAYERS[name])
+        ):
             raise ConfigError.of(field, value, "needs layers of Transformer Engine: CUDA and the package transformer-engine")
         if name.startswith("moe_") and provider.num_moe_experts is None:
             raise ConfigError.of(field, value, "this model has no experts, so Megatron would ignore it")
+        if "pipeline" in name and options.parallel.pp == 1:
+            raise ConfigError.of(field, value, "needs stages: BridgeConfig.parallel.pp > 1")
 
 
 def _require_layout(options: BridgeConfig, provider: Any, groups: BridgeGroups) -> None:

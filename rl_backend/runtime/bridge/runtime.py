@@ -315,6 +315,7 @@ class BridgeRuntime(Runtime[BridgeHandle]):
             vocab_size=handle.vocab_size,
             max_length=handle.max_length,
             forward_only=forward_only,
+            replica=self.groups.pg.mp,
         )
 
     def _use(self, handle: BridgeHandle, *, damaged_too: bool = False) -> None:

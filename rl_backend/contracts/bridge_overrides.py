@@ -1,0 +1,157 @@
+"""Which fields of Megatron's dataclasses a user may set for the bridge runtime, and what decides the others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from rl_backend.contracts.errors import ConfigError
+
+_PARALLEL = "BridgeConfig.parallel"
+_OPTIMIZER = "BridgeConfig.optimizer"
+_PRECISION = "BridgeConfig.param_dtype"
+_RUNTIME = "the runtime, which would be wrong with another value"
+
+_TRANSFORMER_ELSEWHERE = {
+    "tensor_model_parallel_size": f"{_PARALLEL}.tp",
+    "sequence_parallel": f"{_PARALLEL}.tp (on when tp > 1)",
+    "pipeline_model_parallel_size": f"{_PARALLEL}.pp",
+    "virtual_pipeline_model_parallel_size": f"{_PARALLEL}.vpp",
+    "context_parallel_size": f"{_PARALLEL}.cp",
+    "expert_model_parallel_size": f"{_PARALLEL}.ep",
+    "expert_tensor_parallel_size": f"{_PARALLEL}.etp",
+    "params_dtype": _PRECISION,
+    "bf16": _PRECISION,
+    "fp16": _PRECISION,
+    "recompute_granularity": "BridgeConfig.recompute_granularity",
+    "recompute_method": "BridgeConfig.recompute_method",
+    "recompute_num_layers": "BridgeConfig.recompute_num_layers",
+    "recompute_modules": "BridgeConfig.recompute_modules",
+    "moe_token_dispatcher_type": "the runtime: all-to-all, which takes another number of tokens on every rank",
+}
+_DDP_ELSEWHERE = {
+    "use_distributed_optimizer": _RUNTIME,
+    "use_megatron_fsdp": _RUNTIME,
+    "grad_reduce_in_fp32": "the runtime: gradients are always summed in float32",
+    "check_for_nan_in_grad": "optimizer_step, which skips the step on every rank",
+}
+_OPTIMIZER_ELSEWHERE = {
+    "optimizer": f"{_OPTIMIZER}.optimizer",
+    "lr": f"{_OPTIMIZER}.lr",
+    "min_lr": f"{_OPTIMIZER}.min_lr",
+    "weight_decay": f"{_OPTIMIZER}.weight_decay",
+    "clip_grad": f"{_OPTIMIZER}.clip_grad",
+    "adam_beta1": f"{_OPTIMIZER}.betas",
+    "adam_beta2": f"{_OPTIMIZER}.betas",
+    "adam_eps": f"{_OPTIMIZER}.eps",
+    "log_num_zeros_in_grad": f"{_OPTIMIZER}.log_num_zeros_in_grad",
+    "grad_norm_skip_threshold": "optimizer_step, which skips steps that are not finite only",
+    "params_dtype": _PRECISION,
+    "bf16": _PRECISION,
+    "fp16": _PRECISION,
+    "use_distributed_optimizer": _RUNTIME,
+    "use_precision_aware_optimizer": _RUNTIME,
+    "optimizer_cpu_offload": "Runtime.to(handle, 'cpu')",
+    "overlap_param_gather": "BridgeConfig.override_ddp_config['overlap_param_gather']",
+}
+
+
+class Overrides(NamedTuple):
+    """Attributes:
+    allowed: fields that a user may set.
+    elsewhere: field -> what decides it, for those that somebody may look for here.
+    needs: field -> the field without which Megatron ignores it.
+    """
+
+    allowed: Collection[str]
+    elsewhere: Mapping[str, str]
+    needs: Mapping[str, str]
+
+
+TRANSFORMER = Overrides(
+    allowed=(
+        # pipeline stages
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+        "pipeline_model_parallel_layout",
+        "microbatch_group_size_per_vp_stage",
+        "deallocate_pipeline_outputs",
+        "distribute_saved_activations",
+        # numerics
+        "hidden_dropout",
+        "attention_dropout",
+        "attention_softmax_in_fp32",
+        "fp32_residual_connection",
+        "attention_backend",
+        "deterministic_mode",
+        # kernels
+        "masked_softmax_fusion",
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        "apply_rope_fusion",
+        "gradient_accumulation_fusion",
+        "persist_layer_norm",
+        "tp_comm_overlap",
+        # experts
+        "moe_router_load_balancing_type",
+        "moe_aux_loss_coeff",
+        "moe_z_loss_coeff",
+        "moe_router_dtype",
+        "moe_input_jitter_eps",
+        "moe_expert_capacity_factor",
+        "moe_pad_expert_input_to_capacity",
+        "moe_token_drop_policy",
+        "moe_grouped_gemm",
+        "moe_permute_fusion",
+        "moe_router_fusion",
+    ),
+    elsewhere=_TRANSFORMER_ELSEWHERE,
+    needs={
+        "moe_aux_loss_coeff": "moe_router_load_balancing_type",
+        "moe_router_load_balancing_type": "moe_aux_loss_coeff",
+        "moe_pad_expert_input_to_capacity": "moe_expert_capacity_factor",
+        "moe_token_drop_policy": "moe_expert_capacity_factor",
+    },
+)
+"""Of Megatron-Bridge's model provider, which is a ``TransformerConfig``."""
+
+DDP = Overrides(
+    allowed=(
+        "overlap_grad_reduce",
+        "overlap_param_gather",
+        "align_param_gather",
+        "bucket_size",
+        "average_in_collective",
+        "pad_buckets_for_high_nccl_busbw",
+    ),
+    elsewhere=_DDP_ELSEWHERE,
+    needs={
+        "overlap_param_gather": "overlap_grad_reduce",
+        "align_param_gather": "overlap_param_gather",
+        "bucket_size": "overlap_grad_reduce",
+    },
+)
+"""Of ``DistributedDataParallelConfig``."""
+
+OPTIMIZER = Overrides(allowed=("apply_wd_to_qk_layernorm",), elsewhere=_OPTIMIZER_ELSEWHERE, needs={})
+"""Of Megatron's ``OptimizerConfig``."""
+
+
+def check_overrides(field: str, values: Mapping[str, Any], overrides: Overrides) -> None:
+    """Raises :class:`ConfigError` for a field that may not be set, or that Megatron would ignore beside the others."""
+    for name, value in values.items():
+        here = f"{field}[{name!r}]"
+        if name in overrides.elsewhere:
+            raise ConfigError.of(here, value, f"this is decided by {overrides.elsewhere[name]}")
+        if name not in overrides.allowed:
+            raise ConfigError.of(
+                here,
+                value,
+                "not a field of Megatron that can be set here: it does not exist, config.json decides it, or it would have "
+                f"no effect; these can: {', '.join(overrides.allowed)}",
+            )
+        needed = overrides.needs.get(name)
+        if needed is not None and not values.get(needed):
+            raise ConfigError.of(here, value, f"Megatron would ignore it without {needed!r}; set both")
