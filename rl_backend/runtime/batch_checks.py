@@ -30,9 +30,9 @@ def check_micro_batches(
             one.
 
     Raises:
-        BatchError: other data than on another rank of the replica; no micro-batches; one over ``max_tokens``; a sequence over ``max_length``; a token outside the
-            vocabulary; a temperature that is not positive; another number of micro-batches, or another kind of pass, on
-            another rank; or another rank refused its data.
+        BatchError: other data than on another rank of the replica; no micro-batches; one over ``max_tokens``; a sequence
+            over ``max_length``; a token outside the vocabulary; a temperature that is not positive; another number of
+            micro-batches, or another kind of pass, on another rank; or another rank refused its data.
     """
     problem = _problem(data, max_tokens, vocab_size, max_length)
     if replica is not None and replica.size() > 1:
