@@ -137,7 +137,7 @@ class Runtime[H: ModelHandle](ABC):
         others raise :class:`~rl_backend.contracts.ExportInterruptedError`.
 
         Args:
-            dtype: None keeps the dtype in which the optimizer holds the weight.
+            dtype: None keeps what the runtime exports from: float32 masters in ``native``, ``param_dtype`` in ``bridge``.
             byte_budget: largest number of bytes gathered at one time; must hold the largest tensor.
             names: only these; unknown names raise :class:`~rl_backend.contracts.ConfigError` before anything is gathered.
         """
@@ -181,8 +181,8 @@ class Runtime[H: ModelHandle](ABC):
         ``path`` must not exist; it appears, complete, only when every rank has written its part.
 
         Args:
-            hf: write ``config.json``, tokenizer files and safetensors in the dtype in which the optimizer holds them. A
-                critic's is one of transformers' ``AutoModelForTokenClassification`` with one label.
+            hf: write ``config.json``, tokenizer files and safetensors in the dtype that ``export_weights`` gives. A critic's
+                is one of transformers' ``AutoModelForTokenClassification`` with one label.
             asynchronous: return once the state is copied; files are written in the background. The next save, load or close
                 waits for it and raises its error, and so does :meth:`wait_for_checkpoint`.
 
