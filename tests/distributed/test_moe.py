@@ -72,7 +72,7 @@ def trained_export_job(model: str) -> tuple[dict[str, Tensor], dict[str, Tensor]
     with open_runtime(model) as runtime:
         handle = runtime.build_model()
         names = [f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in (5, 0, 3)]
-        runtime.forward_backward(handle, micro_batches([[0, 1]], dp_size=handle.data_parallel_size), token_loss)
+        runtime.forward_backward(handle, micro_batches([[0, 1]]), token_loss)
         gradients = {name: tensor.clone() for name, tensor in runtime.export_gradients(handle, names=names)}
         runtime.optimizer_step(handle)
         exported = {
