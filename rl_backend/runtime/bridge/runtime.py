@@ -140,7 +140,8 @@ class BridgeRuntime(Runtime[BridgeHandle]):
         """See the base class. Every rank of a model replica is given the same ``data``.
 
         Losses and metrics are on the ranks of the last pipeline stage. After an error in the middle the handle takes
-        forward-only passes; backward passes and steps are refused until ``zero_grad``.
+        forward-only passes; backward passes and steps are refused until ``zero_grad``. An error of one rank alone (in a
+        loss, say) leaves the others in a collective until that times out; a ``TrainGroup`` stops them at once.
         """
         self._use(handle)
         require_no_replay(handle, router_replay)
