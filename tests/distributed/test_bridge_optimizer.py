@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from rl_backend.contracts import OptimizerConfig
 from tests.support.bridge_runs import open_bridge, poisoned_loss, share, state
-from tests.support.models import write_tiny
+from tests.support.moe import write_moe
 from tests.support.native import micro_batches, token_loss
 from tests.support.rank_pool import RankPool
 
@@ -45,13 +45,7 @@ def bad_rank_job(
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(
-        "qwen3_moe",
-        tmp_path_factory.mktemp("mixture"),
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=48,
-    )
+    return write_moe("qwen3_moe", tmp_path_factory.mktemp("mixture"))
 
 
 @pytest.mark.shows(

@@ -13,7 +13,7 @@ import torch
 from rl_backend.runtime.bridge import megatron_cpu
 from rl_backend.runtime.bridge.megatron_cpu import PATCHES, Patch, on_cpu
 from tests.support.bridge_runs import open_bridge, share
-from tests.support.models import write_tiny
+from tests.support.moe import write_moe
 from tests.support.native import micro_batches, token_loss
 from tests.support.rank_pool import RankPool
 
@@ -64,13 +64,7 @@ FOR_RANDOM_STATES = {"torch.cuda.manual_seed", "megatron.core.tensor_parallel.ra
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(
-        "qwen3_moe",
-        tmp_path_factory.mktemp("mixture"),
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=48,
-    )
+    return write_moe("qwen3_moe", tmp_path_factory.mktemp("mixture"))
 
 
 def test_every_patch_has_a_test() -> None:
