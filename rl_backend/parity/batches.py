@@ -28,7 +28,8 @@ def make_sequences(config: ParityConfig, hf_config: Mapping[str, Any]) -> list[T
         raise ConfigError.of("ParityConfig.max_length", config.max_length, f"the model has {positions} positions")
     generator = torch.Generator().manual_seed(config.seed)
     tokens = torch.arange(vocab_size)
-    tokens = tokens[tokens != text.get("pad_token_id", -1)] if text.get("pad_token_id") is not None else tokens
+    if (padding := text.get("pad_token_id")) is not None:
+        tokens = tokens[tokens != padding]
     lengths = torch.linspace(2, config.max_length, config.num_sequences).round().long()
     lengths = lengths[torch.randperm(config.num_sequences, generator=generator)]
     return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,7 +105,8 @@ def merge_ranks(ranks: Sequence[RankRecord], plan: MicroBatchPlan) -> SideRecord
 def _check_grad_norms(ranks: Sequence[RankRecord]) -> None:
     for index, rank in enumerate(ranks):
         for step, (norm, first) in enumerate(zip(rank.grad_norms, ranks[0].grad_norms, strict=True)):
-            if abs(norm - first) > 1e-6 * abs(first):
+            both_nan = math.isnan(norm) and math.isnan(first)
+            if not both_nan and not math.isclose(norm, first, rel_tol=1e-6):
                 raise RLBackendError(
                     f"rank {index} has gradient norm {norm} in step {step} and rank 0 has {first}; it must be the same",
                     rank=index,

@@ -20,15 +20,17 @@ from rl_backend.runtime import Runtime, create_runtime
 
 
 def record_runtime(config: ParityConfig, side: ParitySide, rank: int) -> RankRecord:
-    """Trains and records; a collective over the ranks of the side."""
+    """Trains and records; a collective over the ranks of the side.
+
+    After an error the runtime stays open: closing may wait for ranks that are elsewhere, and the error must get out first.
+    """
     runtime = create_runtime(config.runtime_config(side))
-    try:
-        handle = runtime.build_model()
-        sequences = make_sequences(config, read_hf_config(config.model))
-        share = pack_plan(sequences, plan_batch(config, handle.data_parallel_size))[handle.data_parallel_rank]
-        return _train(runtime, handle, share, config.steps, keep=rank == 0)
-    finally:
-        runtime.close()
+    handle = runtime.build_model()
+    sequences = make_sequences(config, read_hf_config(config.model))
+    share = pack_plan(sequences, plan_batch(config, handle.data_parallel_size))[handle.data_parallel_rank]
+    record = _train(runtime, handle, share, config.steps, keep=rank == 0)
+    runtime.close()
+    return record
 
 
 def _train(
