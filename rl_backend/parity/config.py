@@ -24,6 +24,15 @@ type DType = Literal["float32", "bfloat16"]
 type SideName = Literal["reference", "candidate"]
 
 
+_NO_OPTIONS = {
+    "parallel": "the layout is ParitySide.parallel (--tp, --pp and so on)",
+    "optimizer": "both sides have the same: ParityConfig.lr and weight_decay (--lr, --weight-decay)",
+    "param_dtype": "both sides have the same: ParityConfig.dtype (--dtype)",
+    "device": "both sides have the same: ParityConfig.device (--device)",
+}
+"""Fields of a runtime's configuration that are set in one place of the comparison."""
+
+
 class ParitySide(BaseConfig):
     """One of the two.
 
@@ -31,7 +40,8 @@ class ParitySide(BaseConfig):
         runtime: name of a registered runtime, or ``transformers``.
         parallel: its layout.
         dp: data-parallel ranks; None takes the fewest that the layout allows (more than 1 only for expert parallelism).
-        options: further fields of the runtime's configuration; for transformers ``attn_implementation``.
+        options: further fields of the runtime's configuration, other than layout, optimizer, dtype and device; for
+            transformers ``attn_implementation``.
     """
 
     runtime: str
@@ -50,6 +60,9 @@ class ParitySide(BaseConfig):
             if unknown:
                 raise ConfigError.of("options", unknown, "transformers has attn_implementation only")
         else:
+            for name, instead in _NO_OPTIONS.items():
+                if name in self.options:
+                    raise ConfigError.of(f"options[{name!r}]", self.options[name], instead)
             self.parallel.data_parallel_size(self.world_size)
         return self
 
@@ -125,7 +138,19 @@ class ParityConfig(BaseConfig):
                     f"{self.num_micro_batches} micro-batches on each data-parallel rank of the {name} "
                     f"(dp={side.data_parallel_size}) need at least {needed}",
                 )
+            self._check_interleaving(name, side)
         return self
+
+    def _check_interleaving(self, name: str, side: ParitySide) -> None:
+        pp, vpp = side.parallel.pp, side.parallel.vpp
+        overrides = side.options.get("override_transformer_config")
+        own_groups = isinstance(overrides, dict) and "microbatch_group_size_per_vp_stage" in overrides
+        if side.runtime == "bridge" and vpp > 1 and not own_groups and self.num_micro_batches % pp:
+            raise ConfigError.of(
+                "ParityConfig.num_micro_batches",
+                self.num_micro_batches,
+                f"Megatron's interleaved schedule of the {name} (pp={pp}, vpp={vpp}) takes a multiple of {pp}",
+            )
 
     @property
     def optimizer(self) -> OptimizerConfig:
@@ -142,10 +167,10 @@ class ParityConfig(BaseConfig):
             ConfigError: what the runtime refuses: a layout, an option, or a dtype or device that it has no field for.
         """
         fields = BACKEND_CONFIGS.get(side.runtime).model_fields
-        options = {"parallel": side.parallel, "optimizer": self.optimizer, **side.options}
+        options = {**side.options, "parallel": side.parallel, "optimizer": self.optimizer}
         for name, value, usual in (("param_dtype", self.dtype, "float32"), ("device", self.device, "auto")):
             if name in fields:
-                options.setdefault(name, value)
+                options[name] = value
             elif value not in (usual, "cpu"):
                 raise ConfigError.of(name, value, f"the configuration of the runtime {side.runtime!r} has no field {name}")
         return RuntimeConfig(

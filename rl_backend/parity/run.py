@@ -45,8 +45,8 @@ def run_parity(config: ParityConfig, tolerances: Tolerances, tell: Callable[[str
         tell: is called with what is being done.
 
     Raises:
-        RLBackendError: a model directory, layout or option that cannot work, before a process starts; or a side that does
-            not run to its end.
+        RLBackendError: a model directory, layout or option that the configurations refuse, before a process starts; or a
+            side that does not run to its end, for example because its runtime refuses the model or layout.
     """
     device = _device(config)
     sequences = make_sequences(config, HFReader(config.model).config)

@@ -56,6 +56,21 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--model {model} --plugin no.such.module", "--plugin no.such.module: "),
         ("--model {model} --candidate-options [1]", "--candidate-options [1]: expected an object"),
         ("--model {model} --candidate-options {{}", "--candidate-options {{}: not JSON"),
+        (
+            '--model {model} --candidate-options {"param_dtype":"bfloat16"}',
+            "--candidate native --candidate-options '{\"param_dtype\":\"bfloat16\"}': options['param_dtype']='bfloat16': "
+            "both sides have the same: ParityConfig.dtype (--dtype)",
+        ),
+        (
+            '--model {model} --reference native --reference-options {"optimizer":{"lr":1}}',
+            "--reference native --reference-options '{\"optimizer\":{\"lr\":1}}': options['optimizer']=",
+        ),
+        ('--model {model} --candidate-options {"parallel":{"tp":2}}', "--candidate native --candidate-options "),
+        ('--model {model} --candidate-options {"device":"cuda"}', "--candidate native --candidate-options "),
+        (
+            "--model {model} --candidate bridge --pp 2 --vpp 2 --micro-batches 3",
+            "--micro-batches 3: Megatron's interleaved schedule of the candidate (pp=2, vpp=2) takes a multiple of 2",
+        ),
         ("--model {model} --tolerance-factor 0", "--tolerance-factor 0.0: must be above 0"),
         (
             "--model {model} --json {missing}/out.json",
