@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rl_backend.parity.differences import Difference, activation_difference, number_difference, tensor_difference, two_norm
+from rl_backend.parity.differences import (
+    Difference,
+    activation_difference,
+    nothing_to_compare,
+    number_difference,
+    tensor_difference,
+    two_norm,
+)
 from rl_backend.parity.record import SideRecord
 from rl_backend.parity.tolerances import Tolerances
 
@@ -26,14 +33,14 @@ class StageResult:
 
     Attributes:
         compared: how many tensors or numbers.
-        largest: the difference that uses up most of its tolerance; None when nothing was compared.
+        largest: the difference that uses up most of its tolerance.
         first_over: the first over its tolerance in the order of computation, or None.
         not_compared: names that one side does not have and need not have.
     """
 
     stage: Stage
     compared: int
-    largest: Difference | None
+    largest: Difference
     first_over: Difference | None
     not_compared: tuple[str, ...] = ()
 
@@ -91,16 +98,22 @@ class Comparison:
         return (first - last) / first
 
 
-def compare(reference: SideRecord, candidate: SideRecord, tolerances: Tolerances) -> Comparison:
-    """Compares the first step stage by stage, then every step's loss and gradient norm."""
+def compare(
+    reference: SideRecord, candidate: SideRecord, tolerances: Tolerances, required_modules: Collection[str]
+) -> Comparison:
+    """Compares the first step stage by stage, then every step's loss and gradient norm.
+
+    Args:
+        required_modules: paths of the modules whose activations both sides must have; each side has further ones of its own.
+    """
     steps = _steps(reference, candidate, tolerances)
     stages = (
         _loaded_weights(reference, candidate, tolerances.loaded_weights),
-        _activations(reference, candidate, tolerances.activations),
-        _result("log-probs", [tensor_difference("", reference.log_probs, candidate.log_probs, tolerances.log_probs)]),
-        _result("loss", [steps[0].loss_difference]),
+        _activations(reference, candidate, tolerances.activations, required_modules),
+        _log_probs(reference, candidate, tolerances.log_probs),
+        _result("loss", tolerances.loss, [steps[0].loss_difference]),
         _gradients(reference, candidate, tolerances.gradients),
-        _result("grad norm", [steps[0].grad_norm_difference]),
+        _result("grad norm", tolerances.grad_norm, [steps[0].grad_norm_difference]),
         _weights(reference, candidate, tolerances),
     )
     return Comparison(stages, steps, _first_divergence(stages, steps))
@@ -117,27 +130,18 @@ def _steps(reference: SideRecord, candidate: SideRecord, tolerances: Tolerances)
     return tuple(steps)
 
 
-def _activations(reference: SideRecord, candidate: SideRecord, tolerance: float) -> StageResult:
-    """Every side has its own inner modules, but the embedding, the layers and the last norm must be on both."""
+def _activations(reference: SideRecord, candidate: SideRecord, tolerance: float, required: Collection[str]) -> StageResult:
     ours, theirs = reference.activations, candidate.activations
-    everywhere = {**ours, **theirs}
-    required = _top_level(everywhere) if ours and theirs else set(everywhere)
+    everywhere = list(dict.fromkeys([*ours, *theirs, *required]))
     one_sided = [path for path in everywhere if path not in ours or path not in theirs]
     optional = tuple(path for path in one_sided if path not in required)
     compared = [path for path in everywhere if path not in optional]
     differences = [activation_difference(path, ours.get(path), theirs.get(path), tolerance) for path in compared]
-    return _result("activations", differences, optional)
+    return _result("activations", tolerance, differences, optional)
 
 
-def _top_level(paths: Iterable[str]) -> set[str]:
-    """The numbered layers, ``model.layers.0``, and what stands beside the list of them, as the embedding does."""
-    split = {path: path.split(".") for path in paths}
-    layers = {
-        path for path, parts in split.items() if [part.isdigit() for part in parts].count(True) == 1 and parts[-1].isdigit()
-    }
-    lists = {path.rpartition(".")[0] for path in layers}
-    parents = {path.rpartition(".")[0] for path in lists}
-    return layers | {path for path in split if path.rpartition(".")[0] in parents and path not in lists}
+def _log_probs(reference: SideRecord, candidate: SideRecord, tolerance: float) -> StageResult:
+    return _result("log-probs", tolerance, [tensor_difference("", reference.log_probs, candidate.log_probs, tolerance)])
 
 
 def _gradients(reference: SideRecord, candidate: SideRecord, tolerance: float) -> StageResult:
@@ -146,12 +150,12 @@ def _gradients(reference: SideRecord, candidate: SideRecord, tolerance: float) -
     # Backward computes the last layer first.
     names = reversed(list({**theirs, **ours}))
     differences = [tensor_difference(name, ours.get(name), theirs.get(name), tolerance, least) for name in names]
-    return _result("gradient", differences)
+    return _result("gradient", tolerance, differences)
 
 
 def _weights(reference: SideRecord, candidate: SideRecord, tolerances: Tolerances) -> StageResult:
     names = {**candidate.weights, **reference.weights}
-    return _result("weights", [_weight(name, reference, candidate, tolerances) for name in names])
+    return _result("weights", tolerances.weights, [_weight(name, reference, candidate, tolerances) for name in names])
 
 
 def _weight(name: str, reference: SideRecord, candidate: SideRecord, tolerances: Tolerances) -> Difference:
@@ -174,16 +178,18 @@ def _weight(name: str, reference: SideRecord, candidate: SideRecord, tolerances:
 def _loaded_weights(reference: SideRecord, candidate: SideRecord, tolerance: float) -> StageResult:
     ours, theirs = reference.loaded_weights, candidate.loaded_weights
     names = {**theirs, **ours}
-    return _result(
-        "loaded weights", [tensor_difference(name, ours.get(name), theirs.get(name), tolerance) for name in names]
-    )
+    differences = [tensor_difference(name, ours.get(name), theirs.get(name), tolerance) for name in names]
+    return _result("loaded weights", tolerance, differences)
 
 
-def _result(stage: Stage, differences: Sequence[Difference], not_compared: tuple[str, ...] = ()) -> StageResult:
+def _result(
+    stage: Stage, tolerance: float, differences: Sequence[Difference], not_compared: tuple[str, ...] = ()
+) -> StageResult:
+    differences = differences or [nothing_to_compare("", tolerance)]
     return StageResult(
         stage=stage,
         compared=sum(difference.missing_from is None for difference in differences),
-        largest=max(differences, key=lambda difference: difference.excess, default=None),
+        largest=max(differences, key=lambda difference: difference.excess),
         first_over=next((difference for difference in differences if difference.over), None),
         not_compared=not_compared,
     )

@@ -27,7 +27,7 @@ class Difference:
         max_abs: largest difference of an element.
         measure: what ``amount`` is: the 2-norm of the difference relative to the reference (or to a larger scale that the
             stage sets), or by how much all elements are larger or smaller together.
-        missing_from: the side that does not have it; None when both do.
+        missing_from: the side that does not have it; None when both do, ``both`` when there is nothing to compare.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Difference:
     tolerance: float
     max_abs: float
     measure: Measure = "relative difference"
-    missing_from: SideName | None = None
+    missing_from: SideName | Literal["both"] | None = None
 
     @property
     def over(self) -> bool:
@@ -47,11 +47,18 @@ class Difference:
         return self.amount / self.tolerance if self.tolerance else math.inf if self.amount else 0.0
 
     def __str__(self) -> str:
+        if self.missing_from == "both":
+            return "nothing to compare: neither side has it"
         if self.missing_from is not None:
             return f"the {self.missing_from} does not have it"
         if not math.isfinite(self.amount):
             return "one side has another shape or values that are not finite"
         return f"{self.measure} {self.amount:.1e} over the tolerance {self.tolerance:.0e}"
+
+
+def nothing_to_compare(name: str, tolerance: float) -> Difference:
+    """What neither side has: over any tolerance."""
+    return Difference(name, math.inf, tolerance, math.inf, missing_from="both")
 
 
 def number_difference(name: str, reference: float, candidate: float, tolerance: float) -> Difference:
@@ -66,6 +73,8 @@ def tensor_difference(
     name: str, reference: Tensor | None, candidate: Tensor | None, tolerance: float, least_scale: float = 0.0
 ) -> Difference:
     """In the 2-norm, relative to that of the reference, or to ``least_scale`` if that is more."""
+    if not any(tensor is not None and tensor.numel() for tensor in (reference, candidate)):
+        return nothing_to_compare(name, tolerance)
     if reference is None or candidate is None:
         missing_from: SideName = "reference" if reference is None else "candidate"
         return Difference(name, math.inf, tolerance, math.inf, missing_from=missing_from)

@@ -78,8 +78,6 @@ def _describe(side: ParitySide) -> str:
 def _stage_line(stage: StageResult) -> str:
     largest = stage.largest
     start = f"  {stage.stage:14}  {stage.compared:8}"
-    if largest is None:
-        return start
     amount = "missing" if largest.missing_from is not None else f"{largest.amount:.1e}"
     remarks = [
         largest.name,
@@ -121,7 +119,7 @@ def _stage(stage: StageResult) -> dict[str, Any]:
     return {
         "stage": stage.stage,
         "compared": stage.compared,
-        "largest": None if stage.largest is None else _difference(stage.largest),
+        "largest": _difference(stage.largest),
         "first_over": None if stage.first_over is None else _difference(stage.first_over),
         "not_compared": list(stage.not_compared),
     }

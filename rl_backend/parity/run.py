@@ -14,6 +14,7 @@ from rl_backend.contracts import ConfigError
 from rl_backend.parity.batches import make_sequences, plan_batch
 from rl_backend.parity.compare import Comparison, compare
 from rl_backend.parity.config import TRANSFORMERS, ParityConfig, SideName
+from rl_backend.parity.modules import required_modules
 from rl_backend.parity.processes import run_ranks
 from rl_backend.parity.record import SideRecord, merge_ranks
 from rl_backend.parity.tolerances import Tolerances
@@ -49,7 +50,9 @@ def run_parity(config: ParityConfig, tolerances: Tolerances, tell: Callable[[str
             side that does not run to its end, for example because its runtime refuses the model or layout.
     """
     device = _device(config)
-    sequences = make_sequences(config, HFReader(config.model).config)
+    checkpoint = HFReader(config.model)
+    sequences = make_sequences(config, checkpoint.config)
+    modules = required_modules(checkpoint.config, checkpoint.infos)
     for name in SIDES:
         if (side := config.side(name)).runtime != TRANSFORMERS:
             config.runtime_config(side)
@@ -61,7 +64,7 @@ def run_parity(config: ParityConfig, tolerances: Tolerances, tell: Callable[[str
             tell(f"{name}: {side.runtime} in {side.world_size} {'process' if side.world_size == 1 else 'processes'}")
             ranks = run_ranks(config, name, device, Path(folder) / name)
             records[name] = merge_ranks(ranks, plan_batch(config, side.data_parallel_size))
-        comparison = compare(records["reference"], records["candidate"], tolerances)
+        comparison = compare(records["reference"], records["candidate"], tolerances, modules)
         versions = {name: dict(record.versions) for name, record in records.items()}
     return ParityResult(config, device, sum(map(len, sequences)), comparison, versions)
 

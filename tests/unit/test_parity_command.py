@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import math
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.cli.main import main
+from rl_backend.contracts import ConfigError
 from rl_backend.parity import ParityConfig, ParitySide, SideRecord, Tolerances, compare
+from rl_backend.parity.modules import required_modules
 from rl_backend.parity.report import as_json, as_text
 from rl_backend.parity.run import ParityResult
 
@@ -117,10 +121,12 @@ def record(losses: list[float], **changes: object) -> SideRecord:
     return SideRecord(**fields)  # type: ignore[arg-type]
 
 
-def result(reference: SideRecord, candidate: SideRecord) -> ParityResult:
+def result(
+    reference: SideRecord, candidate: SideRecord, modules: Sequence[str] = ("model.norm",), **changes: float
+) -> ParityResult:
     side = ParitySide(runtime="native")
-    config = ParityConfig(model="some-model", reference=side, candidate=side, steps=len(reference.losses))
-    comparison = compare(reference, candidate, Tolerances.of("float32"))
+    config = ParityConfig(model="some-model", reference=side, candidate=side, steps=len(reference.losses), **changes)
+    comparison = compare(reference, candidate, Tolerances.of("float32"), modules)
     return ParityResult(config, "cpu", 3, comparison, {"reference": {}, "candidate": {}})
 
 
@@ -168,11 +174,50 @@ def test_zero_gradients_other_shapes_infinities_and_absent_names_are_divergences
 
 
 def test_inner_modules_of_one_side_are_listed_and_layers_of_one_side_are_a_divergence() -> None:
+    modules = ("model.norm", "model.layers.0")
     inner = {"model.norm": torch.ones(3, 4), "model.layers.0.mlp": torch.ones(3, 4), "model.layers": torch.ones(3, 4)}
     both = {**inner, "model.layers.0": torch.ones(3, 4)}
-    without_inner = {"model.norm": both["model.norm"], "model.layers.0": both["model.layers.0"]}
-    outcome = result(record([1.0], activations=both), record([1.0], activations=without_inner))
+    without_inner = {path: both[path] for path in modules}
+    outcome = result(record([1.0], activations=both), record([1.0], activations=without_inner), modules)
     assert outcome.comparison.first_divergence is None
     assert "not compared, on one side only: model.layers.0.mlp, model.layers" in as_text(outcome)
-    divergence = result(record([1.0], activations=both), record([1.0], activations=inner)).comparison.first_divergence
-    assert str(divergence) == "activations model.layers.0 (step 0): the candidate does not have it"
+    divergence = result(record([1.0], activations=both), record([1.0], activations=inner), modules)
+    assert str(divergence.comparison.first_divergence) == (
+        "activations model.layers.0 (step 0): the candidate does not have it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes"),
+    [
+        ("loaded weights", {"loaded_weights": {}}),
+        ("activations model.norm", {"activations": {}}),
+        ("log-probs", {"log_probs": torch.ones(0)}),
+        ("gradient", {"gradients": {}}),
+        ("weights", {"weights": {}}),
+    ],
+)
+def test_a_stage_that_compares_nothing_is_a_divergence(stage: str, changes: dict[str, object]) -> None:
+    outcome = result(record([2.0], **changes), record([2.0], **changes))
+    assert as_json(outcome)["first_divergence"]["missing_from"] == "both"
+    assert f"first divergence: {stage} (step 0): nothing to compare" in as_text(outcome)
+
+
+def test_a_layer_that_neither_side_recorded_is_a_divergence() -> None:
+    outcome = result(record([1.0]), record([1.0]), ("model.norm", "model.layers.0"))
+    divergence = outcome.comparison.first_divergence
+    assert str(divergence) == "activations model.layers.0 (step 0): nothing to compare: neither side has it"
+
+
+def test_required_modules_are_the_layers_that_config_json_counts_and_what_stands_beside_them(tied_model: Path) -> None:
+    checkpoint = HFReader(tied_model)
+    assert set(required_modules(checkpoint.config, checkpoint.infos)) == {
+        "model.embed_tokens",
+        "model.layers.0",
+        "model.layers.1",
+        "model.norm",
+    }
+    names = [f"model.layers.{index}.mlp.experts.1.up_proj.weight" for index in range(3)]
+    assert required_modules({"num_hidden_layers": 2}, names) == ("model.layers.0", "model.layers.1")
+    with pytest.raises(ConfigError, match="num_hidden_layers=4: the checkpoint has no layer 3"):
+        required_modules({"num_hidden_layers": 4}, names)

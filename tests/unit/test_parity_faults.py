@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.parity import Comparison, ParityConfig, ParitySide, SideRecord, Tolerances, compare
 from rl_backend.parity.batches import plan_batch
+from rl_backend.parity.config import DType
+from rl_backend.parity.modules import required_modules
 from rl_backend.parity.record import merge_ranks
 from rl_backend.parity.runtime_side import record_runtime
 from rl_backend.parity.transformers_side import record_transformers
@@ -37,7 +40,13 @@ def reference(tied_model: Path) -> SideRecord:
 
 def compare_with_fault(model: Path, reference: SideRecord, fault: faulty_runtime.Fault) -> Comparison:
     candidate = ParitySide(runtime="faulty", options={"fault": fault})
-    return compare(reference, train_runtime(make_config(model, candidate)), Tolerances.of("float32"))
+    return compare_on(model, reference, train_runtime(make_config(model, candidate)))
+
+
+def compare_on(model: Path, reference: SideRecord, candidate: SideRecord, dtype: DType = "float32") -> Comparison:
+    checkpoint = HFReader(model)
+    modules = required_modules(checkpoint.config, checkpoint.infos)
+    return compare(reference, candidate, Tolerances.of(dtype), modules)
 
 
 @pytest.mark.shows("parity: a deliberate fault in a norm, loss, gradient, decay group or Adam's betas is found and named")
@@ -80,7 +89,7 @@ def test_native_and_transformers_train_alike(tmp_path: Path, family: str) -> Non
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64} if family == "qwen3_moe" else {}
     model = write_tiny(family, tmp_path, pad_token_id=7, **size, **experts)
     config = make_config(model, ParitySide(runtime="native"))
-    comparison = compare(train_transformers(config), train_runtime(config), Tolerances.of("float32"))
+    comparison = compare_on(model, train_transformers(config), train_runtime(config))
     assert comparison.first_divergence is None, str(comparison.first_divergence)
     assert comparison.max_loss_difference < 1e-6
     assert comparison.max_grad_norm_difference < 1e-5
@@ -91,8 +100,8 @@ def test_native_and_transformers_train_alike(tmp_path: Path, family: str) -> Non
 def test_bfloat16_is_compared_within_tolerances_of_its_own(tied_model: Path) -> None:
     config = make_config(tied_model, ParitySide(runtime="native"), dtype="bfloat16")
     reference, candidate = train_transformers(config), train_runtime(config)
-    assert compare(reference, candidate, Tolerances.of("bfloat16")).first_divergence is None
-    assert compare(reference, candidate, Tolerances.of("float32")).first_divergence is not None
+    assert compare_on(tied_model, reference, candidate, "bfloat16").first_divergence is None
+    assert compare_on(tied_model, reference, candidate).first_divergence is not None
 
 
 def test_experts_that_transformers_holds_as_one_tensor_have_the_names_of_the_checkpoint(tmp_path: Path) -> None:
