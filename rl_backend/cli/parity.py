@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from rl_backend.cli.errors import CommandError
+from rl_backend.cli.signals import exit_on_sigterm
 from rl_backend.contracts import BACKEND_CONFIGS, CheckpointError, ConfigError, ParallelConfig
 from rl_backend.contracts.runtime_config import import_plugins
 from rl_backend.parity import TRANSFORMERS, ParityConfig, ParitySide, Tolerances, run_parity
@@ -39,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reference", default=TRANSFORMERS, metavar="RUNTIME", help=f"a runtime, or {TRANSFORMERS} (default)"
     )
-    parser.add_argument("--candidate", default="native", metavar="RUNTIME", help="a runtime (default native)")
+    parser.add_argument(
+        "--candidate", default="native", metavar="RUNTIME", help=f"a runtime (default native), or {TRANSFORMERS}"
+    )
     parser.add_argument(
         "--steps", type=int, default=DEFAULTS["steps"].default, metavar="N", help="optimizer steps (default 5)"
     )
@@ -56,7 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         for size, meaning in LAYOUT.items():
             group.add_argument(f"--{side}{size}", type=int, metavar="N", help=meaning)
         group.add_argument(
-            f"--{name}-options", default="{}", metavar="JSON", help="further fields of the runtime's configuration"
+            f"--{name}-options",
+            default="{}",
+            metavar="JSON",
+            help="further fields of the runtime's configuration; those that a flag sets are refused",
         )
     more = parser.add_argument_group("the run")
     more.add_argument("--weight-decay", type=float, metavar="X", help="default 0.1")
@@ -70,7 +77,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     more.add_argument("--threads", type=int, metavar="N", help="CPU threads of each rank (default 1)")
     more.add_argument("--timeout", type=float, metavar="SECONDS", help="for one side (default 1800)")
     more.add_argument(
-        "--tolerance-factor", type=float, default=1.0, metavar="X", help="multiplies all tolerances (default 1)"
+        "--tolerance-factor",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="multiplies all tolerances but that of the loaded weights (default 1)",
     )
     more.add_argument(
         "--plugin",
@@ -82,28 +93,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the comparison, prints it and writes the JSON; see the command's help for the exit statuses.
+    """Runs the comparison, prints it and writes the JSON after each dtype; see the command's help for the exit statuses.
 
     Raises:
         RLBackendError, CommandError: what was asked for cannot be run, or a side did not run to its end.
     """
-    if not arguments.tolerance_factor > 0:
-        raise CommandError(f"--tolerance-factor {arguments.tolerance_factor}: must be above 0")
+    if not (arguments.tolerance_factor > 0 and math.isfinite(arguments.tolerance_factor)):
+        raise CommandError(f"--tolerance-factor {arguments.tolerance_factor}: must be above 0 and finite")
     if arguments.json is not None and (arguments.json.is_dir() or not arguments.json.parent.is_dir()):
         raise CommandError(f"--json {arguments.json}: must be a file in a directory that exists")
     dtypes = DTYPES if arguments.dtype == "both" else (arguments.dtype,)
+    diverged = False
+    report: dict[str, Any] = {}
     try:
-        results = [_compare(_config(arguments, dtype), arguments.tolerance_factor) for dtype in dtypes]
+        configs = [_config(arguments, dtype) for dtype in dtypes]
+        with exit_on_sigterm():
+            for config in configs:
+                result = _compare(config, arguments.tolerance_factor)
+                diverged |= result.comparison.first_divergence is not None
+                # The first dtype's result is the report; another stands in it under its name.
+                report |= {config.dtype: as_json(result)} if report else as_json(result)
+                if arguments.json is not None:
+                    arguments.json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
     except CheckpointError as error:
         raise CommandError(f"--model {arguments.model}: {error}") from None
     except ConfigError as error:
         raise CommandError(_in_flags(str(error))) from None
-    if arguments.json is not None:
-        # The first dtype's result is the report; another stands in it under its name.
-        report = as_json(results[0])
-        report |= {result.config.dtype: as_json(result) for result in results[1:]}
-        arguments.json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
-    diverged = any(result.comparison.first_divergence is not None for result in results)
     return EXIT_DIVERGED if diverged else 0
 
 

@@ -10,6 +10,9 @@ from rl_backend.parity.config import ParitySide
 from rl_backend.parity.differences import Difference
 from rl_backend.parity.run import SIDES, ParityResult
 
+LEAST_LR = 1e-5
+"""Below it, the weights' tolerance hides what weight decay changes in a step."""
+
 LEAST_LOSS_FALL = 0.05
 """Part of itself by which the loss must fall for the later steps to say much."""
 
@@ -42,6 +45,8 @@ def as_text(result: ParityResult) -> str:
         lines.append(
             f"that is less than {LEAST_LOSS_FALL:.0%}, so the later steps say little: take more steps or a larger lr"
         )
+    if config.lr < LEAST_LR:
+        lines.append(f"with lr below {LEAST_LR:.0e}, the weights' tolerance may hide a parameter in a wrong decay group")
     divergence = comparison.first_divergence
     lines.append("no divergence: all within the tolerances" if divergence is None else f"first divergence: {divergence}")
     return "\n".join(lines)

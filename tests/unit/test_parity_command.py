@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rl_backend.checkpoint.hf_reader import HFReader
+from rl_backend.cli import parity
 from rl_backend.cli.main import main
-from rl_backend.contracts import ConfigError
+from rl_backend.contracts import ConfigError, RLBackendError
 from rl_backend.parity import ParityConfig, ParitySide, SideRecord, Tolerances, compare
 from rl_backend.parity.modules import required_modules
 from rl_backend.parity.report import as_json, as_text
@@ -76,6 +81,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
             "--micro-batches 3: Megatron's interleaved schedule of the candidate (pp=2, vpp=2) takes a multiple of 2",
         ),
         ("--model {model} --tolerance-factor 0", "--tolerance-factor 0.0: must be above 0"),
+        ("--model {model} --tolerance-factor inf", "--tolerance-factor inf: must be above 0 and finite"),
         (
             "--model {model} --json {missing}/out.json",
             "--json {missing}/out.json: must be a file in a directory that exists",
@@ -221,3 +227,63 @@ def test_required_modules_are_the_layers_that_config_json_counts_and_what_stands
     assert required_modules({"num_hidden_layers": 2}, names) == ("model.layers.0", "model.layers.1")
     with pytest.raises(ConfigError, match="num_hidden_layers=4: the checkpoint has no layer 3"):
         required_modules({"num_hidden_layers": 4}, names)
+
+
+def test_a_learning_rate_that_hides_wrong_decay_groups_is_remarked_on() -> None:
+    remark = "with lr below 1e-05, the weights' tolerance may hide a parameter in a wrong decay group"
+    for lr, expected in ((1e-6, True), (1e-5, False)):
+        assert (remark in as_text(result(record([1.0]), record([1.0]), lr=lr))) is expected
+
+
+def test_the_first_dtypes_json_is_there_when_the_second_fails(
+    tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(config: ParityConfig, *_: Any) -> ParityResult:
+        if config.dtype == "bfloat16":
+            raise RLBackendError("out of memory")
+        return result(record([1.0]), record([1.0]))
+
+    monkeypatch.setattr(parity, "run_parity", run)
+    output = tmp_path / "parity.json"
+    assert main(["parity", "--model", str(tied_model), "--dtype", "both", "--json", str(output)]) == 2
+    assert json.loads(output.read_text())["dtype"] == "float32"
+
+
+def test_sigterm_is_an_exit_for_as_long_as_the_command_compares(tied_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object) -> ParityResult:
+        assert signal.getsignal(signal.SIGTERM) != before
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("the signal was ignored")
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(parity, "run_parity", run)
+    with pytest.raises(SystemExit) as exit_status:
+        main(["parity", "--model", str(tied_model)])
+    assert exit_status.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+WITH_A_CHILD = """
+import subprocess, sys, tempfile
+from rl_backend.cli.signals import exit_on_sigterm
+with exit_on_sigterm(), tempfile.TemporaryDirectory(dir=sys.argv[1]):
+    child = subprocess.Popen(["sleep", "600"])
+    try:
+        print(child.pid, flush=True)
+        child.wait()
+    finally:
+        child.kill()
+        child.wait()
+"""
+
+
+def test_a_terminated_command_leaves_neither_children_nor_its_temporary_folder(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITH_A_CHILD, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        process.terminate()
+        assert process.wait(timeout=10) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+    assert not any(tmp_path.iterdir())
