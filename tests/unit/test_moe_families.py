@@ -26,7 +26,6 @@ from rl_backend.model import MIXTRAL, QWEN3_MOE
 from rl_backend.model.moe import MoEOptions
 from rl_backend.primitive.moe import MoE
 from rl_backend.primitive.router_balance import load_balancing_loss, router_z_loss
-from rl_backend.runtime.native.optimizer import is_decayed
 from tests.support.critic import transformers_values, write_critic
 from tests.support.families import load_native, load_transformers, random_sequences, run_native, run_transformers
 from tests.support.moe import MODELS, gradients_in_transformers_names, unpacked, write_moe
@@ -175,11 +174,6 @@ def test_bfloat16_computes_mixtures_close_to_float32(tmp_path: Path) -> None:
             assert runtime.optimizer_step(handle).ok
             found.append(loss)
     assert found[1] == pytest.approx(found[0], rel=0.02)
-
-
-def test_packed_experts_are_decayed() -> None:
-    assert is_decayed("layers.0.mlp.experts.gate_up_proj", torch.empty(4, 2, 3, 5))
-    assert is_decayed("layers.0.mlp.experts.down_proj", torch.empty(4, 5, 3))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rl_backend.contracts import HandleError, OptimizerConfig, ParallelConfig
+from rl_backend.contracts import HandleError, OptimizerConfig, PackedWeight, ParallelConfig
 from rl_backend.parallel.groups import ParallelGroups, close_groups, open_groups
 from rl_backend.runtime.native.optimizer import NativeOptimizer, is_decayed
 from tests.support.native import micro_batches, open_runtime, token_loss, weights
@@ -31,6 +31,10 @@ def random_parameters(seed: int = 0) -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
 
 
+def open_optimizer(config: OptimizerConfig, parameters: dict[str, nn.Parameter], groups: ParallelGroups) -> NativeOptimizer:
+    return NativeOptimizer(config, parameters, {name: name for name in parameters}, groups)
+
+
 def set_gradients(parameters: dict[str, nn.Parameter], step: int, scale: float = 1.0) -> None:
     generator = torch.Generator().manual_seed(100 + step)
     for parameter in parameters.values():
@@ -41,7 +45,7 @@ def set_gradients(parameters: dict[str, nn.Parameter], step: int, scale: float =
 def test_steps_equal_torch_adamw_with_clipping(groups: ParallelGroups, clip_grad: float) -> None:
     ours, theirs = random_parameters(), random_parameters()
     config = OptimizerConfig(lr=0.05, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3, clip_grad=clip_grad)
-    optimizer = NativeOptimizer(config, ours, groups)
+    optimizer = open_optimizer(config, ours, groups)
     reference = torch.optim.AdamW(
         [
             {"params": [theirs["layer.weight"]], "weight_decay": 0.3},
@@ -71,6 +75,25 @@ def test_biases_and_vectors_are_not_decayed(name: str, shape: tuple[int, ...], d
     assert is_decayed(name, torch.zeros(shape)) is decayed
 
 
+def test_packed_biases_and_vectors_are_not_decayed_and_packed_matrices_are(groups: ParallelGroups) -> None:
+    def packed(name: str, *shape: int) -> PackedWeight:
+        return PackedWeight(shape, tuple(f"experts.{index}.{name}" for index in range(math.prod(shape))))
+
+    names = {
+        "down_proj": packed("down_proj.weight", 4),
+        "gate_up_proj": packed("proj.weight", 4, 2),
+        "down_proj_bias": packed("down_proj.bias", 4),
+        "gate_up_proj_bias": packed("proj.bias", 4, 2),
+        "norms": packed("norm.weight", 4),
+    }
+    shapes = {"down_proj": (4, 5, 3), "gate_up_proj": (4, 2, 3, 5), "down_proj_bias": (4, 5), "norms": (4, 5)}
+    shapes["gate_up_proj_bias"] = (4, 2, 3)
+    parameters = {name: nn.Parameter(torch.zeros(shapes[name])) for name in names}
+    optimizer = NativeOptimizer(OptimizerConfig(weight_decay=0.1), parameters, names, groups)
+    decayed = next(group for group in optimizer.adamw.param_groups if group["weight_decay"] > 0)["params"]
+    assert {name for name in names if any(parameters[name] is one for one in decayed)} == {"down_proj", "gate_up_proj"}
+
+
 def test_schedules_reach_both_parameter_groups(groups: ParallelGroups) -> None:
     config = OptimizerConfig(
         lr=1.0,
@@ -81,7 +104,7 @@ def test_schedules_reach_both_parameter_groups(groups: ParallelGroups) -> None:
         weight_decay_start=0.0,
         weight_decay_incr_style="linear",
     )
-    optimizer = NativeOptimizer(config, random_parameters(), groups)
+    optimizer = open_optimizer(config, random_parameters(), groups)
     assert [group["lr"] for group in optimizer.adamw.param_groups] == [0.0, 0.0]
     assert optimizer.schedule_step() == 0.25
     assert [(group["lr"], group["weight_decay"]) for group in optimizer.adamw.param_groups] == [
@@ -92,7 +115,7 @@ def test_schedules_reach_both_parameter_groups(groups: ParallelGroups) -> None:
 
 def test_large_finite_gradients_do_not_overflow_the_norm(groups: ParallelGroups) -> None:
     parameters = random_parameters()
-    optimizer = NativeOptimizer(OptimizerConfig(), parameters, groups)
+    optimizer = open_optimizer(OptimizerConfig(), parameters, groups)
     set_gradients(parameters, 0, scale=1e30)
     result = optimizer.step("model")
     assert result.ok
@@ -105,7 +128,7 @@ def test_a_non_finite_gradient_changes_nothing_and_says_which(
     groups: ParallelGroups, value: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     parameters = random_parameters()
-    optimizer = NativeOptimizer(OptimizerConfig(), parameters, groups)
+    optimizer = open_optimizer(OptimizerConfig(), parameters, groups)
     set_gradients(parameters, 0)
     assert optimizer.step("model").ok
     before = {name: value.clone() for name, value in {**parameters, **optimizer.state_tensors()}.items()}
@@ -125,7 +148,7 @@ def test_a_non_finite_gradient_changes_nothing_and_says_which(
 def test_zeros_are_counted_only_on_request(groups: ParallelGroups) -> None:
     for wanted in (True, False):
         parameters = random_parameters()
-        optimizer = NativeOptimizer(OptimizerConfig(log_num_zeros_in_grad=wanted), parameters, groups)
+        optimizer = open_optimizer(OptimizerConfig(log_num_zeros_in_grad=wanted), parameters, groups)
         set_gradients(parameters, 0)
         gradient = parameters["layer.weight"].grad
         assert gradient is not None
@@ -134,7 +157,7 @@ def test_zeros_are_counted_only_on_request(groups: ParallelGroups) -> None:
 
 
 def test_a_step_without_gradients_is_refused(groups: ParallelGroups) -> None:
-    optimizer = NativeOptimizer(OptimizerConfig(), random_parameters(), groups)
+    optimizer = open_optimizer(OptimizerConfig(), random_parameters(), groups)
     with pytest.raises(HandleError, match="call forward_backward first"):
         optimizer.step("model")
 

@@ -86,7 +86,7 @@ def build_handle(
         model=model,
         parameters=parameters,
         weight_names=weight_names,
-        optimizer=None if forward_only else NativeOptimizer(native.optimizer, parameters, groups),
+        optimizer=None if forward_only else NativeOptimizer(native.optimizer, parameters, weight_names, groups),
         placement=Placement(name, groups.device),
     )
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl_backend.contracts import HandleError, OptimizerConfig, StepResult
+from rl_backend.contracts import HandleError, OptimizerConfig, PackedWeight, StepResult, WeightName, stored_tensors
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.runtime.native.fsdp_state import local_tensor
 from rl_backend.runtime.native.lr_schedule import ParameterSchedule
@@ -20,9 +20,14 @@ logger = logging.getLogger(__name__)
 _CLIP_EPSILON = 1.0e-6
 
 
-def is_decayed(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay applies: not to biases and not to parameters of one dimension (Megatron-Core's rule)."""
-    return not (name.endswith(".bias") or parameter.dim() == 1)
+def is_decayed(name: WeightName, parameter: Tensor) -> bool:
+    """Whether weight decay applies: not to biases and not to tensors of one dimension (Megatron-Core's rule).
+
+    Args:
+        name: Hugging Face name, or names of the tensors packed in the parameter, which count one by one.
+    """
+    packed = len(name.shape) if isinstance(name, PackedWeight) else 0
+    return parameter.dim() - packed != 1 and not any(stored.endswith(".bias") for _, stored in stored_tensors(name))
 
 
 class NativeOptimizer:
@@ -30,15 +35,22 @@ class NativeOptimizer:
 
     Args:
         parameters: name -> parameter, the same on every rank.
+        weight_names: name -> Hugging Face name or names.
     """
 
-    def __init__(self, config: OptimizerConfig, parameters: Mapping[str, nn.Parameter], groups: ParallelGroups) -> None:
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        parameters: Mapping[str, nn.Parameter],
+        weight_names: Mapping[str, WeightName],
+        groups: ParallelGroups,
+    ) -> None:
         self._config = config
         self._groups = groups
         self.parameters = parameters
         self.schedule = ParameterSchedule(config)
-        decayed = [parameter for name, parameter in parameters.items() if is_decayed(name, parameter)]
-        others = [parameter for name, parameter in parameters.items() if not is_decayed(name, parameter)]
+        decayed = [parameter for name, parameter in parameters.items() if is_decayed(weight_names[name], parameter)]
+        others = [parameter for name, parameter in parameters.items() if not is_decayed(weight_names[name], parameter)]
         param_groups = [
             {"params": members, "weight_decay_factor": factor}
             for members, factor in ((decayed, 1.0), (others, 0.0))
