@@ -10,14 +10,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _ALIGNMENT = 16
-_OLDEST_CAPABILITY = (8, 0)
+_KERNEL_CAPABILITIES = (9, 10)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """``x[rows of e] @ weight[e].T`` for every group e.
 
-    bfloat16 on CUDA takes torch's grouped matmul, which does not wait for the device; everything else takes one product for
-    each group. The gradient of a group without rows is 0.
+    bfloat16 on CUDA devices of compute capability 9 and 10 takes torch's grouped matmul, which does not wait for the device;
+    everything else copies ``counts`` to the host and takes one product for each group. The gradient of a group without rows
+    is 0.
 
     Args:
         x: (N, in_features), rows of group 0 first.
@@ -33,11 +34,11 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def _has_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped matmul runs as one kernel: rows must be aligned, and the device not too old for it."""
+    """Whether torch's grouped matmul runs as one kernel: rows must be aligned; other devices go group by group."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or weight.dtype != x.dtype:
         return False
     aligned = all(size * x.element_size() % _ALIGNMENT == 0 for size in weight.shape[1:])
-    return aligned and torch.cuda.get_device_capability(x.device) >= _OLDEST_CAPABILITY
+    return aligned and torch.cuda.get_device_capability(x.device)[0] in _KERNEL_CAPABILITIES
 
 
 class _GroupedMatmul(torch.autograd.Function):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +15,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBl
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from rl_backend.primitive.dispatch import LocalDispatcher
-from rl_backend.primitive.grouped_linear import _GroupByGroup, _GroupedMatmul, grouped_linear
+from rl_backend.primitive.grouped_linear import _GroupByGroup, _GroupedMatmul, _has_kernel, grouped_linear
 from rl_backend.primitive.moe import MoE
 from rl_backend.primitive.router import Router, RouterSettings, Routing, choose_experts, expert_weights
 from rl_backend.primitive.router_balance import (
@@ -102,6 +105,18 @@ def test_frozen_weights_of_groups_get_no_gradient() -> None:
     x, weight = torch.randn(4, 3, requires_grad=True), torch.randn(2, 5, 3)
     grouped_linear(x, weight, torch.tensor([1, 3])).sum().backward()
     assert weight.grad is None and x.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"), [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)]
+)
+def test_torchs_grouped_matmul_is_taken_only_where_it_does_not_wait_for_the_device(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], expected: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    x: Any = SimpleNamespace(is_cuda=True, device="cuda", dtype=torch.bfloat16, element_size=lambda: 2)
+    assert _has_kernel(x, torch.empty(2, 8, 16, dtype=torch.bfloat16)) is expected
+    assert not _has_kernel(x, torch.empty(2, 8, 15, dtype=torch.bfloat16))
 
 
 def test_gradients_of_a_mixture_are_those_of_finite_differences() -> None:
