@@ -11,7 +11,7 @@ _BASE_STEPS = 5
 
 
 class Tolerances(NamedTuple):
-    """Relative differences that count as rounding, for learning rates up to 1e-4.
+    """Relative differences that count as rounding, for learning rates from 1e-5 to 1e-4.
 
     Attributes:
         loaded_weights, activations, log_probs, gradients, weights: of tensors in the first step, in the 2-norm.
