@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 
@@ -123,3 +124,21 @@ def other_data_job(model: str, layout: dict[str, int]) -> str:
 def test_other_data_on_a_rank_of_the_same_replica_is_refused(ranks: RankPool, dense: Path, layout: dict[str, int]) -> None:
     for message in ranks.run(other_data_job, str(dense), layout):
         assert "different micro-batches" in message
+
+
+def threads_left_job(model: str, layout: dict[str, int]) -> int:
+    """Threads of this process after a runtime, beyond those before it; every process group has three."""
+
+    def count() -> int:
+        gc.collect()
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    train_job(model, layout, 1, {})
+    before = count()
+    train_job(model, layout, 1, {})
+    return count() - before
+
+
+@pytest.mark.shows("bridge: a closed runtime leaves no process group behind")
+def test_a_closed_runtime_leaves_no_threads(ranks: RankPool, dense: Path) -> None:
+    assert ranks.run(threads_left_job, str(dense), {"pp": 2}) == [0, 0]

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from rl_backend.contracts import ConfigError, ParallelConfig
@@ -96,8 +98,24 @@ def close_groups(groups: BridgeGroups) -> None:
     _state.users -= 1
     if _state.users == 0:
         _state.parallel = None
-        parallel_state.destroy_model_parallel()
+        _destroy_model_parallel()
     leave_default_group()
+
+
+def _destroy_model_parallel() -> None:
+    """Megatron's own function forgets some of its groups only and destroys none; each keeps three threads over gloo.
+
+    The rotary embeddings' caches of angles hold groups as well.
+    """
+    for group in parallel_state._global_process_group_list or ():
+        if isinstance(group, dist.ProcessGroup):
+            dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
+    for name, value in vars(parallel_state).items():
+        if isinstance(value, dist.ProcessGroup) or name == "_global_process_group_list":
+            setattr(parallel_state, name, None)
+    for cached in (RotaryEmbedding.forward, YarnRotaryEmbedding.forward):
+        cached.cache_clear()
 
 
 def _join_model_parallel(parallel: ParallelConfig, device: torch.device) -> None:

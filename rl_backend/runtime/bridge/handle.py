@@ -92,5 +92,6 @@ class BridgeHandle(ModelHandle):
         self.owner = None
         self.optimizer = None
         self.chunks = ()
+        self.provider = self.bridge = self.model_bridge = None
         self.converter.release()
         self.placement = Placement(self.name, self.groups.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -305,6 +306,8 @@ class BridgeRuntime(Runtime[BridgeHandle]):
                 handle.release()
             self._handles.clear()
             close_groups(self.groups)
+            # Megatron's models are cycles of references; until they are collected, their process groups keep their threads.
+            gc.collect()
 
     def _check(self, handle: BridgeHandle, data: Sequence[PackedBatch], *, forward_only: bool) -> None:
         require_micro_batches(handle, len(data))
