@@ -126,19 +126,17 @@ def test_other_data_on_a_rank_of_the_same_replica_is_refused(ranks: RankPool, de
         assert "different micro-batches" in message
 
 
-def threads_left_job(model: str, layout: dict[str, int]) -> int:
-    """Threads of this process after a runtime, beyond those before it; every process group has three."""
-
-    def count() -> int:
-        gc.collect()
-        return len(list(Path("/proc/self/task").iterdir()))
-
-    train_job(model, layout, 1, {})
-    before = count()
-    train_job(model, layout, 1, {})
-    return count() - before
+def threads_job() -> int:
+    """Threads of this process; every process group has three."""
+    gc.collect()
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 @pytest.mark.shows("bridge: a closed runtime leaves no process group behind")
-def test_a_closed_runtime_leaves_no_threads(ranks: RankPool, dense: Path) -> None:
-    assert ranks.run(threads_left_job, str(dense), {"pp": 2}) == [0, 0]
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"ep": 2}], ids=str)
+def test_a_closed_runtime_leaves_no_threads(ranks: RankPool, mixture: Path, layout: dict[str, int]) -> None:
+    counts = []
+    for _ in range(2):
+        ranks.run(train_job, str(mixture), layout, 1, {})
+        counts.append(ranks.run(threads_job))
+    assert counts[0] == counts[1]

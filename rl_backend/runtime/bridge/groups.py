@@ -103,13 +103,11 @@ def close_groups(groups: BridgeGroups) -> None:
 
 
 def _destroy_model_parallel() -> None:
-    """Megatron's own function forgets some of its groups only and destroys none; each keeps three threads over gloo.
+    """Megatron's own function forgets some of its groups only; each keeps three threads over gloo.
 
+    None is destroyed: that waits for what a rank that failed has not received. They end with the default group.
     The rotary embeddings' caches of angles hold groups as well.
     """
-    for group in parallel_state._global_process_group_list or ():
-        if isinstance(group, dist.ProcessGroup):
-            dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
     for name, value in vars(parallel_state).items():
         if isinstance(value, dist.ProcessGroup) or name == "_global_process_group_list":

@@ -89,6 +89,11 @@ class BridgeHandle(ModelHandle):
 
     def release(self) -> None:
         """Drops every tensor; the handle cannot be used again."""
+        for model in self.models:
+            for module in model.modules():
+                # It keeps tensors of the last pass, whose graph leads back to the model where Python cannot see the cycle.
+                if hasattr(module, "token_dispatcher"):
+                    vars(module.token_dispatcher).clear()
         self.owner = None
         self.optimizer = None
         self.chunks = ()
