@@ -64,7 +64,7 @@ FOR_RANDOM_STATES = {"torch.cuda.manual_seed", "megatron.core.tensor_parallel.ra
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_moe("qwen3_moe", tmp_path_factory.mktemp("mixture"))
+    return write_moe("qwen3_moe", tmp_path_factory.mktemp("mixture"), num_hidden_layers=2)
 
 
 def test_every_patch_has_a_test() -> None:
