@@ -92,3 +92,7 @@ class WeightCheckError(WeightSyncError):
 
 class WeightVersionError(WeightSyncError):
     """Weights, or a sample, of a version that is older than the one required."""
+
+
+class ParityError(RLBackendError):
+    """A side of a comparison of runtimes that did not run to its end."""

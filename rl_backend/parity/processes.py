@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from rl_backend.contracts import RLBackendError
+from rl_backend.contracts import ParityError
 from rl_backend.parity.config import ParityConfig, SideName
 from rl_backend.parity.record import RankRecord
 
@@ -22,10 +22,6 @@ GRACE_SECONDS = 5.0
 
 _POLL_SECONDS = 0.05
 _LOG_LINES = 20
-
-
-class ParityError(RLBackendError):
-    """A side of a comparison that did not run to its end."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from rl_backend.contracts import ParityError
 from rl_backend.parity import ParityConfig, ParitySide
-from rl_backend.parity.processes import ParityError, run_ranks
+from rl_backend.parity.processes import run_ranks
 from tests.support.faulty_runtime import Fault
 from tests.support.moe import write_moe
 

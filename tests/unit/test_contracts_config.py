@@ -53,7 +53,12 @@ FULL: dict[str, dict[str, Any]] = {
         "override_transformer_config": {"attention_softmax_in_fp32": True},
         "override_ddp_config": {"average_in_collective": True},
     },
-    "ParitySide": {"runtime": "bridge", "parallel": ParallelConfig(tp=2, ep=2), "dp": 2, "options": {"device": "cpu"}},
+    "ParitySide": {
+        "runtime": "bridge",
+        "parallel": ParallelConfig(tp=2, ep=2),
+        "dp": 2,
+        "options": {"log_prob_chunk_tokens": 256},
+    },
     "ParityConfig": {
         "model": "/models/tiny",
         "reference": {"runtime": "transformers", "options": {"attn_implementation": "sdpa"}},

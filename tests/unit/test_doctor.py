@@ -155,12 +155,12 @@ def test_a_megatron_that_does_not_import_is_named_and_stops_nothing_else() -> No
     assert available(found)["GRPO with Ray and vLLM"]
 
 
-def test_the_bridge_runtime_has_context_parallelism_with_transformer_engine_only() -> None:
+def test_the_bridge_runtime_says_whose_layers_it_has() -> None:
     gpu = (WITH_GPU, packages(vllm_distribution="vllm"), TORCH_WITH_GPU)
     assert "on CPU" in reason(report(), "bridge")
     for found in (report(), report(*gpu)):
         assert available(found)["bridge runtime"]
-        assert "(cp) needs" in reason(found, "bridge")
+        assert "with Megatron's own layers" in reason(found, "bridge")
     assert (
         reason(report(*gpu, megatron=MegatronProbe(None, "2.9.0")), "bridge") == "on the GPU, with Transformer Engine 2.9.0"
     )
