@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 from torch import nn
 
-from rl_backend.contracts import BridgeConfig, HandleError, ModelHandle, RuntimeConfig
+from rl_backend.contracts import BridgeConfig, RuntimeConfig
 from rl_backend.runtime.bridge.conversion import WeightConverter
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.optimizer import BridgeOptimizer
 from rl_backend.runtime.bridge.outputs import OutputProcessor
+from rl_backend.runtime.held import HeldHandle
 from rl_backend.runtime.placement import Placement
-
-if TYPE_CHECKING:
-    from rl_backend.runtime.bridge.runtime import BridgeRuntime
 
 
 @dataclass(eq=False, kw_only=True)
-class BridgeHandle(ModelHandle):
+class BridgeHandle(HeldHandle[BridgeOptimizer]):
     """One model of a :class:`~rl_backend.runtime.bridge.BridgeRuntime`.
 
     Attributes:
-        owner: the runtime that built it; None once it is closed.
         config: the runtime's, with the ``hf_path`` and optimizer of this model.
         groups: device and process groups.
         bridge: Megatron-Bridge's ``AutoBridge`` of the directory.
@@ -38,15 +35,11 @@ class BridgeHandle(ModelHandle):
         vocab_size: ``vocab_size`` of ``config.json``.
         max_length: longest sequence, in tokens; None where the model sets no limit.
         packs_sequences: attention takes packed sequences; otherwise micro-batches are padded.
-        optimizer: None for a forward-only handle.
         converter: its parameters as Hugging Face tensors.
         placement: where each part is.
-        broken: why the handle cannot be used, empty when it can: a pass failed in the middle (until ``zero_grad``).
-        damaged: why its weights cannot be trusted: a checkpoint failed in the middle of loading (until one loads).
         has_gradients: a backward pass has run since the last ``zero_grad``.
     """
 
-    owner: BridgeRuntime | None
     config: RuntimeConfig
     groups: BridgeGroups
     bridge: Any
@@ -58,11 +51,8 @@ class BridgeHandle(ModelHandle):
     vocab_size: int
     max_length: int | None
     packs_sequences: bool
-    optimizer: BridgeOptimizer | None
     converter: WeightConverter
     placement: Placement
-    broken: str = ""
-    damaged: str = ""
     has_gradients: bool = False
 
     @property
@@ -76,19 +66,10 @@ class BridgeHandle(ModelHandle):
         models: list[nn.Module] = unwrap_model(list(self.chunks))
         return models
 
-    def trainer(self, operation: str) -> BridgeOptimizer:
-        """The optimizer; raises :class:`HandleError` for a forward-only handle."""
-        if self.optimizer is None:
-            raise HandleError(
-                f"{operation} on {self.name!r}, which is forward-only: it has no gradients and no optimizer; "
-                "build it with build_model(forward_only=False)",
-                handle=self.name,
-                operation=operation,
-            )
-        return self.optimizer
+    def roots(self) -> Iterable[nn.Module]:
+        return self.chunks
 
     def release(self) -> None:
-        """Drops every tensor; the handle cannot be used again."""
         for model in self.models:
             for module in model.modules():
                 # It keeps tensors of the last pass, whose graph leads back to the model where Python cannot see the cycle.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Concatenate, Literal
@@ -17,7 +16,6 @@ from rl_backend.contracts import (
     BatchError,
     BridgeConfig,
     ForwardResult,
-    HandleError,
     Head,
     LossFn,
     OptimizerConfig,
@@ -27,7 +25,7 @@ from rl_backend.contracts import (
     TensorInfo,
 )
 from rl_backend.parallel.groups import training_device
-from rl_backend.runtime.base import RouterReplay, Runtime
+from rl_backend.runtime.base import RouterReplay
 from rl_backend.runtime.batch_checks import check_micro_batches
 from rl_backend.runtime.bridge import export, gradients
 from rl_backend.runtime.bridge.activations import record_activations
@@ -40,8 +38,8 @@ from rl_backend.runtime.bridge.handle import BridgeHandle
 from rl_backend.runtime.bridge.installed import quiet
 from rl_backend.runtime.bridge.megatron_cpu import iterate_on_cpu, on_cpu
 from rl_backend.runtime.bridge.optimizer_state import part_tensors
-from rl_backend.runtime.checkpoint_writer import CheckpointWriter
 from rl_backend.runtime.handle_config import handle_config
+from rl_backend.runtime.held import HeldRuntime
 from rl_backend.runtime.placement import move_parts
 
 
@@ -58,7 +56,7 @@ def _with_megatron[**P, R](
     return run
 
 
-class BridgeRuntime(Runtime[BridgeHandle]):
+class BridgeRuntime(HeldRuntime[BridgeHandle]):
     """Megatron-Core's data, tensor, expert and pipeline parallelism, with models and weights by Megatron-Bridge.
 
     Building one seeds torch's generators of this process with ``seed + data-parallel rank`` and Megatron's, which differ by
@@ -73,10 +71,7 @@ class BridgeRuntime(Runtime[BridgeHandle]):
         assert isinstance(config.backend_cfg, BridgeConfig), "RuntimeConfig resolves backend_cfg by backend"
         self.bridge = config.backend_cfg
         self.groups = open_groups(self.bridge.parallel, training_device(self.bridge.device))
-        self._handles: list[BridgeHandle] = []
-        self._num_built = 0
-        self._closed = False
-        self._writer = CheckpointWriter(self.groups.host_group)
+        self._open_writer(self.groups.host_group)
         try:
             with on_cpu(self.groups.device):
                 model_parallel_cuda_manual_seed(config.seed, force_reset_rng=True)
@@ -97,25 +92,11 @@ class BridgeRuntime(Runtime[BridgeHandle]):
     ) -> BridgeHandle:
         self._require_open()
         config = handle_config(self.config, hf_path, optimizer, head, forward_only=forward_only)
-        self._num_built += 1
-        name = name or f"model-{self._num_built}"
+        name = self._name_model(name)
         with quiet():
             handle = build_handle(self, config, self.groups, forward_only=forward_only, name=name, head=head)
         self._handles.append(handle)
         return handle
-
-    @contextmanager
-    def train_mode(self, handle: BridgeHandle) -> Generator[None]:
-        self._use(handle)
-        handle.trainer("train_mode")
-        with _mode(handle, True):
-            yield
-
-    @contextmanager
-    def eval_mode(self, handle: BridgeHandle) -> Generator[None]:
-        self._use(handle)
-        with _mode(handle, False):
-            yield
 
     @_with_megatron
     def zero_grad(self, handle: BridgeHandle) -> None:
@@ -270,10 +251,6 @@ class BridgeRuntime(Runtime[BridgeHandle]):
             handle, Path(path), lambda: (all_tensors(handle), training_manifest(handle)), asynchronous=asynchronous
         )
 
-    def wait_for_checkpoint(self, handle: BridgeHandle) -> None:
-        self._use(handle, damaged_too=True)
-        self._writer.wait(handle)
-
     @_with_megatron
     def load_checkpoint(self, handle: BridgeHandle, path: Path | str) -> None:
         """See the base class. The layout and the world size may differ from those that saved.
@@ -294,20 +271,10 @@ class BridgeRuntime(Runtime[BridgeHandle]):
         self._use(handle)
         return self.groups.has_outputs
 
-    def close(self) -> None:
-        """Waits for an asynchronous save, then frees; raises that save's error at the end."""
-        if self._closed:
-            return
-        try:
-            self._writer.wait()
-        finally:
-            self._closed = True
-            for handle in self._handles:
-                handle.release()
-            self._handles.clear()
-            close_groups(self.groups)
-            # Megatron's models are cycles of references; until they are collected, their process groups keep their threads.
-            gc.collect()
+    def _close_groups(self) -> None:
+        close_groups(self.groups)
+        # Megatron's models are cycles of references; until they are collected, their process groups keep their threads.
+        gc.collect()
 
     def _check(self, handle: BridgeHandle, data: Sequence[PackedBatch], *, forward_only: bool) -> None:
         require_micro_batches(handle, len(data))
@@ -321,33 +288,3 @@ class BridgeRuntime(Runtime[BridgeHandle]):
             forward_only=forward_only,
             replica=self.groups.pg.mp,
         )
-
-    def _use(self, handle: BridgeHandle, *, damaged_too: bool = False) -> None:
-        self._require_open()
-        if not isinstance(handle, BridgeHandle) or handle.owner is not self:
-            raise HandleError(
-                f"handle {getattr(handle, 'name', handle)!r} is closed or belongs to another runtime; use the runtime that "
-                "built it"
-            )
-        if handle.damaged and not damaged_too:
-            raise HandleError(f"{handle.name!r} has no usable weights: {handle.damaged}; load a complete checkpoint")
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise HandleError("this runtime is closed; create another one")
-
-    def _require_whole_gradients(self, handle: BridgeHandle, operation: str) -> None:
-        if handle.broken:
-            raise HandleError(f"{operation} on {handle.name!r}: {handle.broken}; call zero_grad first", handle=handle.name)
-
-
-@contextmanager
-def _mode(handle: BridgeHandle, training: bool) -> Generator[None]:
-    before = [(module, module.training) for chunk in handle.chunks for module in chunk.modules()]
-    for chunk in handle.chunks:
-        chunk.train(training)
-    try:
-        yield
-    finally:
-        for module, was_training in before:
-            module.training = was_training

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +12,6 @@ from torch import Tensor
 from rl_backend.contracts import (
     BatchError,
     ForwardResult,
-    HandleError,
     Head,
     LossFn,
     NativeConfig,
@@ -24,10 +22,10 @@ from rl_backend.contracts import (
     TensorInfo,
 )
 from rl_backend.parallel.groups import close_groups, open_groups, training_device
-from rl_backend.runtime.base import RouterReplay, Runtime
+from rl_backend.runtime.base import RouterReplay
 from rl_backend.runtime.batch_checks import check_micro_batches
-from rl_backend.runtime.checkpoint_writer import CheckpointWriter
 from rl_backend.runtime.handle_config import handle_config
+from rl_backend.runtime.held import HeldRuntime
 from rl_backend.runtime.native import export, fsdp_state
 from rl_backend.runtime.native.activations import record_activations
 from rl_backend.runtime.native.build import build_handle
@@ -37,7 +35,7 @@ from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.placement import move_parts
 
 
-class NativeRuntime(Runtime[NativeHandle]):
+class NativeRuntime(HeldRuntime[NativeHandle]):
     """PyTorch alone: FSDP2 over all ranks, gloo on a CPU, NCCL on CUDA.
 
     Building one seeds torch's generators of this process with ``seed + data-parallel rank``. Equal seeds, data and world
@@ -52,10 +50,7 @@ class NativeRuntime(Runtime[NativeHandle]):
         assert isinstance(config.backend_cfg, NativeConfig), "RuntimeConfig resolves backend_cfg by backend"
         self.native = config.backend_cfg
         self.groups = open_groups(self.native.parallel, training_device(self.native.device))
-        self._handles: list[NativeHandle] = []
-        self._num_built = 0
-        self._closed = False
-        self._writer = CheckpointWriter(self.groups.host_group)
+        self._open_writer(self.groups.host_group)
         torch.manual_seed(config.seed + self.groups.dp_rank)
 
     def build_model(
@@ -69,24 +64,10 @@ class NativeRuntime(Runtime[NativeHandle]):
     ) -> NativeHandle:
         self._require_open()
         config = handle_config(self.config, hf_path, optimizer, head, forward_only=forward_only)
-        self._num_built += 1
-        name = name or f"model-{self._num_built}"
+        name = self._name_model(name)
         handle = build_handle(self, config, self.groups, forward_only=forward_only, name=name, head=head)
         self._handles.append(handle)
         return handle
-
-    @contextmanager
-    def train_mode(self, handle: NativeHandle) -> Generator[None]:
-        self._use(handle)
-        handle.trainer("train_mode")
-        with _mode(handle, True):
-            yield
-
-    @contextmanager
-    def eval_mode(self, handle: NativeHandle) -> Generator[None]:
-        self._use(handle)
-        with _mode(handle, False):
-            yield
 
     def zero_grad(self, handle: NativeHandle) -> None:
         self._use(handle)
@@ -219,10 +200,6 @@ class NativeRuntime(Runtime[NativeHandle]):
             handle, Path(path), lambda: (all_tensors(handle), training_manifest(handle)), asynchronous=asynchronous
         )
 
-    def wait_for_checkpoint(self, handle: NativeHandle) -> None:
-        self._use(handle, damaged_too=True)
-        self._writer.wait(handle)
-
     def load_checkpoint(self, handle: NativeHandle, path: Path | str) -> None:
         """See the base class. The world size may differ from the one that saved.
 
@@ -237,18 +214,8 @@ class NativeRuntime(Runtime[NativeHandle]):
         self._use(handle)
         return True
 
-    def close(self) -> None:
-        """Waits for an asynchronous save, then frees; raises that save's error at the end."""
-        if self._closed:
-            return
-        try:
-            self._writer.wait()
-        finally:
-            self._closed = True
-            for handle in self._handles:
-                handle.release()
-            self._handles.clear()
-            close_groups(self.groups)
+    def _close_groups(self) -> None:
+        close_groups(self.groups)
 
     def _check(self, handle: NativeHandle, data: Sequence[PackedBatch], *, forward_only: bool) -> None:
         check_micro_batches(
@@ -260,32 +227,3 @@ class NativeRuntime(Runtime[NativeHandle]):
             max_length=handle.max_length,
             forward_only=forward_only,
         )
-
-    def _use(self, handle: NativeHandle, *, damaged_too: bool = False) -> None:
-        self._require_open()
-        if not isinstance(handle, NativeHandle) or handle.owner is not self:
-            raise HandleError(
-                f"handle {getattr(handle, 'name', handle)!r} is closed or belongs to another runtime; use the runtime that "
-                "built it"
-            )
-        if handle.damaged and not damaged_too:
-            raise HandleError(f"{handle.name!r} has no usable weights: {handle.damaged}; load a complete checkpoint")
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise HandleError("this runtime is closed; create another one")
-
-    def _require_whole_gradients(self, handle: NativeHandle, operation: str) -> None:
-        if handle.broken:
-            raise HandleError(f"{operation} on {handle.name!r}: {handle.broken}; call zero_grad first", handle=handle.name)
-
-
-@contextmanager
-def _mode(handle: NativeHandle, training: bool) -> Generator[None]:
-    before = [(module, module.training) for module in handle.model.modules()]
-    handle.model.train(training)
-    try:
-        yield
-    finally:
-        for module, was_training in before:
-            module.training = was_training
