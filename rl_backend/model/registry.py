@@ -14,10 +14,12 @@ from rl_backend.contracts import (
     Head,
     ModelOptions,
     NativeConfig,
+    ParallelConfig,
     Registry,
     UnsupportedError,
     WeightName,
 )
+from rl_backend.primitive.attention import Segments
 
 if TYPE_CHECKING:
     from rl_backend.parallel.groups import ParallelGroups
@@ -28,8 +30,8 @@ class ModelInput(NamedTuple):
 
     Attributes:
         input_ids, position_ids: (T,) int64.
-        cu_seqlens: (B + 1,) int32 on the model's device.
-        seq_lens: the B lengths as numbers, so that no kernel launch waits for the device.
+        segments: which tokens attend to which.
+        longest: tokens of the longest sequence.
         labels: (T,) int64, the next token, -100 at each sequence's last position.
         temperature: number or (T,) float32.
         calculate_entropy: whether ``ModelOutput.entropy`` is wanted.
@@ -39,8 +41,8 @@ class ModelInput(NamedTuple):
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
-    cu_seqlens: torch.Tensor
-    seq_lens: tuple[int, ...]
+    segments: Segments
+    longest: int
     labels: torch.Tensor
     temperature: torch.Tensor | float
     calculate_entropy: bool
@@ -82,6 +84,8 @@ class ModelFamily:
         heads: what ``build`` and ``weight_names`` understand.
         max_length: architecture -> longest sequence, in tokens. None takes ``max_position_embeddings`` of ``config.json``
             where it is there.
+        check_layout: (architecture, parallel) -> raises :class:`~rl_backend.contracts.ConfigError` for a layout that
+            ``parallelize`` cannot make of this model. None stands for data parallelism only.
         stored_buffers: endings of Hugging Face names that directories hold and no parameter has; they are not read.
     """
 
@@ -94,6 +98,7 @@ class ModelFamily:
     weight_names: Callable[[Any, Head], Mapping[str, WeightName]]
     heads: tuple[Head, ...] = ("log_probs",)
     max_length: Callable[[Any], int] | None = None
+    check_layout: Callable[[Any, ParallelConfig], None] | None = None
     stored_buffers: tuple[str, ...] = ()
 
     def require_head(self, head: Head) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,79 +18,117 @@ from rl_backend.primitive.windowed_attention import windowed_attention
 _VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, seq_lens: Sequence[int], window: int | None = None
-) -> Tensor:
-    """Softmax attention, causal inside each of B sequences, scaled by ``head_dim ** -0.5``.
+class Segments(NamedTuple):
+    """The runs of queries in a packed micro-batch, and the keys that belong to each.
+
+    The queries of a segment are the last tokens of its keys. A whole sequence is one segment, with as many keys as queries; with
+    context parallelism a rank has the queries of some chunks of a sequence, and the keys up to the end of each chunk.
+
+    Attributes:
+        query_lens, key_lens: S lengths each, as numbers, so that no kernel launch waits for the device; no segment has fewer
+            keys than queries.
+        cu_queries, cu_keys: (S + 1,) int32 on the model's device, where each segment starts.
+        key_index: (sum of ``key_lens``,) int64, the segments' rows among the keys of all context-parallel ranks; None where
+            keys are the rows of the queries.
+    """
+
+    query_lens: tuple[int, ...]
+    key_lens: tuple[int, ...]
+    cu_queries: Tensor
+    cu_keys: Tensor
+    key_index: Tensor | None = None
+
+    @classmethod
+    def of_sequences(cls, cu_seqlens: Tensor, seq_lens: Sequence[int]) -> Segments:
+        """Of B whole sequences with the ``seq_lens`` that ``cu_seqlens``, (B + 1,) int32, adds up."""
+        lengths = tuple(seq_lens)
+        return cls(lengths, lengths, cu_seqlens, cu_seqlens)
+
+
+type Attend = Callable[[Tensor, Tensor, Tensor, Segments, int | None], Tensor]
+"""(query, key, value, segments, window) -> (N, heads, head_dim), from the keys of this rank's own tokens."""
+
+
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None = None) -> Tensor:
+    """Softmax attention, causal inside each segment, scaled by ``head_dim ** -0.5``.
+
+    A query sees the keys of its segment up to its own: the causal mask is aligned to the last query and the last key.
 
     bfloat16 and float16 on CUDA take the variable-length flash kernel, float32 and float64 on a CPU the blocked form, which
-    is faster there than SDPA's; everything else takes one SDPA call for each run of neighbouring sequences of equal length.
+    is faster there than SDPA's; everything else takes one SDPA call for each run of neighbouring segments of equal length.
     Nothing is ever padded.
 
     Args:
-        query: (T, heads, head_dim).
-        key, value: (T, kv_heads, head_dim); ``heads`` is a multiple of ``kv_heads`` (grouped-query attention).
-        cu_seqlens: (B + 1,) int32 on the device of ``query``.
-        seq_lens: the same B lengths as numbers.
+        query: (N, heads, head_dim), where N is the sum of ``segments.query_lens``.
+        key, value: (M, kv_heads, head_dim), where M is the sum of ``segments.key_lens``: what ``segments.key_index`` names;
+            ``heads`` is a multiple of ``kv_heads`` (grouped-query attention).
         window: tokens that a token sees, itself included; None for all before it (sliding-window attention as in Mistral 7B,
             arXiv 2310.06825).
 
     Returns:
-        (T, heads, head_dim)
+        (N, heads, head_dim)
     """
-    longest = max(seq_lens)
-    if window is not None and window >= longest:
+    if window is not None and window >= max(segments.key_lens):
         window = None
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        return _varlen(query, key, value, cu_seqlens, longest, window)
+        return _varlen(query, key, value, segments, window)
     if window is None:
-        return _whole(query, key, value, seq_lens)
-    return _windowed_and_whole(query, key, value, seq_lens, window)
+        return _whole(query, key, value, segments.query_lens, segments.key_lens)
+    return _windowed_and_whole(query, key, value, segments.query_lens, segments.key_lens, window)
 
 
-def _whole(query: Tensor, key: Tensor, value: Tensor, seq_lens: Sequence[int]) -> Tensor:
+def _whole(query: Tensor, key: Tensor, value: Tensor, query_lens: Sequence[int], key_lens: Sequence[int]) -> Tensor:
     """Without a flash kernel and without a window."""
     if query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64):
-        return blocked_attention(query, key, value, seq_lens)
-    return _by_runs(query, key, value, seq_lens)
+        return blocked_attention(query, key, value, query_lens, key_lens)
+    return _by_runs(query, key, value, query_lens, key_lens)
 
 
-def _windowed_and_whole(query: Tensor, key: Tensor, value: Tensor, seq_lens: Sequence[int], window: int) -> Tensor:
-    """Only sequences that are longer than the window pay for it; the others are attended together."""
-    lengths = list(seq_lens)
-    parts = [x.split(lengths) for x in (query, key, value)]
-    attended: list[Tensor] = [query] * len(lengths)
+def _windowed_and_whole(
+    query: Tensor, key: Tensor, value: Tensor, query_lens: Sequence[int], key_lens: Sequence[int], window: int
+) -> Tensor:
+    """Only segments with more keys than the window pay for it; the others are attended together."""
+    queries = query.split(list(query_lens))
+    keys, values = (x.split(list(key_lens)) for x in (key, value))
+    attended: list[Tensor] = [query] * len(query_lens)
     for windowed in (False, True):
-        chosen = [index for index, length in enumerate(lengths) if (length > window) is windowed]
+        chosen = [index for index, length in enumerate(key_lens) if (length > window) is windowed]
         if not chosen:
             continue
-        own = [lengths[index] for index in chosen]
-        q, k, v = (torch.cat([rows[index] for index in chosen]) for rows in parts)
-        rows = windowed_attention(q, k, v, own, window) if windowed else _whole(q, k, v, own)
-        for index, row in zip(chosen, rows.split(own), strict=True):
+        q, k, v = (torch.cat([rows[index] for index in chosen]) for rows in (queries, keys, values))
+        q_lens, k_lens = ([lengths[index] for index in chosen] for lengths in (query_lens, key_lens))
+        rows = windowed_attention(q, k, v, q_lens, k_lens, window) if windowed else _whole(q, k, v, q_lens, k_lens)
+        for index, row in zip(chosen, rows.split(q_lens), strict=True):
             attended[index] = row
     return torch.cat(attended)
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, window: int | None) -> Tensor:
+def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None) -> Tensor:
+    # The kernel aligns the causal mask and the window to the last query and the last key of each segment.
     options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
     if key.shape[1] != query.shape[1]:
         if _VARLEN_HAS_GQA:
             options["enable_gqa"] = True
         else:
             key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
-    attended = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **options)
+    longest_query, longest_key = max(segments.query_lens), max(segments.key_lens)
+    attended = varlen_attn(query, key, value, segments.cu_queries, segments.cu_keys, longest_query, longest_key, **options)
     assert isinstance(attended, Tensor), "the log-sum-exp was not asked for"
     return attended
 
 
-def _by_runs(query: Tensor, key: Tensor, value: Tensor, seq_lens: Sequence[int]) -> Tensor:
-    runs = [(length, sum(1 for _ in group)) for length, group in groupby(seq_lens)]
-    sizes = [length * count for length, count in runs]
-    outputs = [
-        _equal_lengths(q, k, v, length)
-        for (length, _), q, k, v in zip(runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
-    ]
+def _by_runs(query: Tensor, key: Tensor, value: Tensor, query_lens: Sequence[int], key_lens: Sequence[int]) -> Tensor:
+    runs = [(lengths, sum(1 for _ in group)) for lengths, group in groupby(zip(query_lens, key_lens, strict=True))]
+    query_sizes = [queries * count for (queries, _), count in runs]
+    key_sizes = [keys * count for (_, keys), count in runs]
+    outputs = []
+    for ((queries, keys), count), q, k, v in zip(
+        runs, query.split(query_sizes), key.split(key_sizes), value.split(key_sizes), strict=True
+    ):
+        if queries == keys:
+            outputs.append(_equal_lengths(q, k, v, queries))
+        else:  # SDPA's own causal mask is aligned to the first query and the first key.
+            outputs.append(windowed_attention(q, k, v, [queries] * count, [keys] * count, window=keys))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 

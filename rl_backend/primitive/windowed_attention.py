@@ -11,8 +11,10 @@ from torch import Tensor
 _BLOCK = 512
 
 
-def windowed_attention(query: Tensor, key: Tensor, value: Tensor, seq_lens: Sequence[int], window: int) -> Tensor:
-    """Packed attention of each token to the last ``window`` tokens of its sequence, itself included.
+def windowed_attention(
+    query: Tensor, key: Tensor, value: Tensor, query_lens: Sequence[int], key_lens: Sequence[int], window: int
+) -> Tensor:
+    """Packed attention of each token to the last ``window`` tokens of its segment, itself included.
 
     Shapes as in :func:`~rl_backend.primitive.attention.packed_attention`. Each block of queries is multiplied with the keys
     that some of its queries see, so that work and memory grow with the window and not with the square of the length.
@@ -22,20 +24,21 @@ def windowed_attention(query: Tensor, key: Tensor, value: Tensor, seq_lens: Sequ
         # The memory-efficient kernel takes no groups.
         key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
     outputs = []
-    origin = 0
-    for length in seq_lens:
-        for start in range(0, length, _BLOCK):
-            stop, first = min(start + _BLOCK, length), max(0, start - window + 1)
+    query_origin = key_origin = 0
+    for queries, keys in zip(query_lens, key_lens, strict=True):
+        for start in range(keys - queries, keys, _BLOCK):
+            stop, first = min(start + _BLOCK, keys), max(0, start - window + 1)
             outputs.append(
                 F.scaled_dot_product_attention(
-                    _batched(query, origin + start, origin + stop),
-                    _batched(key, origin + first, origin + stop),
-                    _batched(value, origin + first, origin + stop),
+                    _batched(query, query_origin, query_origin + stop - start),
+                    _batched(key, key_origin + first, key_origin + stop),
+                    _batched(value, key_origin + first, key_origin + stop),
                     attn_mask=_visible(start, stop, first, window, query.device),
                     enable_gqa=key.shape[1] != heads,
                 )
             )
-        origin += length
+            query_origin += stop - start
+        key_origin += keys
     return torch.cat([rows.squeeze(0).transpose(0, 1) for rows in outputs])
 
 

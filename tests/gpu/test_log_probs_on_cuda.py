@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_backend.contracts import TokenSequence
 from rl_backend.data.packing import pack
-from rl_backend.primitive.attention import packed_attention
+from rl_backend.primitive.attention import Segments, packed_attention
 from tests.gpu.conftest import MakeRuntime
 from tests.support.critic import transformers_values, write_critic
 from tests.support.families import load_transformers, run_transformers
@@ -59,7 +59,7 @@ def test_float32_attention_with_grouped_queries_keeps_no_square_of_the_length() 
     starts = torch.tensor([0, length], device="cuda", dtype=torch.int32)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    packed_attention(query, key, value, starts, [length]).sum().backward()
+    packed_attention(query, key, value, Segments.of_sequences(starts, [length])).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < heads * length * length * 4 / 2
 
 
@@ -80,7 +80,7 @@ def test_bfloat16_variable_length_attention_equals_exact_attention_with_its_grad
     results = []
     for dtype in (torch.bfloat16, torch.float32):
         leaves = [tensor.to(dtype).detach().requires_grad_() for tensor in inputs]
-        output = packed_attention(*leaves, starts, LENGTHS, window)
+        output = packed_attention(*leaves, Segments.of_sequences(starts, LENGTHS), window)
         assert output.dtype == dtype
         assert output.shape == (tokens, heads, head_dim)
         (output.float() * weight).sum().backward()

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from rl_backend.checkpoint.hf_reader import load_weights, read_hf_config
 from rl_backend.contracts import Head, ModelOutput, PackedBatch
 from rl_backend.model import BuildSettings, ModelInput, find_model
+from rl_backend.primitive.attention import Segments
 
 
 def load_native(path: Path, chunk_tokens: int = 16, head: Head = "log_probs") -> nn.Module:
@@ -50,8 +51,8 @@ def run_native(
         ModelInput(
             batch.input_ids,
             batch.position_ids,
-            batch.cu_seqlens,
-            tuple(batch.seq_lens.tolist()),
+            Segments.of_sequences(batch.cu_seqlens, batch.seq_lens.tolist()),
+            max(batch.seq_lens.tolist()),
             batch.labels,
             temperature,
             calculate_entropy,

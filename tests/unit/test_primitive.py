@@ -12,14 +12,18 @@ from torch import Tensor
 from rl_backend.primitive import attention
 from rl_backend.primitive import blocked_attention as blocked
 from rl_backend.primitive import windowed_attention as windows
-from rl_backend.primitive.attention import packed_attention
+from rl_backend.primitive.attention import Segments, packed_attention
 from rl_backend.primitive.blocked_attention import blocked_attention
 from rl_backend.primitive.norm import RMSNorm
 from rl_backend.primitive.rope import Rotary, apply_rotary, rotary_cos_sin
 
 LENGTHS = (1, 64, 65, 3, 3, 200, 2)
 
-type Attention = Callable[[Tensor, Tensor, Tensor, Sequence[int]], Tensor]
+type Attention = Callable[[Tensor, Tensor, Tensor, Sequence[int], Sequence[int]], Tensor]
+
+
+def whole_sequences() -> Segments:
+    return Segments.of_sequences(torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32), LENGTHS)
 
 
 def make_qkv(heads: int, kv_heads: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -29,13 +33,26 @@ def make_qkv(heads: int, kv_heads: int, dtype: torch.dtype = torch.float64) -> l
     return [tensor.to(dtype).requires_grad_() for tensor in exact]
 
 
-def masked_softmax(query: Tensor, key: Tensor, value: Tensor, seq_lens: Sequence[int], window: int | None = None) -> Tensor:
-    """The definition, with a dense (T, T) mask."""
-    sequence = torch.repeat_interleave(torch.arange(len(seq_lens)), torch.tensor(seq_lens))
-    position = torch.arange(len(sequence))
-    visible = (sequence[:, None] == sequence[None]) & (position[:, None] >= position[None])
+def masked_softmax(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_lens: Sequence[int],
+    key_lens: Sequence[int],
+    window: int | None = None,
+) -> Tensor:
+    """The definition, with a dense (N, M) mask."""
+    segments = torch.arange(len(key_lens))
+    of_query, of_key = (
+        segments.repeat_interleave(torch.tensor(query_lens)),
+        segments.repeat_interleave(torch.tensor(key_lens)),
+    )
+    query_position = torch.cat([torch.arange(k - q, k) for q, k in zip(query_lens, key_lens, strict=True)])
+    key_position = torch.cat([torch.arange(k) for k in key_lens])
+    distance = query_position[:, None] - key_position[None]
+    visible = (of_query[:, None] == of_key[None]) & (distance >= 0)
     if window is not None:
-        visible &= position[:, None] - position[None] < window
+        visible &= distance < window
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
@@ -51,7 +68,7 @@ def test_packed_attention_is_causal_attention_within_each_sequence(
     mix = torch.randn(sum(LENGTHS), heads, 8, dtype=torch.float64)
     results = []
     for function in (implementation, masked_softmax):
-        out = function(*qkv, LENGTHS)
+        out = function(*qkv, LENGTHS, LENGTHS)
         results.append((out, *torch.autograd.grad((out * mix).sum(), qkv)))
     torch.testing.assert_close(results[0], results[1])
 
@@ -68,7 +85,7 @@ def test_short_sequences_of_equal_length_in_any_order_are_attended_alone(
     mix = torch.randn(sum(seq_lens), 4, 8, dtype=torch.float64)
     results = []
     for function in (blocked_attention, masked_softmax):
-        out = function(*qkv, seq_lens)
+        out = function(*qkv, seq_lens, seq_lens)
         results.append((out, *torch.autograd.grad((out * mix).sum(), qkv)))
     torch.testing.assert_close(results[0], results[1])
 
@@ -83,7 +100,7 @@ def test_a_window_hides_all_but_the_last_tokens(
     mix = torch.randn(sum(LENGTHS), heads, 8, dtype=torch.float64)
     results = []
     for function in (windows.windowed_attention, attention._windowed_and_whole, masked_softmax):
-        out = function(*qkv, LENGTHS, window)
+        out = function(*qkv, LENGTHS, LENGTHS, window)
         results.append((out, *torch.autograd.grad((out * mix).sum(), qkv)))
     torch.testing.assert_close(results[0], results[2])
     torch.testing.assert_close(results[1], results[2])
@@ -92,36 +109,35 @@ def test_a_window_hides_all_but_the_last_tokens(
 def test_sequences_that_fit_into_the_window_do_not_pay_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
-    def windowed(query: Tensor, key: Tensor, value: Tensor, seq_lens: Sequence[int], window: int) -> Tensor:
-        seen.extend(seq_lens)
-        return windows.windowed_attention(query, key, value, seq_lens, window)
+    def windowed(
+        query: Tensor, key: Tensor, value: Tensor, query_lens: Sequence[int], key_lens: Sequence[int], window: int
+    ) -> Tensor:
+        seen.extend(query_lens)
+        return windows.windowed_attention(query, key, value, query_lens, key_lens, window)
 
     monkeypatch.setattr(attention, "windowed_attention", windowed)
-    cu_seqlens = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
-    packed_attention(*make_qkv(4, 2), cu_seqlens, LENGTHS, 64)
+    packed_attention(*make_qkv(4, 2), whole_sequences(), 64)
     assert seen == [length for length in LENGTHS if length > 64]
 
 
 def test_a_window_is_used_where_a_sequence_is_longer_and_only_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    cu_seqlens = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
         qkv = make_qkv(4, 2, dtype)
-        out = packed_attention(*qkv, cu_seqlens, LENGTHS, 64)
+        out = packed_attention(*qkv, whole_sequences(), 64)
         torch.testing.assert_close(
-            out.double(), masked_softmax(*make_qkv(4, 2), LENGTHS, 64), atol=tolerance, rtol=tolerance
+            out.double(), masked_softmax(*make_qkv(4, 2), LENGTHS, LENGTHS, 64), atol=tolerance, rtol=tolerance
         )
         monkeypatch.setattr(attention, "windowed_attention", None)
         assert torch.equal(
-            packed_attention(*qkv, cu_seqlens, LENGTHS, max(LENGTHS)), packed_attention(*qkv, cu_seqlens, LENGTHS)
+            packed_attention(*qkv, whole_sequences(), max(LENGTHS)), packed_attention(*qkv, whole_sequences())
         )
         monkeypatch.undo()
 
 
 def test_float32_and_bfloat16_on_a_cpu_agree_with_the_definition() -> None:
-    expected = masked_softmax(*make_qkv(4, 2), LENGTHS)
-    cu_seqlens = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
+    expected = masked_softmax(*make_qkv(4, 2), LENGTHS, LENGTHS)
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
-        out = packed_attention(*make_qkv(4, 2, dtype), cu_seqlens, LENGTHS)
+        out = packed_attention(*make_qkv(4, 2, dtype), whole_sequences())
         assert out.dtype == dtype
         torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
 
@@ -129,18 +145,18 @@ def test_float32_and_bfloat16_on_a_cpu_agree_with_the_definition() -> None:
 def test_attention_scores_far_apart_do_not_overflow() -> None:
     query, key, value = (300.0 * tensor.detach().float() for tensor in make_qkv(2, 1))
     query.requires_grad_()
-    out = blocked_attention(query, key, value, LENGTHS)
+    out = blocked_attention(query, key, value, LENGTHS, LENGTHS)
     out.sum().backward()
     assert torch.isfinite(out).all() and torch.isfinite(query.grad).all()
-    torch.testing.assert_close(out, masked_softmax(query, key, value, LENGTHS), atol=1e-2, rtol=1e-3)
+    torch.testing.assert_close(out, masked_softmax(query, key, value, LENGTHS, LENGTHS), atol=1e-2, rtol=1e-3)
 
 
 def test_a_later_token_does_not_change_an_earlier_one() -> None:
     query, key, value = (tensor.detach() for tensor in make_qkv(2, 2))
-    before = blocked_attention(query, key, value, LENGTHS)
+    before = blocked_attention(query, key, value, LENGTHS, LENGTHS)
     changed = key.clone()
     changed[100] += 1.0  # in the third sequence, tokens 65 to 129
-    after = blocked_attention(query, changed, value, LENGTHS)
+    after = blocked_attention(query, changed, value, LENGTHS, LENGTHS)
     same = torch.ones(sum(LENGTHS), dtype=torch.bool)
     same[100:130] = False
     assert torch.equal(before[same], after[same])

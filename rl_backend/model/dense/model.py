@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from rl_backend.contracts import BatchError, Head, ModelOutput
 from rl_backend.model.dense.architecture import DenseArchitecture
 from rl_backend.model.registry import ModelInput
-from rl_backend.primitive.attention import packed_attention
+from rl_backend.primitive.attention import Attend, Segments, packed_attention
 from rl_backend.primitive.log_prob import next_token_log_probs
 from rl_backend.primitive.mlp import SwiGLU
 from rl_backend.primitive.norm import RMSNorm
@@ -23,6 +23,7 @@ class DenseAttention(nn.Module):
         super().__init__()
         self.head_dim = arch.head_dim
         self.window = window
+        self.attend: Attend = packed_attention
         query_size, kv_size = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
         self.q_proj = nn.Linear(arch.hidden_size, query_size, bias=arch.qkv_bias)
         self.k_proj = nn.Linear(arch.hidden_size, kv_size, bias=arch.qkv_bias)
@@ -31,14 +32,14 @@ class DenseAttention(nn.Module):
         self.q_norm = RMSNorm(arch.head_dim, arch.rms_norm_eps) if arch.qk_norm else None
         self.k_norm = RMSNorm(arch.head_dim, arch.rms_norm_eps) if arch.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, seq_lens: tuple[int, ...]) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
         query, key, value = (
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
-        attended = packed_attention(query, key, value, cu_seqlens, seq_lens, self.window)
+        attended = self.attend(query, key, value, segments, self.window)
         return self.o_proj(attended.flatten(1))  # type: ignore[no-any-return]
 
 
@@ -52,8 +53,8 @@ class DenseLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
         self.mlp = mlp
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, seq_lens: tuple[int, ...]) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cu_seqlens, seq_lens)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, segments)
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
@@ -82,7 +83,7 @@ class DenseDecoder(nn.Module):
 
     def apply_layer(self, layer: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor, inputs: ModelInput) -> Tensor:
         """Runs one layer of :meth:`make_layer`; (T, hidden_size) -> (T, hidden_size)."""
-        return layer(hidden, cos, sin, inputs.cu_seqlens, inputs.seq_lens)  # type: ignore[no-any-return]
+        return layer(hidden, cos, sin, inputs.segments)  # type: ignore[no-any-return]
 
     def forward(self, inputs: ModelInput) -> ModelOutput:
         """Log-probs and, on request, entropy of (T,) tokens; or their values.
@@ -112,11 +113,10 @@ class DenseDecoder(nn.Module):
         return ModelOutput(log_probs=log_probs, entropy=entropy)
 
     def _check(self, inputs: ModelInput) -> None:
-        longest = max(inputs.seq_lens)
-        if longest > self.arch.max_length:
+        if inputs.longest > self.arch.max_length:
             raise BatchError(
-                f"a sequence of {longest} tokens is longer than the model's {self.arch.max_length} positions",
-                longest=longest,
+                f"a sequence of {inputs.longest} tokens is longer than the model's {self.arch.max_length} positions",
+                longest=inputs.longest,
             )
         if inputs.input_ids.device.type == "cpu":
             smallest, largest = (int(value) for value in torch.aminmax(inputs.input_ids))

@@ -8,6 +8,7 @@ from rl_backend.contracts import Head
 from rl_backend.model.dense.model import DenseDecoder, DenseLayer
 from rl_backend.model.moe.architecture import MoEArchitecture
 from rl_backend.model.registry import ModelInput
+from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.moe import MoE
 from rl_backend.primitive.router_balance import RouterLossCoefficients
 
@@ -17,16 +18,8 @@ class MoELayer(DenseLayer):
 
     mlp: MoE
 
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        cu_seqlens: Tensor,
-        seq_lens: tuple[int, ...],
-        router_loss_weight: float = 1.0,
-    ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cu_seqlens, seq_lens)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments, router_loss_weight: float = 1.0) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, segments)
         return x + self.mlp(self.post_attention_layernorm(x), router_loss_weight)  # type: ignore[no-any-return]
 
 
@@ -51,5 +44,4 @@ class MoEDecoder(DenseDecoder):
     def apply_layer(self, layer: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor, inputs: ModelInput) -> Tensor:
         if not isinstance(layer, MoELayer):
             return super().apply_layer(layer, hidden, cos, sin, inputs)
-        weight = inputs.router_loss_weight
-        return layer(hidden, cos, sin, inputs.cu_seqlens, inputs.seq_lens, weight)  # type: ignore[no-any-return]
+        return layer(hidden, cos, sin, inputs.segments, inputs.router_loss_weight)  # type: ignore[no-any-return]

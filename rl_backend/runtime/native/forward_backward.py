@@ -18,6 +18,7 @@ from rl_backend.contracts import (
     merge_metrics,
 )
 from rl_backend.model import ModelInput
+from rl_backend.primitive.attention import Segments
 from rl_backend.runtime.losses import as_metrics, check_loss, detached
 from rl_backend.runtime.native import fsdp_state
 from rl_backend.runtime.native.handle import NativeHandle
@@ -87,11 +88,12 @@ def _run_one(
 
 
 def _model_input(batch: PackedBatch, num_micro_batches: int) -> ModelInput:
+    seq_lens = tuple(batch.seq_lens.tolist())
     return ModelInput(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
-        cu_seqlens=batch.cu_seqlens,
-        seq_lens=tuple(batch.seq_lens.tolist()),
+        segments=Segments.of_sequences(batch.cu_seqlens, seq_lens),
+        longest=max(seq_lens),
         labels=batch.labels,
         temperature=batch.temperature,
         calculate_entropy=bool(batch.meta.get("calculate_entropy", False)),

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_backend import ModelInput, ModelOutput
-from rl_backend.primitive.attention import packed_attention
+from rl_backend.primitive.attention import Segments, packed_attention
 from rl_backend.primitive.log_prob import next_token_log_probs
 from rl_backend.primitive.rope import apply_rotary, rotary_cos_sin
 from tests.support.gpt_neox.config import GPTNeoXArchitecture
@@ -22,9 +22,9 @@ class Attention(nn.Module):
         self.query_key_value = nn.Linear(arch.hidden_size, 3 * arch.hidden_size)
         self.dense = nn.Linear(arch.hidden_size, arch.hidden_size)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, seq_lens: tuple[int, ...]) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
         query, key, value = self.query_key_value(x).unflatten(-1, (self.num_heads, -1)).chunk(3, dim=-1)
-        attended = packed_attention(self._rotate(query, cos, sin), self._rotate(key, cos, sin), value, cu_seqlens, seq_lens)
+        attended = packed_attention(self._rotate(query, cos, sin), self._rotate(key, cos, sin), value, segments)
         return self.dense(attended.flatten(1))
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -52,8 +52,8 @@ class Layer(nn.Module):
         self.attention = Attention(arch)
         self.mlp = FeedForward(arch)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, seq_lens: tuple[int, ...]) -> Tensor:
-        attended = x + self.attention(self.input_layernorm(x), cos, sin, cu_seqlens, seq_lens)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
+        attended = x + self.attention(self.input_layernorm(x), cos, sin, segments)
         return attended + self.mlp(self.post_attention_layernorm(x if self.parallel_residual else attended))
 
 
@@ -70,7 +70,7 @@ class GPTNeoX(nn.Module):
         hidden = self.embed_in(inputs.input_ids)
         cos, sin = rotary_cos_sin(inputs.position_ids, self.rotary, hidden.dtype)
         for layer in self.layers:
-            hidden = layer(hidden, cos, sin, inputs.cu_seqlens, inputs.seq_lens)
+            hidden = layer(hidden, cos, sin, inputs.segments)
         log_probs, entropy = next_token_log_probs(
             self.final_layer_norm(hidden),
             self.embed_out.weight,
