@@ -54,13 +54,12 @@ class NativeConfig(BackendConfig):
 
     @field_validator("parallel")
     @classmethod
-    def _only_data_parallel(cls, parallel: ParallelConfig) -> ParallelConfig:
-        for name, size in parallel.model_dump().items():
+    def _no_pipelines(cls, parallel: ParallelConfig) -> ParallelConfig:
+        for name in ("pp", "vpp"):
+            size = getattr(parallel, name)
             if size != 1:
                 raise ConfigError.of(
-                    f"NativeConfig.parallel.{name}",
-                    size,
-                    "the native runtime has data parallelism only; use 1, or backend='bridge'",
+                    f"NativeConfig.parallel.{name}", size, "the native runtime has no pipelines; use 1, or backend='bridge'"
                 )
         return parallel
 

@@ -8,7 +8,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from rl_backend.contracts import ConfigError, ParallelConfig
 
@@ -21,23 +22,41 @@ Longer than what one rank may do while the others wait: to write a Hugging Face 
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """This rank's device and its place in the layout.
+    """This rank's device and its place in the layout. Ranks are numbered dp first, then cp, tp fastest.
 
     Attributes:
-        mesh: one dimension, ``dp``, over all ranks.
+        parallel: the layout.
         device: what this rank trains on.
+        mesh: ``fsdp`` (dp and cp together, over which parameters are sharded) and ``tp``.
+        expert_mesh: the same ranks as ``edp``, ``ep`` and ``etp``, for the parameters of experts.
         dp_rank, dp_size: place among the ranks that see different data.
-        dp_group: their group, for collectives on ``device``.
-        host_group: the same ranks over gloo, for collectives on the CPU from any one thread at a time; never used by
-            forward, backward or the optimizer.
+        dp_group, cp_group, tp_group: ranks that differ in one dimension only, for collectives on ``device``.
+        replica_group: the ranks that see the same data, over cp and tp.
+        expert_group: the ranks that together hold every expert once, over ep and etp.
+        world_group: all ranks.
+        host_group: all ranks over gloo, for collectives on the CPU from any one thread at a time; never used by forward,
+            backward or the optimizer.
+        made: the groups that :func:`close_groups` destroys.
     """
 
-    mesh: DeviceMesh
+    parallel: ParallelConfig
     device: torch.device
+    mesh: DeviceMesh
+    expert_mesh: DeviceMesh
     dp_rank: int
     dp_size: int
     dp_group: dist.ProcessGroup
+    cp_group: dist.ProcessGroup
+    tp_group: dist.ProcessGroup
+    replica_group: dist.ProcessGroup
+    expert_group: dist.ProcessGroup
+    world_group: dist.ProcessGroup
     host_group: dist.ProcessGroup
+    made: tuple[dist.ProcessGroup, ...]
+
+    @property
+    def world_size(self) -> int:
+        return self.world_group.size()
 
 
 @dataclass
@@ -82,16 +101,7 @@ def open_groups(parallel: ParallelConfig, device: torch.device) -> ParallelGroup
     """
     join_default_group(device)
     try:
-        dp_size = parallel.data_parallel_size(dist.get_world_size())
-        mesh = init_device_mesh(device.type, (dp_size,), mesh_dim_names=("dp",))
-        return ParallelGroups(
-            mesh=mesh,
-            device=device,
-            dp_rank=mesh.get_local_rank("dp"),
-            dp_size=dp_size,
-            dp_group=mesh.get_group("dp"),
-            host_group=dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT),
-        )
+        return _open(parallel, device)
     except BaseException:
         leave_default_group()
         raise
@@ -100,8 +110,78 @@ def open_groups(parallel: ParallelConfig, device: torch.device) -> ParallelGroup
 def close_groups(groups: ParallelGroups) -> None:
     """Destroys what :func:`open_groups` made; the default group only after its last user, and only if made there."""
     if dist.is_initialized():
-        dist.destroy_process_group(groups.host_group)
+        for group in groups.made:
+            dist.destroy_process_group(group)
         leave_default_group()
+
+
+def _open(parallel: ParallelConfig, device: torch.device) -> ParallelGroups:
+    world_size = dist.get_world_size()
+    dp_size = parallel.data_parallel_size(world_size)
+    ranks = torch.arange(world_size)
+    dense = ranks.view(dp_size, parallel.cp, parallel.tp)
+    experts = ranks.view(-1, parallel.ep, parallel.etp)
+    subgroups = _Subgroups()
+    mesh_ranks = dense.flatten(0, 1)
+    tp_group = subgroups.along(dense, 2)
+    mesh = DeviceMesh.from_group(
+        [subgroups.along(mesh_ranks, 0), tp_group], device.type, mesh_ranks, mesh_dim_names=("fsdp", "tp")
+    )
+    expert_mesh = DeviceMesh.from_group(
+        [subgroups.along(experts, dimension) for dimension in range(3)],
+        device.type,
+        experts,
+        mesh_dim_names=("edp", "ep", "etp"),
+    )
+    dp_group, cp_group = subgroups.along(dense, 0), subgroups.along(dense, 1)
+    replica_group, expert_group = subgroups.along(dense, 1, 2), subgroups.along(experts, 1, 2)
+    host_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    return ParallelGroups(
+        parallel=parallel,
+        device=device,
+        mesh=mesh,
+        expert_mesh=expert_mesh,
+        dp_rank=dp_group.rank(),
+        dp_size=dp_size,
+        dp_group=dp_group,
+        cp_group=cp_group,
+        tp_group=tp_group,
+        replica_group=replica_group,
+        expert_group=expert_group,
+        world_group=_world(),
+        host_group=host_group,
+        made=(host_group, *subgroups.made),
+    )
+
+
+class _Subgroups:
+    """Groups of the ranks of a grid, each partition of the ranks made once. Collectives over all ranks."""
+
+    def __init__(self) -> None:
+        self._by_partition: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+
+    @property
+    def made(self) -> tuple[dist.ProcessGroup, ...]:
+        return tuple(self._by_partition.values())
+
+    def along(self, grid: Tensor, *dimensions: int) -> dist.ProcessGroup:
+        """This rank's group of ranks that differ in ``dimensions`` of ``grid`` only, in the order of their numbers."""
+        last = tuple(range(-len(dimensions), 0))
+        rows = grid.movedim(dimensions, last).flatten(-len(dimensions)).flatten(0, -2)
+        partition = tuple(tuple(row) for row in rows.tolist())
+        if len(partition) == 1:
+            return _world()
+        if partition not in self._by_partition:
+            mine, _ = dist.new_subgroups_by_enumeration([list(row) for row in partition], timeout=COLLECTIVE_TIMEOUT)
+            assert mine is not None, "every rank is in one row"
+            self._by_partition[partition] = mine
+        return self._by_partition[partition]
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "open_groups joined it"
+    return world
 
 
 def join_default_group(device: torch.device) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from rl_backend.contracts import BatchError, ConfigError
 from tests.support.bridge_runs import Run, open_bridge, train_job, whole
+from tests.support.layouts import layouts
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
 from tests.support.native import LENGTHS, micro_batches, relative_difference, token_loss
@@ -27,16 +28,6 @@ MIXTURE = {
     2: [{}, {"ep": 2}, {"tp": 2}, {"tp": 2, "ep": 2}, {"tp": 2, "etp": 2}, {"pp": 2, "vpp": 2}],
     4: [{"ep": 2}, {"ep": 2, "pp": 2}, {"tp": 2, "ep": 4}],
 }
-
-
-def layouts(layouts_by_world: dict[int, list[dict[str, int]]]) -> list[object]:
-    def name(world: int, layout: dict[str, int]) -> str:
-        sizes = "-".join(f"{key}{size}" for key, size in layout.items()) or "dp"
-        return f"{world}-ranks-{sizes}"
-
-    return [
-        pytest.param(world, layout, id=name(world, layout)) for world, found in layouts_by_world.items() for layout in found
-    ]
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ def _build(architecture: tuple[int, int], settings: BuildSettings) -> nn.Module:
 
 
 def _parallelize(module: nn.Module, groups: Any, config: NativeConfig) -> None:
-    apply_fsdp(module, [], groups.mesh["dp"], config)
+    apply_fsdp(module, [], groups, config)
 
 
 def _weight_names(architecture: tuple[int, int], head: Head) -> dict[str, str]:

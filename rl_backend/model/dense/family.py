@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from rl_backend.model.dense.architecture import DenseArchitecture, DenseOptions
+from rl_backend.model.dense.layout import check_layout
 from rl_backend.model.dense.model import DenseDecoder
 from rl_backend.model.dense.parallelize import parallelize
 from rl_backend.model.dense.weights import weight_names
@@ -26,6 +27,7 @@ def dense_family(name: str, parse_config: Callable[[Mapping[str, Any]], DenseArc
         weight_names=weight_names,
         heads=("log_probs", "values"),
         max_length=_max_length,
+        check_layout=check_layout,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -9,7 +11,7 @@ from rl_backend.contracts import BatchError, Head, ModelOutput
 from rl_backend.model.dense.architecture import DenseArchitecture
 from rl_backend.model.registry import ModelInput
 from rl_backend.primitive.attention import Attend, Segments, packed_attention
-from rl_backend.primitive.log_prob import next_token_log_probs
+from rl_backend.primitive.log_prob import NextToken, next_token_log_probs
 from rl_backend.primitive.mlp import SwiGLU
 from rl_backend.primitive.norm import RMSNorm
 from rl_backend.primitive.rope import apply_rotary, rotary_cos_sin
@@ -69,6 +71,7 @@ class DenseDecoder(nn.Module):
         super().__init__()
         self.arch = arch
         self.log_prob_chunk_tokens = log_prob_chunk_tokens
+        self.next_token_log_probs: Callable[..., NextToken] = next_token_log_probs
         self.embed_tokens = nn.Embedding(arch.vocab_size, arch.hidden_size)
         self.layers = nn.ModuleList(self.make_layer(index) for index in range(arch.num_layers))
         self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
@@ -102,7 +105,7 @@ class DenseDecoder(nn.Module):
         if self.score is not None:
             return ModelOutput(values=self.score(hidden))
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        log_probs, entropy = next_token_log_probs(
+        log_probs, entropy = self.next_token_log_probs(
             hidden,
             head.weight,
             inputs.labels,

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from rl_backend.model.dense.parallelize import parallelize
 from rl_backend.model.moe.architecture import MoEArchitecture, MoEOptions
+from rl_backend.model.moe.layout import check_layout
 from rl_backend.model.moe.model import MoEDecoder
+from rl_backend.model.moe.parallelize import parallelize
 from rl_backend.model.moe.weights import ExpertNames, weight_names
 from rl_backend.model.registry import BuildSettings, ModelFamily
 from rl_backend.primitive.router_balance import RouterLossCoefficients
@@ -28,6 +29,7 @@ def moe_family(name: str, parse_config: Callable[[Mapping[str, Any]], MoEArchite
         weight_names=partial(weight_names, experts=experts),
         heads=("log_probs", "values"),
         max_length=_max_length,
+        check_layout=check_layout,
     )
 
 

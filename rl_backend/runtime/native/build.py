@@ -23,6 +23,7 @@ from rl_backend.contracts import (
 from rl_backend.model import BuildSettings, ModelFamily, find_model
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.runtime.native.handle import NativeHandle
+from rl_backend.runtime.native.layout import check_model_layout
 from rl_backend.runtime.native.optimizer import NativeOptimizer
 from rl_backend.runtime.placement import Placement
 
@@ -50,6 +51,7 @@ def build_handle(
     family = find_model(native.model, hf_config)
     family.require_head(head)
     architecture = family.parse_config(hf_config)
+    check_model_layout(family, architecture, native.parallel)
     options = native.model_cfg if native.model_cfg is not None else family.options_type()
     with torch.device("meta"):
         model = family.build(architecture, BuildSettings(options, head, native.log_prob_chunk_tokens))
@@ -116,7 +118,7 @@ def _parameters(
                 parameter=name,
             )
     whole = [name for name, parameter in found.items() if not isinstance(parameter, DTensor)]
-    if whole and groups.dp_size > 1:
+    if whole and groups.world_size > 1:
         raise UnsupportedError(
             f"parallelize of model family {family.name!r} left {whole[0]} and {len(whole) - 1} other parameters unsharded, "
             "so their gradients would not be averaged over the ranks",

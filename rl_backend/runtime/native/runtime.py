@@ -212,7 +212,7 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
 
     def is_mp_src_rank_with_outputs(self, handle: NativeHandle) -> bool:
         self._use(handle)
-        return True
+        return self.groups.replica_group.rank() == 0
 
     def _close_groups(self) -> None:
         close_groups(self.groups)
@@ -220,10 +220,11 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
     def _check(self, handle: NativeHandle, data: Sequence[PackedBatch], *, forward_only: bool) -> None:
         check_micro_batches(
             data,
-            self.groups.dp_group,
+            self.groups.world_group,
             self.groups.device,
             max_tokens=self.config.max_tokens_per_micro_batch,
             vocab_size=handle.vocab_size,
             max_length=handle.max_length,
             forward_only=forward_only,
+            replica=self.groups.replica_group,
         )

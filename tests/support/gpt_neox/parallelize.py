@@ -13,4 +13,4 @@ def parallelize(module: nn.Module, groups: ParallelGroups, config: NativeConfig)
     layers = list(module.get_submodule("layers").children())
     if config.activation_checkpointing == "full":
         checkpoint_layers(layers)
-    apply_fsdp(module, layers, groups.mesh["dp"], config)
+    apply_fsdp(module, layers, groups, config)

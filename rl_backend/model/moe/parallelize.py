@@ -1,0 +1,65 @@
+"""How a decoder with mixtures of experts is laid out over ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from rl_backend.contracts import NativeConfig
+from rl_backend.model.dense.parallelize import split_decoder, split_feed_forward
+from rl_backend.model.moe.model import MoEDecoder, MoELayer
+from rl_backend.parallel.expert import AllToAllDispatcher
+from rl_backend.parallel.fsdp import apply_fsdp, checkpoint_layers
+from rl_backend.parallel.tensor import TensorParallel, distribute_experts
+from rl_backend.primitive.experts import SwiGLUExperts
+from rl_backend.primitive.moe import MoE
+
+if TYPE_CHECKING:
+    from rl_backend.parallel.groups import ParallelGroups
+
+_SPLIT_DIMENSIONS = {"gate_up_proj": (0, 2), "down_proj": (0, 2)}
+
+
+def parallelize(module: nn.Module, groups: ParallelGroups, config: NativeConfig) -> None:
+    """Tensor, context and expert parallelism, activation checkpointing and FSDP2, each layer a unit of its own.
+
+    Experts are a unit of their own where their copies are on other ranks than those of the rest of the layer.
+    """
+    if not isinstance(module, MoEDecoder):
+        raise TypeError(f"parallelize got a {type(module).__name__}; expected MoEDecoder")
+    split_decoder(module, groups)
+    experts = []
+    for layer in module.layers:
+        if isinstance(layer, MoELayer):
+            _split_mixture(layer.mlp, groups)
+            experts.append(layer.mlp.experts)
+        elif groups.tp_group.size() > 1:
+            split_feed_forward(layer.mlp, TensorParallel(groups.mesh["tp"]))
+    layers = list(module.layers)
+    if config.activation_checkpointing == "full":
+        checkpoint_layers(layers)
+    same_copies = groups.expert_mesh["edp"].size() == groups.mesh["fsdp"].size() == groups.world_size
+    apply_fsdp(module, layers, groups, config, experts=() if same_copies else experts)
+
+
+def _split_mixture(moe: MoE, groups: ParallelGroups) -> None:
+    """Experts over ep and etp; the router, and what gates shared experts, on every rank for its own tokens."""
+    if groups.replica_group.size() > 1:
+        moe.token_group = groups.replica_group
+    if groups.expert_group.size() > 1:
+        _split_experts(moe.experts, groups)
+    if groups.tp_group.size() == 1:
+        return
+    tensor = TensorParallel(groups.mesh["tp"])
+    tensor.replicate(moe.gate)
+    if moe.shared_expert is not None:
+        split_feed_forward(moe.shared_expert, tensor)
+    if moe.shared_expert_gate is not None:
+        tensor.replicate(moe.shared_expert_gate)
+
+
+def _split_experts(experts: SwiGLUExperts, groups: ParallelGroups) -> None:
+    parallel = groups.parallel
+    experts.dispatcher = AllToAllDispatcher(groups.expert_group, experts.gate_up_proj.shape[0], parallel.ep, parallel.etp)
+    distribute_experts(experts, groups.expert_mesh["ep", "etp"], _SPLIT_DIMENSIONS)

@@ -1,0 +1,69 @@
+"""Collectives over the first dimension that the backward pass goes through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup, *, sum_gradients: bool) -> Tensor:
+    """(N, ...) of every rank -> (ranks * N, ...), in the order of the ranks.
+
+    Args:
+        sum_gradients: what the ranks compute from the result differs, so that each has a part of its gradient: the backward
+            pass adds the parts up. Otherwise every rank computes the same, has the whole gradient, and takes its own rows.
+    """
+    if group.size() == 1:
+        return x
+    gathered: Tensor = _AllGather.apply(x, group, sum_gradients)
+    return gathered
+
+
+def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(ranks * N, ...) of every rank -> (N, ...): this rank's rows of the sum. The backward pass gathers."""
+    if group.size() == 1:
+        return x
+    mine: Tensor = _ReduceScatter.apply(x, group)
+    return mine
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, sum_gradients: bool) -> Tensor:
+        ctx.group, ctx.sum_gradients = group, sum_gradients
+        return _gathered(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.sum_gradients:
+            return _scattered(grad, ctx.group), None, None
+        return grad.chunk(ctx.group.size())[ctx.group.rank()], None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _scattered(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _gathered(grad, ctx.group), None
+
+
+def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    gathered = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+    dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+    return gathered
+
+
+def _scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    mine = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
+    dist.reduce_scatter_tensor(mine, x.contiguous(), group=group)
+    return mine

@@ -1,0 +1,206 @@
+"""Tensor parallelism with sequence parallelism (Korthikanti et al., arXiv 2205.05198) for plain modules.
+
+Between blocks each rank has N / tp of the N tokens; a block gathers them, works on its part of the heads or features, and
+leaves the sum over the ranks scattered over the tokens again. Parameters become DTensors, so that FSDP2, checkpoints and
+exports know what a rank holds, but modules compute with the rank's own part: nothing runs through DTensor's dispatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from rl_backend.parallel.collectives import all_gather, reduce_scatter
+from rl_backend.primitive.log_prob import NextToken, VocabularyShard, next_token_log_probs
+
+type View = Callable[[Tensor], Tensor]
+"""What a module computes with in the place of this rank's part of a parameter."""
+
+
+class TensorParallel:
+    """Lays modules out over the ranks of ``mesh``, in place. Modules may be on the meta device.
+
+    Args:
+        mesh: one dimension, ``tp``.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.group = mesh.get_group()
+        self.size = self.group.size()
+        self.rank = self.group.rank()
+
+    def column(self, linear: nn.Linear) -> None:
+        """Splits the outputs: (N, in_features) of all tokens -> (N, this rank's out_features)."""
+        for name in _names(linear):
+            _distribute(linear, name, self.mesh, [Shard(0)])
+        compute_on_local(linear, {})
+
+    def row(self, linear: nn.Linear) -> None:
+        """Splits the inputs: (N, this rank's in_features) of all tokens -> (N / tp, out_features)."""
+        _distribute(linear, "weight", self.mesh, [Shard(1)])
+        views: dict[str, View] = {}
+        if linear.bias is not None:
+            _distribute(linear, "bias", self.mesh, [Replicate()])
+            counted = float(self.rank == 0)
+            views["bias"] = lambda bias: bias * counted
+        compute_on_local(linear, views)
+        self._scatter_output(linear)
+
+    def key_or_value(self, linear: nn.Linear, kv_heads: int) -> None:
+        """Splits the heads of a projection of keys or values, as :meth:`column` does; or, where there are fewer heads than
+        ranks, keeps a copy of all of them on every rank, which computes the one that its queries belong to.
+        """
+        if kv_heads % self.size == 0:
+            self.column(linear)
+            return
+        head = self.rank * kv_heads // self.size
+        rows = linear.out_features // kv_heads
+
+        def of_this_head(parameter: Tensor) -> Tensor:
+            return parameter[head * rows : (head + 1) * rows]
+
+        self.replicate(linear, dict.fromkeys(_names(linear), of_this_head))
+
+    def replicate(self, module: nn.Module, views: Mapping[str, View] | None = None) -> None:
+        """Keeps a copy of the module's own parameters on every rank; each computes with other tokens or heads."""
+        for name in _names(module):
+            _distribute(module, name, self.mesh, [Replicate()])
+        compute_on_local(module, views or {})
+
+    def copy(self, module: nn.Module) -> None:
+        """Keeps a copy of the module's own parameters on every rank; all compute the same."""
+        for name in _names(module):
+            _distribute(module, name, self.mesh, [Replicate()])
+        compute_on_local(module, {}, partial=False)
+
+    def gather_input(self, module: nn.Module, *, sum_gradients: bool = True) -> None:
+        """Gives ``module`` all tokens in its first argument: (N / tp, ...) -> (N, ...).
+
+        Args:
+            sum_gradients: as in :func:`rl_backend.parallel.collectives.all_gather`.
+        """
+
+        def gather(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (all_gather(args[0], self.group, sum_gradients=sum_gradients), *args[1:])
+
+        module.register_forward_pre_hook(gather)
+
+    def vocabulary(self, embedding: nn.Embedding) -> None:
+        """Splits the vocabulary: (N,) tokens -> (N / tp, dim)."""
+        _distribute(embedding, "weight", self.mesh, [Shard(0)])
+        start = self._first_row(embedding.num_embeddings)
+
+        def look_up(input: Tensor) -> Tensor:
+            weight = embedding.weight
+            rows = input - start
+            elsewhere = (rows < 0) | (rows >= weight.shape[0])
+            if weight.shape[0] == 0:
+                return weight.new_zeros((*rows.shape, weight.shape[1])) + weight.sum()
+            return F.embedding(rows.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[:, None], 0.0)
+
+        setattr(embedding, "forward", look_up)  # noqa: B010 - a method
+        compute_on_local(embedding, {})
+        self._scatter_output(embedding)
+
+    def vocabulary_head(self, vocab_size: int) -> Callable[..., NextToken]:
+        """:func:`~rl_backend.primitive.log_prob.next_token_log_probs` for (N / tp, hidden_size) and a split weight."""
+        shard = VocabularyShard(self.group, self._first_row(vocab_size), vocab_size)
+
+        @wraps(next_token_log_probs)
+        def log_probs(hidden: Tensor, weight: Tensor, *args: Any, **options: Any) -> NextToken:
+            local = weight.to_local() if isinstance(weight, DTensor) else weight
+            whole = all_gather(hidden, self.group, sum_gradients=True)
+            return next_token_log_probs(whole, local, *args, shard=shard, **options)
+
+        return log_probs
+
+    def split_rows(self, linear: nn.Linear) -> None:
+        """Splits the rows of a language-model head, which :meth:`vocabulary_head` computes with."""
+        _distribute(linear, "weight", self.mesh, [Shard(0)])
+
+    def _scatter_output(self, module: nn.Module) -> None:
+        forward = module.forward
+
+        @wraps(forward)
+        def scattered(*args: Any, **kwargs: Any) -> Tensor:
+            return reduce_scatter(forward(*args, **kwargs), self.group)
+
+        module.forward = scattered
+
+    def _first_row(self, rows: int) -> int:
+        return min(self.rank * -(-rows // self.size), rows)
+
+
+def distribute_experts(experts: nn.Module, mesh: DeviceMesh, dimensions: Mapping[str, tuple[int, int]]) -> None:
+    """Splits packed experts over ``ep`` and ``etp``.
+
+    Args:
+        mesh: with both dimensions.
+        dimensions: parameter -> the dimension that numbers the experts and the one that etp splits.
+    """
+    etp = mesh.size(1) > 1
+    for name, dims in dimensions.items():
+        _distribute(experts, name, mesh if etp else mesh["ep"], [Shard(dim) for dim in dims[: 2 if etp else 1]])
+    compute_on_local(experts, {})
+
+
+def compute_on_local(module: nn.Module, views: Mapping[str, View], *, partial: bool = True) -> None:
+    """Makes the module's forward see this rank's part of its own DTensor parameters as plain tensors.
+
+    Args:
+        views: parameter name -> what is computed with instead of the local part.
+        partial: gradients of replicated parameters are this rank's contribution, to be added up over the ranks; otherwise
+            they are whole already.
+    """
+    forward = module.forward
+
+    @wraps(forward)
+    def on_local(*args: Any, **kwargs: Any) -> Any:
+        held = dict(module._parameters)
+        for name, parameter in held.items():
+            if isinstance(parameter, DTensor):
+                local = _to_local(parameter, partial)
+                module._parameters[name] = views[name](local) if name in views else local
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            module._parameters.update(held)
+
+    module.forward = on_local
+
+
+def _to_local(parameter: DTensor, partial: bool) -> Tensor:
+    placements = [Partial() if partial and placement.is_replicate() else placement for placement in parameter.placements]
+    local: Tensor = parameter.to_local(grad_placements=placements)
+    return local
+
+
+def _names(module: nn.Module) -> list[str]:
+    return [name for name, parameter in module._parameters.items() if parameter is not None]
+
+
+def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placements: list[Placement]) -> None:
+    """Replaces a parameter by a DTensor, of which this rank allocates its own part on the same device."""
+    parameter = module._parameters[name]
+    assert parameter is not None, "callers name parameters that are there"
+    shape = list(parameter.shape)
+    for dimension, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            shape[placement.dim] = _part(shape[placement.dim], mesh.size(dimension), mesh.get_local_rank(dimension))
+    local = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+    whole = DTensor.from_local(local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+
+
+def _part(size: int, ranks: int, rank: int) -> int:
+    """How much of ``size`` the rank gets when it is cut as ``torch.chunk`` cuts it, the last ranks getting less."""
+    chunk = -(-size // ranks)
+    return max(0, min(chunk, size - rank * chunk))

@@ -1,0 +1,153 @@
+"""The native runtime trains the same in every layout, as one rank does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.support.layouts import layouts
+from tests.support.models import write_tiny
+from tests.support.moe import write_moe
+from tests.support.native import LENGTHS, deal, micro_batches, open_runtime, relative_difference, token_loss
+from tests.support.rank_pool import RankPool
+
+SPLIT = [[0, 1], [2, 3], [4, 5], [6, 7]]
+STEPS = 2
+
+DENSE = {
+    2: [{}, {"tp": 2}, {"cp": 2}],
+    4: [{"tp": 4}, {"cp": 4}, {"tp": 2, "cp": 2}, {"tp": 2}, {"cp": 2}],
+}
+MIXTURE = {
+    2: [{}, {"ep": 2}, {"tp": 2}, {"tp": 2, "ep": 2}, {"tp": 2, "etp": 2}, {"cp": 2, "ep": 2}, {"etp": 2}],
+    4: [{"ep": 4}, {"ep": 2}, {"tp": 2, "ep": 2}, {"tp": 2, "cp": 2, "ep": 4}, {"ep": 2, "etp": 2}],
+}
+
+
+class Run(NamedTuple):
+    """Attributes:
+    losses, norms: of each step.
+    log_probs, entropies: sequence -> (L,), before the first step.
+    gradients: Hugging Face name -> of the first step.
+    weights: Hugging Face name -> after the last step.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    log_probs: Mapping[int, Tensor]
+    entropies: Mapping[int, Tensor]
+    gradients: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]
+
+
+def train_job(model: str, layout: Mapping[str, int], settings: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Run:
+    """This rank's part of the outputs, and losses over all ranks."""
+    from rl_backend.contracts import OptimizerConfig
+
+    with open_runtime(model, parallel=dict(layout), optimizer=OptimizerConfig(lr=1e-3, **optimizer), **settings) as runtime:
+        handle = runtime.build_model()
+        dp_rank, dp_size = handle.data_parallel_rank, handle.data_parallel_size
+        mine = deal(SPLIT, dp_size)[dp_rank]
+        losses, norms, gradients = [], [], {}
+        log_probs: dict[int, Tensor] = {}
+        entropies: dict[int, Tensor] = {}
+        for step in range(STEPS):
+            runtime.zero_grad(handle)
+            batches = micro_batches(mine, dp_size=dp_size, seed=step, temperature=0.7, calculate_entropy=True)
+            result = runtime.forward_backward(handle, batches, token_loss)
+            assert bool(result.outputs) == runtime.is_mp_src_rank_with_outputs(handle)
+            if step == 0:
+                gradients = {name: tensor.clone() for name, tensor in runtime.export_gradients(handle)}
+                if result.outputs:
+                    order = [index for batch in mine for index in batch]
+                    log_probs = dict(zip(order, result.outputs["log_probs"], strict=True))
+                    entropies = dict(zip(order, result.outputs["entropy"], strict=True))
+            ok, norm, _ = runtime.optimizer_step(handle)
+            assert ok
+            runtime.lr_scheduler_step(handle)
+            loss = torch.tensor(result.loss / dp_size, dtype=torch.float64)
+            dist.all_reduce(loss, group=handle.groups.dp_group)
+            losses.append(loss.item())
+            norms.append(norm)
+        weights = {name: tensor.clone() for name, tensor in runtime.export_weights(handle)}
+    return Run(losses, norms, log_probs, entropies, gradients, weights)
+
+
+def whole(runs: list[Run]) -> Run:
+    """The outputs of all ranks together; everything else must be the same on all."""
+    first = runs[0]
+    for run in runs[1:]:
+        assert run.losses == first.losses
+        assert run.norms == first.norms
+    return first._replace(
+        log_probs={index: values for run in runs for index, values in run.log_probs.items()},
+        entropies={index: values for run in runs for index, values in run.entropies.items()},
+    )
+
+
+def run_layout(
+    ranks: RankPool, world: int, model: Path, layout: Mapping[str, int], settings: Mapping[str, Any], **optimizer: Any
+) -> Run:
+    return whole(ranks.run(train_job, str(model), dict(layout), dict(settings), optimizer, world_size=world))
+
+
+def assert_same(run: Run, expected: Run) -> None:
+    torch.testing.assert_close(run.losses, expected.losses, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(run.norms, expected.norms, rtol=1e-5, atol=0.0)
+    assert run.log_probs.keys() == set(range(len(LENGTHS)))
+    for index, log_probs in run.log_probs.items():
+        torch.testing.assert_close(log_probs, expected.log_probs[index], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(run.entropies[index], expected.entropies[index], rtol=1e-5, atol=1e-5)
+    assert run.gradients.keys() == expected.gradients.keys()
+    for name, gradient in run.gradients.items():
+        assert relative_difference(gradient, expected.gradients[name]) < 1e-5, name
+    assert list(run.weights) == list(expected.weights)
+    for name, weight in run.weights.items():
+        assert relative_difference(weight, expected.weights[name]) < 1e-5, name
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four attention heads and two heads of keys and values: with tp=4 these are copied."""
+    return write_tiny("qwen3", tmp_path_factory.mktemp("dense"))
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_moe("qwen3_moe", tmp_path_factory.mktemp("mixture"))
+
+
+@pytest.fixture(scope="module")
+def dense_on_one_rank(dense: Path, ranks: RankPool) -> Run:
+    return run_layout(ranks, 1, dense, {}, {})
+
+
+@pytest.fixture(scope="module")
+def mixture_on_one_rank(mixture: Path, ranks: RankPool) -> Run:
+    return run_layout(ranks, 1, mixture, {}, {})
+
+
+@pytest.mark.shows(
+    "runtime: native tp, cp, dp and products on 2 and 4 ranks: losses and gradients of one rank to 1e-5"
+)
+@pytest.mark.parametrize(("world", "layout"), layouts(DENSE))
+def test_dense_layouts_train_as_one_rank(
+    ranks: RankPool, dense: Path, dense_on_one_rank: Run, world: int, layout: dict[str, int]
+) -> None:
+    assert_same(run_layout(ranks, world, dense, layout, {}), dense_on_one_rank)
+
+
+@pytest.mark.shows(
+    "runtime: native ep, etp and products with tp, cp and dp: losses and gradients of one rank to 1e-5"
+)
+@pytest.mark.parametrize(("world", "layout"), layouts(MIXTURE))
+def test_mixtures_of_experts_train_as_on_one_rank(
+    ranks: RankPool, mixture: Path, mixture_on_one_rank: Run, world: int, layout: dict[str, int]
+) -> None:
+    assert_same(run_layout(ranks, world, mixture, layout, {}), mixture_on_one_rank)
