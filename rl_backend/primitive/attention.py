@@ -21,7 +21,7 @@ _VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 class Segments(NamedTuple):
     """The runs of queries in a packed micro-batch, and the keys that belong to each.
 
-    The queries of a segment are the last tokens of its keys. A whole sequence is one segment, with as many keys as queries; with
+    The queries of a segment are the last tokens of its keys. A whole sequence is one, with as many keys as queries; with
     context parallelism a rank has the queries of some chunks of a sequence, and the keys up to the end of each chunk.
 
     Attributes:
