@@ -63,26 +63,27 @@ def test_float32_attention_with_grouped_queries_keeps_no_square_of_the_length() 
     assert torch.cuda.max_memory_allocated() - before < heads * length * length * 4 / 2
 
 
+@pytest.mark.parametrize("key_lens", [LENGTHS, (5, 192, 3, 64, 300, 18)], ids=["whole sequences", "last tokens"])
 @pytest.mark.parametrize("window", [None, 1, 20])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 64), (4, 4, 128), (4, 2, 32)])
 def test_bfloat16_variable_length_attention_equals_exact_attention_with_its_gradients(
-    heads: int, kv_heads: int, head_dim: int, window: int | None
+    heads: int, kv_heads: int, head_dim: int, window: int | None, key_lens: tuple[int, ...]
 ) -> None:
     generator = torch.Generator(device="cuda").manual_seed(0)
-    tokens = sum(LENGTHS)
-    starts = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).to(torch.int32)
+    cumulative = [torch.tensor([0, *lens], device="cuda").cumsum(0).to(torch.int32) for lens in (LENGTHS, key_lens)]
+    segments = Segments(LENGTHS, key_lens, *cumulative)
 
-    def random(heads: int) -> Tensor:
+    def random(tokens: int, heads: int) -> Tensor:
         return torch.randn(tokens, heads, head_dim, device="cuda", generator=generator).to(torch.bfloat16)
 
-    inputs = [random(heads), random(kv_heads), random(kv_heads)]
-    weight = random(heads).float()
+    inputs = [random(sum(LENGTHS), heads), random(sum(key_lens), kv_heads), random(sum(key_lens), kv_heads)]
+    weight = random(sum(LENGTHS), heads).float()
     results = []
     for dtype in (torch.bfloat16, torch.float32):
         leaves = [tensor.to(dtype).detach().requires_grad_() for tensor in inputs]
-        output = packed_attention(*leaves, Segments.of_sequences(starts, LENGTHS), window)
+        output = packed_attention(*leaves, segments, window)
         assert output.dtype == dtype
-        assert output.shape == (tokens, heads, head_dim)
+        assert output.shape == (sum(LENGTHS), heads, head_dim)
         (output.float() * weight).sum().backward()
         results.append([output.detach().float(), *(leaf.grad.float() for leaf in leaves if leaf.grad is not None)])
     assert [len(result) for result in results] == [4, 4]

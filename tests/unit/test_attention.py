@@ -1,0 +1,171 @@
+"""Attention against its definition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_backend.primitive import attention
+from rl_backend.primitive import blocked_attention as blocked
+from rl_backend.primitive import windowed_attention as windows
+from rl_backend.primitive.attention import Segments, packed_attention
+from rl_backend.primitive.blocked_attention import blocked_attention
+
+
+class Lengths(NamedTuple):
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+
+
+LENGTHS = (1, 64, 65, 3, 3, 200, 2)
+WHOLE = Lengths(LENGTHS, LENGTHS)
+LAST_TOKENS = Lengths((1, 32, 65, 3, 3, 100, 2, 64, 2), (7, 64, 66, 3, 9, 200, 2, 128, 200))
+ALL_LENGTHS = pytest.mark.parametrize("lengths", [WHOLE, LAST_TOKENS], ids=["whole sequences", "last tokens"])
+
+type Attention = Callable[..., Tensor]
+
+
+def segments_of(lengths: Lengths) -> Segments:
+    cumulative = [torch.tensor([0, *lens]).cumsum(0).to(torch.int32) for lens in lengths]
+    return Segments(*lengths, *cumulative)
+
+
+def make_qkv(
+    heads: int, kv_heads: int, lengths: Lengths = WHOLE, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    num_queries, num_keys = sum(lengths.queries), sum(lengths.keys)
+    shapes = [(num_queries, heads, 8), (num_keys, kv_heads, 8), (num_keys, kv_heads, 8)]
+    query, key, value = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return query.to(dtype).requires_grad_(), key.to(dtype).requires_grad_(), value.to(dtype).requires_grad_()
+
+
+def masked_softmax(
+    query: Tensor, key: Tensor, value: Tensor, query_lens: Sequence[int], key_lens: Sequence[int], window: int | None = None
+) -> Tensor:
+    """The definition, with a dense (N, M) mask."""
+    segments = torch.arange(len(query_lens))
+    segment_of_query, segment_of_key = (segments.repeat_interleave(torch.tensor(lens)) for lens in (query_lens, key_lens))
+    position_of_query = torch.cat([torch.arange(k - q, k) for q, k in zip(query_lens, key_lens, strict=True)])
+    distance = position_of_query[:, None] - torch.cat([torch.arange(length) for length in key_lens])
+    visible = (segment_of_query[:, None] == segment_of_key) & (distance >= 0)
+    if window is not None:
+        visible &= distance < window
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), value)
+
+
+def assert_as_defined(function: Attention, heads: int, kv_heads: int, lengths: Lengths, window: Sequence[int] = ()) -> None:
+    """Output and gradients."""
+    qkv = make_qkv(heads, kv_heads, lengths)
+    mix = torch.randn(qkv[0].shape, dtype=torch.float64)
+    results = []
+    for candidate in (function, masked_softmax):
+        out = candidate(*qkv, *lengths, *window)
+        results.append((out, *torch.autograd.grad((out * mix).sum(), qkv)))
+    torch.testing.assert_close(results[0], results[1])
+
+
+@ALL_LENGTHS
+@pytest.mark.parametrize("implementation", [blocked_attention, attention._by_runs])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
+def test_packed_attention_is_causal_attention_within_each_segment(
+    implementation: Attention, heads: int, kv_heads: int, lengths: Lengths
+) -> None:
+    assert_as_defined(implementation, heads, kv_heads, lengths)
+
+
+@pytest.mark.parametrize("batched_scores", [1, 600, 2**19])
+@pytest.mark.parametrize("more_keys", [0, 7, 100])
+def test_short_segments_of_equal_lengths_in_any_order_are_attended_alone(
+    monkeypatch: pytest.MonkeyPatch, batched_scores: int, more_keys: int
+) -> None:
+    monkeypatch.setattr(blocked, "_BATCHED_SCORES", batched_scores)
+    queries = (5, 64, 3, 5, 130, 3, 5, 64, 65, 5, 1, 130, 1)
+    keys = tuple(length + more_keys * (index % 3 == 0) for index, length in enumerate(queries))
+    assert_as_defined(blocked_attention, 4, 2, Lengths(queries, keys))
+
+
+@ALL_LENGTHS
+@pytest.mark.parametrize("window", [1, 3, 64, 100, 1000])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
+@pytest.mark.parametrize("implementation", [windows.windowed_attention, attention._windowed_and_whole])
+def test_a_window_hides_all_but_the_last_tokens(
+    monkeypatch: pytest.MonkeyPatch, implementation: Attention, window: int, heads: int, kv_heads: int, lengths: Lengths
+) -> None:
+    monkeypatch.setattr(windows, "_BLOCK", 48)
+    assert_as_defined(implementation, heads, kv_heads, lengths, [window])
+
+
+@ALL_LENGTHS
+def test_segments_that_fit_into_the_window_do_not_pay_for_it(monkeypatch: pytest.MonkeyPatch, lengths: Lengths) -> None:
+    seen: list[int] = []
+
+    def windowed(
+        query: Tensor, key: Tensor, value: Tensor, query_lens: Sequence[int], key_lens: Sequence[int], window: int
+    ) -> Tensor:
+        seen.extend(key_lens)
+        return windows.windowed_attention(query, key, value, query_lens, key_lens, window)
+
+    monkeypatch.setattr(attention, "windowed_attention", windowed)
+    packed_attention(*make_qkv(4, 2, lengths), segments_of(lengths), 64)
+    assert seen == [length for length in lengths.keys if length > 64]
+
+
+@ALL_LENGTHS
+def test_a_window_is_used_where_a_segment_has_more_keys_and_only_there(
+    monkeypatch: pytest.MonkeyPatch, lengths: Lengths
+) -> None:
+    segments, expected = segments_of(lengths), masked_softmax(*make_qkv(4, 2, lengths), *lengths, 64)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
+        out = packed_attention(*make_qkv(4, 2, lengths, dtype), segments, 64)
+        torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+    monkeypatch.setattr(attention, "_windowed_and_whole", None)
+    qkv = make_qkv(4, 2, lengths)
+    assert torch.equal(packed_attention(*qkv, segments, max(lengths.keys)), packed_attention(*qkv, segments))
+
+
+@ALL_LENGTHS
+def test_float32_and_bfloat16_on_a_cpu_agree_with_the_definition(lengths: Lengths) -> None:
+    expected = masked_softmax(*make_qkv(4, 2, lengths), *lengths)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
+        out = packed_attention(*make_qkv(4, 2, lengths, dtype), segments_of(lengths))
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_whole_sequences_have_as_many_keys_as_queries() -> None:
+    cu_seqlens = torch.tensor([0, 3, 4], dtype=torch.int32)
+    segments = Segments.of_sequences(cu_seqlens, [3, 1])
+    assert segments.query_lens == segments.key_lens == (3, 1)
+    assert segments.cu_queries is segments.cu_keys is cu_seqlens
+    assert segments.key_index is None
+
+
+@ALL_LENGTHS
+def test_attention_scores_far_apart_do_not_overflow(lengths: Lengths) -> None:
+    query, key, value = (300.0 * tensor.detach().float() for tensor in make_qkv(2, 1, lengths))
+    query.requires_grad_()
+    out = blocked_attention(query, key, value, *lengths)
+    out.sum().backward()
+    assert query.grad is not None
+    assert torch.isfinite(out).all() and torch.isfinite(query.grad).all()
+    torch.testing.assert_close(out, masked_softmax(query, key, value, *lengths), atol=1e-2, rtol=1e-3)
+
+
+def test_a_later_token_does_not_change_an_earlier_one() -> None:
+    query, key, value = (tensor.detach() for tensor in make_qkv(2, 2))
+    before = blocked_attention(query, key, value, *WHOLE)
+    changed = key.clone()
+    changed[100] += 1.0  # in the third sequence, tokens 65 to 129
+    after = blocked_attention(query, changed, value, *WHOLE)
+    same = torch.ones(sum(LENGTHS), dtype=torch.bool)
+    same[100:130] = False
+    assert torch.equal(before[same], after[same])
+    assert not torch.equal(before[100:130], after[100:130])
