@@ -96,3 +96,7 @@ class WeightVersionError(WeightSyncError):
 
 class ParityError(RLBackendError):
     """A side of a comparison of runtimes that did not run to its end."""
+
+
+class ScheduleError(RLBackendError):
+    """A pipeline schedule that cannot be run: incomplete, deadlocked or beyond its bound of activations."""
