@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 
 class ModelInput(NamedTuple):
-    """What a model's ``forward`` takes: one packed micro-batch of T tokens in B sequences.
+    """What a model's ``forward`` takes: a rank's T tokens of one packed micro-batch.
+
+    These are all of its tokens, sequence after sequence, but with context and tensor parallelism.
 
     Attributes:
         input_ids, position_ids: (T,) int64.
@@ -37,6 +39,8 @@ class ModelInput(NamedTuple):
         calculate_entropy: whether ``ModelOutput.entropy`` is wanted.
         router_loss_weight: what losses of a router count for in this micro-batch: 1 / number of micro-batches, so that a
             step has their mean.
+        padding: bool, which of the rows between this rank's blocks stand for no token; None where all do. Their label is
+            -100.
     """
 
     input_ids: torch.Tensor
@@ -47,6 +51,7 @@ class ModelInput(NamedTuple):
     temperature: torch.Tensor | float
     calculate_entropy: bool
     router_loss_weight: float = 1.0
+    padding: torch.Tensor | None = None
 
 
 class BuildSettings(NamedTuple):

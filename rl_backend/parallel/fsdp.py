@@ -63,8 +63,8 @@ def apply_fsdp(
         if mesh.size() != groups.dp_size:
             assert isinstance(module, FSDPModule), "fully_shard changed its type"
             module.set_gradient_divide_factor(float(groups.dp_size))
-            # gloo has no reduction that multiplies; NCCL's is not exact for every factor.
-            module.set_force_sum_reduction_for_comms(True)
+            # gloo has no reduction that multiplies. Where nothing is reduced, summing would divide a second time.
+            module.set_force_sum_reduction_for_comms(mesh.size() > 1)
 
 
 def _expert_placement(parameter: nn.Parameter, *, ranks: int) -> Shard | None:

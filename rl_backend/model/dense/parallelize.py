@@ -8,6 +8,7 @@ from torch import nn
 
 from rl_backend.contracts import NativeConfig
 from rl_backend.model.dense.model import DenseAttention, DenseDecoder, DenseLayer
+from rl_backend.parallel.context import ContextParallelAttention
 from rl_backend.parallel.fsdp import apply_fsdp, checkpoint_layers
 from rl_backend.parallel.tensor import TensorParallel
 from rl_backend.primitive.mlp import SwiGLU
@@ -34,8 +35,6 @@ def parallelize(module: nn.Module, groups: ParallelGroups, config: NativeConfig)
 def split_decoder(module: DenseDecoder, groups: ParallelGroups) -> None:
     """Lays out everything but the feed-forward blocks over tensor- and context-parallel ranks."""
     if groups.cp_group.size() > 1:
-        from rl_backend.parallel.context import ContextParallelAttention
-
         for layer in module.layers:
             assert isinstance(layer, DenseLayer)
             layer.self_attn.attend = ContextParallelAttention(groups.cp_group)

@@ -12,15 +12,13 @@ from rl_backend.contracts import (
     ForwardResult,
     LossFn,
     MetricValue,
-    ModelOutput,
     PackedBatch,
     UnsupportedError,
     merge_metrics,
 )
-from rl_backend.model import ModelInput
-from rl_backend.primitive.attention import Segments
 from rl_backend.runtime.losses import as_metrics, check_loss, detached
 from rl_backend.runtime.native import fsdp_state
+from rl_backend.runtime.native.batch import lay_out
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.trace.device import device_span
 
@@ -75,7 +73,8 @@ def _run_one(
     work = {"micro_batch": index, "tokens": batch.input_ids.shape[0], "sequences": batch.seq_lens.shape[0]}
     device = handle.groups.device
     with torch.set_grad_enabled(not forward_only), device_span(device, "forward", "micro_batch", **work):
-        output: ModelOutput = handle.model(_model_input(batch, num_micro_batches))
+        rank_batch = lay_out(batch, handle.groups, num_micro_batches)
+        output = rank_batch.outputs(handle.model(rank_batch.inputs), handle.groups)
         if loss_fn is not None:
             loss, metrics = loss_fn(output, batch, handle.groups.dp_group)
             check_loss(loss, index, forward_only)
@@ -83,22 +82,10 @@ def _run_one(
         assert loss is not None, "checked above"
         with device_span(device, "backward", "micro_batch", **work):
             loss.backward()
-    kept = {name: value.detach() for name, value in output._asdict().items() if value is not None}
+    kept: dict[str, Tensor] = {}
+    if handle.groups.replica_group.rank() == 0:
+        kept = {name: value.detach() for name, value in output._asdict().items() if value is not None}
     return None if loss is None else loss.detach().float(), detached(metrics), kept
-
-
-def _model_input(batch: PackedBatch, num_micro_batches: int) -> ModelInput:
-    seq_lens = tuple(batch.seq_lens.tolist())
-    return ModelInput(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        segments=Segments.of_sequences(batch.cu_seqlens, seq_lens),
-        longest=max(seq_lens),
-        labels=batch.labels,
-        temperature=batch.temperature,
-        calculate_entropy=bool(batch.meta.get("calculate_entropy", False)),
-        router_loss_weight=1.0 / num_micro_batches,
-    )
 
 
 def require_no_replay(router_replay: str, family_name: str) -> None:
