@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts import PackedBatch, UnsupportedError, stored_tensors
+from rl_backend.parallel.collectives import all_gather
+from rl_backend.parallel.context import gather_outputs
+from rl_backend.parallel.groups import ParallelGroups
+from rl_backend.parallel.token_layout import TokenLayout
 from rl_backend.runtime.module_outputs import record_outputs
+from rl_backend.runtime.native.batch import lay_out
 from rl_backend.runtime.native.forward_backward import run_micro_batches
 from rl_backend.runtime.native.handle import NativeHandle
 
@@ -33,8 +38,20 @@ def record_activations(handle: NativeHandle, data: Sequence[PackedBatch]) -> lis
     for batch in data:
         with record_outputs(handle.model, hf_names, hidden_size) as outputs:
             run_micro_batches(handle, [batch], None, forward_only=True, keep_gathered=False)
-        shape = (batch.num_tokens, hidden_size)
-        activations.append(
-            {path: output.to("cpu", torch.float32) for path, output in outputs.items() if output.shape == shape}
-        )
+        layout = lay_out(batch.to(handle.groups.device), handle.groups, 1).layout
+        rows = batch.num_tokens if layout is None else layout.index.shape[0] // handle.groups.tp_group.size()
+        whole = {
+            path: _whole(output, layout, handle.groups)
+            for path, output in outputs.items()
+            if output.shape == (rows, hidden_size)
+        }
+        if handle.groups.replica_group.rank() == 0:
+            activations.append({path: output.to("cpu", torch.float32) for path, output in whole.items()})
     return activations
+
+
+def _whole(output: Tensor, layout: TokenLayout | None, groups: ParallelGroups) -> Tensor:
+    """(rows between blocks, hidden_size) of this rank -> (T, hidden_size)."""
+    if layout is None:
+        return output
+    return gather_outputs(all_gather(output, groups.tp_group, sum_gradients=False), layout, groups.cp_group)
