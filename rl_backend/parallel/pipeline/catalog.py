@@ -1,0 +1,164 @@
+"""The schedules by name: what each needs, and how it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rl_backend.contracts import BatchError, ConfigError
+from rl_backend.parallel.pipeline.communication import with_communication
+from rl_backend.parallel.pipeline.costs import Costs
+from rl_backend.parallel.pipeline.orders import dualpipev, one_forward_one_backward, zbv, zero_bubble
+from rl_backend.parallel.pipeline.placement import loop_placement, v_placement
+from rl_backend.parallel.pipeline.schedule import Order, Schedule
+from rl_backend.parallel.pipeline.timing import shortest
+from rl_backend.parallel.pipeline.validate import validate
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """How a schedule is made.
+
+    Attributes:
+        placement: of the stages, see ``placement.py``.
+        orders: from ranks, micro-batches, stages per rank and costs the orders of computations to choose from.
+        bound: from ranks, micro-batches and stages per rank the most activations that each rank may hold.
+        stages_per_rank: how many it needs; None for any number from 2 on.
+        whole_groups: micro-batches come in groups of as many as there are ranks.
+        micro_batches_per_rank: there are at least so many times as many micro-batches as ranks, and one.
+        splits_backward: into a pass for the inputs and one for the weights.
+    """
+
+    placement: Literal["loop", "v"]
+    orders: Callable[[int, int, int, Costs], Iterable[Order]]
+    bound: Callable[[int, int, int], Sequence[int]]
+    stages_per_rank: int | None = 1
+    whole_groups: bool = False
+    micro_batches_per_rank: int = 0
+    splits_backward: bool = True
+
+
+SCHEDULES = {
+    "1f1b": Algorithm(
+        placement="loop",
+        orders=lambda p, m, v, costs: [one_forward_one_backward.one_forward_one_backward(p, m)],
+        bound=lambda p, m, v: one_forward_one_backward.bound_of_one_forward_one_backward(p, m),
+        splits_backward=False,
+    ),
+    "interleaved-1f1b": Algorithm(
+        placement="loop",
+        orders=lambda p, m, v, costs: [one_forward_one_backward.interleaved(p, m, v)],
+        bound=one_forward_one_backward.bound_of_interleaved,
+        stages_per_rank=None,
+        whole_groups=True,
+        splits_backward=False,
+    ),
+    "zb-h1": Algorithm(
+        placement="loop",
+        orders=lambda p, m, v, costs: [zero_bubble.zb_h1(p, m)],
+        bound=lambda p, m, v: zero_bubble.bound_of_zb_h1(p, m),
+    ),
+    "zb-h2": Algorithm(
+        placement="loop",
+        orders=lambda p, m, v, costs: [zero_bubble.zb_h2(p, m), zero_bubble.zb_h1(p, m)],
+        bound=lambda p, m, v: zero_bubble.bound_of_zb_h2(p, m),
+    ),
+    "zbv": Algorithm(
+        placement="v",
+        orders=lambda p, m, v, costs: zbv.orders_for_zbv(p, m, costs),
+        bound=lambda p, m, v: zbv.bound_of_zbv(p, m),
+        stages_per_rank=2,
+    ),
+    "dualpipev": Algorithm(
+        placement="v",
+        orders=lambda p, m, v, costs: [dualpipev.dualpipev(p, m)],
+        bound=lambda p, m, v: dualpipev.bound_of_dualpipev(p, m),
+        stages_per_rank=2,
+        micro_batches_per_rank=2,
+    ),
+}
+"""What :func:`make_schedule` knows."""
+
+
+def make_schedule(
+    name: str, pp_size: int, num_micro_batches: int, *, stages_per_rank: int | None = None, costs: Costs | None = None
+) -> Schedule:
+    """Makes and validates a schedule.
+
+    Args:
+        name: one of ``SCHEDULES``.
+        stages_per_rank: default: what the schedule needs, 2 where several will do.
+        costs: where the algorithm has a choice it takes the order with the shortest makespan for them, and of those the one
+            with the smallest bubble inside a rank. Sends and receives are placed for them too.
+
+    Raises:
+        ConfigError: an unknown name, a size that the schedule cannot do, or costs for another number of stages.
+        BatchError: a number of micro-batches that the schedule cannot do.
+    """
+    algorithm = require_stages(name, pp_size, stages_per_rank)
+    require_micro_batches(name, pp_size, num_micro_batches)
+    v = stages_per_rank or algorithm.stages_per_rank or 2
+    placement = v_placement(pp_size) if algorithm.placement == "v" else loop_placement(pp_size, v)
+    costs = costs or Costs()
+    costs.require_stages(len(placement))
+    order = shortest(algorithm.orders(pp_size, num_micro_batches, v, costs), placement, costs)
+    schedule = Schedule(
+        name=name,
+        num_micro_batches=num_micro_batches,
+        placement=placement,
+        actions=with_communication(order, placement, costs),
+        activation_bound=tuple(algorithm.bound(pp_size, num_micro_batches, v)),
+    )
+    validate(schedule)
+    return schedule
+
+
+def require_stages(name: str, pp_size: int, stages_per_rank: int | None = None) -> Algorithm:
+    """The algorithm; raises :class:`ConfigError` unless it exists and can do so many stages per rank (None: what it needs)."""
+    algorithm = SCHEDULES.get(name)
+    if algorithm is None:
+        raise ConfigError.of("schedule", name, f"unknown; known: {', '.join(SCHEDULES)}")
+    if pp_size < 1:
+        raise ConfigError.of("pp", pp_size, "must be at least 1")
+    if stages_per_rank is None:
+        return algorithm
+    needed = algorithm.stages_per_rank
+    if algorithm.placement == "v" and stages_per_rank != 2:
+        raise ConfigError.of(
+            "vpp",
+            stages_per_rank,
+            f"{name} needs 2 stages per rank, 2 * {pp_size} = {2 * pp_size} in all: rank r has the stages r and "
+            f"{2 * pp_size - 1} - r; set vpp=2",
+        )
+    if needed is None and stages_per_rank < 2:
+        raise ConfigError.of("vpp", stages_per_rank, f"{name} needs at least 2 stages per rank; set vpp=2 or schedule=1f1b")
+    if needed is not None and stages_per_rank != needed:
+        several = ", ".join(other for other, one in SCHEDULES.items() if one.stages_per_rank != 1)
+        raise ConfigError.of("vpp", stages_per_rank, f"{name} has 1 stage per rank; set vpp=1, or a schedule of {several}")
+    return algorithm
+
+
+def require_micro_batches(name: str, pp_size: int, num_micro_batches: int) -> None:
+    """Raises :class:`BatchError` unless the schedule, which exists, can do so many micro-batches."""
+    algorithm = SCHEDULES[name]
+    given = f"{num_micro_batches} micro-batches"
+    if num_micro_batches < 1:
+        raise BatchError(f"{given}: a step needs at least 1", num_micro_batches=num_micro_batches)
+    if algorithm.whole_groups and num_micro_batches % pp_size:
+        below = num_micro_batches // pp_size * pp_size
+        fitting = " or ".join(str(count) for count in (below, below + pp_size) if count)
+        raise BatchError(
+            f"{given}: {name} with pp={pp_size} takes them in groups of pp, and {num_micro_batches} % {pp_size} = "
+            f"{num_micro_batches % pp_size}; use {fitting}",
+            num_micro_batches=num_micro_batches,
+            pp=pp_size,
+        )
+    fewest = algorithm.micro_batches_per_rank * pp_size
+    if num_micro_batches < fewest:
+        raise BatchError(
+            f"{given}: {name} with pp={pp_size} needs at least {algorithm.micro_batches_per_rank} * pp = {fewest}; "
+            f"use {fewest} or more, or zbv, which does any number",
+            num_micro_batches=num_micro_batches,
+            pp=pp_size,
+        )

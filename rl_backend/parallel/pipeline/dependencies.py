@@ -1,0 +1,135 @@
+"""Which action waits for which: the graph that is checked for cycles and gives the times."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+from typing import NamedTuple
+
+from rl_backend.contracts import ScheduleError
+from rl_backend.parallel.pipeline.actions import COMPUTATIONS, RECEIVES, SENDS, Action, Kind
+
+BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+MOST_NAMED = 8
+"""Actions of a cycle that an error names."""
+
+
+class Arrival(NamedTuple):
+    """The end of a transfer, named by its receive."""
+
+    receive: Action
+
+    def __str__(self) -> str:
+        return f"the transfer {self.receive.other_end} -> {self.receive}"
+
+
+type Event = Action | Arrival
+"""The end of a computation, the posting of a send or a receive, or the end of a transfer."""
+
+type Graph = dict[Event, list[Event]]
+"""What each event waits for."""
+
+
+def inputs_of(action: Action, present: Container[Action]) -> list[Action]:
+    """The computations whose results a computation needs.
+
+    Args:
+        present: all computations of the schedule: what gives the gradient is the full backward pass of the next stage, or
+            the one for its inputs.
+    """
+    _, stage, micro_batch = action
+    if action.kind is Kind.FORWARD:
+        return [Action(Kind.FORWARD, stage - 1, micro_batch)] if stage else []
+    if action.kind is Kind.BACKWARD_WEIGHT:
+        return [Action(Kind.BACKWARD_INPUT, stage, micro_batch)]
+    after = (Action(kind, stage + 1, micro_batch) for kind in BACKWARDS)
+    return [Action(Kind.FORWARD, stage, micro_batch), *(action for action in after if action in present)]
+
+
+def event_graph(
+    actions: Sequence[Sequence[Action]], placement: Sequence[int], *, one_queue_per_pair: bool
+) -> dict[Event, list[Event]]:
+    """What each event of a schedule waits for.
+
+    A rank posts and computes in the order of its list. A transfer needs both its ends posted; a computation needs the
+    transfers of its inputs. In one direction between two ranks, transfers end in the order in which they are posted.
+
+    Args:
+        one_queue_per_pair: a batch of sends and receives with another rank also waits for the end of the batch before it
+            with the same rank, as on an NCCL communicator of two ranks. Else each direction is on its own.
+    """
+    rank_of = {action: rank for rank, own in enumerate(actions) for action in own}
+    graph: Graph = {}
+    queues: dict[tuple[int, int], list[Arrival]] = defaultdict(list)
+    for own in actions:
+        before: Action | None = None
+        for action in own:
+            graph[action] = [before] if before is not None else []
+            before = action
+            if action.kind in COMPUTATIONS:
+                graph[action] += (_delivery(one, action, placement) for one in inputs_of(action, rank_of))
+            elif action.kind in SENDS:
+                graph[action].append(_sent(action, rank_of))
+            else:
+                graph[Arrival(action)] = [action, action.other_end]
+                queues[rank_of[action.other_end], rank_of[action]].append(Arrival(action))
+    for queue in queues.values():
+        for first, second in pairwise(queue):
+            graph[second].append(first)
+    if one_queue_per_pair:
+        for own in actions:
+            _chain_batches(own, rank_of, graph)
+    return graph
+
+
+def in_order(graph: Mapping[Event, Iterable[Event]], describe: Callable[[Event], str] = str) -> list[Event]:
+    """The events so that each comes after those it waits for.
+
+    Raises:
+        ScheduleError: some wait for each other.
+    """
+    try:
+        return list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        cycle = [describe(event) for event in reversed(error.args[1])]
+        named = cycle if len(cycle) <= MOST_NAMED else [*cycle[: MOST_NAMED - 2], "...", cycle[-1]]
+        raise ScheduleError(f"ranks wait for each other for ever: {' waits for '.join(named)}") from None
+
+
+def _delivery(source: Action, action: Action, placement: Sequence[int]) -> Event:
+    """When the result of ``source`` is there for ``action``."""
+    if placement[source.stage] == placement[action.stage]:
+        return source
+    kind = Kind.RECEIVE_ACTIVATION if source.kind is Kind.FORWARD else Kind.RECEIVE_GRADIENT
+    return Arrival(Action(kind, action.stage, action.micro_batch))
+
+
+def _sent(send: Action, present: Container[Action]) -> Action:
+    """The computation whose result is sent."""
+    if send.kind is Kind.SEND_ACTIVATION:
+        return Action(Kind.FORWARD, send.stage, send.micro_batch)
+    full, split = (Action(kind, send.stage, send.micro_batch) for kind in BACKWARDS)
+    return full if full in present else split
+
+
+def _chain_batches(own: Sequence[Action], rank_of: Mapping[Action, int], graph: Graph) -> None:
+    """Makes each transfer of a batch wait for those of the batch before with the same rank."""
+    last: dict[int, list[Arrival]] = {}
+    batch: dict[int, list[Arrival]] = {}
+
+    def close() -> None:
+        for peer, arrivals in batch.items():
+            for arrival in arrivals:
+                graph[arrival] += last.get(peer, [])
+            last[peer] = arrivals
+        batch.clear()
+
+    for action in own:
+        if action.kind in COMPUTATIONS:
+            close()
+        else:
+            receive = action if action.kind in RECEIVES else action.other_end
+            batch.setdefault(rank_of[action.other_end], []).append(Arrival(receive))
+    close()

@@ -1,0 +1,126 @@
+"""Makes an order by always running what can start first."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from rl_backend.contracts import ScheduleError
+from rl_backend.parallel.pipeline.actions import Action, Kind
+from rl_backend.parallel.pipeline.costs import Costs
+from rl_backend.parallel.pipeline.dependencies import inputs_of
+
+STEPS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
+class _Candidate(NamedTuple):
+    start: float
+    priority: int
+    stages_after: int
+    action: Action
+
+
+def greedy_order(
+    placement: Sequence[int],
+    num_micro_batches: int,
+    costs: Costs,
+    bound: Sequence[int],
+    begun: Sequence[Sequence[Action]],
+    priority: Sequence[Kind],
+) -> list[list[Action]]:
+    """The computations of each rank, with split backward passes.
+
+    Args:
+        placement: rank of each stage.
+        bound: for each rank the most activations that it may hold. One is kept for its last stage, without which no
+            micro-batch could come to its end.
+        begun: for each rank how its order begins, whatever could start earlier.
+        priority: of the kinds among what a rank can start at the same time; of one kind, later stages come first.
+
+    Raises:
+        ScheduleError: ``begun`` leads to where nothing can go on.
+    """
+    state = _State(placement, num_micro_batches, costs, bound, begun, priority)
+    ranks = range(len(bound))
+    next_of = [state.best(rank) for rank in ranks]
+    for _ in range(len(STEPS) * len(placement) * num_micro_batches):
+        rank = min(ranks, key=lambda rank: _start(next_of[rank]))
+        chosen = next_of[rank]
+        if chosen is None:
+            raise ScheduleError("the order that is begun cannot be continued: each rank waits for another")
+        state.run(rank, chosen)
+        neighbours = range(max(0, chosen.action.stage - 1), min(len(placement), chosen.action.stage + 2))
+        for changed in {placement[stage] for stage in neighbours}:
+            next_of[changed] = state.best(changed)
+    return state.orders
+
+
+def _start(candidate: _Candidate | None) -> float:
+    return float("inf") if candidate is None else candidate.start
+
+
+class _State:
+    """What has been put in order so far, and when it ends."""
+
+    def __init__(
+        self,
+        placement: Sequence[int],
+        num_micro_batches: int,
+        costs: Costs,
+        bound: Sequence[int],
+        begun: Sequence[Sequence[Action]],
+        priority: Sequence[Kind],
+    ) -> None:
+        self.orders: list[list[Action]] = [[] for _ in bound]
+        self._placement = placement
+        self._num_micro_batches = num_micro_batches
+        self._costs = costs
+        self._bound = bound
+        self._begun = [deque(own) for own in begun]
+        self._priority = {kind: place for place, kind in enumerate(priority)}
+        self._stages = [[stage for stage, on in enumerate(placement) if on == rank] for rank in range(len(bound))]
+        self._clock = [0.0 for _ in bound]
+        self._held = [0 for _ in bound]
+        self._done: Counter[tuple[Kind, int]] = Counter()
+        self._ends: dict[Action, float] = {}
+        self._gradients = {
+            Action(Kind.BACKWARD_INPUT, stage, micro_batch)
+            for stage in range(len(placement))
+            for micro_batch in range(num_micro_batches)
+        }
+
+    def best(self, rank: int) -> _Candidate | None:
+        """What the rank starts next, if it can start anything."""
+        if self._begun[rank]:
+            return self._candidate(rank, self._begun[rank][0])
+        return min(filter(None, (self._candidate(rank, action) for action in self._open(rank))), default=None)
+
+    def run(self, rank: int, candidate: _Candidate) -> None:
+        """Appends it to the rank's order."""
+        action = candidate.action
+        if self._begun[rank]:
+            self._begun[rank].popleft()
+        self.orders[rank].append(action)
+        self._ends[action] = self._clock[rank] = candidate.start + self._costs.of(action)
+        self._done[action.kind, action.stage] += 1
+        self._held[rank] += (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD_WEIGHT)
+
+    def _open(self, rank: int) -> Iterator[Action]:
+        """The next micro-batch of each stage for each kind, but forward passes beyond the bound."""
+        last = self._stages[rank][-1]
+        for stage in self._stages[rank]:
+            for kind in STEPS:
+                done = self._done[kind, stage]
+                room = self._bound[rank] - self._held[rank] - (stage != last)
+                if done < self._num_micro_batches and (kind is not Kind.FORWARD or room > 0):
+                    yield Action(kind, stage, done)
+
+    def _candidate(self, rank: int, action: Action) -> _Candidate | None:
+        start = self._clock[rank]
+        for needed in inputs_of(action, self._gradients):
+            if needed not in self._ends:
+                return None
+            delay = self._costs.communication if self._placement[needed.stage] != rank else 0.0
+            start = max(start, self._ends[needed] + delay)
+        return _Candidate(start, self._priority[action.kind], len(self._placement) - action.stage, action)

@@ -1,0 +1,124 @@
+"""Proves that a schedule can be run: complete, paired, without deadlock and within its activations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from rl_backend.contracts import ScheduleError
+from rl_backend.parallel.pipeline.actions import RECEIVES, SENDS, Action, Kind
+from rl_backend.parallel.pipeline.dependencies import Arrival, Event, event_graph, in_order
+from rl_backend.parallel.pipeline.schedule import Schedule
+
+MOST_NAMED = 4
+"""Actions that one error names."""
+
+
+def validate(schedule: Schedule) -> None:
+    """Checks a schedule completely; what passes can be run.
+
+    - Each stage is on one rank, and each rank acts for its own stages.
+    - Each stage does each micro-batch once: one forward pass, one full backward pass or one for the inputs and one for the
+      weights, and a send and a receive for each result that another rank needs; nothing else.
+    - In each direction between two ranks, receives are posted in the order of the sends.
+    - No rank waits for ever, even if all batches of communication between two ranks share one queue: what each action needs
+      can be brought into one order that respects every list.
+    - No rank holds more activations than ``activation_bound``.
+
+    Raises:
+        ScheduleError: what is wrong, with the rank and the action.
+    """
+    _check_placement(schedule)
+    _check_complete(schedule)
+    _check_pairs(schedule)
+    graph = event_graph(schedule.actions, schedule.placement, one_queue_per_pair=True)
+    in_order(graph, lambda event: _with_rank(schedule, event))
+    for rank, (peak, bound) in enumerate(zip(schedule.peak_activations, schedule.activation_bound, strict=True)):
+        if peak > bound:
+            raise _error(schedule, f"rank {rank} holds {peak} activations, more than its bound of {bound}")
+
+
+def _check_placement(schedule: Schedule) -> None:
+    ranks = set(range(schedule.pp_size))
+    if set(schedule.placement) != ranks:
+        raise _error(
+            schedule, f"stages are on ranks {sorted(set(schedule.placement))}, and there are lists for {sorted(ranks)}"
+        )
+    if len(schedule.activation_bound) != schedule.pp_size:
+        raise _error(schedule, f"{len(schedule.activation_bound)} activation bounds for {schedule.pp_size} ranks")
+    for rank, own in enumerate(schedule.actions):
+        stages = schedule.stages_of(rank)
+        for action in own:
+            if action.stage not in stages:
+                raise _error(schedule, f"rank {rank} has {action}, and only the stages {_list(stages)}")
+            if not 0 <= action.micro_batch < schedule.num_micro_batches:
+                raise _error(schedule, f"rank {rank} has {action}, and there are {schedule.num_micro_batches} micro-batches")
+
+
+def _check_complete(schedule: Schedule) -> None:
+    counts = Counter(action for own in schedule.actions for action in own)
+    if repeated := [action for action, count in counts.items() if count > 1]:
+        raise _error(schedule, f"more than once: {_list(repeated)}")
+    expected = {
+        action
+        for stage in range(schedule.num_stages)
+        for micro_batch in range(schedule.num_micro_batches)
+        for action in _expected(schedule, stage, micro_batch, split=Action(Kind.BACKWARD, stage, micro_batch) not in counts)
+    }
+    if missing := expected - counts.keys():
+        raise _error(schedule, f"missing: {_list(sorted(missing, key=_place))}")
+    if surplus := counts.keys() - expected:
+        raise _error(schedule, f"not needed: {_list(sorted(surplus, key=_place))}")
+
+
+def _expected(schedule: Schedule, stage: int, micro_batch: int, *, split: bool) -> Iterable[Action]:
+    def other_rank(neighbour: int) -> bool:
+        placement = schedule.placement
+        return 0 <= neighbour < schedule.num_stages and placement[neighbour] != placement[stage]
+
+    kinds = {Kind.FORWARD}
+    if other_rank(stage - 1):
+        kinds.add(Kind.RECEIVE_ACTIVATION)
+    if other_rank(stage + 1):
+        kinds.add(Kind.SEND_ACTIVATION)
+    if not schedule.forward_only:
+        kinds |= {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT} if split else {Kind.BACKWARD}
+        if other_rank(stage - 1):
+            kinds.add(Kind.SEND_GRADIENT)
+        if other_rank(stage + 1):
+            kinds.add(Kind.RECEIVE_GRADIENT)
+    return (Action(kind, stage, micro_batch) for kind in kinds)
+
+
+def _check_pairs(schedule: Schedule) -> None:
+    rank_of = schedule.placement
+    for source in range(schedule.pp_size):
+        for target in range(schedule.pp_size):
+            sends = [one for one in schedule.actions[source] if one.kind in SENDS and rank_of[one.other_end.stage] == target]
+            receives = [
+                one for one in schedule.actions[target] if one.kind in RECEIVES and rank_of[one.other_end.stage] == source
+            ]
+            for place, (send, receive) in enumerate(zip(sends, receives, strict=True)):
+                if send.other_end != receive:
+                    raise _error(
+                        schedule,
+                        f"transfer {place} from rank {source} to rank {target} is sent as {send} and received as {receive}",
+                    )
+
+
+def _with_rank(schedule: Schedule, event: Event) -> str:
+    return str(event) if isinstance(event, Arrival) else f"{event} of rank {schedule.placement[event.stage]}"
+
+
+def _place(action: Action) -> tuple[int, int, str]:
+    return action.micro_batch, action.stage, action.kind.value
+
+
+def _list(items: Iterable[object]) -> str:
+    named = [str(item) for item in items]
+    more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
+    return ", ".join(named[:MOST_NAMED]) + more
+
+
+def _error(schedule: Schedule, what: str) -> ScheduleError:
+    return ScheduleError(f"schedule {schedule.name}: {what}", schedule=schedule.name)
