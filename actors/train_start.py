@@ -12,6 +12,7 @@ from actors.train_order import Driver
 from actors.train_ranks import GroupMembers, TrainRanks
 from actors.train_worker import TrainActor
 from rl_backend.contracts import ConfigError, RuntimeConfig
+from rl_backend.runtime import check_config
 
 
 def start_ranks(
@@ -29,7 +30,7 @@ def start_ranks(
 ) -> TrainRanks:
     """Reserves resources, starts one actor per rank and builds the runtimes; frees everything when that fails."""
     _check_device(config, gpus_per_rank)
-    config.backend_cfg.parallel.data_parallel_size(num_ranks)
+    check_config(config, num_ranks)
     placed = reserve(
         num_ranks=num_ranks,
         cores_per_rank=cores_per_rank,

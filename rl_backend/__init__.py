@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         WeightManifest,
     )
     from rl_backend.model import BuildSettings, ModelFamily, ModelInput, register_model
-    from rl_backend.runtime import Runtime, create_runtime, register_runtime
+    from rl_backend.runtime import Runtime, check_config, create_runtime, register_runtime
 
 __all__ = [
     "BackendConfig",
@@ -60,6 +60,7 @@ __all__ = [
     "TensorInfo",
     "TokenSequence",
     "WeightManifest",
+    "check_config",
     "create_runtime",
     "register_model",
     "register_runtime",
@@ -71,6 +72,7 @@ _ELSEWHERE = {
     "ModelInput": "rl_backend.model",
     "register_model": "rl_backend.model",
     "Runtime": "rl_backend.runtime",
+    "check_config": "rl_backend.runtime",
     "create_runtime": "rl_backend.runtime",
     "register_runtime": "rl_backend.runtime",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rl_backend.contracts import BACKEND_CONFIGS, BackendConfig, Registry, RuntimeConfig
@@ -12,21 +13,46 @@ from rl_backend.runtime.base import Runtime
 type RuntimeFactory = Callable[[RuntimeConfig], Runtime[Any]]
 
 _FACTORIES: Registry[RuntimeFactory] = Registry("runtime", "register_runtime(...)")
+_CHECKS: dict[str, Callable[[RuntimeConfig], None]] = {}
 
 
-def register_runtime(name: str, config_type: type[BackendConfig], factory: RuntimeFactory) -> None:
+def register_runtime(
+    name: str,
+    config_type: type[BackendConfig],
+    factory: RuntimeFactory,
+    check: Callable[[RuntimeConfig], None] | None = None,
+) -> None:
     """Makes ``RuntimeConfig(backend=name)`` work.
 
     Args:
         name: the value of ``RuntimeConfig.backend``.
         config_type: type of ``RuntimeConfig.backend_cfg`` for it.
         factory: usually the :class:`~rl_backend.runtime.base.Runtime` subclass.
+        check: raises for a model directory, which exists, that the runtime cannot lay out as the configuration says. It runs
+            before any rank is started.
 
     Raises:
         RegistryError: the name is taken by something else.
     """
     BACKEND_CONFIGS.add(name, config_type)
     _FACTORIES.add(name, factory)
+    if check is not None:
+        _CHECKS[name] = check
+
+
+def check_config(config: RuntimeConfig, num_ranks: int) -> None:
+    """Refuses what cannot work on ``num_ranks`` ranks, without building anything.
+
+    The model is checked where its directory exists in this process; every rank checks it again when it builds it.
+
+    Raises:
+        ConfigError: the number of ranks does not fit the layout, or the layout does not fit the model.
+        UnsupportedError: the model, or a feature that its configuration asks for.
+    """
+    config.backend_cfg.parallel.data_parallel_size(num_ranks)
+    check = _CHECKS.get(config.backend)
+    if check is not None and Path(config.hf_path).is_dir():
+        check(config)
 
 
 def create_runtime(config: RuntimeConfig) -> Runtime[Any]:
@@ -46,5 +72,10 @@ def _bridge(config: RuntimeConfig) -> Runtime[Any]:
     return importlib.import_module("rl_backend.runtime.bridge").BridgeRuntime(config)  # type: ignore[no-any-return]
 
 
+def _check_native(config: RuntimeConfig) -> None:
+    importlib.import_module("rl_backend.runtime.native.layout").check_config(config)
+
+
 _FACTORIES.add("native", _native)
+_CHECKS["native"] = _check_native
 _FACTORIES.add("bridge", _bridge)

@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rl_backend.contracts import ConfigError, ParallelConfig
-from rl_backend.model import ModelFamily
+from rl_backend.checkpoint.hf_reader import read_hf_config
+from rl_backend.contracts import ConfigError, NativeConfig, ParallelConfig, RuntimeConfig
+from rl_backend.model import ModelFamily, find_model
+
+
+def check_config(config: RuntimeConfig) -> None:
+    """:func:`check_model_layout` of the directory ``config.hf_path``."""
+    assert isinstance(config.backend_cfg, NativeConfig), "RuntimeConfig resolves backend_cfg by backend"
+    hf_config = read_hf_config(config.hf_path)
+    family = find_model(config.backend_cfg.model, hf_config)
+    check_model_layout(family, family.parse_config(hf_config), config.backend_cfg.parallel)
 
 
 def check_model_layout(family: ModelFamily, architecture: Any, parallel: ParallelConfig) -> None:
