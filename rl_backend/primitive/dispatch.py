@@ -18,7 +18,7 @@ class ExpertTokens(NamedTuple):
     Attributes:
         rows: (N, hidden_size); copies for expert 0 first.
         weights: (N,) router weight of each copy.
-        counts: (E,) int64, rows of each expert; 0 for one that nobody chose.
+        counts: int64, rows of each of this rank's experts; 0 for one that nobody chose.
         context: what the dispatcher needs to bring the results back.
     """
 
@@ -52,14 +52,12 @@ class LocalDispatcher:
 
     def dispatch(self, x: Tensor, routing: Routing) -> ExpertTokens:
         order = sort_by_expert(routing.experts, self.num_experts)
-        rows: Tensor = _Copy.apply(x, order.tokens, order.places)
         weights = routing.weights.flatten()[order.choices]
-        return ExpertTokens(rows, weights, order.counts, order)
+        return ExpertTokens(copy_rows(x, order.tokens, order.places), weights, order.counts, order)
 
     def combine(self, rows: Tensor, tokens: ExpertTokens) -> Tensor:
         order: ExpertOrder = tokens.context
-        combined: Tensor = _Sum.apply(rows, order.tokens, order.places)
-        return combined
+        return sum_rows(rows, order.tokens, order.places)
 
 
 class ExpertOrder(NamedTuple):
@@ -85,9 +83,26 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> ExpertOrder:
     return ExpertOrder(choices, tokens, places.view(experts.shape), count_sorted(ordered, num_experts))
 
 
-class _Copy(torch.autograd.Function):
-    """Indexing would add gradients up in any order on CUDA; each token's are summed in the order of its choices."""
+def copy_rows(x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
+    """``x[tokens]``; (T, ...) -> (N, ...). Gradients of a row's copies are summed in the order of ``places``.
 
+    Indexing would add them up in any order on CUDA.
+
+    Args:
+        tokens: (N,) int64, which row stands at each place; every row equally often.
+        places: (T, N / T) int64, where each row's copies stand.
+    """
+    copies: Tensor = _Copy.apply(x, tokens, places)
+    return copies
+
+
+def sum_rows(rows: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
+    """The sum of each row's copies, in the order of ``places``; (N, ...) -> (T, ...). Undoes :func:`copy_rows`."""
+    summed: Tensor = _Sum.apply(rows, tokens, places)
+    return summed
+
+
+class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
         ctx.save_for_backward(places)
@@ -114,4 +129,5 @@ class _Sum(torch.autograd.Function):
 
 
 def _sum_copies(rows: Tensor, places: Tensor) -> Tensor:
-    return rows.index_select(0, places.flatten()).view(*places.shape, -1).sum(1)
+    copies = rows.index_select(0, places.flatten())
+    return copies if places.shape[1] == 1 else copies.view(*places.shape, *rows.shape[1:]).sum(1)

@@ -1,0 +1,102 @@
+"""Expert parallelism: each rank has some of the experts, or a part of each, and tokens travel to them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_backend.contracts import ConfigError
+from rl_backend.parallel.all_to_all import all_to_all_rows
+from rl_backend.primitive.dispatch import ExpertOrder, ExpertTokens, copy_rows, sort_by_expert, sum_rows
+from rl_backend.primitive.router import Routing
+
+
+class AllToAllDispatcher:
+    """Experts are spread over the ranks of a group; each copy of a token is sent to its expert and its result comes back.
+
+    Rank ``ep * etp_size + etp`` of the group has the experts from ``ep * E / ep_size`` on, each cut into ``etp_size`` parts
+    of its intermediate features. Every part sees all tokens of its expert and returns a partial sum; the rank that a token
+    came from adds the parts up. No token is dropped, and ranks may have different numbers of tokens, none included.
+
+    Deterministic, forward and backward: an expert's rows are in the order of the sending ranks and their tokens, and what a
+    token gets is summed in the order of its choices. The host waits for the device once in each :meth:`dispatch`, to learn
+    how many rows to expect. Both methods and the backward pass of each are collectives.
+
+    Args:
+        group: ``ep_size * etp_size`` ranks.
+        num_experts: E, of all ranks together.
+        ep_size: ranks over which experts are spread; divides E.
+        etp_size: ranks that share each expert.
+
+    Raises:
+        ConfigError: sizes that do not fit each other.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, num_experts: int, ep_size: int, etp_size: int = 1) -> None:
+        if num_experts % ep_size:
+            raise ConfigError.of("ep", ep_size, f"must divide the number of experts, {num_experts}")
+        if group.size() != ep_size * etp_size:
+            raise ConfigError(
+                f"a group of {group.size()} ranks cannot be ep={ep_size} times etp={etp_size}", ep=ep_size, etp=etp_size
+            )
+        self.group = group
+        self.num_experts = num_experts
+        self.ep_size = ep_size
+        self.etp_size = etp_size
+
+    def dispatch(self, x: Tensor, routing: Routing) -> ExpertTokens:
+        """(T, hidden_size) -> the copies that this rank's experts work on, of all ranks' tokens.
+
+        ``ExpertTokens.counts`` has ``E / ep_size`` numbers, of this rank's experts.
+        """
+        order = sort_by_expert(routing.experts, self.num_experts)
+        counts = order.counts.view(self.ep_size, -1).repeat_interleave(self.etp_size, 0)
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts, group=self.group)
+        sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
+
+        choices, places = order.choices, order.places
+        if self.etp_size > 1:
+            blocks = choices.split(sent[:: self.etp_size])
+            choices = torch.cat([block for block in blocks for _ in range(self.etp_size)])
+            places = choices.argsort(stable=True).view(len(places), places.shape[1] * self.etp_size)
+        tokens = choices // routing.experts.shape[1]
+        rows = all_to_all_rows(copy_rows(x, tokens, places), sent, received, self.group)
+        weights = copy_rows(routing.weights.reshape(-1, 1), choices, places.view(-1, self.etp_size))
+        weights = all_to_all_rows(weights, sent, received, self.group)
+
+        num_local = counts.shape[1]
+        experts = torch.arange(num_local, device=x.device).repeat(len(received))
+        experts = experts.repeat_interleave(arriving.flatten(), output_size=sum(received))
+        local = sort_by_expert(experts[:, None], num_local)
+        return ExpertTokens(
+            rows=copy_rows(rows, local.tokens, local.places),
+            weights=copy_rows(weights, local.tokens, local.places).squeeze(1),
+            counts=local.counts,
+            context=_Journey(sent, received, tokens, places, local),
+        )
+
+    def combine(self, rows: Tensor, tokens: ExpertTokens) -> Tensor:
+        """(N, hidden_size), already weighted -> (T, hidden_size): the sum of each token's copies, on the rank it is from."""
+        journey: _Journey = tokens.context
+        rows = sum_rows(rows, journey.local.tokens, journey.local.places)
+        rows = all_to_all_rows(rows, journey.received, journey.sent, self.group)
+        return sum_rows(rows, journey.tokens, journey.places)
+
+
+class _Journey(NamedTuple):
+    """Attributes:
+    sent, received: rows to and from each rank.
+    tokens: (number of sent rows,) whose copy each sent row is.
+    places: (T, top_k * etp_size) where each token's copies stand among the sent rows.
+    local: the order of received rows by expert.
+    """
+
+    sent: list[int]
+    received: list[int]
+    tokens: Tensor
+    places: Tensor
+    local: ExpertOrder

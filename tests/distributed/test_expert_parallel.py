@@ -1,0 +1,162 @@
+"""Experts on several ranks: what tokens get, every gradient, and the routers' losses equal those of one rank."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rl_backend.contracts import ConfigError
+from rl_backend.parallel.all_to_all import all_to_all_rows
+from rl_backend.parallel.expert import AllToAllDispatcher
+from rl_backend.primitive.experts import SwiGLUExperts
+from rl_backend.primitive.moe import MoE
+from rl_backend.primitive.router import RouterSettings
+from tests.support.rank_pool import RankPool
+
+HIDDEN, INTERMEDIATE, EXPERTS = 8, 12, 8
+LAYOUTS = [(2, 1), (1, 2), (4, 1), (2, 2), (1, 4)]
+TOKENS = {
+    "different numbers": (7, 13, 4, 9),
+    "ranks without tokens": (0, 11, 0, 5),
+    "one token": (0, 1, 0, 0),
+}
+
+
+class Case(NamedTuple):
+    """What every rank of a test computes on; ``skewed`` sends all tokens to two experts, ``top_k`` of 1 to one."""
+
+    tokens: tuple[int, ...]
+    top_k: int = 3
+    skewed: bool = False
+    checkpointed: bool = False
+
+
+CASES = {
+    **{name: Case(numbers) for name, numbers in TOKENS.items()},
+    "all tokens to one expert": Case((5, 6, 0, 3), top_k=1, skewed=True),
+    "computed again in the backward pass": Case((5, 6, 2, 3), checkpointed=True),
+}
+
+
+def make_moe(case: Case) -> MoE:
+    """A mixture whose every parameter the seed fixes; float64."""
+    generator = torch.Generator().manual_seed(0)
+    moe = MoE(HIDDEN, INTERMEDIATE, RouterSettings(EXPERTS, case.top_k, normalise=case.top_k > 1)).double()
+    with torch.no_grad():
+        for parameter in moe.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+        if case.skewed:
+            moe.gate.weight[:] = 1e-3 * moe.gate.weight
+            moe.gate.weight[5] = 1.0
+    return moe
+
+
+def make_tokens(case: Case, ranks: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Tokens of each rank, positive so that the skewed router prefers one expert, and what their outputs are mixed with."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(count, HIDDEN) for count in case.tokens[:ranks]]
+    tokens = [torch.rand(shape, generator=generator, dtype=torch.float64) + 0.1 for shape in shapes]
+    if not case.skewed:
+        tokens = [3 * (x - 0.6) for x in tokens]
+    return tokens, [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def part_of(moe: MoE, index: int, ep_size: int, etp_size: int) -> SwiGLUExperts:
+    """The experts that rank ``index`` of the group has."""
+    ep, etp = divmod(index, etp_size)
+    gate_up = moe.experts.gate_up_proj.chunk(ep_size)[ep].chunk(etp_size, dim=2)[etp]
+    down = moe.experts.down_proj.chunk(ep_size)[ep].chunk(etp_size, dim=2)[etp]
+    experts = SwiGLUExperts(EXPERTS // ep_size, HIDDEN, INTERMEDIATE // etp_size)
+    experts.gate_up_proj = nn.Parameter(gate_up.detach().clone())
+    experts.down_proj = nn.Parameter(down.detach().clone())
+    return experts
+
+
+def results(moe: MoE, x: Tensor, mix: Tensor, checkpointed: bool = False) -> dict[str, Tensor]:
+    """Output and gradients of one forward and backward."""
+    x = x.clone().requires_grad_()
+    output = checkpoint(moe, x, use_reentrant=False) if checkpointed else moe(x)
+    (output * mix).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in moe.named_parameters()}
+    return {"output": output.detach(), "x": x.grad, **gradients}
+
+
+def mixture_job(ep_size: int, etp_size: int, case: Case) -> dict[str, Tensor]:
+    """Results on this rank's tokens and part of the experts; the router's gradient summed over the ranks."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    moe = make_moe(case)
+    moe.experts = part_of(moe, rank, ep_size, etp_size)
+    moe.experts.dispatcher = AllToAllDispatcher(group, EXPERTS, ep_size, etp_size)
+    tokens, mixes = make_tokens(case, dist.get_world_size())
+    found = results(moe, tokens[rank], mixes[rank], case.checkpointed)
+    again = make_moe(case)
+    again.experts = part_of(again, rank, ep_size, etp_size)
+    again.experts.dispatcher = moe.experts.dispatcher
+    assert all(map(torch.equal, found.values(), results(again, tokens[rank], mixes[rank]).values()))
+    dist.all_reduce(found["gate.weight"])
+    return found
+
+
+@pytest.mark.shows(
+    "parallel: experts on 2 and 4 ranks (ep, etp, both) give one rank's outputs and gradients, router's included"
+)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(("ep_size", "etp_size"), LAYOUTS, ids=lambda size: str(size))
+def test_experts_on_several_ranks_give_what_one_rank_gives(ranks: RankPool, ep_size: int, etp_size: int, case: Case) -> None:
+    world_size = ep_size * etp_size
+    tokens, mixes = make_tokens(case, world_size)
+    moe = make_moe(case)
+    expected = results(moe, torch.cat(tokens), torch.cat(mixes))
+    if sum(case.tokens[:world_size]) > 1:
+        assert expected["gate.weight"].abs().max() > 1e-3
+    parts = ranks.run(mixture_job, ep_size, etp_size, case, world_size=world_size)
+    for name in ("output", "x"):
+        torch.testing.assert_close(torch.cat([part[name] for part in parts]), expected[name], rtol=1e-10, atol=1e-12)
+    for index, part in enumerate(parts):
+        ep, etp = divmod(index, etp_size)
+        for name in ("experts.gate_up_proj", "experts.down_proj"):
+            wanted = expected[name].chunk(ep_size)[ep].chunk(etp_size, dim=2)[etp]
+            torch.testing.assert_close(part[name], wanted, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(part["gate.weight"], expected["gate.weight"], rtol=1e-10, atol=1e-12)
+
+
+def rows_job() -> tuple[list[list[float]], list[list[float]]]:
+    group = dist.group.WORLD
+    assert group is not None
+    rank = dist.get_rank()
+    sent = {0: [1, 2], 1: [0, 3]}[rank]
+    received = {0: [1, 0], 1: [2, 3]}[rank]
+    x = torch.tensor([[10.0 * rank + index] for index in range(sum(sent))], requires_grad=True)
+    out = all_to_all_rows(x, sent, received, group)
+    (out * (rank + 1)).sum().backward()
+    assert x.grad is not None
+    return out.tolist(), x.grad.tolist()
+
+
+def test_rows_go_to_the_ranks_they_are_for_and_their_gradients_come_back(ranks: RankPool) -> None:
+    first, second = ranks.run(rows_job)
+    assert first == ([[0.0]], [[1.0], [2.0], [2.0]])
+    assert second == ([[1.0], [2.0], [10.0], [11.0], [12.0]], [[2.0], [2.0], [2.0]])
+
+
+def refused_job() -> list[str]:
+    group = dist.group.WORLD
+    assert group is not None
+    messages = []
+    for num_experts, ep_size, etp_size in ((3, 2, 1), (4, 2, 2)):
+        with pytest.raises(ConfigError) as caught:
+            AllToAllDispatcher(group, num_experts, ep_size, etp_size)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_sizes_that_do_not_fit_are_refused(ranks: RankPool) -> None:
+    for experts, group in ranks.run(refused_job):
+        assert experts == "ep=2: must divide the number of experts, 3"
+        assert group == "a group of 2 ranks cannot be ep=2 times etp=2"
