@@ -115,7 +115,7 @@ def make_schedule(
 
 
 def require_stages(name: str, pp_size: int, stages_per_rank: int | None = None) -> Algorithm:
-    """The algorithm; raises :class:`ConfigError` unless it exists and can do so many stages per rank (None: what it needs)."""
+    """The algorithm; raises :class:`ConfigError` unless it exists and can do so many stages per rank (None: any)."""
     algorithm = SCHEDULES.get(name)
     if algorithm is None:
         raise ConfigError.of("schedule", name, f"unknown; known: {', '.join(SCHEDULES)}")

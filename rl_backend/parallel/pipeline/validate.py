@@ -39,11 +39,9 @@ def validate(schedule: Schedule) -> None:
 
 
 def _check_placement(schedule: Schedule) -> None:
-    ranks = set(range(schedule.pp_size))
-    if set(schedule.placement) != ranks:
-        raise _error(
-            schedule, f"stages are on ranks {sorted(set(schedule.placement))}, and there are lists for {sorted(ranks)}"
-        )
+    placed, ranks = sorted(set(schedule.placement)), list(range(schedule.pp_size))
+    if placed != ranks:
+        raise _error(schedule, f"stages are placed on the ranks {placed}, and there are lists for {ranks}")
     if len(schedule.activation_bound) != schedule.pp_size:
         raise _error(schedule, f"{len(schedule.activation_bound)} activation bounds for {schedule.pp_size} ranks")
     for rank, own in enumerate(schedule.actions):
@@ -65,10 +63,12 @@ def _check_complete(schedule: Schedule) -> None:
         for micro_batch in range(schedule.num_micro_batches)
         for action in _expected(schedule, stage, micro_batch, split=Action(Kind.BACKWARD, stage, micro_batch) not in counts)
     }
-    if missing := expected - counts.keys():
-        raise _error(schedule, f"missing: {_list(sorted(missing, key=_place))}")
-    if surplus := counts.keys() - expected:
-        raise _error(schedule, f"not needed: {_list(sorted(surplus, key=_place))}")
+    missing = sorted((action for action in expected if action not in counts), key=_place)
+    if missing:
+        raise _error(schedule, f"missing: {_list(missing)}")
+    surplus = sorted((action for action in counts if action not in expected), key=_place)
+    if surplus:
+        raise _error(schedule, f"not needed: {_list(surplus)}")
 
 
 def _expected(schedule: Schedule, stage: int, micro_batch: int, *, split: bool) -> Iterable[Action]:
