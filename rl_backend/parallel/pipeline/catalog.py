@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rl_backend.contracts import BatchError, ConfigError
+from rl_backend.parallel.pipeline.actions import Kind
 from rl_backend.parallel.pipeline.communication import with_communication
 from rl_backend.parallel.pipeline.costs import Costs
 from rl_backend.parallel.pipeline.orders import dualpipev, one_forward_one_backward, zbv, zero_bubble
+from rl_backend.parallel.pipeline.orders.greedy import greedy_order
 from rl_backend.parallel.pipeline.placement import loop_placement, v_placement
 from rl_backend.parallel.pipeline.schedule import Order, Schedule
 from rl_backend.parallel.pipeline.timing import shortest
@@ -82,13 +84,20 @@ SCHEDULES = {
 
 
 def make_schedule(
-    name: str, pp_size: int, num_micro_batches: int, *, stages_per_rank: int | None = None, costs: Costs | None = None
+    name: str,
+    pp_size: int,
+    num_micro_batches: int,
+    *,
+    stages_per_rank: int | None = None,
+    forward_only: bool = False,
+    costs: Costs | None = None,
 ) -> Schedule:
     """Makes and validates a schedule.
 
     Args:
         name: one of ``SCHEDULES``.
         stages_per_rank: default: what the schedule needs, 2 where several will do.
+        forward_only: only the forward passes, with the stages where the schedule has them; for any number of micro-batches.
         costs: where the algorithm has a choice it takes the order with the shortest makespan for them, and of those the one
             with the smallest bubble inside a rank. Sends and receives are placed for them too.
 
@@ -97,18 +106,23 @@ def make_schedule(
         BatchError: a number of micro-batches that the schedule cannot do.
     """
     algorithm = require_stages(name, pp_size, stages_per_rank)
-    require_micro_batches(name, pp_size, num_micro_batches)
+    require_micro_batches(name, pp_size, num_micro_batches, forward_only=forward_only)
     v = stages_per_rank or algorithm.stages_per_rank or 2
     placement = v_placement(pp_size) if algorithm.placement == "v" else loop_placement(pp_size, v)
     costs = costs or Costs()
     costs.require_stages(len(placement))
-    order = shortest(algorithm.orders(pp_size, num_micro_batches, v, costs), placement, costs)
+    if forward_only:
+        unbounded = [len(placement) * num_micro_batches] * pp_size
+        order: Order = greedy_order(placement, num_micro_batches, costs, unbounded, [()] * pp_size, [Kind.FORWARD])
+    else:
+        order = shortest(algorithm.orders(pp_size, num_micro_batches, v, costs), placement, costs)
     schedule = Schedule(
         name=name,
         num_micro_batches=num_micro_batches,
         placement=placement,
         actions=with_communication(order, placement, costs),
-        activation_bound=tuple(algorithm.bound(pp_size, num_micro_batches, v)),
+        activation_bound=(0,) * pp_size if forward_only else tuple(algorithm.bound(pp_size, num_micro_batches, v)),
+        forward_only=forward_only,
     )
     validate(schedule)
     return schedule
@@ -139,12 +153,14 @@ def require_stages(name: str, pp_size: int, stages_per_rank: int | None = None) 
     return algorithm
 
 
-def require_micro_batches(name: str, pp_size: int, num_micro_batches: int) -> None:
+def require_micro_batches(name: str, pp_size: int, num_micro_batches: int, *, forward_only: bool = False) -> None:
     """Raises :class:`BatchError` unless the schedule, which exists, can do so many micro-batches."""
     algorithm = SCHEDULES[name]
     given = f"{num_micro_batches} micro-batches"
     if num_micro_batches < 1:
         raise BatchError(f"{given}: a step needs at least 1", num_micro_batches=num_micro_batches)
+    if forward_only:
+        return
     if algorithm.whole_groups and num_micro_batches % pp_size:
         below = num_micro_batches // pp_size * pp_size
         fitting = " or ".join(str(count) for count in (below, below + pp_size) if count)

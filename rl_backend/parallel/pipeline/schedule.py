@@ -55,18 +55,6 @@ class Schedule:
         """For each rank the most activations that it holds at once, in stages times micro-batches."""
         return tuple(_peak(actions) if not self.forward_only else 0 for actions in self.actions)
 
-    def without_backward(self) -> Schedule:
-        """The forward passes of this schedule, in its order."""
-        kept = {Kind.FORWARD, Kind.SEND_ACTIVATION, Kind.RECEIVE_ACTIVATION}
-        return Schedule(
-            name=self.name,
-            num_micro_batches=self.num_micro_batches,
-            placement=self.placement,
-            actions=tuple(tuple(action for action in actions if action.kind in kept) for actions in self.actions),
-            activation_bound=(0,) * self.pp_size,
-            forward_only=True,
-        )
-
     def __str__(self) -> str:
         """The computations of each rank on a line."""
         return "\n".join(

@@ -11,8 +11,6 @@ from rl_backend.parallel.pipeline.actions import Action, Kind
 from rl_backend.parallel.pipeline.costs import Costs
 from rl_backend.parallel.pipeline.dependencies import inputs_of
 
-STEPS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-
 
 class _Candidate(NamedTuple):
     start: float
@@ -29,7 +27,7 @@ def greedy_order(
     begun: Sequence[Sequence[Action]],
     priority: Sequence[Kind],
 ) -> list[list[Action]]:
-    """The computations of each rank, with split backward passes.
+    """The computations of each rank: all forward passes, and with split backward passes if ``priority`` has their kinds.
 
     Args:
         placement: rank of each stage.
@@ -44,7 +42,7 @@ def greedy_order(
     state = _State(placement, num_micro_batches, costs, bound, begun, priority)
     ranks = range(len(bound))
     next_of = [state.best(rank) for rank in ranks]
-    for _ in range(len(STEPS) * len(placement) * num_micro_batches):
+    for _ in range(len(priority) * len(placement) * num_micro_batches):
         rank = min(ranks, key=lambda rank: _start(next_of[rank]))
         chosen = next_of[rank]
         if chosen is None:
@@ -110,7 +108,7 @@ class _State:
         """The next micro-batch of each stage for each kind, but forward passes beyond the bound."""
         last = self._stages[rank][-1]
         for stage in self._stages[rank]:
-            for kind in STEPS:
+            for kind in self._priority:
                 done = self._done[kind, stage]
                 room = self._bound[rank] - self._held[rank] - (stage != last)
                 if done < self._num_micro_batches and (kind is not Kind.FORWARD or room > 0):
