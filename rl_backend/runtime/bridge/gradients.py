@@ -12,7 +12,8 @@ from torch import Tensor
 
 from rl_backend.contracts import HandleError
 from rl_backend.runtime.bridge.conversion import Conversion
-from rl_backend.runtime.bridge.export import WeightStream, select_conversions, start_stream
+from rl_backend.runtime.bridge.export import select_conversions, start_conversions
+from rl_backend.runtime.export_stream import WeightStream
 
 if TYPE_CHECKING:
     from rl_backend.runtime.bridge.handle import BridgeHandle
@@ -45,7 +46,7 @@ def export_gradients(handle: BridgeHandle, *, only: Collection[str] | None) -> W
             if only is None or name in only:
                 yield name, tensor.float()
 
-    return start_stream([[conversion] for conversion in conversions], converted, handle.groups)
+    return start_conversions([[conversion] for conversion in conversions], converted, handle.groups)
 
 
 @contextmanager

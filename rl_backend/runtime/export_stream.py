@@ -1,0 +1,115 @@
+"""What the exports of all runtimes share: names, buckets, and ranks that agree to go on or to end early together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_backend.contracts import ConfigError, ExportInterruptedError
+
+type WeightStream = Generator[tuple[str, Tensor], None, None]
+
+
+class Gathered(Protocol):
+    """What a runtime gathers at one time. Its text names it in messages."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def require_known_names(operation: str, wanted: Collection[str] | None, known: Collection[str]) -> None:
+    """Raises :class:`ConfigError` for names that the model does not have; None asks for all."""
+    unknown = sorted(set(wanted or ()).difference(known))
+    if unknown:
+        raise ConfigError(
+            f"{operation}: the model has no weights called {', '.join(unknown[:8])}; weight_infos lists its names",
+            names=unknown,
+        )
+
+
+def plan_buckets[G: Gathered](items: Sequence[G], byte_budget: int | None) -> list[list[G]]:
+    """``items`` in order, in buckets of at most ``byte_budget`` bytes and one dtype; None puts each in one of its own.
+
+    Raises:
+        ConfigError: a budget smaller than the largest item.
+    """
+    if byte_budget is None:
+        return [[item] for item in items]
+    largest = max(items, key=lambda item: item.nbytes, default=None)
+    if largest is not None and largest.nbytes > byte_budget:
+        raise ConfigError(
+            f"export_weights: byte_budget={byte_budget} cannot hold {largest} with {largest.nbytes} bytes; raise the budget",
+            byte_budget=byte_budget,
+            name=str(largest),
+            nbytes=largest.nbytes,
+        )
+    buckets: list[list[G]] = []
+    filled = 0
+    for item in items:
+        if not buckets or buckets[-1][-1].dtype != item.dtype or filled + item.nbytes > byte_budget:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(item)
+        filled += item.nbytes
+    return buckets
+
+
+def start_stream[G](
+    buckets: Sequence[Sequence[G]],
+    gather: Callable[[Sequence[G]], Iterator[tuple[str, Tensor]]],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> WeightStream:
+    """The generator over what ``gather`` makes of every bucket, a collective over ``group``, at its first agreement.
+
+    Before each bucket, and once more at the end, the ranks agree that all of them go on. A rank whose generator is closed
+    takes part up to there and says no, and the others raise :class:`ExportInterruptedError`. The generator has run to its
+    first yield, so that closing it unused still tells the other ranks.
+    """
+    stream = _stream(buckets, gather, group, device)
+    next(stream)
+    return stream
+
+
+def _stream[G](
+    buckets: Sequence[Sequence[G]],
+    gather: Callable[[Sequence[G]], Iterator[tuple[str, Tensor]]],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> WeightStream:
+    left: Iterator[tuple[str, Tensor]] = iter(())
+    try:
+        yield "", torch.empty(0)
+        for bucket in buckets:
+            _raise_if_interrupted(group, device)
+            left = gather(bucket)
+            # Not `yield from`, which would close what is left together with this generator.
+            for item in left:  # noqa: UP028
+                yield item
+    except GeneratorExit:
+        for _ in left:
+            # The other ranks gather the rest of this bucket before they ask.
+            pass
+        _all_go_on(group, device, False)
+        raise
+    _raise_if_interrupted(group, device)
+
+
+def _raise_if_interrupted(group: dist.ProcessGroup, device: torch.device) -> None:
+    if not _all_go_on(group, device, True):
+        raise ExportInterruptedError("another rank closed export_weights before its end, so it ended on this rank too")
+
+
+def _all_go_on(group: dist.ProcessGroup, device: torch.device, here: bool) -> bool:
+    if group.size() == 1:
+        return here
+    flag = torch.tensor(int(here), device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
+    return bool(flag.item())
