@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_backend.primitive.experts import SwiGLUExperts
@@ -22,6 +23,10 @@ class MoE(nn.Module):
             section 3.2); 0 for none.
         shared_gate: multiply their output by ``sigmoid(x @ shared_expert_gate)``, as Qwen2-MoE does.
         coefficients: of the router's losses.
+
+    Attributes:
+        token_group: ranks over which the tokens of a micro-batch are spread, for the router's losses; None where this one
+            has all of them.
     """
 
     def __init__(
@@ -36,23 +41,27 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.coefficients = coefficients
+        self.token_group: dist.ProcessGroup | None = None
         self.gate = Router(hidden_size, router)
         self.experts = SwiGLUExperts(router.num_experts, hidden_size, intermediate_size)
         self.shared_expert = SwiGLU(hidden_size, shared_intermediate_size) if shared_intermediate_size else None
         self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False) if shared_gate else None
 
-    def forward(self, x: Tensor, loss_weight: float = 1.0) -> Tensor:
+    def forward(self, x: Tensor, loss_weight: float = 1.0, padding: Tensor | None = None) -> Tensor:
         """(T, hidden_size) -> (T, hidden_size).
 
         Args:
             loss_weight: what the router's losses of these tokens count for.
+            padding: (T,) bool, tokens that do not count in the router's losses.
         """
-        return self.apply_experts(x, self.route(x, loss_weight))
+        return self.apply_experts(x, self.route(x, loss_weight, padding=padding))
 
-    def route(self, x: Tensor, loss_weight: float = 1.0, experts: Tensor | None = None) -> Routing:
+    def route(
+        self, x: Tensor, loss_weight: float = 1.0, experts: Tensor | None = None, padding: Tensor | None = None
+    ) -> Routing:
         """Chooses experts, or takes ``experts`` (T, top_k), and weights them."""
         routing: Routing = self.gate(x, experts)
-        return with_router_losses(routing, self.gate.settings, self.coefficients, loss_weight)
+        return with_router_losses(routing, self.gate.settings, self.coefficients, loss_weight, padding, self.token_group)
 
     def apply_experts(self, x: Tensor, routing: Routing) -> Tensor:
         """What the experts make of (T, hidden_size)."""

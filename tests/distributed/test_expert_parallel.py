@@ -16,6 +16,7 @@ from rl_backend.parallel.expert import AllToAllDispatcher
 from rl_backend.primitive.experts import SwiGLUExperts
 from rl_backend.primitive.moe import MoE
 from rl_backend.primitive.router import RouterSettings
+from rl_backend.primitive.router_balance import RouterLossCoefficients
 from tests.support.rank_pool import RankPool
 
 HIDDEN, INTERMEDIATE, EXPERTS = 8, 12, 8
@@ -124,6 +125,51 @@ def test_experts_on_several_ranks_give_what_one_rank_gives(ranks: RankPool, ep_s
             wanted = expected[name].chunk(ep_size)[ep].chunk(etp_size, dim=2)[etp]
             torch.testing.assert_close(part[name], wanted, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(part["gate.weight"], expected["gate.weight"], rtol=1e-10, atol=1e-12)
+
+
+PADDED = ((6, 0), (6, 2), (6, 6), (6, 5))
+"""Rows of each rank, and how many of the last of them are padding: on one of them, all."""
+
+
+def loss_moe() -> MoE:
+    moe = make_moe(Case((0,)))
+    moe.coefficients = RouterLossCoefficients(load_balancing=0.3, z=0.2)
+    return moe
+
+
+def padded_tokens(ranks: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Rows, what outputs are mixed with (0 for padding) and padding of each rank."""
+    tokens, mixes = make_tokens(Case(tuple(rows for rows, _ in PADDED)), ranks)
+    paddings = [torch.arange(rows) >= rows - padded for rows, padded in PADDED[:ranks]]
+    return tokens, [mix.masked_fill(padding[:, None], 0.0) for mix, padding in zip(mixes, paddings, strict=True)], paddings
+
+
+def loss_job() -> tuple[Tensor, Tensor]:
+    rank = dist.get_rank()
+    tokens, mixes, paddings = padded_tokens(dist.get_world_size())
+    moe = loss_moe()
+    moe.token_group = dist.group.WORLD
+    x = tokens[rank].requires_grad_()
+    padding = paddings[rank] if paddings[rank].any() else None
+    (checkpoint(moe, x, 0.5, padding, use_reentrant=False) * mixes[rank]).sum().backward()
+    assert x.grad is not None and moe.gate.weight.grad is not None
+    dist.all_reduce(moe.gate.weight.grad)
+    return x.grad, moe.gate.weight.grad
+
+
+@pytest.mark.shows("parallel: losses of routers do not depend on how tokens, and padding, lie on 2 and 4 ranks")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_router_losses_are_those_of_all_tokens_and_of_no_padding(ranks: RankPool, world_size: int) -> None:
+    tokens, mixes, paddings = padded_tokens(world_size)
+    kept = ~torch.cat(paddings)
+    moe, x = loss_moe(), torch.cat(tokens)[kept].requires_grad_()
+    (moe(x, 0.5) * torch.cat(mixes)[kept]).sum().backward()
+    found = ranks.run(loss_job, world_size=world_size)
+    of_tokens = torch.cat([gradient for gradient, _ in found])
+    torch.testing.assert_close(of_tokens[kept], x.grad, rtol=1e-10, atol=1e-12)
+    assert not of_tokens[~kept].any()
+    for _, of_router in found:
+        torch.testing.assert_close(of_router, moe.gate.weight.grad, rtol=1e-10, atol=1e-12)
 
 
 def rows_job() -> tuple[list[list[float]], list[list[float]]]:

@@ -234,6 +234,17 @@ def test_the_z_loss_is_the_mean_square_of_the_log_partition() -> None:
     torch.testing.assert_close(router_z_loss(logits), expected)
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_padding_does_not_count_in_the_losses(score: str) -> None:
+    router = filled(Router(HIDDEN, RouterSettings(EXPERTS, 2, score)))  # type: ignore[arg-type]
+    routing, padding = router(tokens()), torch.arange(TOKENS) % 3 == 1
+    kept = Routing(*(part[~padding] for part in routing))
+    found = load_balancing_loss(routing, router.settings, padding), router_z_loss(routing.logits, padding)
+    torch.testing.assert_close(found, (load_balancing_loss(kept, router.settings), router_z_loss(kept.logits)))
+    gradients = torch.autograd.grad(sum(found), routing.logits)[0]
+    assert not gradients[padding].any() and bool(gradients[~padding].any(1).all())
+
+
 def test_loss_free_balancing_lowers_the_bias_of_experts_with_more_than_the_mean() -> None:
     counts = tokens_per_expert(torch.tensor([[0, 1], [0, 2], [0, 1]]), 4)
     assert counts.tolist() == [3, 2, 1, 0]

@@ -18,9 +18,17 @@ class MoELayer(DenseLayer):
 
     mlp: MoE
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments, router_loss_weight: float = 1.0) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        segments: Segments,
+        router_loss_weight: float = 1.0,
+        padding: Tensor | None = None,
+    ) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, segments)
-        return x + self.mlp(self.post_attention_layernorm(x), router_loss_weight)  # type: ignore[no-any-return]
+        return x + self.mlp(self.post_attention_layernorm(x), router_loss_weight, padding)  # type: ignore[no-any-return]
 
 
 class MoEDecoder(DenseDecoder):
@@ -44,4 +52,5 @@ class MoEDecoder(DenseDecoder):
     def apply_layer(self, layer: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor, inputs: ModelInput) -> Tensor:
         if not isinstance(layer, MoELayer):
             return super().apply_layer(layer, hidden, cos, sin, inputs)
-        return layer(hidden, cos, sin, inputs.segments, inputs.router_loss_weight)  # type: ignore[no-any-return]
+        weight, padding = inputs.router_loss_weight, inputs.padding
+        return layer(hidden, cos, sin, inputs.segments, weight, padding)  # type: ignore[no-any-return]
