@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from rl_backend.contracts import RuntimeConfig, WeightName
 from rl_backend.model import ModelFamily
 from rl_backend.parallel.groups import ParallelGroups
+from rl_backend.parallel.shards import local_tensor
 from rl_backend.runtime.held import HeldHandle
-from rl_backend.runtime.native.fsdp_state import local_tensor
 from rl_backend.runtime.native.optimizer import NativeOptimizer
 from rl_backend.runtime.placement import Part, Placement
 
