@@ -12,7 +12,7 @@ from rl_backend.parallel.pipeline.actions import Action, Kind
 def zb_h1(pp_size: int, num_micro_batches: int) -> list[list[Action]]:
     """1F1B with the backward pass for the weights put off by r micro-batches on rank r.
 
-    For p ranks, ``W <= B`` and enough micro-batches each rank idles for ``(p - 1) * (F + B - W)`` (table 2).
+    For p ranks, W at most F and B, and ``m >= p`` each rank idles for ``(p - 1) * (F + B - W)`` (table 2).
     """
     return [_order(rank, num_micro_batches, ahead=pp_size - rank, put_off=rank) for rank in range(pp_size)]
 
@@ -20,7 +20,7 @@ def zb_h1(pp_size: int, num_micro_batches: int) -> list[list[Action]]:
 def zb_h2(pp_size: int, num_micro_batches: int) -> list[list[Action]]:
     """As many forward passes ahead as fit in until the first gradient is back.
 
-    For p ranks and enough micro-batches a rank idles for ``max(0, (p - 1) * (F + B - 2W))`` between its first start and its
+    For p ranks and ``m >= 2p - 1`` a rank idles for ``max(0, (p - 1) * (F + B - 2W))`` between its first start and its
     last end (table 2).
     """
     return [_order(rank, num_micro_batches, ahead=2 * (pp_size - rank) - 1, put_off=2 * rank) for rank in range(pp_size)]

@@ -1,0 +1,159 @@
+"""Runs one rank's actions of a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_backend.parallel.pipeline.actions import Action, Kind
+from rl_backend.parallel.pipeline.schedule import Schedule
+from rl_backend.primitive.deferred import WeightGradients, put_off_weight_gradients
+
+type _Place = tuple[int, int]
+"""Stage and micro-batch."""
+
+
+class StageWork(Protocol):
+    """The computations of this rank's stages."""
+
+    def forward(self, stage: int, micro_batch: int, hidden: Tensor | None) -> Tensor | None:
+        """Runs a stage.
+
+        Args:
+            hidden: what the stage before put out; None for the first.
+
+        Returns:
+            What the next stage takes; of the last stage the loss, or None in a forward-only pass.
+        """
+        ...
+
+    def empty_hidden(self, micro_batch: int) -> Tensor:
+        """Uninitialised hidden states between two stages, of the shape and dtype that this micro-batch has."""
+        ...
+
+    def span(self, action: Action) -> object:
+        """A context manager around a computation, for a trace."""
+        ...
+
+
+class _Activation(NamedTuple):
+    """What is kept from a forward pass until its backward pass."""
+
+    hidden: Tensor | None
+    output: Tensor
+
+
+class PipelineExecutor:
+    """Runs the actions of one rank, with receives posted in their places and waited for when they are needed.
+
+    Micro-batches may differ in length. Communication goes through ``isend`` and ``irecv`` in the order of the schedule, which
+    is that of one global sequence of events: no rank can wait for another in a circle, also where a backend works a rank's
+    transfers off one after the other.
+
+    Args:
+        schedule: of all ranks of ``group``.
+        group: the ranks of the pipeline, rank r of the schedule at place r.
+        work: this rank's stages.
+    """
+
+    def __init__(self, schedule: Schedule, group: dist.ProcessGroup, work: StageWork) -> None:
+        self._schedule = schedule
+        self._group = group
+        self._rank = group.rank()
+        self._work = work
+        self._hidden: dict[_Place, Tensor] = {}
+        self._gradients: dict[_Place, Tensor] = {}
+        self._activations: dict[_Place, _Activation] = {}
+        self._put_off: dict[_Place, WeightGradients] = {}
+        self._arriving: dict[Action, tuple[dist.Work, Tensor]] = {}
+        self._departing: list[tuple[dist.Work, Tensor]] = []
+
+    def run(self) -> None:
+        """Runs all actions. A collective over the pipeline's ranks."""
+        steps = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
+            Kind.SEND_ACTIVATION: self._send,
+            Kind.SEND_GRADIENT: self._send,
+            Kind.RECEIVE_ACTIVATION: self._receive,
+            Kind.RECEIVE_GRADIENT: self._receive,
+        }
+        for action in self._schedule.actions[self._rank]:
+            steps[action.kind](action)
+        for work, _ in self._departing:
+            work.wait()
+
+    def _forward(self, action: Action) -> None:
+        _, stage, micro_batch = action
+        hidden = None
+        if stage > 0:
+            arrived = self._take(self._hidden, Kind.RECEIVE_ACTIVATION, action)
+            hidden = arrived.requires_grad_(not self._schedule.forward_only)
+        with self._work.span(action):  # type: ignore[attr-defined]
+            output = self._work.forward(stage, micro_batch, hidden)
+        if not self._schedule.forward_only:
+            assert output is not None, "a pass with a backward pass has a loss"
+            self._activations[stage, micro_batch] = _Activation(hidden, output)
+        if stage + 1 < self._schedule.num_stages:
+            assert output is not None, "only the last stage returns nothing"
+            self._hidden[stage + 1, micro_batch] = output.detach()
+
+    def _backward(self, action: Action) -> None:
+        _, stage, micro_batch = action
+        gradient = None
+        if stage + 1 < self._schedule.num_stages:
+            gradient = self._take(self._gradients, Kind.RECEIVE_GRADIENT, action)
+        hidden, output = self._activations.pop((stage, micro_batch))
+        with self._work.span(action):  # type: ignore[attr-defined]
+            if action.kind is Kind.BACKWARD_INPUT:
+                with put_off_weight_gradients() as put_off:
+                    torch.autograd.backward([output], [gradient])
+                self._put_off[stage, micro_batch] = put_off
+            else:
+                torch.autograd.backward([output], [gradient])
+        if hidden is not None:
+            assert hidden.grad is not None, "the output depends on the input"
+            self._gradients[stage - 1, micro_batch] = hidden.grad
+
+    def _backward_weight(self, action: Action) -> None:
+        with self._work.span(action):  # type: ignore[attr-defined]
+            self._put_off.pop((action.stage, action.micro_batch)).compute()
+
+    def _send(self, action: Action) -> None:
+        _, stage, micro_batch = action
+        if action.kind is Kind.SEND_ACTIVATION:
+            tensor = self._hidden.pop((stage + 1, micro_batch))
+        else:
+            tensor = self._gradients.pop((stage - 1, micro_batch))
+        self._departing = [(work, sent) for work, sent in self._departing if not work.is_completed()]
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, group=self._group, group_dst=self._schedule.placement[action.other_end.stage])
+        assert work is not None, "this rank is in the group"
+        self._departing.append((work, tensor))
+
+    def _receive(self, action: Action) -> None:
+        tensor = self._work.empty_hidden(action.micro_batch)
+        work = dist.irecv(tensor, group=self._group, group_src=self._schedule.placement[action.other_end.stage])
+        assert work is not None, "this rank is in the group"
+        self._arriving[action] = (work, tensor)
+
+    def _take(self, here: dict[_Place, Tensor], kind: Kind, action: Action) -> Tensor:
+        """What another stage made for this computation, on this rank or another."""
+        _, stage, micro_batch = action
+        receive = Action(kind, stage, micro_batch)
+        if receive not in self._arriving:
+            return here.pop((stage, micro_batch))
+        work, tensor = self._arriving.pop(receive)
+        work.wait()
+        return tensor
+
+
+def stages_of_rank(placement: Sequence[int], rank: int) -> tuple[int, ...]:
+    """The stages that a rank has, in the order of the model."""
+    return tuple(stage for stage, owner in enumerate(placement) if owner == rank)
