@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from rl_backend.checkpoint.hf_reader import load_weights, read_hf_config
+from rl_backend.checkpoint.hf_reader import read_hf_config
+from rl_backend.checkpoint.hf_weights import load_weights
 from rl_backend.contracts import Head, ModelOutput, PackedBatch
 from rl_backend.model import BuildSettings, ModelInput, find_model
 from rl_backend.primitive.attention import Segments

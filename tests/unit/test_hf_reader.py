@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from rl_backend.checkpoint.hf_reader import WEIGHTS_INDEX, HFReader, load_weights, read_hf_config
+from rl_backend.checkpoint.hf_reader import WEIGHTS_INDEX, HFReader, read_hf_config
+from rl_backend.checkpoint.hf_weights import load_weights
 from rl_backend.contracts import CheckpointError
 from rl_backend.model import QWEN3, BuildSettings
 
@@ -204,7 +205,7 @@ import torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from rl_backend.checkpoint.hf_reader import load_weights
+from rl_backend.checkpoint.hf_weights import load_weights
 
 path, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 # One process stands for one rank of `world`: loading communicates with nobody.

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from rl_backend.checkpoint.hf_reader import load_weights
+from rl_backend.checkpoint.hf_weights import load_weights
 from rl_backend.contracts import (
     CheckpointError,
     ConfigError,

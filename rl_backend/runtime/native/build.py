@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rl_backend.checkpoint.hf_reader import load_weights, read_hf_config
+from rl_backend.checkpoint.hf_reader import read_hf_config
+from rl_backend.checkpoint.hf_weights import load_weights
 from rl_backend.contracts import (
     VALUE_HEAD_WEIGHTS,
     ConfigError,

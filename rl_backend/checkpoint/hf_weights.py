@@ -1,0 +1,131 @@
+"""Filling a model from a Hugging Face directory: a rank reads the parts of tensors that it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from rl_backend.checkpoint.hf_reader import FLOAT_DTYPES, HFReader, listed
+from rl_backend.contracts import VALUE_HEAD_WEIGHTS, CheckpointError, WeightName, stored_names, stored_tensors
+from rl_backend.parallel.shards import local_region, local_tensor
+
+LM_HEAD = "lm_head.weight"
+
+_TIED_ROWS = 4096
+
+
+def load_weights(
+    path: Path | str,
+    parameters: Mapping[str, nn.Parameter],
+    weight_names: Mapping[str, WeightName],
+    *,
+    zero_if_absent: Collection[str] = (),
+    stored_buffers: tuple[str, ...] = (),
+) -> None:
+    """Fills each parameter, or this rank's shard of it, from the Hugging Face directory ``path``.
+
+    All names, shapes and dtypes are checked first. Then one stored tensor after the other is read, only what the shard has
+    of it, and converted to the parameter's dtype, so that host memory holds the shards and at most one more tensor. A stored
+    ``lm_head.weight`` that is not asked for is ignored for a critic, and with tied embeddings where it equals them; stored
+    rotary frequencies are ignored; any other tensor without a parameter is refused.
+
+    Args:
+        parameters: name in the module -> parameter, a DTensor where it is sharded.
+        weight_names: name in the module -> Hugging Face name, or those of the tensors that are packed in it.
+        zero_if_absent: Hugging Face names that the directory may lack; their parameters are filled with 0.
+        stored_buffers: endings of names without a parameter that are ignored as well.
+
+    Raises:
+        CheckpointError: what :class:`HFReader` raises, a missing, surplus or quantised tensor, another shape, or a head that
+            differs from the embeddings that it should be tied to.
+    """
+    reader = HFReader(path)
+    absent = set(zero_if_absent) - set(reader.infos)
+    wanted = {
+        stored: tuple(value.shape[len(index) :])
+        for name, value in parameters.items()
+        for index, stored in stored_tensors(weight_names[name])
+        if stored not in absent
+    }
+    _check_tensors(reader, wanted, stored_buffers)
+    _check_tied_head(reader, parameters, weight_names)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            local, region = local_tensor(parameter), local_region(parameter)
+            for index, stored in stored_tensors(weight_names[name]):
+                places = list(zip(index, region, strict=False))
+                if all(part.start <= place < part.stop for place, part in places):
+                    target = local[tuple(place - part.start for place, part in places)]
+                    if stored in absent:
+                        target.zero_()
+                    elif target.numel():
+                        target.copy_(reader.read(stored, region[len(index) :]))
+
+
+def _check_tied_head(reader: HFReader, parameters: Mapping[str, nn.Parameter], names: Mapping[str, WeightName]) -> None:
+    """A stored head that is not read must be the embeddings; each rank compares its own rows.
+
+    transformers unties one that differs without a word, and vLLM drops it: neither is what the other computes.
+    """
+    if LM_HEAD not in reader.infos or {LM_HEAD, VALUE_HEAD_WEIGHTS[0]} & set(stored_names(names)):
+        return
+    for name, embeddings in names.items():
+        if not isinstance(embeddings, str) or not embeddings.endswith("embed_tokens.weight"):
+            continue
+        local, (rows, *columns) = local_tensor(parameters[name]), local_region(parameters[name])
+        chunks = range(rows.start, rows.stop, _TIED_ROWS) if local.numel() else ()
+        regions = ((slice(start, min(start + _TIED_ROWS, rows.stop)), *columns) for start in chunks)
+        if reader.infos[LM_HEAD].shape != reader.infos[embeddings].shape or not all(
+            torch.equal(reader.read(LM_HEAD, region), reader.read(embeddings, region)) for region in regions
+        ):
+            raise CheckpointError(
+                f"{reader.path} has tie_word_embeddings=true in config.json, but a {LM_HEAD} that differs from its "
+                "embeddings; set tie_word_embeddings to false to use that head, or remove the tensor",
+                tensor=LM_HEAD,
+            )
+
+
+def _check_tensors(reader: HFReader, wanted: Mapping[str, tuple[int, ...]], stored_buffers: tuple[str, ...]) -> None:
+    score = VALUE_HEAD_WEIGHTS[0]
+    if score in reader.infos and score not in wanted and LM_HEAD not in reader.infos:
+        raise CheckpointError(
+            f"{reader.path} holds a critic or a reward model: it has {score} and no {LM_HEAD}; build it with head='values', "
+            "or give the directory of a language model",
+            tensor=score,
+        )
+    missing = [name for name in wanted if name not in reader.infos]
+    if missing:
+        raise CheckpointError(
+            f"{reader.path} has no tensor {listed(missing)}; the model that config.json describes needs it",
+            tensors=missing,
+        )
+    for name, shape in wanted.items():
+        stored = reader.infos[name]
+        if stored.shape != shape:
+            raise CheckpointError(
+                f"tensor {name!r} of {reader.path} has shape {stored.shape}; {_expected(name, shape)}",
+                tensor=name,
+            )
+        if not isinstance(stored.dtype, torch.dtype):
+            raise CheckpointError(
+                f"tensor {name!r} of {reader.path} has dtype {stored.dtype}; expected {', '.join(FLOAT_DTYPES)}; convert "
+                "quantised weights first",
+                tensor=name,
+            )
+    ignored = ("rotary_emb.inv_freq", *stored_buffers)
+    surplus = [name for name in reader.infos if name not in wanted and name != LM_HEAD and not name.endswith(ignored)]
+    if surplus:
+        raise CheckpointError(
+            f"{reader.path} has tensor {listed(surplus)}, for which the model that config.json describes has no parameter; "
+            "the weights and the configuration are of different models",
+            tensors=surplus,
+        )
+
+
+def _expected(name: str, shape: tuple[int, ...]) -> str:
+    if name in VALUE_HEAD_WEIGHTS:
+        return f"a critic's has {shape}: one value per token"
+    return f"config.json describes {shape}; the weights and the configuration are of different models"
