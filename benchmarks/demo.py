@@ -1,6 +1,7 @@
 """The demo, and the same run with shuffled rewards: accuracies, log-prob gap and seconds of each.
 
-``--backend bridge`` writes ``results/demo_bridge.json`` in place of ``results/demo.json``, which is native's.
+``--backend bridge`` writes ``results/demo_bridge.json`` in place of ``results/demo.json``, which is native's. With ``--moe``
+the model is a mixture of experts that is spread over two ranks, and the file ``results/demo_moe.json``.
 """
 
 from __future__ import annotations
@@ -27,14 +28,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default="native", help="runtime that trains")
     parser.add_argument("--control", action=argparse.BooleanOptionalAction, default=True, help="also with shuffled rewards")
+    parser.add_argument("--moe", action="store_true", help="a Qwen3-MoE on 2 ranks with ep=2")
     arguments = parser.parse_args()
-    options = ("--backend", arguments.backend)
+    options = ["--backend", arguments.backend]
+    if arguments.moe:
+        options += ["--model", "qwen3_moe", "--ranks", "2", "--ep", "2"]
     with tempfile.TemporaryDirectory() as folder:
         runs = [run_demo(Path(folder) / "demo", *options)]
         if arguments.control:
             runs.append(run_demo(Path(folder) / "shuffled", *options, "--shuffle-rewards"))
     write_result(
-        "demo" if arguments.backend == "native" else f"demo_{arguments.backend}",
+        "demo" + ("_moe" if arguments.moe else "") + ("" if arguments.backend == "native" else f"_{arguments.backend}"),
         {
             "accuracy_before": runs[0]["accuracy_before"],
             "accuracy_after": runs[0]["accuracy_after"],

@@ -15,18 +15,23 @@ from examples.common.cluster import ray_session, share_cluster
 from examples.common.command_line import parse_config, run_command
 from examples.common.result import RunResult
 from examples.common.runtime import RuntimeOptions
-from examples.demo.task import HELD_OUT, write_task
+from examples.demo.task import HELD_OUT, ModelName, write_task
 from rl_backend.contracts import ConfigError
 
 type Algorithm = Literal["grpo", "ppo", "cispo", "dapo", "dr_grpo", "gspo", "reinforce_plus_plus", "rloo"]
 
 RECIPES = Path(grpo.__file__).parent / "recipes"
+MODELS: dict[ModelName, str] = {
+    "qwen3": "a Qwen3 of 0.6M random weights",
+    "qwen3_moe": "a Qwen3-MoE of 2M random weights, 0.6M at work on a token,",
+}
 
 
 class DemoConfig(RuntimeOptions):
     """Options of the demo."""
 
     run_dir: str = Field(default="runs/demo", description="folder for everything; an earlier demo in it is replaced")
+    model: ModelName = Field(default="qwen3", description="qwen3, or qwen3_moe: a mixture of 8 experts, 2 for each token")
     algorithm: Algorithm = Field(
         default="grpo", description="grpo, ppo, or a recipe: cispo, dapo, dr_grpo, gspo, reinforce_plus_plus, rloo"
     )
@@ -108,11 +113,11 @@ def main() -> None:
     fresh_folder(run_dir)
     (run_dir / "demo.json").write_text(config.model_dump_json(indent=2) + "\n")
     task = run_dir / "task"
-    write_task(task, config.seed)
+    write_task(task, config.seed, config.model)
     print("The task: add two two-digit numbers; the answer is written last digit first, as in 47+38=58.")
     with ray_session(config.ranks, config.engines):
         share_cluster(config.ranks, config.engines)  # refuses what would not fit, before the warm start
-        print("\n[1/2] warm start: a Qwen3 of 0.6M random weights imitates demonstrations that often forget the carry")
+        print(f"\n[1/2] warm start: {MODELS[config.model]} imitates demonstrations that often forget the carry")
         model = warm_start(config, task, run_dir)
         print(f"\n[2/2] {config.algorithm}: vLLM samples, right answers are rewarded, weights go to vLLM after each step")
         result = reinforce(config, task, model, run_dir)

@@ -10,12 +10,20 @@ import json
 import random
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.utils.logging import disable_progress_bar
+
+type ModelName = Literal["qwen3", "qwen3_moe"]
 
 PAD, END = "<pad>", "<end>"
 CHARACTERS = "0123456789+="
@@ -31,14 +39,14 @@ def compute_score(
     return float(solution_str == ground_truth)
 
 
-def write_task(folder: Path, seed: int) -> None:
+def write_task(folder: Path, seed: int, model: ModelName = "qwen3") -> None:
     """Writes ``model/`` (random weights, tokenizer) and four files of examples.
 
     ``held_out.jsonl``, ``validation.jsonl`` and ``train.jsonl`` have right answers and no sum in common;
     ``demonstrations.jsonl`` has the sums of ``train.jsonl``, each several times, answered carelessly.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_model(folder / "model", seed)
+    write_model(folder / "model", seed, model)
     generator = random.Random(seed)
     pairs = [(first, second) for first in range(10, 100) for second in range(10, 100)]
     generator.shuffle(pairs)
@@ -74,26 +82,32 @@ def write_jsonl(path: Path, answers: list[tuple[tuple[int, int], str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_model(path: Path, seed: int) -> None:
-    """A Qwen3 of 0.6M parameters and a tokenizer with a token per character."""
+def write_model(path: Path, seed: int, model: ModelName) -> None:
+    """A Qwen3 of 0.6M parameters, or a Qwen3-MoE that has as many at work on a token, and a tokenizer with a token per
+    character.
+    """
     tokenizer = character_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    settings: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192, "norm_topk_prob": True}
     torch.manual_seed(seed)
     disable_progress_bar()
-    Qwen3ForCausalLM(config).save_pretrained(path)
+    if model == "qwen3_moe":
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings, **experts)).save_pretrained(path)
+    else:
+        Qwen3ForCausalLM(Qwen3Config(**settings)).save_pretrained(path)
     tokenizer.save_pretrained(path)
 
 

@@ -13,6 +13,7 @@ from examples import grpo
 from examples.common.result import RunResult
 from examples.demo.__main__ import DemoConfig, reinforce
 from rl_backend.contracts import ConfigError, RegistryError
+from tests.support.moe import upcycle
 
 STEPS = 40
 
@@ -70,6 +71,21 @@ def test_two_ranks_and_two_engines_learn_the_task(task: Path, warm_model: Path, 
     assert result.accuracy_after is not None
     assert result.accuracy_after >= result.accuracy_before + 0.15
     assert result.max_log_prob_gap <= 1e-5
+
+
+@pytest.mark.shows("loop: GRPO on a Qwen3-MoE whose experts are spread over 2 training ranks learns the demo task")
+def test_a_mixture_of_experts_on_two_ranks_learns_the_task(task: Path, warm_model: Path, tmp_path: Path) -> None:
+    mixture = upcycle(warm_model, tmp_path / "mixture")
+    result = reinforce(DemoConfig(model="qwen3_moe", steps=STEPS, ranks=2, ep=2), task, mixture, tmp_path)
+    assert result.accuracy_before is not None
+    assert result.accuracy_after is not None
+    assert 0.2 <= result.accuracy_before <= 0.6
+    assert result.accuracy_after >= result.accuracy_before + 0.15
+    assert result.max_log_prob_gap <= 1e-5
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "grpo" / "model")
+    assert trained.config.model_type == "qwen3_moe"
+    experts = trained.model.layers[0].mlp.experts.down_proj
+    assert bool((experts != experts[:1]).flatten(1).any(1)[1:].all())
 
 
 @pytest.mark.shows("loop: one seed gives the same rewards twice")

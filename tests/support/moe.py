@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rl_backend.contracts import WeightName, stored_tensors
@@ -49,3 +53,28 @@ def gradients_in_transformers_names(native: nn.Module) -> dict[str, Tensor]:
 def unpacked(names: Mapping[str, WeightName], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The Hugging Face tensors in whole parameters."""
     return {stored: tensors[parameter][index] for parameter, name in names.items() for index, stored in stored_tensors(name)}
+
+
+def upcycle(dense: Path, path: Path, num_experts: int = 4) -> Path:
+    """A Qwen3-MoE directory that computes what the Qwen3 in ``dense`` does: each expert is a copy of its feed-forward block.
+
+    Komatsuzaki et al., arXiv 2212.05055. Two experts a token, whose weights add up to 1; routers are random.
+    """
+    shutil.copytree(dense, path, ignore=shutil.ignore_patterns("*.safetensors*"))
+    config = json.loads((path / "config.json").read_text())
+    config |= {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True}
+    config |= {"num_experts": num_experts, "num_experts_per_tok": 2, "moe_intermediate_size": config["intermediate_size"]}
+    (path / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+    stored = [item for file in dense.glob("*.safetensors") for item in load_file(file).items()]
+    tensors = {}
+    for name, tensor in stored:
+        block, is_feed_forward, projection = name.partition(".mlp.")
+        if not is_feed_forward:
+            tensors[name] = tensor
+            continue
+        router = torch.randn(num_experts, config["hidden_size"], generator=generator)
+        tensors.setdefault(f"{block}.mlp.gate.weight", router)
+        tensors |= {f"{block}.mlp.experts.{expert}.{projection}": tensor.clone() for expert in range(num_experts)}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
