@@ -85,7 +85,7 @@ def regions_job(mesh_shape: tuple[int, ...], names: tuple[str, ...]) -> list[lis
             assert layout.counts(part_rank)
             copies[part] += 1
         assert torch.equal(copies, torch.ones(shape)), case
-        owned = torch.tensor(float(owns(parameter) and held.numel()), dtype=torch.float64) * held.sum()
+        owned = float(owns(parameter)) * held.double().sum()
         dist.all_reduce(owned)
         assert owned.item() == numbered(shape).double().sum().item(), case
         computed.append([layout.region(each) for each in range(world)])

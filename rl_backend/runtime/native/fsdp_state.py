@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.tensor import DTensor
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part, detached, on the same storage."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool, *, keep_gathered: bool) -> None:

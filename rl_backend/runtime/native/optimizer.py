@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from rl_backend.contracts import HandleError, OptimizerConfig, PackedWeight, StepResult, WeightName, stored_tensors
 from rl_backend.parallel.groups import ParallelGroups
-from rl_backend.runtime.native.fsdp_state import local_tensor
+from rl_backend.parallel.shards import local_tensor, owns
 from rl_backend.runtime.native.lr_schedule import ParameterSchedule
 
 logger = logging.getLogger(__name__)
@@ -49,13 +52,8 @@ class NativeOptimizer:
         self._groups = groups
         self.parameters = parameters
         self.schedule = ParameterSchedule(config)
-        decayed = [parameter for name, parameter in parameters.items() if is_decayed(weight_names[name], parameter)]
-        others = [parameter for name, parameter in parameters.items() if not is_decayed(weight_names[name], parameter)]
-        param_groups = [
-            {"params": members, "weight_decay_factor": factor}
-            for members, factor in ((decayed, 1.0), (others, 0.0))
-            if members
-        ]
+        self._counted = {name for name, parameter in parameters.items() if owns(parameter)}
+        param_groups = _param_groups(parameters, weight_names)
         self.adamw = torch.optim.AdamW(param_groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
         self._apply_schedule()
         self._allocate_moments()
@@ -71,7 +69,7 @@ class NativeOptimizer:
             raise HandleError(
                 f"optimizer_step on {handle_name!r} without gradients; call forward_backward first", handle=handle_name
             )
-        norm, num_zeros = self._global_statistics(list(gradients.values()))
+        norm, num_zeros = self._global_statistics([each for name, each in gradients.items() if name in self._counted])
         if not math.isfinite(norm):
             bad = [name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]
             logger.warning(
@@ -107,15 +105,19 @@ class NativeOptimizer:
         self._apply_schedule()
 
     def _global_statistics(self, gradients: list[Tensor]) -> tuple[float, int | None]:
-        """2-norm, summed in float64 so that it does not depend on the layout, and the number of zeros if it is wanted."""
+        """2-norm, summed in float64 so that it does not depend on the layout, and the number of zeros if it is wanted.
+
+        Args:
+            gradients: this rank's, without the copies that another rank counts.
+        """
         filled = [gradient for gradient in gradients if gradient.numel()]
         statistics = torch.zeros(2, dtype=torch.float64, device=self._groups.device)
         if filled:
             statistics[0] = torch.stack(torch._foreach_norm(filled, 2, dtype=torch.float64)).square().sum()
             if self._config.log_num_zeros_in_grad:
                 statistics[1] = torch.stack([gradient.numel() - gradient.count_nonzero() for gradient in filled]).sum()
-        if self._groups.dp_size > 1:
-            dist.all_reduce(statistics, group=self._groups.dp_group)
+        if self._groups.world_size > 1:
+            dist.all_reduce(statistics, group=self._groups.world_group)
         squares, zeros = statistics.tolist()
         return math.sqrt(squares), int(zeros) if self._config.log_num_zeros_in_grad else None
 
@@ -132,3 +134,12 @@ class NativeOptimizer:
                 "exp_avg": torch.zeros_like(parameter, requires_grad=False),
                 "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
             }
+
+
+def _param_groups(parameters: Mapping[str, nn.Parameter], weight_names: Mapping[str, WeightName]) -> list[dict[str, Any]]:
+    """One for each mesh, because a fused kernel takes DTensors of one mesh only, and for what is decayed and what is not."""
+    found: dict[tuple[DeviceMesh | None, bool], list[nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        found.setdefault((mesh, is_decayed(weight_names[name], parameter)), []).append(parameter)
+    return [{"params": members, "weight_decay_factor": float(decayed)} for (_, decayed), members in found.items()]
