@@ -11,6 +11,7 @@ from rl_backend.model.registry import (
     BuildSettings,
     ModelFamily,
     ModelInput,
+    ModelStage,
     find_model,
     register_model,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "BuildSettings",
     "ModelFamily",
     "ModelInput",
+    "ModelStage",
     "find_model",
     "register_model",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -41,6 +41,7 @@ class ModelInput(NamedTuple):
             step has their mean.
         padding: bool, which of the rows between this rank's blocks stand for no token; None where all do. Their label is
             -100.
+        hidden: (rows, hidden_size), what the pipeline stage before put out; None for the first.
     """
 
     input_ids: torch.Tensor
@@ -52,6 +53,21 @@ class ModelInput(NamedTuple):
     calculate_entropy: bool
     router_loss_weight: float = 1.0
     padding: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
+
+
+class ModelStage(NamedTuple):
+    """A part of a model that one rank of a pipeline runs.
+
+    Attributes:
+        first: whether it has the embeddings.
+        layers: numbers of its layers.
+        last: whether it has the head.
+    """
+
+    first: bool
+    layers: range
+    last: bool
 
 
 class BuildSettings(NamedTuple):
@@ -61,11 +77,13 @@ class BuildSettings(NamedTuple):
         options: the family's own, of its ``options_type``.
         head: one of the family's ``heads``.
         log_prob_chunk_tokens: as in :class:`~rl_backend.contracts.NativeConfig`.
+        stage: the part to build; None builds the whole model.
     """
 
     options: ModelOptions
     head: Head
     log_prob_chunk_tokens: int
+    stage: ModelStage | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +98,8 @@ class ModelFamily:
             :class:`~rl_backend.contracts.UnsupportedError` that names a field it cannot honour.
         build: (architecture, settings) -> module on the current default device (``meta`` when the runtime builds it), in
             float32, whose ``forward(ModelInput)`` returns a :class:`~rl_backend.contracts.ModelOutput`: ``log_probs`` and,
-            on request, ``entropy``; with ``head="values"``, ``values`` alone.
+            on request, ``entropy``; with ``head="values"``, ``values`` alone. A stage that is not the last returns the
+            ``ModelInput.hidden`` of the next. Parameters of a stage are called as in the whole model.
         parallelize: (module, groups, config) -> applies activation checkpointing and FSDP in place.
         weight_names: (architecture, head) -> parameter name in the module -> Hugging Face name, in export order, or a
             :class:`~rl_backend.contracts.PackedWeight` of several. A tied ``lm_head`` has no entry; the head of a critic has
@@ -89,6 +108,8 @@ class ModelFamily:
         heads: what ``build`` and ``weight_names`` understand.
         max_length: architecture -> longest sequence, in tokens. None takes ``max_position_embeddings`` of ``config.json``
             where it is there.
+        num_layers: architecture -> number of layers, where ``build`` makes stages of pipelines.
+        stage_copies: parameter that a last stage has of its own -> the first stage's parameter that it is a copy of.
         check_layout: (architecture, parallel) -> raises :class:`~rl_backend.contracts.ConfigError` for a layout that
             ``parallelize`` cannot make of this model. None stands for data parallelism only.
         stored_buffers: endings of Hugging Face names that directories hold and no parameter has; they are not read.
@@ -103,6 +124,8 @@ class ModelFamily:
     weight_names: Callable[[Any, Head], Mapping[str, WeightName]]
     heads: tuple[Head, ...] = ("log_probs",)
     max_length: Callable[[Any], int] | None = None
+    num_layers: Callable[[Any], int] | None = None
+    stage_copies: Mapping[str, str] = field(default_factory=dict)
     check_layout: Callable[[Any, ParallelConfig], None] | None = None
     stored_buffers: tuple[str, ...] = ()
 

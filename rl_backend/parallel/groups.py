@@ -22,16 +22,17 @@ Longer than what one rank may do while the others wait: to write a Hugging Face 
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """This rank's device and its place in the layout. Ranks are numbered dp first, then cp, tp fastest.
+    """This rank's device and its place in the layout. Ranks are numbered pp first, then dp, cp, and tp fastest.
 
     Attributes:
         parallel: the layout.
         device: what this rank trains on.
-        mesh: ``fsdp`` (dp and cp together, over which parameters are sharded) and ``tp``.
+        mesh: this pipeline rank's ``fsdp`` (dp and cp together, over which parameters are sharded) and ``tp``.
         expert_mesh: the same ranks as ``edp``, ``ep`` and ``etp``, for the parameters of experts.
         dp_rank, dp_size: place among the ranks that see different data.
-        dp_group, cp_group, tp_group: ranks that differ in one dimension only, for collectives on ``device``.
-        replica_group: the ranks that see the same data, over cp and tp.
+        pp_group, dp_group, cp_group, tp_group: ranks that differ in one dimension only, for collectives on ``device``.
+        token_group: the ranks that share the tokens of a micro-batch in one layer, over cp and tp.
+        replica_group: the ranks that see the same data, over pp, cp and tp.
         expert_group: the ranks that together hold every expert once, over ep and etp.
         world_group: all ranks.
         host_group: all ranks over gloo, for collectives on the CPU from any one thread at a time; never used by forward,
@@ -45,9 +46,11 @@ class ParallelGroups:
     expert_mesh: DeviceMesh
     dp_rank: int
     dp_size: int
+    pp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
     cp_group: dist.ProcessGroup
     tp_group: dist.ProcessGroup
+    token_group: dist.ProcessGroup
     replica_group: dist.ProcessGroup
     expert_group: dist.ProcessGroup
     world_group: dist.ProcessGroup
@@ -119,22 +122,25 @@ def _open(parallel: ParallelConfig, device: torch.device) -> ParallelGroups:
     world_size = dist.get_world_size()
     dp_size = parallel.data_parallel_size(world_size)
     ranks = torch.arange(world_size)
-    dense = ranks.view(dp_size, parallel.cp, parallel.tp)
-    experts = ranks.view(-1, parallel.ep, parallel.etp)
+    dense = ranks.view(parallel.pp, dp_size, parallel.cp, parallel.tp)
+    experts = ranks.view(parallel.pp, -1, parallel.ep, parallel.etp)
     subgroups = _Subgroups()
-    mesh_ranks = dense.flatten(0, 1)
-    tp_group = subgroups.along(dense, 2)
+    pp_group, dp_group, cp_group, tp_group = (subgroups.along(dense, dimension) for dimension in range(4))
+    pp_rank = pp_group.rank()
     mesh = DeviceMesh.from_group(
-        [subgroups.along(mesh_ranks, 0), tp_group], device.type, mesh_ranks, mesh_dim_names=("fsdp", "tp")
+        [subgroups.along(dense, 1, 2), tp_group],
+        device.type,
+        dense[pp_rank].flatten(0, 1),
+        mesh_dim_names=("fsdp", "tp"),
     )
     expert_mesh = DeviceMesh.from_group(
-        [subgroups.along(experts, dimension) for dimension in range(3)],
+        [subgroups.along(experts, dimension) for dimension in range(1, 4)],
         device.type,
-        experts,
+        experts[pp_rank],
         mesh_dim_names=("edp", "ep", "etp"),
     )
-    dp_group, cp_group = subgroups.along(dense, 0), subgroups.along(dense, 1)
-    replica_group, expert_group = subgroups.along(dense, 1, 2), subgroups.along(experts, 1, 2)
+    token_group, replica_group = subgroups.along(dense, 2, 3), subgroups.along(dense, 0, 2, 3)
+    expert_group = subgroups.along(experts, 2, 3)
     host_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
     return ParallelGroups(
         parallel=parallel,
@@ -143,9 +149,11 @@ def _open(parallel: ParallelConfig, device: torch.device) -> ParallelGroups:
         expert_mesh=expert_mesh,
         dp_rank=dp_group.rank(),
         dp_size=dp_size,
+        pp_group=pp_group,
         dp_group=dp_group,
         cp_group=cp_group,
         tp_group=tp_group,
+        token_group=token_group,
         replica_group=replica_group,
         expert_group=expert_group,
         world_group=_world(),

@@ -116,7 +116,7 @@ class TensorParallel:
 
         @wraps(next_token_log_probs)
         def log_probs(hidden: Tensor, weight: Tensor, *args: Any, **options: Any) -> NextToken:
-            local = weight.to_local() if isinstance(weight, DTensor) else weight
+            local = _to_local(weight, True) if isinstance(weight, DTensor) else weight
             whole = all_gather(hidden, self.group, sum_gradients=True)
             return next_token_log_probs(whole, local, *args, shard=shard, **options)
 
@@ -179,8 +179,26 @@ def compute_on_local(module: nn.Module, views: Mapping[str, View], *, partial: b
 
 def _to_local(parameter: DTensor, partial: bool) -> Tensor:
     placements = [Partial() if partial and placement.is_replicate() else placement for placement in parameter.placements]
-    local: Tensor = parameter.to_local(grad_placements=placements)
+    local: Tensor = _Local.apply(parameter, placements)
     return local
+
+
+class _Local(torch.autograd.Function):
+    """As ``DTensor.to_local``, which makes zeros of a gradient that there is none of."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor, placements: list[Placement]) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.layout = parameter.device_mesh, placements, parameter.shape, parameter.stride()
+        local: Tensor = parameter.to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        if grad is None:
+            return None, None
+        mesh, placements, shape, stride = ctx.layout
+        return DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride), None
 
 
 def _names(module: nn.Module) -> list[str]:

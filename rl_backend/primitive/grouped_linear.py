@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rl_backend.primitive.deferred import weight_gradient
+
 _ALIGNMENT = 16
 _KERNEL_CAPABILITIES = (9, 10)
 
@@ -18,7 +20,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
     bfloat16 on CUDA devices of compute capability 9 and 10 takes torch's grouped matmul, which does not wait for the device;
     everything else copies ``counts`` to the host and takes one product for each group. The gradient of a group without rows
-    is 0.
+    is 0. That of the weight can be put off, see :mod:`rl_backend.primitive.deferred`.
 
     Args:
         x: (N, in_features), rows of group 0 first.
@@ -46,6 +48,7 @@ class _GroupedMatmul(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
         ctx.save_for_backward(x, weight, counts, ends)
+        ctx.weight = weight
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
     @staticmethod
@@ -55,17 +58,19 @@ class _GroupedMatmul(torch.autograd.Function):
         needs_x, needs_weight, _ = ctx.needs_input_grad
         grad = grad.contiguous()
         grad_x = F.grouped_mm(grad, weight, offs=ends) if needs_x else None
-        grad_weight = None
-        if needs_weight:
+
+        def of_weight() -> Tensor:
             # torch does not say what a product over no rows leaves behind.
-            grad_weight = F.grouped_mm(grad.t(), x, offs=ends).masked_fill_((counts == 0)[:, None, None], 0.0)
-        return grad_x, grad_weight, None
+            return F.grouped_mm(grad.t(), x, offs=ends).masked_fill_((counts == 0)[:, None, None], 0.0)
+
+        return grad_x, weight_gradient(ctx.weight, of_weight) if needs_weight else None, None
 
 
 class _GroupByGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.weight = weight
         ctx.counts = counts.tolist()
         out = x.new_empty(x.shape[0], weight.shape[1])
         for group, rows in _filled_groups(ctx.counts):
@@ -77,18 +82,23 @@ class _GroupByGroup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
-        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
-        grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
-        for group, rows in _filled_groups(ctx.counts):
-            if grad_x is not None:
+        groups = _filled_groups(ctx.counts)
+        grad_x = None
+        if needs_x:
+            grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+            for group, rows in groups:
                 torch.mm(grad[rows], weight[group], out=grad_x[rows])
-            if grad_weight is not None:
+
+        def of_weight() -> Tensor:
+            grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+            for group, rows in groups:
                 torch.mm(grad[rows].t(), x[rows], out=grad_weight[group])
-        if grad_weight is not None:
             for group, count in enumerate(ctx.counts):
                 if count == 0:
                     grad_weight[group].zero_()
-        return grad_x, grad_weight, None
+            return grad_weight
+
+        return grad_x, weight_gradient(ctx.weight, of_weight) if needs_weight else None, None
 
 
 def _filled_groups(counts: list[int]) -> list[tuple[int, slice]]:

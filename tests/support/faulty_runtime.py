@@ -60,7 +60,7 @@ class FaultyRuntime(NativeRuntime):
     def build_model(self, **settings: Any) -> NativeHandle:
         handle = super().build_model(**settings)
         model: Any = handle.model
-        layer = model.layers[1]
+        layer = model.layers["1"]
         if self.fault == "norm eps":
             layer.post_attention_layernorm.eps *= 10
         elif self.fault == "loaded weight":

@@ -100,9 +100,9 @@ def test_entropy_is_absent_unless_asked_for(tied_model: Path) -> None:
 
 def test_activation_checkpointing_recomputes_layers_and_changes_no_gradient(tied_model: Path) -> None:
     plain, recomputing = load_native(tied_model), load_native(tied_model)
-    checkpoint_layers(list(recomputing.layers))
+    checkpoint_layers(list(recomputing.layers.values()))
     calls = []
-    recomputing.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
+    recomputing.layers["0"].self_attn.register_forward_hook(lambda *_: calls.append(1))
     for model in (plain, recomputing):
         run_native(model, random_sequences((30, 5))).log_probs.sum().backward()
     assert len(calls) == 2

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rl_backend.contracts import BatchError, Head, ModelOutput
 from rl_backend.model.dense.architecture import DenseArchitecture
-from rl_backend.model.registry import ModelInput
+from rl_backend.model.registry import ModelInput, ModelStage
 from rl_backend.primitive.attention import Attend, Segments, packed_attention
 from rl_backend.primitive.log_prob import NextToken, next_token_log_probs
 from rl_backend.primitive.mlp import SwiGLU
@@ -61,23 +61,30 @@ class DenseLayer(nn.Module):
 
 
 class DenseDecoder(nn.Module):
-    """The whole model.
+    """The whole model, or a stage of it.
 
     Keeps no buffers, so a copy built on the meta device needs its parameters and nothing else. Every token is trained:
     unlike in transformers, ``pad_token_id`` has no part in it, because padding never reaches a model.
     """
 
-    def __init__(self, arch: DenseArchitecture, head: Head, log_prob_chunk_tokens: int) -> None:
+    def __init__(
+        self, arch: DenseArchitecture, head: Head, log_prob_chunk_tokens: int, stage: ModelStage | None = None
+    ) -> None:
         super().__init__()
+        stage = stage or ModelStage(True, range(arch.num_layers), True)
         self.arch = arch
         self.log_prob_chunk_tokens = log_prob_chunk_tokens
         self.next_token_log_probs: Callable[..., NextToken] = next_token_log_probs
-        self.embed_tokens = nn.Embedding(arch.vocab_size, arch.hidden_size)
-        self.layers = nn.ModuleList(self.make_layer(index) for index in range(arch.num_layers))
-        self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
-        self.score = ValueHead(arch.hidden_size) if head == "values" else None
-        untied = head == "log_probs" and not arch.tie_word_embeddings
-        self.lm_head = nn.Linear(arch.hidden_size, arch.vocab_size, bias=False) if untied else None
+        self.embed_tokens = nn.Embedding(arch.vocab_size, arch.hidden_size) if stage.first else None
+        self.layers = nn.ModuleDict({str(index): self.make_layer(index) for index in stage.layers})
+        self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps) if stage.last else None
+        self.score = ValueHead(arch.hidden_size) if stage.last and head == "values" else None
+        self.lm_head = self._make_head() if stage.last and head == "log_probs" and not arch.tie_word_embeddings else None
+        tied_apart = stage.last and head == "log_probs" and arch.tie_word_embeddings and not stage.first
+        self.tied_head = self._make_head() if tied_apart else None
+
+    def _make_head(self) -> nn.Linear:
+        return nn.Linear(self.arch.hidden_size, self.arch.vocab_size, bias=False)
 
     def make_layer(self, index: int) -> nn.Module:
         """The layer number ``index``."""
@@ -88,23 +95,25 @@ class DenseDecoder(nn.Module):
         """Runs one layer of :meth:`make_layer`; (T, hidden_size) -> (T, hidden_size)."""
         return layer(hidden, cos, sin, inputs.segments)  # type: ignore[no-any-return]
 
-    def forward(self, inputs: ModelInput) -> ModelOutput:
-        """Log-probs and, on request, entropy of (T,) tokens; or their values.
+    def forward(self, inputs: ModelInput) -> ModelOutput | Tensor:
+        """Log-probs and, on request, entropy of (T,) tokens; or their values; or hidden states for the next stage.
 
         The head is applied here and not by the loss: with FSDP its weight is whole only during this forward.
 
         Raises:
             BatchError: a sequence longer than ``max_length``, or a token outside the vocabulary (on a CPU).
         """
-        self._check(inputs)
-        hidden = self.embed_tokens(inputs.input_ids)
+        hidden = self._embed(inputs)
         cos, sin = rotary_cos_sin(inputs.position_ids, self.arch.rotary, hidden.dtype)
-        for layer in self.layers:
+        for layer in self.layers.values():
             hidden = self.apply_layer(layer, hidden, cos, sin, inputs)
+        if self.norm is None:
+            return hidden
         hidden = self.norm(hidden)
         if self.score is not None:
             return ModelOutput(values=self.score(hidden))
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        head = self.lm_head or self.tied_head or self.embed_tokens
+        assert head is not None, "a last stage has one of them"
         log_probs, entropy = self.next_token_log_probs(
             hidden,
             head.weight,
@@ -114,6 +123,14 @@ class DenseDecoder(nn.Module):
             calculate_entropy=inputs.calculate_entropy,
         )
         return ModelOutput(log_probs=log_probs, entropy=entropy)
+
+    def _embed(self, inputs: ModelInput) -> Tensor:
+        if self.embed_tokens is None:
+            assert inputs.hidden is not None, "only the first stage starts from tokens"
+            return inputs.hidden
+        self._check(inputs)
+        hidden: Tensor = self.embed_tokens(inputs.input_ids)
+        return hidden
 
     def _check(self, inputs: ModelInput) -> None:
         if inputs.longest > self.arch.max_length:

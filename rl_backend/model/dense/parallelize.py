@@ -24,9 +24,9 @@ def parallelize(module: nn.Module, groups: ParallelGroups, config: NativeConfig)
     split_decoder(module, groups)
     if groups.tp_group.size() > 1:
         tensor = TensorParallel(groups.mesh["tp"])
-        for layer in module.layers:
+        for layer in module.layers.values():
             split_feed_forward(layer.mlp, tensor)
-    layers = list(module.layers)
+    layers = list(module.layers.values())
     if config.activation_checkpointing == "full":
         checkpoint_layers(layers)
     apply_fsdp(module, layers, groups, config)
@@ -35,25 +35,29 @@ def parallelize(module: nn.Module, groups: ParallelGroups, config: NativeConfig)
 def split_decoder(module: DenseDecoder, groups: ParallelGroups) -> None:
     """Lays out everything but the feed-forward blocks over tensor- and context-parallel ranks."""
     if groups.cp_group.size() > 1:
-        for layer in module.layers:
+        for layer in module.layers.values():
             assert isinstance(layer, DenseLayer)
             layer.self_attn.attend = ContextParallelAttention(groups.cp_group)
     if groups.tp_group.size() == 1:
         return
     tensor = TensorParallel(groups.mesh["tp"])
-    tensor.vocabulary(module.embed_tokens)
-    for layer in module.layers:
+    if module.embed_tokens is not None:
+        tensor.vocabulary(module.embed_tokens)
+    for layer in module.layers.values():
         assert isinstance(layer, DenseLayer)
         tensor.replicate(layer.input_layernorm)
         _split_attention(layer.self_attn, tensor)
         tensor.replicate(layer.post_attention_layernorm)
+    if module.norm is None:
+        return
     tensor.replicate(module.norm)
     if module.score is not None:
         tensor.gather_input(module.score, sum_gradients=False)
         tensor.copy(module.score)
         return
-    if module.lm_head is not None:
-        tensor.split_rows(module.lm_head)
+    for head in (module.lm_head, module.tied_head):
+        if head is not None:
+            tensor.split_rows(head)
     module.next_token_log_probs = tensor.vocabulary_head(module.arch.vocab_size)
 
 

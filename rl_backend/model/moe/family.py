@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from rl_backend.model.dense.family import STAGE_COPIES, max_length, num_layers
 from rl_backend.model.moe.architecture import MoEArchitecture, MoEOptions
 from rl_backend.model.moe.layout import check_layout
 from rl_backend.model.moe.model import MoEDecoder
@@ -28,7 +29,9 @@ def moe_family(name: str, parse_config: Callable[[Mapping[str, Any]], MoEArchite
         parallelize=parallelize,
         weight_names=partial(weight_names, experts=experts),
         heads=("log_probs", "values"),
-        max_length=_max_length,
+        max_length=max_length,
+        num_layers=num_layers,
+        stage_copies=STAGE_COPIES,
         check_layout=check_layout,
     )
 
@@ -37,8 +40,5 @@ def _build(arch: MoEArchitecture, settings: BuildSettings) -> nn.Module:
     options = settings.options
     assert isinstance(options, MoEOptions), "the registry checks the type of model_cfg"
     coefficients = RouterLossCoefficients(options.router_aux_loss_coef, options.router_z_loss_coef)
-    return MoEDecoder(arch, settings.head, settings.log_prob_chunk_tokens, coefficients)
+    return MoEDecoder(arch, settings.head, settings.log_prob_chunk_tokens, coefficients, settings.stage)
 
-
-def _max_length(arch: MoEArchitecture) -> int:
-    return arch.max_length

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from rl_backend.contracts import Head
 from rl_backend.model.dense.model import DenseDecoder, DenseLayer
 from rl_backend.model.moe.architecture import MoEArchitecture
-from rl_backend.model.registry import ModelInput
+from rl_backend.model.registry import ModelInput, ModelStage
 from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.moe import MoE
 from rl_backend.primitive.router_balance import RouterLossCoefficients
@@ -37,10 +37,15 @@ class MoEDecoder(DenseDecoder):
     arch: MoEArchitecture
 
     def __init__(
-        self, arch: MoEArchitecture, head: Head, log_prob_chunk_tokens: int, coefficients: RouterLossCoefficients
+        self,
+        arch: MoEArchitecture,
+        head: Head,
+        log_prob_chunk_tokens: int,
+        coefficients: RouterLossCoefficients,
+        stage: ModelStage | None = None,
     ) -> None:
         self._coefficients = coefficients
-        super().__init__(arch, head, log_prob_chunk_tokens)
+        super().__init__(arch, head, log_prob_chunk_tokens, stage)
 
     def make_layer(self, index: int) -> nn.Module:
         arch = self.arch

@@ -30,23 +30,23 @@ def parallelize(module: nn.Module, groups: ParallelGroups, config: NativeConfig)
         raise TypeError(f"parallelize got a {type(module).__name__}; expected MoEDecoder")
     split_decoder(module, groups)
     experts = []
-    for layer in module.layers:
+    for layer in module.layers.values():
         if isinstance(layer, MoELayer):
             _split_mixture(layer.mlp, groups)
             experts.append(layer.mlp.experts)
         elif groups.tp_group.size() > 1:
             split_feed_forward(layer.mlp, TensorParallel(groups.mesh["tp"]))
-    layers = list(module.layers)
+    layers = list(module.layers.values())
     if config.activation_checkpointing == "full":
         checkpoint_layers(layers)
-    same_copies = groups.expert_mesh["edp"].size() == groups.mesh["fsdp"].size() == groups.world_size
+    same_copies = groups.expert_group.size() == groups.tp_group.size() == 1
     apply_fsdp(module, layers, groups, config, experts=() if same_copies else experts)
 
 
 def _split_mixture(moe: MoE, groups: ParallelGroups) -> None:
     """Experts over ep and etp; the router, and what gates shared experts, on every rank for its own tokens."""
-    if groups.replica_group.size() > 1:
-        moe.token_group = groups.replica_group
+    if groups.token_group.size() > 1:
+        moe.token_group = groups.token_group
     if groups.expert_group.size() > 1:
         _split_experts(moe.experts, groups)
     if groups.tp_group.size() == 1:

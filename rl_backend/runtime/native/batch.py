@@ -48,7 +48,7 @@ def lay_out(batch: PackedBatch, groups: ParallelGroups, num_micro_batches: int) 
         "calculate_entropy": bool(batch.meta.get("calculate_entropy", False)),
         "router_loss_weight": 1.0 / num_micro_batches,
     }
-    if groups.replica_group.size() == 1:
+    if groups.token_group.size() == 1:
         inputs = ModelInput(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,

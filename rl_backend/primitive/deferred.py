@@ -1,0 +1,95 @@
+"""Backward passes in two parts: for the inputs now, for the weights of matrix products later.
+
+The split of zero-bubble pipelines (Qi et al., arXiv 2401.10241): what the stage before waits for is computed first. A product
+that takes part saves its input and the gradient of its output, and nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+class WeightGradients:
+    """Gradients of weights that a backward pass has put off."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Tensor, Callable[[], Tensor]]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, weight: Tensor, compute: Callable[[], Tensor]) -> None:
+        """Puts off ``compute``, which gives the gradient of ``weight``."""
+        self._waiting.append((weight, compute))
+
+    def compute(self) -> None:
+        """Computes all of them, in the order of the backward pass, and adds them to the parameters' gradients."""
+        for weight, compute in self._waiting:
+            torch.autograd.backward([weight], [compute()])
+        self._waiting.clear()
+
+
+_open: list[WeightGradients] = []
+"""Of the backward pass that runs now; no thread-local variable, because autograd has threads of its own for CUDA."""
+
+
+@contextmanager
+def put_off_weight_gradients() -> Generator[WeightGradients]:
+    """Backward passes in this context compute no gradients of weights that can wait; they are in what it yields."""
+    gradients = WeightGradients()
+    _open.append(gradients)
+    try:
+        yield gradients
+    finally:
+        _open.pop()
+
+
+def weight_gradient(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
+    """What a backward function returns for ``weight``: ``compute()``, or None where it is put off.
+
+    Args:
+        weight: the tensor that the forward function got; not the one out of ``ctx.saved_tensors``, which recomputation cuts
+            off from its parameter.
+    """
+    if not _open:
+        return compute()
+    _open[-1].add(weight, compute)
+    return None
+
+
+def put_off_in_linear_layers(module: nn.Module) -> None:
+    """Lets the gradients of the weights of all ``nn.Linear`` in ``module`` be put off. Replaces their ``forward``."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            setattr(layer, "forward", partial(_linear, layer))  # noqa: B010 - a method
+
+
+def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    product: Tensor = _Product.apply(x, layer.weight)
+    return product if layer.bias is None else product + layer.bias
+
+
+class _Product(torch.autograd.Function):
+    """``x @ weight.T``; (N, in_features) and (out_features, in_features) -> (N, out_features)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight = weight
+        return F.linear(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad
+        grad_x = grad @ weight if needs_x else None
+        return grad_x, weight_gradient(ctx.weight, lambda: grad.t() @ x) if needs_weight else None
