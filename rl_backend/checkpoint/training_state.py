@@ -15,8 +15,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from rl_backend.checkpoint.agreement import raise_on_every_rank
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, TrainingManifest, read_manifest
@@ -73,22 +71,12 @@ def discard_directory(temporary: Path, group: dist.ProcessGroup) -> None:
             logger.warning("the incomplete checkpoint %s could not be removed", temporary)
 
 
-def host_copy(tensors: StateTensors, host_mesh: DeviceMesh) -> dict[str, Tensor | TensorPieces]:
-    """Copies in host memory, sharded as the originals are over the same ranks."""
-    copies: dict[str, Tensor | TensorPieces] = {}
-    for name, tensor in tensors.items():
-        if isinstance(tensor, TensorPieces):
-            copies[name] = tensor.host_copy()
-            continue
-        tensor = tensor.detach()
-        if isinstance(tensor, DTensor):
-            local = tensor.to_local().to("cpu", copy=True)
-            copies[name] = DTensor.from_local(
-                local, host_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-            )
-        else:
-            copies[name] = tensor.to("cpu", copy=True)
-    return copies
+def host_copy(tensors: StateTensors) -> dict[str, Tensor | TensorPieces]:
+    """Copies in host memory."""
+    return {
+        name: tensor.host_copy() if isinstance(tensor, TensorPieces) else tensor.detach().to("cpu", copy=True)
+        for name, tensor in tensors.items()
+    }
 
 
 def write_training_state(
@@ -98,7 +86,7 @@ def write_training_state(
 
     Args:
         temporary: from :func:`reserve_directory`.
-        tensors: tensors of one name must be equal on all ranks, or shards or pieces of one tensor.
+        tensors: those of one name must be equal on all ranks, or pieces of one tensor.
 
     Raises:
         CheckpointError: a rank could not write; on every rank, and ``path`` does not exist.

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from rl_backend.checkpoint.agreement import raise_on_every_rank
 from rl_backend.checkpoint.hf_critic import critic_config
@@ -42,7 +41,6 @@ class CheckpointWriter:
 
     def __init__(self, host_group: dist.ProcessGroup) -> None:
         self._group = host_group
-        self._host_mesh = DeviceMesh.from_group(host_group, "cpu", mesh_dim_names=("dp",))
         self._background: _BackgroundSave | None = None
 
     def wait(self, handle: ModelHandle | None = None) -> None:
@@ -73,7 +71,7 @@ class CheckpointWriter:
         temporary = reserve_directory(path, group)
         try:
             tensors, manifest = state()
-            copies = host_copy(tensors, self._host_mesh) if asynchronous else tensors
+            copies = host_copy(tensors) if asynchronous else tensors
         except BaseException:
             discard_directory(temporary, group)
             raise

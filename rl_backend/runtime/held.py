@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -21,12 +22,16 @@ class HeldHandle[O](ModelHandle):
 
     Attributes:
         owner: the runtime that built it; None once it is closed.
+        config: the runtime's, with the ``hf_path`` and optimizer of this model.
+        hf_config: ``config.json``.
         optimizer: None for a forward-only handle.
         broken: why the handle cannot be used, empty when it can: a pass failed in the middle (until ``zero_grad``).
         damaged: why its weights cannot be trusted: a checkpoint failed in the middle of loading (until one loads).
     """
 
     owner: object | None
+    config: RuntimeConfig
+    hf_config: Mapping[str, Any]
     optimizer: O | None
     broken: str = ""
     damaged: str = ""

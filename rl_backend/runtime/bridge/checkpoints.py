@@ -9,10 +9,10 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
-from rl_backend.checkpoint.agreement import raise_on_every_rank
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.pieces import TensorPieces
-from rl_backend.checkpoint.training_state import StateTensors, open_training_state, read_training_state
+from rl_backend.checkpoint.training_state import StateTensors
+from rl_backend.runtime import held_state
 from rl_backend.runtime.bridge.export import finish_parameter_gathers
 from rl_backend.runtime.bridge.handle import BridgeHandle
 from rl_backend.runtime.bridge.optimizer_state import num_steps, parameter_states, set_num_steps
@@ -40,40 +40,26 @@ def all_tensors(handle: BridgeHandle) -> StateTensors:
 
 def training_manifest(handle: BridgeHandle) -> TrainingManifest:
     """Everything of the training state that is not a tensor."""
-    return TrainingManifest(
-        model_type=_model_type(handle),
-        parameters=_shapes(handle),
-        head=handle.head,
-        weight_version=handle.weight_version,
-        schedule_steps=handle.trainer("training state").num_schedule_steps,
-        world_size=handle.data_parallel_size,
-        runtime_config=handle.config.model_dump(mode="json"),
-    )
+    return held_state.training_manifest(handle, _shapes(handle), handle.trainer("training state").num_schedule_steps)
 
 
 def load_training_checkpoint(handle: BridgeHandle, path: Path) -> None:
     """Restores a handle from ``path``; a forward-only one takes the weights and their version. Gradients are left alone."""
+
+    def tensors() -> StateTensors:
+        return all_tensors(handle) if handle.optimizer else _model_tensors(placed_tensors(handle.models))
+
+    def problem(manifest: TrainingManifest) -> str | None:
+        return _other_dtype(handle, manifest, path) if handle.optimizer else None
+
     group = handle.groups.host_group
-    manifest, saved_names = open_training_state(
-        path, handle.config.backend, _model_type(handle), _shapes(handle), handle.head, group
-    )
+    manifest, loaded = held_state.load_state(handle, path, _shapes(handle), tensors, group, problem=problem)
     if handle.optimizer is not None:
-        raise_on_every_rank(_other_dtype(handle, manifest, path), group)
-    tensors = all_tensors(handle) if handle.optimizer else _model_tensors(placed_tensors(handle.models))
-    wanted = {name: value for name, value in tensors.items() if name in saved_names or not name.startswith("random.")}
-    try:
-        read_training_state(path, wanted, group)
-    except BaseException:
-        handle.damaged = f"loading {path} failed in the middle"
-        raise
-    handle.damaged = handle.broken = ""
-    handle.weight_version = manifest.weight_version
-    if handle.optimizer is not None:
-        steps = wanted[_STEPS]
+        steps = loaded[_STEPS]
         assert isinstance(steps, Tensor), "the step count is saved whole"
         set_num_steps(handle.optimizer.megatron, int(steps.item()))
         handle.optimizer.restore_schedule(manifest.schedule_steps)
-        _restore_random_state(handle, wanted)
+        _restore_random_state(handle, loaded)
 
 
 def _model_tensors(placed: list[Placed]) -> StateTensors:
@@ -96,29 +82,25 @@ def _optimizer_tensors(placed: list[Placed], megatron: Any) -> StateTensors:
 
 def _random_state(handle: BridgeHandle) -> dict[str, Tensor]:
     """States of torch's generators and of Megatron's under names that no two ranks share."""
-    rank = torch.distributed.get_rank()
-    states = {f"random.cpu.{rank}": torch.get_rng_state()}
-    if handle.groups.device.type == "cuda":
-        states[f"random.cuda.{rank}"] = torch.cuda.get_rng_state(handle.groups.device)
+    states = held_state.random_state(handle.groups.device)
     for name, state in get_cuda_rng_tracker().get_states().items():
-        states[f"random.megatron.{name}.{rank}"] = _bytes(state)
+        states[_tracked(name)] = _bytes(state)
     return states
 
 
 def _restore_random_state(handle: BridgeHandle, tensors: StateTensors) -> None:
-    rank = torch.distributed.get_rank()
-    states = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
-    if f"random.cpu.{rank}" in states:
-        torch.set_rng_state(states[f"random.cpu.{rank}"])
-    if f"random.cuda.{rank}" in states:
-        torch.cuda.set_rng_state(states[f"random.cuda.{rank}"], handle.groups.device)
+    held_state.restore_random_state(tensors, handle.groups.device)
     tracker = get_cuda_rng_tracker()
     ours = tracker.get_states()
     for name, state in ours.items():
-        saved = states.get(f"random.megatron.{name}.{rank}")
-        if saved is not None:
+        saved = tensors.get(_tracked(name))
+        if isinstance(saved, Tensor):
             ours[name] = state.set_state(saved) if isinstance(state, torch.Generator) else saved
     tracker.set_states(ours)
+
+
+def _tracked(name: str) -> str:
+    return f"{held_state.RANDOM}megatron.{name}.{torch.distributed.get_rank()}"
 
 
 def _bytes(state: Tensor | torch.Generator) -> Tensor:
@@ -134,10 +116,6 @@ def _other_dtype(handle: BridgeHandle, manifest: TrainingManifest, path: Path) -
         f"{path} was written with param_dtype={saved!r}, this run has param_dtype={here!r}: the optimizer's masters would "
         "be missing or rounded; load it with the same param_dtype, or into a forward-only model"
     )
-
-
-def _model_type(handle: BridgeHandle) -> str:
-    return str(handle.hf_config.get("model_type"))
 
 
 def _shapes(handle: BridgeHandle) -> dict[str, tuple[int, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 from torch import nn
 
-from rl_backend.contracts import BridgeConfig, RuntimeConfig
+from rl_backend.contracts import BridgeConfig
 from rl_backend.runtime.bridge.conversion import WeightConverter
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.optimizer import BridgeOptimizer
@@ -24,12 +24,10 @@ class BridgeHandle(HeldHandle[BridgeOptimizer]):
     """One model of a :class:`~rl_backend.runtime.bridge.BridgeRuntime`.
 
     Attributes:
-        config: the runtime's, with the ``hf_path`` and optimizer of this model.
         groups: device and process groups.
         bridge: Megatron-Bridge's ``AutoBridge`` of the directory.
         model_bridge: its part for this model family: the conversion of weights.
         provider: what the model was built from; Megatron's ``TransformerConfig`` of it.
-        hf_config: ``config.json``.
         chunks: this rank's model chunks, one per virtual stage; in Megatron's DDP when trained.
         processor: what the last stage computes from hidden states.
         vocab_size: ``vocab_size`` of ``config.json``.
@@ -40,12 +38,10 @@ class BridgeHandle(HeldHandle[BridgeOptimizer]):
         has_gradients: a backward pass has run since the last ``zero_grad``.
     """
 
-    config: RuntimeConfig
     groups: BridgeGroups
     bridge: Any
     model_bridge: Any
     provider: Any
-    hf_config: Mapping[str, Any]
     chunks: Sequence[MegatronModule]
     processor: OutputProcessor
     vocab_size: int

@@ -1,69 +1,58 @@
-"""What a native checkpoint holds, and loading one."""
+"""What a native checkpoint holds, and loading one into any layout."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from rl_backend.checkpoint.manifest import TrainingManifest
-from rl_backend.checkpoint.training_state import open_training_state, read_training_state
+from rl_backend.checkpoint.pieces import TensorPieces
+from rl_backend.checkpoint.training_state import StateTensors
+from rl_backend.parallel.shards import local_region, local_tensor, owns
+from rl_backend.runtime import held_state
 from rl_backend.runtime.native import fsdp_state
 from rl_backend.runtime.native.handle import NativeHandle
 
 
 def load_training_checkpoint(handle: NativeHandle, path: Path) -> None:
     """Restores a handle from ``path``; a forward-only one takes the weights and their version."""
-    group = handle.groups.host_group
-    manifest, saved_names = open_training_state(
-        path, handle.config.backend, _model_type(handle), _shapes(handle), handle.head, group
-    )
-    tensors = _model_tensors(handle) if handle.optimizer is None else all_tensors(handle)
-    random_state = _random_state(handle) if handle.optimizer is not None else {}
-    wanted = {name: value for name, value in tensors.items() if name in saved_names or name not in random_state}
-    fsdp_state.reshard(handle.model)
-    try:
-        read_training_state(path, wanted, group)
-    except BaseException:
-        handle.damaged = f"loading {path} failed in the middle"
-        raise
-    handle.damaged = handle.broken = ""
-    handle.weight_version = manifest.weight_version
+
+    def tensors() -> StateTensors:
+        fsdp_state.reshard(handle.model)
+        return _model_tensors(handle) if handle.optimizer is None else all_tensors(handle)
+
+    manifest, loaded = held_state.load_state(handle, path, _shapes(handle), tensors, handle.groups.host_group)
     if handle.optimizer is not None:
         handle.optimizer.restore_schedule(manifest.schedule_steps)
         _drop_gradients(handle)
-        _restore_random_state(handle, wanted)
+        held_state.restore_random_state(loaded, handle.groups.device)
 
 
-def all_tensors(handle: NativeHandle) -> dict[str, Tensor]:
-    """Weights, moments and random state by name."""
+def all_tensors(handle: NativeHandle) -> StateTensors:
+    """Weights, moments and random state by name: pieces of whole tensors, whose names do not depend on the layout."""
     optimizer = handle.trainer("training state")
-    return {
-        **_model_tensors(handle),
-        **{f"optimizer.{name}": tensor for name, tensor in optimizer.state_tensors().items()},
-        **_random_state(handle),
-    }
+    state: dict[str, Tensor | TensorPieces] = {}
+    for name, tensor in optimizer.state_tensors().items():
+        kind, _, parameter = name.partition(".")
+        state[f"optimizer.{name}"] = tensor if kind == "step" else _piece(handle.parameters[parameter], tensor)
+    return {**_model_tensors(handle), **state, **held_state.random_state(handle.groups.device)}
 
 
-def _model_tensors(handle: NativeHandle) -> dict[str, Tensor]:
-    return {f"model.{name}": parameter.detach() for name, parameter in handle.parameters.items()}
+def training_manifest(handle: NativeHandle) -> TrainingManifest:
+    """Everything of the training state that is not a tensor."""
+    return held_state.training_manifest(handle, _shapes(handle), handle.trainer("training state").schedule.num_steps)
 
 
-def _random_state(handle: NativeHandle) -> dict[str, Tensor]:
-    """States of torch's generators under names that no two ranks share."""
-    states = {f"random.cpu.{handle.data_parallel_rank}": torch.get_rng_state()}
-    if handle.groups.device.type == "cuda":
-        states[f"random.cuda.{handle.data_parallel_rank}"] = torch.cuda.get_rng_state(handle.groups.device)
-    return states
+def _model_tensors(handle: NativeHandle) -> dict[str, Tensor | TensorPieces]:
+    return {f"model.{name}": _piece(parameter, parameter) for name, parameter in handle.parameters.items()}
 
 
-def _restore_random_state(handle: NativeHandle, tensors: dict[str, Tensor]) -> None:
-    rank = handle.data_parallel_rank
-    if f"random.cpu.{rank}" in tensors:
-        torch.set_rng_state(tensors[f"random.cpu.{rank}"])
-    if f"random.cuda.{rank}" in tensors:
-        torch.cuda.set_rng_state(tensors[f"random.cuda.{rank}"], handle.groups.device)
+def _piece(parameter: Tensor, tensor: Tensor) -> TensorPieces:
+    """This rank's part of ``tensor``, which is laid out as ``parameter`` is."""
+    local = local_tensor(tensor)
+    offsets = tuple(part.start for part in local_region(parameter))
+    return TensorPieces(parameter.shape, {offsets: local} if local.numel() else {}, writes=owns(parameter))
 
 
 def _drop_gradients(handle: NativeHandle) -> None:
@@ -71,23 +60,6 @@ def _drop_gradients(handle: NativeHandle) -> None:
         parameter.grad = None
     fsdp_state.drop_unreduced_gradients(handle.model)
     handle.placement.forget("grad")
-
-
-def training_manifest(handle: NativeHandle) -> TrainingManifest:
-    """Everything of the training state that is not a tensor."""
-    return TrainingManifest(
-        model_type=_model_type(handle),
-        parameters=_shapes(handle),
-        head=handle.head,
-        weight_version=handle.weight_version,
-        schedule_steps=handle.trainer("training state").schedule.num_steps,
-        world_size=handle.data_parallel_size,
-        runtime_config=handle.config.model_dump(mode="json"),
-    )
-
-
-def _model_type(handle: NativeHandle) -> str:
-    return str(handle.hf_config.get("model_type"))
 
 
 def _shapes(handle: NativeHandle) -> dict[str, tuple[int, ...]]:

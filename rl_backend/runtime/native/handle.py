@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rl_backend.contracts import RuntimeConfig, WeightName
+from rl_backend.contracts import WeightName
 from rl_backend.model import ModelFamily
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import local_tensor
@@ -22,9 +22,8 @@ class NativeHandle(HeldHandle[NativeOptimizer]):
     """One model of a :class:`~rl_backend.runtime.native.NativeRuntime`.
 
     Attributes:
-        config: the runtime's, with the ``hf_path`` and optimizer of this model.
         groups: mesh, device and process groups.
-        family, architecture, hf_config: what was built.
+        family, architecture: what was built.
         vocab_size: ``vocab_size`` of ``config.json``.
         max_length: longest sequence, in tokens; None where the family sets no limit.
         model: the module, sharded.
@@ -33,11 +32,9 @@ class NativeHandle(HeldHandle[NativeOptimizer]):
         placement: where each part is.
     """
 
-    config: RuntimeConfig
     groups: ParallelGroups
     family: ModelFamily
     architecture: Any
-    hf_config: Mapping[str, Any]
     vocab_size: int
     max_length: int | None
     model: nn.Module

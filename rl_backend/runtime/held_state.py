@@ -1,0 +1,90 @@
+"""What the training states of all runtimes that keep their own models have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_backend.checkpoint.agreement import raise_on_every_rank
+from rl_backend.checkpoint.manifest import TrainingManifest
+from rl_backend.checkpoint.training_state import StateTensors, open_training_state, read_training_state
+from rl_backend.runtime.held import HeldHandle
+
+RANDOM = "random."
+"""Names of random state begin with it; a rank whose state a checkpoint does not have keeps its own."""
+
+type Shapes = Mapping[str, tuple[int, ...]]
+
+
+def training_manifest(handle: HeldHandle, shapes: Shapes, schedule_steps: int) -> TrainingManifest:
+    """Everything of the training state that is not a tensor.
+
+    Args:
+        shapes: name -> shape of every parameter.
+    """
+    return TrainingManifest(
+        model_type=_model_type(handle),
+        parameters=dict(shapes),
+        head=handle.head,
+        weight_version=handle.weight_version,
+        schedule_steps=schedule_steps,
+        world_size=handle.data_parallel_size,
+        runtime_config=handle.config.model_dump(mode="json"),
+    )
+
+
+def load_state(
+    handle: HeldHandle,
+    path: Path,
+    shapes: Shapes,
+    tensors: Callable[[], StateTensors],
+    group: dist.ProcessGroup,
+    *,
+    problem: Callable[[TrainingManifest], str | None] = lambda manifest: None,
+) -> tuple[TrainingManifest, StateTensors]:
+    """Fills ``tensors()`` from the checkpoint ``path`` and sets the weight version; the caller restores the rest of both.
+
+    A collective over ``group``.
+
+    Args:
+        tensors: called when the checkpoint is known to be complete and of this model.
+        problem: another reason to refuse it.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    manifest, saved = open_training_state(path, handle.config.backend, _model_type(handle), shapes, handle.head, group)
+    raise_on_every_rank(problem(manifest), group)
+    wanted = {name: value for name, value in tensors().items() if name in saved or not name.startswith(RANDOM)}
+    try:
+        read_training_state(path, wanted, group)
+    except BaseException:
+        handle.damaged = f"loading {path} failed in the middle"
+        raise
+    handle.damaged = handle.broken = ""
+    handle.weight_version = manifest.weight_version
+    return manifest, wanted
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """States of torch's generators, on ``device`` too, under names that no two ranks share."""
+    states = {f"{RANDOM}cpu.{dist.get_rank()}": torch.get_rng_state()}
+    if device.type == "cuda":
+        states[f"{RANDOM}cuda.{dist.get_rank()}"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_random_state(tensors: StateTensors, device: torch.device) -> None:
+    """Sets what :func:`random_state` gave, as far as ``tensors`` has it."""
+    for kind, restore in (("cpu", torch.set_rng_state), ("cuda", lambda state: torch.cuda.set_rng_state(state, device))):
+        state = tensors.get(f"{RANDOM}{kind}.{dist.get_rank()}")
+        if isinstance(state, Tensor):
+            restore(state)
+
+
+def _model_type(handle: HeldHandle) -> str:
+    return str(handle.hf_config.get("model_type"))
