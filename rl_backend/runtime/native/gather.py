@@ -182,11 +182,12 @@ class _Plan:
 def _all_gather(plan: _Plan, device: torch.device) -> Tensor:
     """(ranks, longest buffer)"""
     longest = max(plan.sizes)
-    mine = torch.zeros(longest, dtype=plan.dtype, device=device)
+    mine = torch.empty(longest, dtype=plan.dtype, device=device)
     plan.pack(mine)
-    gathered = torch.empty(len(plan.sizes) * longest, dtype=plan.dtype, device=device)
-    dist.all_gather_into_tensor(gathered, mine, group=plan.group)
-    return gathered.view(len(plan.sizes), longest)
+    gathered = torch.empty(len(plan.sizes), longest, dtype=plan.dtype, device=device)
+    if longest:
+        dist.all_gather_into_tensor(gathered.view(-1), mine, group=plan.group)
+    return gathered
 
 
 def _broadcast(plan: _Plan, device: torch.device) -> list[Tensor]:
