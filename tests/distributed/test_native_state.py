@@ -1,0 +1,172 @@
+"""Weights, gradients' statistics and checkpoints of the native runtime do not depend on the layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_backend.contracts import OptimizerConfig
+from rl_backend.parallel.shards import local_tensor, owns
+from tests.distributed.test_export import stored_weights
+from tests.support.models import write_tiny_qwen3
+from tests.support.moe import write_moe
+from tests.support.native import (
+    assert_equal_tensors,
+    deal,
+    micro_batches,
+    open_runtime,
+    optimizer_state,
+    token_loss,
+    train,
+    weights,
+)
+from tests.support.rank_pool import RankPool
+
+BUDGET = 129 * 64 * 4
+"""The embeddings: several parameters of several layouts in one bucket."""
+
+type Layout = Mapping[str, int]
+
+DENSE: dict[int, list[Layout]] = {2: [{"tp": 2}, {"cp": 2}], 4: [{"tp": 4}, {"tp": 2}, {"tp": 2, "cp": 2}]}
+MIXTURE: dict[int, list[Layout]] = {
+    2: [{"ep": 2}, {"tp": 2}, {"tp": 2, "ep": 2}, {"etp": 2}],
+    4: [{"ep": 2}, {"ep": 4, "cp": 2}, {"tp": 2, "ep": 2, "etp": 2}, {"tp": 2, "ep": 4}],
+}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A vocabulary that no layout divides, fewer heads of keys and values than tp=4, biases, an untied head."""
+    path = tmp_path_factory.mktemp("dense")
+    return write_tiny_qwen3(path, vocab_size=129, tie_word_embeddings=False, attention_bias=True)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_moe("qwen3_moe", tmp_path_factory.mktemp("mixture"), vocab_size=129)
+
+
+def export_job(model: str, layouts: Sequence[Layout], stored: Mapping[str, Tensor]) -> None:
+    """Every rank gets every tensor of the directory, bit for bit and in the order of ``weight_infos``."""
+    for layout in layouts:
+        with open_runtime(model, parallel=layout) as runtime:
+            handle = runtime.build_model(forward_only=True)
+            infos = {info.name: (info.shape, info.nbytes) for info in runtime.weight_infos(handle)}
+            for byte_budget in (None, BUDGET, 10**9):
+                stream = runtime.export_weights(handle, byte_budget=byte_budget)
+                exported = {name: tensor.clone() for name, tensor in stream}
+                assert list(exported) == list(infos)
+                assert infos == {name: (tuple(tensor.shape), tensor.nbytes) for name, tensor in exported.items()}
+                assert_equal_tensors(exported, stored)
+            some = sorted(stored)[::3]
+            chosen = {name: tensor.clone() for name, tensor in runtime.export_weights(handle, names=some, dtype=torch.half)}
+            assert_equal_tensors(chosen, {name: stored[name].half() for name in some})
+
+
+@pytest.mark.shows("weights: native tp, cp, ep, etp read their shards and export what the directory holds, bit for bit")
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("model", "layouts"), [("dense", DENSE), ("mixture", MIXTURE)], ids=["dense", "mixture"])
+def test_every_layout_reads_and_exports_the_directory(
+    ranks: RankPool, request: pytest.FixtureRequest, model: str, layouts: dict[int, list[Layout]], world_size: int
+) -> None:
+    path: Path = request.getfixturevalue(model)
+    ranks.run(export_job, str(path), layouts[world_size], stored_weights(path), world_size=world_size)
+
+
+def save_job(model: str, layout: Layout, path: str, asynchronous: bool) -> dict[str, Tensor]:
+    """Trains, saves, and returns weights and moments."""
+    with open_runtime(model, parallel=layout) as runtime:
+        handle = runtime.build_model()
+        train(runtime, handle, 2)
+        runtime.save_checkpoint(handle, path, asynchronous=asynchronous)
+        state = {**weights(handle), **optimizer_state(handle)}
+        runtime.wait_for_checkpoint(handle)
+    return state
+
+
+def pass_on_job(model: str, layouts: Sequence[Layout], path: str, expected: Mapping[str, Tensor]) -> str:
+    """Loads in one layout after another, each what the one before saved; returns the path of the last save."""
+    for layout in layouts:
+        with open_runtime(model, parallel=layout, seed=3) as runtime:
+            handle = runtime.build_model()
+            train(runtime, handle, 1, first_seed=7)
+            runtime.load_checkpoint(handle, path)
+            assert handle.weight_version == 2
+            assert_equal_tensors({**weights(handle), **optimizer_state(handle)}, expected)
+            path = f"{path}-{'-'.join(map(str, layout.items()))}"
+            runtime.save_checkpoint(handle, path)
+            reference = runtime.build_model(forward_only=True)
+            runtime.load_checkpoint(reference, path)
+            assert_equal_tensors(weights(reference), {name: expected[name] for name in handle.parameters})
+    return path
+
+
+@pytest.mark.shows("runtime: checkpoints of native tp, ep, etp, cp and dp load in each other's layouts, moments bit for bit")
+@pytest.mark.parametrize(
+    ("model", "saved_by", "chain"),
+    [
+        ("mixture", (2, {"tp": 2}), [(2, [{}, {"ep": 2}, {"etp": 2}]), (1, [{}]), (4, [{"tp": 2, "ep": 2}])]),
+        ("dense", (4, {"tp": 2}), [(4, [{"tp": 4}, {"tp": 2, "cp": 2}]), (2, [{"cp": 2}]), (1, [{}])]),
+    ],
+    ids=["mixture", "dense"],
+)
+def test_a_checkpoint_goes_from_layout_to_layout_unchanged(
+    ranks: RankPool, request: pytest.FixtureRequest, tmp_path: Path, model: str, saved_by: Any, chain: Any
+) -> None:
+    source, path = str(request.getfixturevalue(model)), str(tmp_path / "saved")
+    world_size, layout = saved_by
+    expected, *others = ranks.run(save_job, source, layout, path, model == "mixture", world_size=world_size)
+    for other in others:
+        assert_equal_tensors(other, expected)
+    for world_size, layouts in chain:
+        path = ranks.run(pass_on_job, source, layouts, path, expected, world_size=world_size)[0]
+
+
+def statistics_job(model: str, layouts: Sequence[Layout]) -> list[tuple[float, int]]:
+    """Norm and zeros of a step that is taken in each layout, after one that a single rank's gradient makes impossible."""
+    found = []
+    for layout in layouts:
+        optimizer = OptimizerConfig(lr=1e-3, log_num_zeros_in_grad=True)
+        with open_runtime(model, parallel=layout, optimizer=optimizer) as runtime:
+            handle = runtime.build_model()
+            rank, size = handle.data_parallel_rank, handle.data_parallel_size
+            batches = micro_batches(deal([[0, 1], [2, 3], [4, 5], [6, 7]], size)[rank], dp_size=size)
+            runtime.forward_backward(handle, batches, token_loss)
+            spoil_last_rank(handle)
+            before = {name: local_tensor(parameter).clone() for name, parameter in handle.parameters.items()}
+            skipped = runtime.optimizer_step(handle)
+            assert not skipped.ok and math.isnan(skipped.grad_norm) and handle.weight_version == 0
+            assert_equal_tensors({name: local_tensor(value) for name, value in handle.parameters.items()}, before)
+            runtime.zero_grad(handle)
+            runtime.forward_backward(handle, batches, token_loss)
+            result = runtime.optimizer_step(handle)
+            assert result.ok and result.num_zeros is not None
+            found.append((result.grad_norm, result.num_zeros))
+    return found
+
+
+def spoil_last_rank(handle: Any) -> None:
+    """NaN in a gradient that only the last rank has a part of."""
+    if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:
+        gradients = [parameter.grad for parameter in handle.parameters.values() if owns(parameter)]
+        local_tensor(next(each for each in gradients if local_tensor(each).numel())).view(-1)[0] = math.nan
+
+
+@pytest.mark.shows("runtime: gradient norm, zeros and skipped steps of native tp, cp, ep and etp count every element once")
+@pytest.mark.parametrize(("model", "layouts"), [("dense", DENSE), ("mixture", MIXTURE)], ids=["dense", "mixture"])
+def test_norm_and_zeros_are_one_ranks_and_one_bad_gradient_stops_all(
+    ranks: RankPool, request: pytest.FixtureRequest, model: str, layouts: dict[int, list[Layout]]
+) -> None:
+    path = str(request.getfixturevalue(model))
+    ((norm, zeros),) = ranks.run(statistics_job, path, [{}], world_size=1)[0]
+    assert zeros > 0
+    for world_size, some in layouts.items():
+        for found in ranks.run(statistics_job, path, some, world_size=world_size):
+            assert found == [(pytest.approx(norm, rel=1e-5), zeros)] * len(some)
