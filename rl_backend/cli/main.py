@@ -14,6 +14,7 @@ from rl_backend.cli.errors import CommandError
 COMMANDS = {
     "doctor": ("rl_backend.cli.doctor", "say what is installed, what is missing and what this machine can run"),
     "parity": ("rl_backend.cli.parity", "train with two runtimes and name the first place where they part"),
+    "schedule": ("rl_backend.cli.schedule", "say what a pipeline schedule costs in idle time and activations, and draw it"),
     "report": ("rl_backend.cli.report", "make report.html of a run folder again"),
     "gpu-check": ("rl_backend.cli.gpu_check", "run the tests that need a GPU and write a JSON result"),
 }
