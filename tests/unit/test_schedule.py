@@ -78,6 +78,15 @@ def test_zbv_has_no_bubble_inside_a_rank_and_the_activations_of_1f1b(p: int, m: 
         assert dualpipev.peak_activations == (2 * p + 1,) * p
 
 
+@pytest.mark.parametrize("p", [2, 3, 5, 6])
+def test_the_formulas_hold_from_the_number_of_micro_batches_that_the_page_says(p: int) -> None:
+    assert timeline("zbv", p, p).makespan == pytest.approx(6 * p + p - 1)
+    assert timeline("zb-h1", p, p).makespan == pytest.approx(3 * p + p - 1)
+    for name in ("zbv", "zb-h2"):
+        assert timeline(name, p, 2 * p - 1).bubble_span == pytest.approx(0, abs=1e-12)
+        assert timeline(name, p, 2 * p - 2).bubble_span > 0
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_one_rank_has_no_bubble(name: str) -> None:
     assert timeline(name, 1, 4).bubble_makespan == pytest.approx(0)

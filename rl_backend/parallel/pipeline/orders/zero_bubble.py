@@ -1,4 +1,4 @@
-"""ZB-H1 and ZB-H2, the handcrafted zero-bubble schedules (arXiv 2401.10241, sections 2.2 and 2.3).
+"""ZB-H1 and ZB-H2, the handcrafted zero-bubble schedules (arXiv 2401.10241, sections 2.1 and 2.2).
 
 In both, all ranks hold equally many activations: those that wait for the backward pass for the inputs, fewer the later the
 rank, and those whose backward pass for the weights is put off, more the later the rank.
