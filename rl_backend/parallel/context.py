@@ -15,11 +15,11 @@ class ContextParallelAttention:
     """Attention of this rank's queries to the keys and values of all context-parallel ranks.
 
     Keys and values are gathered in one collective before every attention, and its backward pass reduce-scatters their
-    gradients (Llama 3, arXiv 2407.21783, section 3.3.2). A ring would send them in pieces while others are multiplied; with
-    grouped-query attention they are small next to the work on them, any mask and any kernel does, and packed sequences need
-    no schedule. The price is memory: for T tokens on all ranks together, ``4 * T * kv_heads * head_dim`` numbers while an
-    attention runs, the gathered and the selected, and ``2 * T * kv_heads * head_dim`` kept for its backward pass where
-    layers are not computed again.
+    gradients (Llama 3, arXiv 2407.21783, section 3.3.2). A ring would hide the transfer behind the work and hold less at
+    a time, but needs a schedule and a merge of partial results for every mask; with grouped-query attention there is
+    little to transfer. With T tokens on all ranks together, a rank holds about ``4 * T * kv_heads * head_dim`` numbers
+    while it selects from what it gathered; half of them stay until the backward pass, unless the layer is computed
+    again.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -28,8 +28,10 @@ class ContextParallelAttention:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None) -> Tensor:
         """As :func:`~rl_backend.primitive.attention.packed_attention`, from the keys and values of this rank's N tokens."""
         assert segments.key_index is not None, "lay_out_tokens makes one for more than one rank"
-        gathered = all_gather(torch.stack((key, value), dim=1), self._group, sum_gradients=True)
+        stacked = torch.stack((key, value), dim=1)
+        gathered = all_gather(stacked, self._group, sum_gradients=True)
         selected_key, selected_value = gathered.index_select(0, segments.key_index).unbind(1)
+        del gathered  # not needed by the backward pass
         return packed_attention(query, selected_key, selected_value, segments, window)
 
 
