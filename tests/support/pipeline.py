@@ -14,19 +14,19 @@ class NotRunnableError(Exception):
 
 
 def run_with_tokens(schedule: Schedule) -> None:
-    """Runs every rank's list over wires of one queue per pair of ranks.
+    """Runs every rank's list, with one queue of sends and receives on each rank.
 
-    A wire knows no names: what is sent first is received first. A batch occupies its rank's end of the wire until all of it
-    is done. Raises :class:`NotRunnableError` unless every stage does every micro-batch once, with the right data.
+    Only the heads of queues meet, and they know no names: a receive takes whatever the other rank sends to this one. Raises
+    :class:`NotRunnableError` unless every stage does every micro-batch once, with the right data.
     """
     ranks = [_Rank(rank, schedule) for rank in range(schedule.pp_size)]
     while True:
         moved = [rank.step() for rank in ranks]
-        carried = [_carry(ranks[low], ranks[high]) for low in range(len(ranks)) for high in range(low + 1, len(ranks))]
+        carried = [_carry(source, target) for source in ranks for target in ranks]
         if not any(moved) and not any(carried):
             break
     for rank in ranks:
-        if rank.left or any(rank.wires.values()):
+        if rank.left or rank.queue:
             raise NotRunnableError(f"rank {rank.rank} came to a halt")
         if max(rank.held_at_most) > schedule.activation_bound[rank.rank]:
             raise NotRunnableError(f"rank {rank.rank} holds too much")
@@ -48,8 +48,8 @@ class _Rank:
         self.left = deque(schedule.actions[rank])
         self.done: list[Action] = []
         self.held_at_most = [0]
-        # For each other rank, batches of [action, token]: a send's token, or None until a receive has it.
-        self.wires: dict[int, deque[list[list[object]]]] = {}
+        # Action, other rank, and the token of a send.
+        self.queue: deque[tuple[Action, int, object]] = deque()
         self._schedule = schedule
         self._tokens: dict[tuple[str, int, int], object] = {}
         self._held = 0
@@ -58,30 +58,24 @@ class _Rank:
         """Posts and computes as far as it can, and says whether it could do anything."""
         before = len(self.left)
         while self.left and (self.left[0].kind not in COMPUTATIONS or self._has_inputs(self.left[0])):
-            if self.left[0].kind in COMPUTATIONS:
-                self._compute(self.left.popleft())
+            action = self.left.popleft()
+            if action.kind in COMPUTATIONS:
+                self._compute(action)
             else:
-                self._post()
+                self._post(action)
         return len(self.left) < before
 
     def receive(self, action: Action, token: object) -> None:
         name = "activation" if action.kind is Kind.RECEIVE_ACTIVATION else "gradient"
         self._tokens[name, action.stage, action.micro_batch] = token
 
-    def _post(self) -> None:
-        """All communication up to the next computation, a batch for each other rank."""
-        batches: dict[int, list[list[object]]] = {}
-        while self.left and self.left[0].kind not in COMPUTATIONS:
-            action = self.left.popleft()
-            other = self._schedule.placement[action.other_end.stage]
-            token: object = None
-            if action.kind in SENDS:
-                token = ("F" if action.kind is Kind.SEND_ACTIVATION else "B", action.stage, action.micro_batch)
-                if token not in self._tokens:
-                    raise NotRunnableError(f"{action} has nothing to send")
-            batches.setdefault(other, []).append([action, token])
-        for other, batch in batches.items():
-            self.wires.setdefault(other, deque()).append(batch)
+    def _post(self, action: Action) -> None:
+        token: object = None
+        if action.kind in SENDS:
+            token = ("F" if action.kind is Kind.SEND_ACTIVATION else "B", action.stage, action.micro_batch)
+            if token not in self._tokens:
+                raise NotRunnableError(f"{action} has nothing to send")
+        self.queue.append((action, self._schedule.placement[action.other_end.stage], token))
 
     def _needs(self, action: Action) -> dict[tuple[str, int, int], object]:
         """Where a computation finds its inputs, and what should be there."""
@@ -118,21 +112,14 @@ class _Rank:
         self.held_at_most.append(self._held if not self._schedule.forward_only else 0)
 
 
-def _carry(low: _Rank, high: _Rank) -> bool:
-    """Moves tokens between the batches at the head of both ends of a wire."""
-    ends = low.wires.get(high.rank), high.wires.get(low.rank)
-    if not (ends[0] and ends[1]):
+def _carry(source: _Rank, target: _Rank) -> bool:
+    """Moves a token if one rank's next transfer is a send to the other, whose next one is a receive from it."""
+    if not (source.queue and target.queue):
         return False
-    moved = False
-    for source, target, receiver in ((ends[0], ends[1], high), (ends[1], ends[0], low)):
-        sends = [one for one in source[0] if one[0].kind in SENDS]  # type: ignore[attr-defined]
-        receives = [one for one in target[0] if one[0].kind not in SENDS]  # type: ignore[attr-defined]
-        for send, receive in zip(sends, receives, strict=False):
-            receiver.receive(receive[0], send[1])  # type: ignore[arg-type]
-            source[0].remove(send)
-            target[0].remove(receive)
-            moved = True
-    for end in ends:
-        if not end[0]:
-            end.popleft()
-    return moved
+    (send, to, token), (receive, origin, _) = source.queue[0], target.queue[0]
+    if send.kind not in SENDS or receive.kind in SENDS or (to, origin) != (target.rank, source.rank):
+        return False
+    source.queue.popleft()
+    target.queue.popleft()
+    target.receive(receive, token)
+    return True

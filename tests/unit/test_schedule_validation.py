@@ -33,7 +33,7 @@ def schedules(**options: object) -> Iterator[Schedule]:
     [{}, {"forward_only": True}, {"costs": Costs(1.0, 1.7, 0.6, 0.3)}, {"costs": Costs(0.5, 0.4, 0.9, 2.0)}],
     ids=["equal costs", "forward only", "dear gradients", "dear communication"],
 )
-def test_every_schedule_runs_to_its_end_with_the_right_data_on_wires_of_one_queue(options: dict[str, object]) -> None:
+def test_every_schedule_runs_to_its_end_with_the_right_data_and_one_queue_on_each_rank(options: dict[str, object]) -> None:
     for schedule in schedules(**options):
         validate(schedule)
         run_with_tokens(schedule)
@@ -124,14 +124,15 @@ def test_a_deadlock_is_told_as_who_waits_for_whom() -> None:
     assert "0SEND_F0 of rank 0 waits for 0F0 of rank 0" in str(failure.value)
 
 
-def test_batches_that_only_two_queues_could_carry_are_a_deadlock() -> None:
+def test_an_order_that_only_two_queues_could_carry_is_a_deadlock() -> None:
     schedule = make_schedule("zbv", 2, 2, forward_only=True)
     lists = {
-        0: "0F0 0SEND_F0 3RECV_F0 0F1 0SEND_F1 3F0 3RECV_F1 3F1",
-        1: "1RECV_F0 1F0 2F0 2SEND_F0 1RECV_F1 1F1 2F1 2SEND_F1",
+        0: "0F0 0SEND_F0 0F1 0SEND_F1 3RECV_F0 3F0 3RECV_F1 3F1",
+        1: "1RECV_F0 1F0 2F0 1RECV_F1 2SEND_F0 1F1 2F1 2SEND_F1",
     }
     validate(replace(schedule, actions=parsed(lists)))
-    lists[0] = "3RECV_F0 0F0 0SEND_F0 0F1 0SEND_F1 3F0 3RECV_F1 3F1"
+    # Now the second micro-batch is sent before the first is received on rank 0, and the other way round on rank 1.
+    lists[1] = "1RECV_F0 1F0 2F0 2SEND_F0 1RECV_F1 1F1 2F1 2SEND_F1"
     with pytest.raises(ScheduleError, match="wait for each other for ever"):
         validate(replace(schedule, actions=parsed(lists)))
 

@@ -49,7 +49,7 @@ def inputs_of(action: Action, present: Container[Action]) -> list[Action]:
 
 
 def event_graph(
-    actions: Sequence[Sequence[Action]], placement: Sequence[int], *, one_queue_per_pair: bool
+    actions: Sequence[Sequence[Action]], placement: Sequence[int], *, one_queue_per_rank: bool
 ) -> dict[Event, list[Event]]:
     """What each event of a schedule waits for.
 
@@ -57,8 +57,8 @@ def event_graph(
     transfers of its inputs. In one direction between two ranks, transfers end in the order in which they are posted.
 
     Args:
-        one_queue_per_pair: a batch of sends and receives with another rank also waits for the end of the batch before it
-            with the same rank, as on an NCCL communicator of two ranks. Else each direction is on its own.
+        one_queue_per_rank: a transfer also waits for the end of every transfer posted before it on either of its ranks. NCCL
+            has such a queue for each pair of ranks, gloo for none.
     """
     rank_of = {action: rank for rank, own in enumerate(actions) for action in own}
     graph: Graph = {}
@@ -78,9 +78,11 @@ def event_graph(
     for queue in queues.values():
         for first, second in pairwise(queue):
             graph[second].append(first)
-    if one_queue_per_pair:
+    if one_queue_per_rank:
         for own in actions:
-            _chain_batches(own, rank_of, graph)
+            posted = [Arrival(one if one.kind in RECEIVES else one.other_end) for one in own if one.kind not in COMPUTATIONS]
+            for first, second in pairwise(posted):
+                graph[second].append(first)
     return graph
 
 
@@ -112,24 +114,3 @@ def _sent(send: Action, present: Container[Action]) -> Action:
         return Action(Kind.FORWARD, send.stage, send.micro_batch)
     full, split = (Action(kind, send.stage, send.micro_batch) for kind in BACKWARDS)
     return full if full in present else split
-
-
-def _chain_batches(own: Sequence[Action], rank_of: Mapping[Action, int], graph: Graph) -> None:
-    """Makes each transfer of a batch wait for those of the batch before with the same rank."""
-    last: dict[int, list[Arrival]] = {}
-    batch: dict[int, list[Arrival]] = {}
-
-    def close() -> None:
-        for peer, arrivals in batch.items():
-            for arrival in arrivals:
-                graph[arrival] += last.get(peer, [])
-            last[peer] = arrivals
-        batch.clear()
-
-    for action in own:
-        if action.kind in COMPUTATIONS:
-            close()
-        else:
-            receive = action if action.kind in RECEIVES else action.other_end
-            batch.setdefault(rank_of[action.other_end], []).append(Arrival(receive))
-    close()

@@ -20,7 +20,7 @@ class Schedule:
         name: of the algorithm.
         num_micro_batches: of each stage.
         placement: rank of each stage.
-        actions: for each rank what it does, in order. Communication between two computations is one batch.
+        actions: for each rank what it does, in order.
         activation_bound: for each rank the most activations, in stages times micro-batches, that it may hold; one is held
             from its forward pass to the end of its backward pass for the weights.
         forward_only: there is no backward pass, and no activation is held.

@@ -76,7 +76,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """
     costs = costs or Costs()
     costs.require_stages(schedule.num_stages)
-    graph = event_graph(schedule.actions, schedule.placement, one_queue_per_pair=False)
+    graph = event_graph(schedule.actions, schedule.placement, one_queue_per_rank=False)
     ends: dict[Event, float] = {}
     for event in in_order(graph):
         start = max((ends[before] for before in graph[event]), default=0.0)

@@ -21,8 +21,8 @@ def validate(schedule: Schedule) -> None:
     - Each stage does each micro-batch once: one forward pass, one full backward pass or one for the inputs and one for the
       weights, and a send and a receive for each result that another rank needs; nothing else.
     - In each direction between two ranks, receives are posted in the order of the sends.
-    - No rank waits for ever, even if all batches of communication between two ranks share one queue: what each action needs
-      can be brought into one order that respects every list.
+    - No rank waits for ever, even if its transfers are worked off one after the other: all actions can be brought into one
+      order in which each comes after what it needs.
     - No rank holds more activations than ``activation_bound``.
 
     Raises:
@@ -31,7 +31,7 @@ def validate(schedule: Schedule) -> None:
     _check_placement(schedule)
     _check_complete(schedule)
     _check_pairs(schedule)
-    graph = event_graph(schedule.actions, schedule.placement, one_queue_per_pair=True)
+    graph = event_graph(schedule.actions, schedule.placement, one_queue_per_rank=True)
     in_order(graph, lambda event: _with_rank(schedule, event))
     for rank, (peak, bound) in enumerate(zip(schedule.peak_activations, schedule.activation_bound, strict=True)):
         if peak > bound:
