@@ -24,6 +24,7 @@ def load_weights(
     *,
     zero_if_absent: Collection[str] = (),
     stored_buffers: tuple[str, ...] = (),
+    elsewhere: Collection[str] = (),
 ) -> None:
     """Fills each parameter, or this rank's shard of it, from the Hugging Face directory ``path``.
 
@@ -37,6 +38,7 @@ def load_weights(
         weight_names: name in the module -> Hugging Face name, or those of the tensors that are packed in it.
         zero_if_absent: Hugging Face names that the directory may lack; their parameters are filled with 0.
         stored_buffers: endings of names without a parameter that are ignored as well.
+        elsewhere: names of tensors whose parameters other ranks may have; they are not read.
 
     Raises:
         CheckpointError: what :class:`HFReader` raises, a missing, surplus or quantised tensor, another shape, or a head that
@@ -50,8 +52,9 @@ def load_weights(
         for index, stored in stored_tensors(weight_names[name])
         if stored not in absent
     }
-    _check_tensors(reader, wanted, stored_buffers)
-    _check_tied_head(reader, parameters, weight_names)
+    _check_tensors(reader, wanted, stored_buffers, frozenset(elsewhere))
+    if not {LM_HEAD, VALUE_HEAD_WEIGHTS[0]} & {*stored_names(weight_names), *elsewhere}:
+        _check_tied_head(reader, parameters, weight_names)
     with torch.no_grad():
         for name, parameter in parameters.items():
             local, region = local_tensor(parameter), local_region(parameter)
@@ -70,7 +73,7 @@ def _check_tied_head(reader: HFReader, parameters: Mapping[str, nn.Parameter], n
 
     transformers unties one that differs without a word, and vLLM drops it: neither is what the other computes.
     """
-    if LM_HEAD not in reader.infos or {LM_HEAD, VALUE_HEAD_WEIGHTS[0]} & set(stored_names(names)):
+    if LM_HEAD not in reader.infos:
         return
     for name, embeddings in names.items():
         if not isinstance(embeddings, str) or not embeddings.endswith("embed_tokens.weight"):
@@ -88,9 +91,11 @@ def _check_tied_head(reader: HFReader, parameters: Mapping[str, nn.Parameter], n
             )
 
 
-def _check_tensors(reader: HFReader, wanted: Mapping[str, tuple[int, ...]], stored_buffers: tuple[str, ...]) -> None:
+def _check_tensors(
+    reader: HFReader, wanted: Mapping[str, tuple[int, ...]], stored_buffers: tuple[str, ...], elsewhere: frozenset[str]
+) -> None:
     score = VALUE_HEAD_WEIGHTS[0]
-    if score in reader.infos and score not in wanted and LM_HEAD not in reader.infos:
+    if score in reader.infos and score not in elsewhere | wanted.keys() and LM_HEAD not in reader.infos:
         raise CheckpointError(
             f"{reader.path} holds a critic or a reward model: it has {score} and no {LM_HEAD}; build it with head='values', "
             "or give the directory of a language model",
@@ -116,7 +121,8 @@ def _check_tensors(reader: HFReader, wanted: Mapping[str, tuple[int, ...]], stor
                 tensor=name,
             )
     ignored = ("rotary_emb.inv_freq", *stored_buffers)
-    surplus = [name for name in reader.infos if name not in wanted and name != LM_HEAD and not name.endswith(ignored)]
+    known = elsewhere | wanted.keys() | {LM_HEAD}
+    surplus = [name for name in reader.infos if name not in known and not name.endswith(ignored)]
     if surplus:
         raise CheckpointError(
             f"{reader.path} has tensor {listed(surplus)}, for which the model that config.json describes has no parameter; "

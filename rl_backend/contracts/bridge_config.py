@@ -48,6 +48,10 @@ class BridgeConfig(BackendConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.parallel.vpp > 1 and self.parallel.pp == 1:
+            raise ConfigError.of(
+                "BridgeConfig.parallel.vpp", self.parallel.vpp, "needs pp > 1, got pp=1; set pp or leave vpp at 1"
+            )
         self._check_recompute()
         check_overrides("BridgeConfig.override_transformer_config", self.override_transformer_config, TRANSFORMER)
         check_overrides("BridgeConfig.override_ddp_config", self.override_ddp_config, DDP)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
-
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rl_backend.contracts.base_config import BaseConfig
 from rl_backend.contracts.errors import ConfigError
@@ -16,7 +14,7 @@ class ParallelConfig(BaseConfig):
     Attributes:
         tp: tensor parallel, with sequence parallel.
         pp: pipeline stages (ranks).
-        vpp: model chunks per pipeline rank; more than 1 needs ``pp`` > 1.
+        vpp: stages per pipeline rank.
         cp: context parallel.
         ep: expert parallel; divides ``dp * cp * tp / etp``.
         etp: tensor parallel inside an expert.
@@ -28,12 +26,6 @@ class ParallelConfig(BaseConfig):
     cp: int = Field(default=1, ge=1)
     ep: int = Field(default=1, ge=1)
     etp: int = Field(default=1, ge=1)
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.vpp > 1 and self.pp == 1:
-            raise ConfigError.of("ParallelConfig.vpp", self.vpp, "needs pp > 1, got pp=1; set pp or leave vpp at 1")
-        return self
 
     @property
     def model_parallel_size(self) -> int:

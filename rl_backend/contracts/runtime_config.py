@@ -18,6 +18,9 @@ BACKEND_CONFIGS: Registry[type[BackendConfig]] = Registry("runtime", "register_r
 MODEL_CONFIGS: Registry[type[ModelOptions]] = Registry("model family", "register_model(...)")
 
 
+type PipelineSchedule = Literal["auto", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zbv", "dualpipev"]
+
+
 class ModelOptions(BaseConfig):
     """Base of the options of one model implementation; a family subclasses it and registers the subclass."""
 
@@ -39,6 +42,9 @@ class NativeConfig(BackendConfig):
         activation_checkpointing: ``full`` recomputes each layer in the backward pass.
         reshard_after_forward: free gathered parameters between forward and backward.
         log_prob_chunk_tokens: tokens whose full-vocabulary logits exist at one time.
+        pipeline_schedule: ``1f1b``, ``interleaved-1f1b``, ``zb-h1``, ``zb-h2``, ``zbv`` or ``dualpipev``; ``auto`` takes
+            ``interleaved-1f1b`` where ``parallel.vpp`` is more than 1, and ``1f1b`` otherwise.
+        pipeline_layers: layers of each of the ``pp * vpp`` stages; None divides them evenly.
         model: name of the registered model family, or ``auto``: the one that claims the directory's ``model_type``.
         model_cfg: that family's own options; needs ``model`` to be named. None takes its defaults.
     """
@@ -49,19 +55,10 @@ class NativeConfig(BackendConfig):
     activation_checkpointing: Literal["none", "full"] = "none"
     reshard_after_forward: bool = True
     log_prob_chunk_tokens: int = Field(default=1024, ge=1)
+    pipeline_schedule: PipelineSchedule = "auto"
+    pipeline_layers: tuple[int, ...] | None = None
     model: str = "auto"
     model_cfg: SerializeAsAny[ModelOptions] | None = None
-
-    @field_validator("parallel")
-    @classmethod
-    def _no_pipelines(cls, parallel: ParallelConfig) -> ParallelConfig:
-        for name in ("pp", "vpp"):
-            size = getattr(parallel, name)
-            if size != 1:
-                raise ConfigError.of(
-                    f"NativeConfig.parallel.{name}", size, "the native runtime has no pipelines; use 1, or backend='bridge'"
-                )
-        return parallel
 
     @field_validator("model_cfg", mode="before")
     @classmethod

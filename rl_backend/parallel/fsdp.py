@@ -52,7 +52,7 @@ def apply_fsdp(
         return
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     for module in (*experts, *layers, root):
-        mesh = groups.expert_mesh["edp"] if module in experts else groups.mesh["fsdp"]
+        mesh = groups.edp_mesh if module in experts else groups.fsdp_mesh
         fully_shard(
             module,
             mesh=mesh,

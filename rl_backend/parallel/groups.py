@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,8 +28,11 @@ class ParallelGroups:
     Attributes:
         parallel: the layout.
         device: what this rank trains on.
-        mesh: this pipeline rank's ``fsdp`` (dp and cp together, over which parameters are sharded) and ``tp``.
-        expert_mesh: the same ranks as ``edp``, ``ep`` and ``etp``, for the parameters of experts.
+        mesh: the ranks of this pipeline rank: dp and cp together, over which parameters are sharded, by tp.
+        fsdp_mesh, tp_mesh: its dimensions.
+        expert_mesh: the same ranks as expert-data-parallel ranks by ep by etp, for the parameters of experts.
+        edp_mesh: its first dimension.
+        ep_mesh, ep_etp_mesh: its second, and its second and third.
         dp_rank, dp_size: place among the ranks that see different data.
         pp_group, dp_group, cp_group, tp_group: ranks that differ in one dimension only, for collectives on ``device``.
         token_group: the ranks that share the tokens of a micro-batch in one layer, over cp and tp.
@@ -43,7 +47,12 @@ class ParallelGroups:
     parallel: ParallelConfig
     device: torch.device
     mesh: DeviceMesh
+    fsdp_mesh: DeviceMesh
+    tp_mesh: DeviceMesh
     expert_mesh: DeviceMesh
+    edp_mesh: DeviceMesh
+    ep_mesh: DeviceMesh
+    ep_etp_mesh: DeviceMesh
     dp_rank: int
     dp_size: int
     pp_group: dist.ProcessGroup
@@ -60,6 +69,9 @@ class ParallelGroups:
     @property
     def world_size(self) -> int:
         return self.world_group.size()
+
+
+_num_opened = itertools.count()
 
 
 @dataclass
@@ -127,17 +139,20 @@ def _open(parallel: ParallelConfig, device: torch.device) -> ParallelGroups:
     subgroups = _Subgroups()
     pp_group, dp_group, cp_group, tp_group = (subgroups.along(dense, dimension) for dimension in range(4))
     pp_rank = pp_group.rank()
+    # DTensor's caches take meshes of equal names and ranks for one mesh, also when the groups of one are gone.
+    unique = next(_num_opened)
+    fsdp, tp, edp, ep, etp = (f"{name}_{unique}" for name in ("fsdp", "tp", "edp", "ep", "etp"))
     mesh = DeviceMesh.from_group(
         [subgroups.along(dense, 1, 2), tp_group],
         device.type,
         dense[pp_rank].flatten(0, 1),
-        mesh_dim_names=("fsdp", "tp"),
+        mesh_dim_names=(fsdp, tp),
     )
     expert_mesh = DeviceMesh.from_group(
         [subgroups.along(experts, dimension) for dimension in range(1, 4)],
         device.type,
         experts[pp_rank],
-        mesh_dim_names=("edp", "ep", "etp"),
+        mesh_dim_names=(edp, ep, etp),
     )
     token_group, replica_group = subgroups.along(dense, 2, 3), subgroups.along(dense, 0, 2, 3)
     expert_group = subgroups.along(experts, 2, 3)
@@ -146,7 +161,12 @@ def _open(parallel: ParallelConfig, device: torch.device) -> ParallelGroups:
         parallel=parallel,
         device=device,
         mesh=mesh,
+        fsdp_mesh=mesh[fsdp],
+        tp_mesh=mesh[tp],
         expert_mesh=expert_mesh,
+        edp_mesh=expert_mesh[edp],
+        ep_mesh=expert_mesh[ep],
+        ep_etp_mesh=expert_mesh[ep, etp],
         dp_rank=dp_group.rank(),
         dp_size=dp_size,
         pp_group=pp_group,

@@ -140,15 +140,14 @@ class TensorParallel:
 
 
 def distribute_experts(experts: nn.Module, mesh: DeviceMesh, dimensions: Mapping[str, tuple[int, int]]) -> None:
-    """Splits packed experts over ``ep`` and ``etp``.
+    """Splits packed experts over the ranks of ``mesh``.
 
     Args:
-        mesh: with both dimensions.
+        mesh: ep, or ep by etp.
         dimensions: parameter -> the dimension that numbers the experts and the one that etp splits.
     """
-    etp = mesh.size(1) > 1
     for name, dims in dimensions.items():
-        _distribute(experts, name, mesh if etp else mesh["ep"], [Shard(dim) for dim in dims[: 2 if etp else 1]])
+        _distribute(experts, name, mesh, [Shard(dim) for dim in dims[: mesh.ndim]])
     compute_on_local(experts, {})
 
 

@@ -33,7 +33,9 @@ class WeightGradients:
     def compute(self) -> None:
         """Computes all of them, in the order of the backward pass, and adds them to the parameters' gradients."""
         for weight, compute in self._waiting:
-            torch.autograd.backward([weight], [compute()])
+            with torch.no_grad():
+                gradient = compute()
+            torch.autograd.backward([weight], [gradient])
         self._waiting.clear()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.support.layouts import layouts
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
-from tests.support.native import LENGTHS, deal, micro_batches, open_runtime, relative_difference, token_loss
+from tests.support.native import LENGTHS, deal, micro_batches, open_runtime, relative_difference, token_loss, train
 from tests.support.rank_pool import RankPool
 
 SPLIT = [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -133,9 +133,7 @@ def mixture_on_one_rank(mixture: Path, ranks: RankPool) -> Run:
     return run_layout(ranks, 1, mixture, {}, {})
 
 
-@pytest.mark.shows(
-    "runtime: native tp, cp, dp and products on 2 and 4 ranks: losses and gradients of one rank to 1e-5"
-)
+@pytest.mark.shows("runtime: native tp, cp, dp and products on 2 and 4 ranks: losses and gradients of one rank to 1e-5")
 @pytest.mark.parametrize(("world", "layout"), layouts(DENSE))
 def test_dense_layouts_train_as_one_rank(
     ranks: RankPool, dense: Path, dense_on_one_rank: Run, world: int, layout: dict[str, int]
@@ -143,11 +141,22 @@ def test_dense_layouts_train_as_one_rank(
     assert_same(run_layout(ranks, world, dense, layout, {}), dense_on_one_rank)
 
 
-@pytest.mark.shows(
-    "runtime: native ep, etp and products with tp, cp and dp: losses and gradients of one rank to 1e-5"
-)
+@pytest.mark.shows("runtime: native ep, etp and products with tp, cp and dp: losses and gradients of one rank to 1e-5")
 @pytest.mark.parametrize(("world", "layout"), layouts(MIXTURE))
 def test_mixtures_of_experts_train_as_on_one_rank(
     ranks: RankPool, mixture: Path, mixture_on_one_rank: Run, world: int, layout: dict[str, int]
 ) -> None:
     assert_same(run_layout(ranks, world, mixture, layout, {}), mixture_on_one_rank)
+
+
+def reopened_job(model: str) -> list[list[tuple[float, float]]]:
+    curves = []
+    for _ in range(2):
+        with open_runtime(model, parallel={"tp": 2}) as runtime:
+            curves.append(train(runtime, runtime.build_model(), STEPS))
+    return curves
+
+
+def test_a_runtime_in_the_place_of_a_closed_one_trains_as_that_did(ranks: RankPool, dense: Path) -> None:
+    for first, second in ranks.run(reopened_job, str(dense), world_size=4):
+        assert first == second

@@ -56,7 +56,7 @@ def _build(vocab_size: int, settings: BuildSettings) -> nn.Module:
 def _parallelize(module: nn.Module, groups: ParallelGroups, config: NativeConfig) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    fully_shard(module, mesh=groups.mesh["fsdp"])
+    fully_shard(module, mesh=groups.fsdp_mesh)
 
 
 def _parse_config(hf_config: Mapping[str, Any]) -> int:

@@ -23,7 +23,7 @@ def parallelize(module: nn.Module, groups: ParallelGroups, config: NativeConfig)
         raise TypeError(f"parallelize got a {type(module).__name__}; expected DenseDecoder")
     split_decoder(module, groups)
     if groups.tp_group.size() > 1:
-        tensor = TensorParallel(groups.mesh["tp"])
+        tensor = TensorParallel(groups.tp_mesh)
         for layer in module.layers.values():
             split_feed_forward(layer.mlp, tensor)
     layers = list(module.layers.values())
@@ -40,7 +40,7 @@ def split_decoder(module: DenseDecoder, groups: ParallelGroups) -> None:
             layer.self_attn.attend = ContextParallelAttention(groups.cp_group)
     if groups.tp_group.size() == 1:
         return
-    tensor = TensorParallel(groups.mesh["tp"])
+    tensor = TensorParallel(groups.tp_mesh)
     if module.embed_tokens is not None:
         tensor.vocabulary(module.embed_tokens)
     for layer in module.layers.values():

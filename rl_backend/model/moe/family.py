@@ -41,4 +41,3 @@ def _build(arch: MoEArchitecture, settings: BuildSettings) -> nn.Module:
     assert isinstance(options, MoEOptions), "the registry checks the type of model_cfg"
     coefficients = RouterLossCoefficients(options.router_aux_loss_coef, options.router_z_loss_coef)
     return MoEDecoder(arch, settings.head, settings.log_prob_chunk_tokens, coefficients, settings.stage)
-

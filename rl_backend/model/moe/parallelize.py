@@ -35,7 +35,7 @@ def parallelize(module: nn.Module, groups: ParallelGroups, config: NativeConfig)
             _split_mixture(layer.mlp, groups)
             experts.append(layer.mlp.experts)
         elif groups.tp_group.size() > 1:
-            split_feed_forward(layer.mlp, TensorParallel(groups.mesh["tp"]))
+            split_feed_forward(layer.mlp, TensorParallel(groups.tp_mesh))
     layers = list(module.layers.values())
     if config.activation_checkpointing == "full":
         checkpoint_layers(layers)
@@ -51,7 +51,7 @@ def _split_mixture(moe: MoE, groups: ParallelGroups) -> None:
         _split_experts(moe.experts, groups)
     if groups.tp_group.size() == 1:
         return
-    tensor = TensorParallel(groups.mesh["tp"])
+    tensor = TensorParallel(groups.tp_mesh)
     tensor.replicate(moe.gate)
     if moe.shared_expert is not None:
         split_feed_forward(moe.shared_expert, tensor)
@@ -62,4 +62,4 @@ def _split_mixture(moe: MoE, groups: ParallelGroups) -> None:
 def _split_experts(experts: SwiGLUExperts, groups: ParallelGroups) -> None:
     parallel = groups.parallel
     experts.dispatcher = AllToAllDispatcher(groups.expert_group, experts.gate_up_proj.shape[0], parallel.ep, parallel.etp)
-    distribute_experts(experts, groups.expert_mesh["ep", "etp"], _SPLIT_DIMENSIONS)
+    distribute_experts(experts, groups.ep_etp_mesh if parallel.etp > 1 else groups.ep_mesh, _SPLIT_DIMENSIONS)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -15,18 +16,26 @@ from rl_backend.contracts import (
     VALUE_HEAD_WEIGHTS,
     ConfigError,
     Head,
+    ModelOptions,
     NativeConfig,
     PackedWeight,
     RuntimeConfig,
     UnsupportedError,
     WeightName,
+    stored_names,
 )
-from rl_backend.model import BuildSettings, ModelFamily, find_model
+from rl_backend.model import BuildSettings, ModelFamily, ModelStage, find_model
 from rl_backend.parallel.groups import ParallelGroups
+from rl_backend.primitive.deferred import put_off_in_linear_layers
+from rl_backend.runtime.native.gather import model_layouts
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.layout import check_model_layout
 from rl_backend.runtime.native.optimizer import NativeOptimizer
+from rl_backend.runtime.native.stages import algorithm, micro_batch_multiple, model_stages
 from rl_backend.runtime.placement import Placement
+
+WHOLE = -1
+"""Stands for the number of a stage where the model has none."""
 
 if TYPE_CHECKING:
     from rl_backend.runtime.native.runtime import NativeRuntime
@@ -52,24 +61,22 @@ def build_handle(
     family = find_model(native.model, hf_config)
     family.require_head(head)
     architecture = family.parse_config(hf_config)
-    check_model_layout(family, architecture, native.parallel)
+    check_model_layout(family, architecture, native)
     options = native.model_cfg if native.model_cfg is not None else family.options_type()
-    with torch.device("meta"):
-        model = family.build(architecture, BuildSettings(options, head, native.log_prob_chunk_tokens))
-    if forward_only:
-        model.to(getattr(torch, native.param_dtype)).requires_grad_(False)
-    family.parallelize(model, groups, native)
-    model.to_empty(device=groups.device)
+    stages = _build(family, architecture, options, groups, native, head=head, forward_only=forward_only)
+    model = nn.ModuleList(stages.values()) if stages.keys() != {WHOLE} else stages[WHOLE]
     model.train(not forward_only)
-    weight_names = dict(family.weight_names(architecture, head))
-    parameters = _parameters(model, family, weight_names, groups)
-    zero_if_absent = VALUE_HEAD_WEIGHTS if head == "values" else ()
+    whole_names = dict(family.weight_names(architecture, head))
+    parameters = _parameters(stages.values(), family, whole_names, groups)
+    layouts = model_layouts(parameters, whole_names, groups)
+    names = {name: whole_names[family.stage_copies.get(name, name)] for name in parameters}
     load_weights(
         config.hf_path,
         parameters,
-        weight_names,
-        zero_if_absent=zero_if_absent,
+        names,
+        zero_if_absent=VALUE_HEAD_WEIGHTS if head == "values" else (),
         stored_buffers=family.stored_buffers,
+        elsewhere=stored_names(whole_names),
     )
     return NativeHandle(
         name=name,
@@ -87,32 +94,76 @@ def build_handle(
         vocab_size=_vocab_size(hf_config),
         max_length=_max_length(family, architecture, hf_config),
         model=model,
+        stages={} if stages.keys() == {WHOLE} else stages,
+        micro_batch_multiple=micro_batch_multiple(native),
+        has_outputs=groups.token_group.rank() == 0 and _has_last_stage(family, architecture, native, groups),
+        stage_copies=_stage_copies(family, parameters, groups),
         parameters=parameters,
-        weight_names=weight_names,
-        optimizer=None if forward_only else NativeOptimizer(native.optimizer, parameters, weight_names, groups),
+        weight_names=whole_names,
+        layouts=layouts,
+        optimizer=None
+        if forward_only
+        else NativeOptimizer(native.optimizer, parameters, names, groups, copies=family.stage_copies),
         placement=Placement(name, groups.device),
     )
 
 
+def _build(
+    family: ModelFamily,
+    architecture: Any,
+    options: ModelOptions,
+    groups: ParallelGroups,
+    native: NativeConfig,
+    *,
+    head: Head,
+    forward_only: bool,
+) -> dict[int, nn.Module]:
+    """The stages of this rank by number, or the whole model, laid out, with storage that is not filled."""
+    stages: Mapping[int, ModelStage | None] = model_stages(family, architecture, native, groups.pp_group.rank())
+    chosen = algorithm(native)
+    built = {}
+    for number, stage in (stages or {WHOLE: None}).items():
+        with torch.device("meta"):
+            module = family.build(architecture, BuildSettings(options, head, native.log_prob_chunk_tokens, stage))
+        if forward_only:
+            module.to(getattr(torch, native.param_dtype)).requires_grad_(False)
+        elif chosen is not None and chosen.splits_backward:
+            put_off_in_linear_layers(module)
+        family.parallelize(module, groups, native)
+        module.to_empty(device=groups.device)
+        built[number] = module
+    return built
+
+
+def _has_last_stage(family: ModelFamily, architecture: Any, native: NativeConfig, groups: ParallelGroups) -> bool:
+    stages = model_stages(family, architecture, native, groups.pp_group.rank())
+    return not stages or any(stage.last for stage in stages.values())
+
+
 def _parameters(
-    model: nn.Module, family: ModelFamily, weight_names: dict[str, WeightName], groups: ParallelGroups
+    modules: Iterable[nn.Module], family: ModelFamily, weight_names: Mapping[str, WeightName], groups: ParallelGroups
 ) -> dict[str, nn.Parameter]:
-    """Parameters in export order, after checks of what a family may have got wrong."""
-    buffers = sorted(name for name, _ in model.named_buffers())
+    """This rank's parameters in export order, copies last, after checks of what a family may have got wrong."""
+    modules = list(modules)
+    buffers = sorted(name for module in modules for name, _ in module.named_buffers())
     if buffers:
         raise UnsupportedError(
             f"model family {family.name!r} has the buffers {', '.join(buffers[:4])}; models are built on the meta device, "
             "where buffers have no contents; compute them in forward",
             buffers=buffers,
         )
-    found = dict(model.named_parameters())
-    if set(found) != set(weight_names):
+    found = {name: parameter for module in modules for name, parameter in module.named_parameters()}
+    unnamed = found.keys() - weight_names.keys() - family.stage_copies.keys()
+    absent = weight_names.keys() - found.keys() if groups.parallel.pp == 1 else set()
+    if unnamed or absent:
         raise UnsupportedError(
             f"weight_names of model family {family.name!r} does not cover its parameters: without a name "
-            f"{sorted(set(found) - set(weight_names))[:4]}, not in the model {sorted(set(weight_names) - set(found))[:4]}"
+            f"{sorted(unnamed)[:4]}, not in the model {sorted(absent)[:4]}"
         )
     for name, packed in weight_names.items():
-        if isinstance(packed, PackedWeight) and tuple(found[name].shape[: len(packed.shape)]) != packed.shape:
+        if name not in found or not isinstance(packed, PackedWeight):
+            continue
+        if tuple(found[name].shape[: len(packed.shape)]) != packed.shape:
             raise UnsupportedError(
                 f"weight_names of model family {family.name!r} packs {packed.shape} tensors into {name}, which has shape "
                 f"{tuple(found[name].shape)}; the first dimensions must be the same",
@@ -125,7 +176,21 @@ def _parameters(
             "so their gradients would not be averaged over the ranks",
             parameters=whole,
         )
-    return {name: found[name] for name in weight_names}
+    order = (*weight_names, *family.stage_copies)
+    return {name: found[name] for name in order if name in found}
+
+
+def _stage_copies(
+    family: ModelFamily, parameters: Mapping[str, nn.Parameter], groups: ParallelGroups
+) -> dict[str, str]:
+    """Copy -> original, of the copies that some rank has."""
+    if groups.parallel.pp == 1:
+        found = [list(parameters)]
+    else:
+        found = [[] for _ in range(groups.world_size)]
+        dist.all_gather_object(found, list(parameters), group=groups.host_group)
+    present = {name for names in found for name in names}
+    return {copy: original for copy, original in family.stage_copies.items() if copy in present}
 
 
 def _max_length(family: ModelFamily, architecture: Any, hf_config: Mapping[str, Any]) -> int | None:

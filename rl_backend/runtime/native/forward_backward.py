@@ -83,7 +83,7 @@ def _run_one(
         with device_span(device, "backward", "micro_batch", **work):
             loss.backward()
     kept: dict[str, Tensor] = {}
-    if handle.groups.replica_group.rank() == 0:
+    if handle.has_outputs:
         kept = {name: value.detach() for name, value in output._asdict().items() if value is not None}
     return None if loss is None else loss.detach().float(), detached(metrics), kept
 

@@ -21,6 +21,17 @@ def set_gradient_sync(model: nn.Module, enabled: bool, *, keep_gathered: bool) -
         model.set_reshard_after_backward(enabled or not keep_gathered)
 
 
+def reduce_gradients(model: nn.Module) -> None:
+    """Reduces over the ranks what backward passes without reduction have left. A collective.
+
+    FSDP2 has no public call for it, as gradients that are computed after their backward pass need.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(True)
+        model.set_reshard_after_backward(True)
+        model._get_fsdp_state()._root_post_backward_final_callback()
+
+
 def reshard(model: nn.Module) -> None:
     """Frees gathered parameters, so that the next forward pass gathers what the shards hold then."""
     for module in _fsdp_modules(model):

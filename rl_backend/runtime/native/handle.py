@@ -13,6 +13,7 @@ from rl_backend.model import ModelFamily
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import local_tensor
 from rl_backend.runtime.held import HeldHandle
+from rl_backend.runtime.native.gather import TensorLayout
 from rl_backend.runtime.native.optimizer import NativeOptimizer
 from rl_backend.runtime.placement import Part, Placement
 
@@ -26,9 +27,13 @@ class NativeHandle(HeldHandle[NativeOptimizer]):
         family, architecture: what was built.
         vocab_size: ``vocab_size`` of ``config.json``.
         max_length: longest sequence, in tokens; None where the family sets no limit.
-        model: the module, sharded.
-        parameters: name in the module -> parameter, in export order.
-        weight_names: name in the module -> Hugging Face name or names, in the same order.
+        model: the module, sharded; with a pipeline, all stages of this rank.
+        stages: number -> module, of the stages that this rank has; empty without a pipeline.
+        stage_copies: parameter of the last stage that is a copy -> the parameter of the first that it is a copy of.
+        has_outputs: whether this rank is the one of its replica that returns outputs.
+        parameters: name in the module -> parameter of this rank, in export order, copies last.
+        weight_names: name in the module -> Hugging Face name or names of the whole model, in the same order, without copies.
+        layouts: of all of them, those of other stages too.
         placement: where each part is.
     """
 
@@ -38,8 +43,12 @@ class NativeHandle(HeldHandle[NativeOptimizer]):
     vocab_size: int
     max_length: int | None
     model: nn.Module
+    stages: Mapping[int, nn.Module]
+    stage_copies: Mapping[str, str]
+    has_outputs: bool
     parameters: Mapping[str, nn.Parameter]
     weight_names: Mapping[str, WeightName]
+    layouts: Mapping[str, TensorLayout]
     placement: Placement
 
     def part_tensors(self) -> dict[Part, list[Tensor]]:
@@ -59,4 +68,5 @@ class NativeHandle(HeldHandle[NativeOptimizer]):
         self.optimizer = None
         self.parameters = {}
         self.model = nn.Module()
+        self.stages = {}
         self.placement = Placement(self.name, self.groups.device)

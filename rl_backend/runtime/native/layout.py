@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import ConfigError, NativeConfig, ParallelConfig, RuntimeConfig
 from rl_backend.model import ModelFamily, find_model
+from rl_backend.runtime.native.stages import algorithm, model_stages
 
 
 def check_config(config: RuntimeConfig) -> None:
@@ -15,20 +16,28 @@ def check_config(config: RuntimeConfig) -> None:
     assert isinstance(config.backend_cfg, NativeConfig), "RuntimeConfig resolves backend_cfg by backend"
     hf_config = read_hf_config(config.hf_path)
     family = find_model(config.backend_cfg.model, hf_config)
-    check_model_layout(family, family.parse_config(hf_config), config.backend_cfg.parallel)
+    check_model_layout(family, family.parse_config(hf_config), config.backend_cfg)
 
 
-def check_model_layout(family: ModelFamily, architecture: Any, parallel: ParallelConfig) -> None:
+def check_model_layout(family: ModelFamily, architecture: Any, native: NativeConfig) -> None:
     """Raises :class:`ConfigError` for a layout that the family does not have, or whose sizes do not divide the model."""
-    if family.check_layout is not None:
-        family.check_layout(architecture, parallel)
-        return
-    sizes: Mapping[str, int] = parallel.model_dump()
-    for name, size in sizes.items():
+    algorithm(native)
+    if family.check_layout is None:
+        _require_one(family, native.parallel, native.parallel.model_dump(), "check_layout")
+    else:
+        family.check_layout(architecture, native.parallel)
+    if family.num_layers is None:
+        _require_one(family, native.parallel, ("pp", "vpp"), "num_layers")
+    model_stages(family, architecture, native, pp_rank=0)
+
+
+def _require_one(family: ModelFamily, parallel: ParallelConfig, names: Iterable[str], missing: str) -> None:
+    for name in names:
+        size = getattr(parallel, name)
         if size != 1:
             raise ConfigError.of(
                 f"ParallelConfig.{name}",
                 size,
-                f"model family {family.name!r} has data parallelism only; use 1, or add ModelFamily.check_layout and lay it "
-                "out in parallelize",
+                f"model family {family.name!r} is not laid out like that; use 1, or do it in its parallelize and build, and "
+                f"say so with ModelFamily.{missing}",
             )

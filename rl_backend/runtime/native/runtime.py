@@ -32,6 +32,7 @@ from rl_backend.runtime.native.build import build_handle
 from rl_backend.runtime.native.checkpoints import all_tensors, load_training_checkpoint, training_manifest
 from rl_backend.runtime.native.forward_backward import require_no_replay, run_micro_batches
 from rl_backend.runtime.native.handle import NativeHandle
+from rl_backend.runtime.native.pipeline import require_schedulable, run_pipeline
 from rl_backend.runtime.placement import move_parts
 
 
@@ -104,7 +105,8 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
                 raise BatchError("forward_backward without loss_fn; pass one, or forward_only=True")
         self._check(handle, data, forward_only=forward_only)
         keep_gathered = not self.native.reshard_after_forward
-        return run_micro_batches(handle, data, loss_fn, forward_only=forward_only, keep_gathered=keep_gathered)
+        run = run_pipeline if handle.stages else run_micro_batches
+        return run(handle, data, loss_fn, forward_only=forward_only, keep_gathered=keep_gathered)
 
     def optimizer_step(self, handle: NativeHandle) -> StepResult:
         """See the base class. A skipped step is logged as a warning that names parameters with non-finite gradients."""
@@ -143,7 +145,7 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
 
     def weight_infos(self, handle: NativeHandle, *, dtype: torch.dtype | None = None) -> tuple[TensorInfo, ...]:
         self._use(handle)
-        return export.describe_weights(handle.parameters, handle.weight_names, dtype)
+        return export.describe_weights(handle, dtype)
 
     def export_weights(
         self,
@@ -156,9 +158,7 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
         """See the base class; tensors are on the training device. The result is a generator: ``close()`` ends it early."""
         self._use(handle)
         handle.placement.require("export_weights", "model")
-        return export.export_weights(
-            handle.parameters, handle.weight_names, self.groups, dtype=dtype, byte_budget=byte_budget, only=names
-        )
+        return export.export_weights(handle, dtype=dtype, byte_budget=byte_budget, only=names)
 
     def export_gradients(
         self, handle: NativeHandle, *, names: Collection[str] | None = None
@@ -168,7 +168,7 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
         handle.trainer("export_gradients")
         handle.placement.require("export_gradients", "grad")
         self._require_whole_gradients(handle, "export_gradients")
-        return export.export_gradients(handle.parameters, handle.weight_names, self.groups, only=names)
+        return export.export_gradients(handle, only=names)
 
     def activations(self, handle: NativeHandle, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:
         self._use(handle)
@@ -187,9 +187,7 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
             self._writer.save_hf(
                 handle,
                 Path(path),
-                lambda: export.export_weights(
-                    handle.parameters, handle.weight_names, self.groups, dtype=None, byte_budget=None, only=None
-                ),
+                lambda: export.export_weights(handle, dtype=None, byte_budget=None, only=None),
                 source=handle.config.hf_path,
                 hf_config=handle.hf_config,
                 asynchronous=asynchronous,
@@ -212,7 +210,7 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
 
     def is_mp_src_rank_with_outputs(self, handle: NativeHandle) -> bool:
         self._use(handle)
-        return self.groups.replica_group.rank() == 0
+        return handle.has_outputs
 
     def _close_groups(self) -> None:
         close_groups(self.groups)
@@ -228,3 +226,4 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
             forward_only=forward_only,
             replica=self.groups.replica_group,
         )
+        require_schedulable(handle, len(data), forward_only=forward_only)

@@ -1,0 +1,189 @@
+"""Running micro-batches through this rank's stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rl_backend.contracts import ForwardResult, LossFn, MetricValue, ModelOutput, NativeConfig, PackedBatch, merge_metrics
+from rl_backend.parallel.pipeline.actions import Action, Kind
+from rl_backend.parallel.pipeline.catalog import make_schedule, require_micro_batches
+from rl_backend.parallel.pipeline.executor import PipelineExecutor
+from rl_backend.parallel.pipeline.schedule import Schedule
+from rl_backend.parallel.shards import local_tensor
+from rl_backend.runtime.losses import as_metrics, check_loss, detached
+from rl_backend.runtime.native import fsdp_state
+from rl_backend.runtime.native.batch import RankBatch, lay_out
+from rl_backend.runtime.native.handle import NativeHandle
+from rl_backend.runtime.native.stages import schedule_name
+from rl_backend.trace.device import device_span
+
+_SPAN_NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward of inputs",
+    Kind.BACKWARD_WEIGHT: "backward of weights",
+}
+
+
+def run_pipeline(
+    handle: NativeHandle,
+    data: Sequence[PackedBatch],
+    loss_fn: LossFn | None,
+    *,
+    forward_only: bool,
+    keep_gathered: bool,
+) -> ForwardResult:
+    """As :func:`~rl_backend.runtime.native.forward_backward.run_micro_batches`, with the configuration's schedule.
+
+    Losses and metrics are on the ranks of the last stage, outputs on its source rank.
+
+    Raises:
+        BatchError: what the loss returned is not a 0-d tensor with a gradient, or a metric is not a number.
+    """
+    work = _Stages(handle, data, loss_fn, forward_only)
+    for stage in handle.stages.values():
+        if not forward_only:
+            fsdp_state.set_gradient_sync(stage, False, keep_gathered=keep_gathered)
+    with torch.set_grad_enabled(not forward_only):
+        PipelineExecutor(_schedule(handle, len(data), forward_only), handle.groups.pp_group, work).run()
+    if not forward_only:
+        for stage in handle.stages.values():
+            fsdp_state.reduce_gradients(stage)
+        _add_gradients_of_copies(handle)
+    return work.result()
+
+
+def require_schedulable(handle: NativeHandle, num_micro_batches: int, *, forward_only: bool) -> None:
+    """Raises :class:`BatchError` for a number of micro-batches that the schedule cannot do."""
+    if handle.stages and num_micro_batches:
+        name, pp_size = _name_and_ranks(handle)
+        require_micro_batches(name, pp_size, num_micro_batches, forward_only=forward_only)
+
+
+def _schedule(handle: NativeHandle, num_micro_batches: int, forward_only: bool) -> Schedule:
+    name, pp_size = _name_and_ranks(handle)
+    return _make_schedule(name, pp_size, handle.groups.parallel.vpp, num_micro_batches, forward_only)
+
+
+@lru_cache(maxsize=32)
+def _make_schedule(name: str, pp_size: int, stages_per_rank: int, num_micro_batches: int, forward_only: bool) -> Schedule:
+    return make_schedule(name, pp_size, num_micro_batches, stages_per_rank=stages_per_rank, forward_only=forward_only)
+
+
+def _name_and_ranks(handle: NativeHandle) -> tuple[str, int]:
+    native = handle.config.backend_cfg
+    assert isinstance(native, NativeConfig), "RuntimeConfig resolves backend_cfg by backend"
+    name = schedule_name(native)
+    assert name is not None, "a handle with stages has a schedule"
+    return name, native.parallel.pp
+
+
+class _Stages:
+    """The computations of this rank's stages, and what the last one gave."""
+
+    def __init__(
+        self, handle: NativeHandle, data: Sequence[PackedBatch], loss_fn: LossFn | None, forward_only: bool
+    ) -> None:
+        self._handle = handle
+        self._data = [batch.to(handle.groups.device) for batch in data]
+        self._rank_batches = [lay_out(batch, handle.groups, len(data)) for batch in self._data]
+        native = handle.config.backend_cfg
+        assert isinstance(native, NativeConfig), "RuntimeConfig resolves backend_cfg by backend"
+        self._hidden_dtype: torch.dtype = getattr(torch, native.param_dtype)
+        self._loss_fn = loss_fn
+        self._forward_only = forward_only
+        self._losses: dict[int, Tensor] = {}
+        self._metrics: dict[int, Mapping[str, MetricValue]] = {}
+        self._outputs: dict[int, dict[str, Tensor]] = {}
+
+    def forward(self, stage: int, micro_batch: int, hidden: Tensor | None) -> Tensor | None:
+        inputs = self._rank_batches[micro_batch].inputs._replace(hidden=hidden)
+        output: Tensor | ModelOutput = self._handle.stages[stage](inputs)
+        if isinstance(output, Tensor):
+            return output
+        return self._finish(micro_batch, output, self._rank_batches[micro_batch])
+
+    def _finish(self, micro_batch: int, output: ModelOutput, rank_batch: RankBatch) -> Tensor | None:
+        """The loss, after the last stage."""
+        groups = self._handle.groups
+        output = rank_batch.outputs(output, groups)
+        loss = None
+        if self._loss_fn is not None:
+            loss, metrics = self._loss_fn(output, self._data[micro_batch], groups.dp_group)
+            check_loss(loss, micro_batch, self._forward_only)
+            assert isinstance(loss, Tensor), "checked above"
+            self._losses[micro_batch] = loss.detach().float()
+            self._metrics[micro_batch] = detached(metrics)
+        if self._handle.has_outputs:
+            kept = {name: value.detach() for name, value in output._asdict().items() if value is not None}
+            self._outputs[micro_batch] = kept
+        return loss
+
+    def empty_hidden(self, micro_batch: int) -> Tensor:
+        handle = self._handle
+        inputs = self._rank_batches[micro_batch].inputs
+        rows = inputs.input_ids.shape[0] // handle.groups.tp_group.size()
+        return torch.empty(rows, handle.hf_config["hidden_size"], dtype=self._hidden_dtype, device=handle.groups.device)
+
+    def span(self, action: Action) -> AbstractContextManager[object]:
+        batch = self._data[action.micro_batch]
+        return device_span(
+            self._handle.groups.device,
+            _SPAN_NAMES[action.kind],
+            "micro_batch",
+            micro_batch=action.micro_batch,
+            stage=action.stage,
+            tokens=batch.num_tokens,
+            sequences=batch.num_sequences,
+        )
+
+    def result(self) -> ForwardResult:
+        outputs: dict[str, list[Tensor]] = defaultdict(list)
+        for index in sorted(self._outputs):
+            for name, value in self._outputs[index].items():
+                outputs[name].extend(part.clone() for part in self._data[index].split(value))
+        losses = [self._losses[index] for index in sorted(self._losses)]
+        return ForwardResult(
+            losses=tuple(torch.stack(losses).tolist()) if losses else (),
+            metrics=merge_metrics([as_metrics(self._metrics[index]) for index in sorted(self._metrics)]),
+            outputs=dict(outputs),
+        )
+
+
+def _add_gradients_of_copies(handle: NativeHandle) -> None:
+    """Gives a parameter of the first stage and its copy in the last the sum of their gradients.
+
+    Both are the sum of the same two numbers, so the copies stay equal to the last bit.
+    """
+    for copy, original in handle.stage_copies.items():
+        here = [_gradient(handle.parameters[name]) for name in (original, copy) if name in handle.parameters]
+        if len(here) == 2:
+            here[0].add_(here[1])
+            here[1].copy_(here[0])
+        elif here:
+            here[0].add_(_of_other_end(here[0], handle.groups.pp_group))
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None, "every stage ran backward"
+    return local_tensor(parameter.grad)
+
+
+def _of_other_end(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """What the last rank of the pipeline has for the first, and the first for the last."""
+    other = group.size() - 1 - group.rank()
+    theirs = torch.empty_like(mine)
+    exchange = [
+        dist.P2POp(dist.isend, mine, group=group, group_peer=other),
+        dist.P2POp(dist.irecv, theirs, group=group, group_peer=other),
+    ]
+    for work in dist.batch_isend_irecv(exchange):
+        work.wait()
+    return theirs
