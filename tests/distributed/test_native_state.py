@@ -15,7 +15,7 @@ from torch import Tensor
 from rl_backend.contracts import OptimizerConfig
 from rl_backend.parallel.shards import local_tensor, owns
 from tests.distributed.test_export import stored_weights
-from tests.support.models import write_tiny_qwen3
+from tests.support.models import write_tiny
 from tests.support.moe import write_moe
 from tests.support.native import (
     assert_equal_tensors,
@@ -45,7 +45,7 @@ MIXTURE: dict[int, list[Layout]] = {
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A vocabulary that no layout divides, fewer heads of keys and values than tp=4, biases, an untied head."""
     path = tmp_path_factory.mktemp("dense")
-    return write_tiny_qwen3(path, vocab_size=129, tie_word_embeddings=False, attention_bias=True)
+    return write_tiny("qwen2", path, vocab_size=129, tie_word_embeddings=False)
 
 
 @pytest.fixture(scope="module")

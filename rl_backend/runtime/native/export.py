@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.contracts import HandleError, TensorInfo, WeightName, stored_names, stored_tensors
-from rl_backend.parallel.groups import ParallelGroups
+from rl_backend.contracts import HandleError, TensorInfo, stored_names, stored_tensors
 from rl_backend.runtime.export_stream import WeightStream, plan_buckets, require_known_names, start_stream
 from rl_backend.runtime.native.gather import ShardedWeight, gather_weights, sharded_weights
+from rl_backend.runtime.native.handle import NativeHandle
 
 
-def describe_weights(
-    parameters: Mapping[str, Tensor], names: Mapping[str, WeightName], dtype: torch.dtype | None
-) -> tuple[TensorInfo, ...]:
+def describe_weights(handle: NativeHandle, dtype: torch.dtype | None) -> tuple[TensorInfo, ...]:
     """What :func:`export_weights` yields. Not a collective."""
     infos = []
-    for key, name in names.items():
-        exported = dtype or parameters[key].dtype
+    for key, name in handle.weight_names.items():
+        layout = handle.layouts[key]
+        exported = dtype or layout.dtype
         for index, stored in stored_tensors(name):
-            shape = tuple(parameters[key].shape[len(index) :])
+            shape = layout.shards.shape[len(index) :]
             nbytes = math.prod(shape) * exported.itemsize
             infos.append(TensorInfo(name=stored, shape=shape, dtype=str(exported).removeprefix("torch."), nbytes=nbytes))
     return tuple(infos)
 
 
 def export_weights(
-    parameters: Mapping[str, Tensor],
-    names: Mapping[str, WeightName],
-    groups: ParallelGroups,
-    *,
-    dtype: torch.dtype | None,
-    byte_budget: int | None,
-    only: Collection[str] | None,
+    handle: NativeHandle, *, dtype: torch.dtype | None, byte_budget: int | None, only: Collection[str] | None
 ) -> WeightStream:
     """Checks the arguments, then returns the generator that gathers, as
     :func:`~rl_backend.runtime.native.gather.gather_weights` does, one bucket after the other.
@@ -48,43 +41,39 @@ def export_weights(
 
     Raises:
         ConfigError: an unknown name, or a budget smaller than the largest tensor.
-        UnsupportedError: a parameter that is not laid out over all ranks.
     """
-    require_known_names("export_weights", only, stored_names(names))
-    return _start(sharded_weights(parameters, names, groups.world_group, dtype=dtype, only=only), groups, byte_budget)
+    require_known_names("export_weights", only, stored_names(handle.weight_names))
+    weights = sharded_weights(handle.parameters, handle.weight_names, handle.layouts, dtype=dtype, only=only)
+    return _start(weights, handle, byte_budget)
 
 
-def export_gradients(
-    parameters: Mapping[str, Tensor],
-    names: Mapping[str, WeightName],
-    groups: ParallelGroups,
-    *,
-    only: Collection[str] | None,
-) -> WeightStream:
+def export_gradients(handle: NativeHandle, *, only: Collection[str] | None) -> WeightStream:
     """As :func:`export_weights` for the gradients, in float32; parameters that have none on any rank are left out.
 
     Raises:
         ConfigError: an unknown name.
         HandleError: there are no gradients.
     """
+    names, parameters, groups = handle.weight_names, handle.parameters, handle.groups
     require_known_names("export_gradients", only, stored_names(names))
-    present = torch.tensor([parameters[key].grad is not None for key in names], dtype=torch.int32, device=groups.device)
+    here = [key in parameters and parameters[key].grad is not None for key in names]
+    present = torch.tensor(here, dtype=torch.int32, device=groups.device)
     if groups.world_size > 1:
         dist.all_reduce(present, dist.ReduceOp.MAX, group=groups.world_group)
-    reached = [key for key, there in zip(names, present.tolist(), strict=True) if there]
+    reached = {key: name for (key, name), there in zip(names.items(), present.tolist(), strict=True) if there}
     if not reached:
         raise HandleError("export_gradients without gradients; call forward_backward first")
     gradients: dict[str, Tensor] = {}
-    for key in reached:
+    for key in reached.keys() & parameters.keys():
         gradient = parameters[key].grad
         gradients[key] = torch.zeros_like(parameters[key], requires_grad=False) if gradient is None else gradient
-    reached_names = {key: names[key] for key in reached}
-    weights = sharded_weights(gradients, reached_names, groups.world_group, dtype=torch.float32, only=only)
-    return _start(weights, groups, None)
+    return _start(sharded_weights(gradients, reached, handle.layouts, dtype=torch.float32, only=only), handle, None)
 
 
-def _start(weights: Sequence[ShardedWeight], groups: ParallelGroups, byte_budget: int | None) -> WeightStream:
+def _start(weights: Sequence[ShardedWeight], handle: NativeHandle, byte_budget: int | None) -> WeightStream:
+    group, device = handle.groups.world_group, handle.groups.device
+
     def gather(bucket: Sequence[ShardedWeight]) -> Iterator[tuple[str, Tensor]]:
-        return gather_weights(bucket, groups.world_group, groups.device)
+        return gather_weights(bucket, group, device)
 
-    return start_stream(plan_buckets(weights, byte_budget), gather, groups.world_group, groups.device)
+    return start_stream(plan_buckets(weights, byte_budget), gather, group, device)

@@ -13,9 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.contracts import UnsupportedError, WeightName, stored_tensors
-from rl_backend.parallel.shards import Region, layout_of, local_region, local_tensor
+from rl_backend.parallel.groups import ParallelGroups
+from rl_backend.parallel.shards import Region, ShardLayout, layout_of, local_region, local_tensor
 
 _SMALL_BYTES = 1 << 16
+
+
+class TensorLayout(NamedTuple):
+    """What every rank knows of a parameter, also of one of another pipeline stage."""
+
+    shards: ShardLayout
+    dtype: torch.dtype
 
 
 class Part(NamedTuple):
@@ -38,21 +46,18 @@ class ShardedWeight:
     """A parameter or its gradient, or one of the tensors that are packed in it.
 
     Attributes:
-        dtype: of the whole tensor that is gathered.
-        tensor: the parameter or gradient.
-        index: place of the weight in the first dimensions of ``tensor``; empty for all of it.
+        shape, dtype: of the whole tensor that is gathered.
+        index: place of the weight in the first dimensions of the parameter; empty for all of it.
         parts: together the whole weight once.
+        tensor: this rank's parameter or gradient; None on ranks of other pipeline stages.
     """
 
     name: str
+    shape: tuple[int, ...]
     dtype: torch.dtype
-    tensor: Tensor
     index: tuple[int, ...]
     parts: tuple[Part, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape[len(self.index) :])
+    tensor: Tensor | None
 
     @property
     def numel(self) -> int:
@@ -67,15 +72,44 @@ class ShardedWeight:
 
     def held(self) -> Tensor:
         """This rank's part of the weight, in the dtype of ``tensor``."""
+        assert self.tensor is not None, "asked of a rank that has a part"
         first = local_region(self.tensor)
         places = (place - part.start for place, part in zip(self.index, first, strict=False))
         return local_tensor(self.tensor)[tuple(places)]
 
 
+def model_layouts(
+    parameters: Mapping[str, Tensor], names: Mapping[str, WeightName], groups: ParallelGroups
+) -> dict[str, TensorLayout]:
+    """The layout of every parameter in ``names``, in that order. With a pipeline a collective over its stages.
+
+    Args:
+        parameters: name in the module -> parameter of this rank.
+
+    Raises:
+        UnsupportedError: a parameter that is not laid out over all ranks of its stage, on these.
+    """
+    ranks = groups.mesh.mesh.flatten().tolist()
+    layouts = {name: TensorLayout(layout_of(value), value.dtype) for name, value in parameters.items() if name in names}
+    for name, layout in layouts.items():
+        if sorted(layout.shards.ranks) != sorted(ranks):
+            raise UnsupportedError(
+                f"{name} is laid out over the ranks {layout.shards.ranks} of {tuple(ranks)}; parallelize must lay it out "
+                "over all of them, as copies where it is not cut, so that every rank knows where it is",
+                parameter=name,
+            )
+    stages = [layouts]
+    if groups.pp_group.size() > 1:
+        stages = [{} for _ in range(groups.pp_group.size())]
+        dist.all_gather_object(stages, layouts, group=groups.pp_group)
+    found = {name: layout for stage in stages for name, layout in stage.items()}
+    return {name: found[name] for name in names}
+
+
 def sharded_weights(
     tensors: Mapping[str, Tensor],
     names: Mapping[str, WeightName],
-    group: dist.ProcessGroup,
+    layouts: Mapping[str, TensorLayout],
     *,
     dtype: torch.dtype | None,
     only: Collection[str] | None,
@@ -83,34 +117,25 @@ def sharded_weights(
     """Every Hugging Face tensor of ``names``, or those of ``only``, in order. Not a collective, and the same on every rank.
 
     Args:
-        tensors: name in the module -> parameter or gradient.
-        dtype: None takes each tensor's own.
-
-    Raises:
-        UnsupportedError: a tensor that is not laid out over all ranks of ``group``.
+        tensors: name in the module -> parameter or gradient, of those that this rank has.
+        layouts: of all of ``names``.
+        dtype: None takes the parameters'.
     """
-    ranks = dist.get_process_group_ranks(group)
     weights = []
     for key, name in names.items():
         wanted = [(index, stored) for index, stored in stored_tensors(name) if only is None or stored in only]
-        if wanted:
-            tensor = tensors[key]
-            parts = _parts(key, tensor, len(wanted[0][0]), ranks)
-            weights += [
-                ShardedWeight(stored, dtype or tensor.dtype, tensor, index, parts[index]) for index, stored in wanted
-            ]
+        if not wanted:
+            continue
+        layout, num_packed = layouts[key], len(wanted[0][0])
+        parts = _parts(layout.shards, num_packed)
+        for index, stored in wanted:
+            shape = layout.shards.shape[num_packed:]
+            weights.append(ShardedWeight(stored, shape, dtype or layout.dtype, index, parts[index], tensors.get(key)))
     return weights
 
 
-def _parts(key: str, tensor: Tensor, num_packed: int, ranks: Sequence[int]) -> dict[tuple[int, ...], tuple[Part, ...]]:
+def _parts(layout: ShardLayout, num_packed: int) -> dict[tuple[int, ...], tuple[Part, ...]]:
     """Parts by the place of a weight in the first ``num_packed`` dimensions."""
-    layout = layout_of(tensor)
-    if sorted(layout.ranks) != sorted(ranks):
-        raise UnsupportedError(
-            f"{key} is laid out over the ranks {layout.ranks} of {tuple(ranks)}, so the others cannot know where it is; lay "
-            "it out over all of them, as a copy where it is not cut",
-            parameter=key,
-        )
     found: dict[tuple[int, ...], list[Part]] = {
         index: [] for index in itertools.product(*map(range, layout.shape[:num_packed]))
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -37,8 +37,9 @@ class NativeOptimizer:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101) on float32 masters, with moments sharded as the parameters are.
 
     Args:
-        parameters: name -> parameter, the same on every rank.
+        parameters: name -> parameter of this rank.
         weight_names: name -> Hugging Face name or names.
+        copies: names of parameters that are updated here, but counted where their original is.
     """
 
     def __init__(
@@ -47,12 +48,14 @@ class NativeOptimizer:
         parameters: Mapping[str, nn.Parameter],
         weight_names: Mapping[str, WeightName],
         groups: ParallelGroups,
+        *,
+        copies: Collection[str] = (),
     ) -> None:
         self._config = config
         self._groups = groups
         self.parameters = parameters
         self.schedule = ParameterSchedule(config)
-        self._counted = {name for name, parameter in parameters.items() if owns(parameter)}
+        self._counted = {name for name, parameter in parameters.items() if owns(parameter)}.difference(copies)
         param_groups = _param_groups(parameters, weight_names)
         self.adamw = torch.optim.AdamW(param_groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
         self._apply_schedule()
