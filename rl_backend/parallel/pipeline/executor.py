@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -35,8 +35,8 @@ class StageWork(Protocol):
         """Uninitialised hidden states between two stages, of the shape and dtype that this micro-batch has."""
         ...
 
-    def span(self, action: Action) -> object:
-        """A context manager around a computation, for a trace."""
+    def span(self, action: Action) -> AbstractContextManager[object]:
+        """Around a computation, for a trace."""
         ...
 
 
@@ -58,6 +58,10 @@ class PipelineExecutor:
         schedule: of all ranks of ``group``.
         group: the ranks of the pipeline, rank r of the schedule at place r.
         work: this rank's stages.
+
+    Attributes:
+        peak_activations: the most activations held at once, in stages times micro-batches: each from its forward pass to the
+            end of its backward pass for the weights.
     """
 
     def __init__(self, schedule: Schedule, group: dist.ProcessGroup, work: StageWork) -> None:
@@ -71,6 +75,7 @@ class PipelineExecutor:
         self._put_off: dict[_Place, WeightGradients] = {}
         self._arriving: dict[Action, tuple[dist.Work, Tensor]] = {}
         self._departing: list[tuple[dist.Work, Tensor]] = []
+        self.peak_activations = 0
 
     def run(self) -> None:
         """Runs all actions. A collective over the pipeline's ranks."""
@@ -95,11 +100,12 @@ class PipelineExecutor:
         if stage > 0:
             arrived = self._take(self._hidden, Kind.RECEIVE_ACTIVATION, action)
             hidden = arrived.requires_grad_(not self._schedule.forward_only)
-        with self._work.span(action):  # type: ignore[attr-defined]
+        with self._work.span(action):
             output = self._work.forward(stage, micro_batch, hidden)
         if not self._schedule.forward_only:
             assert output is not None, "a pass with a backward pass has a loss"
             self._activations[stage, micro_batch] = _Activation(hidden, output)
+            self.peak_activations = max(self.peak_activations, len(self._activations) + len(self._put_off))
         if stage + 1 < self._schedule.num_stages:
             assert output is not None, "only the last stage returns nothing"
             self._hidden[stage + 1, micro_batch] = output.detach()
@@ -110,7 +116,7 @@ class PipelineExecutor:
         if stage + 1 < self._schedule.num_stages:
             gradient = self._take(self._gradients, Kind.RECEIVE_GRADIENT, action)
         hidden, output = self._activations.pop((stage, micro_batch))
-        with self._work.span(action):  # type: ignore[attr-defined]
+        with self._work.span(action):
             if action.kind is Kind.BACKWARD_INPUT:
                 with put_off_weight_gradients() as put_off:
                     torch.autograd.backward([output], [gradient])
@@ -122,7 +128,7 @@ class PipelineExecutor:
             self._gradients[stage - 1, micro_batch] = hidden.grad
 
     def _backward_weight(self, action: Action) -> None:
-        with self._work.span(action):  # type: ignore[attr-defined]
+        with self._work.span(action):
             self._put_off.pop((action.stage, action.micro_batch)).compute()
 
     def _send(self, action: Action) -> None:
@@ -153,7 +159,3 @@ class PipelineExecutor:
         work.wait()
         return tensor
 
-
-def stages_of_rank(placement: Sequence[int], rank: int) -> tuple[int, ...]:
-    """The stages that a rank has, in the order of the model."""
-    return tuple(stage for stage, owner in enumerate(placement) if owner == rank)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ def run_micro_batches(
     losses: list[Tensor] = []
     metrics: list[Mapping[str, MetricValue]] = []
     outputs: dict[str, list[Tensor]] = defaultdict(list)
-    try:
+    with abandoned_on_error(handle, forward_only):
         for index, batch in enumerate(data):
             if not forward_only:
                 fsdp_state.set_gradient_sync(handle.model, index == len(data) - 1, keep_gathered=keep_gathered)
@@ -52,17 +53,24 @@ def run_micro_batches(
             metrics.append(metric)
             for name, value in output.items():
                 outputs[name].extend(part.clone() for part in batch.split(value))
+    return ForwardResult(
+        losses=tuple(torch.stack(losses).tolist()) if losses else (),
+        metrics=merge_metrics([as_metrics(values) for values in metrics]),
+        outputs=dict(outputs),
+    )
+
+
+@contextmanager
+def abandoned_on_error(handle: NativeHandle, forward_only: bool) -> Generator[None]:
+    """Around the passes of one ``forward_backward``: leaves FSDP ready for the next, also after an error in the middle."""
+    try:
+        yield
     except BaseException:
         fsdp_state.abandon_step(handle.model)
         if not forward_only:
             handle.broken = "forward_backward raised an error in the middle, so its gradients are incomplete"
         raise
     fsdp_state.reshard(handle.model)
-    return ForwardResult(
-        losses=tuple(torch.stack(losses).tolist()) if losses else (),
-        metrics=merge_metrics([as_metrics(values) for values in metrics]),
-        outputs=dict(outputs),
-    )
 
 
 def _run_one(

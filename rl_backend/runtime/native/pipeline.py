@@ -20,6 +20,7 @@ from rl_backend.parallel.shards import local_tensor
 from rl_backend.runtime.losses import as_metrics, check_loss, detached
 from rl_backend.runtime.native import fsdp_state
 from rl_backend.runtime.native.batch import RankBatch, lay_out
+from rl_backend.runtime.native.forward_backward import abandoned_on_error
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.stages import schedule_name
 from rl_backend.trace.device import device_span
@@ -48,15 +49,16 @@ def run_pipeline(
         BatchError: what the loss returned is not a 0-d tensor with a gradient, or a metric is not a number.
     """
     work = _Stages(handle, data, loss_fn, forward_only)
-    for stage in handle.stages.values():
-        if not forward_only:
-            fsdp_state.set_gradient_sync(stage, False, keep_gathered=keep_gathered)
-    with torch.set_grad_enabled(not forward_only):
-        PipelineExecutor(_schedule(handle, len(data), forward_only), handle.groups.pp_group, work).run()
-    if not forward_only:
+    executor = PipelineExecutor(_schedule(handle, len(data), forward_only), handle.groups.pp_group, work)
+    with abandoned_on_error(handle, forward_only):
         for stage in handle.stages.values():
-            fsdp_state.reduce_gradients(stage)
-        _add_gradients_of_copies(handle)
+            fsdp_state.set_gradient_sync(stage, False, keep_gathered=keep_gathered)
+        with torch.set_grad_enabled(not forward_only):
+            executor.run()
+        if not forward_only:
+            for stage in handle.stages.values():
+                fsdp_state.reduce_gradients(stage)
+            _add_gradients_of_copies(handle)
     return work.result()
 
 
