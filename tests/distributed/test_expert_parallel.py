@@ -172,21 +172,22 @@ def test_router_losses_are_those_of_all_tokens_and_of_no_padding(ranks: RankPool
         torch.testing.assert_close(of_router, moe.gate.weight.grad, rtol=1e-10, atol=1e-12)
 
 
-def rows_job() -> tuple[list[list[float]], list[list[float]]]:
+def rows_job(dtype: torch.dtype) -> tuple[list[list[float]], list[list[float]]]:
     group = dist.group.WORLD
     assert group is not None
     rank = dist.get_rank()
     sent = {0: [1, 2], 1: [0, 3]}[rank]
     received = {0: [1, 0], 1: [2, 3]}[rank]
-    x = torch.tensor([[10.0 * rank + index] for index in range(sum(sent))], requires_grad=True)
+    x = torch.tensor([[10.0 * rank + index] for index in range(sum(sent))], dtype=dtype, requires_grad=True)
     out = all_to_all_rows(x, sent, received, group)
     (out * (rank + 1)).sum().backward()
     assert x.grad is not None
     return out.tolist(), x.grad.tolist()
 
 
-def test_rows_go_to_the_ranks_they_are_for_and_their_gradients_come_back(ranks: RankPool) -> None:
-    first, second = ranks.run(rows_job)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_go_to_the_ranks_they_are_for_and_their_gradients_come_back(ranks: RankPool, dtype: torch.dtype) -> None:
+    first, second = ranks.run(rows_job, dtype)
     assert first == ([[0.0]], [[1.0], [2.0], [2.0]])
     assert second == ([[1.0], [2.0], [10.0], [11.0], [12.0]], [[2.0], [2.0], [2.0]])
 
