@@ -47,17 +47,18 @@ class ShardedWeight:
 
     Attributes:
         shape, dtype: of the whole tensor that is gathered.
-        index: place of the weight in the first dimensions of the parameter; empty for all of it.
         parts: together the whole weight once.
         tensor: this rank's parameter or gradient; None on ranks of other pipeline stages.
+        place: of the weight in the first dimensions of this rank's part of ``tensor``; empty for all of it. Of no use on a
+            rank that has no part of the weight.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    index: tuple[int, ...]
     parts: tuple[Part, ...]
     tensor: Tensor | None
+    place: tuple[int, ...]
 
     @property
     def numel(self) -> int:
@@ -73,9 +74,7 @@ class ShardedWeight:
     def held(self) -> Tensor:
         """This rank's part of the weight, in the dtype of ``tensor``."""
         assert self.tensor is not None, "asked of a rank that has a part"
-        first = local_region(self.tensor)
-        places = (place - part.start for place, part in zip(self.index, first, strict=False))
-        return local_tensor(self.tensor)[tuple(places)]
+        return local_tensor(self.tensor)[self.place]
 
 
 def model_layouts(
@@ -127,10 +126,11 @@ def sharded_weights(
         if not wanted:
             continue
         layout, num_packed = layouts[key], len(wanted[0][0])
-        parts = _parts(layout.shards, num_packed)
+        shape, parts, tensor = layout.shards.shape[num_packed:], _parts(layout.shards, num_packed), tensors.get(key)
+        first = () if tensor is None else local_region(tensor)
         for index, stored in wanted:
-            shape = layout.shards.shape[num_packed:]
-            weights.append(ShardedWeight(stored, shape, dtype or layout.dtype, index, parts[index], tensors.get(key)))
+            place = tuple(number - part.start for number, part in zip(index, first, strict=False))
+            weights.append(ShardedWeight(stored, shape, dtype or layout.dtype, parts[index], tensor, place))
     return weights
 
 
