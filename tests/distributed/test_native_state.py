@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rl_backend.contracts import OptimizerConfig
 from rl_backend.parallel.shards import local_tensor, owns
+from rl_backend.runtime.native import NativeHandle
 from tests.distributed.test_export import stored_weights
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
@@ -34,9 +35,12 @@ BUDGET = 129 * 64 * 4
 
 type Layout = Mapping[str, int]
 
-DENSE: dict[int, list[Layout]] = {2: [{"tp": 2}, {"cp": 2}], 4: [{"tp": 4}, {"tp": 2}, {"tp": 2, "cp": 2}]}
+DENSE: dict[int, list[Layout]] = {
+    2: [{"tp": 2}, {"cp": 2}],
+    4: [{"tp": 4}, {"tp": 2}, {"tp": 2, "cp": 2}, {"pp": 2, "tp": 2}],
+}
 MIXTURE: dict[int, list[Layout]] = {
-    2: [{"ep": 2}, {"tp": 2}, {"tp": 2, "ep": 2}, {"etp": 2}],
+    2: [{"ep": 2}, {"tp": 2}, {"tp": 2, "ep": 2}, {"etp": 2}, {"pp": 2}],
     4: [{"ep": 2}, {"ep": 4, "cp": 2}, {"tp": 2, "ep": 2, "etp": 2}, {"tp": 2, "ep": 4}],
 }
 
@@ -70,7 +74,7 @@ def export_job(model: str, layouts: Sequence[Layout], stored: Mapping[str, Tenso
             assert_equal_tensors(chosen, {name: stored[name].half() for name in some})
 
 
-@pytest.mark.shows("weights: native tp, cp, ep, etp read their shards and export what the directory holds, bit for bit")
+@pytest.mark.shows("weights: native tp, cp, ep, etp, pp read their shards and export what the directory holds, bit for bit")
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize(("model", "layouts"), [("dense", DENSE), ("mixture", MIXTURE)], ids=["dense", "mixture"])
 def test_every_layout_reads_and_exports_the_directory(
@@ -91,6 +95,16 @@ def save_job(model: str, layout: Layout, path: str, asynchronous: bool) -> dict[
     return state
 
 
+def assert_holds(handle: NativeHandle, held: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """What a pipeline stage has; without a pipeline everything."""
+    for name, tensor in held.items():
+        for copy, original in handle.stage_copies.items():
+            name = name.removesuffix(copy) + original if name.endswith(copy) else name
+        assert torch.equal(tensor, expected[name]), name
+    if handle.groups.parallel.pp == 1:
+        assert held.keys() == expected.keys()
+
+
 def pass_on_job(model: str, layouts: Sequence[Layout], path: str, expected: Mapping[str, Tensor]) -> str:
     """Loads in one layout after another, each what the one before saved; returns the path of the last save."""
     for layout in layouts:
@@ -99,20 +113,20 @@ def pass_on_job(model: str, layouts: Sequence[Layout], path: str, expected: Mapp
             train(runtime, handle, 1, first_seed=7)
             runtime.load_checkpoint(handle, path)
             assert handle.weight_version == 2
-            assert_equal_tensors({**weights(handle), **optimizer_state(handle)}, expected)
+            assert_holds(handle, {**weights(handle), **optimizer_state(handle)}, expected)
             path = f"{path}-{'-'.join(map(str, layout.items()))}"
             runtime.save_checkpoint(handle, path)
             reference = runtime.build_model(forward_only=True)
             runtime.load_checkpoint(reference, path)
-            assert_equal_tensors(weights(reference), {name: expected[name] for name in handle.parameters})
+            assert_holds(reference, weights(reference), {name: expected[name] for name in handle.weight_names})
     return path
 
 
-@pytest.mark.shows("runtime: checkpoints of native tp, ep, etp, cp and dp load in each other's layouts, moments bit for bit")
+@pytest.mark.shows("runtime: checkpoints of native tp, ep, etp, cp, pp and dp load in each other's layouts bit for bit")
 @pytest.mark.parametrize(
     ("model", "saved_by", "chain"),
     [
-        ("mixture", (2, {"tp": 2}), [(2, [{}, {"ep": 2}, {"etp": 2}]), (1, [{}]), (4, [{"tp": 2, "ep": 2}])]),
+        ("mixture", (2, {"tp": 2}), [(2, [{}, {"ep": 2}, {"pp": 2}, {"etp": 2}]), (1, [{}]), (4, [{"tp": 2, "ep": 2}])]),
         ("dense", (4, {"tp": 2}), [(4, [{"tp": 4}, {"tp": 2, "cp": 2}]), (2, [{"cp": 2}]), (1, [{}])]),
     ],
     ids=["mixture", "dense"],
@@ -152,14 +166,16 @@ def statistics_job(model: str, layouts: Sequence[Layout]) -> list[tuple[float, i
     return found
 
 
-def spoil_last_rank(handle: Any) -> None:
+def spoil_last_rank(handle: NativeHandle) -> None:
     """NaN in a gradient that only the last rank has a part of."""
     if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:
         gradients = [parameter.grad for parameter in handle.parameters.values() if owns(parameter)]
         local_tensor(next(each for each in gradients if local_tensor(each).numel())).view(-1)[0] = math.nan
 
 
-@pytest.mark.shows("runtime: gradient norm, zeros and skipped steps of native tp, cp, ep and etp count every element once")
+@pytest.mark.shows(
+    "runtime: gradient norm and zeros of native tp, cp, ep, etp and pp count every element once"
+)
 @pytest.mark.parametrize(("model", "layouts"), [("dense", DENSE), ("mixture", MIXTURE)], ids=["dense", "mixture"])
 def test_norm_and_zeros_are_one_ranks_and_one_bad_gradient_stops_all(
     ranks: RankPool, request: pytest.FixtureRequest, model: str, layouts: dict[int, list[Layout]]
