@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from rl_backend.contracts import PackedWeight, WeightName
+from rl_backend.contracts import PackedWeight, ParallelConfig, UnsupportedError, WeightName
+from rl_backend.parallel.groups import close_groups, open_groups
 from rl_backend.parallel.shards import layout_of, local_region, local_tensor
 from rl_backend.runtime.export_stream import plan_buckets
 from rl_backend.runtime.native import gather
-from rl_backend.runtime.native.gather import TensorLayout, gather_weights, sharded_weights
+from rl_backend.runtime.native.gather import TensorLayout, gather_weights, model_layouts, sharded_weights
 from tests.distributed.test_shards import DENSE, EXPERTS, numbered, sharded
 from tests.support.rank_pool import RankPool
 
@@ -105,3 +107,21 @@ def test_tensors_are_gathered_whole_and_little_else_is_received(
     ranks: RankPool, mesh_shape: tuple[int, ...], names: tuple[str, ...]
 ) -> None:
     ranks.run(gather_job, mesh_shape, names, world_size=4)
+
+
+def forgotten_job() -> str:
+    """A module that tensor parallelism has left out."""
+    groups = open_groups(ParallelConfig(tp=2), torch.device("cpu"))
+    try:
+        module = nn.Linear(4, 4, bias=False)
+        fully_shard(module, mesh=groups.mesh["fsdp"])
+        with pytest.raises(UnsupportedError) as caught:
+            model_layouts(dict(module.named_parameters()), {"weight": "weight"}, groups)
+    finally:
+        close_groups(groups)
+    return str(caught.value)
+
+
+def test_a_parameter_that_tensor_parallelism_has_forgotten_is_refused(ranks: RankPool) -> None:
+    for rank, message in enumerate(ranks.run(forgotten_job)):
+        assert f"weight is laid out over the ranks ({rank},) of (0, 1); parallelize must lay it out over all" in message

@@ -173,9 +173,7 @@ def spoil_last_rank(handle: NativeHandle) -> None:
         local_tensor(next(each for each in gradients if local_tensor(each).numel())).view(-1)[0] = math.nan
 
 
-@pytest.mark.shows(
-    "runtime: gradient norm and zeros of native tp, cp, ep, etp and pp count every element once"
-)
+@pytest.mark.shows("runtime: gradient norm and zeros of native tp, cp, ep, etp and pp count every element once")
 @pytest.mark.parametrize(("model", "layouts"), [("dense", DENSE), ("mixture", MIXTURE)], ids=["dense", "mixture"])
 def test_norm_and_zeros_are_one_ranks_and_one_bad_gradient_stops_all(
     ranks: RankPool, request: pytest.FixtureRequest, model: str, layouts: dict[int, list[Layout]]
