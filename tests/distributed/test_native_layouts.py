@@ -71,8 +71,8 @@ def train_job(model: str, layout: Mapping[str, int], settings: Mapping[str, Any]
             ok, norm, _ = runtime.optimizer_step(handle)
             assert ok
             runtime.lr_scheduler_step(handle)
-            loss = torch.tensor(result.loss / dp_size, dtype=torch.float64)
-            dist.all_reduce(loss, group=handle.groups.dp_group)
+            loss = torch.tensor(result.loss / dp_size if result.outputs else 0.0, dtype=torch.float64)
+            dist.all_reduce(loss)
             losses.append(loss.item())
             norms.append(norm)
         weights = {name: tensor.clone() for name, tensor in runtime.export_weights(handle)}

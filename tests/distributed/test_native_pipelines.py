@@ -1,0 +1,177 @@
+"""The native runtime trains the same with every pipeline schedule, as one rank does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_backend.contracts import BatchError, ConfigError
+from rl_backend.parallel.pipeline.catalog import make_schedule
+from rl_backend.parallel.pipeline.executor import PipelineExecutor
+from rl_backend.runtime.native import pipeline
+from tests.distributed.test_native_layouts import SPLIT, Run, assert_same, run_layout
+from tests.support.models import write_tiny
+from tests.support.moe import write_moe
+from tests.support.native import micro_batches, open_runtime, relative_difference, token_loss
+from tests.support.rank_pool import RankPool
+
+STAGES_PER_RANK = {"1f1b": 1, "interleaved-1f1b": 2, "zb-h1": 1, "zb-h2": 1, "zbv": 2, "dualpipev": 2}
+ZBV = {"pipeline_schedule": "zbv"}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nine layers: they do not divide evenly, and are enough for eight stages. Tied embeddings are at both ends."""
+    return write_tiny("qwen3", tmp_path_factory.mktemp("dense"), num_hidden_layers=9, hidden_size=32, intermediate_size=64)
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny("qwen2", tmp_path_factory.mktemp("untied"), num_hidden_layers=4, tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_moe("qwen3_moe, dense layers between", tmp_path_factory.mktemp("mixture"))
+
+
+@pytest.fixture(scope="module")
+def dense_on_one_rank(dense: Path, ranks: RankPool) -> Run:
+    return run_layout(ranks, 1, dense, {}, {})
+
+
+@pytest.fixture(scope="module")
+def mixture_on_one_rank(mixture: Path, ranks: RankPool) -> Run:
+    return run_layout(ranks, 1, mixture, {}, {})
+
+
+@pytest.mark.shows("runtime: all six pipeline schedules on 2 and 4 native ranks: losses and gradients of one rank to 1e-5")
+@pytest.mark.parametrize("schedule", STAGES_PER_RANK)
+@pytest.mark.parametrize("pp", [2, 4])
+def test_every_schedule_trains_as_one_rank(
+    ranks: RankPool, dense: Path, dense_on_one_rank: Run, schedule: str, pp: int
+) -> None:
+    if schedule == "dualpipev" and pp == 4:
+        pytest.skip("it needs 8 micro-batches, as the test of peak activations has")
+    layout = {"pp": pp, "vpp": STAGES_PER_RANK[schedule]}
+    assert_same(run_layout(ranks, pp, dense, layout, {"pipeline_schedule": schedule}), dense_on_one_rank)
+
+
+@pytest.mark.shows("runtime: pipelines with dp, tp, cp and ep inside a stage: losses and gradients of one rank to 1e-5")
+@pytest.mark.parametrize("inside", [{}, {"tp": 2}, {"cp": 2}], ids=["dp2", "tp2", "cp2"])
+def test_stages_are_laid_out_over_ranks_themselves(
+    ranks: RankPool, dense: Path, dense_on_one_rank: Run, inside: dict[str, int]
+) -> None:
+    assert_same(run_layout(ranks, 4, dense, {"pp": 2, "vpp": 2, **inside}, ZBV), dense_on_one_rank)
+
+
+@pytest.mark.parametrize(("world", "layout"), [(2, {"pp": 2, "vpp": 2}), (4, {"pp": 2, "vpp": 2, "ep": 2})])
+def test_mixtures_of_experts_train_in_a_pipeline_as_on_one_rank(
+    ranks: RankPool, mixture: Path, mixture_on_one_rank: Run, world: int, layout: dict[str, int]
+) -> None:
+    assert_same(run_layout(ranks, world, mixture, layout, ZBV), mixture_on_one_rank)
+
+
+@pytest.mark.parametrize(
+    ("settings", "layout"),
+    [
+        ({"pipeline_schedule": "zbv", "activation_checkpointing": "full"}, {"pp": 2, "vpp": 2}),
+        ({"pipeline_schedule": "zb-h1", "reshard_after_forward": False}, {"pp": 2}),
+        ({"pipeline_schedule": "zbv", "pipeline_layers": (1, 4, 2, 2)}, {"pp": 2, "vpp": 2}),
+    ],
+    ids=["recomputation", "parameters stay gathered", "layers as one says"],
+)
+def test_options_change_nothing(
+    ranks: RankPool, dense: Path, dense_on_one_rank: Run, settings: dict[str, Any], layout: dict[str, int]
+) -> None:
+    assert_same(run_layout(ranks, 2, dense, layout, settings), dense_on_one_rank)
+
+
+@pytest.mark.parametrize(("schedule", "vpp"), [("zbv", 2), ("zb-h1", 1)])
+def test_one_rank_is_the_trivial_pipeline(
+    ranks: RankPool, dense: Path, dense_on_one_rank: Run, schedule: str, vpp: int
+) -> None:
+    assert_same(run_layout(ranks, 1, dense, {"vpp": vpp}, {"pipeline_schedule": schedule}), dense_on_one_rank)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_untied_heads_and_biases(ranks: RankPool, untied: Path, schedule: str) -> None:
+    layout = {"pp": 2, "vpp": STAGES_PER_RANK[schedule]}
+    expected = run_layout(ranks, 1, untied, {}, {})
+    assert_same(run_layout(ranks, 2, untied, layout, {"pipeline_schedule": schedule}), expected)
+
+
+def many_job(model: str, layout: Mapping[str, int], settings: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], int, int]:
+    """Gradients of eight micro-batches, and the most activations that the executor held and that the schedule promises."""
+    with open_runtime(model, parallel=dict(layout), **settings) as runtime:
+        handle = runtime.build_model()
+        executors = []
+
+        class Watched(PipelineExecutor):
+            def run(self) -> None:
+                executors.append(self)
+                super().run()
+
+        pipeline.PipelineExecutor, original = Watched, pipeline.PipelineExecutor  # type: ignore[misc]
+        try:
+            runtime.forward_backward(handle, micro_batches([[index] for index in range(8)]), token_loss)
+        finally:
+            pipeline.PipelineExecutor = original  # type: ignore[misc]
+        gradients = {name: tensor.clone() for name, tensor in runtime.export_gradients(handle)}
+        held = executors[0].peak_activations if executors else 0
+        return gradients, held, handle.groups.pp_group.rank()
+
+
+@pytest.mark.parametrize("schedule", STAGES_PER_RANK)
+def test_the_executor_holds_the_activations_that_the_schedule_promises(ranks: RankPool, dense: Path, schedule: str) -> None:
+    layout = {"pp": 4, "vpp": STAGES_PER_RANK[schedule]}
+    ((expected, _, _),) = ranks.run(many_job, str(dense), {}, {}, world_size=1)
+    promised = make_schedule(schedule, 4, 8, stages_per_rank=STAGES_PER_RANK[schedule]).peak_activations
+    for gradients, held, rank in ranks.run(many_job, str(dense), layout, {"pipeline_schedule": schedule}, world_size=4):
+        assert held == promised[rank]
+        assert gradients.keys() == expected.keys()
+        for name, gradient in gradients.items():
+            assert relative_difference(gradient, expected[name]) < 1e-5, name
+
+
+@pytest.mark.parametrize(
+    ("native", "message"),
+    [
+        ({"parallel": {"pp": 2}, "pipeline_schedule": "zbv"}, r"vpp=1: zbv needs 2 stages per rank.*set vpp=2"),
+        ({"parallel": {"pp": 2, "vpp": 2}, "pipeline_schedule": "1f1b"}, r"vpp=2: 1f1b has 1 stage per rank; set vpp=1"),
+        ({"parallel": {"pp": 10}}, r"ParallelConfig\.pp=10: .*the model has 9; use at most 9 stages"),
+        ({"parallel": {"pp": 2}, "pipeline_layers": (4, 4)}, r"pipeline_layers=\(4, 4\): .*model's 9 layers.*add up to 8"),
+        ({"pipeline_layers": (9,)}, r"pipeline_layers=\(9,\): without a pipeline there are no stages"),
+    ],
+    ids=str,
+)
+def test_pipelines_that_cannot_be_are_refused_before_ranks_start(dense: Path, native: dict[str, Any], message: str) -> None:
+    from rl_backend import RuntimeConfig, check_config
+
+    config = RuntimeConfig(hf_path=str(dense), backend_cfg=native)
+    with pytest.raises(ConfigError, match=message):
+        check_config(config, config.backend_cfg.parallel.pp)
+
+
+def micro_batches_job(model: str) -> list[str]:
+    messages = []
+    with open_runtime(model, parallel={"pp": 2, "vpp": 2}) as runtime:
+        handle = runtime.build_model()
+        assert handle.micro_batch_multiple == 2
+        for split in ([], SPLIT[:3]):
+            try:
+                runtime.forward_backward(handle, micro_batches(split), token_loss)
+            except BatchError as error:
+                messages.append(str(error))
+        runtime.forward_backward(handle, micro_batches(SPLIT[:3]), None, forward_only=True)
+    return messages
+
+
+def test_numbers_of_micro_batches_that_a_schedule_cannot_do_are_refused(ranks: RankPool, dense: Path) -> None:
+    for none, odd in ranks.run(micro_batches_job, str(dense), world_size=2):
+        assert "forward_backward without micro-batches" in none
+        assert "3 micro-batches: interleaved-1f1b with pp=2 takes them in groups of pp" in odd
