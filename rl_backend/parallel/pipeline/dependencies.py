@@ -57,8 +57,8 @@ def event_graph(
     transfers of its inputs. In one direction between two ranks, transfers end in the order in which they are posted.
 
     Args:
-        one_queue_per_rank: a transfer also waits for the end of every transfer posted before it on either of its ranks. NCCL
-            has such a queue for each pair of ranks, gloo for none.
+        one_queue_per_rank: a transfer also waits for the end of every transfer posted before it on either of its ranks. An
+            NCCL communicator works like that, gloo does not.
     """
     rank_of = {action: rank for rank, own in enumerate(actions) for action in own}
     graph: Graph = {}
