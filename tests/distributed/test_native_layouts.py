@@ -160,3 +160,25 @@ def reopened_job(model: str) -> list[list[tuple[float, float]]]:
 def test_a_runtime_in_the_place_of_a_closed_one_trains_as_that_did(ranks: RankPool, dense: Path) -> None:
     for first, second in ranks.run(reopened_job, str(dense), world_size=4):
         assert first == second
+
+
+def activations_job(model: str, layout: dict[str, int]) -> tuple[bool, list[Mapping[str, Tensor]]]:
+    with open_runtime(model, parallel=layout) as runtime:
+        handle = runtime.build_model(forward_only=True)
+        return runtime.is_mp_src_rank_with_outputs(handle), runtime.activations(handle, micro_batches([[0, 3, 5]]))
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2, "cp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "vpp": 1, "ep": 2}], ids=str)
+def test_activations_are_those_of_one_rank_and_on_the_source_rank(
+    ranks: RankPool, mixture: Path, layout: dict[str, int]
+) -> None:
+    ((_, (expected,)),) = ranks.run(activations_job, str(mixture), {}, world_size=1)
+    results = ranks.run(activations_job, str(mixture), layout, world_size=4)
+    for is_source, activations in results:
+        assert len(activations) == is_source
+        for found in activations:
+            # Keys and values of all heads, not those of a rank, happen to be as wide as hidden states.
+            left_out = ("k_proj", "v_proj") if layout.get("tp") else ()
+            assert list(found) == [path for path in expected if not path.endswith(left_out)]
+            for path, values in found.items():
+                assert relative_difference(values, expected[path]) < 1e-5, path

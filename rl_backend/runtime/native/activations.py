@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from rl_backend.contracts import PackedBatch, UnsupportedError, stored_tensors
 from rl_backend.parallel.collectives import all_gather
 from rl_backend.parallel.context import gather_outputs
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.token_layout import TokenLayout
-from rl_backend.runtime.module_outputs import record_outputs
+from rl_backend.runtime.module_outputs import module_paths, record_outputs
 from rl_backend.runtime.native.batch import lay_out
 from rl_backend.runtime.native.forward_backward import run_micro_batches
 from rl_backend.runtime.native.handle import NativeHandle
+from rl_backend.runtime.native.pipeline import run_pipeline
 
 
 def record_activations(handle: NativeHandle, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:
@@ -32,22 +35,63 @@ def record_activations(handle: NativeHandle, data: Sequence[PackedBatch]) -> lis
             hidden_size=hidden_size,
         )
     hf_names = {
-        parameter: tuple(stored for _, stored in stored_tensors(name)) for parameter, name in handle.weight_names.items()
+        parameter: tuple(stored for _, stored in stored_tensors(handle.weight_names[parameter]))
+        for parameter in handle.parameters
+        if parameter not in handle.stage_copies
     }
+    run = run_pipeline if handle.stages else run_micro_batches
     activations: list[Mapping[str, Tensor]] = []
     for batch in data:
-        with record_outputs(handle.model, hf_names, hidden_size) as outputs:
-            run_micro_batches(handle, [batch], None, forward_only=True, keep_gathered=False)
+        with ExitStack() as stack:
+            recorded = {
+                stage: stack.enter_context(record_outputs(module, hf_names, hidden_size))
+                for stage, module in (handle.stages or {0: handle.model}).items()
+            }
+            run(handle, [batch], None, forward_only=True, keep_gathered=False)
         layout = lay_out(batch.to(handle.groups.device), handle.groups, 1).layout
         rows = batch.num_tokens if layout is None else layout.index.shape[0] // handle.groups.tp_group.size()
         whole = {
-            path: _whole(output, layout, handle.groups)
-            for path, output in outputs.items()
-            if output.shape == (rows, hidden_size)
+            stage: {
+                path: _whole(output, layout, handle.groups).float()
+                for path, output in outputs.items()
+                if output.shape == (rows, hidden_size) and path != _own_path(handle.stages.get(stage), hf_names)
+            }
+            for stage, outputs in recorded.items()
         }
-        if handle.groups.replica_group.rank() == 0:
-            activations.append({path: output.to("cpu", torch.float32) for path, output in whole.items()})
+        on_host = {path: output.cpu() for path, output in _of_all_stages(whole, (batch.num_tokens, hidden_size), handle)}
+        if handle.has_outputs:
+            activations.append(on_host)
     return activations
+
+
+def _own_path(stage: nn.Module | None, hf_names: Mapping[str, Sequence[str]]) -> str | None:
+    """The path of a stage that is none of its modules': no module of the whole model has its output."""
+    if stage is None:
+        return None
+    paths = module_paths(stage, hf_names)
+    own = paths.pop("", None)
+    return None if own in paths.values() else own
+
+
+def _of_all_stages(
+    here: Mapping[int, Mapping[str, Tensor]], shape: tuple[int, int], handle: NativeHandle
+) -> Iterator[tuple[str, Tensor]]:
+    """(path, output) in the order of the model, of the stages that the ranks of the pipeline have."""
+    groups = handle.groups
+    if groups.pp_group.size() == 1:
+        for stage in sorted(here):
+            yield from here[stage].items()
+        return
+    paths: list[tuple[int, dict[int, list[str]]]] = [(0, {})] * groups.world_size
+    mine = (groups.pp_group.rank(), {stage: list(outputs) for stage, outputs in here.items()})
+    dist.all_gather_object(paths, mine, group=groups.host_group)
+    owners = {stage: (owner, names) for owner, stages in paths for stage, names in stages.items()}
+    for stage in sorted(owners):
+        owner, names = owners[stage]
+        for path in names:
+            output = here[stage][path] if stage in here else torch.empty(shape, device=groups.device)
+            dist.broadcast(output, group=groups.pp_group, group_src=owner)
+            yield path, output
 
 
 def _whole(output: Tensor, layout: TokenLayout | None, groups: ParallelGroups) -> Tensor:
