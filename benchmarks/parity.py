@@ -64,9 +64,12 @@ PAIRS = (
     Pair("dense", "bridge", "native", {}, {}),
     Pair("dense", "bridge", "native", {"dp": 2}, {"dp": 2}),
     *(Pair("dense", "bridge", "bridge", layout, {}) for layout in ({"dp": 2}, {"tp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2})),
+    *(Pair("dense", "bridge", "native", layout, layout) for layout in ({"tp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2})),
+    Pair("dense", "native", "native", {"cp": 2}, {}),
     Pair("experts", "transformers", "bridge", {}, {}),
     Pair("experts", "bridge", "native", {}, {}),
     Pair("experts", "bridge", "bridge", {"ep": 2}, {}),
+    *(Pair("experts", "bridge", "native", layout, layout) for layout in ({"tp": 2}, {"ep": 2}, {"pp": 2, "vpp": 2})),
 )
 
 
