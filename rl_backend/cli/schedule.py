@@ -134,8 +134,8 @@ def _facts(
 
 def _as_text(schedule: Schedule, timeline: Timeline, facts: dict[str, Any]) -> str:
     lines = [
-        f"{schedule.name}: {schedule.pp_size} ranks with {schedule.stages_per_rank} stages each, "
-        f"{schedule.num_micro_batches} micro-batches{', forward passes alone' if schedule.forward_only else ''}",
+        f"{schedule.name}: {_count(schedule.pp_size, 'rank')} with {_count(schedule.stages_per_rank, 'stage')} each, "
+        f"{_count(schedule.num_micro_batches, 'micro-batch')}{', forward passes alone' if schedule.forward_only else ''}",
         _summary(facts),
         "",
         "rank  stages        start       end  idle inside  peak activations",
@@ -147,6 +147,11 @@ def _as_text(schedule: Schedule, timeline: Timeline, facts: dict[str, Any]) -> s
         times = f"{short(start):>7}  {short(end):>8}  {idle:>11.1%}"
         lines.append(f"{rank:>4}  {stages:<10}  {times}  {_activations(schedule, timeline.peak_activations[rank])}")
     return "\n".join(lines)
+
+
+def _count(number: int, noun: str) -> str:
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{plural if number != 1 else ''}"
 
 
 def _summary(facts: dict[str, Any]) -> str:
