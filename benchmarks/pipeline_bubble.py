@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +52,14 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        seconds, kept = ctx.seconds, ctx.kept
+        time.sleep(ctx.seconds)
+        return grad.clone(), weight_gradient(ctx.weight, partial(_wait_for_weights, ctx.seconds, ctx.kept)), None
 
-        def compute() -> Tensor:
-            time.sleep(seconds)
-            del kept_until_then[:]
-            return torch.zeros(())
 
-        kept_until_then = [kept]
-        time.sleep(seconds)
-        return grad.clone(), weight_gradient(ctx.weight, compute), None
+def _wait_for_weights(seconds: float, kept: _Kept) -> Tensor:
+    """The backward pass for the weights; what waits to call it keeps the activation alive."""
+    time.sleep(seconds)
+    return torch.zeros(())
 
 
 class TimedStages:
