@@ -1,0 +1,39 @@
+"""Losses of routers through the runtime: the gradients of one rank in every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.test_native_layouts import Run, assert_same, run_layout
+from tests.support.layouts import layouts
+from tests.support.moe import write_moe
+from tests.support.native import relative_difference
+from tests.support.rank_pool import RankPool
+
+LAYOUTS = {2: [{}, {"ep": 2}, {"tp": 2}, {"cp": 2}], 4: [{"tp": 2, "cp": 2, "ep": 2}, {"cp": 2, "ep": 4}]}
+LOSSES: dict[str, Any] = {"model": "qwen3_moe", "model_cfg": {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.2}}
+ROUTER = "model.layers.1.mlp.gate.weight"
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_moe("qwen3_moe", tmp_path_factory.mktemp("mixture"))
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(mixture: Path, ranks: RankPool) -> Run:
+    run = run_layout(ranks, 1, mixture, {}, LOSSES)
+    without = run_layout(ranks, 1, mixture, {}, {})
+    assert relative_difference(run.gradients[ROUTER], without.gradients[ROUTER]) > 0.1
+    return run
+
+
+@pytest.mark.shows("runtime: losses of routers have one rank's gradients with native tp, cp, ep and dp on 2 and 4 ranks")
+@pytest.mark.parametrize(("world", "layout"), layouts(LAYOUTS))
+def test_router_losses_do_not_depend_on_the_layout(
+    ranks: RankPool, mixture: Path, on_one_rank: Run, world: int, layout: dict[str, int]
+) -> None:
+    assert_same(run_layout(ranks, world, mixture, layout, LOSSES), on_one_rank)
