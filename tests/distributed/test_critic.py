@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.critic import critic_hf_job, critic_job, critic_state_job, write_critic
+from tests.support.critic import critic_hf_job, critic_job, critic_layout_job, critic_state_job, write_critic
+from tests.support.models import write_tiny
 from tests.support.native import assert_equal_tensors, deal, open_runtime, relative_difference, weights
 from tests.support.rank_pool import RankPool
 
@@ -30,6 +31,25 @@ def test_gradients_and_values_are_those_of_one_rank(
         mine = [index for indices in split[rank] for index in indices]
         for index, row in zip(mine, found, strict=True):
             torch.testing.assert_close(row, values[index], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "layout", [{"tp": 2, "cp": 2}, {"tp": 4}, {"pp": 2, "tp": 2}, {"pp": 2, "vpp": 2}], ids=lambda layout: str(layout)
+)
+def test_a_critic_trains_in_every_layout_as_on_one_rank(ranks: RankPool, tmp_path: Path, layout: dict[str, int]) -> None:
+    policy = write_tiny("qwen3", tmp_path / "policy", num_hidden_layers=4)
+    path = str(write_critic(tmp_path / "critic", policy))
+    ((expected, values),) = ranks.run(critic_layout_job, path, {}, world_size=1)
+    results = ranks.run(critic_layout_job, path, layout, world_size=4)
+    found: dict[int, torch.Tensor] = {}
+    for gradients, rows in results:
+        assert gradients.keys() == expected.keys()
+        for name, gradient in gradients.items():
+            assert relative_difference(gradient, expected[name]) < 1e-5, name
+        found.update(rows)
+    assert found.keys() == values.keys()
+    for index, row in found.items():
+        torch.testing.assert_close(row, values[index], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 2), (4, 1), (1, 4)])

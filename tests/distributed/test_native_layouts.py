@@ -149,6 +149,58 @@ def test_mixtures_of_experts_train_as_on_one_rank(
     assert_same(run_layout(ranks, world, mixture, layout, {}), mixture_on_one_rank)
 
 
+FAMILIES = {
+    "llama with all biases, a vocabulary that tp does not divide": (
+        lambda path: write_tiny("llama", path, attention_bias=True, mlp_bias=True, vocab_size=131, head_dim=16),
+        [{"tp": 2}, {"tp": 4}, {"tp": 2, "cp": 2}],
+    ),
+    "qwen2 with biases of queries, keys and values that tp=4 copies": (lambda path: write_tiny("qwen2", path), [{"tp": 4}]),
+    "mistral with a window that chunks cross": (
+        lambda path: write_tiny("mistral", path, sliding_window=12),
+        [{"cp": 2, "tp": 2}, {"cp": 4}],
+    ),
+    "mixtral": (lambda path: write_moe("mixtral", path), [{"ep": 2, "tp": 2}]),
+    "more experts than tokens": (
+        lambda path: write_moe("qwen3_moe, experts without tokens", path),
+        [{"ep": 4}, {"ep": 2, "tp": 2}],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_families_train_in_every_layout_as_on_one_rank(ranks: RankPool, tmp_path: Path, case: str) -> None:
+    write, found = FAMILIES[case]
+    model = write(tmp_path / "model")
+    expected = run_layout(ranks, 1, model, {}, {})
+    for layout in found:
+        assert_same(run_layout(ranks, 4, model, layout, {}), expected)
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        ({"tp": 2, "ep": 2}, {"activation_checkpointing": "full"}),
+        ({"cp": 2, "ep": 4}, {"activation_checkpointing": "full", "reshard_after_forward": False}),
+        ({"tp": 2, "etp": 2}, {"log_prob_chunk_tokens": 5}),
+    ],
+    ids=str,
+)
+def test_options_that_trade_memory_for_time_change_nothing(
+    ranks: RankPool, mixture: Path, mixture_on_one_rank: Run, layout: dict[str, int], settings: dict[str, Any]
+) -> None:
+    assert_same(run_layout(ranks, 4, mixture, layout, settings), mixture_on_one_rank)
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}, {"pp": 2}], ids=str)
+def test_bfloat16_parameters_give_gradients_near_the_exact_ones(
+    ranks: RankPool, dense: Path, dense_on_one_rank: Run, layout: dict[str, int]
+) -> None:
+    run = run_layout(ranks, 4, dense, layout, {"param_dtype": "bfloat16"})
+    for name, gradient in run.gradients.items():
+        assert gradient.dtype == torch.float32
+        assert relative_difference(gradient, dense_on_one_rank.gradients[name]) < 0.05, name
+
+
 def reopened_job(model: str) -> list[list[tuple[float, float]]]:
     curves = []
     for _ in range(2):

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForTokenClassification
 
 from rl_backend.contracts import Metric, MetricValue, ModelOutput, PackedBatch
-from tests.support.native import Split, gradients, micro_batches, open_runtime, optimizer_state, train_with, weights
+from tests.support.native import Split, deal, gradients, micro_batches, open_runtime, optimizer_state, train_with, weights
 
 
 def write_critic(path: Path, language_model: Path, **changes: Any) -> Path:
@@ -55,6 +55,19 @@ def critic_job(model: str, split: list[Split], settings: dict[str, Any]) -> tupl
         handle = runtime.build_model(head="values")
         result = runtime.forward_backward(handle, micro_batches(split[rank], dp_size=len(split)), squared_error)
         return gradients(handle), [value.clone() for value in result.output("values")]
+
+
+def critic_layout_job(model: str, layout: dict[str, int]) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
+    """Whole gradients of a critic in a layout, and the values by sequence on the ranks that have them."""
+    with open_runtime(model, parallel=layout) as runtime:
+        handle = runtime.build_model(head="values")
+        mine = deal([[0, 1], [2, 3], [4, 5], [6, 7]], handle.data_parallel_size)[handle.data_parallel_rank]
+        batches = micro_batches(mine, dp_size=handle.data_parallel_size)
+        result = runtime.forward_backward(handle, batches, squared_error)
+        exported = {name: tensor.clone() for name, tensor in runtime.export_gradients(handle)}
+        order = [index for indices in mine for index in indices]
+        values = dict(zip(order, result.output("values"), strict=True)) if result.outputs else {}
+        return exported, values
 
 
 def critic_state_job(model: str, path: str, load: bool) -> tuple[dict[str, Tensor], list[tuple[float, float]]]:

@@ -120,7 +120,9 @@ def gradients_job(model: str, split: list[list[list[int]]], settings: dict[str, 
 
 
 def relative_difference(value: Tensor, expected: Tensor) -> float:
-    return float((value - expected).norm() / expected.norm())
+    """Of the norms; 0 where both are 0."""
+    difference = float((value - expected).norm())
+    return difference / float(expected.norm()) if difference else 0.0
 
 
 def assert_equal_tensors(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
