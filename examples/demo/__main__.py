@@ -15,7 +15,7 @@ from examples.common.cluster import ray_session, share_cluster
 from examples.common.command_line import parse_config, run_command
 from examples.common.result import RunResult
 from examples.common.runtime import RuntimeOptions
-from examples.demo.task import HELD_OUT, ModelName, write_task
+from examples.demo.task import HELD_OUT, NUM_LAYERS, ModelName, write_task
 from rl_backend.contracts import ConfigError
 
 type Algorithm = Literal["grpo", "ppo", "cispo", "dapo", "dr_grpo", "gspo", "reinforce_plus_plus", "rloo"]
@@ -113,7 +113,8 @@ def main() -> None:
     fresh_folder(run_dir)
     (run_dir / "demo.json").write_text(config.model_dump_json(indent=2) + "\n")
     task = run_dir / "task"
-    write_task(task, config.seed, config.model)
+    # A pipeline needs as many layers as it has stages.
+    write_task(task, config.seed, config.model, num_layers=max(NUM_LAYERS, config.pp * config.vpp))
     print("The task: add two two-digit numbers; the answer is written last digit first, as in 47+38=58.")
     with ray_session(config.ranks, config.engines):
         share_cluster(config.ranks, config.engines)  # refuses what would not fit, before the warm start

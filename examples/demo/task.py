@@ -27,6 +27,7 @@ type ModelName = Literal["qwen3", "qwen3_moe"]
 
 PAD, END = "<pad>", "<end>"
 CHARACTERS = "0123456789+="
+NUM_LAYERS = 3
 HELD_OUT, VALIDATION = 512, 256
 SHARE_WITH_CARRY = 0.6
 SHARE_CARELESS = 0.7
@@ -39,14 +40,14 @@ def compute_score(
     return float(solution_str == ground_truth)
 
 
-def write_task(folder: Path, seed: int, model: ModelName = "qwen3") -> None:
+def write_task(folder: Path, seed: int, model: ModelName = "qwen3", *, num_layers: int = NUM_LAYERS) -> None:
     """Writes ``model/`` (random weights, tokenizer) and four files of examples.
 
     ``held_out.jsonl``, ``validation.jsonl`` and ``train.jsonl`` have right answers and no sum in common;
     ``demonstrations.jsonl`` has the sums of ``train.jsonl``, each several times, answered carelessly.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_model(folder / "model", seed, model)
+    write_model(folder / "model", seed, model, num_layers)
     generator = random.Random(seed)
     pairs = [(first, second) for first in range(10, 100) for second in range(10, 100)]
     generator.shuffle(pairs)
@@ -82,7 +83,7 @@ def write_jsonl(path: Path, answers: list[tuple[tuple[int, int], str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_model(path: Path, seed: int, model: ModelName) -> None:
+def write_model(path: Path, seed: int, model: ModelName, num_layers: int) -> None:
     """A Qwen3 of 0.6M parameters, or a Qwen3-MoE that has as many at work on a token, and a tokenizer with a token per
     character.
     """
@@ -91,7 +92,7 @@ def write_model(path: Path, seed: int, model: ModelName) -> None:
         "vocab_size": len(tokenizer),
         "hidden_size": 128,
         "intermediate_size": 384,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
