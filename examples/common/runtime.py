@@ -48,9 +48,7 @@ class RuntimeOptions(BaseConfig):
     ranks: int = Field(default=1, ge=1, description="training ranks; data parallel as far as tp, pp and cp leave")
     tp: int = Field(default=1, ge=1, description="tensor-parallel ranks, with sequence parallel")
     pp: int = Field(default=1, ge=1, description="pipeline ranks")
-    vpp: int = Field(
-        default=1, ge=1, description="stages of each pipeline rank: 2 or more for interleaved schedules, 2 for V-shaped ones"
-    )
+    vpp: int = Field(default=1, ge=1, description="stages of each pipeline rank")
     cp: int = Field(default=1, ge=1, description="context-parallel ranks")
     ep: int = Field(default=1, ge=1, description="expert-parallel ranks")
     etp: int = Field(default=1, ge=1, description="tensor-parallel ranks of each expert")

@@ -102,7 +102,7 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
         ({"eval_every": 5}, "needs an eval_dataset"),
         ({"lr_warmup_steps": 100}, "would never reach lr"),
         ({"plugins": "no_such_module"}, "cannot be imported"),
-        ({"pp": 2, "ranks": 2}, r"NativeConfig\.parallel\.pp=2: the native runtime has no pipelines"),
+        ({"pp": 3, "ranks": 4}, r"world size 4 is not a multiple of tp\*pp\*cp = 1\*3\*1 = 3"),
         ({"backend": "bridge", "tp": 2, "ranks": 3}, r"world size 3 is not a multiple of tp\*pp\*cp = 2\*1\*1 = 2"),
         ({"backend": "bridge", "pp": 2, "ranks": 1000, "dtype": "float32"}, "each of 500 data-parallel ranks needs one"),
         ({"backend_options": {"no_such": 1}}, r"NativeConfig\.no_such=1: unknown field"),
