@@ -17,12 +17,13 @@ from rl_backend.parity import TRANSFORMERS, ParityConfig, ParitySide, Tolerances
 from rl_backend.parity.config import DType, SideName
 from rl_backend.parity.report import as_json, as_text
 from rl_backend.parity.run import SIDES, ParityResult
+from rl_backend.runtime import check_config
 
 EXIT_DIVERGED = 1
 LAYOUT = {
     "tp": "tensor-parallel ranks",
     "pp": "pipeline ranks",
-    "vpp": "model chunks per pipeline rank",
+    "vpp": "stages per pipeline rank",
     "cp": "context-parallel ranks",
     "ep": "expert-parallel ranks",
     "etp": "tensor-parallel ranks inside an expert",
@@ -149,7 +150,7 @@ def _config(arguments: argparse.Namespace, dtype: DType) -> ParityConfig:
         side = config.side(name)
         try:
             if side.runtime != TRANSFORMERS:
-                config.runtime_config(side)
+                check_config(config.runtime_config(side), side.world_size)
         except ConfigError as error:
             raise CommandError(f"{_flags(arguments, name)}: {error}") from None
     return config

@@ -37,6 +37,7 @@ REFUSED_AT_ONCE: dict[str, tuple[dict[str, Any], str]] = {
         },
         "recompute_granularity='selective'",
     ),
+    "several stages of a rank without a pipeline": ({"parallel": {"vpp": 2}}, r"parallel\.vpp=2: needs pp > 1, got pp=1"),
     "full without a number of layers": (
         {"recompute_granularity": "full", "recompute_method": "block"},
         "recompute_num_layers",

@@ -163,7 +163,7 @@ print(type(create_runtime(config)).__name__, config.backend_cfg.vocab_size)
         ({"hf_path": ""}, ConfigError, r"RuntimeConfig.hf_path"),
         ({"max_tokens_per_micro_batch": 0}, ConfigError, r"RuntimeConfig.max_tokens_per_micro_batch=0"),
         ({"backend_cfg": {"model_cfg": {}}}, ConfigError, r"NativeConfig.model_cfg.*name the family in `model`"),
-        ({"backend_cfg": {"parallel": {"tp": 2}}}, ConfigError, r"NativeConfig.parallel.tp=2.*use 1"),
+        ({"backend_cfg": {"pipeline_schedule": "zbh1"}}, ConfigError, r'NativeConfig.pipeline_schedule="zbh1": .*zbv'),
     ],
 )
 def test_a_runtime_configuration_that_cannot_work_is_refused_by_name(
@@ -211,7 +211,6 @@ def test_a_world_size_that_does_not_divide_is_refused_with_the_arithmetic(
     ("arguments", "message"),
     [
         ({"tp": 0}, r"ParallelConfig\.tp=0"),
-        ({"vpp": 2}, r"ParallelConfig\.vpp=2: needs pp > 1, got pp=1"),
         ({"tp": 1.5}, r"ParallelConfig\.tp=1\.5"),
     ],
 )
@@ -252,8 +251,8 @@ def test_warm_up_and_decay_steps_are_resolved_from_the_length_of_the_run() -> No
 
 def test_a_copy_with_changes_is_validated() -> None:
     assert ParallelConfig(tp=2).replace(pp=2) == ParallelConfig(tp=2, pp=2)
-    with pytest.raises(ConfigError, match=r"ParallelConfig\.vpp"):
-        ParallelConfig(pp=2, vpp=2).replace(pp=1)
+    with pytest.raises(ConfigError, match=r"ParallelConfig\.pp"):
+        ParallelConfig(pp=2, vpp=2).replace(pp=0)
 
 
 def test_a_manifest_that_names_a_tensor_twice_is_refused() -> None:

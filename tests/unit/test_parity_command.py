@@ -43,12 +43,15 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
             "--candidate megatorn: unknown runtime; known: bridge, ",
         ),
         ("--model {model} --reference jax", "--reference jax: unknown runtime"),
-        ("--model {model} --tp 2", "--candidate native --tp 2: NativeConfig.parallel.tp=2: "),
+        ("--model {model} --tp 3", "--candidate native --tp 3: ParallelConfig.tp=3: does not divide num_attention_heads=4"),
         (
-            "--model {model} --reference native --reference-pp 2",
-            "--reference native --reference-pp 2: NativeConfig.parallel",
+            "--model {model} --reference native --reference-pp 3",
+            "--reference native --reference-pp 3: ParallelConfig.pp=3: pp * vpp stages need as many layers",
         ),
-        ("--model {model} --vpp 2", "--candidate native --vpp 2: ParallelConfig.vpp=2: needs pp > 1"),
+        (
+            "--model {model} --candidate bridge --vpp 2",
+            "--candidate bridge --vpp 2: BridgeConfig.parallel.vpp=2: needs pp > 1",
+        ),
         ("--model {model} --ep 3 --dp 2", "--candidate native --ep 3 --dp 2: world size 2 is not a multiple"),
         ("--model {model} --dp 0", "--candidate native --dp 0: "),
         (
