@@ -193,3 +193,22 @@ def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(
         assert not ok
         assert not torch.isfinite(torch.tensor(norm))
         assert version == 2
+
+
+def first_pass_job(model: str) -> None:
+    with open_runtime(model) as runtime:
+        handle = runtime.build_model()
+        hook = handle.model.register_forward_pre_hook(_fail, prepend=True)
+        with pytest.raises(RuntimeError, match="before the first pass"):
+            runtime.forward_backward(handle, micro_batches([[0]], dp_size=2), token_loss)
+        hook.remove()
+        runtime.zero_grad(handle)
+        train(runtime, handle, 1)
+
+
+def _fail(module: nn.Module, args: tuple[Any, ...]) -> None:
+    raise RuntimeError("before the first pass")
+
+
+def test_an_error_before_the_first_pass_begins_is_the_one_that_is_raised(ranks: RankPool, tied_model: Path) -> None:
+    ranks.run(first_pass_job, str(tied_model))

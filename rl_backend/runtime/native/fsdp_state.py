@@ -45,6 +45,9 @@ def abandon_step(model: nn.Module) -> None:
     """
     for module in _fsdp_modules(model):
         state: Any = module._get_fsdp_state()
+        if state._is_root is None:
+            # Its first forward pass has not begun.
+            continue
         state._training_state = TrainingState.IDLE
         state._state_ctx.iter_forward_root = None
         state._state_ctx.post_backward_final_callback_queued = False
