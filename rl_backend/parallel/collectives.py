@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+# torch 2.13 has new names for these two and warns of the old ones.
+all_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""(output, input, group=): the inputs of all ranks one after the other, without a backward pass."""
+_reduce_scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup, *, sum_gradients: bool) -> Tensor:
@@ -59,11 +65,11 @@ class _ReduceScatter(torch.autograd.Function):
 
 def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     gathered = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
-    dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+    all_gather_into(gathered, x.contiguous(), group=group)
     return gathered
 
 
 def _scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     mine = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
-    dist.reduce_scatter_tensor(mine, x.contiguous(), group=group)
+    _reduce_scatter_into(mine, x.contiguous(), group=group)
     return mine

@@ -11,6 +11,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from rl_backend.contracts import HandleError
+from rl_backend.parallel.collectives import all_gather_into
 from rl_backend.runtime.bridge.conversion import Conversion
 from rl_backend.runtime.bridge.export import select_conversions, start_conversions
 from rl_backend.runtime.export_stream import WeightStream
@@ -34,7 +35,7 @@ def export_gradients(handle: BridgeHandle, *, only: Collection[str] | None) -> W
     conversions = [each for each in select_conversions(handle, "export_gradients", only) if each.trained]
     for shard in _shards(handle.chunks):
         if shard.group.size() > 1:
-            dist.all_gather_into_tensor(shard.whole, shard.part.clone(), group=shard.group)
+            all_gather_into(shard.whole, shard.part.clone(), group=shard.group)
     gradients = {
         f"{stage}.{name}": parameter.main_grad
         for stage, model in enumerate(unwrap_model(list(handle.chunks)))

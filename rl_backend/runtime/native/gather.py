@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.contracts import UnsupportedError, WeightName, stored_tensors
+from rl_backend.parallel.collectives import all_gather_into
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import Region, ShardLayout, layout_of, local_region, local_tensor
 
@@ -211,7 +212,7 @@ def _all_gather(plan: _Plan, device: torch.device) -> Tensor:
     plan.pack(mine)
     gathered = torch.empty(len(plan.sizes), longest, dtype=plan.dtype, device=device)
     if longest:
-        dist.all_gather_into_tensor(gathered.view(-1), mine, group=plan.group)
+        all_gather_into(gathered.view(-1), mine, group=plan.group)
     return gathered
 
 
