@@ -114,7 +114,7 @@ def forgotten_job() -> str:
     groups = open_groups(ParallelConfig(tp=2), torch.device("cpu"))
     try:
         module = nn.Linear(4, 4, bias=False)
-        fully_shard(module, mesh=groups.mesh["fsdp"])
+        fully_shard(module, mesh=groups.fsdp_mesh)
         with pytest.raises(UnsupportedError) as caught:
             model_layouts(dict(module.named_parameters()), {"weight": "weight"}, groups)
     finally:
