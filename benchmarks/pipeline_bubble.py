@@ -94,6 +94,9 @@ class TimedStages:
     def empty_hidden(self, micro_batch: int) -> Tensor:
         return torch.empty(HIDDEN)
 
+    def after_weights(self, stage: int) -> None:
+        pass
+
     @contextmanager
     def span(self, action: Action) -> Generator[None]:
         start = time.perf_counter()

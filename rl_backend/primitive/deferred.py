@@ -1,7 +1,7 @@
 """Backward passes in two parts: for the inputs now, for the weights of matrix products later.
 
-The split of zero-bubble pipelines (Qi et al., arXiv 2401.10241): what the stage before waits for is computed first. A product
-that takes part saves its input and the gradient of its output, and nothing is computed twice.
+The split of zero-bubble pipelines (Qi et al., arXiv 2401.10241): what the stage before waits for is computed first. A
+product that takes part saves its input and the gradient of its output, and nothing is computed twice.
 """
 
 from __future__ import annotations

@@ -157,6 +157,45 @@ def test_pipelines_that_cannot_be_are_refused_before_ranks_start(dense: Path, na
         check_config(config, config.backend_cfg.parallel.pp)
 
 
+def gradients_of_calls_job(
+    model: str, split: list[list[int]], num_calls: int, layout: Mapping[str, int], settings: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    with open_runtime(model, parallel=dict(layout), **settings) as runtime:
+        handle = runtime.build_model()
+        batches = micro_batches(split)
+        each = len(batches) // num_calls
+        for first in range(0, len(batches), each):
+            runtime.forward_backward(handle, batches[first : first + each], token_loss)
+        return {name: tensor.clone() for name, tensor in runtime.export_gradients(handle)}
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "schedule"),
+    [(1, {"vpp": 2}, "auto"), (2, {"pp": 2}, "1f1b"), (2, {"pp": 2, "vpp": 2}, "zbv")],
+    ids=["both ends in one process", "ends on two ranks", "both ends on one rank of two"],
+)
+def test_gradients_of_several_calls_add_up_also_where_embeddings_are_tied(
+    ranks: RankPool, dense: Path, world: int, layout: dict[str, int], schedule: str
+) -> None:
+    settings = {"pipeline_schedule": schedule}
+    (expected,) = ranks.run(gradients_of_calls_job, str(dense), SPLIT, 1, {}, {}, world_size=1)
+    for gradients in ranks.run(gradients_of_calls_job, str(dense), SPLIT, 2, layout, settings, world_size=world):
+        for name, gradient in gradients.items():
+            assert relative_difference(gradient, expected[name]) < 1e-5, name
+
+
+@pytest.mark.parametrize("split", [SPLIT, [list(range(8))]], ids=["four micro-batches", "one"])
+@pytest.mark.parametrize(("world", "layout"), [(1, {"vpp": 2}), (2, {"pp": 2, "vpp": 2})], ids=["pp1", "pp2"])
+def test_weight_gradients_that_are_put_off_are_accumulated_in_the_reduction_dtype(
+    ranks: RankPool, dense: Path, world: int, layout: dict[str, int], split: list[list[int]]
+) -> None:
+    bfloat16 = {"param_dtype": "bfloat16"}
+    (expected,) = ranks.run(gradients_of_calls_job, str(dense), split, 1, {}, bfloat16, world_size=1)
+    for gradients in ranks.run(gradients_of_calls_job, str(dense), split, 1, layout, bfloat16 | ZBV, world_size=world):
+        for name, gradient in gradients.items():
+            assert relative_difference(gradient, expected[name]) < 5e-3, name
+
+
 def micro_batches_job(model: str) -> list[str]:
     messages = []
     with open_runtime(model, parallel={"pp": 2, "vpp": 2}) as runtime:

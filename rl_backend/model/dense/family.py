@@ -14,7 +14,6 @@ from rl_backend.model.dense.parallelize import parallelize
 from rl_backend.model.dense.weights import weight_names
 from rl_backend.model.registry import BuildSettings, ModelFamily
 
-
 STAGE_COPIES = {"tied_head.weight": "embed_tokens.weight"}
 """See :attr:`~rl_backend.model.ModelFamily.stage_copies`."""
 

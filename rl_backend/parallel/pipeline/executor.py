@@ -35,6 +35,10 @@ class StageWork(Protocol):
         """Uninitialised hidden states between two stages, of the shape and dtype that this micro-batch has."""
         ...
 
+    def after_weights(self, stage: int) -> None:
+        """Called when gradients of weights that were put off have been added to those of the stage's parameters."""
+        ...
+
     def span(self, action: Action) -> AbstractContextManager[object]:
         """Around a computation, for a trace."""
         ...
@@ -50,9 +54,9 @@ class _Activation(NamedTuple):
 class PipelineExecutor:
     """Runs the actions of one rank, with receives posted in their places and waited for when they are needed.
 
-    Micro-batches may differ in length. Communication goes through ``isend`` and ``irecv`` in the order of the schedule, which
-    is that of one global sequence of events: no rank can wait for another in a circle, also where a backend works a rank's
-    transfers off one after the other.
+    Micro-batches may differ in length. Communication goes through ``isend`` and ``irecv`` in the order of the schedule, that
+    of one global sequence of events: no rank can wait for another in a circle, also where a backend works a rank's transfers
+    off one after the other.
 
     Args:
         schedule: of all ranks of ``group``.
@@ -130,6 +134,7 @@ class PipelineExecutor:
     def _backward_weight(self, action: Action) -> None:
         with self._work.span(action):
             self._put_off.pop((action.stage, action.micro_batch)).compute()
+            self._work.after_weights(action.stage)
 
     def _send(self, action: Action) -> None:
         _, stage, micro_batch = action
@@ -158,4 +163,3 @@ class PipelineExecutor:
         work, tensor = self._arriving.pop(receive)
         work.wait()
         return tensor
-

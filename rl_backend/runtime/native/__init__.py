@@ -1,4 +1,4 @@
-"""The native runtime: PyTorch alone, FSDP2 data parallel."""
+"""The native runtime: PyTorch alone, in every layout of ``ParallelConfig``."""
 
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.runtime import NativeRuntime

@@ -180,9 +180,7 @@ def _parameters(
     return {name: found[name] for name in order if name in found}
 
 
-def _stage_copies(
-    family: ModelFamily, parameters: Mapping[str, nn.Parameter], groups: ParallelGroups
-) -> dict[str, str]:
+def _stage_copies(family: ModelFamily, parameters: Mapping[str, nn.Parameter], groups: ParallelGroups) -> dict[str, str]:
     """Copy -> original, of the copies that some rank has."""
     if groups.parallel.pp == 1:
         found = [list(parameters)]

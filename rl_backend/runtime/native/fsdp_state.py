@@ -21,6 +21,20 @@ def set_gradient_sync(model: nn.Module, enabled: bool, *, keep_gathered: bool) -
         model.set_reshard_after_backward(enabled or not keep_gathered)
 
 
+def accumulate_gradients(model: nn.Module) -> None:
+    """Adds gradients of full parameters to those that wait for a reduction, in its dtype.
+
+    FSDP2 does so at the end of a backward pass; gradients that are computed after theirs would otherwise add up in the dtype
+    of the parameters, and it refuses to reduce gradients of two dtypes.
+    """
+    for module in _fsdp_modules(model):
+        for group in _param_groups(module._get_fsdp_state()):
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
+
+
 def reduce_gradients(model: nn.Module) -> None:
     """Reduces over the ranks what backward passes without reduction have left. A collective.
 

@@ -53,6 +53,8 @@ def run_pipeline(
     with abandoned_on_error(handle, forward_only):
         for stage in handle.stages.values():
             fsdp_state.set_gradient_sync(stage, False, keep_gathered=keep_gathered)
+        if not forward_only:
+            _drop_gradients_of_copies(handle)
         with torch.set_grad_enabled(not forward_only):
             executor.run()
         if not forward_only:
@@ -134,6 +136,9 @@ class _Stages:
         rows = inputs.input_ids.shape[0] // handle.groups.tp_group.size()
         return torch.empty(rows, handle.hf_config["hidden_size"], dtype=self._hidden_dtype, device=handle.groups.device)
 
+    def after_weights(self, stage: int) -> None:
+        fsdp_state.accumulate_gradients(self._handle.stages[stage])
+
     def span(self, action: Action) -> AbstractContextManager[object]:
         batch = self._data[action.micro_batch]
         return device_span(
@@ -159,10 +164,18 @@ class _Stages:
         )
 
 
+def _drop_gradients_of_copies(handle: NativeHandle) -> None:
+    """The originals have what copies gathered in earlier calls."""
+    for copy in handle.stage_copies:
+        if copy in handle.parameters:
+            handle.parameters[copy].grad = None
+
+
 def _add_gradients_of_copies(handle: NativeHandle) -> None:
     """Gives a parameter of the first stage and its copy in the last the sum of their gradients.
 
-    Both are the sum of the same two numbers, so the copies stay equal to the last bit.
+    Both are the sum of the same two numbers, so the copies stay equal to the last bit. The original's has those of earlier
+    calls, the copy's is of this call alone.
     """
     for copy, original in handle.stage_copies.items():
         here = [_gradient(handle.parameters[name]) for name in (original, copy) if name in handle.parameters]

@@ -37,10 +37,10 @@ from rl_backend.runtime.placement import move_parts
 
 
 class NativeRuntime(HeldRuntime[NativeHandle]):
-    """PyTorch alone: FSDP2 over all ranks, gloo on a CPU, NCCL on CUDA.
+    """PyTorch alone: tensor, context, expert and pipeline parallelism, FSDP2 over the rest; gloo on a CPU, NCCL on CUDA.
 
-    Building one seeds torch's generators of this process with ``seed + data-parallel rank``. Equal seeds, data and world
-    size give equal results on a CPU; on CUDA call ``torch.use_deterministic_algorithms(True)`` as well.
+    Building one seeds torch's generators of this process with ``seed + data-parallel rank``. Equal seeds, data and layout
+    give equal results on a CPU; on CUDA call ``torch.use_deterministic_algorithms(True)`` as well.
 
     Raises:
         ConfigError: the world size, the device or the environment does not fit ``config``.
