@@ -1,4 +1,4 @@
-"""Training groups of the bridge runtime: model-parallel ranks behind the same calls, and their weights in vLLM."""
+"""Training groups of model-parallel ranks, of either runtime, behind the same calls; and their weights in vLLM."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from actors import HandleRef, Loss, RankContext, RolloutConfig, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
 from rl_backend import create_runtime
 from rl_backend.contracts import (
+    BackendConfig,
     BatchError,
     BridgeConfig,
     GroupFailedError,
@@ -34,8 +35,15 @@ OPTIMIZER = OptimizerConfig(lr=1e-3, clip_grad=1.0)
 MAX_TOKENS = 40
 LENGTHS = [12, 20, 9, 31, 25, 14]
 PROMPTS = [[5, 6, 7], [9, 10], [100, 90, 80, 70]]
-LAYOUTS = {"tp=2": ParallelConfig(tp=2), "pp=2 vpp=2": ParallelConfig(pp=2, vpp=2)}
-"""Layouts of two ranks; an engine takes no older weights, so each trains a step more than the one before."""
+V_SHAPED = ParallelConfig(pp=2, vpp=2)
+BACKENDS: dict[str, BackendConfig] = {
+    "bridge tp=2": BridgeConfig(device="cpu", parallel=ParallelConfig(tp=2), optimizer=OPTIMIZER),
+    "bridge pp=2 vpp=2": BridgeConfig(device="cpu", parallel=V_SHAPED, optimizer=OPTIMIZER),
+    "native tp=2": NativeConfig(device="cpu", parallel=ParallelConfig(tp=2), optimizer=OPTIMIZER),
+    "native cp=2": NativeConfig(device="cpu", parallel=ParallelConfig(cp=2), optimizer=OPTIMIZER),
+    "native zbv": NativeConfig(device="cpu", parallel=V_SHAPED, pipeline_schedule="zbv", optimizer=OPTIMIZER),
+}
+"""Of two ranks; an engine takes no older weights, so each trains a step more than the one before."""
 
 
 class Step(NamedTuple):
@@ -53,7 +61,7 @@ def batch(step: int) -> list[TokenSequence]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_qwen3(tmp_path_factory.mktemp("bridge"), num_hidden_layers=4)
+    return write_tiny_qwen3(tmp_path_factory.mktemp("model"), num_hidden_layers=4)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +71,7 @@ def native_steps(model: Path) -> list[Step]:
     runtime = create_runtime(config)
     handle = runtime.build_model()
     steps = []
-    for step in range(len(LAYOUTS)):
+    for step in range(len(BACKENDS)):
         (data,) = prepare_micro_batches(batch(step), 1, config.max_tokens_per_micro_batch)
         runtime.zero_grad(handle)
         result = runtime.forward_backward(handle, data, NLL)
@@ -82,11 +90,13 @@ def engine(ray_cluster: None, model: Path) -> Iterator[RolloutGroup]:
         yield group
 
 
-@pytest.fixture(scope="module", params=LAYOUTS.values(), ids=LAYOUTS)
+@pytest.fixture(scope="module", params=BACKENDS.values(), ids=BACKENDS)
 def train(ray_cluster: None, model: Path, request: pytest.FixtureRequest) -> Iterator[TrainGroup]:
-    bridge = BridgeConfig(device="cpu", parallel=request.param, optimizer=OPTIMIZER)
-    config = RuntimeConfig(backend="bridge", hf_path=str(model), max_tokens_per_micro_batch=MAX_TOKENS, backend_cfg=bridge)
-    with TrainGroup(config, num_ranks=2, name="bridge", failure_grace=2.0) as group:
+    backend = "bridge" if isinstance(request.param, BridgeConfig) else "native"
+    config = RuntimeConfig(
+        backend=backend, hf_path=str(model), max_tokens_per_micro_batch=MAX_TOKENS, backend_cfg=request.param
+    )
+    with TrainGroup(config, num_ranks=2, name=backend, failure_grace=2.0) as group:
         yield group
 
 
@@ -95,14 +105,17 @@ def policy(train: TrainGroup) -> HandleRef:
     return train.build_model(name="policy")
 
 
-@pytest.mark.shows("bridge: through Ray with tp or an interleaved pipeline, its steps equal native's and vLLM serves them")
+@pytest.mark.shows(
+    "actors: with tp, cp or a pipeline, either runtime's steps equal one rank's and vLLM serves the weights"
+)
 def test_ranks_of_any_layout_train_as_native_does_and_an_engine_serves_their_weights(
     train: TrainGroup, policy: HandleRef, native_steps: list[Step], engine: RolloutGroup
 ) -> None:
     parallel = train.config.backend_cfg.parallel
     assert policy.data_parallel_size == parallel.data_parallel_size(2)
-    assert policy.micro_batch_multiple == (2 if parallel.vpp > 1 else 1)
-    for step in range(list(LAYOUTS.values()).index(parallel) + 1):
+    interleaved = parallel.vpp > 1 and train.config.backend == "bridge"
+    assert policy.micro_batch_multiple == (2 if interleaved else 1)
+    for step in range(list(BACKENDS.values()).index(train.config.backend_cfg) + 1):
         train.zero_grad(policy)
         result = train.forward_backward(policy, batch(step), NLL)
         taken = train.optimizer_step(policy)
@@ -154,6 +167,7 @@ def fails_on_long_batches(model_output: ModelOutput, data: PackedBatch, dp_group
 
 def test_a_loss_that_fails_on_one_rank_is_named_and_no_rank_waits_for_it(train: TrainGroup, policy: HandleRef) -> None:
     """The last test of a group: its ranks are stopped."""
-    tensor_parallel = train.config.backend_cfg.parallel.tp > 1
-    with pytest.raises(ValueError if tensor_parallel else GroupFailedError, match="a loss that fails"):
+    parallel = train.config.backend_cfg.parallel
+    on_every_rank = parallel.tp * parallel.cp > 1
+    with pytest.raises(ValueError if on_every_rank else GroupFailedError, match="a loss that fails"):
         train.forward_backward(policy, batch(0), fails_on_long_batches)
