@@ -178,7 +178,8 @@ def _add_gradients_of_copies(handle: NativeHandle) -> None:
     calls, the copy's is of this call alone.
     """
     for copy, original in handle.stage_copies.items():
-        here = [_gradient(handle.parameters[name]) for name in (original, copy) if name in handle.parameters]
+        parameters = [handle.parameters[name] for name in (original, copy) if name in handle.parameters]
+        here = [_gradient(parameter) for parameter in parameters if parameter.requires_grad]
         if len(here) == 2:
             here[0].add_(here[1])
             here[1].copy_(here[0])
