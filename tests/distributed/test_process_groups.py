@@ -98,3 +98,18 @@ def test_half_of_the_rank_variables_is_refused(ranks: RankPool, tied_model: Path
     (message,) = ranks.run(incomplete_environment_job, str(tied_model), init_group=False, world_size=1)
     assert "RANK" in message
     assert "WORLD_SIZE=1 is set" in message
+
+
+def groups_left_job(model: str) -> tuple[int, int]:
+    """Process groups before a runtime with every kind of group is opened, and after it is closed."""
+    before = len(dist.distributed_c10d._world.pg_map)
+    runtime = NativeRuntime(make_config(model, parallel={"tp": 2, "cp": 2}))
+    runtime.build_model()
+    assert len(dist.distributed_c10d._world.pg_map) > before
+    runtime.close()
+    return before, len(dist.distributed_c10d._world.pg_map)
+
+
+def test_a_closed_runtime_leaves_no_process_group_behind(ranks: RankPool, tied_model: Path) -> None:
+    for before, after in ranks.run(groups_left_job, str(tied_model), world_size=4):
+        assert after == before
