@@ -91,6 +91,26 @@ def test_options_change_nothing(
     assert_same(run_layout(ranks, 2, dense, layout, settings), dense_on_one_rank)
 
 
+def attentions_job(model: str, schedule: str, vpp: int) -> tuple[int, int]:
+    """Layers of this rank, and how often their attention ran for four micro-batches."""
+    settings = {"pipeline_schedule": schedule, "activation_checkpointing": "full"}
+    with open_runtime(model, parallel={"pp": 2, "vpp": vpp}, **settings) as runtime:
+        handle = runtime.build_model()
+        calls: list[None] = []
+        attentions = [module for name, module in handle.model.named_modules() if name.endswith("self_attn")]
+        for attention in attentions:
+            attention.register_forward_hook(lambda *_: calls.append(None))
+        runtime.forward_backward(handle, micro_batches(SPLIT), token_loss)
+        return len(attentions), len(calls)
+
+
+@pytest.mark.shows("runtime: with activation checkpointing each layer is computed again once, also in a split backward pass")
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h2", "zbv"])
+def test_every_layer_is_recomputed_once(ranks: RankPool, dense: Path, schedule: str) -> None:
+    for layers, calls in ranks.run(attentions_job, str(dense), schedule, STAGES_PER_RANK[schedule], world_size=2):
+        assert calls == layers * len(SPLIT) * 2
+
+
 @pytest.mark.parametrize(("schedule", "vpp"), [("zbv", 2), ("zb-h1", 1)])
 def test_one_rank_is_the_trivial_pipeline(
     ranks: RankPool, dense: Path, dense_on_one_rank: Run, schedule: str, vpp: int
