@@ -100,7 +100,8 @@ class ModelFamily:
             float32, whose ``forward(ModelInput)`` returns a :class:`~rl_backend.contracts.ModelOutput`: ``log_probs`` and,
             on request, ``entropy``; with ``head="values"``, ``values`` alone. A stage that is not the last returns the
             ``ModelInput.hidden`` of the next. Parameters of a stage are called as in the whole model.
-        parallelize: (module, groups, config) -> applies activation checkpointing and FSDP in place.
+        parallelize: (module, groups, config) -> lays the module out over the ranks in place: the layouts that
+            ``check_layout`` lets through, activation checkpointing, FSDP.
         weight_names: (architecture, head) -> parameter name in the module -> Hugging Face name, in export order, or a
             :class:`~rl_backend.contracts.PackedWeight` of several. A tied ``lm_head`` has no entry; the head of a critic has
             the names
@@ -108,7 +109,8 @@ class ModelFamily:
         heads: what ``build`` and ``weight_names`` understand.
         max_length: architecture -> longest sequence, in tokens. None takes ``max_position_embeddings`` of ``config.json``
             where it is there.
-        num_layers: architecture -> number of layers, where ``build`` makes stages of pipelines.
+        num_layers: architecture -> number of layers, where ``build`` makes stages of pipelines. Hidden states between
+            stages are as wide as ``hidden_size`` of ``config.json``.
         stage_copies: parameter that a last stage has of its own -> the first stage's parameter that it is a copy of.
         check_layout: (architecture, parallel) -> raises :class:`~rl_backend.contracts.ConfigError` for a layout that
             ``parallelize`` cannot make of this model. None stands for data parallelism only.
