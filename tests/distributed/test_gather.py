@@ -47,7 +47,7 @@ CASES: dict[tuple[str, ...], list[tuple[tuple[int, ...], list[Placement], int]]]
 @contextmanager
 def received_bytes(count: list[int]) -> Iterator[None]:
     """Adds up what collectives of the gather give to this rank."""
-    all_gather, broadcast = dist.all_gather_into_tensor, dist.broadcast
+    all_gather, broadcast = gather.all_gather_into, dist.broadcast
 
     def counted_gather(output: Tensor, *args: Any, **kwargs: Any) -> Any:
         count[0] += output.nbytes
@@ -57,11 +57,11 @@ def received_bytes(count: list[int]) -> Iterator[None]:
         count[0] += tensor.nbytes
         return broadcast(tensor, *args, **kwargs)
 
-    gather.dist.all_gather_into_tensor, gather.dist.broadcast = counted_gather, counted_broadcast
+    gather.all_gather_into, gather.dist.broadcast = counted_gather, counted_broadcast
     try:
         yield
     finally:
-        gather.dist.all_gather_into_tensor, gather.dist.broadcast = all_gather, broadcast
+        gather.all_gather_into, gather.dist.broadcast = all_gather, broadcast
 
 
 def gather_job(mesh_shape: tuple[int, ...], names: tuple[str, ...]) -> None:
@@ -93,7 +93,7 @@ def gather_job(mesh_shape: tuple[int, ...], names: tuple[str, ...]) -> None:
                     assert torch.equal(tensor, expected[name].to(dtype or torch.float32)), name
                     gathered.append(name)
             nbytes = sum(weight.nbytes for weight in bucket)
-            assert count[0] <= max(nbytes * 9 // 8, 1 << 16), (names, budget, [weight.name for weight in bucket])
+            assert nbytes <= count[0] <= max(nbytes * 9 // 8, 1 << 16), (names, budget, [weight.name for weight in bucket])
         assert gathered == list(expected)
 
 
