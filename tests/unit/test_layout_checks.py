@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,6 +71,24 @@ def test_the_intermediate_size_of_dense_layers_counts(tmp_path: Path) -> None:
 def test_the_number_of_ranks_is_checked_first(dense: Path) -> None:
     with pytest.raises(ConfigError, match=r"world size 3 is not a multiple of tp\*pp\*cp = 2\*1\*1 = 2; use 2 or 4 ranks"):
         check(dense, 3, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("native", "message"),
+    [
+        ({"parallel": {"tp": 2}}, r"tp=2: model family 'bigram' is not laid out like that.*ModelFamily\.check_layout"),
+        ({"parallel": {"vpp": 2}}, r"vpp=2: model family 'bigram' is not laid out like that"),
+        ({"pipeline_schedule": "zb-h1"}, r"pipeline_schedule='zb-h1': model family 'bigram' has no stages"),
+    ],
+    ids=str,
+)
+def test_a_family_that_says_nothing_of_layouts_is_data_parallel_only(
+    tmp_path: Path, native: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bigram", "vocab_size": 16}')
+    config = RuntimeConfig(hf_path=str(tmp_path), plugins=("tests.support.outside_plugin",), backend_cfg=native)
+    with pytest.raises(ConfigError, match=message):
+        check_config(config, 2 if "tp" in native.get("parallel", {}) else 1)
 
 
 def test_a_directory_on_another_node_is_left_to_the_ranks(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def model_layouts(
         parameters: name in the module -> parameter of this rank.
 
     Raises:
-        UnsupportedError: a parameter that is not laid out over all ranks of its stage, on these.
+        UnsupportedError: a parameter that is not laid out over all ranks of its stage, on these; or a name of no parameter.
     """
     ranks = groups.mesh.mesh.flatten().tolist()
     layouts = {name: TensorLayout(layout_of(value), value.dtype) for name, value in parameters.items() if name in names}
@@ -103,6 +103,11 @@ def model_layouts(
         stages = [{} for _ in range(groups.pp_group.size())]
         dist.all_gather_object(stages, layouts, group=groups.pp_group)
     found = {name: layout for stage in stages for name, layout in stage.items()}
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise UnsupportedError(
+            f"weight_names has {', '.join(missing[:4])}, which no stage of the pipeline has", parameters=missing
+        )
     return {name: found[name] for name in names}
 
 

@@ -28,6 +28,13 @@ def check_model_layout(family: ModelFamily, architecture: Any, native: NativeCon
         family.check_layout(architecture, native.parallel)
     if family.num_layers is None:
         _require_one(family, native.parallel, ("pp", "vpp"), "num_layers")
+        if native.pipeline_schedule != "auto":
+            raise ConfigError.of(
+                "NativeConfig.pipeline_schedule",
+                native.pipeline_schedule,
+                f"model family {family.name!r} has no stages; use 'auto', or build them and say so with "
+                "ModelFamily.num_layers",
+            )
     model_stages(family, architecture, native, pp_rank=0)
 
 
