@@ -105,9 +105,7 @@ def policy(train: TrainGroup) -> HandleRef:
     return train.build_model(name="policy")
 
 
-@pytest.mark.shows(
-    "actors: with tp, cp or a pipeline, either runtime's steps equal one rank's and vLLM serves the weights"
-)
+@pytest.mark.shows("actors: with tp, cp or a pipeline, either runtime's steps equal one rank's and vLLM serves the weights")
 def test_ranks_of_any_layout_train_as_native_does_and_an_engine_serves_their_weights(
     train: TrainGroup, policy: HandleRef, native_steps: list[Step], engine: RolloutGroup
 ) -> None:
