@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from rl_backend.cli import schedule_trace
 from rl_backend.cli.errors import CommandError
 from rl_backend.cli.picture import Picture
 from rl_backend.cli.schedule_chart import draw_schedule
@@ -17,6 +18,8 @@ from rl_backend.report.html import Html, tag
 from rl_backend.report.numbers import short
 
 ALL = "all"
+REQUIRED = ("schedule", "pp", "microbatches")
+DEFAULTS = {"costs": "1,1,1", "comm": 0.0}
 FORMATS = (".png", ".svg", ".html")
 STYLE = "body { margin: 24px; background: #fff; color: #1c2330; } div { overflow-x: auto; } pre { margin: 24px 0 0 64px; }"
 
@@ -25,23 +28,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "docs/schedules.md says what the schedules are, what they need and how the numbers are meant."
     parser.add_argument(
         "--schedule",
-        required=True,
         choices=[*SCHEDULES, ALL],
         metavar="NAME",
         help=f"{', '.join(SCHEDULES)}; {ALL} compares",
     )
-    parser.add_argument("--pp", type=int, required=True, metavar="N", help="pipeline ranks")
-    parser.add_argument("--microbatches", type=int, required=True, metavar="N", help="of a step, on each data-parallel rank")
+    parser.add_argument("--pp", type=int, metavar="N", help="pipeline ranks")
+    parser.add_argument("--microbatches", type=int, metavar="N", help="of a step, on each data-parallel rank")
     parser.add_argument("--vpp", type=int, metavar="N", help="stages per rank (default: what the schedule needs, or 2)")
     parser.add_argument(
         "--costs",
-        default="1,1,1",
         metavar="F,B,W",
         help="times of forward, backward for inputs and backward for weights of one micro-batch on one rank, in any unit; "
         "a rank's stages share them (default 1,1,1)",
     )
-    parser.add_argument("--comm", type=float, default=0.0, metavar="C", help="time of one transfer, same unit (default 0)")
+    parser.add_argument("--comm", type=float, metavar="C", help="time of one transfer, same unit (default 0)")
     parser.add_argument("--forward-only", action="store_true", help="a step without backward pass, as for log-probs")
+    parser.add_argument(
+        "--from-trace",
+        type=Path,
+        metavar="RUN",
+        help="in place of a schedule: a traced run's folder, or its trace; what its pipeline did, beside what was predicted",
+    )
+    parser.add_argument(
+        "--pass", dest="number", type=int, metavar="N", help="of --from-trace: which training pass (default: the median one)"
+    )
     parser.add_argument("--draw", type=Path, metavar="FILE", help="the timeline of one schedule: .png, .svg or .html")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
@@ -54,14 +64,41 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.draw is not None:
         _check_drawing(arguments)
+    if arguments.from_trace is not None:
+        return _show_trace(arguments)
+    missing = [flag for flag in REQUIRED if getattr(arguments, flag) is None]
+    if missing:
+        raise CommandError(
+            f"--{missing[0]} is missing; name a schedule with --schedule, --pp and --microbatches, or a run "
+            "with --from-trace"
+        )
+    if arguments.number is not None:
+        raise CommandError(f"--pass {arguments.number}: chooses a pass of --from-trace, which is not given")
+    for name, default in DEFAULTS.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, default)
     costs = _costs(arguments)
     if arguments.schedule == ALL:
         return _compare(arguments, costs)
     schedule, timeline = _simulated(arguments.schedule, arguments, costs)
     facts = _facts(schedule, timeline, arguments, costs)
     if arguments.draw is not None:
-        _draw(arguments.draw, schedule, timeline, facts)
+        picture = draw_schedule(schedule, timeline, _summary(facts))
+        _write(arguments.draw, picture, schedule, _as_text(schedule, timeline, facts))
     print(json.dumps(facts, indent=1) if arguments.json else _as_text(schedule, timeline, facts))
+    return 0
+
+
+def _show_trace(arguments: argparse.Namespace) -> int:
+    given = [flag for flag in (*REQUIRED, "vpp", *DEFAULTS) if getattr(arguments, flag) is not None]
+    if given:
+        raise CommandError(f"--{given[0]} {getattr(arguments, given[0])}: the trace of --from-trace says that; leave it out")
+    if arguments.forward_only:
+        raise CommandError("--forward-only: --from-trace shows training passes; leave it out")
+    found = schedule_trace.chosen_pass(arguments.from_trace, arguments.number)
+    if arguments.draw is not None:
+        _write(arguments.draw, schedule_trace.draw(found), found.schedule, schedule_trace.as_text(found))
+    schedule_trace.print_pass(found, as_json=arguments.json)
     return 0
 
 
@@ -192,25 +229,24 @@ def _check_drawing(arguments: argparse.Namespace) -> None:
         raise CommandError(f"--draw {path}: must be a file in a directory that exists")
 
 
-def _draw(path: Path, schedule: Schedule, timeline: Timeline, facts: dict[str, Any]) -> None:
-    picture = draw_schedule(schedule, timeline, _summary(facts))
+def _write(path: Path, picture: Picture, schedule: Schedule, text: str) -> None:
     try:
         if path.suffix == ".png":
             picture.save_png(path)
         elif path.suffix == ".svg":
             path.write_text(f"{picture.svg()}\n", encoding="utf-8")
         else:
-            path.write_text(_page(schedule, timeline, facts, picture), encoding="utf-8")
+            path.write_text(_page(schedule, picture, text), encoding="utf-8")
     except OSError as error:
         raise CommandError(f"--draw {path}: cannot be written: {error}") from None
 
 
-def _page(schedule: Schedule, timeline: Timeline, facts: dict[str, Any], picture: Picture) -> str:
+def _page(schedule: Schedule, picture: Picture, text: str) -> str:
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
         tag("title", f"{schedule.name}, {schedule.pp_size} ranks, {schedule.num_micro_batches} micro-batches"),
         tag("style", Html(STYLE)),
     )
-    body = tag("body", tag("div", picture.svg()), tag("pre", _as_text(schedule, timeline, facts)))
+    body = tag("body", tag("div", picture.svg()), tag("pre", text))
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"

@@ -12,7 +12,7 @@ from rl_backend.report.numbers import linear_axis, short
 
 LEFT, RIGHT, TOP, BOTTOM = 64, 78, 76, 30
 LANE, STRIP, GAP = 24, 16, 10
-NARROWEST, WIDEST, PER_COMPUTATION = 760, 2400, 22
+NARROWEST, MIDDLING, WIDEST, PER_COMPUTATION = 760, 1200, 2400, 22
 LEGEND = 57
 CHARACTER = 6.6
 """Width of a digit of a label."""
@@ -36,11 +36,16 @@ NAMES = {
 }
 
 
-def draw_schedule(schedule: Schedule, timeline: Timeline, facts: str) -> Picture:
-    """The picture; numbers in the boxes are micro-batches, ``facts`` stands below the title."""
+def draw_schedule(schedule: Schedule, timeline: Timeline, facts: str, *, until: float | None = None) -> Picture:
+    """The picture; numbers in the boxes are micro-batches, ``facts`` stands below the title.
+
+    Args:
+        until: where the axis ends, at the earliest; None ends it with the timeline.
+    """
+    end = max(timeline.makespan, until or 0.0)
     shortest = min(span.end - span.start for own in timeline.spans for span in own)
-    width = min(max(NARROWEST, LEFT + RIGHT + PER_COMPUTATION * timeline.makespan / shortest), WIDEST)
-    scale = (width - LEFT - RIGHT) / timeline.makespan
+    width = min(max(NARROWEST, LEFT + RIGHT + PER_COMPUTATION * end / shortest), WIDEST) if until is None else MIDDLING
+    scale = (width - LEFT - RIGHT) / end
     tops = [TOP + rank * (LANE + STRIP + GAP) for rank in range(schedule.pp_size)]
     bottom = TOP + schedule.pp_size * (LANE + STRIP + GAP)
     shapes: list[Rectangle | Text] = [
@@ -48,7 +53,7 @@ def draw_schedule(schedule: Schedule, timeline: Timeline, facts: str) -> Picture
         Text(LEFT, 38, facts, fill=QUIET),
         *_legend(schedule),
         *(Rectangle(LEFT, top, width - LEFT - RIGHT, LANE, LANE_FILL) for top in tops),
-        *_ticks(timeline.makespan, scale, bottom),
+        *_ticks(end, scale, bottom),
     ]
     most = max(*timeline.peak_activations, 1)
     for rank, (spans, top) in enumerate(zip(timeline.spans, tops, strict=True)):

@@ -70,6 +70,11 @@ class ParallelGroups:
     def world_size(self) -> int:
         return self.world_group.size()
 
+    @property
+    def pipeline(self) -> int:
+        """Which of the pipelines beside each other this rank is in."""
+        return self.world_group.rank() % (self.world_size // self.parallel.pp)
+
 
 _num_opened = itertools.count()
 

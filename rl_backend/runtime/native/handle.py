@@ -35,6 +35,7 @@ class NativeHandle(HeldHandle[NativeOptimizer]):
         weight_names: name in the module -> Hugging Face name or names of the whole model, in the same order, without copies.
         layouts: of all of them, those of other stages too.
         placement: where each part is.
+        num_passes: calls of a pipeline so far, by which a trace tells them apart.
     """
 
     groups: ParallelGroups
@@ -50,6 +51,7 @@ class NativeHandle(HeldHandle[NativeOptimizer]):
     weight_names: Mapping[str, WeightName]
     layouts: Mapping[str, TensorLayout]
     placement: Placement
+    num_passes: int = 0
 
     def part_tensors(self) -> dict[Part, list[Tensor]]:
         """This rank's tensors of each part that the handle has."""

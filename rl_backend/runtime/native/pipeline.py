@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_backend.contracts import ForwardResult, LossFn, MetricValue, ModelOutput, NativeConfig, PackedBatch, merge_metrics
-from rl_backend.parallel.pipeline.actions import Action, Kind
+from rl_backend.parallel.pipeline.actions import Action
 from rl_backend.parallel.pipeline.catalog import make_schedule, require_micro_batches
 from rl_backend.parallel.pipeline.executor import PipelineExecutor
+from rl_backend.parallel.pipeline.measured import SPAN_NAMES, span_arguments
 from rl_backend.parallel.pipeline.schedule import Schedule
 from rl_backend.parallel.shards import local_tensor
 from rl_backend.runtime.losses import as_metrics, check_loss, detached
@@ -24,13 +25,6 @@ from rl_backend.runtime.native.forward_backward import abandoned_on_error
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.stages import schedule_name
 from rl_backend.trace.device import device_span
-
-_SPAN_NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "backward of inputs",
-    Kind.BACKWARD_WEIGHT: "backward of weights",
-}
 
 
 def run_pipeline(
@@ -48,8 +42,10 @@ def run_pipeline(
     Raises:
         BatchError: what the loss returned is not a 0-d tensor with a gradient, or a metric is not a number.
     """
-    work = _Stages(handle, data, loss_fn, forward_only)
-    executor = PipelineExecutor(_schedule(handle, len(data), forward_only), handle.groups.pp_group, work)
+    schedule = _schedule(handle, len(data), forward_only)
+    work = _Stages(handle, data, loss_fn, schedule)
+    executor = PipelineExecutor(schedule, handle.groups.pp_group, work)
+    handle.num_passes += 1
     with abandoned_on_error(handle, forward_only):
         for stage in handle.stages.values():
             fsdp_state.set_gradient_sync(stage, False, keep_gathered=keep_gathered)
@@ -93,16 +89,17 @@ class _Stages:
     """The computations of this rank's stages, and what the last one gave."""
 
     def __init__(
-        self, handle: NativeHandle, data: Sequence[PackedBatch], loss_fn: LossFn | None, forward_only: bool
+        self, handle: NativeHandle, data: Sequence[PackedBatch], loss_fn: LossFn | None, schedule: Schedule
     ) -> None:
         self._handle = handle
+        self._schedule = schedule
         self._data = [batch.to(handle.groups.device) for batch in data]
         self._rank_batches = [lay_out(batch, handle.groups, len(data)) for batch in self._data]
         native = handle.config.backend_cfg
         assert isinstance(native, NativeConfig), "RuntimeConfig resolves backend_cfg by backend"
         self._hidden_dtype: torch.dtype = getattr(torch, native.param_dtype)
         self._loss_fn = loss_fn
-        self._forward_only = forward_only
+        self._forward_only = schedule.forward_only
         self._losses: dict[int, Tensor] = {}
         self._metrics: dict[int, Mapping[str, MetricValue]] = {}
         self._outputs: dict[int, dict[str, Tensor]] = {}
@@ -143,12 +140,22 @@ class _Stages:
         batch = self._data[action.micro_batch]
         return device_span(
             self._handle.groups.device,
-            _SPAN_NAMES[action.kind],
+            SPAN_NAMES[action.kind],
             "micro_batch",
-            micro_batch=action.micro_batch,
-            stage=action.stage,
             tokens=batch.num_tokens,
             sequences=batch.num_sequences,
+            **self._facts(action),
+        )
+
+    def _facts(self, action: Action) -> dict[str, int | str]:
+        handle = self._handle
+        return span_arguments(
+            action,
+            schedule=self._schedule,
+            pipeline=handle.groups.pipeline,
+            rank=handle.groups.pp_group.rank(),
+            model=handle.name,
+            number=handle.num_passes,
         )
 
     def result(self) -> ForwardResult:
