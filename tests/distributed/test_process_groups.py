@@ -100,16 +100,17 @@ def test_half_of_the_rank_variables_is_refused(ranks: RankPool, tied_model: Path
     assert "WORLD_SIZE=1 is set" in message
 
 
-def groups_left_job(model: str) -> tuple[int, int]:
-    """Process groups before a runtime with every kind of group is opened, and after it is closed."""
-    before = len(dist.distributed_c10d._world.pg_map)
-    runtime = NativeRuntime(make_config(model, parallel={"tp": 2, "cp": 2}))
-    runtime.build_model()
-    assert len(dist.distributed_c10d._world.pg_map) > before
-    runtime.close()
-    return before, len(dist.distributed_c10d._world.pg_map)
+def threads_left_job(model: str) -> list[tuple[int, int]]:
+    """Process groups and threads after each of several runtimes with every kind of group has trained and is closed."""
+    left = []
+    for _ in range(3):
+        runtime = NativeRuntime(make_config(model, parallel={"tp": 2, "cp": 2}))
+        train(runtime, runtime.build_model(), 1)
+        runtime.close()
+        left.append((len(dist.distributed_c10d._world.pg_map), len(list(Path("/proc/self/task").iterdir()))))
+    return left
 
 
-def test_a_closed_runtime_leaves_no_process_group_behind(ranks: RankPool, tied_model: Path) -> None:
-    for before, after in ranks.run(groups_left_job, str(tied_model), world_size=4):
-        assert after == before
+def test_closed_runtimes_leave_no_process_groups_and_no_threads(ranks: RankPool, tied_model: Path) -> None:
+    for first, *others in ranks.run(threads_left_job, str(tied_model), world_size=4):
+        assert all(left == first for left in others)
