@@ -160,10 +160,7 @@ def _facts(
         "stages_per_rank": schedule.stages_per_rank,
         "forward_only": schedule.forward_only,
         "costs": {**dict(zip(("forward", "backward_input", "backward_weight"), costs, strict=True)), "comm": arguments.comm},
-        "makespan": timeline.makespan,
-        "bubble_makespan": timeline.bubble_makespan,
-        "bubble_span": timeline.bubble_span,
-        "peak_activations": list(timeline.peak_activations),
+        **schedule_trace.timeline_facts(timeline),
         "placement": list(schedule.placement),
         "actions": [[str(action) for action in own] for own in schedule.actions],
     }

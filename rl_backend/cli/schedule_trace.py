@@ -50,8 +50,8 @@ def as_facts(found: MeasuredPass) -> dict[str, Any]:
         "num_micro_batches": schedule.num_micro_batches,
         "stages_per_rank": schedule.stages_per_rank,
         "model": found.model,
-        "measured": _timeline_facts(found.measured),
-        "predicted": _timeline_facts(found.predicted),
+        "measured": timeline_facts(found.measured),
+        "predicted": timeline_facts(found.predicted),
     }
 
 
@@ -82,8 +82,8 @@ def draw(found: MeasuredPass) -> Picture:
     pictures = [
         draw_schedule(found.schedule, timeline, f"{name}: {_summary(facts)}", until=longest)
         for name, timeline, facts in (
-            ("measured, in seconds", found.measured, _timeline_facts(found.measured)),
-            ("predicted from its mean times", found.predicted, _timeline_facts(found.predicted)),
+            ("measured, in seconds", found.measured, timeline_facts(found.measured)),
+            ("predicted from its mean times", found.predicted, timeline_facts(found.predicted)),
         )
     ]
     return _below_each_other(pictures)
@@ -93,7 +93,8 @@ def print_pass(found: MeasuredPass, *, as_json: bool) -> None:
     print(json.dumps(as_facts(found), indent=1) if as_json else as_text(found))
 
 
-def _timeline_facts(timeline: Timeline) -> dict[str, Any]:
+def timeline_facts(timeline: Timeline) -> dict[str, Any]:
+    """For JSON."""
     return {
         "makespan": timeline.makespan,
         "bubble_makespan": timeline.bubble_makespan,

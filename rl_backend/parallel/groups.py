@@ -132,15 +132,10 @@ def close_groups(groups: ParallelGroups) -> None:
     if dist.is_initialized():
         for group in groups.made:
             dist.destroy_process_group(group)
-        _release_groups_of(groups.mesh)
-        _release_groups_of(groups.expert_mesh)
+        for mesh in (groups.mesh, groups.expert_mesh):
+            # DTensor's caches may keep a mesh for ever, and it its groups, with three threads for each of gloo's.
+            mesh._pg_registry.clear()
         leave_default_group()
-
-
-def _release_groups_of(mesh: DeviceMesh) -> None:
-    """Lets go of the groups of a mesh that DTensor's caches may keep for ever, with three threads for each of gloo's."""
-    for one in {id(found): found for found in (mesh, mesh._get_root_mesh())}.values():
-        one._pg_registry.clear()
 
 
 def _open(parallel: ParallelConfig, device: torch.device) -> ParallelGroups:

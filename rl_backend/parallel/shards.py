@@ -56,10 +56,7 @@ class ShardLayout:
     def _region(self, coordinate: Sequence[int]) -> Region:
         region = [slice(0, size) for size in self.shape]
         for mesh_dim, dim in self.cuts:
-            start, stop = region[dim].start, region[dim].stop
-            size = math.ceil((stop - start) / self.mesh_shape[mesh_dim])
-            first = min(start + coordinate[mesh_dim] * size, stop)
-            region[dim] = slice(first, min(first + size, stop))
+            region[dim] = chunk(region[dim], self.mesh_shape[mesh_dim], coordinate[mesh_dim])
         return tuple(region)
 
     def _is_first_copy(self, coordinate: Sequence[int]) -> bool:
@@ -72,6 +69,13 @@ class ShardLayout:
             position, place = divmod(position, size)
             coordinate.append(place)
         return coordinate[::-1]
+
+
+def chunk(whole: slice, ranks: int, rank: int) -> slice:
+    """The rank's part of ``whole`` when it is cut as ``torch.chunk`` cuts it: the last ranks may get less, or nothing."""
+    size = math.ceil((whole.stop - whole.start) / ranks)
+    first = min(whole.start + rank * size, whole.stop)
+    return slice(first, min(first + size, whole.stop))
 
 
 def layout_of(tensor: Tensor) -> ShardLayout:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from rl_backend.parallel.collectives import all_gather, reduce_scatter
+from rl_backend.parallel.shards import chunk
 from rl_backend.primitive.log_prob import NextToken, VocabularyShard, next_token_log_probs
 
 type View = Callable[[Tensor], Tensor]
@@ -69,17 +70,15 @@ class TensorParallel:
 
         self.replicate(linear, dict.fromkeys(_names(linear), of_this_head))
 
-    def replicate(self, module: nn.Module, views: Mapping[str, View] | None = None) -> None:
-        """Keeps a copy of the module's own parameters on every rank; each computes with other tokens or heads."""
-        for name in _names(module):
-            _distribute(module, name, self.mesh, [Replicate()])
-        compute_on_local(module, views or {})
+    def replicate(self, module: nn.Module, views: Mapping[str, View] | None = None, *, partial: bool = True) -> None:
+        """Keeps a copy of the module's own parameters on every rank.
 
-    def copy(self, module: nn.Module) -> None:
-        """Keeps a copy of the module's own parameters on every rank; all compute the same."""
+        Args:
+            views, partial: as in :func:`compute_on_local`; not ``partial`` where all ranks compute the same.
+        """
         for name in _names(module):
             _distribute(module, name, self.mesh, [Replicate()])
-        compute_on_local(module, {}, partial=False)
+        compute_on_local(module, views or {}, partial=partial)
 
     def gather_input(self, module: nn.Module, *, sum_gradients: bool = True) -> None:
         """Gives ``module`` all tokens in its first argument: (N / tp, ...) -> (N, ...).
@@ -136,7 +135,7 @@ class TensorParallel:
         module.forward = scattered
 
     def _first_row(self, rows: int) -> int:
-        return min(self.rank * -(-rows // self.size), rows)
+        return int(chunk(slice(0, rows), self.size, self.rank).start)
 
 
 def distribute_experts(experts: nn.Module, mesh: DeviceMesh, dimensions: Mapping[str, tuple[int, int]]) -> None:
@@ -211,13 +210,9 @@ def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placements: list
     shape = list(parameter.shape)
     for dimension, placement in enumerate(placements):
         if isinstance(placement, Shard):
-            shape[placement.dim] = _part(shape[placement.dim], mesh.size(dimension), mesh.get_local_rank(dimension))
+            whole_dim = slice(0, shape[placement.dim])
+            part = chunk(whole_dim, mesh.size(dimension), mesh.get_local_rank(dimension))
+            shape[placement.dim] = part.stop - part.start
     local = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
     whole = DTensor.from_local(local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
     module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
-
-
-def _part(size: int, ranks: int, rank: int) -> int:
-    """How much of ``size`` the rank gets when it is cut as ``torch.chunk`` cuts it, the last ranks getting less."""
-    chunk = -(-size // ranks)
-    return max(0, min(chunk, size - rank * chunk))

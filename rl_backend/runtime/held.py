@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from abc import abstractmethod
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
@@ -98,6 +99,8 @@ class HeldRuntime[H: HeldHandle](Runtime[H]):
                 handle.release()
             self._handles.clear()
             self._close_groups()
+            # Models are cycles of references; until they are collected, they keep memory and process groups their threads.
+            gc.collect()
 
     def _open_writer(self, host_group: dist.ProcessGroup) -> None:
         self._writer = CheckpointWriter(host_group)

@@ -9,7 +9,13 @@ import torch
 
 from tests.support.critic import critic_hf_job, critic_job, critic_layout_job, critic_state_job, write_critic
 from tests.support.models import write_tiny
-from tests.support.native import assert_equal_tensors, deal, open_runtime, relative_difference, weights
+from tests.support.native import (
+    assert_equal_tensors,
+    assert_near,
+    deal,
+    open_runtime,
+    weights,
+)
 from tests.support.rank_pool import RankPool
 
 SPLIT = [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -25,9 +31,7 @@ def test_gradients_and_values_are_those_of_one_rank(
     split = deal(SPLIT, world_size)
     results = ranks.run(critic_job, path, split, {"activation_checkpointing": "full"}, world_size=world_size)
     for rank, (gradients, found) in enumerate(results):
-        assert gradients.keys() == expected.keys()
-        for name, gradient in gradients.items():
-            assert relative_difference(gradient, expected[name]) < 1e-5, name
+        assert_near(gradients, expected)
         mine = [index for indices in split[rank] for index in indices]
         for index, row in zip(mine, found, strict=True):
             torch.testing.assert_close(row, values[index], atol=1e-5, rtol=0)
@@ -43,9 +47,7 @@ def test_a_critic_trains_in_every_layout_as_on_one_rank(ranks: RankPool, tmp_pat
     results = ranks.run(critic_layout_job, path, layout, world_size=4)
     found: dict[int, torch.Tensor] = {}
     for gradients, rows in results:
-        assert gradients.keys() == expected.keys()
-        for name, gradient in gradients.items():
-            assert relative_difference(gradient, expected[name]) < 1e-5, name
+        assert_near(gradients, expected)
         found.update(rows)
     assert found.keys() == values.keys()
     for index, row in found.items():

@@ -116,7 +116,7 @@ def forgotten_job() -> str:
         module = nn.Linear(4, 4, bias=False)
         fully_shard(module, mesh=groups.fsdp_mesh)
         with pytest.raises(UnsupportedError) as caught:
-            model_layouts(dict(module.named_parameters()), {"weight": "weight"}, groups)
+            model_layouts(dict(module.named_parameters()), groups)
     finally:
         close_groups(groups)
     return str(caught.value)

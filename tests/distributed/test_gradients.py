@@ -9,7 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.native import deal, gradients_job, relative_difference
+from tests.support.native import (
+    assert_near,
+    deal,
+    gradients_job,
+)
 from tests.support.rank_pool import RankPool
 
 WHOLE = [[0, 1, 2, 3, 4, 5, 6, 7]]
@@ -31,10 +35,7 @@ def one_rank(model: Path) -> dict[str, Tensor]:
 
 
 def assert_same(result: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    assert result.keys() == expected.keys()
-    for name, gradient in result.items():
-        assert gradient.dtype == torch.float32
-        assert relative_difference(gradient, expected[name]) < tolerance, name
+    assert_near(result, expected, tolerance, dtype=torch.float32)
 
 
 @pytest.mark.shows("runtime: gradients with 2 and 4 ranks and any micro-batch split equal one rank's to 1e-5")

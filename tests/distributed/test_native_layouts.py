@@ -14,7 +14,16 @@ from torch import Tensor
 from tests.support.layouts import layouts
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
-from tests.support.native import LENGTHS, deal, micro_batches, open_runtime, relative_difference, token_loss, train
+from tests.support.native import (
+    LENGTHS,
+    assert_near,
+    deal,
+    micro_batches,
+    open_runtime,
+    relative_difference,
+    token_loss,
+    train,
+)
 from tests.support.rank_pool import RankPool
 
 SPLIT = [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -104,12 +113,9 @@ def assert_same(run: Run, expected: Run) -> None:
     for index, log_probs in run.log_probs.items():
         torch.testing.assert_close(log_probs, expected.log_probs[index], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(run.entropies[index], expected.entropies[index], rtol=1e-5, atol=1e-5)
-    assert run.gradients.keys() == expected.gradients.keys()
-    for name, gradient in run.gradients.items():
-        assert relative_difference(gradient, expected.gradients[name]) < 1e-5, name
+    assert_near(run.gradients, expected.gradients)
     assert list(run.weights) == list(expected.weights)
-    for name, weight in run.weights.items():
-        assert relative_difference(weight, expected.weights[name]) < 1e-5, name
+    assert_near(run.weights, expected.weights)
 
 
 @pytest.fixture(scope="module")
@@ -196,9 +202,7 @@ def test_bfloat16_parameters_give_gradients_near_the_exact_ones(
     ranks: RankPool, dense: Path, dense_on_one_rank: Run, layout: dict[str, int]
 ) -> None:
     run = run_layout(ranks, 4, dense, layout, {"param_dtype": "bfloat16"})
-    for name, gradient in run.gradients.items():
-        assert gradient.dtype == torch.float32
-        assert relative_difference(gradient, dense_on_one_rank.gradients[name]) < 0.05, name
+    assert_near(run.gradients, dense_on_one_rank.gradients, 0.05, dtype=torch.float32)
 
 
 def reopened_job(model: str) -> list[list[tuple[float, float]]]:

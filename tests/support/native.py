@@ -125,6 +125,16 @@ def relative_difference(value: Tensor, expected: Tensor) -> float:
     return difference / float(expected.norm()) if difference else 0.0
 
 
+def assert_near(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-5, *, dtype: torch.dtype | None = None
+) -> None:
+    """The same names, relative differences below ``tolerance`` and, where given, one dtype."""
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert dtype is None or value.dtype == dtype, name
+        assert relative_difference(value, expected[name]) < tolerance, name
+
+
 def assert_equal_tensors(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
     assert first.keys() == second.keys()
     different = [name for name in first if not torch.equal(first[name], second[name])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -26,10 +27,17 @@ def parallelize(module: nn.Module, groups: ParallelGroups, config: NativeConfig)
         tensor = TensorParallel(groups.tp_mesh)
         for layer in module.layers.values():
             split_feed_forward(layer.mlp, tensor)
+    shard_decoder(module, groups, config)
+
+
+def shard_decoder(
+    module: DenseDecoder, groups: ParallelGroups, config: NativeConfig, experts: Sequence[nn.Module] = ()
+) -> None:
+    """Activation checkpointing and FSDP2; ``experts`` as in :func:`~rl_backend.parallel.fsdp.apply_fsdp`."""
     layers = list(module.layers.values())
     if config.activation_checkpointing == "full":
         checkpoint_layers(layers)
-    apply_fsdp(module, layers, groups, config)
+    apply_fsdp(module, layers, groups, config, experts=experts)
 
 
 def split_decoder(module: DenseDecoder, groups: ParallelGroups) -> None:
@@ -53,7 +61,7 @@ def split_decoder(module: DenseDecoder, groups: ParallelGroups) -> None:
     tensor.replicate(module.norm)
     if module.score is not None:
         tensor.gather_input(module.score, sum_gradients=False)
-        tensor.copy(module.score)
+        tensor.replicate(module.score, partial=False)
         return
     for head in (module.lm_head, module.tied_head):
         if head is not None:

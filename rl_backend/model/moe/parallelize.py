@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from rl_backend.contracts import NativeConfig
-from rl_backend.model.dense.parallelize import split_decoder, split_feed_forward
+from rl_backend.model.dense.parallelize import shard_decoder, split_decoder, split_feed_forward
 from rl_backend.model.moe.model import MoEDecoder, MoELayer
 from rl_backend.parallel.expert import AllToAllDispatcher
-from rl_backend.parallel.fsdp import apply_fsdp, checkpoint_layers
 from rl_backend.parallel.tensor import TensorParallel, distribute_experts
 from rl_backend.primitive.experts import SwiGLUExperts
 from rl_backend.primitive.moe import MoE
@@ -36,11 +35,8 @@ def parallelize(module: nn.Module, groups: ParallelGroups, config: NativeConfig)
             experts.append(layer.mlp.experts)
         elif groups.tp_group.size() > 1:
             split_feed_forward(layer.mlp, TensorParallel(groups.tp_mesh))
-    layers = list(module.layers.values())
-    if config.activation_checkpointing == "full":
-        checkpoint_layers(layers)
     same_copies = groups.expert_group.size() == groups.tp_group.size() == 1
-    apply_fsdp(module, layers, groups, config, experts=() if same_copies else experts)
+    shard_decoder(module, groups, config, experts=() if same_copies else experts)
 
 
 def _split_mixture(moe: MoE, groups: ParallelGroups) -> None:

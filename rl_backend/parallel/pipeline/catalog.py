@@ -40,6 +40,10 @@ class Algorithm:
     micro_batches_per_rank: int = 0
     splits_backward: bool = True
 
+    def ranks_of_stages(self, pp_size: int, stages_per_rank: int) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return v_placement(pp_size) if self.placement == "v" else loop_placement(pp_size, stages_per_rank)
+
 
 SCHEDULES = {
     "1f1b": Algorithm(
@@ -108,7 +112,7 @@ def make_schedule(
     algorithm = require_stages(name, pp_size, stages_per_rank)
     require_micro_batches(name, pp_size, num_micro_batches, forward_only=forward_only)
     v = stages_per_rank or algorithm.stages_per_rank or 2
-    placement = v_placement(pp_size) if algorithm.placement == "v" else loop_placement(pp_size, v)
+    placement = algorithm.ranks_of_stages(pp_size, v)
     costs = costs or Costs()
     costs.require_stages(len(placement))
     if forward_only:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
@@ -273,8 +272,6 @@ class BridgeRuntime(HeldRuntime[BridgeHandle]):
 
     def _close_groups(self) -> None:
         close_groups(self.groups)
-        # Megatron's models are cycles of references; until they are collected, their process groups keep their threads.
-        gc.collect()
 
     def _check(self, handle: BridgeHandle, data: Sequence[PackedBatch], *, forward_only: bool) -> None:
         require_micro_batches(handle, len(data))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -16,7 +15,6 @@ from rl_backend.contracts import (
     VALUE_HEAD_WEIGHTS,
     ConfigError,
     Head,
-    ModelOptions,
     NativeConfig,
     PackedWeight,
     RuntimeConfig,
@@ -33,9 +31,6 @@ from rl_backend.runtime.native.layout import check_model_layout
 from rl_backend.runtime.native.optimizer import NativeOptimizer
 from rl_backend.runtime.native.stages import algorithm, micro_batch_multiple, model_stages
 from rl_backend.runtime.placement import Placement
-
-WHOLE = -1
-"""Stands for the number of a stage where the model has none."""
 
 if TYPE_CHECKING:
     from rl_backend.runtime.native.runtime import NativeRuntime
@@ -63,13 +58,22 @@ def build_handle(
     architecture = family.parse_config(hf_config)
     check_model_layout(family, architecture, native)
     options = native.model_cfg if native.model_cfg is not None else family.options_type()
-    stages = _build(family, architecture, options, groups, native, head=head, forward_only=forward_only)
-    model = nn.ModuleList(stages.values()) if stages.keys() != {WHOLE} else stages[WHOLE]
+    settings = BuildSettings(options, head, native.log_prob_chunk_tokens)
+    parts = model_stages(family, architecture, native, groups.pp_group.rank())
+
+    def build(stage: ModelStage | None) -> nn.Module:
+        return _build(family, architecture, settings._replace(stage=stage), groups, native, forward_only=forward_only)
+
+    stages = {number: build(stage) for number, stage in parts.items()}
+    modules = list(stages.values()) or [build(None)]
+    model = nn.ModuleList(modules) if stages else modules[0]
     model.train(not forward_only)
     whole_names = dict(family.weight_names(architecture, head))
-    parameters = _parameters(stages.values(), family, whole_names, groups)
-    layouts = model_layouts(parameters, whole_names, groups)
-    names = {name: whole_names[family.stage_copies.get(name, name)] for name in parameters}
+    parameters = _parameters(modules, family, whole_names, groups)
+    layouts = model_layouts(parameters, groups)
+    _require_all(whole_names, layouts, family)
+    stage_copies = {copy: original for copy, original in family.stage_copies.items() if copy in layouts}
+    names = {name: whole_names[stage_copies.get(name, name)] for name in parameters}
     load_weights(
         config.hf_path,
         parameters,
@@ -94,16 +98,16 @@ def build_handle(
         vocab_size=_vocab_size(hf_config),
         max_length=_max_length(family, architecture, hf_config),
         model=model,
-        stages={} if stages.keys() == {WHOLE} else stages,
+        stages=stages,
         micro_batch_multiple=micro_batch_multiple(native),
-        has_outputs=groups.token_group.rank() == 0 and _has_last_stage(family, architecture, native, groups),
-        stage_copies=_stage_copies(family, parameters, groups),
+        has_outputs=groups.token_group.rank() == 0 and (not parts or any(stage.last for stage in parts.values())),
+        stage_copies=stage_copies,
         parameters=parameters,
         weight_names=whole_names,
-        layouts=layouts,
+        layouts={name: layouts[name] for name in whole_names},
         optimizer=None
         if forward_only
-        else NativeOptimizer(native.optimizer, parameters, names, groups, copies=family.stage_copies),
+        else NativeOptimizer(native.optimizer, parameters, names, groups, copies=stage_copies),
         placement=Placement(name, groups.device),
     )
 
@@ -111,40 +115,28 @@ def build_handle(
 def _build(
     family: ModelFamily,
     architecture: Any,
-    options: ModelOptions,
+    settings: BuildSettings,
     groups: ParallelGroups,
     native: NativeConfig,
     *,
-    head: Head,
     forward_only: bool,
-) -> dict[int, nn.Module]:
-    """The stages of this rank by number, or the whole model, laid out, with storage that is not filled."""
-    stages: Mapping[int, ModelStage | None] = model_stages(family, architecture, native, groups.pp_group.rank())
-    chosen = algorithm(native)
-    built = {}
-    for number, stage in (stages or {WHOLE: None}).items():
-        with torch.device("meta"):
-            module = family.build(architecture, BuildSettings(options, head, native.log_prob_chunk_tokens, stage))
-        if forward_only:
-            module.to(getattr(torch, native.param_dtype)).requires_grad_(False)
-        elif chosen is not None and chosen.splits_backward:
-            put_off_in_linear_layers(module)
-        family.parallelize(module, groups, native)
-        module.to_empty(device=groups.device)
-        built[number] = module
-    return built
-
-
-def _has_last_stage(family: ModelFamily, architecture: Any, native: NativeConfig, groups: ParallelGroups) -> bool:
-    stages = model_stages(family, architecture, native, groups.pp_group.rank())
-    return not stages or any(stage.last for stage in stages.values())
+) -> nn.Module:
+    """A stage, or the whole model, laid out, with storage that is not filled."""
+    with torch.device("meta"):
+        module = family.build(architecture, settings)
+    schedule = algorithm(native)
+    if forward_only:
+        module.to(getattr(torch, native.param_dtype)).requires_grad_(False)
+    elif schedule is not None and schedule.splits_backward:
+        put_off_in_linear_layers(module)
+    family.parallelize(module, groups, native)
+    return module.to_empty(device=groups.device)
 
 
 def _parameters(
-    modules: Iterable[nn.Module], family: ModelFamily, weight_names: Mapping[str, WeightName], groups: ParallelGroups
+    modules: Sequence[nn.Module], family: ModelFamily, weight_names: Mapping[str, WeightName], groups: ParallelGroups
 ) -> dict[str, nn.Parameter]:
     """This rank's parameters in export order, copies last, after checks of what a family may have got wrong."""
-    modules = list(modules)
     buffers = sorted(name for module in modules for name, _ in module.named_buffers())
     if buffers:
         raise UnsupportedError(
@@ -154,11 +146,10 @@ def _parameters(
         )
     found = {name: parameter for module in modules for name, parameter in module.named_parameters()}
     unnamed = found.keys() - weight_names.keys() - family.stage_copies.keys()
-    absent = weight_names.keys() - found.keys() if groups.parallel.pp == 1 else set()
-    if unnamed or absent:
+    if unnamed:
         raise UnsupportedError(
             f"weight_names of model family {family.name!r} does not cover its parameters: without a name "
-            f"{sorted(unnamed)[:4]}, not in the model {sorted(absent)[:4]}"
+            f"{sorted(unnamed)[:4]}"
         )
     for name, packed in weight_names.items():
         if name not in found or not isinstance(packed, PackedWeight):
@@ -180,15 +171,12 @@ def _parameters(
     return {name: found[name] for name in order if name in found}
 
 
-def _stage_copies(family: ModelFamily, parameters: Mapping[str, nn.Parameter], groups: ParallelGroups) -> dict[str, str]:
-    """Copy -> original, of the copies that some rank has."""
-    if groups.parallel.pp == 1:
-        found = [list(parameters)]
-    else:
-        found = [[] for _ in range(groups.world_size)]
-        dist.all_gather_object(found, list(parameters), group=groups.host_group)
-    present = {name for names in found for name in names}
-    return {copy: original for copy, original in family.stage_copies.items() if copy in present}
+def _require_all(weight_names: Mapping[str, WeightName], found: Collection[str], family: ModelFamily) -> None:
+    absent = sorted(set(weight_names).difference(found))
+    if absent:
+        raise UnsupportedError(
+            f"weight_names of model family {family.name!r} names {absent[:4]}, which are not in the model", parameters=absent
+        )
 
 
 def _max_length(family: ModelFamily, architecture: Any, hf_config: Mapping[str, Any]) -> int | None:

@@ -78,19 +78,17 @@ class ShardedWeight:
         return local_tensor(self.tensor)[self.place]
 
 
-def model_layouts(
-    parameters: Mapping[str, Tensor], names: Mapping[str, WeightName], groups: ParallelGroups
-) -> dict[str, TensorLayout]:
-    """The layout of every parameter in ``names``, in that order. With a pipeline a collective over its stages.
+def model_layouts(parameters: Mapping[str, Tensor], groups: ParallelGroups) -> dict[str, TensorLayout]:
+    """The layout of every parameter of the model. With a pipeline a collective over its stages.
 
     Args:
         parameters: name in the module -> parameter of this rank.
 
     Raises:
-        UnsupportedError: a parameter that is not laid out over all ranks of its stage, on these; or a name of no parameter.
+        UnsupportedError: a parameter that is not laid out over all ranks of its stage, on these.
     """
     ranks = groups.mesh.mesh.flatten().tolist()
-    layouts = {name: TensorLayout(layout_of(value), value.dtype) for name, value in parameters.items() if name in names}
+    layouts = {name: TensorLayout(layout_of(value), value.dtype) for name, value in parameters.items()}
     for name, layout in layouts.items():
         if sorted(layout.shards.ranks) != sorted(ranks):
             raise UnsupportedError(
@@ -98,17 +96,11 @@ def model_layouts(
                 "over all of them, as copies where it is not cut, so that every rank knows where it is",
                 parameter=name,
             )
-    stages = [layouts]
-    if groups.pp_group.size() > 1:
-        stages = [{} for _ in range(groups.pp_group.size())]
-        dist.all_gather_object(stages, layouts, group=groups.pp_group)
-    found = {name: layout for stage in stages for name, layout in stage.items()}
-    missing = [name for name in names if name not in found]
-    if missing:
-        raise UnsupportedError(
-            f"weight_names has {', '.join(missing[:4])}, which no stage of the pipeline has", parameters=missing
-        )
-    return {name: found[name] for name in names}
+    if groups.pp_group.size() == 1:
+        return layouts
+    stages: list[dict[str, TensorLayout]] = [{} for _ in range(groups.pp_group.size())]
+    dist.all_gather_object(stages, layouts, group=groups.pp_group)
+    return {name: layout for stage in stages for name, layout in stage.items()}
 
 
 def sharded_weights(

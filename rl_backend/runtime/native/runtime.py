@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -215,8 +214,6 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
 
     def _close_groups(self) -> None:
         close_groups(self.groups)
-        # Modules whose forward is wrapped are in cycles with it, and keep their memory, and meshes of groups, until then.
-        gc.collect()
 
     def _check(self, handle: NativeHandle, data: Sequence[PackedBatch], *, forward_only: bool) -> None:
         check_micro_batches(

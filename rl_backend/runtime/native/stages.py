@@ -8,7 +8,6 @@ from rl_backend.contracts import ConfigError, NativeConfig
 from rl_backend.model import ModelFamily, ModelStage
 from rl_backend.parallel.pipeline.catalog import Algorithm, require_stages
 from rl_backend.parallel.pipeline.layers import split_layers
-from rl_backend.parallel.pipeline.placement import loop_placement, v_placement
 
 
 def schedule_name(config: NativeConfig) -> str | None:
@@ -53,7 +52,7 @@ def model_stages(family: ModelFamily, architecture: Any, config: NativeConfig, p
                 "NativeConfig.pipeline_layers", config.pipeline_layers, "without a pipeline there are no stages"
             )
         return {}
-    placement = v_placement(parallel.pp) if found.placement == "v" else loop_placement(parallel.pp, parallel.vpp)
+    placement = found.ranks_of_stages(parallel.pp, parallel.vpp)
     layers = split_layers(family.num_layers(architecture), len(placement), config.pipeline_layers)
     last = len(placement) - 1
     return {
