@@ -30,6 +30,7 @@ from rl_backend.contracts.optimizer_config import OptimizerConfig
 from rl_backend.contracts.parallel_config import ParallelConfig
 from rl_backend.contracts.registry import Registry
 from rl_backend.contracts.result import ForwardResult, StepResult, merge_metrics
+from rl_backend.contracts.routed_experts import RoutedLayers, check_routes, route_dtype, route_fields
 from rl_backend.contracts.runtime_config import (
     BACKEND_CONFIGS,
     MODEL_CONFIGS,
@@ -76,6 +77,7 @@ __all__ = [
     "Registry",
     "RegistryError",
     "RolloutError",
+    "RoutedLayers",
     "RuntimeConfig",
     "ScheduleError",
     "StepResult",
@@ -87,7 +89,10 @@ __all__ = [
     "WeightName",
     "WeightSyncError",
     "WeightVersionError",
+    "check_routes",
     "merge_metrics",
+    "route_dtype",
+    "route_fields",
     "stored_names",
     "stored_tensors",
 ]

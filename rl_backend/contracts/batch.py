@@ -106,11 +106,13 @@ class PackedBatch:
     Attributes:
         input_ids: (T,) int64.
         seq_lens: (B,) int64 on the CPU, each >= 1, with sum T.
-        token_fields: name -> (T, ...) tensor.
+        token_fields: name -> (T, ...) tensor. In a replay of routes the runtime reads ``routed_experts`` and
+            ``routed_experts_mask``; :mod:`rl_backend.contracts.routed_experts` says what they hold.
         sequence_fields: name -> (B, ...) tensor.
         meta: facts that all tokens share. The runtime reads ``temperature`` (a number; a (B,) sequence field of that name
-            takes precedence) and ``calculate_entropy`` (bool). Losses read ``batch_num_tokens`` (the sum of ``loss_mask``
-            over the whole batch of all ranks), ``global_batch_size`` (its sequences) and ``dp_size``.
+            takes precedence), ``calculate_entropy`` (bool) and, in a replay, ``routed_experts_layers``. Losses read
+            ``batch_num_tokens`` (the sum of ``loss_mask`` over the whole batch of all ranks), ``global_batch_size`` (its
+            sequences) and ``dp_size``.
         payload: the caller's own micro-batch object. Never read here; a loss adapter can pass it on.
     """
 
