@@ -5,10 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.contracts import (
@@ -27,6 +29,24 @@ from rl_backend.contracts import (
 type RouterReplay = Literal["off", "record", "replay"]
 
 
+@dataclass(frozen=True)
+class RankPlace:
+    """What a rank is in the layout, the same for every model of its runtime.
+
+    Attributes:
+        device: what it trains on.
+        data_parallel_rank, data_parallel_size: place among the ranks that see different data.
+        data_parallel_group: the ranks at its place in other replicas; of a source rank exactly the source ranks.
+        is_source: whether it is the rank of its replica whose ``ForwardResult`` has outputs.
+    """
+
+    device: torch.device
+    data_parallel_rank: int
+    data_parallel_size: int
+    data_parallel_group: dist.ProcessGroup
+    is_source: bool
+
+
 class Runtime[H: ModelHandle](ABC):
     """One rank's part of a training job. Every method is a collective over the handle's ranks unless it says otherwise.
 
@@ -35,6 +55,15 @@ class Runtime[H: ModelHandle](ABC):
 
     def __init__(self, config: RuntimeConfig) -> None:
         self.config = config
+
+    @property
+    def place(self) -> RankPlace:
+        """This rank's place, known before a model is built.
+
+        Raises:
+            UnsupportedError: a runtime that does not offer it.
+        """
+        raise self._not_offered("place")
 
     @abstractmethod
     def build_model(

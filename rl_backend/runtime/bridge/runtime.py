@@ -24,7 +24,7 @@ from rl_backend.contracts import (
     TensorInfo,
 )
 from rl_backend.parallel.groups import training_device
-from rl_backend.runtime.base import RouterReplay
+from rl_backend.runtime.base import RankPlace, RouterReplay
 from rl_backend.runtime.batch_checks import check_micro_batches
 from rl_backend.runtime.bridge import export, gradients
 from rl_backend.runtime.bridge.activations import record_activations
@@ -78,6 +78,11 @@ class BridgeRuntime(HeldRuntime[BridgeHandle]):
         except BaseException:
             close_groups(self.groups)
             raise
+
+    @property
+    def place(self) -> RankPlace:
+        groups = self.groups
+        return RankPlace(groups.device, groups.dp_rank, groups.dp_size, groups.dp_group, is_source=groups.has_outputs)
 
     @_with_megatron
     def build_model(

@@ -100,7 +100,7 @@ def build_handle(
         model=model,
         stages=stages,
         micro_batch_multiple=micro_batch_multiple(native),
-        has_outputs=groups.token_group.rank() == 0 and (not parts or any(stage.last for stage in parts.values())),
+        has_outputs=owner.place.is_source,
         stage_copies=stage_copies,
         parameters=parameters,
         weight_names=whole_names,

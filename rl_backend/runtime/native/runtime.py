@@ -22,7 +22,7 @@ from rl_backend.contracts import (
     TensorInfo,
 )
 from rl_backend.parallel.groups import close_groups, open_groups, training_device
-from rl_backend.runtime.base import RouterReplay
+from rl_backend.runtime.base import RankPlace, RouterReplay
 from rl_backend.runtime.batch_checks import check_micro_batches
 from rl_backend.runtime.handle_config import handle_config
 from rl_backend.runtime.held import HeldRuntime
@@ -33,6 +33,7 @@ from rl_backend.runtime.native.checkpoints import all_tensors, load_training_che
 from rl_backend.runtime.native.forward_backward import require_no_replay, run_micro_batches
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.pipeline import require_schedulable, run_pipeline
+from rl_backend.runtime.native.stages import has_last_stage
 from rl_backend.runtime.placement import move_parts
 
 
@@ -53,6 +54,17 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
         self.groups = open_groups(self.native.parallel, training_device(self.native.device))
         self._open_writer(self.groups.host_group)
         torch.manual_seed(config.seed + self.groups.dp_rank)
+
+    @property
+    def place(self) -> RankPlace:
+        groups = self.groups
+        return RankPlace(
+            groups.device,
+            groups.dp_rank,
+            groups.dp_size,
+            groups.dp_group,
+            is_source=groups.token_group.rank() == 0 and has_last_stage(self.native, groups.pp_group.rank()),
+        )
 
     def build_model(
         self,

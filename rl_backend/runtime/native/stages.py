@@ -38,6 +38,12 @@ def micro_batch_multiple(config: NativeConfig) -> int:
     return max(found.micro_batches_per_rank, int(found.whole_groups)) * config.parallel.pp or 1
 
 
+def has_last_stage(config: NativeConfig, pp_rank: int) -> bool:
+    """Whether the loss is computed on ``pp_rank``; with stages in the shape of a V that is the first rank."""
+    found = algorithm(config)
+    return found is None or found.ranks_of_stages(config.parallel.pp, config.parallel.vpp)[-1] == pp_rank
+
+
 def model_stages(family: ModelFamily, architecture: Any, config: NativeConfig, pp_rank: int) -> dict[int, ModelStage]:
     """Number -> what is in it, of the stages that ``pp_rank`` has.
 
