@@ -28,6 +28,13 @@ _OWN_ARGUMENTS = {
     "enable_chunked_prefill": None,
     "max_num_batched_tokens": "max_num_batched_tokens",
     "enable_prefix_caching": "prefix_caching",
+    "enable_return_routed_experts": "return_routed_experts",
+}
+_WITHOUT_ROUTES = {
+    "pipeline_parallel_size": "the stages of a pipeline see their own layers alone",
+    "decode_context_parallel_size": "its ranks see some of the tokens alone",
+    "prefill_context_parallel_size": "its ranks see some of the tokens alone",
+    "kv_transfer_config": "keys and values from elsewhere come without their routes",
 }
 
 
@@ -58,6 +65,8 @@ class RolloutConfig(BaseConfig):
         gpu_memory_utilization: share of a GPU's memory that vLLM may fill.
         enforce_eager: no compilation and no CUDA graphs.
         prefix_caching: reuse keys and values of equal prompt prefixes; emptied by every push.
+        return_routed_experts: samples of a mixture of experts come with the experts of their tokens (``Sample.routes``), for
+            router replay.
         sleep_mode: allow ``sleep()`` and ``wake_up()``; CUDA only.
         require_push: refuse to sample until weights have been pushed.
         seed: seed of the engines' own generator, used by requests without a seed of their own.
@@ -82,6 +91,7 @@ class RolloutConfig(BaseConfig):
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     enforce_eager: bool = True
     prefix_caching: bool = True
+    return_routed_experts: bool = False
     sleep_mode: bool = False
     require_push: bool = False
     seed: int = Field(default=0, ge=0)
@@ -123,7 +133,18 @@ class RolloutConfig(BaseConfig):
             )
         if self.sleep_mode and self.device == "cpu":
             raise ConfigError.of("RolloutConfig.sleep_mode", True, "vLLM has no sleep mode on a CPU; use device='cuda'")
+        if self.return_routed_experts:
+            self._check_routes()
         return self
+
+    def _check_routes(self) -> None:
+        for name, reason in _WITHOUT_ROUTES.items():
+            if self.engine_args.get(name) not in (None, 1):
+                raise ConfigError.of(
+                    f"RolloutConfig.engine_args[{name!r}]",
+                    self.engine_args[name],
+                    f"vLLM returns no routed experts with it: {reason}; leave it out, or use return_routed_experts=False",
+                )
 
     def _check_cores(self, cores: tuple[tuple[int, ...], ...]) -> None:
         if self.device == "cuda":

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import ray
 import torch
@@ -22,6 +22,7 @@ from actors import prometheus
 from actors.engine_cores import NodePlace, choose_cores
 from actors.rollout_config import RolloutConfig, SamplingConfig
 from actors.rollout_observed import observed
+from actors.rollout_routes import ExpertIds, pack_routes
 from actors.transport.gloo_group import Address, GlooGroup, join, receive_into
 from actors.transport.segment import Segment, SharedSegment, host_identity, map_segment
 from actors.vllm_expected import expected_weights
@@ -55,6 +56,7 @@ class EngineInfo:
         cores: numbers of the cores that it runs on; empty on CUDA.
         device_ids: of CUDA devices, their UUIDs; empty on a CPU.
         version: of the weights served; ``UNVERSIONED`` before the first push.
+        moe_layers: with ``RolloutConfig.return_routed_experts``, the numbers of the layers that have experts.
     """
 
     name: str
@@ -71,6 +73,7 @@ class EngineInfo:
     max_model_len: int
     version: int
     state: EngineState
+    moe_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,20 @@ class Response:
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: Literal["stop", "length"]
+
+
+class Generated(NamedTuple):
+    """What one call of an engine returns.
+
+    Attributes:
+        version: of the weights.
+        responses: of each request.
+        routes: of all responses, see :func:`~actors.rollout_routes.pack_routes`; None where none are asked for.
+    """
+
+    version: int
+    responses: list[list[Response]]
+    routes: ExpertIds | None
 
 
 class RolloutEngine:
@@ -114,6 +131,7 @@ class RolloutEngine:
         self._mapped: Segment | None = None
         self._buffer: Tensor | None = None
         self._staged_in_workers = False
+        self._moe_layers: tuple[int, ...] = ()
         self._gloo: dict[str, GlooGroup] = {}
         self._verified: WeightManifest | None = None
         self._failure = ""
@@ -134,6 +152,8 @@ class RolloutEngine:
         prepare_process(self._device, self._cores, self._config.tensor_parallel)
         self._llm = start_vllm(self._config, self._device)
         self._expected = self._expected_weights()
+        if self._config.return_routed_experts:
+            self._moe_layers = tuple(self._vllm_call(self._llm.collective_rpc, "moe_layers")[0])
         return self.describe()
 
     def describe(self) -> EngineInfo:
@@ -154,16 +174,16 @@ class RolloutEngine:
             max_model_len=model.max_model_len,
             version=self._version,
             state=self._state,
+            moe_layers=self._moe_layers,
         )
 
-    def generate(
-        self, requests: Sequence[Request], sampling: SamplingConfig, require_version: int | None
-    ) -> tuple[int, list[list[Response]]]:
-        """The weight version and, for each request, its responses.
+    def generate(self, requests: Sequence[Request], sampling: SamplingConfig, require_version: int | None) -> Generated:
+        """Samples.
 
         Raises:
             EngineDirtyError: a weight update failed after its first load.
-            RolloutError: an update is in progress, the engine sleeps, or no weights have been pushed yet.
+            RolloutError: an update is in progress, the engine sleeps, no weights have been pushed yet, or vLLM returned no
+                routes where they are asked for.
             WeightVersionError: the weights are older than ``require_version``.
         """
         self._check_serving()
@@ -196,8 +216,9 @@ class RolloutEngine:
         with observed(self._engine, self._version, requests) as report:
             outputs = self._vllm_call(self._llm.generate, prompts, params, use_tqdm=False)
             responses = [[_response(completion) for completion in output.outputs] for output in outputs]
+            routes = self._routes(requests, outputs)
             report(responses)
-        return self._version, responses
+        return Generated(self._version, responses, routes)
 
     def make_segment(self, nbytes: int) -> Segment:
         """This engine's own staging segment of at least ``nbytes``, for transports that bring weights to its host."""
@@ -327,6 +348,17 @@ class RolloutEngine:
         self._check_sleep_mode()
         self._vllm_call(self._llm.wake_up)
         self._state = "serving"
+
+    def _routes(self, requests: Sequence[Request], outputs: Sequence[Any]) -> ExpertIds | None:
+        if not self._config.return_routed_experts or not outputs:
+            return None
+        answered = [
+            (completion, len(request.prompt_ids) + len(completion.token_ids))
+            for request, output in zip(requests, outputs, strict=True)
+            for completion in output.outputs
+        ]
+        completions, lengths = zip(*answered, strict=True)
+        return pack_routes(completions, lengths, self._moe_layers, self._name)
 
     def _check_model_is_here(self) -> None:
         if not (Path(self._config.model_path) / "config.json").is_file():

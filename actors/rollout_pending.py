@@ -10,7 +10,8 @@ from typing import Any
 import ray
 
 from actors.rollout_calls import outcome_of, wait_for_first
-from actors.rollout_engine import Response
+from actors.rollout_engine import Generated
+from actors.rollout_routes import Routes, split_routes
 from actors.rollout_sample import Sample, VersionSpan
 from rl_backend.contracts import RLBackendError
 
@@ -63,13 +64,18 @@ class PendingSamples:
                 self._error = outcome
                 self._note(call.engine, outcome)
                 raise outcome
-            self._take(call, *outcome)
+            self._take(call, outcome)
         return [sample for prompt in range(len(self._prompts)) for sample in self._samples[prompt]]
 
-    def _take(self, call: _Call, version: int, responses: list[list[Response]]) -> None:
-        flat = [response for request in responses for response in request]
+    def _take(self, call: _Call, generated: Generated) -> None:
+        flat = [response for request in generated.responses for response in request]
+        prompts = [self._prompts[prompt] for prompt in call.prompts for _ in range(self._n)]
+        lengths = [len(prompt) + len(response.token_ids) for prompt, response in zip(prompts, flat, strict=True)]
+        routes: list[Routes] | list[None] = (
+            [None] * len(flat) if generated.routes is None else split_routes(generated.routes, lengths, generated.version)
+        )
         for position, prompt in enumerate(call.prompts):
-            own = flat[position * self._n : (position + 1) * self._n]
+            own = slice(position * self._n, (position + 1) * self._n)
             self._samples[prompt] = [
                 Sample(
                     prompt_index=prompt,
@@ -78,8 +84,9 @@ class PendingSamples:
                     response_ids=response.token_ids,
                     log_probs=response.log_probs,
                     finish_reason=response.finish_reason,
-                    version_spans=(VersionSpan(version, len(response.token_ids)),),
+                    version_spans=(VersionSpan(generated.version, len(response.token_ids)),),
                     engine=call.engine,
+                    routes=of_sample,
                 )
-                for index, response in enumerate(own)
+                for index, (response, of_sample) in enumerate(zip(flat[own], routes[own], strict=True))
             ]

@@ -184,6 +184,8 @@ class TrainGroup:
                 the ranks when the pickle is not one of the last few. None in a forward-only pass that wants outputs alone.
             meta: as ``PackedBatch.meta``; see :func:`~rl_backend.data.dispatch.pack_plan` for what is added.
             max_tokens_per_micro_batch: at most the configuration's, which None takes.
+            router_replay: as in :meth:`~rl_backend.runtime.Runtime.forward_backward`; what is recorded is the output
+                ``routed_experts``.
 
         Returns:
             losses: per micro-batch, averaged over data-parallel ranks; their sum is what is minimised. metrics: over all
@@ -228,6 +230,7 @@ class TrainGroup:
         *,
         meta: Mapping[str, Any] | None = None,
         max_tokens_per_micro_batch: int | None = None,
+        router_replay: RouterReplay = "off",
     ) -> GroupFuture[ForwardResult]:
         """Outputs alone: ``forward_backward`` with ``forward_only`` and no loss."""
         return self.forward_backward.submit(
@@ -237,6 +240,7 @@ class TrainGroup:
             forward_only=True,
             meta=meta,
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
+            router_replay=router_replay,
         )
 
     @operation

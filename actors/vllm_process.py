@@ -57,7 +57,8 @@ def start_vllm(config: RolloutConfig, device: str) -> Any:
 
     Raises:
         ConfigError: an unknown name in ``engine_args``.
-        UnsupportedError: the vLLM that is installed is not built for ``device``.
+        UnsupportedError: the vLLM that is installed is not built for ``device``, or routed experts are asked of a model that
+            has none.
     """
     from vllm import LLM
     from vllm.config import WeightTransferConfig
@@ -84,6 +85,7 @@ def start_vllm(config: RolloutConfig, device: str) -> Any:
         "max_num_batched_tokens": config.batched_tokens,
         "enforce_eager": config.enforce_eager,
         "enable_prefix_caching": config.prefix_caching,
+        "enable_return_routed_experts": config.return_routed_experts,
         "seed": config.seed,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
@@ -102,4 +104,8 @@ def start_vllm(config: RolloutConfig, device: str) -> Any:
         arguments["enable_sleep_mode"] = config.sleep_mode
         if config.kv_cache_gib is not None:
             arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * _GIB)
+    if config.return_routed_experts and not EngineArgs(**arguments).create_model_config().is_moe:
+        raise UnsupportedError(
+            f"RolloutConfig.return_routed_experts=True: {config.model_path} has no experts; leave it out for a dense model"
+        )
     return LLM(**arguments)

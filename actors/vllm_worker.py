@@ -18,6 +18,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCaptureSource
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
@@ -135,6 +137,12 @@ class WorkerExtension:
         model: torch.nn.Module = self.model_runner.get_model()
         names = [name for name, _ in model.named_parameters()]
         return names, dict(getattr(model, "packed_modules_mapping", {}))
+
+    def moe_layers(self) -> list[int]:
+        """Numbers of the layers whose routers vLLM captures, as its capture finds them."""
+        model: torch.nn.Module = self.model_runner.get_model()
+        routed = (MoERunner, RoutedExpertsCaptureSource)
+        return sorted({int(module.layer_id) for module in model.modules() if isinstance(module, routed)})
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

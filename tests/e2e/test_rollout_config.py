@@ -27,6 +27,15 @@ from rl_backend.contracts import ConfigError
         ({"sleep_mode": True, "device": "cpu"}, "no sleep mode on a CPU"),
         ({"gpus_per_worker": 0.5, "tensor_parallel": 2}, "tensor_parallel=2 workers need as many different GPUs"),
         ({"max_model_len": 100, "max_num_batched_tokens": 99}, "at least max_model_len=100"),
+        ({"engine_args": {"enable_return_routed_experts": True}}, "use RolloutConfig.return_routed_experts"),
+        (
+            {"return_routed_experts": True, "engine_args": {"decode_context_parallel_size": 2}},
+            "'decode_context_parallel_size'.=2: vLLM returns no routed experts with it",
+        ),
+        (
+            {"return_routed_experts": True, "engine_args": {"kv_transfer_config": {"kv_connector": "x"}}},
+            "without their routes",
+        ),
     ],
 )
 def test_rollout_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
