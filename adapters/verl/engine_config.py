@@ -11,6 +11,8 @@ from typing import Any
 
 from verl.workers.config import McoreEngineConfig
 
+from adapters.verl.registration import register_config_class
+
 
 @dataclass
 class RLBackendEngineConfig(McoreEngineConfig):
@@ -33,3 +35,6 @@ class RLBackendEngineConfig(McoreEngineConfig):
             object.__setattr__(self, "dtype", "bfloat16")
         super().__post_init__()
         object.__setattr__(self, "dtype", dtype)
+
+
+register_config_class()

@@ -1,0 +1,10 @@
+"""What verl imports wherever it is imported itself: the entry point of the group ``verl.plugins``.
+
+``VERL_USE_EXTERNAL_MODULES=adapters.verl.plugin`` does the same without it, and does not swallow errors.
+"""
+
+from adapters.verl import cpu_platform
+from adapters.verl.registration import register_vendors
+
+cpu_platform.register()
+register_vendors()

@@ -1,0 +1,194 @@
+"""Which engine verl builds for ``strategy=megatron``: ours or its own.
+
+The class of the engine's configuration decides, and where that is verl's the environment variable ``VERL_ENGINE_VENDOR``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from rl_backend.contracts import ConfigError, RegistryError, UnsupportedError
+
+VENDOR_VARIABLE = "VERL_ENGINE_VENDOR"
+VENDORS = {"rl_backend": "native", "rl_backend_bridge": "bridge"}
+"""Value of ``VERL_ENGINE_VENDOR`` -> backend for verl's own configuration class, which has no field for it."""
+
+ENGINES = {"language_model": "LanguageModelEngine", "value_model": "ValueModelEngine"}
+"""verl's model type -> class in :mod:`adapters.verl.engine`."""
+
+_VERLS_ENGINES = {"language_model": "MegatronEngineWithLMHead", "value_model": "MegatronEngineWithValueHead"}
+_STRATEGY = "megatron"
+_DEVICES = ("cpu", "cuda")
+_REGISTRY_MODULE = "verl.workers.engine.base"
+
+logger = logging.getLogger(__name__)
+# verl's root logger shows warnings only; this line is to be seen.
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
+
+
+def register_vendors() -> None:
+    """Makes ``VERL_ENGINE_VENDOR`` accept the names in :data:`VENDORS`; without one of them verl chooses as before."""
+    _when_registry_is_imported(_register_vendors)
+
+
+def register_config_class() -> None:
+    """Makes verl build our engines from an ``RLBackendEngineConfig``, and its own from its own class.
+
+    Raises:
+        RegistryError: another package's engine has the place in verl's registry that this process would look into.
+        UnsupportedError: the device is neither ``cpu`` nor ``cuda``.
+    """
+    _when_registry_is_imported(_register_config_class)
+
+
+def _register_vendors(base: ModuleType) -> None:
+    for vendor, backend in VENDORS.items():
+        for device in _DEVICES:
+            _register(base, device, vendor, backend)
+
+
+def _register_config_class(base: ModuleType) -> None:
+    # verl looks here first, before what is registered for the device alone.
+    device = os.getenv("VERL_ENGINE_DEVICE") or base.get_device_name()
+    vendor = os.getenv(VENDOR_VARIABLE) or base.get_vendor()
+    if device not in _DEVICES:
+        raise UnsupportedError(
+            f"RLBackendEngineConfig on the device {device!r}: the runtimes are for {' and '.join(_DEVICES)}", device=device
+        )
+    _register_vendors(base)
+    if vendor not in VENDORS:
+        _register(base, device, vendor, None)
+
+
+def _register(base: ModuleType, device: str, vendor: str, backend: str | None) -> None:
+    for model_type in ENGINES:
+        known = base.EngineRegistry._engines.get(model_type, {}).get(_STRATEGY, {}).get((device, vendor))
+        if known is not None:
+            if getattr(known, "rl_backend_chooses", False):
+                continue
+            raise RegistryError(
+                f"verl's registry has {known.__module__}.{known.__qualname__} for {model_type}, {_STRATEGY}, {device}, "
+                f"{vendor}, and would build it whatever the configuration's class; set {VENDOR_VARIABLE} to "
+                f"{' or '.join(VENDORS)}, or do not load that package",
+                model_type=model_type,
+                vendor=vendor,
+            )
+        base.EngineRegistry.register(model_type, _STRATEGY, device, vendor)(_chooser(base, model_type, backend))
+
+
+def _chooser(base: ModuleType, model_type: str, backend: str | None) -> type:
+    """What stands in verl's registry: a class whose instances are engines of the chosen class."""
+
+    class ChosenEngine(base.BaseEngine):  # type: ignore[name-defined]
+        rl_backend_chooses = True
+
+        def __new__(cls, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> Any:
+            engine, config = choose_engine(model_type, engine_config, backend)
+            return engine(model_config, config, optimizer_config, checkpoint_config)
+
+    return ChosenEngine
+
+
+def choose_engine(model_type: str, engine_config: Any, backend: str | None) -> tuple[type, Any]:
+    """The engine's class and the configuration that it takes.
+
+    Args:
+        backend: for verl's own configuration class; None builds verl's own engine from it.
+
+    Raises:
+        ConfigError: verl's own configuration class on a device that verl's Megatron engine does not have.
+        UnsupportedError: verl's Megatron engine cannot be imported here.
+    """
+    from adapters.verl.engine_config import RLBackendEngineConfig
+
+    if not isinstance(engine_config, RLBackendEngineConfig):
+        if backend is None:
+            return _verls_engine(model_type), engine_config
+        values = {each.name: getattr(engine_config, each.name) for each in dataclasses.fields(engine_config)}
+        engine_config = RLBackendEngineConfig(**values, backend=backend)
+        reason = f"{VENDOR_VARIABLE}={os.getenv(VENDOR_VARIABLE)}"
+    else:
+        reason = "the configuration's class is RLBackendEngineConfig"
+    engine: type = getattr(importlib.import_module("adapters.verl.engine"), ENGINES[model_type])
+    if _is_first_rank():
+        logger.info("verl engine: rl_backend's %s, backend %s, because %s", engine.__name__, engine_config.backend, reason)
+    return engine, engine_config
+
+
+def _verls_engine(model_type: str) -> type:
+    from verl.utils.device import get_device_name
+
+    if get_device_name() != "cuda":
+        raise ConfigError.of(
+            "engine_config",
+            "McoreEngineConfig",
+            f"verl's Megatron engine does not run on {get_device_name()}; set _target_ of this role to "
+            "adapters.verl.engine_config.RLBackendEngineConfig",
+        )
+    engine: type | None = getattr(importlib.import_module("verl.workers.engine"), _VERLS_ENGINES[model_type], None)
+    if engine is None:
+        raise UnsupportedError(
+            f"verl's {_VERLS_ENGINES[model_type]} cannot be imported here; see verl's warning for the cause"
+        )
+    if _is_first_rank():
+        logger.info("verl engine: verl's own %s, because the configuration's class is verl's", engine.__name__)
+    return engine
+
+
+def _is_first_rank() -> bool:
+    import torch.distributed as dist
+
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _when_registry_is_imported(action: Callable[[ModuleType], None]) -> None:
+    """Calls ``action`` with the module of verl's registry: now if it is there, else as soon as somebody imports it.
+
+    Importing it takes seconds, and most processes that import verl (rollout servers, reward workers) never do.
+    """
+    module = sys.modules.get(_REGISTRY_MODULE)
+    if module is not None:
+        action(module)
+    else:
+        sys.meta_path.insert(0, _RegistryFinder(action))
+
+
+class _RegistryFinder(MetaPathFinder):
+    def __init__(self, action: Callable[[ModuleType], None]) -> None:
+        self._action = action
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != _REGISTRY_MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ThenCall(spec.loader, self._action)
+        return spec
+
+
+class _ThenCall(Loader):
+    """Executes a module as ``loader`` does, and then calls ``action`` with it."""
+
+    def __init__(self, loader: Loader, action: Callable[[ModuleType], None]) -> None:
+        self._loader = loader
+        self._action = action
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._action(module)
