@@ -1,0 +1,248 @@
+"""verl's engines on the runtimes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal, override
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from verl.utils.device import get_device_name
+from verl.workers.engine.base import BaseEngine
+from verl.workers.engine.utils import enable_full_determinism
+
+from adapters.verl.checkpoints import EngineCheckpoints
+from adapters.verl.engine_mode import EngineMode
+from adapters.verl.micro_batches import cut_batch
+from adapters.verl.outputs import MicroBatchLoss, VerlLoss, as_verl_output
+from adapters.verl.settings import engine_settings, optimizer_settings
+from adapters.verl.timing import AdapterTime
+from rl_backend.contracts import ConfigError, HandleError
+from rl_backend.runtime import Runtime, create_runtime
+
+if TYPE_CHECKING:
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
+
+
+class RuntimeEngine(BaseEngine):
+    """A model of verl's ``TrainingWorker`` on a runtime of this package. Its process groups exist once it is made.
+
+    Attributes:
+        settings: what verl's configurations say.
+        mode: ``train``, ``eval`` or None.
+        time: how much of the time in batches is the adapter's own.
+
+    Raises:
+        ConfigError: a configuration that cannot be honoured, before anything is loaded.
+    """
+
+    model_type: str
+
+    def __init__(
+        self,
+        model_config: HFModelConfig,
+        engine_config: McoreEngineConfig,
+        optimizer_config: McoreOptimizerConfig | None,
+        checkpoint_config: CheckpointConfig | None,
+    ) -> None:
+        super().__init__()
+        self.settings = engine_settings(
+            model_config, engine_config, optimizer_config, checkpoint_config, model_type=self.model_type
+        )
+        self._optimizer_config = optimizer_config
+        self._export_dtype: torch.dtype = getattr(torch, engine_config.dtype)
+        self._checkpoints = EngineCheckpoints(self.settings.save_contents, self.settings.load_contents)
+        if self.settings.full_determinism:
+            enable_full_determinism(self.settings.runtime.seed)
+        self._runtime: Runtime[Any] = create_runtime(self.settings.runtime)
+        self._handle: Any = None
+        self.mode: str | None = None
+        self.time = AdapterTime()
+
+    @override
+    def initialize(self) -> None:
+        """Builds the model; a second call builds it anew, from the directory that the first one read."""
+        self._build(None)
+
+    def _build(self, hf_path: str | None) -> None:
+        settings = self.settings
+        if self._handle is not None:
+            self._runtime.close()
+            self._runtime = create_runtime(settings.runtime)
+        optimizer = None
+        if not settings.forward_only:
+            assert self._optimizer_config is not None, "engine_settings requires it of a trained model"
+            optimizer = optimizer_settings(self._optimizer_config)
+        self._handle = self._runtime.build_model(
+            forward_only=settings.forward_only, head=settings.head, hf_path=hf_path, optimizer=optimizer
+        )
+        self._rest()
+
+    @property
+    def handle(self) -> Any:
+        """The runtime's model; raises :class:`HandleError` before ``initialize``."""
+        if self._handle is None:
+            raise HandleError("this engine has no model yet; call initialize() first")
+        return self._handle
+
+    @property
+    def module(self) -> list[nn.Module]:
+        """The modules of this rank."""
+        return list(self.handle.roots())
+
+    @property
+    def optimizer(self) -> Any:
+        """Has ``param_groups``, as ``torch.optim`` does; None of a forward-only engine."""
+        return self.handle.optimizer
+
+    @property
+    @override
+    def is_param_offload_enabled(self) -> bool:
+        return self.settings.param_offload
+
+    @property
+    @override
+    def is_optimizer_offload_enabled(self) -> bool:
+        return self.settings.optimizer_offload
+
+    @override
+    def train_mode(self, **options: Any) -> EngineMode:
+        return EngineMode(self, "train", **options)
+
+    @override
+    def eval_mode(self, **options: Any) -> EngineMode:
+        return EngineMode(self, "eval", **options)
+
+    def runtime_mode(self, mode: str) -> AbstractContextManager[None]:
+        """The runtime's context for ``train`` or ``eval``."""
+        enter = self._runtime.train_mode if mode == "train" else self._runtime.eval_mode
+        return enter(self.handle)
+
+    @override
+    def forward_backward_batch(self, data: TensorDict, loss_function: VerlLoss | None, forward_only: bool = False) -> Any:
+        """Runs verl's batch, cut as verl cuts it, with verl's loss on verl's own micro-batches.
+
+        Returns:
+            on a source rank ``model_output``, ``loss`` and ``metrics`` (see
+            :func:`~adapters.verl.outputs.as_verl_output`); elsewhere an empty dictionary.
+        """
+        with self.time.batch():
+            parallel = self.settings.runtime.backend_cfg.parallel
+            batch = cut_batch(data, self._runtime.place, multiple=self.handle.micro_batch_multiple, cp_size=parallel.cp)
+            loss = None if loss_function is None else MicroBatchLoss(loss_function, self.time)
+            with self.time.runtime():
+                result = self._runtime.forward_backward(self.handle, batch.packed, loss, forward_only=forward_only)
+            return as_verl_output(result, batch, loss) if self.is_mp_src_rank_with_outputs() else {}
+
+    @override
+    def optimizer_zero_grad(self) -> None:
+        self._runtime.zero_grad(self.handle)
+
+    @override
+    def optimizer_step(self) -> float:
+        """The gradient norm before clipping; when it is not finite nothing has changed, and the runtime has logged why."""
+        with self.time.batch(), self.time.runtime():
+            return float(self._runtime.optimizer_step(self.handle).grad_norm)
+
+    @override
+    def lr_scheduler_step(self) -> float:
+        return self._runtime.lr_scheduler_step(self.handle)
+
+    @override
+    def get_data_parallel_size(self) -> int:
+        return self._runtime.place.data_parallel_size
+
+    @override
+    def get_data_parallel_rank(self) -> int:
+        return self._runtime.place.data_parallel_rank
+
+    @override
+    def get_data_parallel_group(self) -> torch.distributed.ProcessGroup:
+        return self._runtime.place.data_parallel_group
+
+    @override
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        return self._runtime.place.is_source
+
+    @override
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Moves parts by hand. On a CPU, where verl's device is the host, they come back from where modes have put them."""
+        super().to(device=device, model=model, optimizer=optimizer, grad=grad)
+        name = get_device_name()
+        if device not in (name, "cpu"):
+            raise ConfigError.of("device", device, f"expected {name!r} or 'cpu'")
+        self.move("device" if device == name else "cpu", model=model, optimizer=optimizer, grad=grad)
+
+    def move(self, where: Literal["cpu", "device"], *, model: bool, optimizer: bool, grad: bool) -> None:
+        """:meth:`~rl_backend.runtime.Runtime.to` of this engine's model."""
+        if model or optimizer or grad:
+            self._runtime.to(self.handle, where, model=model, optimizer=optimizer, grad=grad)
+
+    @override
+    def get_per_tensor_param(
+        self, layered_summon: bool = False, base_sync_done: bool = True, **_: Any
+    ) -> tuple[Iterator[tuple[str, Tensor]], None]:
+        """Every weight under its Hugging Face name, whole, in verl's ``dtype``, on every rank in one order.
+
+        Args:
+            layered_summon, base_sync_done: of no effect: weights are gathered one by one, and there is no adapter whose base
+                could be synchronised apart.
+        """
+        self.move("device", model=True, optimizer=False, grad=False)
+        return self._runtime.export_weights(self.handle, dtype=self._export_dtype), None
+
+    @override
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """There is no adapter."""
+        return nullcontext()
+
+    @override
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        **_: Any,
+    ) -> None:
+        self.move("device", model=True, optimizer=True, grad=False)
+        self._checkpoints.save(self._runtime, self.handle, local_path, hdfs_path, max_ckpt_to_keep)
+        self._rest()
+
+    @override
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True, **_: Any
+    ) -> None:
+        """Restores what ``save_checkpoint`` wrote.
+
+        Args:
+            del_local_after_load: of copies that were fetched from elsewhere, which there are none of.
+        """
+        weights = self._checkpoints.hf_directory(local_path, hdfs_path)
+        if weights is not None:
+            self._build(str(weights))
+            return
+        self.move("device", model=True, optimizer=True, grad=False)
+        self._checkpoints.load(self._runtime, self.handle, local_path, hdfs_path)
+        self._rest()
+
+    def _rest(self) -> None:
+        """Puts parts where they are outside of modes."""
+        if self.mode is None:
+            settings = self.settings
+            self.move("cpu", model=settings.param_offload, optimizer=settings.optimizer_offload, grad=settings.grad_offload)
+
+
+class LanguageModelEngine(RuntimeEngine):
+    """verl's ``language_model``: log-probs and entropy."""
+
+    model_type = "language_model"
+
+
+class ValueModelEngine(RuntimeEngine):
+    """verl's ``value_model``: values, of a critic."""
+
+    model_type = "value_model"
