@@ -17,13 +17,11 @@ class ModelOutput(NamedTuple):
         log_probs: (T,) float32, of the next token at the batch's temperature; 0 at each sequence's last position.
         entropy: (T,) float32, nats, of the distribution that ``log_probs`` is taken from; 0 at last positions.
         values: (T,) float32, of each token's state.
-        routed_experts: (T, layers with experts, top_k) integers; see :mod:`rl_backend.contracts.routed_experts`.
     """
 
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
     values: Tensor | None = None
-    routed_experts: Tensor | None = None
 
 
 class Metric(NamedTuple):

@@ -47,6 +47,11 @@ class RoutedLayers:
         """Numbers of the layers with experts."""
         return tuple(index for index, has_experts in enumerate(self.sparse) if has_experts)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What recorded routes have: :func:`route_dtype`."""
+        return route_dtype(self.num_experts)
+
     def routes_of(self, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
         """The routes of a checked batch, (T, layers with experts, top_k), and its mask, (T,) bool, or None for no mask."""
         routes = batch.token_fields[ROUTES]
@@ -56,7 +61,7 @@ class RoutedLayers:
 
 
 def route_dtype(num_experts: int) -> torch.dtype:
-    """The smallest integer type that holds the numbers of the experts, except uint16: torch computes hardly anything on it."""
+    """The smallest type that holds the numbers of the experts; not uint16, on which torch computes hardly anything."""
     return next(dtype for dtype in (torch.uint8, torch.int16, torch.int32) if num_experts - 1 <= torch.iinfo(dtype).max)
 
 

@@ -16,6 +16,7 @@ from rl_backend.contracts import (
     NativeConfig,
     ParallelConfig,
     Registry,
+    RoutedLayers,
     UnsupportedError,
     WeightName,
 )
@@ -41,6 +42,8 @@ class ModelInput(NamedTuple):
             step has their mean.
         padding: bool, which of the rows between this rank's blocks stand for no token; None where all do. Their label is
             -100.
+        routes: (rows, layers with experts of the whole model, top_k) integers, the experts that the routers shall take; -1
+            for the rows for which they choose. None where they choose for all.
         hidden: (rows, hidden_size), what the pipeline stage before put out; None for the first.
     """
 
@@ -53,6 +56,7 @@ class ModelInput(NamedTuple):
     calculate_entropy: bool
     router_loss_weight: float = 1.0
     padding: torch.Tensor | None = None
+    routes: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
 
 
@@ -114,6 +118,8 @@ class ModelFamily:
         stage_copies: parameter that a last stage has of its own -> the first stage's parameter that it is a copy of.
         check_layout: (architecture, parallel) -> raises :class:`~rl_backend.contracts.ConfigError` for a layout that
             ``parallelize`` cannot make of this model. None stands for data parallelism only.
+        routed_layers: architecture -> its layers with experts, where models take ``ModelInput.routes`` and route with one
+            :class:`~rl_backend.primitive.router.Router` in each of them, in the order of their modules.
         stored_buffers: endings of Hugging Face names that directories hold and no parameter has; they are not read.
     """
 
@@ -129,6 +135,7 @@ class ModelFamily:
     num_layers: Callable[[Any], int] | None = None
     stage_copies: Mapping[str, str] = field(default_factory=dict)
     check_layout: Callable[[Any, ParallelConfig], None] | None = None
+    routed_layers: Callable[[Any], RoutedLayers] | None = None
     stored_buffers: tuple[str, ...] = ()
 
     def require_head(self, head: Head) -> None:

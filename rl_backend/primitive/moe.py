@@ -47,19 +47,22 @@ class MoE(nn.Module):
         self.shared_expert = SwiGLU(hidden_size, shared_intermediate_size) if shared_intermediate_size else None
         self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False) if shared_gate else None
 
-    def forward(self, x: Tensor, loss_weight: float = 1.0, padding: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, loss_weight: float = 1.0, padding: Tensor | None = None, experts: Tensor | None = None
+    ) -> Tensor:
         """(T, hidden_size) -> (T, hidden_size).
 
         Args:
             loss_weight: what the router's losses of these tokens count for.
             padding: (T,) bool, tokens that do not count in the router's losses.
+            experts: as in :meth:`~rl_backend.primitive.router.Router.forward`.
         """
-        return self.apply_experts(x, self.route(x, loss_weight, padding=padding))
+        return self.apply_experts(x, self.route(x, loss_weight, experts, padding))
 
     def route(
         self, x: Tensor, loss_weight: float = 1.0, experts: Tensor | None = None, padding: Tensor | None = None
     ) -> Routing:
-        """Chooses experts, or takes ``experts`` (T, top_k), and weights them."""
+        """Chooses experts, or takes those of ``experts``, and weights them."""
         routing: Routing = self.gate(x, experts)
         return with_router_losses(routing, self.gate.settings, self.coefficients, loss_weight, padding, self.token_group)
 

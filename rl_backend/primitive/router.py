@@ -69,12 +69,13 @@ class Router(nn.Module):
         """Routes (T, hidden_size).
 
         Args:
-            experts: (T, top_k) int64, a choice made elsewhere; the weights are then this router's for that choice.
+            experts: (T, top_k) integers, a choice made elsewhere, whose weights are still this router's; -1 in the rows of
+                tokens for which it chooses itself.
         """
         dtype = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(dtype), self.weight.to(dtype))
-        if experts is None:
-            experts = choose_experts(logits, self.settings, self.expert_bias)
+        chosen = choose_experts(logits, self.settings, self.expert_bias)
+        experts = chosen if experts is None else torch.where(experts < 0, chosen, experts)
         return Routing(experts, expert_weights(logits, experts, self.settings), logits)
 
     def extra_repr(self) -> str:

@@ -25,8 +25,7 @@ from rl_backend.contracts import (
     TensorInfo,
     UnsupportedError,
 )
-
-type RouterReplay = Literal["off", "record", "replay"]
+from rl_backend.runtime.router_replay import RouterReplay
 
 
 @dataclass(frozen=True)
@@ -121,9 +120,15 @@ class Runtime[H: ModelHandle](ABC):
         Args:
             data: micro-batches, as many on every data-parallel rank.
             loss_fn: may be None in a forward-only pass.
+            router_replay: ``record`` adds ``routed_experts`` to the outputs, (L, layers with experts, top_k) of a sequence,
+                in :func:`~rl_backend.contracts.route_dtype`. ``replay`` has every token go to the experts that ``data`` says
+                (:mod:`rl_backend.contracts.routed_experts`); their weights, and so gradients of the router, are still those
+                of its own scores, and tokens without routes go where the router sends them.
 
         Raises:
-            BatchError: no micro-batches, another number on another rank, a loss that is not a 0-d tensor with a gradient.
+            BatchError: no micro-batches, another number on another rank, a loss that is not a 0-d tensor with a gradient, or
+                routes that are missing or not of this model.
+            UnsupportedError: recording or replaying routes of a model without routers.
             HandleError: a backward pass asked of a forward-only handle.
         """
 

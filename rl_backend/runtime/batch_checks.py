@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from rl_backend.contracts import BatchError, PackedBatch
+from rl_backend.contracts import BatchError, PackedBatch, RoutedLayers, check_routes
+from rl_backend.contracts.routed_experts import ROUTES, ROUTES_MASK
+from rl_backend.runtime.router_replay import MODES, RouterReplay
 
 
 def check_micro_batches(
@@ -20,26 +22,32 @@ def check_micro_batches(
     vocab_size: int,
     max_length: int | None,
     forward_only: bool,
+    router_replay: RouterReplay,
+    routers: RoutedLayers | None,
     replica: dist.ProcessGroup | None = None,
 ) -> None:
     """Refuses data that cannot run, on every rank together, so that none is left waiting in a collective.
 
     Args:
         group: the ranks that run together, for collectives on ``device``.
+        routers: what the routes of a replay must fit.
         replica: of these, the ranks that hold parts of one model and so must have the same data; None where each has a whole
             one.
 
     Raises:
         BatchError: other data than on another rank of the replica; no micro-batches; one over ``max_tokens``; a sequence
-            over ``max_length``; a token outside the vocabulary; a temperature that is not positive; another number of
-            micro-batches, or another kind of pass, on another rank; or another rank refused its data.
+            over ``max_length``; a token outside the vocabulary; a temperature that is not positive; routes that
+            :func:`~rl_backend.contracts.check_routes` refuses; another number of micro-batches, or another kind of pass, on
+            another rank; or another rank refused its data.
     """
-    problem = _problem(data, max_tokens, vocab_size, max_length)
+    replays = router_replay == "replay"
+    problem = _problem(data, max_tokens, vocab_size, max_length) or _problem_of_routes(data, routers if replays else None)
     if replica is not None and replica.size() > 1:
-        difference = _problem_in_replica(data, replica, device)
+        difference = _problem_in_replica(data, replica, device, fields=(ROUTES, ROUTES_MASK) if replays else ())
         problem = problem or difference
     if group.size() > 1:
-        ranks_problem = _problem_between_ranks(len(data), problem is not None, forward_only, group, device)
+        kind = 2 * MODES.index(router_replay) + forward_only
+        ranks_problem = _problem_between_ranks(len(data), problem is not None, kind, group, device)
         problem = problem or ranks_problem
     if problem is not None:
         raise problem
@@ -80,10 +88,24 @@ def _problem(data: Sequence[PackedBatch], max_tokens: int, vocab_size: int, max_
     return None
 
 
-def _problem_in_replica(data: Sequence[PackedBatch], group: dist.ProcessGroup, device: torch.device) -> BatchError | None:
+def _problem_of_routes(data: Sequence[PackedBatch], routers: RoutedLayers | None) -> BatchError | None:
+    if routers is None:
+        return None
+    for index, batch in enumerate(data):
+        try:
+            check_routes(batch, routers)
+        except BatchError as error:
+            return BatchError(f"micro-batch {index}: {error}", **{**error.details, "micro_batch": index})
+    return None
+
+
+def _problem_in_replica(
+    data: Sequence[PackedBatch], group: dist.ProcessGroup, device: torch.device, *, fields: Sequence[str]
+) -> BatchError | None:
     checksum = 0
     for batch in data:
-        for tensor in (batch.seq_lens, batch.input_ids):
+        given = [batch.token_fields[name] for name in fields if name in batch.token_fields]
+        for tensor in (batch.seq_lens, batch.input_ids, *given):
             checksum = zlib.crc32(tensor.cpu().numpy().tobytes(), checksum)
     extremes = torch.tensor([checksum, -checksum], dtype=torch.int64, device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
@@ -97,12 +119,12 @@ def _problem_in_replica(data: Sequence[PackedBatch], group: dist.ProcessGroup, d
 
 
 def _problem_between_ranks(
-    count: int, refused: bool, forward_only: bool, group: dist.ProcessGroup, device: torch.device
+    count: int, refused: bool, kind: int, group: dist.ProcessGroup, device: torch.device
 ) -> BatchError | None:
-    facts = [count, int(forward_only), group.rank() + 1 if refused else 0]
+    facts = [count, kind, group.rank() + 1 if refused else 0]
     extremes = torch.tensor([*facts, *(-fact for fact in facts)], device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-    most_count, any_forward_only, last_refusing, least_count, all_forward_only, _ = extremes.tolist()
+    most_count, largest_kind, last_refusing, least_count, smallest_kind, _ = extremes.tolist()
     if last_refusing:
         return BatchError(
             f"rank {last_refusing - 1} refused its micro-batches; nothing ran on any rank",
@@ -116,6 +138,6 @@ def _problem_between_ranks(
             least=-least_count,
             most=most_count,
         )
-    if any_forward_only != -all_forward_only:
-        return BatchError("forward_only differs between ranks; every rank must run the same kind of pass")
+    if largest_kind != -smallest_kind:
+        return BatchError("forward_only or router_replay differs between ranks; every rank must run the same kind of pass")
     return None

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from rl_backend.contracts import RoutedLayers
 from rl_backend.model.dense.family import STAGE_COPIES, max_length, num_layers
 from rl_backend.model.moe.architecture import MoEArchitecture, MoEOptions
 from rl_backend.model.moe.layout import check_layout
@@ -33,7 +34,12 @@ def moe_family(name: str, parse_config: Callable[[Mapping[str, Any]], MoEArchite
         num_layers=num_layers,
         stage_copies=STAGE_COPIES,
         check_layout=check_layout,
+        routed_layers=_routed_layers,
     )
+
+
+def _routed_layers(arch: MoEArchitecture) -> RoutedLayers:
+    return RoutedLayers(arch.router.num_experts, arch.router.top_k, arch.sparse)
 
 
 def _build(arch: MoEArchitecture, settings: BuildSettings) -> nn.Module:

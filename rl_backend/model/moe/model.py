@@ -14,9 +14,14 @@ from rl_backend.primitive.router_balance import RouterLossCoefficients
 
 
 class MoELayer(DenseLayer):
-    """A layer whose feed-forward block is a :class:`~rl_backend.primitive.moe.MoE`."""
+    """A layer whose feed-forward block is a :class:`~rl_backend.primitive.moe.MoE`.
+
+    Attributes:
+        place: number among the layers of the whole model that have one.
+    """
 
     mlp: MoE
+    place: int
 
     def forward(
         self,
@@ -26,9 +31,11 @@ class MoELayer(DenseLayer):
         segments: Segments,
         router_loss_weight: float = 1.0,
         padding: Tensor | None = None,
+        experts: Tensor | None = None,
     ) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, segments)
-        return x + self.mlp(self.post_attention_layernorm(x), router_loss_weight, padding)  # type: ignore[no-any-return]
+        mixture: Tensor = self.mlp(self.post_attention_layernorm(x), router_loss_weight, padding, experts)
+        return x + mixture
 
 
 class MoEDecoder(DenseDecoder):
@@ -52,10 +59,13 @@ class MoEDecoder(DenseDecoder):
         if not arch.sparse[index]:
             return super().make_layer(index)
         moe = MoE(arch.hidden_size, arch.expert_intermediate_size, arch.router, coefficients=self._coefficients)
-        return MoELayer(arch, arch.windows[index], moe)
+        layer = MoELayer(arch, arch.windows[index], moe)
+        layer.place = sum(arch.sparse[:index])
+        return layer
 
     def apply_layer(self, layer: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor, inputs: ModelInput) -> Tensor:
         if not isinstance(layer, MoELayer):
             return super().apply_layer(layer, hidden, cos, sin, inputs)
         weight, padding = inputs.router_loss_weight, inputs.padding
-        return layer(hidden, cos, sin, inputs.segments, weight, padding)  # type: ignore[no-any-return]
+        experts = None if inputs.routes is None else inputs.routes[:, layer.place]
+        return layer(hidden, cos, sin, inputs.segments, weight, padding, experts)  # type: ignore[no-any-return]

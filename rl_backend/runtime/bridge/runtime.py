@@ -24,7 +24,7 @@ from rl_backend.contracts import (
     TensorInfo,
 )
 from rl_backend.parallel.groups import training_device
-from rl_backend.runtime.base import RankPlace, RouterReplay
+from rl_backend.runtime.base import RankPlace
 from rl_backend.runtime.batch_checks import check_micro_batches
 from rl_backend.runtime.bridge import export, gradients
 from rl_backend.runtime.bridge.activations import record_activations
@@ -40,6 +40,7 @@ from rl_backend.runtime.bridge.optimizer_state import part_tensors
 from rl_backend.runtime.handle_config import handle_config
 from rl_backend.runtime.held import HeldRuntime
 from rl_backend.runtime.placement import move_parts
+from rl_backend.runtime.router_replay import RouterReplay
 
 
 def _with_megatron[**P, R](
@@ -288,5 +289,7 @@ class BridgeRuntime(HeldRuntime[BridgeHandle]):
             vocab_size=handle.vocab_size,
             max_length=handle.max_length,
             forward_only=forward_only,
+            router_replay="off",
+            routers=None,
             replica=self.groups.pg.mp,
         )

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_backend.contracts import ModelOutput, PackedBatch
+from rl_backend.contracts import ModelOutput, PackedBatch, RoutedLayers
 from rl_backend.model import ModelInput
 from rl_backend.parallel.context import gather_outputs
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.token_layout import TokenLayout, lay_out_tokens
 from rl_backend.primitive.attention import Segments
+from rl_backend.runtime.router_replay import routes_to_replay
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,16 @@ class RankBatch:
         return output._replace(**gathered)
 
 
-def lay_out(batch: PackedBatch, groups: ParallelGroups, num_micro_batches: int) -> RankBatch:
-    """The part of ``batch``, which is on the training device, that this rank has under context and tensor parallelism."""
+def lay_out(
+    batch: PackedBatch, groups: ParallelGroups, num_micro_batches: int, replayed: RoutedLayers | None = None
+) -> RankBatch:
+    """The part of ``batch``, which is on the training device, that this rank has under context and tensor parallelism.
+
+    Args:
+        replayed: the model's layers with experts, where these shall take the routes of the batch.
+    """
     seq_lens = tuple(batch.seq_lens.tolist())
+    routes = None if replayed is None else routes_to_replay(batch, replayed)
     common = {
         "longest": max(seq_lens),
         "calculate_entropy": bool(batch.meta.get("calculate_entropy", False)),
@@ -56,6 +64,7 @@ def lay_out(batch: PackedBatch, groups: ParallelGroups, num_micro_batches: int) 
             labels=batch.labels,
             temperature=batch.temperature,
             padding=None,
+            routes=routes,
             **common,
         )
         return RankBatch(inputs, None)
@@ -74,13 +83,14 @@ def lay_out(batch: PackedBatch, groups: ParallelGroups, num_micro_batches: int) 
         labels=layout.take(batch.labels, -100),
         temperature=layout.take(temperature, 1.0) if isinstance(temperature, Tensor) else temperature,
         padding=_own_tokens(layout.padding, groups),
+        routes=_own_tokens(None if routes is None else layout.take(routes, -1), groups),
         **common,
     )
     return RankBatch(inputs, layout)
 
 
-def _own_tokens(padding: Tensor | None, groups: ParallelGroups) -> Tensor | None:
+def _own_tokens(rows: Tensor | None, groups: ParallelGroups) -> Tensor | None:
     """The rows between blocks, where tensor-parallel ranks share the tokens out."""
-    if padding is None:
+    if rows is None:
         return None
-    return torch.tensor_split(padding, groups.tp_group.size())[groups.tp_group.rank()]
+    return torch.tensor_split(rows, groups.tp_group.size())[groups.tp_group.rank()]

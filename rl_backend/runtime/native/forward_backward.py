@@ -14,13 +14,14 @@ from rl_backend.contracts import (
     LossFn,
     MetricValue,
     PackedBatch,
-    UnsupportedError,
     merge_metrics,
 )
 from rl_backend.runtime.losses import as_metrics, check_loss, detached
 from rl_backend.runtime.native import fsdp_state
 from rl_backend.runtime.native.batch import lay_out
 from rl_backend.runtime.native.handle import NativeHandle
+from rl_backend.runtime.native.routes import PassRoutes
+from rl_backend.runtime.router_replay import RouterReplay
 from rl_backend.trace.device import device_span
 
 
@@ -31,6 +32,7 @@ def run_micro_batches(
     *,
     forward_only: bool,
     keep_gathered: bool,
+    router_replay: RouterReplay = "off",
 ) -> ForwardResult:
     """Runs checked micro-batches; gradients are reduced over the ranks once, in the last backward pass.
 
@@ -40,6 +42,7 @@ def run_micro_batches(
     Raises:
         BatchError: what the loss returned is not a 0-d tensor with a gradient, or a metric is not a number.
     """
+    routes = PassRoutes(handle, router_replay)
     losses: list[Tensor] = []
     metrics: list[Mapping[str, MetricValue]] = []
     outputs: dict[str, list[Tensor]] = defaultdict(list)
@@ -47,7 +50,8 @@ def run_micro_batches(
         for index, batch in enumerate(data):
             if not forward_only:
                 fsdp_state.set_gradient_sync(handle.model, index == len(data) - 1, keep_gathered=keep_gathered)
-            loss, metric, output = _run_one(handle, batch.to(handle.groups.device), loss_fn, index, len(data), forward_only)
+            batch = batch.to(handle.groups.device)
+            loss, metric, output = _run_one(handle, batch, loss_fn, index, len(data), forward_only, routes)
             if loss is not None:
                 losses.append(loss)
             metrics.append(metric)
@@ -56,7 +60,7 @@ def run_micro_batches(
     return ForwardResult(
         losses=tuple(torch.stack(losses).tolist()) if losses else (),
         metrics=merge_metrics([as_metrics(values) for values in metrics]),
-        outputs=dict(outputs),
+        outputs=dict(outputs) | routes.outputs(data),
     )
 
 
@@ -74,15 +78,23 @@ def abandoned_on_error(handle: NativeHandle, forward_only: bool) -> Generator[No
 
 
 def _run_one(
-    handle: NativeHandle, batch: PackedBatch, loss_fn: LossFn | None, index: int, num_micro_batches: int, forward_only: bool
+    handle: NativeHandle,
+    batch: PackedBatch,
+    loss_fn: LossFn | None,
+    index: int,
+    num_micro_batches: int,
+    forward_only: bool,
+    routes: PassRoutes,
 ) -> tuple[Tensor | None, Mapping[str, MetricValue], dict[str, Tensor]]:
     loss: Tensor | None = None
     metrics: Mapping[str, MetricValue] = {}
     work = {"micro_batch": index, "tokens": batch.input_ids.shape[0], "sequences": batch.seq_lens.shape[0]}
     device = handle.groups.device
     with torch.set_grad_enabled(not forward_only), device_span(device, "forward", "micro_batch", **work):
-        rank_batch = lay_out(batch, handle.groups, num_micro_batches)
-        output = rank_batch.outputs(handle.model(rank_batch.inputs), handle.groups)
+        rank_batch = lay_out(batch, handle.groups, num_micro_batches, routes.replayed)
+        with routes.record(index, 0, rank_batch.layout):
+            output = handle.model(rank_batch.inputs)
+        output = rank_batch.outputs(output, handle.groups)
         if loss_fn is not None:
             loss, metrics = loss_fn(output, batch, handle.groups.dp_group)
             check_loss(loss, index, forward_only)
@@ -94,12 +106,3 @@ def _run_one(
     if handle.has_outputs:
         kept = {name: value.detach() for name, value in output._asdict().items() if value is not None}
     return None if loss is None else loss.detach().float(), detached(metrics), kept
-
-
-def require_no_replay(router_replay: str, family_name: str) -> None:
-    """Raises :class:`UnsupportedError` unless ``router_replay`` is ``off``."""
-    if router_replay != "off":
-        raise UnsupportedError(
-            f"router_replay={router_replay!r}: the native runtime has no router replay for {family_name!r}; use 'off'",
-            router_replay=router_replay,
-        )

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rl_backend.contracts import WeightName
+from rl_backend.contracts import RoutedLayers, WeightName
 from rl_backend.model import ModelFamily
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import local_tensor
@@ -52,6 +52,11 @@ class NativeHandle(HeldHandle[NativeOptimizer]):
     layouts: Mapping[str, TensorLayout]
     placement: Placement
     num_passes: int = 0
+
+    @property
+    def routed_layers(self) -> RoutedLayers | None:
+        """Its layers with experts; None where the family does not replay routes."""
+        return None if self.family.routed_layers is None else self.family.routed_layers(self.architecture)
 
     def part_tensors(self) -> dict[Part, list[Tensor]]:
         """This rank's tensors of each part that the handle has."""

@@ -23,7 +23,9 @@ from rl_backend.runtime.native import fsdp_state
 from rl_backend.runtime.native.batch import RankBatch, lay_out
 from rl_backend.runtime.native.forward_backward import abandoned_on_error
 from rl_backend.runtime.native.handle import NativeHandle
+from rl_backend.runtime.native.routes import PassRoutes
 from rl_backend.runtime.native.stages import schedule_name
+from rl_backend.runtime.router_replay import RouterReplay
 from rl_backend.trace.device import device_span
 
 
@@ -34,6 +36,7 @@ def run_pipeline(
     *,
     forward_only: bool,
     keep_gathered: bool,
+    router_replay: RouterReplay = "off",
 ) -> ForwardResult:
     """As :func:`~rl_backend.runtime.native.forward_backward.run_micro_batches`, with the configuration's schedule.
 
@@ -43,7 +46,8 @@ def run_pipeline(
         BatchError: what the loss returned is not a 0-d tensor with a gradient, or a metric is not a number.
     """
     schedule = _schedule(handle, len(data), forward_only)
-    work = _Stages(handle, data, loss_fn, schedule)
+    routes = PassRoutes(handle, router_replay)
+    work = _Stages(handle, data, loss_fn, schedule, routes)
     executor = PipelineExecutor(schedule, handle.groups.pp_group, work)
     handle.num_passes += 1
     with abandoned_on_error(handle, forward_only):
@@ -57,7 +61,7 @@ def run_pipeline(
             for stage in handle.stages.values():
                 fsdp_state.reduce_gradients(stage)
             _add_gradients_of_copies(handle)
-    return work.result()
+    return work.result(routes.outputs(data))
 
 
 def require_schedulable(handle: NativeHandle, num_micro_batches: int, *, forward_only: bool) -> None:
@@ -89,12 +93,18 @@ class _Stages:
     """The computations of this rank's stages, and what the last one gave."""
 
     def __init__(
-        self, handle: NativeHandle, data: Sequence[PackedBatch], loss_fn: LossFn | None, schedule: Schedule
+        self,
+        handle: NativeHandle,
+        data: Sequence[PackedBatch],
+        loss_fn: LossFn | None,
+        schedule: Schedule,
+        routes: PassRoutes,
     ) -> None:
         self._handle = handle
         self._schedule = schedule
         self._data = [batch.to(handle.groups.device) for batch in data]
-        self._rank_batches = [lay_out(batch, handle.groups, len(data)) for batch in self._data]
+        self._routes = routes
+        self._rank_batches = [lay_out(batch, handle.groups, len(data), routes.replayed) for batch in self._data]
         native = handle.config.backend_cfg
         assert isinstance(native, NativeConfig), "RuntimeConfig resolves backend_cfg by backend"
         self._hidden_dtype: torch.dtype = getattr(torch, native.param_dtype)
@@ -105,11 +115,12 @@ class _Stages:
         self._outputs: dict[int, dict[str, Tensor]] = {}
 
     def forward(self, stage: int, micro_batch: int, hidden: Tensor | None) -> Tensor | None:
-        inputs = self._rank_batches[micro_batch].inputs._replace(hidden=hidden)
-        output: Tensor | ModelOutput = self._handle.stages[stage](inputs)
+        rank_batch = self._rank_batches[micro_batch]
+        with self._routes.record(micro_batch, stage, rank_batch.layout):
+            output: Tensor | ModelOutput = self._handle.stages[stage](rank_batch.inputs._replace(hidden=hidden))
         if isinstance(output, Tensor):
             return output
-        return self._finish(micro_batch, output, self._rank_batches[micro_batch])
+        return self._finish(micro_batch, output, rank_batch)
 
     def _finish(self, micro_batch: int, output: ModelOutput, rank_batch: RankBatch) -> Tensor | None:
         """The loss, after the last stage."""
@@ -158,7 +169,7 @@ class _Stages:
             number=handle.num_passes,
         )
 
-    def result(self) -> ForwardResult:
+    def result(self, routes: Mapping[str, list[Tensor]]) -> ForwardResult:
         outputs: dict[str, list[Tensor]] = defaultdict(list)
         for index in sorted(self._outputs):
             for name, value in self._outputs[index].items():
@@ -167,7 +178,7 @@ class _Stages:
         return ForwardResult(
             losses=tuple(torch.stack(losses).tolist()) if losses else (),
             metrics=merge_metrics([as_metrics(self._metrics[index]) for index in sorted(self._metrics)]),
-            outputs=dict(outputs),
+            outputs={**outputs, **routes},
         )
 
 

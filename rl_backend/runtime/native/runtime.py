@@ -22,7 +22,7 @@ from rl_backend.contracts import (
     TensorInfo,
 )
 from rl_backend.parallel.groups import close_groups, open_groups, training_device
-from rl_backend.runtime.base import RankPlace, RouterReplay
+from rl_backend.runtime.base import RankPlace
 from rl_backend.runtime.batch_checks import check_micro_batches
 from rl_backend.runtime.handle_config import handle_config
 from rl_backend.runtime.held import HeldRuntime
@@ -30,11 +30,12 @@ from rl_backend.runtime.native import export, fsdp_state
 from rl_backend.runtime.native.activations import record_activations
 from rl_backend.runtime.native.build import build_handle
 from rl_backend.runtime.native.checkpoints import all_tensors, load_training_checkpoint, training_manifest
-from rl_backend.runtime.native.forward_backward import require_no_replay, run_micro_batches
+from rl_backend.runtime.native.forward_backward import run_micro_batches
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.pipeline import require_schedulable, run_pipeline
 from rl_backend.runtime.native.stages import has_last_stage
 from rl_backend.runtime.placement import move_parts
+from rl_backend.runtime.router_replay import RouterReplay, require_routers
 
 
 class NativeRuntime(HeldRuntime[NativeHandle]):
@@ -106,7 +107,7 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
         steps are refused until ``zero_grad``, because its gradients are incomplete.
         """
         self._use(handle)
-        require_no_replay(router_replay, handle.family.name)
+        require_routers(router_replay, handle.routed_layers, handle.name)
         if forward_only:
             handle.placement.require("forward_backward", "model")
         else:
@@ -115,10 +116,17 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
             self._require_whole_gradients(handle, "forward_backward")
             if loss_fn is None:
                 raise BatchError("forward_backward without loss_fn; pass one, or forward_only=True")
-        self._check(handle, data, forward_only=forward_only)
+        self._check(handle, data, forward_only=forward_only, router_replay=router_replay)
         keep_gathered = not self.native.reshard_after_forward
         run = run_pipeline if handle.stages else run_micro_batches
-        return run(handle, data, loss_fn, forward_only=forward_only, keep_gathered=keep_gathered)
+        return run(
+            handle,
+            data,
+            loss_fn,
+            forward_only=forward_only,
+            keep_gathered=keep_gathered,
+            router_replay=router_replay,
+        )
 
     def optimizer_step(self, handle: NativeHandle) -> StepResult:
         """See the base class. A skipped step is logged as a warning that names parameters with non-finite gradients."""
@@ -227,7 +235,14 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
     def _close_groups(self) -> None:
         close_groups(self.groups)
 
-    def _check(self, handle: NativeHandle, data: Sequence[PackedBatch], *, forward_only: bool) -> None:
+    def _check(
+        self,
+        handle: NativeHandle,
+        data: Sequence[PackedBatch],
+        *,
+        forward_only: bool,
+        router_replay: RouterReplay = "off",
+    ) -> None:
         check_micro_batches(
             data,
             self.groups.world_group,
@@ -236,6 +251,8 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
             vocab_size=handle.vocab_size,
             max_length=handle.max_length,
             forward_only=forward_only,
+            router_replay=router_replay,
+            routers=handle.routed_layers,
             replica=self.groups.replica_group,
         )
         require_schedulable(handle, len(data), forward_only=forward_only)

@@ -1,0 +1,122 @@
+"""Routes of a pass: replayed from the batch, or kept from every router and put together."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl_backend.contracts import NativeConfig, PackedBatch, RoutedLayers, UnsupportedError
+from rl_backend.parallel.token_layout import TokenLayout
+from rl_backend.primitive.router import Router, Routing
+from rl_backend.runtime.native.handle import NativeHandle
+from rl_backend.runtime.native.stages import model_stages
+from rl_backend.runtime.router_replay import RouterReplay, gather_rows, gather_stages
+
+
+class PassRoutes:
+    """What one ``forward_backward`` does about routes.
+
+    Attributes:
+        replayed: the layers with experts of the whole model when these take the routes of the batch; else None.
+
+    Raises:
+        UnsupportedError: the model has other routers than ``ModelFamily.routed_layers`` says.
+    """
+
+    def __init__(self, handle: NativeHandle, router_replay: RouterReplay) -> None:
+        routers = None if router_replay == "off" else handle.routed_layers
+        self.replayed = routers if router_replay == "replay" else None
+        self._recorder = RouteRecorder(handle, routers) if routers is not None and router_replay == "record" else None
+
+    @contextmanager
+    def record(self, micro_batch: int, stage: int, layout: TokenLayout | None) -> Generator[None]:
+        """Around the forward pass of one stage of the model, or of the model as stage 0."""
+        if self._recorder is None:
+            yield
+            return
+        with self._recorder.record(micro_batch, stage, layout):
+            yield
+
+    def outputs(self, data: Sequence[PackedBatch]) -> dict[str, list[Tensor]]:
+        """``routed_experts`` on source ranks, when routes are recorded; then a collective over the replica."""
+        return {} if self._recorder is None else self._recorder.outputs(data)
+
+
+class RouteRecorder:
+    """Keeps the choices of every router of this rank's stages for every micro-batch."""
+
+    def __init__(self, handle: NativeHandle, routers: RoutedLayers) -> None:
+        self._handle = handle
+        self._model = routers
+        self._places = _places_on_ranks(handle, routers)
+        modules: Mapping[int, nn.Module] = handle.stages or {0: handle.model}
+        self._routers = {
+            stage: [module for module in model.modules() if isinstance(module, Router)] for stage, model in modules.items()
+        }
+        mine = self._places[handle.groups.pp_group.rank()]
+        found = sum(map(len, self._routers.values()))
+        if found != len(mine):
+            raise UnsupportedError(
+                f"{handle.name} has {found} Router modules where ModelFamily.routed_layers of {handle.family.name!r} has "
+                f"{len(mine)} layers with experts; the two must agree",
+                family=handle.family.name,
+            )
+        self._chosen: dict[tuple[int, int], Tensor] = {}
+        self._layouts: dict[int, TokenLayout | None] = {}
+
+    @contextmanager
+    def record(self, micro_batch: int, stage: int, layout: TokenLayout | None) -> Generator[None]:
+        """Around a forward pass. What is computed again in the backward pass, outside of it, is not recorded twice."""
+        chosen: list[Tensor] = []
+
+        def keep(_: nn.Module, __: Any, routing: Routing) -> None:
+            chosen.append(routing.experts.to(self._model.dtype))
+
+        hooks = [router.register_forward_hook(keep) for router in self._routers[stage]]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._layouts[micro_batch] = layout
+        if chosen:
+            self._chosen[micro_batch, stage] = torch.stack(chosen, dim=1)
+
+    def outputs(self, data: Sequence[PackedBatch]) -> dict[str, list[Tensor]]:
+        """As :meth:`PassRoutes.outputs`."""
+        groups, model = self._handle.groups, self._model
+        stages = [
+            torch.cat([self._of_tokens(self._chosen[index, stage], index) for index in range(len(data))])
+            for stage, routers in self._routers.items()
+            if routers
+        ]
+        if not stages:
+            tokens = sum(batch.num_tokens for batch in data)
+            stages = [torch.empty(tokens, 0, model.top_k, dtype=model.dtype, device=groups.device)]
+        routes = gather_stages(stages, self._places, model, groups.pp_group)
+        if not self._handle.has_outputs:
+            return {}
+        lengths = [length for batch in data for length in batch.seq_lens.tolist()]
+        return {"routed_experts": [part.clone() for part in routes.split(lengths)]}
+
+    def _of_tokens(self, rows: Tensor, micro_batch: int) -> Tensor:
+        """(rows of this rank, layers, top_k) -> (T, layers, top_k)."""
+        layout, groups = self._layouts[micro_batch], self._handle.groups
+        if layout is None:
+            return rows
+        return gather_rows(gather_rows(rows, groups.tp_group), groups.cp_group).index_select(0, layout.places)
+
+
+def _places_on_ranks(handle: NativeHandle, routers: RoutedLayers) -> list[list[int]]:
+    """For each rank of the pipeline, the places of its layers among the layers with experts, in the order of its stages."""
+    place = {layer: index for index, layer in enumerate(routers.layers)}
+    if not handle.stages:
+        return [list(place.values())]
+    native = handle.config.backend_cfg
+    assert isinstance(native, NativeConfig), "RuntimeConfig resolves backend_cfg by backend"
+    ranks = [model_stages(handle.family, handle.architecture, native, rank) for rank in range(native.parallel.pp)]
+    return [[place[layer] for stage in stages.values() for layer in stage.layers if layer in place] for stages in ranks]

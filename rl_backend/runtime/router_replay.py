@@ -1,0 +1,75 @@
+"""Recording routes and routing as recorded: what both runtimes share. See :mod:`rl_backend.contracts.routed_experts`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_backend.contracts import BatchError, PackedBatch, RoutedLayers, UnsupportedError
+from rl_backend.parallel.collectives import all_gather_into
+
+type RouterReplay = Literal["off", "record", "replay"]
+
+MODES: tuple[RouterReplay, ...] = get_args(RouterReplay.__value__)
+
+
+def require_routers(router_replay: RouterReplay, routers: RoutedLayers | None, model: str) -> None:
+    """Refuses routes of a model without routers.
+
+    Args:
+        routers: of the model; None where its implementation does not replay.
+        model: for the message.
+
+    Raises:
+        BatchError: no such mode.
+        UnsupportedError: nothing to record or replay.
+    """
+    if router_replay not in MODES:
+        raise BatchError(f"router_replay={router_replay!r}; expected one of {', '.join(MODES)}", router_replay=router_replay)
+    if router_replay != "off" and (routers is None or not routers.layers):
+        raise UnsupportedError(
+            f"router_replay={router_replay!r}: {model} has no routers to record or replay; use 'off'",
+            router_replay=router_replay,
+        )
+
+
+def routes_to_replay(batch: PackedBatch, routers: RoutedLayers) -> Tensor:
+    """(T, layers with experts, top_k) int16, or int32 for more experts; -1 for the tokens for which the router chooses."""
+    routes, mask = routers.routes_of(batch)
+    signed = routes.to(torch.promote_types(routers.dtype, torch.int16))
+    return signed if mask is None else signed.masked_fill(~mask.view(-1, 1, 1), -1)
+
+
+def gather_rows(routes: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(N, layers, top_k) of every rank -> (ranks * N, layers, top_k), in the order of the ranks."""
+    if group.size() == 1:
+        return routes
+    # gloo has no 16-bit integers.
+    mine = routes.contiguous().view(torch.uint8)
+    gathered = mine.new_empty((group.size() * mine.shape[0], *mine.shape[1:]))
+    all_gather_into(gathered, mine, group=group)
+    return gathered.view(routes.dtype)
+
+
+def gather_stages(
+    stages: Sequence[Tensor], places: Sequence[Sequence[int]], routers: RoutedLayers, group: dist.ProcessGroup
+) -> Tensor:
+    """The routes of all ranks of a pipeline, on each of them: (T, layers with experts of the model, top_k).
+
+    Args:
+        stages: (T, layers, top_k) of each of this rank's stages.
+        places: for each rank of ``group``, its layers of all its stages: their places among the layers with experts.
+    """
+    mine = torch.cat(list(stages), dim=1)
+    # Ranks may have different numbers of layers, none included.
+    padded = mine.new_zeros(mine.shape[0], max(map(len, places)), mine.shape[2])
+    padded[:, : mine.shape[1]] = mine
+    of_ranks = gather_rows(padded, group).view(group.size(), *padded.shape)
+    routes = mine.new_empty(mine.shape[0], len(routers.layers), mine.shape[2])
+    for rank, layers in enumerate(places):
+        routes[:, torch.tensor(layers, dtype=torch.int64, device=routes.device)] = of_ranks[rank, :, : len(layers)]
+    return routes
