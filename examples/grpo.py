@@ -25,7 +25,7 @@ from examples.common.rl_config import RLConfig
 from examples.common.run_folder import RunFolder
 from examples.common.run_log import OnStep, RunLog
 from examples.common.sample_stream import SampleStream
-from examples.common.sequences import Advantage, to_sequences, with_advantages, with_field
+from examples.common.sequences import Advantage, to_sequences, with_advantages, with_outputs
 from rl_backend.algorithm import LossAggMode, overlong_penalty
 from rl_backend.contracts import ConfigError
 
@@ -138,7 +138,7 @@ def train(config: GRPOConfig, on_step: OnStep | None = None) -> RunResult:
         RunFolder(config.run_dir, config, trace=(trainer, rollout) if config.trace else ()) as folder,
     ):
         require_paths(trainer, config.model, folder.path)
-        policy = Model(trainer, trainer.build_model(name="policy"))
+        policy = Model(trainer, trainer.build_model(name="policy"), config.router_replay)
         if config.kl_coef:
             reference = Model(trainer, trainer.build_model(forward_only=True, name="reference"))
         log = RunLog(config, inputs, rollout, folder, on_step)
@@ -156,12 +156,11 @@ def train(config: GRPOConfig, on_step: OnStep | None = None) -> RunResult:
                 clock = Clock()
                 batch = collector.collect(step, clock)
 
-                sequences = to_sequences(batch.samples)
-                old_log_probs = policy.submit_output("log_probs", sequences, meta)()
-                sequences = with_field(sequences, "old_log_probs", old_log_probs)
+                sequences = to_sequences(batch.samples, routes=config.router_replay == "R3")
+                sequences = with_outputs(sequences, policy.submit_old_policy(sequences, meta)())
                 if config.kl_coef:
                     ref_log_probs = reference.submit_output("log_probs", sequences, meta)()
-                    sequences = with_field(sequences, "ref_log_probs", ref_log_probs)
+                    sequences = with_outputs(sequences, {"ref_log_probs": ref_log_probs})
                 clock.lap("old_log_probs")
 
                 rewards = config.shaped_rewards(batch)

@@ -30,7 +30,7 @@ from examples.common.rl_config import RLConfig
 from examples.common.run_folder import RunFolder
 from examples.common.run_log import OnStep, RunLog
 from examples.common.sample_stream import SampleStream
-from examples.common.sequences import rewards_of_tokens, to_sequences, with_field, with_packed_fields
+from examples.common.sequences import rewards_of_tokens, to_sequences, with_outputs, with_packed_fields
 from rl_backend import TokenSequence
 from rl_backend.algorithm import (
     explained_variance,
@@ -143,15 +143,12 @@ def train(config: PPOConfig, on_step: OnStep | None = None) -> RunResult:
             clock = Clock()
             batch = collector.collect(step, clock)
 
-            sequences = to_sequences(batch.samples)
-            outputs = {
-                "old_log_probs": actor.submit_output("log_probs", sequences, meta),
-                "old_values": critic.submit_output("values", sequences, meta),
-            }
+            sequences = to_sequences(batch.samples, routes=config.router_replay == "R3")
+            old_policy = actor.submit_old_policy(sequences, meta)
+            outputs = {"old_values": critic.submit_output("values", sequences, meta)}
             if reference:
                 outputs["ref_log_probs"] = reference.submit_output("log_probs", sequences, meta)
-            for name, output in outputs.items():
-                sequences = with_field(sequences, name, output())
+            sequences = with_outputs(sequences, old_policy() | {name: output() for name, output in outputs.items()})
             clock.lap("outputs")
 
             sequences, metrics = with_gae(sequences, batch.rewards, config)
@@ -195,7 +192,7 @@ def build_models(config: PPOConfig, groups: Sequence[TrainGroup]) -> Models:
     """Actor, critic and reference on the first, second and third group, or all on the only one."""
     actor, critic, reference = (groups[min(index, len(groups) - 1)] for index in range(3))
     return Models(
-        Model(actor, actor.build_model(name="actor")),
+        Model(actor, actor.build_model(name="actor"), config.router_replay),
         Model(
             critic,
             critic.build_model(

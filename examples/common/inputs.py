@@ -12,6 +12,7 @@ from actors import SamplingConfig
 from adapters.verl.reward import RewardFunction, load_reward_function
 from examples.common.prompts import Prompt, endless_batches, load_prompts, load_tokenizer
 from examples.common.rl_config import RLConfig
+from examples.common.router_replay import require_experts
 from examples.common.run_folder import require_new_run
 
 
@@ -34,6 +35,7 @@ def load_inputs(config: RLConfig) -> Inputs:
         ConfigError, BatchError: a file or folder that is missing or cannot be used.
     """
     require_new_run(config.run_dir)
+    require_experts(f"{type(config).__name__}.router_replay", config.router_replay, config.model)
     tokenizer = load_tokenizer(config.model)
     prompts = load_prompts(config.dataset, tokenizer, config.max_prompt_tokens)
     held_out = load_prompts(config.eval_dataset, tokenizer, config.max_prompt_tokens) if config.eval_dataset else []

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from actors import HandleRef, Loss, TrainGroup
+from examples.common.router_replay import OLD_POLICY, UPDATE, RouterReplayMode
 from rl_backend import TokenSequence
 from rl_backend.contracts import Metric, merge_metrics
 
@@ -37,10 +38,14 @@ class Model:
     """A handle and the training group that it lives on.
 
     Operations on models of one group run one after the other, on models of different groups at the same time.
+
+    Attributes:
+        router_replay: in the passes of a policy that is trained; other passes route freely.
     """
 
     group: TrainGroup
     handle: HandleRef
+    router_replay: RouterReplayMode = "off"
 
     def submit_output(
         self, name: str, sequences: Sequence[TokenSequence], meta: Mapping[str, Any]
@@ -49,10 +54,26 @@ class Model:
         future = self.group.forward.submit(self.handle, sequences, meta=meta)
         return lambda: list(future.result().output(name))
 
+    def submit_old_policy(
+        self, sequences: Sequence[TokenSequence], meta: Mapping[str, Any]
+    ) -> Callable[[], dict[str, list[Tensor]]]:
+        """Starts the forward pass before the updates; the result waits and returns what they need of it, by token field."""
+        mode = OLD_POLICY[self.router_replay]
+        future = self.group.forward.submit(self.handle, sequences, meta=meta, router_replay=mode)
+
+        def wait() -> dict[str, list[Tensor]]:
+            result = future.result()
+            recorded = {"routed_experts": list(result.output("routed_experts"))} if mode == "record" else {}
+            return {"old_log_probs": list(result.output("log_probs")), **recorded}
+
+        return wait
+
     def submit_update(self, sequences: Sequence[TokenSequence], loss: Loss, meta: Mapping[str, Any]) -> Callable[[], Update]:
         """Starts an optimizer step on fresh gradients; the result waits for it."""
         cleared = self.group.zero_grad.submit(self.handle)
-        gradients = self.group.forward_backward.submit(self.handle, sequences, loss, meta=meta)
+        gradients = self.group.forward_backward.submit(
+            self.handle, sequences, loss, meta=meta, router_replay=UPDATE[self.router_replay]
+        )
         step = self.group.optimizer_step.submit(self.handle)
         schedule = self.group.lr_scheduler_step.submit(self.handle)
 

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from actors import RolloutConfig, SamplingConfig
 from actors.weight_sync import TransportName
 from examples.common.cluster import Share, resolve_dtype
+from examples.common.router_replay import RouterReplayMode
 from examples.common.training_config import TrainingConfig
 from rl_backend.contracts import ConfigError
 
@@ -41,6 +42,11 @@ class RLConfig(TrainingConfig):
         "[1 / importance_cap, importance_cap]; auto: truncate when sampling ahead, else off",
     )
     importance_cap: float = Field(default=2.0, gt=1, description="largest importance weight")
+    router_replay: RouterReplayMode = Field(
+        default="off",
+        description="for mixtures of experts: updates send tokens to the experts of the pass for the old log-probs (R2), or "
+        "both send them to vLLM's (R3)",
+    )
     trace: bool = Field(default=False, description="record all actors in run_dir/trace.json, for Perfetto")
     engines: int = Field(default=1, ge=1, description="vLLM engines")
     placement: Literal["pack", "spread"] = Field(
@@ -109,7 +115,9 @@ class RLConfig(TrainingConfig):
 
     def meta(self) -> dict[str, Any]:
         """Facts of every batch."""
-        return {"temperature": self.temperature, "calculate_entropy": self.entropy_coef > 0}
+        meta = {"temperature": self.temperature, "calculate_entropy": self.entropy_coef > 0}
+        # Routes of runtimes and of samples are for the layers with experts alone.
+        return meta if self.router_replay == "off" else meta | {"routed_experts_layers": "moe"}
 
     def importance_options(self) -> dict[str, Any]:
         """Options of a policy loss."""
@@ -132,6 +140,7 @@ class RLConfig(TrainingConfig):
             placement=self.placement,
             gpus_per_worker=share.gpus or 1.0,
             gpu_memory_utilization=0.4 if 0 < share.gpus < 1 else 0.9,
+            return_routed_experts=self.router_replay == "R3",
         )
 
     def facts(self) -> list[str]:
@@ -141,7 +150,11 @@ class RLConfig(TrainingConfig):
             self.describe_ranks(),
             f"{self.engines} vLLM engine(s)",
         ]
-        return [*facts, f"sampling {self.batches_ahead} batch(es) ahead"] if self.batches_ahead else facts
+        if self.batches_ahead:
+            facts.append(f"sampling {self.batches_ahead} batch(es) ahead")
+        if self.router_replay != "off":
+            facts.append(f"router replay {self.router_replay}")
+        return facts
 
     def sampling_config(self, stop_token_ids: tuple[int, ...]) -> SamplingConfig:
         return SamplingConfig(

@@ -21,19 +21,25 @@ from rl_backend.algorithm import (
 type Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
 
-def to_sequences(samples: Sequence[Sample]) -> list[TokenSequence]:
-    """Prompt and response of each sample, with ``loss_mask`` and ``rollout_log_probs``."""
-    return [
+def to_sequences(samples: Sequence[Sample], *, routes: bool = False) -> list[TokenSequence]:
+    """Prompt and response of each sample, with ``loss_mask`` and ``rollout_log_probs``; with ``routes`` the engine's too."""
+    sequences = [
         TokenSequence.from_prompt_and_response(
             sample.prompt_ids, sample.response_ids, response_fields={"rollout_log_probs": sample.log_probs}
         )
         for sample in samples
     ]
+    if not routes:
+        return sequences
+    return [sample.with_routes(sequence) for sample, sequence in zip(samples, sequences, strict=True)]
 
 
-def with_field(sequences: Sequence[TokenSequence], name: str, values: Sequence[Tensor]) -> list[TokenSequence]:
-    """Adds a token field, given as one (L,) tensor for each sequence."""
-    return [sequence.with_fields({name: value}) for sequence, value in zip(sequences, values, strict=True)]
+def with_outputs(sequences: Sequence[TokenSequence], outputs: Mapping[str, Sequence[Tensor]]) -> list[TokenSequence]:
+    """Adds token fields, each given as one (L, ...) tensor for each sequence."""
+    return [
+        sequence.with_fields({name: values[index] for name, values in outputs.items()})
+        for index, sequence in enumerate(sequences)
+    ]
 
 
 def with_advantages(

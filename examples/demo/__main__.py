@@ -6,14 +6,15 @@ import json
 import shutil
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from examples import grpo, ppo, sft
 from examples.common.cluster import ray_session, share_cluster
 from examples.common.command_line import parse_config, run_command
 from examples.common.result import RunResult
+from examples.common.router_replay import RouterReplayMode
 from examples.common.runtime import RuntimeOptions
 from examples.demo.task import HELD_OUT, NUM_LAYERS, ModelName, write_task
 from rl_backend.contracts import ConfigError
@@ -38,9 +39,20 @@ class DemoConfig(RuntimeOptions):
     seed: int = Field(default=0, ge=0, description="fixes model, data, samples and training")
     steps: int = Field(default=120, ge=1, description="training steps")
     max_staleness: int = Field(default=0, ge=0, description="steps by which samples may be behind; 0: strictly on-policy")
+    router_replay: RouterReplayMode = Field(
+        default="off", description="for qwen3_moe: R2, routes of the old policy's pass; R3, routes of vLLM"
+    )
     engines: int = Field(default=1, ge=1, description="vLLM engines")
     trace: bool = Field(default=True, description="record all actors, for Perfetto and the report's timeline")
     shuffle_rewards: bool = Field(default=False, description="control experiment: rewards go to the wrong responses")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.router_replay != "off" and self.model == "qwen3":
+            raise ConfigError.of(
+                "DemoConfig.router_replay", self.router_replay, "model='qwen3' is dense and routes nothing; use qwen3_moe"
+            )
+        return self
 
 
 def warm_start(config: DemoConfig, task: Path, run_dir: Path) -> Path:
@@ -76,6 +88,7 @@ def demo_settings(config: DemoConfig, task: Path, model: Path, run_dir: Path) ->
         "lr_warmup_steps": min(5, config.steps - 1),
         "lr_decay_style": "linear",
         "max_staleness": config.max_staleness,
+        "router_replay": config.router_replay,
         "engines": config.engines,
         "transport": "shared_memory",
         "seed": config.seed,

@@ -15,7 +15,7 @@ from actors import Sample
 from examples.common.cluster import gpus_each
 from examples.common.collect import TrainingBatch
 from examples.common.command_line import parse_config
-from examples.common.inputs import stop_token_ids
+from examples.common.inputs import load_inputs, stop_token_ids
 from examples.common.prompts import encode_text, endless_batches, load_prompts, load_tokenizer
 from examples.common.run_folder import RunFolder
 from examples.demo.__main__ import RECIPES, Algorithm, DemoConfig, demo_settings
@@ -138,6 +138,21 @@ def test_runtime_and_layout_are_options_of_every_example(tmp_path: Path, monkeyp
     demo = parse_config(DemoConfig, "", layout)
     settings = demo_settings(demo, tmp_path, tmp_path, tmp_path)
     assert GRPOConfig(**settings).parallel == config.parallel
+
+
+def test_router_replay_is_for_mixtures_of_experts_alone(tmp_path: Path) -> None:
+    for model in ("qwen3", "qwen3_moe"):
+        write_task(tmp_path / model, seed=0, model=parse_config(DemoConfig, "", ["--model", model]).model)
+    options = {"dataset": "d", "reward": "r", "run_dir": str(tmp_path / "run")}
+    for mode in ("R2", "R3"):
+        with pytest.raises(ConfigError, match=rf"DemoConfig\.router_replay='{mode}': model='qwen3' is dense"):
+            parse_config(DemoConfig, "", ["--router-replay", mode])
+        dense = GRPOConfig(model=str(tmp_path / "qwen3" / "model"), router_replay=mode, **options)
+        with pytest.raises(ConfigError, match=rf"GRPOConfig\.router_replay='{mode}': .*model is a dense model"):
+            load_inputs(dense)
+        mixture = PPOConfig(model=str(tmp_path / "qwen3_moe" / "model"), router_replay=mode, **options)
+        with pytest.raises(ConfigError, match="no such file"):
+            load_inputs(mixture)
 
 
 def test_ppo_needs_steps_in_which_the_actor_is_trained() -> None:
