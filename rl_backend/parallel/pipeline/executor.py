@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.parallel.pipeline.actions import Action, Kind
+from rl_backend.parallel.pipeline.actions import SENDS, Action, Kind
 from rl_backend.parallel.pipeline.schedule import Schedule
 from rl_backend.primitive.deferred import WeightGradients, put_off_weight_gradients
 
@@ -42,6 +43,29 @@ class StageWork(Protocol):
     def span(self, action: Action) -> AbstractContextManager[object]:
         """Around a computation, for a trace."""
         ...
+
+
+class EmptyStages:
+    """In the place of stages that must not run: takes part in the transfers of a warm-up with zeros.
+
+    Args:
+        hidden: micro-batch -> hidden states between two stages.
+    """
+
+    def __init__(self, hidden: Sequence[Tensor]) -> None:
+        self._like = hidden
+
+    def forward(self, stage: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
+        return torch.zeros_like(self._like[micro_batch])
+
+    def empty_hidden(self, micro_batch: int) -> Tensor:
+        return torch.empty_like(self._like[micro_batch])
+
+    def after_weights(self, stage: int) -> None:
+        """There are no weights."""
+
+    def span(self, action: Action) -> AbstractContextManager[object]:
+        return nullcontext()
 
 
 class _Activation(NamedTuple):
@@ -79,10 +103,30 @@ class PipelineExecutor:
         self._put_off: dict[_Place, WeightGradients] = {}
         self._arriving: dict[Action, tuple[dist.Work, Tensor]] = {}
         self._departing: list[tuple[dist.Work, Tensor]] = []
+        self._num_done = 0
         self.peak_activations = 0
 
+    def warm_up(self) -> None:
+        """Runs the schedule's warm-up: forward passes whose results can still be dropped."""
+        self._run_to(self._schedule.warm_up.lengths[self._rank])
+
     def run(self) -> None:
-        """Runs all actions. A collective over the pipeline's ranks."""
+        """Runs all actions that are left. A collective over the pipeline's ranks, as are the other two."""
+        self._run_to(len(self._schedule.actions[self._rank]))
+        self._finish_transfers()
+
+    def abandon(self) -> None:
+        """Ends the pass after the warm-up: completes the transfers that peers have posted, and drops everything."""
+        for action in self._schedule.warm_up.left_over[self._rank]:
+            if action.kind in SENDS:
+                self._post_send(action, torch.zeros_like(self._work.empty_hidden(action.micro_batch)))
+            else:
+                self._receive(action)
+        self._finish_transfers()
+        self._hidden.clear()
+        self._activations.clear()
+
+    def _run_to(self, end: int) -> None:
         steps = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -93,10 +137,15 @@ class PipelineExecutor:
             Kind.RECEIVE_ACTIVATION: self._receive,
             Kind.RECEIVE_GRADIENT: self._receive,
         }
-        for action in self._schedule.actions[self._rank]:
+        for action in self._schedule.actions[self._rank][self._num_done : end]:
             steps[action.kind](action)
-        for work, _ in self._departing:
+        self._num_done = end
+
+    def _finish_transfers(self) -> None:
+        for work, _ in (*self._departing, *self._arriving.values()):
             work.wait()
+        self._departing.clear()
+        self._arriving.clear()
 
     def _forward(self, action: Action) -> None:
         _, stage, micro_batch = action
@@ -142,8 +191,10 @@ class PipelineExecutor:
             tensor = self._hidden.pop((stage + 1, micro_batch))
         else:
             tensor = self._gradients.pop((stage - 1, micro_batch))
+        self._post_send(action, tensor.contiguous())
+
+    def _post_send(self, action: Action, tensor: Tensor) -> None:
         self._departing = [(work, sent) for work, sent in self._departing if not work.is_completed()]
-        tensor = tensor.contiguous()
         work = dist.isend(tensor, group=self._group, group_dst=self._schedule.placement[action.other_end.stage])
         assert work is not None, "this rank is in the group"
         self._departing.append((work, tensor))

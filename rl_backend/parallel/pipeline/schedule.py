@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rl_backend.parallel.pipeline.actions import COMPUTATIONS, Action, Kind
+from rl_backend.parallel.pipeline.warm_up import WarmUp, plan_warm_up
 
 Order = Sequence[Sequence[Action]]
 """The computations of each rank, in order, without sends and receives."""
@@ -54,6 +55,11 @@ class Schedule:
     def peak_activations(self) -> tuple[int, ...]:
         """For each rank the most activations that it holds at once, in stages times micro-batches."""
         return tuple(_peak(actions) if not self.forward_only else 0 for actions in self.actions)
+
+    @cached_property
+    def warm_up(self) -> WarmUp:
+        """What each rank can do before it is known whether the pass counts."""
+        return plan_warm_up(self.actions, self.num_stages)
 
     def __str__(self) -> str:
         """The computations of each rank on a line."""

@@ -8,12 +8,12 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rl_backend.contracts import HandleError, OptimizerConfig, PackedWeight, StepResult, WeightName, stored_tensors
+from rl_backend.parallel.collectives import all_gather_into
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import local_tensor, owns
 from rl_backend.runtime.native.lr_schedule import ParameterSchedule
@@ -67,26 +67,74 @@ class NativeOptimizer:
         Raises:
             HandleError: there are no gradients.
         """
-        gradients = {name: local_tensor(p.grad) for name, p in self.parameters.items() if p.grad is not None}
-        if not gradients:
+        self.require_gradients(handle_name)
+        mine = self.statistics()
+        rows = mine.new_empty(self._groups.world_size, mine.numel())
+        if self._groups.world_size > 1:
+            all_gather_into(rows, mine, group=self._groups.world_group)
+        else:
+            rows.copy_(mine)
+        result = self.judge(rows)
+        self.apply(result, handle_name)
+        return result
+
+    def require_gradients(self, handle_name: str) -> None:
+        """Raises :class:`HandleError` when no parameter has one."""
+        if all(parameter.grad is None for parameter in self.parameters.values()):
             raise HandleError(
                 f"optimizer_step on {handle_name!r} without gradients; call forward_backward first", handle=handle_name
             )
-        norm, num_zeros = self._global_statistics([each for name, each in gradients.items() if name in self._counted])
-        if not math.isfinite(norm):
+
+    def statistics(self) -> Tensor:
+        """(2,) float64: squared 2-norm of this rank's gradients, and their zeros, 0 unless they are wanted.
+
+        Copies that another rank counts are left out.
+        """
+        counted = (self.parameters[name].grad for name in self.parameters if name in self._counted)
+        local = (local_tensor(gradient) for gradient in counted if gradient is not None)
+        filled = [gradient for gradient in local if gradient.numel()]
+        statistics = torch.zeros(2, dtype=torch.float64, device=self._groups.device)
+        if filled:
+            statistics[0] = torch.stack(torch._foreach_norm(filled, 2, dtype=torch.float64)).square().sum()
+            if self._config.log_num_zeros_in_grad:
+                statistics[1] = torch.stack([gradient.numel() - gradient.count_nonzero() for gradient in filled]).sum()
+        return statistics
+
+    def judge(self, rows: Tensor) -> StepResult:
+        """The result of a step.
+
+        Args:
+            rows: (ranks, 2), each rank's :meth:`statistics`. Their sums are exact, so that neither the order of the
+                ranks nor the layout makes a difference.
+        """
+        squares, zeros = (math.fsum(column) for column in rows.T.tolist())
+        norm = math.sqrt(squares)
+        return StepResult(math.isfinite(norm), norm, int(zeros) if self._config.log_num_zeros_in_grad else None)
+
+    def clips(self, result: StepResult) -> bool:
+        """Whether gradients are scaled down before the step."""
+        return result.ok and self._clip_coefficient(result) < 1.0
+
+    def apply(self, result: StepResult, handle_name: str) -> None:
+        """Clips and steps, or logs why there is no step."""
+        gradients = {name: local_tensor(p.grad) for name, p in self.parameters.items() if p.grad is not None}
+        if not result.ok:
             bad = [name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]
             logger.warning(
                 "optimizer step of %r skipped: the gradient norm is %s; non-finite gradients in this rank's shards: %s",
                 handle_name,
-                norm,
+                result.grad_norm,
                 ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "") if bad else "none",
             )
-            return StepResult(False, norm, num_zeros)
-        coefficient = self._config.clip_grad / (norm + _CLIP_EPSILON)
-        if self._config.clip_grad > 0 and coefficient < 1.0:
-            torch._foreach_mul_(list(gradients.values()), coefficient)
+            return
+        if self.clips(result):
+            torch._foreach_mul_(list(gradients.values()), self._clip_coefficient(result))
         self.adamw.step()
-        return StepResult(True, norm, num_zeros)
+
+    def _clip_coefficient(self, result: StepResult) -> float:
+        if self._config.clip_grad <= 0:
+            return 1.0
+        return self._config.clip_grad / (result.grad_norm + _CLIP_EPSILON)
 
     def schedule_step(self) -> float:
         """Advances the schedules and returns the learning rate of the next step."""
@@ -106,23 +154,6 @@ class NativeOptimizer:
         """Sets the schedules to ``num_steps`` steps taken."""
         self.schedule.num_steps = num_steps
         self._apply_schedule()
-
-    def _global_statistics(self, gradients: list[Tensor]) -> tuple[float, int | None]:
-        """2-norm, summed in float64 so that it does not depend on the layout, and the number of zeros if it is wanted.
-
-        Args:
-            gradients: this rank's, without the copies that another rank counts.
-        """
-        filled = [gradient for gradient in gradients if gradient.numel()]
-        statistics = torch.zeros(2, dtype=torch.float64, device=self._groups.device)
-        if filled:
-            statistics[0] = torch.stack(torch._foreach_norm(filled, 2, dtype=torch.float64)).square().sum()
-            if self._config.log_num_zeros_in_grad:
-                statistics[1] = torch.stack([gradient.numel() - gradient.count_nonzero() for gradient in filled]).sum()
-        if self._groups.world_size > 1:
-            dist.all_reduce(statistics, group=self._groups.world_group)
-        squares, zeros = statistics.tolist()
-        return math.sqrt(squares), int(zeros) if self._config.log_num_zeros_in_grad else None
 
     def _apply_schedule(self) -> None:
         for group in self.adamw.param_groups:
