@@ -194,6 +194,10 @@ class RuntimeEngine(BaseEngine):
         self.move("device", model=True, optimizer=False, grad=False)
         return self._runtime.export_weights(self.handle, dtype=self._export_dtype), None
 
+    def export_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """See :meth:`~rl_backend.runtime.Runtime.export_gradients`; not one of verl's own."""
+        return self._runtime.export_gradients(self.handle)
+
     @override
     def disable_adapter(self) -> AbstractContextManager[None]:
         """There is no adapter."""
@@ -228,6 +232,10 @@ class RuntimeEngine(BaseEngine):
         self.move("device", model=True, optimizer=True, grad=False)
         self._checkpoints.load(self._runtime, self.handle, local_path, hdfs_path)
         self._rest()
+
+    def close(self) -> None:
+        """Frees the model and the process groups. verl ends the process instead."""
+        self._runtime.close()
 
     def _rest(self) -> None:
         """Puts parts where they are outside of modes."""

@@ -1,0 +1,152 @@
+"""verl's engines: what its workers and losses see is what transformers computes, however a batch is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.support.critic import transformers_values, write_critic
+from tests.support.models import write_tiny
+from tests.support.native import assert_near
+from tests.support.rank_pool import RankPool
+from tests.support.verl_batches import make_batch, ppo, rows, transformers_outputs
+from tests.support.verl_engine import open_engine
+
+BACKENDS = ["native", "bridge"]
+IMPORT_SECONDS = 300.0
+
+CUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "one micro-batch": ("response", {}),
+    "one sequence each": ("response", {"micro_batch_size_per_gpu": 1}),
+    "by tokens": ("response", {"use_dynamic_bsz": True, "max_token_len_per_gpu": 34}),
+    "by tokens, padded": ("dense", {"use_dynamic_bsz": True, "max_token_len_per_gpu": 40}),
+    "two sequences each, padded": ("dense", {"micro_batch_size_per_gpu": 2}),
+}
+
+
+class Inference(NamedTuple):
+    """Attributes:
+    log_probs, entropy, values: of each sequence, in the order of the batch.
+    exported: name -> weight.
+    """
+
+    log_probs: list[Tensor]
+    entropy: list[Tensor]
+    values: list[Tensor]
+    exported: dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny("qwen3", tmp_path_factory.mktemp("verl") / "model")
+
+
+def inference_job(model: str, critic: str, backend: str) -> Inference:
+    found = rows()
+    temperatures = torch.stack([row["temperature"] for row in found])
+    cut = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 34}
+    with open_engine(model, backend=backend, forward_only=True) as engine, engine.eval_mode():
+        batch = make_batch(found, "response", **cut, calculate_entropy=True)
+        batch["temperature"] = temperatures
+        output = engine.infer_batch(batch)
+        assert (output["loss"], output["metrics"]) == ([], {})
+        outputs = {name: list(value.unbind()) for name, value in output["model_output"].items()}
+        weights, peft_config = engine.get_per_tensor_param(layered_summon=True, base_sync_done=True)
+        assert peft_config is None
+        exported = {name: tensor.clone() for name, tensor in weights}
+    with open_engine(critic, backend=backend, head="value_model", forward_only=True) as engine, engine.eval_mode():
+        output = engine.infer_batch(make_batch(found, "dense", **cut))
+    return Inference(**outputs, values=list(output["model_output"]["values"].unbind()), exported=exported)
+
+
+@pytest.mark.shows("verl: log-probs and values of transformers to 1e-5 per token, exported weights equal, both backends")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_engine_gives_transformers_log_probs_and_values_and_exports_its_weights(
+    ranks: RankPool, model: Path, tmp_path: Path, backend: str
+) -> None:
+    critic = write_critic(tmp_path / "critic", model)
+    (found,) = ranks.run(inference_job, str(model), str(critic), backend, world_size=1, timeout=IMPORT_SECONDS)
+    sequences = rows()
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = transformers_outputs(reference, sequences, torch.stack([row["temperature"] for row in sequences]))
+    for name in ("log_probs", "entropy"):
+        for row, expected_row in zip(getattr(found, name), expected[name].unbind(), strict=True):
+            torch.testing.assert_close(row, expected_row, rtol=0, atol=1e-5)
+    values = transformers_values(critic, [row["input_ids"] for row in sequences])
+    torch.testing.assert_close(torch.cat(found.values), values, rtol=0, atol=1e-5)
+    stored = {name: tensor for file in model.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert found.exported.keys() == stored.keys()
+    for name, tensor in found.exported.items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, stored[name]), name
+
+
+def gradients_job(model: str, backend: str) -> dict[str, tuple[float, dict[str, Any], dict[str, Tensor]]]:
+    """Loss, metrics and gradients of verl's losses, for every way to cut the batch."""
+    from verl.utils.metric import Metric
+    from verl.workers.utils.losses import sft_loss
+
+    found = rows()
+    results = {}
+    with open_engine(model, backend=backend) as engine:
+        for name, (layout, cut) in {
+            **CUTS,
+            "sft": ("full", {"use_dynamic_bsz": True, "max_token_len_per_gpu": 34}),
+            "sft, one sequence each": ("full", {"micro_batch_size_per_gpu": 1}),
+        }.items():
+            loss = partial(sft_loss, config=None) if layout == "full" else ppo()
+            batch = make_batch(found, layout, **cut, calculate_entropy=layout != "full")
+            with engine.train_mode():
+                output = engine.forward_backward_batch(batch, loss)
+                gradients = {name: value.clone() for name, value in engine.export_gradients()}
+            metrics = {
+                key: float(value.aggregate()) for key, value in output["metrics"].items() if isinstance(value, Metric)
+            }
+            results[name] = sum(output["loss"]), metrics, gradients
+    return results
+
+
+def reference_gradients(model: Path, loss: Any, layout: Any) -> tuple[float, dict[str, Tensor]]:
+    """Of verl's loss on transformers' log-probs of the whole batch."""
+    from verl.utils import tensordict_utils as tu
+
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    found = rows()
+    batch = make_batch(found, layout)
+    mask = batch["loss_mask"]
+    tu.assign_non_tensor(batch, dp_size=1, batch_num_tokens=float(mask.values().sum()))
+    outputs = transformers_outputs(reference, found, torch.ones(len(found)))
+    value, _ = loss(model_output=outputs, data=batch, dp_group=None)
+    value.backward()
+    named = reference.named_parameters()
+    return float(value.detach()), {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+
+
+@pytest.mark.shows("verl: its own PPO and SFT losses give transformers' gradients for every way to cut a batch")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_verls_losses_do_not_depend_on_how_a_batch_is_cut(ranks: RankPool, model: Path, backend: str) -> None:
+    from verl.workers.utils.losses import sft_loss
+
+    (results,) = ranks.run(gradients_job, str(model), backend, world_size=1, timeout=IMPORT_SECONDS)
+    expected: Mapping[str, tuple[float, dict[str, Tensor]]] = {
+        "ppo": reference_gradients(model, ppo(), "response"),
+        "sft": reference_gradients(model, partial(sft_loss, config=None), "full"),
+    }
+    _, metrics, _ = results["one micro-batch"]
+    assert {"actor/pg_loss", "actor/entropy_loss", "kl_loss"} < metrics.keys()
+    for name, (loss, found_metrics, gradients) in results.items():
+        expected_loss, expected_gradients = expected["sft" if name.startswith("sft") else "ppo"]
+        assert loss == pytest.approx(expected_loss, rel=1e-5), name
+        assert_near(gradients, expected_gradients)
+        if name in CUTS:
+            sums = {key: found_metrics[key] for key in ("actor/pg_loss", "actor/entropy_loss", "kl_loss")}
+            assert sums == pytest.approx({key: metrics[key] for key in sums}, rel=1e-4), name

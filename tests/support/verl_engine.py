@@ -1,0 +1,77 @@
+"""verl's engines on the ranks of a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from adapters.verl.engine import RuntimeEngine
+
+torch.set_num_threads(1)
+
+SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+}
+"""Ours -> verl's name."""
+
+
+@contextmanager
+def open_engine(
+    model: Path | str,
+    *,
+    backend: str = "native",
+    layout: Mapping[str, int] | None = None,
+    head: str = "language_model",
+    backend_options: Mapping[str, Any] | None = None,
+    optimizer: Mapping[str, Any] | None = None,
+    contents: tuple[str, ...] = ("model", "optimizer", "extra"),
+    **engine: Any,
+) -> Iterator[RuntimeEngine]:
+    """An engine that verl's registry would build from these configurations, initialised."""
+    from adapters.verl.cpu_platform import register
+
+    register()
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import HFModelConfig, McoreOptimizerConfig
+
+    from adapters.verl.engine import LanguageModelEngine, ValueModelEngine
+    from adapters.verl.engine_config import RLBackendEngineConfig
+
+    config = RLBackendEngineConfig(
+        dtype="float32",
+        backend=backend,
+        backend_options={"device": "cpu", **(backend_options or {})},
+        **{SIZES[name]: size for name, size in (layout or {}).items()},
+        **engine,
+    )
+    optimizer = {"lr": 1e-3, "lr_decay_style": "linear", "total_training_steps": 10, **(optimizer or {})}
+    made = (LanguageModelEngine if head == "language_model" else ValueModelEngine)(
+        HFModelConfig(path=str(model), load_tokenizer=False, model_type=head),
+        config,
+        None if config.forward_only else McoreOptimizerConfig(**optimizer),
+        CheckpointConfig(save_contents=list(contents), load_contents=list(contents)),
+    )
+    try:
+        made.initialize()
+        yield made
+    finally:
+        made.close()
+
+
+def mean_loss(engine: RuntimeEngine, output: Mapping[str, Any]) -> float:
+    """The loss that verl's worker reports, from the source ranks to all."""
+    found = torch.zeros(1, dtype=torch.float64)
+    if engine.is_mp_src_rank_with_outputs():
+        found += sum(output["loss"]) / engine.get_data_parallel_size()
+    dist.all_reduce(found)
+    return found.item()
