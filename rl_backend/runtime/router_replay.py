@@ -56,20 +56,28 @@ def gather_rows(routes: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_stages(
-    stages: Sequence[Tensor], places: Sequence[Sequence[int]], routers: RoutedLayers, group: dist.ProcessGroup
-) -> Tensor:
-    """The routes of all ranks of a pipeline, on each of them: (T, layers with experts of the model, top_k).
+    stages: Sequence[Tensor],
+    data: Sequence[PackedBatch],
+    places: Sequence[Sequence[int]],
+    routers: RoutedLayers,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> list[Tensor]:
+    """The routes of all ranks of a pipeline, on each of them: (L, layers with experts of the model, top_k) of each sequence.
 
     Args:
-        stages: (T, layers, top_k) of each of this rank's stages.
+        stages: (T, layers, top_k) of all micro-batches, of each of this rank's stages with experts.
         places: for each rank of ``group``, its layers of all its stages: their places among the layers with experts.
     """
-    mine = torch.cat(list(stages), dim=1)
+    tokens = sum(batch.num_tokens for batch in data)
     # Ranks may have different numbers of layers, none included.
-    padded = mine.new_zeros(mine.shape[0], max(map(len, places)), mine.shape[2])
-    padded[:, : mine.shape[1]] = mine
-    of_ranks = gather_rows(padded, group).view(group.size(), *padded.shape)
-    routes = mine.new_empty(mine.shape[0], len(routers.layers), mine.shape[2])
+    mine = torch.zeros(tokens, max(map(len, places)), routers.top_k, dtype=routers.dtype, device=device)
+    if stages:
+        chosen = torch.cat(list(stages), dim=1)
+        mine[:, : chosen.shape[1]] = chosen
+    of_ranks = gather_rows(mine, group).view(group.size(), *mine.shape)
+    routes = mine.new_empty(tokens, len(routers.layers), routers.top_k)
     for rank, layers in enumerate(places):
-        routes[:, torch.tensor(layers, dtype=torch.int64, device=routes.device)] = of_ranks[rank, :, : len(layers)]
-    return routes
+        routes[:, torch.tensor(layers, dtype=torch.int64, device=device)] = of_ranks[rank, :, : len(layers)]
+    lengths = [length for batch in data for length in batch.seq_lens.tolist()]
+    return [part.clone() for part in routes.split(lengths)]

@@ -23,6 +23,7 @@ from rl_backend.runtime.bridge.handle import BridgeHandle
 from rl_backend.runtime.bridge.optimizer import BridgeOptimizer
 from rl_backend.runtime.bridge.outputs import CriticOutputLayer, OutputProcessor
 from rl_backend.runtime.bridge.provider import make_provider, open_bridge, override, takes_packed_sequences
+from rl_backend.runtime.bridge.routes import connect_routers
 from rl_backend.runtime.placement import Placement
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ def build_handle(
         max_length=hf_config.get("max_position_embeddings"),
         packs_sequences=takes_packed_sequences(options, groups.device),
         optimizer=optimizer,
+        routers=connect_routers(unwrap_model(list(chunks)), provider, groups),
         converter=WeightConverter(
             unwrap_model(list(chunks)), bridge, model_bridge, groups.pg, head=head, hf_path=config.hf_path
         ),

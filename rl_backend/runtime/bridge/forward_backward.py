@@ -12,11 +12,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from rl_backend.contracts import BatchError, ForwardResult, LossFn, MetricValue, PackedBatch, UnsupportedError, merge_metrics
+from rl_backend.contracts import BatchError, ForwardResult, LossFn, MetricValue, PackedBatch, merge_metrics
 from rl_backend.runtime.bridge.batch import LaidOut, common_shape, lay_out_packed, lay_out_padded, padded_shape
 from rl_backend.runtime.bridge.handle import BridgeHandle
 from rl_backend.runtime.bridge.outputs import as_model_output
+from rl_backend.runtime.bridge.routes import PassRoutes
 from rl_backend.runtime.losses import as_metrics, check_loss, detached
+from rl_backend.runtime.router_replay import RouterReplay
 from rl_backend.trace.device import device_span
 
 
@@ -38,6 +40,7 @@ def run_micro_batches(
     *,
     forward_only: bool,
     observe: Observe = lambda *_: nullcontext(),
+    router_replay: RouterReplay = "off",
 ) -> ForwardResult:
     """Runs checked micro-batches; Megatron reduces the gradients over the ranks at the end.
 
@@ -54,15 +57,16 @@ def run_micro_batches(
         vp_size=handle.groups.parallel.vpp if handle.groups.parallel.vpp > 1 else None,
     )
     iterators = [iter(enumerate(laid_out)) for _ in handle.chunks]
-    schedule(
-        forward_step_func=_forward_step(handle, loss_fn, len(data), results, forward_only, observe),
-        data_iterator=iterators if len(iterators) > 1 else iterators[0],
-        model=list(handle.chunks) if len(handle.chunks) > 1 else handle.chunks[0],
-        num_microbatches=len(data),
-        seq_length=shape[1],
-        micro_batch_size=shape[0],
-        forward_only=forward_only,
-    )
+    with PassRoutes(handle, router_replay) as routes:
+        schedule(
+            forward_step_func=_forward_step(handle, loss_fn, len(data), results, forward_only, observe, routes),
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=list(handle.chunks) if len(handle.chunks) > 1 else handle.chunks[0],
+            num_microbatches=len(data),
+            seq_length=shape[1],
+            micro_batch_size=shape[0],
+            forward_only=forward_only,
+        )
     ordered = [results[index] for index in sorted(results)]
     outputs: dict[str, list[Tensor]] = {}
     if handle.groups.has_outputs:
@@ -73,7 +77,7 @@ def run_micro_batches(
     return ForwardResult(
         losses=tuple(torch.stack(losses).tolist()) if losses else (),
         metrics=merge_metrics([as_metrics(result.metrics) for result in ordered]),
-        outputs=outputs,
+        outputs=outputs | routes.outputs(data),
     )
 
 
@@ -113,15 +117,6 @@ def require_micro_batches(handle: BridgeHandle, count: int) -> None:
         )
 
 
-def require_no_replay(handle: BridgeHandle, router_replay: str) -> None:
-    """Raises :class:`UnsupportedError` unless ``router_replay`` is ``off``."""
-    if router_replay != "off":
-        raise UnsupportedError(
-            f"router_replay={router_replay!r}: the bridge runtime does not record or replay routes; use 'off'",
-            router_replay=router_replay,
-        )
-
-
 def _forward_step(
     handle: BridgeHandle,
     loss_fn: LossFn | None,
@@ -129,6 +124,7 @@ def _forward_step(
     results: dict[int, _MicroBatchResult],
     forward_only: bool,
     observe: Observe,
+    routes: PassRoutes,
 ) -> Callable[[Iterator[tuple[int, LaidOut]], Any], tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Any]]]]]:
     """What Megatron's schedules call for each micro-batch and model chunk."""
 
@@ -141,12 +137,14 @@ def _forward_step(
         with (
             device_span(handle.groups.device, "forward", "micro_batch", **work),
             observe(index, chunk, laid_out),
+            routes.forward(index, chunk, laid_out),
         ):
             output = chunk(
                 **_chunk_inputs(handle, chunk, laid_out),
                 output_processor=handle.processor,
                 output_processor_context=laid_out,
             )
+            routes.before_backward(chunk, output)
 
         def compute_loss(outputs: Tensor) -> tuple[Tensor, dict[str, Any]]:
             model_output = as_model_output(outputs, laid_out, handle.head)

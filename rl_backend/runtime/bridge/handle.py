@@ -10,11 +10,12 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 from torch import nn
 
-from rl_backend.contracts import BridgeConfig
+from rl_backend.contracts import BridgeConfig, RoutedLayers
 from rl_backend.runtime.bridge.conversion import WeightConverter
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.optimizer import BridgeOptimizer
 from rl_backend.runtime.bridge.outputs import OutputProcessor
+from rl_backend.runtime.bridge.routes import ModelRouters
 from rl_backend.runtime.held import HeldHandle
 from rl_backend.runtime.placement import Placement
 
@@ -33,6 +34,7 @@ class BridgeHandle(HeldHandle[BridgeOptimizer]):
         vocab_size: ``vocab_size`` of ``config.json``.
         max_length: longest sequence, in tokens; None where the model sets no limit.
         packs_sequences: attention takes packed sequences; otherwise micro-batches are padded.
+        routers: of this rank's layers with experts; None for a model without.
         converter: its parameters as Hugging Face tensors.
         placement: where each part is.
         has_gradients: a backward pass has run since the last ``zero_grad``.
@@ -47,6 +49,7 @@ class BridgeHandle(HeldHandle[BridgeOptimizer]):
     vocab_size: int
     max_length: int | None
     packs_sequences: bool
+    routers: ModelRouters | None
     converter: WeightConverter
     placement: Placement
     has_gradients: bool = False
@@ -55,6 +58,11 @@ class BridgeHandle(HeldHandle[BridgeOptimizer]):
     def options(self) -> BridgeConfig:
         assert isinstance(self.config.backend_cfg, BridgeConfig), "RuntimeConfig resolves backend_cfg by backend"
         return self.config.backend_cfg
+
+    @property
+    def routed_layers(self) -> RoutedLayers | None:
+        """Its layers with experts; None for a model without."""
+        return None if self.routers is None else self.routers.layers
 
     @property
     def models(self) -> list[nn.Module]:

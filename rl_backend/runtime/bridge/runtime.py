@@ -30,13 +30,14 @@ from rl_backend.runtime.bridge import export, gradients
 from rl_backend.runtime.bridge.activations import record_activations
 from rl_backend.runtime.bridge.build import build_handle
 from rl_backend.runtime.bridge.checkpoints import all_tensors, load_training_checkpoint, training_manifest
-from rl_backend.runtime.bridge.forward_backward import require_micro_batches, require_no_replay, run_micro_batches
+from rl_backend.runtime.bridge.forward_backward import require_micro_batches, run_micro_batches
 from rl_backend.runtime.bridge.gradients import held_gradients
 from rl_backend.runtime.bridge.groups import close_groups, open_groups
 from rl_backend.runtime.bridge.handle import BridgeHandle
 from rl_backend.runtime.bridge.installed import quiet
 from rl_backend.runtime.bridge.megatron_cpu import iterate_on_cpu, on_cpu
 from rl_backend.runtime.bridge.optimizer_state import part_tensors
+from rl_backend.runtime.bridge.routes import require_replayable
 from rl_backend.runtime.handle_config import handle_config
 from rl_backend.runtime.held import HeldRuntime
 from rl_backend.runtime.placement import move_parts
@@ -131,7 +132,7 @@ class BridgeRuntime(HeldRuntime[BridgeHandle]):
         loss, say) leaves the others in a collective until that times out; a ``TrainGroup`` stops them at once.
         """
         self._use(handle)
-        require_no_replay(handle, router_replay)
+        require_replayable(handle, router_replay)
         if forward_only:
             handle.placement.require("forward_backward", "model")
         else:
@@ -140,13 +141,13 @@ class BridgeRuntime(HeldRuntime[BridgeHandle]):
             self._require_whole_gradients(handle, "forward_backward")
             if loss_fn is None:
                 raise BatchError("forward_backward without loss_fn; pass one, or forward_only=True")
-        self._check(handle, data, forward_only=forward_only)
+        self._check(handle, data, router_replay, forward_only=forward_only)
         if forward_only:
             with torch.no_grad():
-                return run_micro_batches(handle, data, loss_fn, forward_only=True)
+                return run_micro_batches(handle, data, loss_fn, forward_only=True, router_replay=router_replay)
         try:
             with held_gradients(handle.chunks, has_gradients=handle.has_gradients):
-                result = run_micro_batches(handle, data, loss_fn, forward_only=False)
+                result = run_micro_batches(handle, data, loss_fn, forward_only=False, router_replay=router_replay)
         except BaseException:
             handle.broken = "forward_backward raised an error in the middle, so its gradients are incomplete"
             raise
@@ -230,7 +231,7 @@ class BridgeRuntime(HeldRuntime[BridgeHandle]):
         """See the base class. With Transformer Engine some norms are a part of the projection behind them, and missing."""
         self._use(handle)
         handle.placement.require("activations", "model")
-        self._check(handle, data, forward_only=True)
+        self._check(handle, data, "off", forward_only=True)
         with self.eval_mode(handle), torch.no_grad():
             return record_activations(handle, data)
 
@@ -279,7 +280,9 @@ class BridgeRuntime(HeldRuntime[BridgeHandle]):
     def _close_groups(self) -> None:
         close_groups(self.groups)
 
-    def _check(self, handle: BridgeHandle, data: Sequence[PackedBatch], *, forward_only: bool) -> None:
+    def _check(
+        self, handle: BridgeHandle, data: Sequence[PackedBatch], router_replay: RouterReplay, *, forward_only: bool
+    ) -> None:
         require_micro_batches(handle, len(data))
         check_micro_batches(
             data,
@@ -289,7 +292,7 @@ class BridgeRuntime(HeldRuntime[BridgeHandle]):
             vocab_size=handle.vocab_size,
             max_length=handle.max_length,
             forward_only=forward_only,
-            router_replay="off",
-            routers=None,
+            router_replay=router_replay,
+            routers=handle.routed_layers,
             replica=self.groups.pg.mp,
         )

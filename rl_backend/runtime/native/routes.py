@@ -88,20 +88,14 @@ class RouteRecorder:
 
     def outputs(self, data: Sequence[PackedBatch]) -> dict[str, list[Tensor]]:
         """As :meth:`PassRoutes.outputs`."""
-        groups, model = self._handle.groups, self._model
+        groups = self._handle.groups
         stages = [
             torch.cat([self._of_tokens(self._chosen[index, stage], index) for index in range(len(data))])
             for stage, routers in self._routers.items()
             if routers
         ]
-        if not stages:
-            tokens = sum(batch.num_tokens for batch in data)
-            stages = [torch.empty(tokens, 0, model.top_k, dtype=model.dtype, device=groups.device)]
-        routes = gather_stages(stages, self._places, model, groups.pp_group)
-        if not self._handle.has_outputs:
-            return {}
-        lengths = [length for batch in data for length in batch.seq_lens.tolist()]
-        return {"routed_experts": [part.clone() for part in routes.split(lengths)]}
+        routes = gather_stages(stages, data, self._places, self._model, groups.pp_group, groups.device)
+        return {"routed_experts": routes} if self._handle.has_outputs else {}
 
     def _of_tokens(self, rows: Tensor, micro_batch: int) -> Tensor:
         """(rows of this rank, layers, top_k) -> (T, layers, top_k)."""

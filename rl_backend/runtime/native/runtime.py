@@ -116,7 +116,7 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
             self._require_whole_gradients(handle, "forward_backward")
             if loss_fn is None:
                 raise BatchError("forward_backward without loss_fn; pass one, or forward_only=True")
-        self._check(handle, data, forward_only=forward_only, router_replay=router_replay)
+        self._check(handle, data, router_replay, forward_only=forward_only)
         keep_gathered = not self.native.reshard_after_forward
         run = run_pipeline if handle.stages else run_micro_batches
         return run(
@@ -193,7 +193,7 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
     def activations(self, handle: NativeHandle, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:
         self._use(handle)
         handle.placement.require("activations", "model")
-        self._check(handle, data, forward_only=True)
+        self._check(handle, data, "off", forward_only=True)
         with self.eval_mode(handle):
             return record_activations(handle, data)
 
@@ -236,12 +236,7 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
         close_groups(self.groups)
 
     def _check(
-        self,
-        handle: NativeHandle,
-        data: Sequence[PackedBatch],
-        *,
-        forward_only: bool,
-        router_replay: RouterReplay = "off",
+        self, handle: NativeHandle, data: Sequence[PackedBatch], router_replay: RouterReplay, *, forward_only: bool
     ) -> None:
         check_micro_batches(
             data,
