@@ -12,6 +12,7 @@ from typing import Any
 from verl.workers.config import McoreEngineConfig
 
 from adapters.verl.registration import register_config_class
+from adapters.verl.settings import require_engine_config
 
 
 @dataclass
@@ -19,10 +20,12 @@ class RLBackendEngineConfig(McoreEngineConfig):
     """verl's ``McoreEngineConfig`` and what it has no field for; ``dtype`` may also be ``float32``.
 
     Attributes:
-        backend: name of the runtime: ``native``, ``bridge`` or one registered by a plugin (``model.external_lib`` names the
-            module that registers it).
+        backend: ``native`` or ``bridge``.
         backend_options: fields of that runtime's configuration (:class:`~rl_backend.contracts.NativeConfig`,
             :class:`~rl_backend.contracts.BridgeConfig`) that no field of verl's decides.
+
+    Raises:
+        ConfigError: a value that cannot be honoured.
     """
 
     backend: str = "native"
@@ -35,6 +38,7 @@ class RLBackendEngineConfig(McoreEngineConfig):
             object.__setattr__(self, "dtype", "bfloat16")
         super().__post_init__()
         object.__setattr__(self, "dtype", dtype)
+        require_engine_config(self)
 
 
 register_config_class()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from rl_backend.contracts import ConfigError, Head, OptimizerConfig, ParallelConfig, RuntimeConfig
+from adapters.verl import field_decisions
+from adapters.verl.backend_options import ADAM, BACKENDS, backend_options, has_experts
+from adapters.verl.field_decisions import refusal, require_supported
+from rl_backend.contracts import ConfigError, Head, OptimizerConfig, RuntimeConfig
 
 if TYPE_CHECKING:
     from verl.trainer.config import CheckpointConfig
@@ -34,7 +36,6 @@ class EngineSettings:
         router_replay: what replays the routes of which pass.
         save_contents: what ``save_checkpoint`` writes, of ``model``, ``optimizer``, ``extra`` and ``hf_model``.
         load_contents: what ``load_checkpoint`` reads, of the same.
-        async_save: files are written while training goes on.
     """
 
     runtime: RuntimeConfig
@@ -47,7 +48,6 @@ class EngineSettings:
     router_replay: RouterReplayMode
     save_contents: frozenset[str]
     load_contents: frozenset[str]
-    async_save: bool
 
 
 def engine_settings(
@@ -62,20 +62,27 @@ def engine_settings(
 
     Args:
         optimizer_config: not read for a forward-only engine.
+        checkpoint_config: None neither saves nor loads.
         model_type: ``language_model`` or ``value_model``.
 
     Raises:
         ConfigError: a field that cannot be honoured, by name, with the reason.
     """
-    backend = getattr(engine_config, "backend", "native")
-    options = dict(getattr(engine_config, "backend_options", {}))
+    require_engine_config(engine_config)
+    _require_model_config(model_config)
+    optimizer = None if engine_config.forward_only else _require_optimizer_config(optimizer_config)
+    if checkpoint_config is not None:
+        require_supported("CheckpointConfig", checkpoint_config, field_decisions.CHECKPOINT)
+    replay = engine_config.router_replay.mode
+    if replay != "disabled" and not has_experts(model_config):
+        raise ConfigError.of("McoreEngineConfig.router_replay.mode", replay, "this model has no experts; set 'disabled'")
     return EngineSettings(
         runtime=RuntimeConfig(
-            backend=backend,
+            backend=getattr(engine_config, "backend", "native"),
             hf_path=model_config.local_path,
             seed=engine_config.seed,
             max_tokens_per_micro_batch=_NO_LIMIT,
-            backend_cfg={"parallel": _parallel(engine_config), "param_dtype": engine_config.dtype, **options},
+            backend_cfg=backend_options(model_config, engine_config, optimizer),
         ),
         head=_head(model_type),
         forward_only=engine_config.forward_only,
@@ -83,10 +90,9 @@ def engine_settings(
         grad_offload=engine_config.param_offload,
         optimizer_offload=engine_config.optimizer_offload,
         full_determinism=engine_config.full_determinism,
-        router_replay=engine_config.router_replay.mode,
+        router_replay=replay,
         save_contents=frozenset(checkpoint_config.save_contents if checkpoint_config else ()),
         load_contents=frozenset(checkpoint_config.load_contents if checkpoint_config else ()),
-        async_save=checkpoint_config.async_save if checkpoint_config else False,
     )
 
 
@@ -96,13 +102,15 @@ def optimizer_settings(config: McoreOptimizerConfig) -> OptimizerConfig:
     Raises:
         ConfigError: values that cannot be honoured.
     """
-    decay_steps = config.lr_decay_steps or config.total_training_steps
+    decay_steps = config.total_training_steps if config.lr_decay_steps is None else config.lr_decay_steps
     # As verl: 0 and negative values delegate to the ratio, and the ratio is of the decay, not of the training.
     warmup_steps = config.lr_warmup_steps or 0
     if warmup_steps <= 0:
         warmup_steps = int(config.lr_warmup_steps_ratio * max(decay_steps, 0))
+    overrides = config.override_optimizer_config or {}
+    betas = tuple(overrides.get(name, beta) for name, beta in zip(ADAM, config.betas, strict=False))
+    eps = {"eps": overrides["adam_eps"]} if "adam_eps" in overrides else {}
     return OptimizerConfig(
-        optimizer=config.optimizer,
         lr=config.lr,
         min_lr=config.min_lr,
         lr_warmup_init=config.lr_warmup_init,
@@ -114,23 +122,55 @@ def optimizer_settings(config: McoreOptimizerConfig) -> OptimizerConfig:
         total_training_steps=config.total_training_steps,
         weight_decay=config.weight_decay,
         weight_decay_incr_style=config.weight_decay_incr_style,
-        betas=tuple(config.betas),
+        betas=betas,
         clip_grad=config.clip_grad,
+        **eps,
     )
 
 
-def _parallel(config: McoreEngineConfig) -> Mapping[str, Any]:
-    return ParallelConfig(
-        tp=config.tensor_model_parallel_size,
-        pp=config.pipeline_model_parallel_size,
-        vpp=config.virtual_pipeline_model_parallel_size or 1,
-        cp=config.context_parallel_size,
-        ep=config.expert_model_parallel_size,
-        etp=config.expert_tensor_parallel_size or 1,
-    ).model_dump()
+def require_engine_config(config: McoreEngineConfig) -> None:
+    """Raises :class:`ConfigError` for what needs no more than this configuration to be refused."""
+    where = "McoreEngineConfig"
+    require_supported(where, config, field_decisions.ENGINE)
+    require_supported(f"{where}.router_replay", config.router_replay, field_decisions.ROUTER_REPLAY)
+    require_supported(f"{where}.qat", config.qat, field_decisions.QAT)
+    if config.dtype not in ("bfloat16", "float32"):
+        raise ConfigError.of(f"{where}.dtype", config.dtype, "expected 'bfloat16' or 'float32'")
+    backend = getattr(config, "backend", "native")
+    if backend not in BACKENDS:
+        raise ConfigError.of("RLBackendEngineConfig.backend", backend, f"expected one of {', '.join(map(repr, BACKENDS))}")
 
 
-def _head(model_type: str) -> Head:
+def _require_model_config(config: HFModelConfig) -> None:
+    where, decisions = "HFModelConfig", field_decisions.MODEL
+    require_supported(where, config, decisions)
+    require_supported(f"{where}.mtp", config.mtp, field_decisions.MTP)
+    if config.hf_config_path not in (None, config.path):
+        raise refusal(where, "hf_config_path", config.hf_config_path, decisions["hf_config_path"])
+    for name, key in (("lora", "rank"), ("tiled_mlp", "enabled")):
+        value = getattr(config, name) or {}
+        if value.get(key):
+            raise refusal(where, f"{name}.{key}", value[key], decisions[name])
+    if (config.lora or {}).get("adapter_path"):
+        raise refusal(where, "lora.adapter_path", config.lora["adapter_path"], decisions["lora"])
+
+
+def _require_optimizer_config(config: McoreOptimizerConfig | None) -> McoreOptimizerConfig:
+    if config is None:
+        raise ConfigError.of(
+            "optimizer_config", None, "expected McoreOptimizerConfig, or McoreEngineConfig.forward_only=True"
+        )
+    if not hasattr(config, "lr_decay_style"):
+        raise ConfigError.of(
+            "optimizer_config",
+            type(config).__name__,
+            "expected McoreOptimizerConfig: choose verl's configuration optim=megatron",
+        )
+    require_supported("McoreOptimizerConfig", config, field_decisions.OPTIMIZER)
+    return config
+
+
+def _head(model_type: Any) -> Head:
     if model_type == "language_model":
         return "log_probs"
     if model_type == "value_model":

@@ -1,0 +1,139 @@
+"""The runtime's own configuration from verl's engine, model and optimizer configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rl_backend.contracts import ConfigError, ParallelConfig
+
+if TYPE_CHECKING:
+    from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
+
+BACKENDS = ("native", "bridge")
+
+_TRANSFORMER = "McoreEngineConfig.override_transformer_config"
+# The overrides of engine/megatron.yaml: Megatron's and verl's defaults, which ask for nothing.
+_AT_REST: Mapping[str, Any] = {
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "recompute_modules": ["core_attn"],
+    "attention_backend": "flash",
+}
+_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+_EVERY_LAYER = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+_DECIDED_BY = {
+    "parallel": "tensor_model_parallel_size and its like",
+    "optimizer": "the role's optim",
+    "param_dtype": "dtype",
+    "activation_checkpointing": "model.enable_gradient_checkpointing",
+    **dict.fromkeys(_RECOMPUTE, "override_transformer_config"),
+    "override_transformer_config": "the field of that name",
+    "override_ddp_config": "the field of that name",
+    "override_optimizer_config": "optim.override_optimizer_config",
+}
+# Of override_optimizer_config, what OptimizerConfig has.
+ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
+
+
+def backend_options(
+    model: HFModelConfig, engine: McoreEngineConfig, optimizer: McoreOptimizerConfig | None
+) -> dict[str, Any]:
+    """Fields of ``NativeConfig`` or ``BridgeConfig``, the optimizer left out.
+
+    Raises:
+        ConfigError: a field that the backend cannot honour.
+    """
+    backend = getattr(engine, "backend", "native")
+    chosen = dict(getattr(engine, "backend_options", {}))
+    for name, value in chosen.items():
+        if name in _DECIDED_BY:
+            raise ConfigError.of(
+                f"RLBackendEngineConfig.backend_options[{name!r}]", value, f"decided by {_DECIDED_BY[name]}"
+            )
+    options: dict[str, Any] = {"parallel": parallel_config(model, engine), "param_dtype": engine.dtype, **chosen}
+    if engine.entropy_from_logits_with_chunking:
+        if "log_prob_chunk_tokens" in chosen:
+            raise ConfigError.of(
+                "RLBackendEngineConfig.backend_options['log_prob_chunk_tokens']",
+                chosen["log_prob_chunk_tokens"],
+                "decided by entropy_from_logits_chunk_size, because entropy_from_logits_with_chunking is set",
+            )
+        options["log_prob_chunk_tokens"] = engine.entropy_from_logits_chunk_size
+    recompute, overrides = _transformer_overrides(model, engine)
+    optimizer_overrides = {
+        name: value
+        for name, value in ((optimizer.override_optimizer_config if optimizer else None) or {}).items()
+        if name not in ADAM
+    }
+    if backend == "bridge":
+        if engine.full_determinism:
+            overrides.setdefault("deterministic_mode", True)
+        return {
+            **options,
+            **recompute,
+            "override_transformer_config": overrides,
+            "override_ddp_config": dict(engine.override_ddp_config),
+            "override_optimizer_config": optimizer_overrides,
+        }
+    for field, values in (
+        (_TRANSFORMER, overrides),
+        ("McoreEngineConfig.override_ddp_config", engine.override_ddp_config),
+        ("McoreOptimizerConfig.override_optimizer_config", optimizer_overrides),
+    ):
+        for name, value in values.items():
+            raise ConfigError.of(f"{field}[{name!r}]", value, "a field of Megatron's; remove it or set backend=bridge")
+    return {**options, "activation_checkpointing": _native_checkpointing(recompute)}
+
+
+def parallel_config(model: HFModelConfig, engine: McoreEngineConfig) -> ParallelConfig:
+    """The layout; verl's null for expert tensor parallelism is that of the rest of the model."""
+    tp = engine.tensor_model_parallel_size
+    if tp > 1 and not engine.sequence_parallel:
+        raise ConfigError.of("McoreEngineConfig.sequence_parallel", False, f"always on with tensor_model_parallel_size={tp}")
+    etp = engine.expert_tensor_parallel_size
+    return ParallelConfig(
+        tp=tp,
+        pp=engine.pipeline_model_parallel_size,
+        vpp=engine.virtual_pipeline_model_parallel_size or 1,
+        cp=engine.context_parallel_size,
+        ep=engine.expert_model_parallel_size,
+        etp=(tp if has_experts(model) else 1) if etp is None else etp,
+    )
+
+
+def has_experts(model: HFModelConfig) -> bool:
+    """Whether ``config.json`` gives a number of experts."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return any(getattr(model.hf_config, name, None) for name in names)
+
+
+def _transformer_overrides(model: HFModelConfig, engine: McoreEngineConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Megatron's fields of recomputation, and the others that ask for something."""
+    given = dict(engine.override_transformer_config)
+    asked = {name: value for name, value in given.items() if name not in _AT_REST or value != _AT_REST[name]}
+    recompute = {name: asked.pop(name) for name in _RECOMPUTE if name in asked}
+    granularity = recompute.get("recompute_granularity")
+    if granularity == "selective" and given.get("recompute_modules") is not None:
+        recompute["recompute_modules"] = given["recompute_modules"]
+    if granularity is None:
+        for name, value in recompute.items():
+            raise ConfigError.of(f"{_TRANSFORMER}[{name!r}]", value, "read with recompute_granularity only; set it too")
+        if model.enable_gradient_checkpointing:
+            recompute = dict(_EVERY_LAYER)
+    return recompute, asked
+
+
+def _native_checkpointing(recompute: Mapping[str, Any]) -> str:
+    if not recompute:
+        return "none"
+    for name, value in recompute.items():
+        if value != _EVERY_LAYER.get(name):
+            raise ConfigError.of(
+                f"{_TRANSFORMER}[{name!r}]",
+                value,
+                "backend=native recomputes each layer by itself: recompute_granularity=full, recompute_method=uniform, "
+                "recompute_num_layers=1; set these, or backend=bridge",
+            )
+    return "full"
