@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from actors import Loss, RolloutConfig, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
-from rl_backend.contracts import NativeConfig, OptimizerConfig, RuntimeConfig, TokenSequence
+from actors import HandleRef, Loss, RankContext, RolloutConfig, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
+from rl_backend.contracts import BatchError, NativeConfig, OptimizerConfig, RuntimeConfig, TokenSequence
+from rl_backend.primitive.router import Router
+from rl_backend.runtime.native.handle import NativeHandle
 from tests.support.models import write_tiny
 from tests.support.sft_batches import random_token_sequences
 
@@ -47,6 +50,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_attention_heads": 2, "num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": False},
 }
 
+MIXTURES = {"qwen3_moe": (0, 2), "mixtral": (0, 1)}
+"""Families with experts, and in which layers."""
+
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -66,6 +72,7 @@ def engines(ray_cluster: None, paths: dict[str, Path]) -> Iterator[dict[str, Fut
             load_format="dummy",
             max_model_len=256,
             kv_cache_gib=0.25,
+            return_routed_experts=family in MIXTURES,
         )
         return stack.enter_context(RolloutGroup(config))
 
@@ -82,15 +89,20 @@ def group(ray_cluster: None, engines: object, tied_model: Path) -> Iterator[Trai
         yield train
 
 
+@pytest.fixture(scope="module")
+def policies(group: TrainGroup, paths: dict[str, Path]) -> dict[str, HandleRef]:
+    return {family: group.build_model(hf_path=paths[family], name=family) for family in MODELS}
+
+
 @pytest.mark.shows(
     "weight sync: Qwen2, Llama, Mistral, Qwen3-MoE and Mixtral are served by vLLM with the trainer's log-probs"
 )
 @pytest.mark.shows("extending: a third party's model folder trains, is saved and is pushed to vLLM without an edit here")
 @pytest.mark.parametrize("family", MODELS)
 def test_a_pushed_model_samples_with_the_trainers_log_probs(
-    group: TrainGroup, engines: dict[str, Future[RolloutGroup]], paths: dict[str, Path], family: str
+    group: TrainGroup, engines: dict[str, Future[RolloutGroup]], policies: dict[str, HandleRef], family: str
 ) -> None:
-    policy = group.build_model(hf_path=paths[family], name=family)
+    policy = policies[family]
     data = random_token_sequences([12, 20, 9, 31], 128)
     losses = []
     for _ in range(2):
@@ -99,7 +111,7 @@ def test_a_pushed_model_samples_with_the_trainers_log_probs(
         assert group.optimizer_step(policy).ok
     rollout = engines[family].result()
     with WeightSync(group, rollout, policy) as sync:
-        assert sync.push().version == 2
+        assert sync.push().version == group.weight_version(policy)
         samples = rollout.generate(PROMPTS, SamplingConfig(n=2, max_new_tokens=24))
     sequences = [TokenSequence.from_prompt_and_response(sample.prompt_ids, sample.response_ids) for sample in samples]
     gaps = [
@@ -110,3 +122,76 @@ def test_a_pushed_model_samples_with_the_trainers_log_probs(
     assert losses[1] < losses[0]
     assert sum(gaps) / len(gaps) <= 1e-5
     assert max(gaps) <= 1e-4
+
+
+def watch_routers(context: RankContext, ref: HandleRef) -> None:
+    """Keeps what the routers of every later pass choose, layer after layer."""
+    handle = context.handle(ref)
+    assert isinstance(handle, NativeHandle)
+    chosen: list[torch.Tensor] = []
+    context.state["chosen"] = chosen
+    for module in handle.model.modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(lambda _, __, routing: chosen.append(routing.experts))
+
+
+def take_chosen(context: RankContext) -> torch.Tensor:
+    """What the routers chose since the last call, (T, layers with experts, top_k)."""
+    chosen: list[torch.Tensor] = context.state["chosen"]
+    taken = torch.stack(chosen, dim=1)
+    chosen.clear()
+    return taken
+
+
+def sets_differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """(T, layers): where two routes, (T, layers, top_k), have other experts."""
+    return (one.long().sort(-1).values != other.long().sort(-1).values).any(-1)
+
+
+@pytest.mark.shows("router replay: every token but a sample's last goes where vLLM sent it (R3), with dense layers between")
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_trainer_sends_tokens_where_vllm_sent_them(
+    group: TrainGroup, engines: dict[str, Future[RolloutGroup]], policies: dict[str, HandleRef], family: str
+) -> None:
+    policy, rollout = policies[family], engines[family].result()
+    assert rollout.infos[0].moe_layers == MIXTURES[family]
+    data = random_token_sequences([12, 20, 9, 31], 128)
+
+    def step() -> None:
+        group.zero_grad(policy)
+        group.forward_backward(policy, data, Loss("tests.support.losses:nll_loss"))
+        assert group.optimizer_step(policy).ok
+
+    with WeightSync(group, rollout, policy) as sync:
+        # The second time the engine has seen the prompts before, with other weights.
+        for _ in range(2):
+            step()
+            version = sync.push().version
+            samples = rollout.generate(PROMPTS, SamplingConfig(n=2, max_new_tokens=24))
+            assert {sample.routes.weight_version for sample in samples if sample.routes} == {version}
+            sequences = [
+                sample.with_routes(TokenSequence.from_prompt_and_response(sample.prompt_ids, sample.response_ids))
+                for sample in samples
+            ]
+            recorded = group.forward(policy, sequences, router_replay="record").output("routed_experts")
+            for sequence, own in zip(sequences, recorded, strict=True):
+                assert not sets_differ(own, sequence.token_fields["routed_experts"])[:-1].any()
+
+    for _ in range(3):
+        step()
+    group.run_on_ranks(watch_routers, policy)
+    meta = {"routed_experts_layers": "moe"}
+    moved = 0
+    for sequence in sequences:
+        routes = sequence.token_fields["routed_experts"]
+        group.forward(policy, [sequence])
+        (own,) = group.run_on_ranks(take_chosen)
+        group.forward(policy, [sequence], meta=meta, router_replay="replay")
+        (chosen,) = group.run_on_ranks(take_chosen)
+        assert torch.equal(chosen[:-1], routes[:-1].long())
+        moved += int(sets_differ(own, chosen)[:-1].sum())
+    assert moved > 100
+
+    stale = sequences[0].with_fields(sequence_fields={"routed_experts_version": torch.tensor(version - 1)})
+    with pytest.raises(BatchError, match=f"computed with weights of version {version - 1}"):
+        group.forward(policy, [stale], meta=meta, router_replay="replay")
