@@ -17,6 +17,9 @@ import torch
 
 from tests.support.models import write_tiny_qwen3
 
+# Tests compute on tensors so small that threads cost more than they save, most of all beside engines and ranks.
+torch.set_num_threads(1)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
