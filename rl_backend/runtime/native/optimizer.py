@@ -69,7 +69,7 @@ class NativeOptimizer:
         """
         self.require_gradients(handle_name)
         mine = self.statistics()
-        rows = mine.new_empty(self._groups.world_size, mine.numel())
+        rows = mine.new_empty(self._groups.world_size, mine.shape[1])
         if self._groups.world_size > 1:
             all_gather_into(rows, mine, group=self._groups.world_group)
         else:
@@ -86,18 +86,18 @@ class NativeOptimizer:
             )
 
     def statistics(self) -> Tensor:
-        """(2,) float64: squared 2-norm of this rank's gradients, and their zeros, 0 unless they are wanted.
+        """(1, 2) float64: squared 2-norm of this rank's gradients, and their zeros, 0 unless they are wanted.
 
         Copies that another rank counts are left out.
         """
         counted = (self.parameters[name].grad for name in self.parameters if name in self._counted)
         local = (local_tensor(gradient) for gradient in counted if gradient is not None)
         filled = [gradient for gradient in local if gradient.numel()]
-        statistics = torch.zeros(2, dtype=torch.float64, device=self._groups.device)
+        statistics = torch.zeros(1, 2, dtype=torch.float64, device=self._groups.device)
         if filled:
-            statistics[0] = torch.stack(torch._foreach_norm(filled, 2, dtype=torch.float64)).square().sum()
+            statistics[0, 0] = torch.stack(torch._foreach_norm(filled, 2, dtype=torch.float64)).square().sum()
             if self._config.log_num_zeros_in_grad:
-                statistics[1] = torch.stack([gradient.numel() - gradient.count_nonzero() for gradient in filled]).sum()
+                statistics[0, 1] = torch.stack([gradient.numel() - gradient.count_nonzero() for gradient in filled]).sum()
         return statistics
 
     def judge(self, rows: Tensor) -> StepResult:

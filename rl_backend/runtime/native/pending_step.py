@@ -30,49 +30,51 @@ class PendingStep:
     Args:
         optimizer: with gradients, which the step keeps: the caller may drop them, and set other learning rates.
         group: all ranks, for collectives on the CPU.
+
+    Attributes:
+        result: None until the step is settled.
+        is_taken: whether this rank has stepped at once. Otherwise its own gradients call for clipping or a skip.
     """
 
     def __init__(self, optimizer: NativeOptimizer, handle_name: str, group: dist.ProcessGroup) -> None:
         optimizer.require_gradients(handle_name)
+        self.result: StepResult | None = None
         self._optimizer = optimizer
         self._handle_name = handle_name
-        self._result: StepResult | None = None
         self._gradients: Gradients = {parameter: parameter.grad for parameter in optimizer.parameters.values()}
         self._rates = _rates(optimizer)
-        self._backup: list[Tensor] | None = None
-        mine = optimizer.statistics().cpu()
-        self._rows = mine.new_empty(group.size(), mine.numel())
-        self._mine = mine
-        self._arriving: dist.Work = all_gather_into(self._rows, mine, group=group, async_op=True)
+        self._backup: list[Tensor] = []
+        self._mine = optimizer.statistics().cpu()
+        self._rows = self._mine.new_empty(group.size(), self._mine.shape[1])
+        self._arriving: dist.Work = all_gather_into(self._rows, self._mine, group=group, async_op=True)
         # Squares only add up: what one rank's norm alone exceeds, the norm of all does.
-        own = optimizer.judge(mine.view(1, -1))
-        if own.ok and not optimizer.clips(own):
+        own = optimizer.judge(self._mine)
+        self.is_taken = self._is_plain(own)
+        if self.is_taken:
             self._backup = [tensor.clone() for tensor in self._changed()]
             optimizer.apply(own, handle_name)
-        else:
-            self.settle()
 
     def settle(self) -> StepResult:
         """Waits for the global norm, and if it calls for it takes the step back and again. Changes this rank only."""
-        if self._result is None:
+        if self.result is None:
             self._arriving.wait()
-            result = self._optimizer.judge(self._rows)
-            if self._backup is None:
-                self._optimizer.apply(result, self._handle_name)
-            elif not result.ok or self._optimizer.clips(result):
-                torch._foreach_copy_(self._changed(), self._backup)
+            self.result = self._optimizer.judge(self._rows)
+            if not (self.is_taken and self._is_plain(self.result)):
                 with self._as_it_was():
-                    self._optimizer.apply(result, self._handle_name)
-            self._result = result
-            self._backup = None
+                    if self.is_taken:
+                        torch._foreach_copy_(self._changed(), self._backup)
+                    self._optimizer.apply(self.result, self._handle_name)
+            self._backup.clear()
             self._gradients.clear()
-        return self._result
+        return self.result
 
     @property
-    def amended(self) -> bool:
-        """Whether a rank that stepped at once had to take its step back. Known when it is settled; the same on all ranks."""
-        result = self.settle()
-        return not result.ok or self._optimizer.clips(result)
+    def was_plain(self) -> bool:
+        """Whether no rank had to take its step back: gradients were finite and not clipped. The same on all ranks."""
+        return self._is_plain(self.settle())
+
+    def _is_plain(self, result: StepResult) -> bool:
+        return result.ok and not self._optimizer.clips(result)
 
     def _changed(self) -> list[Tensor]:
         """What a step changes on this rank."""
