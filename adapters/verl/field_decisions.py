@@ -112,6 +112,7 @@ ROUTER_REPLAY: Mapping[str, Decision] = {
 }
 
 QAT: Mapping[str, Decision] = {
+    "_target_": _HYDRA,
     "enable": _refused("training does not simulate quantization", False),
     **dict.fromkeys(
         ("mode", "group_size", "ignore_patterns", "activation_observer", "quantization_config_path"), _ONLY_WITH_QAT

@@ -1,0 +1,247 @@
+"""What becomes of verl's configurations: each field is honoured, refused by name, or decided to mean nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from adapters.verl import field_decisions
+from adapters.verl.field_decisions import Decision, require_supported
+from adapters.verl.settings import EngineSettings, engine_settings, optimizer_settings
+from rl_backend.contracts import BridgeConfig, ConfigError, NativeConfig, ParallelConfig
+from rl_backend.runtime.native.lr_schedule import ParameterSchedule
+from tests.support.verl_configs import ROLES, RoleConfigs, changed, role_configs, write_config
+
+TABLES = {
+    "McoreEngineConfig": field_decisions.ENGINE,
+    "EngineRouterReplayConfig": field_decisions.ROUTER_REPLAY,
+    "QATEngineConfig": field_decisions.QAT,
+    "McoreOptimizerConfig": field_decisions.OPTIMIZER,
+    "HFModelConfig": field_decisions.MODEL,
+    "MtpConfig": field_decisions.MTP,
+    "McoreCheckpointConfig": field_decisions.CHECKPOINT,
+}
+REFUSED = [(name, field) for name, table in TABLES.items() for field, decision in table.items() if decision.accepts]
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config("qwen3", "Qwen3ForCausalLM", tmp_path_factory.mktemp("verl") / "dense")
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config("qwen3_moe", "Qwen3MoeForCausalLM", tmp_path_factory.mktemp("verl") / "moe", num_experts=4)
+
+
+def settings(configs: RoleConfigs) -> EngineSettings:
+    return engine_settings(*configs[:4], model_type=configs.model_type)
+
+
+def verl_class(name: str) -> Any:
+    import verl.workers.config.checkpoint
+    import verl.workers.config.engine
+    import verl.workers.config.model
+    import verl.workers.config.optimizer
+
+    modules = (
+        verl.workers.config.engine,
+        verl.workers.config.model,
+        verl.workers.config.optimizer,
+        verl.workers.config.checkpoint,
+    )
+    return next(getattr(module, name) for module in modules if hasattr(module, name))
+
+
+@pytest.mark.shows("verl: every field of its engine, optimizer, model and checkpoint configurations is decided on")
+@pytest.mark.parametrize("name", TABLES)
+def test_every_field_of_verls_configurations_is_decided(name: str) -> None:
+    fields = {field.name for field in dataclasses.fields(verl_class(name))}
+    assert fields == set(TABLES[name])
+
+
+@pytest.mark.parametrize(("name", "field"), REFUSED)
+def test_a_refused_field_is_taken_at_verls_default_and_refused_by_name_at_another_value(name: str, field: str) -> None:
+    decision = TABLES[name][field]
+    declared = {each.name: each for each in dataclasses.fields(verl_class(name))}[field]
+    factory = declared.default_factory
+    default = declared.default if factory is dataclasses.MISSING else factory()
+    assert default in decision.accepts
+    require_supported(name, SimpleNamespace(**{field: default}), {field: decision})
+    with pytest.raises(ConfigError, match=rf"{name}\.{field}='another'.*leave it at"):
+        require_supported(name, SimpleNamespace(**{field: "another"}), {field: decision})
+
+
+@pytest.mark.parametrize("backend", ["native", "bridge"])
+@pytest.mark.parametrize("role", ROLES)
+def test_verls_own_yaml_is_taken_as_it_is(role: str, backend: str, dense: Path) -> None:
+    found = settings(changed(role_configs(role, dense), engine__backend=backend))
+    assert found.runtime.backend == backend
+    assert found.head == ("values" if role == "critic" else "log_probs")
+    assert found.forward_only is (role == "ref")
+    assert found.runtime.backend_cfg.parallel == ParallelConfig()
+
+
+def test_sizes_dtype_and_seed_reach_the_runtime(experts: Path) -> None:
+    line = [
+        "tensor_model_parallel_size=2",
+        "pipeline_model_parallel_size=2",
+        "virtual_pipeline_model_parallel_size=2",
+        "expert_model_parallel_size=2",
+        "seed=7",
+        "dtype=float32",
+        "param_offload=True",
+        "router_replay.mode=R3",
+    ]
+    overrides = [f"actor_rollout_ref.actor.megatron.{each}" for each in line]
+    overrides.append("+actor_rollout_ref.actor.megatron.backend_options.pipeline_schedule=zbv")
+    found = settings(role_configs("actor", experts, *overrides))
+    options = found.runtime.backend_cfg
+    assert isinstance(options, NativeConfig)
+    # verl's null for experts is the tensor-parallel size of the rest.
+    assert options.parallel == ParallelConfig(tp=2, pp=2, vpp=2, ep=2, etp=2)
+    assert (options.param_dtype, options.pipeline_schedule, found.runtime.seed) == ("float32", "zbv", 7)
+    assert (found.param_offload, found.grad_offload, found.optimizer_offload) == (True, True, False)
+    assert found.router_replay == "R3"
+
+
+OVERRIDES = "engine__override_transformer_config__"
+LAYERS = {f"{OVERRIDES}recompute_granularity": "full", f"{OVERRIDES}recompute_method": "block"}
+
+
+@pytest.mark.parametrize(
+    ("values", "native", "bridge"),
+    [
+        ({}, "full", ("full", "uniform", 1, None)),
+        ({"model__enable_gradient_checkpointing": False}, "none", (None, None, None, None)),
+        ({**LAYERS, f"{OVERRIDES}recompute_num_layers": 3}, None, ("full", "block", 3, None)),
+        ({f"{OVERRIDES}recompute_granularity": "selective"}, None, ("selective", None, None, ("core_attn",))),
+    ],
+)
+def test_gradient_checkpointing_is_honoured(
+    values: dict[str, Any], native: str | None, bridge: tuple[Any, ...], dense: Path
+) -> None:
+    actor = changed(role_configs("actor", dense), **values)
+    options = settings(changed(actor, engine__backend="bridge")).runtime.backend_cfg
+    assert isinstance(options, BridgeConfig)
+    found = (
+        options.recompute_granularity,
+        options.recompute_method,
+        options.recompute_num_layers,
+        options.recompute_modules,
+    )
+    assert found == bridge
+    if native is None:
+        with pytest.raises(ConfigError, match=r"recompute_(granularity|method).*set these, or backend=bridge"):
+            settings(actor)
+    else:
+        options = settings(actor).runtime.backend_cfg
+        assert isinstance(options, NativeConfig) and options.activation_checkpointing == native
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("engine__dtype", "float16", r"McoreEngineConfig\.dtype='float16': expected 'bfloat16' or 'float32'"),
+        ("engine__backend", "fsdp", r"RLBackendEngineConfig\.backend='fsdp': expected one of 'native', 'bridge'"),
+        ("engine__backend_options__parallel", {"tp": 2}, r"backend_options\['parallel'\].*tensor_model_parallel_size"),
+        ("engine__backend_options__nonsense", 1, r"NativeConfig\.nonsense=1: unknown field"),
+        ("engine__qat__enable", True, r"McoreEngineConfig\.qat\.enable=True"),
+        ("engine__router_replay__record_file", "x", r"McoreEngineConfig\.router_replay\.record_file='x'"),
+        ("engine__router_replay__mode", "R2", r"router_replay\.mode='R2': this model has no experts"),
+        ("engine__override_ddp_config__bucket_size", 1, r"override_ddp_config\['bucket_size'\]=1: a field of Megatron's"),
+        (f"{OVERRIDES}attention_backend", "fused", r"\['attention_backend'\]='fused': a field of Megatron's"),
+        (f"{OVERRIDES}recompute_method", "block", r"\['recompute_method'\]='block': read with recompute_granularity only"),
+        ("optimizer__override_optimizer_config__lr_mult", 1, r"override_optimizer_config\['lr_mult'\]=1: a field of Mega"),
+        ("model__hf_config_path", "elsewhere", r"HFModelConfig\.hf_config_path='elsewhere': config\.json is that of path"),
+        ("model__lora_rank", 8, r"HFModelConfig\.lora_rank=8: LoRA is not offered"),
+        ("model__lora__rank", 8, r"HFModelConfig\.lora\.rank=8: LoRA is not offered"),
+        ("model__lora__adapter_path", "x", r"HFModelConfig\.lora\.adapter_path='x': LoRA is not offered"),
+        ("model__tiled_mlp__enabled", True, r"HFModelConfig\.tiled_mlp\.enabled=True"),
+        ("model__mtp__enable", True, r"HFModelConfig\.mtp\.enable=True: multi-token prediction"),
+        ("checkpoint__async_save", True, r"CheckpointConfig\.async_save=True"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(path: str, value: Any, message: str, dense: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings(changed(role_configs("actor", dense), **{path: value}))
+
+
+def test_tensor_parallelism_without_sequence_parallelism_is_refused(dense: Path) -> None:
+    values = {"engine__tensor_model_parallel_size": 2, "engine__sequence_parallel": False}
+    with pytest.raises(ConfigError, match=r"sequence_parallel=False: always on with tensor_model_parallel_size=2"):
+        settings(changed(role_configs("actor", dense), **values))
+
+
+def test_fields_of_megatron_reach_the_bridge(dense: Path) -> None:
+    values = {
+        "engine__backend": "bridge",
+        "engine__full_determinism": True,
+        "engine__override_ddp_config__overlap_grad_reduce": True,
+        f"{OVERRIDES}apply_rope_fusion": True,
+        "optimizer__override_optimizer_config__apply_wd_to_qk_layernorm": True,
+    }
+    options = settings(changed(role_configs("actor", dense), **values)).runtime.backend_cfg
+    assert isinstance(options, BridgeConfig)
+    assert options.override_ddp_config == {"overlap_grad_reduce": True}
+    assert options.override_transformer_config == {"apply_rope_fusion": True, "deterministic_mode": True}
+    assert options.override_optimizer_config == {"apply_wd_to_qk_layernorm": True}
+    reference = settings(changed(role_configs("actor", dense), **values, engine__forward_only=True)).runtime.backend_cfg
+    assert isinstance(reference, BridgeConfig) and reference.override_optimizer_config == {}
+
+
+def test_a_trained_model_needs_megatrons_optimizer_configuration_and_a_reference_none(dense: Path) -> None:
+    actor, ref = (role_configs(role, dense) for role in ("actor", "ref"))
+    assert not hasattr(ref.optimizer, "lr_decay_style")
+    assert settings(ref._replace(optimizer=None, checkpoint=None)).save_contents == frozenset()
+    with pytest.raises(ConfigError, match=r"optimizer_config='OptimizerConfig': .*optim=megatron"):
+        settings(actor._replace(optimizer=ref.optimizer))
+    with pytest.raises(ConfigError, match="optimizer_config=None"):
+        settings(actor._replace(optimizer=None))
+
+
+def optimizer_config(**fields: Any) -> Any:
+    return verl_class("McoreOptimizerConfig")(**{"lr": 1e-2, "total_training_steps": 30, **fields})
+
+
+SCHEDULES: list[dict[str, Any]] = [
+    {"lr_decay_style": "constant", "lr_warmup_steps": 4, "lr_warmup_init": 1e-3},
+    {"lr_decay_style": "linear", "min_lr": 1e-4, "lr_warmup_steps": 0, "lr_warmup_steps_ratio": 0.2},
+    {"lr_decay_style": "cosine", "lr_decay_steps": 20, "lr_warmup_steps_ratio": 0.5, "weight_decay_incr_style": "cosine"},
+    {"lr_decay_style": "WSD", "lr_wsd_decay_style": "cosine", "lr_wsd_decay_steps": 5, "lr_warmup_steps": None},
+]
+
+
+@pytest.mark.parametrize("fields", SCHEDULES, ids=lambda fields: fields["lr_decay_style"])
+def test_the_schedule_is_the_one_that_verl_makes_of_the_same_fields(fields: Mapping[str, Any]) -> None:
+    from verl.utils.megatron.optimizer import get_megatron_optimizer_param_scheduler
+
+    config = optimizer_config(**fields)
+    group: dict[str, Any] = {}
+    theirs = get_megatron_optimizer_param_scheduler(SimpleNamespace(param_groups=[group]), config)
+    ours = ParameterSchedule(optimizer_settings(config))
+    for _ in range(35):
+        assert (ours.learning_rate, ours.weight_decay) == pytest.approx((group["lr"], group["weight_decay"]))
+        theirs.step(1)
+        ours.step()
+
+
+def test_betas_and_epsilon_reach_the_optimizer() -> None:
+    found = optimizer_settings(optimizer_config(betas=[0.8, 0.95], clip_grad=0.3))
+    assert (found.betas, found.eps, found.clip_grad) == ((0.8, 0.95), 1e-8, 0.3)
+    found = optimizer_settings(optimizer_config(override_optimizer_config={"adam_beta2": 0.9, "adam_eps": 1e-5}))
+    assert (found.betas, found.eps) == ((0.9, 0.9), 1e-5)
+    assert optimizer_settings(optimizer_config(lr_decay_style="inverse_square_root")).lr_decay_style == "inverse-square-root"
+
+
+def test_kinds_that_refuse_by_value_say_which_values_they_take() -> None:
+    def takes(decision: Decision) -> bool:
+        return bool(decision.accepts) == (decision.kind == "refused")
+
+    exceptions = {("HFModelConfig", name) for name in ("hf_config_path", "tiled_mlp", "lora")}
+    assert {(name, field) for name, table in TABLES.items() for field in table if not takes(table[field])} == exceptions
