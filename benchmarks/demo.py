@@ -1,8 +1,8 @@
 """The demo, and the same run with shuffled rewards: accuracies, log-prob gap and seconds of each.
 
 ``--backend bridge`` writes ``results/demo_bridge.json`` in place of ``results/demo.json``, which is native's. With ``--moe``
-the model is a mixture of experts that is spread over two ranks, and the file ``results/demo_moe.json``; ``--router-replay R2``
-or ``R3`` adds that to the options and to the file's name.
+the model is a mixture of experts that is spread over two ranks, and the file ``results/demo_moe.json``; ``--router-replay``
+adds its mode to the file's name.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from examples import grpo, ppo
 from examples.common.result import RunResult
 from examples.demo.__main__ import Algorithm, DemoConfig, demo_settings, reinforce
+from tests.support.moe import upcycle
 
 STEPS = 40
 
@@ -58,6 +59,16 @@ def test_a_group_for_each_model_gives_the_same_run(task: Path, warm_model: Path,
         torch.testing.assert_close(of_one, of_each, rtol=1e-3, atol=1e-5)
     assert [line["weight_version"] for line in runs[0]] == [0, 4, 8, 12]
     assert "grad_norm" not in runs[0][0]
+
+
+@pytest.mark.shows("router replay: R2 through PPO, whose critic and reference route freely")
+def test_ppo_replays_the_routes_of_its_old_policy(task: Path, warm_model: Path, tmp_path: Path) -> None:
+    mixture = upcycle(warm_model, tmp_path / "mixture")
+    config = DemoConfig(model="qwen3_moe", algorithm="ppo", router_replay="R2", steps=3)
+    settings = demo_settings(config, task, mixture, tmp_path) | {"lr": 3e-3, "eval_dataset": None}
+    ppo.train(ppo.PPOConfig(**settings, critic_lr=1e-3, kl_coef=1e-2, updates_per_step=2))
+    metrics = lines(tmp_path / "ppo" / "metrics.jsonl")
+    assert all(line["step_ok"] == 1 and line["grad_norm"] > 0 and line["log_prob_gap"] < 0.1 for line in metrics)
 
 
 @pytest.mark.shows("algorithms: GSPO, DAPO with dynamic sampling, and CISPO learn the demo task")

@@ -73,10 +73,12 @@ def test_two_ranks_and_two_engines_learn_the_task(task: Path, warm_model: Path, 
     assert result.max_log_prob_gap <= 1e-5
 
 
-@pytest.mark.shows("loop: GRPO on a Qwen3-MoE whose experts are spread over 2 training ranks learns the demo task")
+@pytest.mark.shows("loop: GRPO on a Qwen3-MoE whose experts are spread over 2 training ranks learns the demo task, with R3")
 def test_a_mixture_of_experts_on_two_ranks_learns_the_task(task: Path, warm_model: Path, tmp_path: Path) -> None:
     mixture = upcycle(warm_model, tmp_path / "mixture")
-    result = reinforce(DemoConfig(model="qwen3_moe", steps=STEPS, ranks=2, ep=2), task, mixture, tmp_path)
+    result = reinforce(
+        DemoConfig(model="qwen3_moe", steps=STEPS, ranks=2, ep=2, router_replay="R3"), task, mixture, tmp_path
+    )
     assert result.accuracy_before is not None
     assert result.accuracy_after is not None
     assert 0.2 <= result.accuracy_before <= 0.6

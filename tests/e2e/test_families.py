@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -52,6 +53,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 MIXTURES = {"qwen3_moe": (0, 2), "mixtral": (0, 1)}
 """Families with experts, and in which layers."""
+
+PAGE = Path(__file__).parents[2] / "docs" / "router_replay.md"
 
 
 @pytest.fixture(scope="module")
@@ -195,3 +198,24 @@ def test_a_trainer_sends_tokens_where_vllm_sent_them(
     stale = sequences[0].with_fields(sequence_fields={"routed_experts_version": torch.tensor(version - 1)})
     with pytest.raises(BatchError, match=f"computed with weights of version {version - 1}"):
         group.forward(policy, [stale], meta=meta, router_replay="replay")
+
+
+def test_the_steps_of_the_page_on_router_replay_run_as_they_stand(
+    group: TrainGroup, engines: dict[str, Future[RolloutGroup]], policies: dict[str, HandleRef]
+) -> None:
+    policy, rollout = policies["qwen3_moe"], engines["qwen3_moe"].result()
+    names: dict[str, Any] = {
+        "trainer": group,
+        "policy": policy,
+        "rollout": rollout,
+        "prompts": PROMPTS,
+        "sampling": SamplingConfig(n=2, max_new_tokens=8),
+        "advantages": lambda samples: torch.ones(len(samples)).unbind(),
+        "loss": Loss("rl_backend.algorithm:grpo_loss"),
+        "TokenSequence": TokenSequence,
+    }
+    with WeightSync(group, rollout, policy) as sync:
+        sync.push()
+        code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL))
+        exec(compile(code, PAGE.name, "exec"), names)
+    assert group.optimizer_step(policy).ok
