@@ -1,0 +1,108 @@
+"""What the scripts have in common: options, and verl's overrides for an engine and for a machine."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from examples.common.cluster import usable_cores
+from examples.verl.task import write_verl_task
+from rl_backend.contracts import BaseConfig, ConfigError
+
+ENGINE_CONFIG = "adapters.verl.engine_config.RLBackendEngineConfig"
+
+
+class VerlOptions(BaseConfig):
+    """Which model, files, engine and machine."""
+
+    model: str | None = Field(default=None, description="Hugging Face directory or name; none: the demo's model and files")
+    train_files: str | None = Field(default=None, description="parquet in verl's format")
+    val_files: str | None = Field(default=None, description="parquet in verl's format, not trained on")
+    run_dir: str = Field(description="folder for metrics.jsonl and checkpoints")
+    backend: Literal["native", "bridge"] = Field(default="native", description="runtime: native, or bridge (Megatron)")
+    device: Literal["auto", "cpu", "gpu"] = Field(default="auto", description="auto: gpu where there is one")
+    ranks: int = Field(default=1, ge=1, description="training ranks on each node")
+    nodes: int = Field(default=1, ge=1, description="nodes")
+    tp: int = Field(default=1, ge=1, description="tensor-parallel ranks")
+    pp: int = Field(default=1, ge=1, description="pipeline ranks")
+    cp: int = Field(default=1, ge=1, description="context-parallel ranks")
+    ep: int = Field(default=1, ge=1, description="expert-parallel ranks")
+    steps: int = Field(default=100, ge=1, description="training steps")
+    save_every: int = Field(default=-1, description="steps between checkpoints; -1: the last step only (SFT) or none (RL)")
+    overrides: str = Field(default="", description="more of verl's overrides, as on its command line")
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device == "cpu" or (self.device == "auto" and not torch.cuda.is_available())
+
+    @property
+    def files_of_task(self) -> Path | None:
+        """Where the demo's task is, and is written the first time; None with a model of one's own.
+
+        Raises:
+            ConfigError: a model without files, or files without a model.
+        """
+        given = {"model": self.model, "train_files": self.train_files, "val_files": self.val_files}
+        if all(given.values()):
+            return None
+        if self.train_files or self.val_files:
+            missing = [name for name, value in given.items() if not value]
+            raise ConfigError.of("model, train_files, val_files", given, f"give all three, or no files; missing: {missing}")
+        folder = Path(self.run_dir).resolve() / "task"
+        if not folder.exists():
+            write_verl_task(folder)
+        return folder
+
+    def engine(self, role: str) -> list[str]:
+        """verl's overrides that put a role on our engine: ``_target_`` is the one that it takes; the others choose."""
+        return [
+            f"{role}._target_={ENGINE_CONFIG}",
+            f"+{role}.backend={self.backend}",
+            f"{role}.tensor_model_parallel_size={self.tp}",
+            f"{role}.pipeline_model_parallel_size={self.pp}",
+            f"{role}.context_parallel_size={self.cp}",
+            f"{role}.expert_model_parallel_size={self.ep}",
+            # verl's own class knows 16-bit types only.
+            f"{role}.dtype={'float32' if self.on_cpu else 'bfloat16'}",
+        ]
+
+    def run(self, command: Sequence[str], overrides: Sequence[str], environment: Mapping[str, str] | None = None) -> Path:
+        """Runs verl with its own entry point; returns its log of metrics, one JSON object a step.
+
+        Raises:
+            ConfigError: verl ended with an error.
+        """
+        folder = Path(self.run_dir).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        metrics = folder / "metrics.jsonl"
+        whole = [*command, *overrides, *shlex.split(self.overrides)]
+        print(shlex.join(["python", *whole]), flush=True)
+        code = subprocess.run(
+            [sys.executable, *whole],
+            env={**self._environment(), **(environment or {}), "VERL_FILE_LOGGER_PATH": str(metrics)},
+            check=False,
+        ).returncode
+        if code:
+            raise ConfigError(f"verl ended with status {code}; its own message is above")
+        return metrics
+
+    def _environment(self) -> dict[str, str]:
+        if not self.on_cpu:
+            return dict(os.environ)
+        return {
+            "OMP_NUM_THREADS": str(max(1, usable_cores() // self.ranks)),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            # Rollout and training take turns on the same cores.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            **os.environ,
+        }

@@ -1,0 +1,76 @@
+"""Supervised fine-tuning by verl's own trainer, ``verl.trainer.sft_trainer``, on our engine.
+
+    python -m examples.verl.sft                                   # the demo's model and demonstrations
+    python -m examples.verl.sft --model Qwen/Qwen3-4B --train-files train.parquet --val-files test.parquet --ranks 8
+
+The command that it runs is printed, to be copied.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from examples.common.command_line import parse_config, run_command
+from examples.verl.options import VerlOptions
+
+
+class SFTOptions(VerlOptions):
+    """Options of a run. A row of the files has ``messages``."""
+
+    run_dir: str = Field(default="runs/verl_sft", description="folder for metrics.jsonl and checkpoints")
+    steps: int = Field(default=700, ge=1, description="optimizer steps")
+    batch_size: int = Field(default=64, ge=1, description="conversations in each step")
+    max_length: int = Field(default=2048, ge=1, description="longest conversation, in tokens")
+    max_tokens_per_rank: int = Field(default=8192, ge=1, description="most tokens of a micro-batch")
+    lr: float = Field(default=2e-3, gt=0, description="peak learning rate")
+    lr_warmup_steps: int = Field(default=20, ge=0, description="steps up to it")
+
+
+def train(options: SFTOptions) -> Path:
+    """Runs SFT; returns verl's log of metrics. The model is in ``checkpoints/global_step_N/huggingface``."""
+    task = options.files_of_task
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
+    return options.run([*command, "-m", "verl.trainer.sft_trainer"], overrides(options, task))
+
+
+def overrides(options: SFTOptions, task: Path | None) -> list[str]:
+    """verl's configuration, as overrides of its ``sft_trainer_engine.yaml``."""
+    return [
+        "engine=megatron",
+        "optim=megatron",
+        *options.engine("engine"),
+        f"model.path={options.model or (task and task / 'model')}",
+        f"data.train_files={options.train_files or (task and task / 'demonstrations.parquet')}",
+        f"data.val_files={options.val_files or (task and task / 'validation.parquet')}",
+        f"data.train_batch_size={options.batch_size}",
+        f"data.max_length={options.max_length}",
+        f"data.max_token_len_per_gpu={options.max_tokens_per_rank}",
+        f"optim.lr={options.lr}",
+        f"optim.lr_warmup_steps={min(options.lr_warmup_steps, options.steps - 1)}",
+        "optim.lr_decay_style=linear",
+        "checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+        f"trainer.total_training_steps={options.steps}",
+        f"trainer.total_epochs={options.steps}",
+        f"trainer.save_freq={options.save_every}",
+        f"trainer.default_local_dir={Path(options.run_dir).resolve() / 'checkpoints'}",
+        "trainer.logger=[console,file]",
+        f"trainer.nnodes={options.nodes}",
+        f"trainer.n_gpus_per_node={options.ranks}",
+        *(["trainer.device=cpu", "data.num_workers=0"] if options.on_cpu else []),
+    ]
+
+
+def trained_model(options: SFTOptions) -> Path:
+    """Where ``train`` leaves the model."""
+    return Path(options.run_dir).resolve() / "checkpoints" / f"global_step_{options.steps}" / "huggingface"
+
+
+def main() -> None:
+    options = parse_config(SFTOptions, "Supervised fine-tuning by verl's trainer.")
+    print(f"metrics: {train(options)}\ntrained model: {trained_model(options)}")
+
+
+if __name__ == "__main__":
+    run_command(main)
