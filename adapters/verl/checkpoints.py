@@ -57,6 +57,8 @@ class EngineCheckpoints:
         path = _local(local_path, hdfs_path)
         first = dist.get_rank() == 0
         if first:
+            # What is written anew must not count as the old checkpoint that has to go.
+            self._kept.previous_saved_paths = [kept for kept in self._kept.previous_saved_paths if kept != str(path)]
             self._kept.ensure_checkpoint_capacity(max_ckpt_to_keep)
         if "hf_model" in self._save:
             with _replaced(path / _HF_DIRECTORY):

@@ -80,7 +80,7 @@ def _jagged(found: Sequence[Mapping[str, Tensor]], layout: Layout) -> dict[str, 
     ids = [row["input_ids"] for row in found]
     tensors = {"input_ids": jagged(ids), "position_ids": jagged([torch.arange(len(each)) for each in ids])}
     if layout == "full":
-        masks = [torch.cat([torch.zeros(row["prompt_length"]), row["response_mask"]]) for row in found]
+        masks = [torch.cat([torch.zeros(int(row["prompt_length"])), row["response_mask"]]) for row in found]
         return {**tensors, "loss_mask": jagged(masks)}
     tensors["prompts"] = jagged([row["input_ids"][: row["prompt_length"]] for row in found])
     tensors["responses"] = jagged([row["input_ids"][row["prompt_length"] :] for row in found])

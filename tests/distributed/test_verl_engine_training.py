@@ -1,0 +1,191 @@
+"""verl's engines train the same in every layout, skip what is not finite, and go on from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.support.models import write_tiny
+from tests.support.moe import write_moe
+from tests.support.rank_pool import RankPool
+from tests.support.verl_batches import make_batch, rows
+from tests.support.verl_engine import mean_loss, open_engine
+
+IMPORT_SECONDS = 300.0
+
+BY_TOKENS = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 38, "global_batch_size": 8}
+
+ZBV = {"backend_options": {"pipeline_schedule": "zbv"}}
+LAYOUTS: dict[str, tuple[str, str, dict[str, int], dict[str, Any]]] = {
+    "native dp": ("dense", "native", {}, {}),
+    "native tp": ("dense", "native", {"tp": 2}, {}),
+    "native cp": ("dense", "native", {"cp": 2}, {}),
+    "native pp": ("dense", "native", {"pp": 2}, {}),
+    "native pp in the shape of a V": ("dense", "native", {"pp": 2, "vpp": 2}, ZBV),
+    "native ep": ("mixture", "native", {"ep": 2}, {}),
+    "bridge dp": ("dense", "bridge", {}, {}),
+    "bridge pp": ("dense", "bridge", {"pp": 2}, {}),
+    "bridge ep": ("mixture", "bridge", {"ep": 2}, {}),
+}
+
+
+class Run(NamedTuple):
+    """Attributes:
+    losses, norms: of each step.
+    log_probs: row of the whole batch -> before the first step; on source ranks.
+    is_source: whether this is one.
+    group: global ranks of its data-parallel group.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    log_probs: dict[int, Tensor]
+    is_source: bool
+    group: list[int]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    folder = tmp_path_factory.mktemp("verl")
+    return {
+        "dense": write_tiny("qwen3", folder / "dense", num_hidden_layers=4),
+        "mixture": write_moe("qwen3_moe", folder / "mixture", num_hidden_layers=2),
+    }
+
+
+def train_step(engine: Any, seed: int) -> tuple[float, float]:
+    """Loss over all ranks and gradient norm of one of verl's SFT steps on this rank's share of the sequences."""
+    from verl.workers.utils.losses import sft_loss
+
+    mine = rows(seed)[engine.get_data_parallel_rank() :: engine.get_data_parallel_size()]
+    with engine.train_mode(), engine.train_mode(disable_auto_offload=True):
+        output = engine.train_batch(make_batch(mine, "full", **BY_TOKENS), partial(sft_loss, config=None))
+    norm = torch.tensor(output["metrics"]["grad_norm"] if output else 0.0, dtype=torch.float64)
+    dist.all_reduce(norm, dist.ReduceOp.MAX)
+    engine.lr_scheduler_step()
+    return mean_loss(engine, output), norm.item()
+
+
+def train_job(model: str, backend: str, layout: dict[str, int], options: dict[str, Any]) -> Run:
+    with open_engine(model, backend=backend, layout=layout, **options) as engine:
+        mine = list(range(8))[engine.get_data_parallel_rank() :: engine.get_data_parallel_size()]
+        with engine.eval_mode():
+            output = engine.infer_batch(make_batch([rows()[index] for index in mine], "response", **BY_TOKENS))
+        steps = [train_step(engine, seed) for seed in range(2)]
+        group = dist.get_process_group_ranks(engine.get_data_parallel_group())
+        is_source = engine.is_mp_src_rank_with_outputs()
+        log_probs = dict(zip(mine, output["model_output"]["log_probs"].unbind(), strict=True)) if output else {}
+    return Run([loss for loss, _ in steps], [norm for _, norm in steps], log_probs, is_source, group)
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(ranks: RankPool, models: Mapping[str, Path]) -> Mapping[str, Run]:
+    return {
+        name: ranks.run(train_job, str(path), "native", {}, {}, world_size=1, timeout=IMPORT_SECONDS)[0]
+        for name, path in models.items()
+    }
+
+
+@pytest.mark.shows("verl: SFT loss and gradient norm on 2 ranks, dp, tp, cp, pp and ep, are one rank's to 1e-5")
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_sft_steps_in_every_layout_are_those_of_one_rank(
+    ranks: RankPool, models: Mapping[str, Path], on_one_rank: Mapping[str, Run], case: str
+) -> None:
+    model, backend, layout, options = LAYOUTS[case]
+    expected = on_one_rank[model]
+    runs = ranks.run(train_job, str(models[model]), backend, layout, options, timeout=IMPORT_SECONDS)
+    for run in runs:
+        torch.testing.assert_close(run.losses, expected.losses, rtol=1e-5, atol=0)
+        torch.testing.assert_close(run.norms, expected.norms, rtol=1e-5, atol=0)
+    found = {index: row for run in runs for index, row in run.log_probs.items()}
+    assert found.keys() == expected.log_probs.keys()
+    for index, row in found.items():
+        torch.testing.assert_close(row, expected.log_probs[index], rtol=0, atol=1e-5)
+    sources = [rank for rank, run in enumerate(runs) if run.is_source]
+    assert all(run.group == sources for run in runs if run.is_source)
+    assert "V" not in case or sources == [0]
+
+
+def resume_job(model: str, backend: str, folder: str, offload: bool) -> tuple[list[Any], list[Any]]:
+    """Steps 3 and 4 with the learning rates after them, of a run that went on and of one that resumed."""
+
+    def go_on(engine: Any) -> list[Any]:
+        return [(train_step(engine, seed), engine.lr_scheduler_step()) for seed in (2, 3)]
+
+    options = {"param_offload": offload, "optimizer_offload": offload}
+    with open_engine(model, backend=backend, **options) as engine:
+        for seed in range(2):
+            train_step(engine, seed)
+        # The second save replaces the first.
+        for _ in range(2):
+            engine.save_checkpoint(folder, None, 2, 1)
+        straight = go_on(engine)
+    with open_engine(model, backend=backend, **options) as engine:
+        train_step(engine, 7)
+        engine.load_checkpoint(folder)
+        return straight, go_on(engine)
+
+
+@pytest.mark.shows("verl: a saved and resumed engine trains on as if not stopped, learning rate included, to the last bit")
+@pytest.mark.parametrize(("backend", "offload"), [("native", True), ("bridge", True), ("native", False)])
+def test_a_resumed_engine_trains_on_as_one_that_was_not_stopped(
+    ranks: RankPool, models: Mapping[str, Path], tmp_path: Path, backend: str, offload: bool
+) -> None:
+    results = ranks.run(resume_job, str(models["dense"]), backend, str(tmp_path / "saved"), offload, timeout=IMPORT_SECONDS)
+    for straight, resumed in results:
+        assert resumed == straight
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["training_state"]
+
+
+def weights_only_job(model: str, folder: str) -> tuple[list[str], float, float]:
+    """What is kept of three saves of weights, and the loss of step 2 with the weights and with those loaded."""
+    with open_engine(model, contents=("hf_model",)) as engine:
+        for step in range(3):
+            engine.save_checkpoint(f"{folder}/global_step_{step}/actor", global_step=step, max_ckpt_to_keep=2)
+            if step < 2:
+                train_step(engine, step)
+        kept = sorted(str(path.relative_to(folder)) for path in Path(folder).glob("*/actor/huggingface/config.json"))
+        expected = train_step(engine, 2)[0]
+        engine.load_checkpoint(f"{folder}/global_step_2/actor")
+        return kept, expected, train_step(engine, 2)[0]
+
+
+def test_weights_alone_are_kept_as_many_times_as_asked_and_loaded(
+    ranks: RankPool, models: Mapping[str, Path], tmp_path: Path
+) -> None:
+    ((kept, expected, found),) = ranks.run(
+        weights_only_job, str(models["dense"]), str(tmp_path), world_size=1, timeout=IMPORT_SECONDS
+    )
+    assert kept == [f"global_step_{step}/actor/huggingface/config.json" for step in (1, 2)]
+    assert found == expected
+
+
+def not_finite_job(model: str, backend: str) -> tuple[float, bool, float]:
+    def infinite(model_output: Any, data: Any, dp_group: Any) -> tuple[Tensor, dict[str, Any]]:
+        factor = float("inf") if dist.get_rank() == 1 else 1.0
+        return model_output["log_probs"].values().sum() * factor, {}
+
+    with open_engine(model, backend=backend) as engine:
+        before = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
+        with engine.train_mode():
+            output = engine.train_batch(make_batch(rows(), "full", **BY_TOKENS), infinite)
+        after = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
+        unchanged = all(torch.equal(after[name], tensor) for name, tensor in before.items())
+        return output["metrics"]["grad_norm"], unchanged, train_step(engine, 0)[1]
+
+
+@pytest.mark.parametrize("backend", ["native", "bridge"])
+def test_a_step_with_gradients_that_are_not_finite_changes_nothing_and_says_so(
+    ranks: RankPool, models: Mapping[str, Path], on_one_rank: Mapping[str, Run], backend: str
+) -> None:
+    for norm, unchanged, next_norm in ranks.run(not_finite_job, str(models["dense"]), backend, timeout=IMPORT_SECONDS):
+        assert not torch.tensor(norm).isfinite()
+        assert unchanged
+        assert next_norm == pytest.approx(on_one_rank["dense"].norms[0], rel=1e-5)
