@@ -7,6 +7,7 @@ verl finds an accelerator neither changes anything.
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import sys
@@ -158,6 +159,7 @@ def accept_repeated_backends() -> None:
     if hasattr(original, _INSTALLED):
         return
 
+    @functools.wraps(original)
     def init(self: Any, backend: Any) -> None:
         if isinstance(backend, str):
             backend = ",".join(dict.fromkeys(backend.split(",")))
@@ -227,6 +229,7 @@ def keep_linear_weights() -> None:
     if hasattr(original, _INSTALLED):
         return
 
+    @functools.wraps(original)
     def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
         original(layer, remove_weight=False)
 
@@ -242,6 +245,7 @@ def pack_experts_again() -> None:
     if hasattr(original, _INSTALLED):
         return
 
+    @functools.wraps(original)
     def process(self: Any, layer: torch.nn.Module) -> None:
         self.moe_kernel = None
         original(self, layer)
