@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_backend.contracts import ConfigError
 from rl_backend.parallel.all_to_all import all_to_all_rows
-from rl_backend.primitive.dispatch import ExpertOrder, ExpertTokens, copy_rows, sort_by_expert, sum_rows
+from rl_backend.primitive.dispatch import ExpertOrder, ExpertTokens, copy_rows, sort_by_expert, spread_evenly, sum_rows
 from rl_backend.primitive.router import Routing
 
 
@@ -56,7 +56,12 @@ class AllToAllDispatcher:
         counts = order.counts.view(self.ep_size, -1).repeat_interleave(self.etp_size, 0)
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=self.group)
-        sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
+        if counts.is_meta:
+            # No counts: as if every expert were chosen as often, on every rank.
+            shares = spread_evenly(routing.experts.numel(), self.ep_size)
+            sent = received = [share for share in shares for _ in range(self.etp_size)]
+        else:
+            sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
 
         choices, places = order.choices, order.places
         if self.etp_size > 1:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from rl_backend.primitive.blocked_attention import blocked_attention
+from rl_backend.primitive.meta_attention import meta_attention
 from rl_backend.primitive.windowed_attention import windowed_attention
 
 _VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -68,6 +69,8 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segmen
     Returns:
         (N, heads, head_dim)
     """
+    if query.is_meta:
+        return meta_attention(query, key, value)
     if window is not None and window >= max(segments.key_lens):
         window = None
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):

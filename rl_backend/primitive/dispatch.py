@@ -83,6 +83,11 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> ExpertOrder:
     return ExpertOrder(choices, tokens, places.view(experts.shape), count_sorted(ordered, num_experts))
 
 
+def spread_evenly(rows: int, groups: int) -> list[int]:
+    """Rows of each group, as equal as they can be: what is planned with where nothing has been counted."""
+    return [rows // groups + (group < rows % groups) for group in range(groups)]
+
+
 def copy_rows(x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
     """``x[tokens]``; (T, ...) -> (N, ...). Gradients of a row's copies are summed in the order of ``places``.
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_backend.primitive.deferred import weight_gradient
+from rl_backend.primitive.dispatch import spread_evenly
 
 _ALIGNMENT = 16
 _KERNEL_CAPABILITIES = (9, 10)
@@ -71,7 +72,8 @@ class _GroupByGroup(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.weight = weight
-        ctx.counts = counts.tolist()
+        # The meta device has no counts.
+        ctx.counts = spread_evenly(x.shape[0], weight.shape[0]) if counts.is_meta else counts.tolist()
         out = x.new_empty(x.shape[0], weight.shape[1])
         for group, rows in _filled_groups(ctx.counts):
             torch.mm(x[rows], weight[group].t(), out=out[rows])

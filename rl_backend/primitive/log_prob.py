@@ -124,7 +124,8 @@ class _Tokens(NamedTuple):
         cls, hidden: Tensor, labels: Tensor, temperature: Tensor | float, active: Tensor, shard: VocabularyShard | None
     ) -> tuple[_Tokens, Tensor]:
         """The tokens where ``active`` and their positions."""
-        positions = active.nonzero().squeeze(1)
+        # On the meta device, which knows no labels, all tokens count.
+        positions = torch.arange(len(active), device="meta") if active.is_meta else active.nonzero().squeeze(1)
         if not isinstance(temperature, Tensor):
             chosen = None if temperature == 1.0 else hidden.new_full((1, 1), temperature, dtype=_wide(hidden.dtype))
             temperatures = None if chosen is None else chosen.expand(positions.shape[0], 1)

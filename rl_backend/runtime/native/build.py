@@ -62,7 +62,7 @@ def build_handle(
     parts = model_stages(family, architecture, native, groups.pp_group.rank())
 
     def build(stage: ModelStage | None) -> nn.Module:
-        return _build(family, architecture, settings._replace(stage=stage), groups, native, forward_only=forward_only)
+        return build_module(family, architecture, settings._replace(stage=stage), groups, native, forward_only=forward_only)
 
     stages = {number: build(stage) for number, stage in parts.items()}
     modules = list(stages.values()) or [build(None)]
@@ -112,7 +112,7 @@ def build_handle(
     )
 
 
-def _build(
+def build_module(
     family: ModelFamily,
     architecture: Any,
     settings: BuildSettings,
@@ -121,7 +121,7 @@ def _build(
     *,
     forward_only: bool,
 ) -> nn.Module:
-    """A stage, or the whole model, laid out, with storage that is not filled."""
+    """A stage, or the whole model, laid out on ``groups.device``, with storage that is not filled."""
     with torch.device("meta"):
         module = family.build(architecture, settings)
     schedule = algorithm(native)
