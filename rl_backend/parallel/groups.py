@@ -164,7 +164,7 @@ def _open(parallel: ParallelConfig, device: torch.device) -> ParallelGroups:
     )
     token_group, replica_group = subgroups.along(dense, 2, 3), subgroups.along(dense, 0, 2, 3)
     expert_group = subgroups.along(experts, 2, 3)
-    host_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    host_group = dist.new_group(backend=_host_backend(), timeout=COLLECTIVE_TIMEOUT)
     return ParallelGroups(
         parallel=parallel,
         device=device,
@@ -259,10 +259,18 @@ def _init_default_group(device: torch.device) -> None:
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device_id)
 
 
+def _is_fake() -> bool:
+    return dist.get_backend() == "fake"  # see imagined.py
+
+
+def _host_backend() -> str:
+    return "fake" if _is_fake() else "gloo"
+
+
 def _require_backend(device: torch.device) -> None:
     backends = dist.get_backend_config()
     wanted = {"cpu": "gloo", "cuda": "nccl"}[device.type]
-    if f"{device.type}:{wanted}" not in backends:
+    if f"{device.type}:{wanted}" not in backends and not _is_fake():
         raise ConfigError(
             f"the default process group has the backends {backends}; training on {device} needs {device.type}:{wanted}; "
             "initialise it with 'cpu:gloo,cuda:nccl', or let the runtime do it",
