@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, override
 
 import torch
@@ -11,14 +12,17 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from verl.utils.device import get_device_name
 from verl.workers.engine.base import BaseEngine
-from verl.workers.engine.utils import enable_full_determinism
+from verl.workers.engine.spec import ShardSpec
+from verl.workers.engine.utils import enable_full_determinism, hf_delta_export
 
 from adapters.verl.checkpoints import EngineCheckpoints
 from adapters.verl.engine_mode import EngineMode
-from adapters.verl.micro_batches import cut_batch
+from adapters.verl.micro_batches import MicroBatches, cut_batch
 from adapters.verl.outputs import MicroBatchLoss, VerlLoss, as_verl_output
+from adapters.verl.routes import router_replay, routes_of
 from adapters.verl.settings import engine_settings, optimizer_settings
 from adapters.verl.timing import AdapterTime
+from adapters.verl.weight_export import delta_entry, shards_with_specs
 from rl_backend.contracts import ConfigError, HandleError
 from rl_backend.runtime import Runtime, create_runtime
 
@@ -61,6 +65,8 @@ class RuntimeEngine(BaseEngine):
         self._handle: Any = None
         self.mode: str | None = None
         self.time = AdapterTime()
+        # verl's prime_delta_snapshots fills it: name -> this rank's share as it was last sent.
+        self._delta_shard_snap: dict[str, Tensor] = {}
 
     @override
     def initialize(self) -> None:
@@ -130,12 +136,23 @@ class RuntimeEngine(BaseEngine):
             :func:`~adapters.verl.outputs.as_verl_output`); elsewhere an empty dictionary.
         """
         with self.time.batch():
-            parallel = self.settings.runtime.backend_cfg.parallel
-            batch = cut_batch(data, self._runtime.place, multiple=self.handle.micro_batch_multiple, cp_size=parallel.cp)
+            replay = router_replay(data, self.settings.router_replay, forward_only=forward_only)
+            batch = self._cut(data, replays=replay == "replay")
             loss = None if loss_function is None else MicroBatchLoss(loss_function, self.time)
             with self.time.runtime():
-                result = self._runtime.forward_backward(self.handle, batch.packed, loss, forward_only=forward_only)
+                result = self._runtime.forward_backward(
+                    self.handle, batch.packed, loss, forward_only=forward_only, router_replay=replay
+                )
             return as_verl_output(result, batch, loss) if self.is_mp_src_rank_with_outputs() else {}
+
+    def _cut(self, data: TensorDict, *, replays: bool) -> MicroBatches:
+        settings, handle = self.settings, self.handle
+        options: dict[str, Any] = {}
+        if replays:
+            num_layers = len(handle.routed_layers.sparse)
+            options["further"] = partial(routes_of, mode=settings.router_replay, num_layers=num_layers)
+        cp_size = settings.runtime.backend_cfg.parallel.cp
+        return cut_batch(data, self._runtime.place, multiple=handle.micro_batch_multiple, cp_size=cp_size, **options)
 
     @override
     def optimizer_zero_grad(self) -> None:
@@ -193,6 +210,18 @@ class RuntimeEngine(BaseEngine):
         """
         self.move("device", model=True, optimizer=False, grad=False)
         return self._runtime.export_weights(self.handle, dtype=self._export_dtype), None
+
+    @override
+    def get_per_tensor_param_shard(self, **_: Any) -> tuple[Iterator[tuple[str, Tensor, ShardSpec]], None]:
+        """This rank's share of every weight (:meth:`~rl_backend.runtime.Runtime.export_shards`)."""
+        self.move("device", model=True, optimizer=False, grad=False)
+        return shards_with_specs(self._runtime.export_shards(self.handle, dtype=self._export_dtype)), None
+
+    @override
+    def get_per_tensor_param_delta_shard(self, **_: Any) -> tuple[Iterator[Any], None]:
+        """What has changed in this rank's shares since the last export, or since ``prime_delta_snapshots``."""
+        shards, _peft_config = self.get_per_tensor_param_shard()
+        return hf_delta_export(shards, self._delta_shard_snap, delta_entry), None
 
     def export_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """See :meth:`~rl_backend.runtime.Runtime.export_gradients`; not one of verl's own."""

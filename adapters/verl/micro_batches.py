@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -22,6 +23,10 @@ _UNSUPPORTED = {
     "distillation_only": "top-k distillation reads logits, which are never kept",
     "calculate_sum_pi_squared": "the sum of squared probabilities is not computed",
 }
+
+
+type FurtherFields = Callable[[TensorDict], tuple[Mapping[str, Tensor], Mapping[str, Any]]]
+"""Token fields and meta of a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,14 @@ class MicroBatches:
     order: list[int]
 
 
-def cut_batch(data: TensorDict, place: RankPlace, *, multiple: int, cp_size: int) -> MicroBatches:
+def cut_batch(
+    data: TensorDict,
+    place: RankPlace,
+    *,
+    multiple: int,
+    cp_size: int,
+    further: FurtherFields = lambda _: ({}, {}),
+) -> MicroBatches:
     """Cuts this rank's batch as verl does, and packs it.
 
     ``data`` and every micro-batch are given what verl's losses read: ``dp_size``, ``batch_num_tokens`` (``loss_mask`` summed
@@ -60,6 +72,7 @@ def cut_batch(data: TensorDict, place: RankPlace, *, multiple: int, cp_size: int
         data: ``input_ids`` jagged (B, L_i); ``loss_mask`` jagged over all tokens or over the response, or dense.
         multiple: with ``use_dynamic_bsz``, the number of micro-batches is one of its multiples.
         cp_size: ranks that share a micro-batch; verl's ``max_token_len_per_gpu`` is for each of them.
+        further: what a micro-batch carries beside its tokens.
 
     Raises:
         BatchError: ``input_ids`` that are not jagged, positions that do not count each sequence's tokens from 0.
@@ -79,23 +92,25 @@ def cut_batch(data: TensorDict, place: RankPlace, *, multiple: int, cp_size: int
     )
     for each in (data, *micro_batches):
         tu.assign_non_tensor(each, num_micro_batch=len(micro_batches))
-    packed = [_pack(MicroBatch(index, each)) for index, each in enumerate(micro_batches)]
+    packed = [_pack(MicroBatch(index, each), *further(each)) for index, each in enumerate(micro_batches)]
     return MicroBatches(packed, list(chain.from_iterable(indices)) if indices else list(range(len(data))))
 
 
-def _pack(micro_batch: MicroBatch) -> PackedBatch:
+def _pack(micro_batch: MicroBatch, token_fields: Mapping[str, Tensor], further_meta: Mapping[str, Any]) -> PackedBatch:
     data = micro_batch.data
     input_ids = data["input_ids"]
-    meta: dict[str, Any] = {"calculate_entropy": bool(tu.get_non_tensor_data(data, "calculate_entropy", False))}
+    calculate_entropy = bool(tu.get(data, "calculate_entropy", False))
+    meta: dict[str, Any] = {**further_meta, "calculate_entropy": calculate_entropy}
     sequence_fields = {}
-    temperature = tu.get_non_tensor_data(data, "temperature", 1.0)
-    if isinstance(temperature, Tensor) and temperature.dim() > 0:
-        sequence_fields["temperature"] = temperature.reshape(len(data)).to(torch.float32)
+    temperature = torch.as_tensor(tu.get(data, "temperature", 1.0), dtype=torch.float32)
+    if temperature.dim() > 0:
+        sequence_fields["temperature"] = temperature.reshape(len(data))
     else:
         meta["temperature"] = float(temperature)
     packed = PackedBatch(
         input_ids.values().to(torch.int64),
         input_ids.offsets().diff().cpu(),
+        token_fields=token_fields,
         sequence_fields=sequence_fields,
         meta=meta,
         payload=micro_batch,
@@ -116,18 +131,18 @@ def _require_supported(data: TensorDict) -> None:
             "left_right_2_no_padding makes it",
             name="input_ids",
         )
-    pad_mode = tu.get_non_tensor_data(data, "pad_mode", DatasetPadMode.NO_PADDING)
+    pad_mode = tu.get(data, "pad_mode", DatasetPadMode.NO_PADDING)
     if pad_mode != DatasetPadMode.NO_PADDING:
         raise UnsupportedError(
             f"pad_mode={str(pad_mode)!r}: engines of verl take 'no_padding'; set data.pad_mode=no_padding"
         )
     for name, reason in _UNSUPPORTED.items():
-        if tu.get_non_tensor_data(data, name, False):
+        if tu.get(data, name, False):
             raise UnsupportedError(f"{name}=True: {reason}; switch it off", name=name)
     positions = data.get("position_ids", None)
     if positions is not None and positions.dim() > 2:
         raise UnsupportedError(
             f"position_ids of {positions.dim()} dimensions: models of images or video are not supported", name="position_ids"
         )
-    if any(tu.get_non_tensor_data(data, "multi_modal_inputs", None) or ()):
+    if any(tu.get(data, "multi_modal_inputs") or ()):
         raise UnsupportedError("multi_modal_inputs: models of images or video are not supported", name="multi_modal_inputs")

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import math
-from typing import Self
+from typing import NamedTuple, Self
 
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from rl_backend.contracts.base_config import BaseConfig
 from rl_backend.contracts.errors import ConfigError
 
 UNVERSIONED = -1
 """Version of an engine that serves weights no trainer has pushed."""
+
+
+class WeightShard(NamedTuple):
+    """A rank's share of one weight: a rectangle. The shares of all ranks are the whole weight, once.
+
+    Attributes:
+        name: Hugging Face name.
+        shape: of the whole weight.
+        offset: where the share begins, in each dimension.
+        tensor: the share; of no elements on ranks that have none.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    tensor: Tensor
 
 
 class TensorInfo(BaseConfig):

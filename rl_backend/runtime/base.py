@@ -25,6 +25,8 @@ from rl_backend.contracts import (
     TensorInfo,
     UnsupportedError,
 )
+from rl_backend.contracts.weights import WeightShard
+from rl_backend.parallel.shards import chunk
 from rl_backend.runtime.router_replay import RouterReplay
 
 
@@ -175,6 +177,19 @@ class Runtime[H: ModelHandle](ABC):
             byte_budget: largest number of bytes gathered at one time; must hold the largest tensor.
             names: only these; unknown names raise :class:`~rl_backend.contracts.ConfigError` before anything is gathered.
         """
+
+    def export_shards(self, handle: H, *, dtype: torch.dtype | None = None) -> Iterator[WeightShard]:
+        """Yields this rank's share of every weight, in one order on every rank.
+
+        Here each weight is gathered and its rows are dealt out evenly; a runtime whose ranks hold rectangles of the weights
+        yields these, without communication. A tensor is valid until the next one is taken.
+
+        Args:
+            dtype: as for :meth:`export_weights`.
+        """
+        for name, tensor in self.export_weights(handle, dtype=dtype):
+            rows = chunk(slice(0, tensor.shape[0]), dist.get_world_size(), dist.get_rank())
+            yield WeightShard(name, tuple(tensor.shape), (rows.start, *([0] * (tensor.dim() - 1))), tensor[rows])
 
     def export_gradients(self, handle: H, *, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yields (Hugging Face name, full float32 gradient) in the order of :meth:`export_weights`.

@@ -35,6 +35,7 @@ def open_engine(
     backend_options: Mapping[str, Any] | None = None,
     optimizer: Mapping[str, Any] | None = None,
     contents: tuple[str, ...] = ("model", "optimizer", "extra"),
+    router_replay: str = "disabled",
     **engine: Any,
 ) -> Iterator[RuntimeEngine]:
     """An engine that verl's registry would build from these configurations, initialised."""
@@ -43,6 +44,7 @@ def open_engine(
     register()
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreOptimizerConfig
+    from verl.workers.config.engine import EngineRouterReplayConfig
 
     from adapters.verl.engine import LanguageModelEngine, ValueModelEngine
     from adapters.verl.engine_config import RLBackendEngineConfig
@@ -51,6 +53,7 @@ def open_engine(
         dtype="float32",
         backend=backend,
         backend_options={"device": "cpu", **(backend_options or {})},
+        router_replay=EngineRouterReplayConfig(mode=router_replay),
         **{SIZES[name]: size for name, size in (layout or {}).items()},
         **engine,
     )

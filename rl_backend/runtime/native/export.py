@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.contracts import HandleError, TensorInfo, stored_names, stored_tensors
+from rl_backend.contracts.weights import WeightShard
 from rl_backend.runtime.export_stream import WeightStream, plan_buckets, require_known_names, start_stream
 from rl_backend.runtime.native.gather import ShardedWeight, gather_weights, sharded_weights
 from rl_backend.runtime.native.handle import NativeHandle
@@ -45,6 +46,18 @@ def export_weights(
     require_known_names("export_weights", only, stored_names(handle.weight_names))
     weights = sharded_weights(handle.parameters, handle.weight_names, handle.layouts, dtype=dtype, only=only)
     return _start(weights, handle, byte_budget)
+
+
+def export_shards(handle: NativeHandle, dtype: torch.dtype | None) -> Iterator[WeightShard]:
+    """What this rank has of every weight, as far as no earlier rank has the same. Not a collective."""
+    for weight in sharded_weights(handle.parameters, handle.weight_names, handle.layouts, dtype=dtype, only=None):
+        mine = next((part for part in weight.parts if part.rank == dist.get_rank()), None)
+        if mine is None:
+            nothing = torch.empty(0, dtype=weight.dtype, device=handle.groups.device)
+            yield WeightShard(weight.name, weight.shape, (0,) * len(weight.shape), nothing)
+        else:
+            offset = tuple(part.start for part in mine.region)
+            yield WeightShard(weight.name, weight.shape, offset, weight.held().to(weight.dtype))
 
 
 def export_gradients(handle: NativeHandle, *, only: Collection[str] | None) -> WeightStream:
