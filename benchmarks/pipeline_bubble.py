@@ -4,7 +4,8 @@ Four processes run the real executor over gloo with stages that wait for a fixed
 not compete for cores: on each rank ``SECONDS`` for the forward pass of a micro-batch, as much for the backward pass for the
 inputs and as much for the weights, shared by the rank's stages. Activations are counted as they are kept alive.
 ``python -m benchmarks.pipeline_bubble`` writes ``results/pipeline_bubble.json``: ``schedules.<name>.<m>`` with the measured
-and simulated shares of idle time and ``throughput_over_1f1b``; of several runs, the one with the median makespan.
+and simulated shares of idle time and ``throughput_over_1f1b``; of several runs, the one with the median makespan; and
+``post_validation.schedules.<name>`` with what :mod:`benchmarks.post_validation` measures.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,40 +26,19 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
+from benchmarks import post_validation
 from benchmarks.report import write_result
+from benchmarks.timed_model import HIDDEN, TimedPass
 from rl_backend.parallel.pipeline import SCHEDULES, Action, Costs, Schedule, Span, Timeline, make_schedule, simulate
 from rl_backend.parallel.pipeline.executor import PipelineExecutor
-from rl_backend.primitive.deferred import weight_gradient
 
 PP = 4
 MICRO_BATCHES = (8, 16)
 SECONDS = 0.2
-HIDDEN = 1024
 
 
 class _Kept:
     """What a stage keeps of a micro-batch for its backward pass."""
-
-
-class _Wait(torch.autograd.Function):
-    """A stage whose passes take ``seconds`` each."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, stages: TimedStages) -> Tensor:
-        time.sleep(stages.seconds)
-        ctx.weight, ctx.seconds, ctx.kept = weight, stages.seconds, stages.keep()
-        return hidden.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        time.sleep(ctx.seconds)
-        return grad.clone(), weight_gradient(ctx.weight, partial(_wait_for_weights, ctx.seconds, ctx.kept)), None
-
-
-def _wait_for_weights(seconds: float, kept: _Kept) -> Tensor:
-    """The backward pass for the weights; what waits to call it keeps the activation alive."""
-    time.sleep(seconds)
-    return torch.zeros(())
 
 
 class TimedStages:
@@ -88,7 +67,7 @@ class TimedStages:
 
     def forward(self, stage: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
         entry = torch.zeros(HIDDEN) if hidden is None else hidden
-        output: Tensor = _Wait.apply(entry, self._weights[stage], self)
+        output: Tensor = TimedPass.apply(entry, self._weights[stage], self.seconds, self.keep)
         return output.sum() if stage + 1 == self._num_stages else output
 
     def empty_hidden(self, micro_batch: int) -> Tensor:
@@ -116,7 +95,7 @@ class Run:
 
 
 def run_rank(rank: int, store: str, num_runs: int, results: Any) -> None:
-    """All schedules on one rank; rank 0 puts a list of timelines for each into ``results``."""
+    """All measurements on one rank; rank 0 puts timelines and times into ``results``."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=PP)
     group = dist.group.WORLD
@@ -134,8 +113,9 @@ def run_rank(rank: int, store: str, num_runs: int, results: Any) -> None:
                 timelines.setdefault((name, num_micro_batches), []).append(
                     Timeline(tuple(one.spans for one in whole), tuple(one.peak for one in whole))
                 )
+    times = post_validation.measure(SECONDS)
     if rank == 0:
-        results.put(timelines)
+        results.put((timelines, times))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -158,12 +138,18 @@ def main() -> None:
             run_rank, (str(Path(directory) / "store"), arguments.runs, results), nprocs=PP, join=False, start_method="spawn"
         )
         assert ranks is not None, "they are not joined yet"
-        timelines = results.get()
+        timelines, times = results.get()
         while not ranks.join():
             pass
     path = write_result(
         "pipeline_bubble",
-        {"pp": PP, "seconds_of_a_pass_on_a_rank": SECONDS, "runs": arguments.runs, "schedules": _schedules(timelines)},
+        {
+            "pp": PP,
+            "seconds_of_a_pass_on_a_rank": SECONDS,
+            "runs": arguments.runs,
+            "schedules": _schedules(timelines),
+            "post_validation": post_validation.facts(times, PP, SECONDS),
+        },
     )
     print(f"wrote {path}")
 

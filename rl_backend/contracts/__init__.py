@@ -29,7 +29,7 @@ from rl_backend.contracts.loss import LossFn, Metric, MetricValue, ModelOutput
 from rl_backend.contracts.optimizer_config import OptimizerConfig
 from rl_backend.contracts.parallel_config import ParallelConfig
 from rl_backend.contracts.registry import Registry
-from rl_backend.contracts.result import ForwardResult, StepResult, merge_metrics
+from rl_backend.contracts.result import ForwardResult, PendingStepResult, StepResult, merge_metrics
 from rl_backend.contracts.routed_experts import RoutedLayers, check_routes, route_dtype, route_fields
 from rl_backend.contracts.runtime_config import (
     BACKEND_CONFIGS,
@@ -73,6 +73,7 @@ __all__ = [
     "PackedWeight",
     "ParallelConfig",
     "ParityError",
+    "PendingStepResult",
     "RLBackendError",
     "Registry",
     "RegistryError",

@@ -90,7 +90,8 @@ class PendingStepResult(StepResult):
         # Python asks here for attributes that are not set: until the first look, those of the result.
         if name not in ("ok", "grad_norm", "num_zeros"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        self.__dict__.update(vars(self.__dict__.pop("_wait")()))
+        self.__dict__.update(vars(self.__dict__["_wait"]()))
+        del self.__dict__["_wait"]
         return self.__dict__[name]
 
     def __reduce__(self) -> tuple[Any, ...]:

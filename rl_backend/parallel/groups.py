@@ -6,6 +6,7 @@ import itertools
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,18 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 Longer than what one rank may do while the others wait: to write a Hugging Face directory to a slow disk, say.
 """
+
+
+class ValidationGroups(NamedTuple):
+    """Groups with which ranks of a pipeline check each other while they compute.
+
+    Attributes:
+        world: all ranks over gloo, for transfers and collectives on the CPU that other groups' do not wait for.
+        stage: the ranks of one pipeline rank, for collectives on the training device.
+    """
+
+    world: dist.ProcessGroup
+    stage: dist.ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -41,6 +54,7 @@ class ParallelGroups:
         world_group: all ranks.
         host_group: all ranks over gloo, for collectives on the CPU from any one thread at a time; never used by forward,
             backward or the optimizer.
+        validation: for ``NativeConfig.post_validation``; None without it.
         made: the groups that :func:`close_groups` destroys.
     """
 
@@ -64,6 +78,7 @@ class ParallelGroups:
     expert_group: dist.ProcessGroup
     world_group: dist.ProcessGroup
     host_group: dist.ProcessGroup
+    validation: ValidationGroups | None
     made: tuple[dist.ProcessGroup, ...]
 
     @property
@@ -109,7 +124,7 @@ def training_device(name: str) -> torch.device:
     return device
 
 
-def open_groups(parallel: ParallelConfig, device: torch.device) -> ParallelGroups:
+def open_groups(parallel: ParallelConfig, device: torch.device, *, post_validation: bool = False) -> ParallelGroups:
     """Makes the groups of the layout. A collective over all ranks of the job.
 
     Uses the default process group, or first makes it: from ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``
@@ -121,7 +136,7 @@ def open_groups(parallel: ParallelConfig, device: torch.device) -> ParallelGroup
     """
     join_default_group(device)
     try:
-        return _open(parallel, device)
+        return _open(parallel, device, post_validation)
     except BaseException:
         leave_default_group()
         raise
@@ -138,7 +153,7 @@ def close_groups(groups: ParallelGroups) -> None:
         leave_default_group()
 
 
-def _open(parallel: ParallelConfig, device: torch.device) -> ParallelGroups:
+def _open(parallel: ParallelConfig, device: torch.device, post_validation: bool) -> ParallelGroups:
     world_size = dist.get_world_size()
     dp_size = parallel.data_parallel_size(world_size)
     ranks = torch.arange(world_size)
@@ -165,6 +180,10 @@ def _open(parallel: ParallelConfig, device: torch.device) -> ParallelGroups:
     token_group, replica_group = subgroups.along(dense, 2, 3), subgroups.along(dense, 0, 2, 3)
     expert_group = subgroups.along(experts, 2, 3)
     host_group = dist.new_group(backend=_host_backend(), timeout=COLLECTIVE_TIMEOUT)
+    made, validation = [host_group], None
+    if post_validation:
+        made.append(dist.new_group(backend=_host_backend(), timeout=COLLECTIVE_TIMEOUT))
+        validation = ValidationGroups(made[-1], subgroups.along(dense, 1, 2, 3))
     return ParallelGroups(
         parallel=parallel,
         device=device,
@@ -186,7 +205,8 @@ def _open(parallel: ParallelConfig, device: torch.device) -> ParallelGroups:
         expert_group=expert_group,
         world_group=_world(),
         host_group=host_group,
-        made=(host_group, *subgroups.made),
+        validation=validation,
+        made=(*made, *subgroups.made),
     )
 
 

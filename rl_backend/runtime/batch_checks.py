@@ -40,17 +40,45 @@ def check_micro_batches(
             :func:`~rl_backend.contracts.check_routes` refuses; another number of micro-batches, or another kind of pass, on
             another rank; or another rank refused its data.
     """
-    replays = router_replay == "replay"
-    problem = _problem(data, max_tokens, vocab_size, max_length) or _problem_of_routes(data, routers if replays else None)
+    problem = problem_on_rank(data, max_tokens, vocab_size, max_length, router_replay, routers)
     if replica is not None and replica.size() > 1:
-        difference = _problem_in_replica(data, replica, device, fields=(ROUTES, ROUTES_MASK) if replays else ())
+        difference = problem_in_replica(checksum(data, router_replay), replica, device)
         problem = problem or difference
     if group.size() > 1:
-        kind = 2 * MODES.index(router_replay) + forward_only
-        ranks_problem = _problem_between_ranks(len(data), problem is not None, kind, group, device)
+        kind = kind_of_pass(forward_only, router_replay)
+        ranks_problem = problem_between_ranks(len(data), problem is not None, kind, group, device)
         problem = problem or ranks_problem
     if problem is not None:
         raise problem
+
+
+def problem_on_rank(
+    data: Sequence[PackedBatch],
+    max_tokens: int,
+    vocab_size: int,
+    max_length: int | None,
+    router_replay: RouterReplay,
+    routers: RoutedLayers | None,
+) -> BatchError | None:
+    """What is wrong with this rank's micro-batches by themselves; arguments as of :func:`check_micro_batches`."""
+    replayed = routers if router_replay == "replay" else None
+    return _problem(data, max_tokens, vocab_size, max_length) or _problem_of_routes(data, replayed)
+
+
+def kind_of_pass(forward_only: bool, router_replay: RouterReplay) -> int:
+    """A number that ranks compare."""
+    return 2 * MODES.index(router_replay) + forward_only
+
+
+def checksum(data: Sequence[PackedBatch], router_replay: RouterReplay) -> int:
+    """Of what the ranks of a replica must have in common."""
+    fields = (ROUTES, ROUTES_MASK) if router_replay == "replay" else ()
+    found = 0
+    for batch in data:
+        given = [batch.token_fields[name] for name in fields if name in batch.token_fields]
+        for tensor in (batch.seq_lens, batch.input_ids, *given):
+            found = zlib.crc32(tensor.cpu().numpy().tobytes(), found)
+    return found
 
 
 def _problem(data: Sequence[PackedBatch], max_tokens: int, vocab_size: int, max_length: int | None) -> BatchError | None:
@@ -99,45 +127,47 @@ def _problem_of_routes(data: Sequence[PackedBatch], routers: RoutedLayers | None
     return None
 
 
-def _problem_in_replica(
-    data: Sequence[PackedBatch], group: dist.ProcessGroup, device: torch.device, *, fields: Sequence[str]
-) -> BatchError | None:
-    checksum = 0
-    for batch in data:
-        given = [batch.token_fields[name] for name in fields if name in batch.token_fields]
-        for tensor in (batch.seq_lens, batch.input_ids, *given):
-            checksum = zlib.crc32(tensor.cpu().numpy().tobytes(), checksum)
+def problem_in_replica(checksum: int, group: dist.ProcessGroup, device: torch.device) -> BatchError | None:
+    """Whether the ranks of ``group`` have different checksums. A collective."""
     extremes = torch.tensor([checksum, -checksum], dtype=torch.int64, device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     largest, smallest = extremes.tolist()
-    if largest == -smallest:
-        return None
+    return None if largest == -smallest else different_in_replica()
+
+
+def different_in_replica() -> BatchError:
     return BatchError(
         "the ranks of one model replica (tensor, pipeline and context parallel) have different micro-batches; give each of "
         "them the same"
     )
 
 
-def _problem_between_ranks(
+def different_kinds() -> BatchError:
+    return BatchError("forward_only or router_replay differs between ranks; every rank must run the same kind of pass")
+
+
+def refused_by(rank: int) -> BatchError:
+    return BatchError(f"rank {rank} refused its micro-batches; nothing ran on any rank", rank=rank)
+
+
+def problem_between_ranks(
     count: int, refused: bool, kind: int, group: dist.ProcessGroup, device: torch.device
 ) -> BatchError | None:
+    """Whether another rank of ``group`` refused its data, or has another number or kind of it. A collective."""
     facts = [count, kind, group.rank() + 1 if refused else 0]
     extremes = torch.tensor([*facts, *(-fact for fact in facts)], device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     most_count, largest_kind, last_refusing, least_count, smallest_kind, _ = extremes.tolist()
     if last_refusing:
-        return BatchError(
-            f"rank {last_refusing - 1} refused its micro-batches; nothing ran on any rank",
-            rank=last_refusing - 1,
-        )
+        return refused_by(last_refusing - 1)
     if most_count != -least_count:
         return BatchError(
-            f"this rank ({group.rank()}) has {count} micro-batches, others have {-least_count} to "
+            f"this rank ({dist.get_rank()}) has {count} micro-batches, others have {-least_count} to "
             f"{most_count}; every rank needs the same number",
             micro_batches=count,
             least=-least_count,
             most=most_count,
         )
     if largest_kind != -smallest_kind:
-        return BatchError("forward_only or router_replay differs between ranks; every rank must run the same kind of pass")
+        return different_kinds()
     return None

@@ -6,15 +6,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl_backend.contracts import RoutedLayers, WeightName
+from rl_backend.contracts import PendingStepResult, RoutedLayers, StepResult, WeightName
 from rl_backend.model import ModelFamily
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import local_tensor
 from rl_backend.runtime.held import HeldHandle
 from rl_backend.runtime.native.gather import TensorLayout
 from rl_backend.runtime.native.optimizer import NativeOptimizer
+from rl_backend.runtime.native.pending_step import PendingStep
 from rl_backend.runtime.placement import Part, Placement
 
 
@@ -36,6 +38,7 @@ class NativeHandle(HeldHandle[NativeOptimizer]):
         layouts: of all of them, those of other stages too.
         placement: where each part is.
         num_passes: calls of a pipeline so far, by which a trace tells them apart.
+        pending: with post-validation, the last step until a collective on all ranks has settled it.
     """
 
     groups: ParallelGroups
@@ -52,6 +55,42 @@ class NativeHandle(HeldHandle[NativeOptimizer]):
     layouts: Mapping[str, TensorLayout]
     placement: Placement
     num_passes: int = 0
+    pending: PendingStep | None = None
+
+    @property  # type: ignore[misc] # mypy does not know properties in the place of fields
+    def weight_version(self) -> int:
+        """See :class:`~rl_backend.contracts.ModelHandle`."""
+        self.settle()
+        return self._weight_version
+
+    @weight_version.setter
+    def weight_version(self, version: int) -> None:
+        self._weight_version = version
+
+    def start_step(self, group: dist.ProcessGroup) -> StepResult:
+        """Steps without waiting for other ranks, unless this rank's own gradients call for clipping or a skip."""
+        self.settle_everywhere()
+        self.pending = pending = PendingStep(self.trainer("optimizer_step"), self.name, group)
+        return PendingStepResult(lambda: self._settle(pending)) if pending.is_taken else self._settle(pending)
+
+    def settle(self) -> None:
+        """Makes this rank's weights and optimizer those of the last step. Not a collective."""
+        if self.pending is not None:
+            self._settle(self.pending)
+
+    def settle_everywhere(self) -> bool:
+        """As :meth:`settle`, at the same point on all ranks; whether the step was as taken at once. Nobody waits for it."""
+        if self.pending is None:
+            return True
+        self._settle(self.pending)
+        was_plain = self.pending.was_plain
+        self.pending = None
+        return was_plain
+
+    def _settle(self, pending: PendingStep) -> StepResult:
+        if pending.result is None and pending.settle().ok:
+            self._weight_version += 1
+        return pending.settle()
 
     @property
     def routed_layers(self) -> RoutedLayers | None:
@@ -72,6 +111,7 @@ class NativeHandle(HeldHandle[NativeOptimizer]):
 
     def release(self) -> None:
         self.owner = None
+        self.pending = None
         self.optimizer = None
         self.parameters = {}
         self.model = nn.Module()

@@ -45,23 +45,64 @@ def run_pipeline(
     Raises:
         BatchError: what the loss returned is not a 0-d tensor with a gradient, or a metric is not a number.
     """
-    schedule = _schedule(handle, len(data), forward_only)
-    routes = PassRoutes(handle, router_replay)
-    work = _Stages(handle, data, loss_fn, schedule, routes)
-    executor = PipelineExecutor(schedule, handle.groups.pp_group, work)
+    one = PipelinePass(
+        handle, data, loss_fn, forward_only=forward_only, keep_gathered=keep_gathered, router_replay=router_replay
+    )
     handle.num_passes += 1
     with abandoned_on_error(handle, forward_only):
+        one.run()
+    return one.result()
+
+
+class PipelinePass:
+    """One ``forward_backward``; arguments as of :func:`run_pipeline`."""
+
+    def __init__(
+        self,
+        handle: NativeHandle,
+        data: Sequence[PackedBatch],
+        loss_fn: LossFn | None,
+        *,
+        forward_only: bool,
+        keep_gathered: bool,
+        router_replay: RouterReplay,
+    ) -> None:
+        self._handle = handle
+        self._data = data
+        self._forward_only = forward_only
+        self._routes = PassRoutes(handle, router_replay)
+        schedule = pass_schedule(handle, len(data), forward_only=forward_only)
+        self._work = _Stages(handle, data, loss_fn, schedule, self._routes)
+        self._executor = PipelineExecutor(schedule, handle.groups.pp_group, self._work)
         for stage in handle.stages.values():
             fsdp_state.set_gradient_sync(stage, False, keep_gathered=keep_gathered)
-        if not forward_only:
-            _drop_gradients_of_copies(handle)
-        with torch.set_grad_enabled(not forward_only):
-            executor.run()
-        if not forward_only:
-            for stage in handle.stages.values():
+
+    @property
+    def hidden_rows(self) -> tuple[int, ...]:
+        """Of the hidden states between two stages, for each micro-batch."""
+        return tuple(self._work.empty_hidden(index).shape[0] for index in range(len(self._data)))
+
+    def warm_up(self) -> None:
+        """Runs what :meth:`abandon` can still undo; :meth:`run` then runs the rest."""
+        with torch.set_grad_enabled(not self._forward_only):
+            self._executor.warm_up()
+
+    def abandon(self) -> None:
+        self._executor.abandon()
+        fsdp_state.abandon_step(self._handle.model)
+
+    def run(self) -> None:
+        if not self._forward_only:
+            _drop_gradients_of_copies(self._handle)
+        with torch.set_grad_enabled(not self._forward_only):
+            self._executor.run()
+        if not self._forward_only:
+            for stage in self._handle.stages.values():
                 fsdp_state.reduce_gradients(stage)
-            _add_gradients_of_copies(handle)
-    return work.result(routes.outputs(data))
+            _add_gradients_of_copies(self._handle)
+
+    def result(self) -> ForwardResult:
+        return self._work.result(self._routes.outputs(self._data))
 
 
 def require_schedulable(handle: NativeHandle, num_micro_batches: int, *, forward_only: bool) -> None:
@@ -71,7 +112,8 @@ def require_schedulable(handle: NativeHandle, num_micro_batches: int, *, forward
         require_micro_batches(name, pp_size, num_micro_batches, forward_only=forward_only)
 
 
-def _schedule(handle: NativeHandle, num_micro_batches: int, forward_only: bool) -> Schedule:
+def pass_schedule(handle: NativeHandle, num_micro_batches: int, *, forward_only: bool) -> Schedule:
+    """The configuration's schedule for so many micro-batches, which it can do."""
     name, pp_size = _name_and_ranks(handle)
     return _make_schedule(name, pp_size, handle.groups.parallel.vpp, num_micro_batches, forward_only)
 
@@ -79,6 +121,14 @@ def _schedule(handle: NativeHandle, num_micro_batches: int, forward_only: bool) 
 @lru_cache(maxsize=32)
 def _make_schedule(name: str, pp_size: int, stages_per_rank: int, num_micro_batches: int, forward_only: bool) -> Schedule:
     return make_schedule(name, pp_size, num_micro_batches, stages_per_rank=stages_per_rank, forward_only=forward_only)
+
+
+def empty_hidden(handle: NativeHandle, rows: int) -> Tensor:
+    """Uninitialised hidden states between two stages, (rows, hidden_size)."""
+    native = handle.config.backend_cfg
+    assert isinstance(native, NativeConfig), "RuntimeConfig resolves backend_cfg by backend"
+    dtype = getattr(torch, native.param_dtype)
+    return torch.empty(rows, handle.hf_config["hidden_size"], dtype=dtype, device=handle.groups.device)
 
 
 def _name_and_ranks(handle: NativeHandle) -> tuple[str, int]:
@@ -105,9 +155,6 @@ class _Stages:
         self._data = [batch.to(handle.groups.device) for batch in data]
         self._routes = routes
         self._rank_batches = [lay_out(batch, handle.groups, len(data), routes.replayed) for batch in self._data]
-        native = handle.config.backend_cfg
-        assert isinstance(native, NativeConfig), "RuntimeConfig resolves backend_cfg by backend"
-        self._hidden_dtype: torch.dtype = getattr(torch, native.param_dtype)
         self._loss_fn = loss_fn
         self._forward_only = schedule.forward_only
         self._losses: dict[int, Tensor] = {}
@@ -139,10 +186,8 @@ class _Stages:
         return loss
 
     def empty_hidden(self, micro_batch: int) -> Tensor:
-        handle = self._handle
         inputs = self._rank_batches[micro_batch].inputs
-        rows = inputs.input_ids.shape[0] // handle.groups.tp_group.size()
-        return torch.empty(rows, handle.hf_config["hidden_size"], dtype=self._hidden_dtype, device=handle.groups.device)
+        return empty_hidden(self._handle, inputs.input_ids.shape[0] // self._handle.groups.tp_group.size())
 
     def after_weights(self, stage: int) -> None:
         fsdp_state.accumulate_gradients(self._handle.stages[stage])

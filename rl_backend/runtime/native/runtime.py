@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +24,7 @@ from rl_backend.contracts import (
 )
 from rl_backend.parallel.groups import close_groups, open_groups, training_device
 from rl_backend.runtime.base import RankPlace
-from rl_backend.runtime.batch_checks import check_micro_batches
+from rl_backend.runtime.batch_checks import check_micro_batches, problem_on_rank
 from rl_backend.runtime.handle_config import handle_config
 from rl_backend.runtime.held import HeldRuntime
 from rl_backend.runtime.native import export, fsdp_state
@@ -34,6 +35,7 @@ from rl_backend.runtime.native.forward_backward import run_micro_batches
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.pipeline import require_schedulable, run_pipeline
 from rl_backend.runtime.native.stages import has_last_stage
+from rl_backend.runtime.native.validated_pass import run_validated
 from rl_backend.runtime.placement import move_parts
 from rl_backend.runtime.router_replay import RouterReplay, require_routers
 
@@ -52,7 +54,8 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
         super().__init__(config)
         assert isinstance(config.backend_cfg, NativeConfig), "RuntimeConfig resolves backend_cfg by backend"
         self.native = config.backend_cfg
-        self.groups = open_groups(self.native.parallel, training_device(self.native.device))
+        device = training_device(self.native.device)
+        self.groups = open_groups(self.native.parallel, device, post_validation=self.native.post_validation)
         self._open_writer(self.groups.host_group)
         torch.manual_seed(config.seed + self.groups.dp_rank)
 
@@ -116,15 +119,17 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
             self._require_whole_gradients(handle, "forward_backward")
             if loss_fn is None:
                 raise BatchError("forward_backward without loss_fn; pass one, or forward_only=True")
-        self._check(handle, data, router_replay, forward_only=forward_only)
-        keep_gathered = not self.native.reshard_after_forward
-        run = run_pipeline if handle.stages else run_micro_batches
+        run: Callable[..., ForwardResult] = run_pipeline if handle.stages else run_micro_batches
+        if self.native.post_validation:
+            run = partial(run_validated, problem=self._problem(handle, data, router_replay, forward_only=forward_only))
+        else:
+            self._check(handle, data, router_replay, forward_only=forward_only)
         return run(
             handle,
             data,
             loss_fn,
             forward_only=forward_only,
-            keep_gathered=keep_gathered,
+            keep_gathered=not self.native.reshard_after_forward,
             router_replay=router_replay,
         )
 
@@ -134,6 +139,8 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
         optimizer = handle.trainer("optimizer_step")
         handle.placement.require("optimizer_step", "model", "optimizer", "grad")
         self._require_whole_gradients(handle, "optimizer_step")
+        if self.groups.validation is not None:
+            return handle.start_step(self.groups.validation.world)
         result = optimizer.step(handle.name)
         if result.ok:
             handle.weight_version += 1
@@ -161,6 +168,7 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
             HandleError: ``device`` is neither ``cpu`` nor ``device``.
         """
         self._use(handle, damaged_too=True)
+        handle.settle()
         move_parts(handle.placement, handle.part_tensors(), device, model=model, optimizer=optimizer, grad=grad)
 
     def weight_infos(self, handle: NativeHandle, *, dtype: torch.dtype | None = None) -> tuple[TensorInfo, ...]:
@@ -177,6 +185,7 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
     ) -> Iterator[tuple[str, Tensor]]:
         """See the base class; tensors are on the training device. The result is a generator: ``close()`` ends it early."""
         self._use(handle)
+        handle.settle_everywhere()
         handle.placement.require("export_weights", "model")
         return export.export_weights(handle, dtype=dtype, byte_budget=byte_budget, only=names)
 
@@ -185,6 +194,7 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
     ) -> Iterator[tuple[str, Tensor]]:
         """See the base class; tensors are on the training device."""
         self._use(handle)
+        handle.settle_everywhere()
         handle.trainer("export_gradients")
         handle.placement.require("export_gradients", "grad")
         self._require_whole_gradients(handle, "export_gradients")
@@ -192,6 +202,7 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
 
     def activations(self, handle: NativeHandle, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:
         self._use(handle)
+        handle.settle_everywhere()
         handle.placement.require("activations", "model")
         self._check(handle, data, "off", forward_only=True)
         with self.eval_mode(handle):
@@ -202,6 +213,7 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
     ) -> None:
         """See the base class. ``hf`` with ``asynchronous`` is refused."""
         self._use(handle)
+        handle.settle_everywhere()
         handle.placement.require("save_checkpoint", "model", *(() if hf else ("optimizer",)))
         if hf:
             self._writer.save_hf(
@@ -224,6 +236,7 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
         Random state: a rank takes that of the same rank; ranks that the checkpoint does not have keep their own.
         """
         self._use(handle, damaged_too=True)
+        handle.settle_everywhere()
         handle.placement.require("load_checkpoint", "model", *(() if handle.forward_only else ("optimizer",)))
         self._writer.wait()
         load_training_checkpoint(handle, Path(path))
@@ -231,6 +244,14 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
     def is_mp_src_rank_with_outputs(self, handle: NativeHandle) -> bool:
         self._use(handle)
         return handle.has_outputs
+
+    def close(self) -> None:
+        """As :meth:`HeldRuntime.close`; a step that other ranks still have a part of is waited for first."""
+        try:
+            for handle in self._handles:
+                handle.settle()
+        finally:
+            super().close()
 
     def _close_groups(self) -> None:
         close_groups(self.groups)
@@ -251,3 +272,21 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
             replica=self.groups.replica_group,
         )
         require_schedulable(handle, len(data), forward_only=forward_only)
+
+    def _problem(
+        self, handle: NativeHandle, data: Sequence[PackedBatch], router_replay: RouterReplay, *, forward_only: bool
+    ) -> BatchError | None:
+        """What is wrong with this rank's data by itself."""
+        problem = problem_on_rank(
+            data,
+            self.config.max_tokens_per_micro_batch,
+            handle.vocab_size,
+            handle.max_length,
+            router_replay,
+            handle.routed_layers,
+        )
+        try:
+            require_schedulable(handle, len(data), forward_only=forward_only)
+        except BatchError as error:
+            problem = problem or error
+        return problem
