@@ -1,0 +1,203 @@
+"""verl's own trainers on our engine: loss and reward before and after on the demo's task, and the adapter's share of time.
+
+``adapter_fraction`` is the time that the adapter spends outside the runtime's atoms and verl's losses, as a part of the
+time in batches, over training and inference steps of a second and more. Each trainer runs as its script in
+``examples/verl`` does; GRPO and PPO start from the model that verl's SFT trainer made. With ``--only`` and ``--backend``
+one part is measured anew and the others are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks.report import RESULTS, machine, write_result
+from examples.verl import grpo, ppo, sft
+from examples.verl.rl import RLOptions
+
+type Backend = Literal["native", "bridge"]
+
+BACKENDS: tuple[Backend, ...] = ("native", "bridge")
+PARTS = ("overhead", "sft", "grpo", "ppo")
+SEQUENCES, LENGTH, MICRO_BATCH_TOKENS, MEASURED_STEPS = 8, 256, 512, 3
+
+
+def sft_options(backend: Backend, folder: Path) -> sft.SFTOptions:
+    return sft.SFTOptions(backend=backend, run_dir=str(folder / "sft"))
+
+
+def run_sft(options: sft.SFTOptions) -> dict[str, Any]:
+    """verl's SFT trainer from random weights; losses in nats a token."""
+    started = time.perf_counter()
+    found = read_metrics(sft.train(options))
+    return {
+        "loss_start": found[1]["train/loss"],
+        "loss_end": found[max(found)]["train/loss"],
+        "held_out_loss_end": found[max(found)]["val/loss"],
+        "steps": max(found),
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def run_rl[O: RLOptions](options: O, train: Callable[[O], Path]) -> dict[str, Any]:
+    """verl's ``main_ppo``; ``reward`` is the share of right answers on prompts not trained on, greedy."""
+    started = time.perf_counter()
+    found = read_metrics(train(options))
+    return {
+        "reward_start": held_out_reward(found[0]),
+        "reward_end": held_out_reward(found[max(found)]),
+        "max_rollout_probs_diff": max(step.get("training/rollout_probs_diff_max", 0.0) for step in found.values()),
+        "steps": max(found),
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def read_metrics(path: Path) -> dict[int, dict[str, float]]:
+    """Step -> metrics, of verl's file logger."""
+    found: dict[int, dict[str, float]] = {}
+    for line in path.read_text().splitlines():
+        entry = json.loads(line)
+        found.setdefault(entry["step"], {}).update(entry["data"])
+    return found
+
+
+def held_out_reward(metrics: Mapping[str, float]) -> float:
+    (value,) = (value for name, value in metrics.items() if name.startswith("val-core/") and "mean@1" in name)
+    return value
+
+
+def overhead(backend: Backend) -> dict[str, Any]:
+    """``TrainingWorker`` in this process: the adapter's fraction, and seconds of each step."""
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29571")
+    from verl.trainer.config import CheckpointConfig
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.config import HFModelConfig, McoreOptimizerConfig
+    from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
+    from verl.workers.utils.losses import sft_loss
+
+    from adapters.verl.engine_config import RLBackendEngineConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        worker: Any = TrainingWorker(
+            TrainingWorkerConfig(
+                model_type="language_model",
+                model_config=HFModelConfig(path=str(write_model(Path(folder))), load_tokenizer=False),
+                engine_config=RLBackendEngineConfig(dtype="float32", backend=backend),
+                optimizer_config=McoreOptimizerConfig(lr=1e-4, total_training_steps=100),
+                checkpoint_config=CheckpointConfig(),
+            )
+        )
+        worker.reset()
+        worker.set_loss_fn(partial(sft_loss, config=None))
+        seconds, before = [], (0.0, 0.0)
+        for step in range(-1, MEASURED_STEPS):
+            started = time.perf_counter()
+            worker.train_batch(tu.get_tensordict(*make_batch(step)))
+            worker.infer_batch(tu.get_tensordict(*make_batch(step)))
+            if step < 0:
+                # The first step compiles and allocates.
+                before = worker.engine.time.total, worker.engine.time.adapter
+            else:
+                seconds.append(time.perf_counter() - started)
+        total, adapter = (now - then for now, then in zip(spent(worker), before, strict=True))
+    return {"adapter_fraction": adapter / total, "step_seconds": seconds, "tokens_per_step": SEQUENCES * LENGTH}
+
+
+def spent(worker: Any) -> tuple[float, float]:
+    return worker.engine.time.total, worker.engine.time.adapter
+
+
+def write_model(path: Path) -> Path:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=8192,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def make_batch(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Sequences of uneven length as verl's SFT trainer sends them: tensors, and what is no tensor."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(LENGTH // 2, 3 * LENGTH // 2, (SEQUENCES,), generator=generator).tolist()
+
+    def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+    tensors = {
+        "input_ids": jagged([torch.randint(0, 8192, (length,), generator=generator) for length in lengths]),
+        "position_ids": jagged([torch.arange(length) for length in lengths]),
+        "loss_mask": jagged([torch.ones(length) for length in lengths]),
+    }
+    facts = {
+        "use_dynamic_bsz": True,
+        "max_token_len_per_gpu": MICRO_BATCH_TOKENS,
+        "temperature": 1.0,
+        "global_batch_size": SEQUENCES,
+        "update_lr_scheduler": True,
+    }
+    return tensors, facts
+
+
+def measure(part: str, backend: Backend, folder: Path, steps: int) -> dict[str, Any]:
+    """One part of the result. The adapter's share is measured in a process of its own."""
+    if part == "overhead":
+        command = [sys.executable, "-m", "benchmarks.verl", "--measure-overhead", backend]
+        return dict(json.loads(subprocess.check_output(command, text=True).splitlines()[-1]))
+    warm = sft_options(backend, folder)
+    if part == "sft":
+        return run_sft(warm)
+    model = sft.trained_model(warm)
+    if not model.exists():
+        sft.train(warm)
+    options = {"backend": backend, "model": str(model), "run_dir": str(folder / part), "steps": steps}
+    if part == "grpo":
+        return run_rl(grpo.GRPOOptions(**options), grpo.train)
+    return run_rl(ppo.PPOOptions(**options), ppo.train)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=PARTS, action="append", help="this part (may be given several times)")
+    parser.add_argument("--backend", choices=BACKENDS, help="this runtime; without it, both")
+    parser.add_argument("--steps", type=int, default=60, help="steps of GRPO and PPO")
+    parser.add_argument("--folder", type=Path, help="where the runs are left, and SFT's model is taken from if it is there")
+    parser.add_argument("--measure-overhead", choices=BACKENDS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure_overhead:
+        print(json.dumps(overhead(arguments.measure_overhead)))
+        return
+    path = RESULTS / "verl.json"
+    runs: dict[str, Any] = json.loads(path.read_text())["runs"] if path.exists() else {}
+    with tempfile.TemporaryDirectory() as temporary:
+        for part in arguments.only or PARTS:
+            for backend in [arguments.backend] if arguments.backend else BACKENDS:
+                folder = (arguments.folder or Path(temporary)) / backend
+                found = measure(part, backend, folder, arguments.steps)
+                runs.setdefault(part, {})[backend] = {**found, "machine": machine()}
+                fractions = [each["adapter_fraction"] for each in runs.get("overhead", {}).values()]
+                write_result("verl", {**({"adapter_fraction": max(fractions)} if fractions else {}), "runs": runs})
+                print(f"{part} {backend}: {json.dumps(found)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
