@@ -240,7 +240,7 @@ def refusals_job(
         def bad_token() -> None:
             batches = batches_of(handle, 1)
             if odd:
-                batches[2].input_ids[0] = 10_000
+                batches[-1].input_ids[0] = 10_000
             runtime.forward_backward(handle, batches, token_loss)
 
         def fewer() -> None:

@@ -37,7 +37,7 @@ class NativeHandle(HeldHandle[NativeOptimizer]):
         weight_names: name in the module -> Hugging Face name or names of the whole model, in the same order, without copies.
         layouts: of all of them, those of other stages too.
         placement: where each part is.
-        num_passes: calls of a pipeline so far, by which a trace tells them apart.
+        num_passes: passes that a pipeline has begun, by which a trace tells them apart.
         pending: with post-validation, the last step until a collective on all ranks has settled it.
     """
 
