@@ -7,6 +7,7 @@ import shutil
 import uuid
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,10 @@ class EngineCheckpoints:
         _require_contents("save_contents", save_contents)
         _require_contents("load_contents", load_contents)
         self._save, self._load = save_contents, load_contents
-        self._kept = BaseCheckpointManager(model=None, optimizer=None)
+
+    @cached_property
+    def _kept(self) -> BaseCheckpointManager:
+        return BaseCheckpointManager(model=None, optimizer=None)
 
     def save(
         self,

@@ -189,3 +189,101 @@ def test_a_step_with_gradients_that_are_not_finite_changes_nothing_and_says_so(
         assert not torch.tensor(norm).isfinite()
         assert unchanged
         assert next_norm == pytest.approx(on_one_rank["dense"].norms[0], rel=1e-5)
+
+
+class Replay(NamedTuple):
+    """Log-probs of each sequence.
+
+    Attributes:
+        recorded: with the model's own routes, while they were recorded.
+        reference: without replay, though routes are there.
+        own, rotated: with these routes, and with the next expert in the place of each.
+        rotated_of_rollout: the same without the last token's, whatever a batch's padding has.
+    """
+
+    recorded: list[Tensor]
+    reference: list[Tensor]
+    own: list[Tensor]
+    rotated: list[Tensor]
+    rotated_of_rollout: list[Tensor]
+
+
+def replay_job(model: str, backend: str) -> Replay:
+    found = rows()
+    found[3]["response_mask"].zero_()
+
+    def infer(engine: Any, routes: list[Tensor] | None, cut: dict[str, Any], **facts: Any) -> dict[str, list[Tensor]]:
+        batch = make_batch(found, "response", **cut, **facts)
+        if routes is not None:
+            batch["routed_experts"] = torch.nested.as_nested_tensor(routes, layout=torch.jagged)
+        with engine.eval_mode():
+            output = engine.infer_batch(batch)["model_output"]
+        return {name: list(value.unbind()) for name, value in output.items()}
+
+    flag = {"enable_routing_replay": True}
+    with open_engine(model, backend=backend, router_replay="R2") as engine:
+        recorded = infer(engine, None, BY_TOKENS, **flag)
+        routes = recorded["routed_experts"]
+        rotated = [((row.to(torch.int16) + 1) % 4).to(torch.int16) for row in routes]
+        # Only routes of sequences with a response are read of a rollout.
+        of_rollout = [row[:-1] if index != 3 else torch.zeros_like(row) for index, row in enumerate(rotated)]
+        results = [
+            recorded,
+            infer(engine, rotated, {}, enable_routing_replay=False),
+            infer(engine, routes, {"micro_batch_size_per_gpu": 2}, **flag),
+            infer(engine, rotated, BY_TOKENS, **flag),
+        ]
+    with open_engine(model, backend=backend, router_replay="R3") as engine:
+        results.append(infer(engine, of_rollout, BY_TOKENS, **flag))
+    return Replay(*(result["log_probs"] for result in results))
+
+
+@pytest.mark.shows("verl: routes recorded in compute_log_prob (R2) or by a rollout (R3) are replayed, by both backends")
+@pytest.mark.parametrize("backend", ["native", "bridge"])
+def test_routes_of_the_policy_and_of_a_rollout_are_replayed(
+    ranks: RankPool, models: Mapping[str, Path], backend: str
+) -> None:
+    (found,) = ranks.run(replay_job, str(models["mixture"]), backend, world_size=1, timeout=IMPORT_SECONDS)
+    for index, recorded in enumerate(found.recorded):
+        torch.testing.assert_close(found.reference[index], recorded, rtol=0, atol=1e-5)
+        torch.testing.assert_close(found.own[index], recorded, rtol=0, atol=1e-5)
+        # The last log-prob but one is computed at the last token but one, whose routes are there.
+        assert float((found.rotated[index][:-1] - recorded[:-1]).abs().max()) > 1e-3
+        expected = recorded if index == 3 else found.rotated[index]
+        torch.testing.assert_close(found.rotated_of_rollout[index], expected, rtol=0, atol=1e-5)
+
+
+def delta_job(model: str, backend: str, layout: dict[str, int]) -> tuple[int, int]:
+    """Applies two deltas to what was sent before; returns how many elements the second changed, and how many there are."""
+    with open_engine(model, backend=backend, layout=layout) as engine:
+        sent = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
+        engine.prime_delta_snapshots()
+        for seed in range(2):
+            train_step(engine, seed)
+            entries = [entry[:-1] for entry in engine.get_per_tensor_param_delta_shard()[0]]
+            of_ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(of_ranks, entries)
+            assert [entry[0] for entry in of_ranks[0]] == [entry[0] for entry in of_ranks[1]]
+            changed = 0
+            for entries in of_ranks:
+                for ((name, shape),), dtype, counts, places, values in entries:
+                    assert (shape, dtype, int(counts)) == (tuple(sent[name].shape), "float32", len(values))
+                    assert places.dtype == torch.int32
+                    sent[name].view(-1)[places.to(torch.int64)] = values
+                    changed += len(values)
+            for name, tensor in engine.get_per_tensor_param()[0]:
+                assert torch.equal(tensor, sent[name]), name
+        return changed, sum(tensor.numel() for tensor in sent.values())
+
+
+@pytest.mark.parametrize(
+    ("model", "backend", "layout"),
+    [("mixture", "native", {"ep": 2}), ("dense", "native", {"pp": 2}), ("dense", "bridge", {"tp": 2})],
+    ids=["native ep", "native pp", "bridge tp"],
+)
+def test_what_changed_in_every_ranks_shares_makes_the_new_weights_of_the_old(
+    ranks: RankPool, models: Mapping[str, Path], model: str, backend: str, layout: dict[str, int]
+) -> None:
+    for changed, total in ranks.run(delta_job, str(models[model]), backend, layout, timeout=IMPORT_SECONDS):
+        # No element is sent twice; rows of the embedding that no token had do not change.
+        assert 0.5 * total < changed <= total

@@ -68,6 +68,11 @@ class BridgeOptimizer:
         self.megatron.step_with_ready_grads()
         return StepResult(True, norm, num_zeros)
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """As ``torch.optim`` has them; :meth:`schedule_step` sets their learning rates and weight decays."""
+        return self.megatron.param_groups  # type: ignore[no-any-return]
+
     def schedule_step(self) -> float:
         """Advances the schedules and returns the learning rate of the next step."""
         self.scheduler.step(increment=1)

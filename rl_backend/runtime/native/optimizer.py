@@ -136,6 +136,11 @@ class NativeOptimizer:
             return 1.0
         return self._config.clip_grad / (result.grad_norm + _CLIP_EPSILON)
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """As ``torch.optim`` has them; :meth:`schedule_step` sets their learning rates and weight decays."""
+        return self.adamw.param_groups
+
     def schedule_step(self) -> float:
         """Advances the schedules and returns the learning rate of the next step."""
         learning_rate = self.schedule.step()

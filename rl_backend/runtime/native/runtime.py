@@ -22,6 +22,7 @@ from rl_backend.contracts import (
     StepResult,
     TensorInfo,
 )
+from rl_backend.contracts.weights import WeightShard
 from rl_backend.parallel.groups import close_groups, open_groups, training_device
 from rl_backend.runtime.base import RankPlace
 from rl_backend.runtime.batch_checks import check_micro_batches, problem_on_rank
@@ -188,6 +189,13 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
         handle.settle_everywhere()
         handle.placement.require("export_weights", "model")
         return export.export_weights(handle, dtype=dtype, byte_budget=byte_budget, only=names)
+
+    def export_shards(self, handle: NativeHandle, *, dtype: torch.dtype | None = None) -> Iterator[WeightShard]:
+        """See the base class; what this rank holds, as far as no earlier rank holds the same."""
+        self._use(handle)
+        handle.settle_everywhere()
+        handle.placement.require("export_shards", "model")
+        return export.export_shards(handle, dtype)
 
     def export_gradients(
         self, handle: NativeHandle, *, names: Collection[str] | None = None

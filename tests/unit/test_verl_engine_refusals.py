@@ -1,0 +1,105 @@
+"""What verl's engines refuse, by name, before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rl_backend.contracts import BatchError, ConfigError, RLBackendError, UnsupportedError
+from rl_backend.runtime import RankPlace
+from tests.support.verl_batches import make_batch, rows
+
+ONE_RANK = RankPlace(torch.device("cpu"), 0, 1, None, True)  # type: ignore[arg-type]
+
+
+def jagged(values: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(values, layout=torch.jagged)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"pad_mode": "left_right"}, UnsupportedError, "pad_mode='left_right'"),
+        ({"distillation_use_topk": True}, UnsupportedError, "distillation_use_topk=True"),
+        ({"calculate_sum_pi_squared": True}, UnsupportedError, "calculate_sum_pi_squared=True"),
+        ({"multi_modal_inputs": [{"pixel_values": 1}, *[{}] * 7]}, UnsupportedError, "multi_modal_inputs"),
+        (
+            {"position_ids": jagged([torch.arange(1, len(row["input_ids"]) + 1) for row in rows()])},
+            BatchError,
+            "position_ids do not count",
+        ),
+        ({"input_ids": torch.zeros(8, 4, dtype=torch.int64)}, BatchError, "input_ids is a dense tensor of shape (8, 4)"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_batches_that_an_engine_cannot_honour_are_refused(
+    changes: dict[str, Any], error: type[RLBackendError], message: str
+) -> None:
+    from verl.utils import tensordict_utils as tu
+
+    from adapters.verl.micro_batches import cut_batch
+
+    batch = make_batch(rows(), "response")
+    for name, value in changes.items():
+        batch[name] = value if isinstance(value, torch.Tensor) else None
+        if not isinstance(value, torch.Tensor):
+            tu.assign_non_tensor(batch, **{name: value})
+    with pytest.raises(error) as raised:
+        cut_batch(batch, ONE_RANK, multiple=1, cp_size=1)
+    assert message in str(raised.value)
+
+
+def test_routes_to_replay_that_are_missing_or_too_few_are_refused() -> None:
+    from adapters.verl.routes import router_replay, routes_of
+
+    batch = make_batch(rows(), "response", enable_routing_replay=True)
+    assert router_replay(batch, "R2", forward_only=True) == "record"
+    assert router_replay(batch, "disabled", forward_only=False) == "off"
+    for mode, forward_only, source in (("R2", False, "compute_log_prob"), ("R3", True, "the rollout")):
+        with pytest.raises(BatchError) as raised:
+            router_replay(batch, mode, forward_only=forward_only)
+        assert source in str(raised.value)
+    batch["routed_experts"] = jagged([torch.zeros(len(row["input_ids"]) - 1, 3, 2, dtype=torch.int16) for row in rows()])
+    assert router_replay(batch, "R3", forward_only=True) == "replay"
+    assert routes_of(batch, "R3", num_layers=3)[1] == {"routed_experts_layers": "all"}
+    assert routes_of(batch, "R3", num_layers=4)[1] == {"routed_experts_layers": "moe"}
+    with pytest.raises(BatchError) as raised:
+        routes_of(batch, "R2", num_layers=3)
+    assert "sequence 0 has 7 rows for 8 tokens" in str(raised.value)
+
+
+@pytest.mark.parametrize("contents", [{"model"}, {"optimizer", "extra"}, {"model", "optimizer", "extra", "tokenizer"}])
+def test_contents_of_checkpoints_that_are_a_part_of_the_training_state_are_refused(contents: set[str]) -> None:
+    from adapters.verl.checkpoints import STATE, EngineCheckpoints
+
+    for save, load, field in ((contents, STATE, "save_contents"), (STATE, contents, "load_contents")):
+        with pytest.raises(ConfigError) as raised:
+            EngineCheckpoints(frozenset(save), frozenset(load))
+        assert f"checkpoint.{field}={sorted(contents)}" in str(raised.value)
+
+
+@pytest.mark.parametrize(("local_path", "hdfs_path"), [("hdfs://a/b", None), ("/tmp/a", "hdfs://a/b"), ("/tmp/a", "/b")])
+def test_checkpoints_on_hdfs_are_refused(local_path: str, hdfs_path: str | None) -> None:
+    from adapters.verl.checkpoints import STATE, EngineCheckpoints
+
+    with pytest.raises(UnsupportedError) as raised:
+        EngineCheckpoints(STATE, STATE).load(None, None, local_path, hdfs_path)  # type: ignore[arg-type]
+    assert "default_hdfs_dir=null" in str(raised.value)
+
+
+def test_the_adapters_share_is_what_is_neither_the_runtimes_nor_the_losses() -> None:
+    import time
+
+    from adapters.verl.timing import AdapterTime
+
+    spent = AdapterTime()
+    with spent.batch():
+        with spent.runtime():
+            time.sleep(0.1)
+            with spent.adapter_inside_runtime():
+                time.sleep(0.02)
+        time.sleep(0.02)
+    assert spent.total >= 0.14
+    assert 0.04 <= spent.adapter < spent.total - 0.05
