@@ -91,6 +91,7 @@ def _chooser(base: ModuleType, model_type: str, backend: str | None) -> type:
 
     class ChosenEngine(base.BaseEngine):  # type: ignore[name-defined]
         rl_backend_chooses = True
+        backend_for_verls_class = backend
 
         def __new__(cls, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> Any:
             engine, config = choose_engine(model_type, engine_config, backend)

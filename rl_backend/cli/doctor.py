@@ -8,9 +8,7 @@ import importlib.metadata
 import importlib.util
 import json
 import sys
-from pathlib import Path
 
-import rl_backend
 from rl_backend.cli import doctor_text
 from rl_backend.cli.machine import Machine, read_machine
 from rl_backend.cli.packages import BRIDGE, Package, foreign_packages, read_packages
@@ -23,6 +21,7 @@ from rl_backend.cli.probes import (
     probe_torch,
     ray_authentication,
 )
+from rl_backend.cli.verl_probe import VerlProbe, probe_verl, verl_problems
 
 EXIT_BROKEN = 1
 DEMO_MEMORY_GIB = 8.0
@@ -51,16 +50,18 @@ class Report:
     ray: RayProbe | None
     megatron: MegatronProbe | None
     ray_authentication: str | None
+    verl: VerlProbe | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the whole report as JSON")
     parser.add_argument("--quick", action="store_true", help="do not try Ray and Megatron (saves about 15 seconds)")
+    parser.add_argument("--verl", action="store_true", help="also say which engine verl would build (about 15 seconds)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the report; 0 when nothing required is broken, else 1."""
-    report = examine(trials=not arguments.quick)
+    report = examine(trials=not arguments.quick, verl=arguments.verl)
     if arguments.json:
         json.dump(dataclasses.asdict(report), sys.stdout, indent=1)
         print()
@@ -69,11 +70,12 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_BROKEN if report.problems else 0
 
 
-def examine(*, trials: bool) -> Report:
+def examine(*, trials: bool, verl: bool = False) -> Report:
     """Reads the machine and the installation.
 
     Args:
         trials: whether to start a local Ray cluster and to import Megatron, where they are installed.
+        verl: whether to ask verl's registry of engines.
     """
     packages = read_packages()
     return judge(
@@ -82,6 +84,7 @@ def examine(*, trials: bool) -> Report:
         probe_torch(),
         probe_ray() if trials and _installed(packages, "ray") is not None else None,
         probe_megatron() if trials and not _missing_for_bridge(packages) else None,
+        probe_verl() if verl else None,
     )
 
 
@@ -91,9 +94,12 @@ def judge(
     torch: TorchProbe,
     ray: RayProbe | None,
     megatron: MegatronProbe | None = None,
+    verl: VerlProbe | None = None,
 ) -> Report:
-    """What follows from these facts; ``ray`` or ``megatron`` is None when it was not tried."""
+    """What follows from these facts; ``ray``, ``megatron`` or ``verl`` is None when it was not tried."""
     problems, remarks = _problems_and_remarks(machine, packages, torch, ray)
+    if verl is not None:
+        problems += verl_problems(verl)
     return Report(
         problems=tuple(problems),
         remarks=tuple(remarks),
@@ -104,6 +110,7 @@ def judge(
         ray=ray,
         megatron=megatron,
         ray_authentication=ray_authentication() if _installed(packages, "ray") is not None else None,
+        verl=verl,
     )
 
 
@@ -154,7 +161,7 @@ def _capabilities(
     why_not_loop = (
         "training does not work" if not trains else why_rollouts if not rollouts else "Ray is missing or does not start"
     )
-    verl = (Path(rl_backend.__file__).resolve().parent.parent / "adapters" / "verl" / "engine.py").is_file()
+    verl = _installed(packages, "verl")
     return [
         Capability("native training on CPU", trains, "gloo between ranks" if trains else "see the problems"),
         Capability("native training on a GPU", trains and gpus > 0, f"{gpus} x {torch.devices[0]}" if gpus else no_gpu),
@@ -166,7 +173,11 @@ def _capabilities(
             tight if tight else f"on {'GPU' if gpus else 'CPU'}" if loop else why_not_loop,
         ),
         Capability("bridge runtime (Megatron)", *_bridge(packages, gpus if trains else None, megatron)),
-        Capability("verl on this backend", verl, "installed" if verl else "not in this version"),
+        Capability(
+            "verl on this backend",
+            trains and verl is not None,
+            "verl is missing; pip install verl==0.9.1" if verl is None else "its engine: rl-backend doctor --verl",
+        ),
     ]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rl_backend.cli.verl_probe import verl_lines
+
 if TYPE_CHECKING:
     from rl_backend.cli.doctor import Report
     from rl_backend.cli.packages import Package
@@ -20,6 +22,7 @@ def show(report: Report) -> None:
     missing = [package for package in report.packages if package.installed is None and package.tested.need != "required"]
     _section("Not installed", [f"{p.tested.name}: for {p.tested.purpose}. {p.tested.install}" for p in missing])
     _section("Worth knowing", report.remarks)
+    _section("verl", verl_lines(report.verl) if report.verl is not None else ())
     _section("Machine", _machine_lines(report))
     print("\nPackages")
     for package in report.packages:

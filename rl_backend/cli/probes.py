@@ -71,7 +71,7 @@ class MegatronProbe:
 
 def probe_torch() -> TorchProbe:
     """Imports torch and asks it for GPUs."""
-    output, error = _run([sys.executable, "-c", TORCH_SCRIPT], TORCH_SECONDS)
+    output, error = run_probe([sys.executable, "-c", TORCH_SCRIPT], TORCH_SECONDS)
     if error is not None:
         return TorchProbe(error)
     found = json.loads(output.splitlines()[-1])
@@ -81,13 +81,13 @@ def probe_torch() -> TorchProbe:
 def probe_ray() -> RayProbe:
     """Starts a local Ray cluster of one core, runs a task in it and stops it."""
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        _, error = _run([sys.executable, "-c", RAY_SCRIPT, folder], RAY_SECONDS)
+        _, error = run_probe([sys.executable, "-c", RAY_SCRIPT, folder], RAY_SECONDS)
     return RayProbe(error)
 
 
 def probe_megatron() -> MegatronProbe:
     """Imports Megatron-Core and Megatron-Bridge as the bridge runtime does."""
-    output, error = _run([sys.executable, "-c", MEGATRON_SCRIPT], MEGATRON_SECONDS)
+    output, error = run_probe([sys.executable, "-c", MEGATRON_SCRIPT], MEGATRON_SECONDS)
     return MegatronProbe(error) if error is not None else MegatronProbe(**json.loads(output.splitlines()[-1]))
 
 
@@ -103,8 +103,8 @@ def ray_authentication() -> str:
     return f"RAY_AUTH_MODE={mode}, {held}"
 
 
-def _run(command: list[str], seconds: float) -> tuple[str, str | None]:
-    """Standard output, and what went wrong in one line or None."""
+def run_probe(command: list[str], seconds: float) -> tuple[str, str | None]:
+    """Runs a command. Returns its standard output, and what went wrong in one line or None."""
     environment = {"RAY_USAGE_STATS_ENABLED": "0", **os.environ}
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds, env=environment)
