@@ -1,0 +1,49 @@
+"""docs/verl.md is true: its lines are what verl takes, its tables are the decisions."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.verl_configs import TARGET, write_config
+from tests.support.verl_fields import PAGE, page_with_tables
+
+SWITCHES = re.findall(
+    r"^    (.*(?:megatron|engine).*)$", PAGE.read_text().split("**Without an override.**")[0], re.MULTILINE
+)
+
+
+def test_the_tables_are_those_of_the_decisions() -> None:
+    assert PAGE.read_text() == page_with_tables(), "run: python -m tests.support.verl_fields"
+
+
+def lines(*starts: str) -> list[str]:
+    found = [part for line in SWITCHES for part in line.partition(" #")[0].split() if part.startswith(starts)]
+    assert len(found) >= len(starts), "the page has lines for each"
+    return found
+
+
+def test_the_lines_for_main_ppo_put_each_role_on_our_configuration(tmp_path: Path) -> None:
+    hydra = pytest.importorskip("hydra")
+    from verl.utils.config import omega_conf_to_dataclass
+
+    overrides = lines("model_engine=", "actor_rollout_ref.", "critic.", "+actor_rollout_ref.")
+    overrides.append(f"critic.model.path={write_config('qwen3', 'Qwen3ForCausalLM', tmp_path)}")
+    with hydra.initialize_config_module("verl.trainer.config", version_base=None):
+        config = hydra.compose("ppo_trainer", overrides=overrides)
+    roles = [config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic]
+    engines = [omega_conf_to_dataclass(role.megatron) for role in roles]
+    assert {type(engine).__name__ for engine in engines} == {TARGET.rpartition(".")[2]}
+    assert [engine.backend for engine in engines] == ["bridge", "native", "native"]
+    assert (engines[0].dtype, engines[0].backend_options) == ("float32", {"pipeline_schedule": "zbv"})
+
+
+def test_the_lines_for_sft_put_it_on_our_configuration() -> None:
+    hydra = pytest.importorskip("hydra")
+    from verl.utils.config import omega_conf_to_dataclass
+
+    with hydra.initialize_config_module("verl.trainer.config", version_base=None):
+        config = hydra.compose("sft_trainer_engine", overrides=lines("engine=", "optim=", "engine._target_"))
+    assert type(omega_conf_to_dataclass(config.engine)).__name__ == TARGET.rpartition(".")[2]
