@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import uuid
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import cached_property
@@ -14,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
+from rl_backend.checkpoint.agreement import raise_on_every_rank
 from rl_backend.contracts import CheckpointError, ConfigError, ModelHandle, UnsupportedError
 from rl_backend.runtime import Runtime
 
@@ -65,14 +65,13 @@ class EngineCheckpoints:
             self._kept.previous_saved_paths = [kept for kept in self._kept.previous_saved_paths if kept != str(path)]
             self._kept.ensure_checkpoint_capacity(max_ckpt_to_keep)
         if "hf_model" in self._save:
-            with _replaced(path / _HF_DIRECTORY):
-                runtime.save_checkpoint(handle, path / _HF_DIRECTORY, hf=True)
+            with _replacing(path / _HF_DIRECTORY) as new:
+                runtime.save_checkpoint(handle, new, hf=True)
         if self._save & STATE:
-            with _replaced(path / _STATE_DIRECTORY):
-                runtime.save_checkpoint(handle, path / _STATE_DIRECTORY)
+            with _replacing(path / _STATE_DIRECTORY) as new:
+                runtime.save_checkpoint(handle, new)
         if first:
             self._kept.register_checkpoint(str(path), max_ckpt_to_keep)
-        dist.barrier()
 
     def hf_directory(self, local_path: str, hdfs_path: str | None = None) -> Path | None:
         """The directory that weights alone are loaded from, or None where the training state is.
@@ -98,27 +97,31 @@ class EngineCheckpoints:
             CheckpointError: see :meth:`~rl_backend.runtime.Runtime.load_checkpoint`.
             UnsupportedError: a path on HDFS.
         """
+        path = _local(local_path, hdfs_path)
         if self._load & STATE:
-            runtime.load_checkpoint(handle, _local(local_path, hdfs_path) / _STATE_DIRECTORY)
+            runtime.load_checkpoint(handle, path / _STATE_DIRECTORY)
 
 
 @contextmanager
-def _replaced(path: Path) -> Generator[None]:
-    """Around writing a new ``path``: the old one is moved aside, and back when that fails. A collective over all ranks."""
-    first = dist.get_rank() == 0
-    aside = path.with_name(f".{path.name}.replaced-{uuid.uuid4().hex[:8]}")
-    moved = first and path.exists()
-    if moved:
-        path.rename(aside)
-    dist.barrier()
-    try:
-        yield
-    except BaseException:
-        if moved:
-            aside.rename(path)
-        raise
-    if moved:
-        shutil.rmtree(aside)
+def _replacing(path: Path) -> Generator[Path]:
+    """Gives a path to write to, which then takes the place of ``path``. A collective over all ranks."""
+    first, world = dist.get_rank() == 0, dist.distributed_c10d._get_default_group()
+    new, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
+    if first:
+        for left_behind in (new, old):
+            shutil.rmtree(left_behind, ignore_errors=True)
+    raise_on_every_rank(None, world)
+    yield new
+    problem = None
+    if first:
+        try:
+            if path.exists():
+                path.rename(old)
+            new.rename(path)
+            shutil.rmtree(old, ignore_errors=True)
+        except OSError as error:
+            problem = f"{new} could not take the place of {path}: {error}"
+    raise_on_every_rank(problem, world)
 
 
 def _local(local_path: str, hdfs_path: str | None) -> Path:
