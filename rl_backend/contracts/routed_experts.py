@@ -80,9 +80,9 @@ def route_fields(routes: Tensor, num_tokens: int) -> dict[str, Tensor]:
             f"{num_tokens} tokens",
             name=ROUTES,
         )
+    # numpy's arrays of more than 256 experts; see route_dtype.
+    routes = routes.to(torch.int16) if routes.dtype == torch.uint16 else routes
     _require_integers(routes)
-    if routes.dtype == torch.uint16:
-        routes = routes.to(torch.int16)
     padded = routes.new_zeros(num_tokens, *routes.shape[1:])
     padded[: routes.shape[0]] = routes
     return {ROUTES: padded, ROUTES_MASK: torch.arange(num_tokens, device=routes.device) < routes.shape[0]}
@@ -128,6 +128,11 @@ def check_routes(batch: PackedBatch, routers: RoutedLayers) -> None:
 def _require_integers(routes: Tensor) -> None:
     if routes.is_floating_point() or routes.is_complex() or routes.dtype == torch.bool:
         raise BatchError(f"{ROUTES} has dtype {routes.dtype}; expected integers, the numbers of experts", name=ROUTES)
+    if routes.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        raise BatchError(
+            f"{ROUTES} has dtype {routes.dtype}, with which torch cannot compute; use route_dtype(num_experts)",
+            name=ROUTES,
+        )
 
 
 def _require_same_version(batch: PackedBatch) -> None:
@@ -139,6 +144,13 @@ def _require_same_version(batch: PackedBatch) -> None:
             name=ROUTES_VERSION,
         )
     computed, sampled = batch.sequence_fields[ROUTES_VERSION], batch.sequence_fields["weight_version"]
+    for name, versions in ((ROUTES_VERSION, computed), ("weight_version", sampled)):
+        if versions.dim() != 1:
+            raise BatchError(
+                f"sequence field {name!r} has shape {tuple(versions.shape)}; expected ({batch.num_sequences},): one number "
+                "per sequence",
+                name=name,
+            )
     differ = (computed != sampled).nonzero().flatten().tolist()
     if differ:
         first = differ[0]
