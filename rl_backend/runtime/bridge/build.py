@@ -22,7 +22,8 @@ from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.handle import BridgeHandle
 from rl_backend.runtime.bridge.optimizer import BridgeOptimizer
 from rl_backend.runtime.bridge.outputs import CriticOutputLayer, OutputProcessor
-from rl_backend.runtime.bridge.provider import make_provider, open_bridge, override, takes_packed_sequences
+from rl_backend.runtime.bridge.overrides import override
+from rl_backend.runtime.bridge.provider import make_provider, open_bridge, takes_packed_sequences
 from rl_backend.runtime.bridge.routes import connect_routers
 from rl_backend.runtime.placement import Placement
 

@@ -17,7 +17,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from rl_backend.contracts import BridgeConfig, HandleError, OptimizerConfig, StepResult
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.optimizer_state import allocate_moments, distributed_optimizers
-from rl_backend.runtime.bridge.provider import override
+from rl_backend.runtime.bridge.overrides import override
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from rl_backend.contracts import BridgeConfig, ConfigError, Head, RuntimeConfig,
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.installed import has_transformer_engine
 from rl_backend.runtime.bridge.megatron_cpu import SequenceParallelRMSNorm
+from rl_backend.runtime.bridge.overrides import attention_backend
 
 _LOCAL_LAYERS: Mapping[str, Any] = {
     "masked_softmax_fusion": False,
@@ -110,7 +111,7 @@ def make_provider(bridge: AutoBridge, config: RuntimeConfig, groups: BridgeGroup
     settings = _settings(options, provider, groups.device, head)
     _check_overrides(options, provider, groups.device)
     for name, value in {**settings, **options.override_transformer_config}.items():
-        setattr(provider, name, value)
+        setattr(provider, name, attention_backend(value) if name == "attention_backend" else value)
     if not uses_transformer_engine(groups.device):
         _use_local_layers(provider)
     try:
@@ -123,22 +124,6 @@ def make_provider(bridge: AutoBridge, config: RuntimeConfig, groups: BridgeGroup
 def uses_transformer_engine(device: torch.device) -> bool:
     """Whether layers are Transformer Engine's: on CUDA where it is installed; Megatron's own elsewhere."""
     return device.type == "cuda" and has_transformer_engine()
-
-
-def override[T](field: str, config_type: Callable[..., T], overrides: Mapping[str, Any], settings: Mapping[str, Any]) -> T:
-    """One of Megatron's dataclasses from this runtime's settings and the user's.
-
-    Raises:
-        ConfigError: a field that the dataclass does not have, or values that it refuses.
-    """
-    names = {each.name for each in dataclasses.fields(config_type)}  # type: ignore[arg-type]
-    for name, value in overrides.items():
-        if name not in names:
-            raise ConfigError.of(f"{field}[{name!r}]", value, f"Megatron's {config_type.__name__} has no such field")
-    try:
-        return config_type(**{**settings, **overrides})
-    except (AssertionError, ValueError, TypeError) as error:
-        raise ConfigError(f"{field}={dict(overrides)!r}: Megatron refuses it: {error}") from error
 
 
 def takes_packed_sequences(options: BridgeConfig, device: torch.device) -> bool:
