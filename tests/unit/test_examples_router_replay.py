@@ -1,0 +1,66 @@
+"""Which passes of the RL examples record routes, and which replay them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from actors import Loss
+from examples.common.models import Model
+from examples.common.router_replay import RouterReplayMode
+from rl_backend import TokenSequence
+from rl_backend.contracts import ForwardResult, StepResult
+
+SEQUENCES = [TokenSequence(torch.tensor([5, 6, 7]))]
+OUTPUTS = {"log_probs": [torch.zeros(3)], "values": [torch.zeros(3)], "routed_experts": [torch.zeros(3, 2, 2)]}
+
+
+class Group:
+    """Answers like a training group and keeps how routers were told to choose."""
+
+    def __init__(self) -> None:
+        self.replays: list[str] = []
+        for name, answer in {
+            "zero_grad": None,
+            "optimizer_step": StepResult(True, 1.0, None),
+            "lr_scheduler_step": 0.1,
+        }.items():
+            setattr(self, name, SimpleNamespace(submit=lambda *_, answer=answer: self._future(answer)))
+        self.forward = self.forward_backward = SimpleNamespace(submit=self._forward)
+
+    def _forward(self, *_: Any, router_replay: str = "off", **__: Any) -> Any:
+        self.replays.append(router_replay)
+        return self._future(ForwardResult(outputs=OUTPUTS))
+
+    def _future(self, answer: Any) -> Any:
+        return SimpleNamespace(result=lambda: answer)
+
+
+@pytest.mark.parametrize(
+    ("mode", "old_policy", "update", "fields"),
+    [
+        ("off", "off", "off", {"old_log_probs"}),
+        ("R2", "record", "replay", {"old_log_probs", "routed_experts"}),
+        ("R3", "replay", "replay", {"old_log_probs"}),
+    ],
+)
+def test_r2_records_in_the_first_pass_and_r3_replays_in_all(
+    mode: RouterReplayMode, old_policy: str, update: str, fields: set[str]
+) -> None:
+    group: Any = Group()
+    policy = Model(group, "handle", mode)  # type: ignore[arg-type]
+    outputs = policy.submit_old_policy(SEQUENCES, {})()
+    assert set(outputs) == fields
+    policy.submit_update(SEQUENCES, Loss("rl_backend.algorithm:grpo_loss"), {})()
+    assert group.replays == [old_policy, update]
+
+
+def test_reference_and_critic_route_freely() -> None:
+    group: Any = Group()
+    other = Model(group, "handle")  # type: ignore[arg-type]
+    other.submit_output("log_probs", SEQUENCES, {})()
+    other.submit_update(SEQUENCES, Loss("rl_backend.algorithm:value_loss"), {})()
+    assert group.replays == ["off", "off"]
