@@ -36,10 +36,10 @@ LAYERS = RoutedLayers(num_experts=6, top_k=2, sparse=(False, True, True))
 
 def batch(routes: Tensor, layers: str = "moe", **fields: Tensor) -> PackedBatch:
     """Five tokens in two sequences."""
-    version = {name: fields.pop(name) for name in ("routed_experts_version", "weight_version") if name in fields}
-    token_fields = {"routed_experts": routes, **fields}
+    versions = {name: value for name, value in fields.items() if name.endswith("version")}
+    others = {name: value for name, value in fields.items() if name not in versions}
     lengths, facts = torch.tensor([3, 2]), {"routed_experts_layers": layers}
-    return PackedBatch(torch.arange(5), lengths, token_fields, version, facts)
+    return PackedBatch(torch.arange(5), lengths, {"routed_experts": routes, **others}, versions, facts)
 
 
 def routes(num_layers: int = 2, dtype: torch.dtype = torch.uint8) -> Tensor:
@@ -62,6 +62,7 @@ REFUSED: dict[str, tuple[PackedBatch, str]] = {
     "no routes": (PackedBatch(torch.arange(2), torch.tensor([2])), "token field 'routed_experts' is missing"),
     "layers that nobody says": (replace(batch(routes()), meta={}), r"meta\['routed_experts_layers'\]=None: say which"),
     "floating-point numbers": (batch(routes(dtype=torch.float32)), "dtype torch.float32; expected integers"),
+    "numbers that torch cannot compare": (batch(changed(1, 0, 0, 1).to(torch.uint16)), "torch.uint16, with which torch"),
     "another model's layers": (batch(routes(3)), r"shape \(5, 3, 2\); expected .* \(5, 2, 2\).*2 of 6 experts"),
     "layers with experts taken for all": (batch(routes(2), "all"), r"shape \(5, 2, 2\); expected .* \(5, 3, 2\)"),
     "another number of experts a token": (batch(routes()[..., :1]), r"shape \(5, 2, 1\)"),
@@ -72,6 +73,10 @@ REFUSED: dict[str, tuple[PackedBatch, str]] = {
     "routes of other weights": (
         batch(routes(), routed_experts_version=torch.tensor([7, 6]), weight_version=torch.tensor([7, 7])),
         "sequence 1 was computed with weights of version 6, the sequence sampled from version 7",
+    ),
+    "versions of tokens": (
+        batch(routes(), routed_experts_version=torch.ones(2, 3), weight_version=torch.ones(2, 3)),
+        r"'routed_experts_version' has shape \(2, 3\); expected \(2,\)",
     ),
     "a version and nothing to compare": (batch(routes(), routed_experts_version=torch.tensor([7, 7])), "give both or none"),
 }
@@ -131,7 +136,8 @@ def one_by_one(moe: MoE, x: Tensor, experts: Tensor) -> Tensor:
 
 def expert(experts: SwiGLUExperts, token: Tensor, number: int) -> Tensor:
     gate, up = experts.gate_up_proj[number]
-    return experts.down_proj[number] @ (torch.nn.functional.silu(gate @ token) * (up @ token))
+    output: Tensor = experts.down_proj[number] @ (torch.nn.functional.silu(gate @ token) * (up @ token))
+    return output
 
 
 @pytest.mark.shows("router replay: gradients of the router at replayed experts are autograd's of plain operations")
