@@ -29,10 +29,10 @@ class EngineMode(BaseEngineCtx):
         self._leaving = False
 
     def __enter__(self) -> None:
-        self._outer_mode = self.engine.mode
-        super().__enter__()
         self._runtime_mode = self.engine.runtime_mode(self.mode)
         self._runtime_mode.__enter__()
+        self._outer_mode = self.engine.mode
+        super().__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         assert self._runtime_mode is not None, "entered"

@@ -115,6 +115,34 @@ def gradients_job(model: str, backend: str) -> dict[str, tuple[float, dict[str, 
     return results
 
 
+def value_gradients_job(critic: str, backend: str) -> list[tuple[float, dict[str, Tensor]]]:
+    """Loss and gradients of verl's value loss, for every way to cut the batch."""
+    from verl.workers.config import CriticConfig
+    from verl.workers.utils.losses import value_loss
+
+    results = []
+    config = CriticConfig(strategy="megatron", ppo_micro_batch_size_per_gpu=1, ppo_max_token_len_per_gpu=64)
+    with open_engine(critic, backend=backend, head="value_model") as engine:
+        for layout, cut in CUTS.values():
+            with engine.train_mode():
+                output = engine.forward_backward_batch(make_batch(rows(), layout, **cut), partial(value_loss, config=config))
+                gradients = {name: value.clone() for name, value in engine.export_gradients()}
+            results.append((sum(output["loss"]), gradients))
+    return results
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_verls_value_loss_do_not_depend_on_how_a_batch_is_cut(
+    ranks: RankPool, model: Path, tmp_path: Path, backend: str
+) -> None:
+    critic = write_critic(tmp_path / "critic", model)
+    ((first, *others),) = ranks.run(value_gradients_job, str(critic), backend, world_size=1, timeout=IMPORT_SECONDS)
+    assert first[1]["score.weight"].norm() > 0.1
+    for loss, gradients in others:
+        assert loss == pytest.approx(first[0], rel=1e-5)
+        assert_near(gradients, first[1])
+
+
 def reference_gradients(model: Path, loss: Any, layout: Any) -> tuple[float, dict[str, Tensor]]:
     """Of verl's loss on transformers' log-probs of the whole batch."""
     from verl.utils import tensordict_utils as tu
