@@ -112,28 +112,21 @@ def require_replayable(handle: BridgeHandle, router_replay: RouterReplay) -> Non
         return
     provider = handle.provider
     balancing = provider.moe_router_load_balancing_type
-    kinds = [balancing] if isinstance(balancing, str) else list(balancing)
+    kinds = {balancing} if isinstance(balancing, str) else set(balancing)
+    balances = any("aux_loss" in kind for kind in kinds) and _any_positive(provider.moe_aux_loss_coeff)
     reasons = {
         "moe_router_fusion": (provider.moe_router_fusion, "its kernel chooses the experts itself; use False"),
         "moe_router_load_balancing_type": (
-            {"sinkhorn", "quantile_balancing"} & set(kinds),
+            {"sinkhorn", "quantile_balancing"} & kinds,
             "it chooses experts otherwise than by their scores; use another",
         ),
-        "cuda_graph_impl": (provider.cuda_graph_impl != "none", "a captured graph routes as it was captured; use 'none'"),
+        "moe_aux_loss_coeff": (
+            balances and router_replay == "replay",
+            "Megatron balances the experts that it would have chosen, not the replayed ones; use 0",
+        ),
     }
-    if router_replay == "replay":
-        reasons |= {
-            "moe_aux_loss_coeff": (
-                any("aux_loss" in kind for kind in kinds) and _any_positive(provider.moe_aux_loss_coeff),
-                "Megatron balances the experts that it would have chosen, not the replayed ones; use 0",
-            ),
-            "overlap_moe_expert_parallel_comm": (
-                provider.overlap_moe_expert_parallel_comm,
-                "it works on two micro-batches at one time; use False",
-            ),
-        }
-    for name, (holds, reason) in reasons.items():
-        if holds:
+    for name, (refused, reason) in reasons.items():
+        if refused:
             value = getattr(provider, name)
             raise UnsupportedError(
                 f"router_replay={router_replay!r} with BridgeConfig.override_transformer_config {name}={value!r}: {reason}",
