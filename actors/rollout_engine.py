@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import ray
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 from actors import prometheus
 from actors.engine_cores import NodePlace, choose_cores
 from actors.rollout_config import RolloutConfig, SamplingConfig
+from actors.rollout_messages import EngineInfo, EngineState, Generated, Request, Response
 from actors.rollout_observed import observed
 from actors.rollout_routes import ExpertIds, pack_routes
 from actors.transport.gloo_group import Address, GlooGroup, join, receive_into
@@ -41,71 +41,6 @@ from rl_backend.contracts import (
 )
 from rl_backend.trace import TraceBatch, recorder, span
 from rl_backend.weights import check_manifest, check_staged
-
-type EngineState = Literal["serving", "paused", "dirty", "asleep"]
-
-
-@dataclass(frozen=True)
-class EngineInfo:
-    """What an engine says about itself.
-
-    Attributes:
-        workers: processes that hold a part of the model.
-        node_id: Ray's, of the node that it runs on.
-        host: equal for processes that share memory.
-        cores: numbers of the cores that it runs on; empty on CUDA.
-        device_ids: of CUDA devices, their UUIDs; empty on a CPU.
-        version: of the weights served; ``UNVERSIONED`` before the first push.
-        moe_layers: with ``RolloutConfig.return_routed_experts``, the numbers of the layers that have experts.
-    """
-
-    name: str
-    pid: int
-    node_id: str
-    node_ip: str
-    host: str
-    cores: tuple[int, ...]
-    device: str
-    dtype: str
-    workers: int
-    device_ids: tuple[str, ...]
-    vocab_size: int
-    max_model_len: int
-    version: int
-    state: EngineState
-    moe_layers: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One prompt with ``n`` responses; ``seed`` needs ``n`` = 1."""
-
-    prompt_ids: Sequence[int]
-    n: int
-    seed: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Response:
-    """One response as the engine returns it."""
-
-    token_ids: list[int]
-    log_probs: list[float]
-    finish_reason: Literal["stop", "length"]
-
-
-class Generated(NamedTuple):
-    """What one call of an engine returns.
-
-    Attributes:
-        version: of the weights.
-        responses: of each request.
-        routes: of all responses, see :func:`~actors.rollout_routes.pack_routes`; None where none are asked for.
-    """
-
-    version: int
-    responses: list[list[Response]]
-    routes: ExpertIds | None
 
 
 class RolloutEngine:
@@ -215,7 +150,7 @@ class RolloutEngine:
         prompts = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in requests]
         with observed(self._engine, self._version, requests) as report:
             outputs = self._vllm_call(self._llm.generate, prompts, params, use_tqdm=False)
-            responses = [[_response(completion) for completion in output.outputs] for output in outputs]
+            responses = [[Response.of(completion) for completion in output.outputs] for output in outputs]
             routes = self._routes(requests, outputs)
             report(responses)
         return Generated(self._version, responses, routes)
@@ -462,12 +397,6 @@ class RolloutEngine:
         except VllmEngineDeadError as error:
             self._make_dirty(f"a vLLM process ended: {error}")
             raise EngineDeadError(f"{self._name}: a vLLM process ended ({error}); restart it", engine=self._name) from error
-
-
-def _response(completion: Any) -> Response:
-    flat = completion.logprobs
-    log_probs = [] if flat is None else [flat.logprobs[start] for start in flat.start_indices]
-    return Response(list(completion.token_ids), log_probs, "stop" if completion.finish_reason == "stop" else "length")
 
 
 def _device_ids(device: str) -> tuple[str, ...]:

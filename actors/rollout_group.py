@@ -13,7 +13,8 @@ import ray
 
 from actors.rollout_calls import Sampling, collect
 from actors.rollout_config import RolloutConfig, SamplingConfig
-from actors.rollout_engine import EngineInfo, Request, RolloutEngine
+from actors.rollout_engine import RolloutEngine
+from actors.rollout_messages import EngineInfo, Request
 from actors.rollout_pending import PendingSamples
 from actors.rollout_placement import EnginePlacement, places_on_nodes
 from actors.rollout_sample import Sample

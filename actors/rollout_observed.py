@@ -11,7 +11,7 @@ from actors import prometheus
 from rl_backend.trace import span
 
 if TYPE_CHECKING:
-    from actors.rollout_engine import Request, Response
+    from actors.rollout_messages import Request, Response
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from actors.rollout_calls import outcome_of, wait_for_first
-from actors.rollout_engine import Generated
+from actors.rollout_messages import Generated
 from actors.rollout_routes import Routes, split_routes
 from actors.rollout_sample import Sample, VersionSpan
 from rl_backend.contracts import RLBackendError
