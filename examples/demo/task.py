@@ -112,11 +112,11 @@ def write_model(path: Path, seed: int, model: ModelName, num_layers: int) -> Non
     tokenizer.save_pretrained(path)
 
 
-def character_tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = {token: index for index, token in enumerate([PAD, END, *CHARACTERS])}
+def character_tokenizer(end: str = END) -> PreTrainedTokenizerFast:
+    vocabulary = {token: index for index, token in enumerate([PAD, end, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=end, clean_up_tokenization_spaces=False
     )

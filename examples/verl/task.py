@@ -13,10 +13,11 @@ from typing import Any
 
 import pyarrow
 import pyarrow.parquet
-from transformers import AutoTokenizer
 
-from examples.demo.task import ModelName, write_task
+from examples.demo.task import ModelName, character_tokenizer, write_task
 
+# verl's rollouts look this token up in the tokenizer of a Qwen model.
+END = "<|im_end|>"
 # Messages follow each other as they are; what the assistant says ends in the end-of-text token.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
@@ -28,7 +29,7 @@ DATA_SOURCE = "addition"
 def write_verl_task(folder: Path, seed: int = 0, model: ModelName = "qwen3") -> None:
     """Writes ``model/`` and the parquet files ``demonstrations`` (SFT), ``train`` and ``held_out`` (RL)."""
     write_task(folder, seed, model)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer = character_tokenizer(END)
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder / "model")
     _write(folder / "demonstrations.parquet", _conversations(_rows(folder / "demonstrations.jsonl")))
