@@ -32,9 +32,10 @@ if TYPE_CHECKING:
         TensorInfo,
         TokenSequence,
         WeightManifest,
+        WeightShard,
     )
     from rl_backend.model import BuildSettings, ModelFamily, ModelInput, register_model
-    from rl_backend.runtime import Runtime, check_config, create_runtime, register_runtime
+    from rl_backend.runtime import RankPlace, Runtime, check_config, create_runtime, register_runtime
 
 __all__ = [
     "BackendConfig",
@@ -54,12 +55,14 @@ __all__ = [
     "PackedWeight",
     "ParallelConfig",
     "RLBackendError",
+    "RankPlace",
     "Runtime",
     "RuntimeConfig",
     "StepResult",
     "TensorInfo",
     "TokenSequence",
     "WeightManifest",
+    "WeightShard",
     "check_config",
     "create_runtime",
     "register_model",
@@ -71,6 +74,7 @@ _ELSEWHERE = {
     "ModelFamily": "rl_backend.model",
     "ModelInput": "rl_backend.model",
     "register_model": "rl_backend.model",
+    "RankPlace": "rl_backend.runtime",
     "Runtime": "rl_backend.runtime",
     "check_config": "rl_backend.runtime",
     "create_runtime": "rl_backend.runtime",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from verl.workers.engine.spec import BlockPlacement, ShardSpec, translate_flat_indices
 
-from rl_backend.contracts.weights import WeightShard
+from rl_backend.contracts import WeightShard
 
 type DeltaEntry = tuple[list[tuple[str, tuple[int, ...]]], str, Tensor, Tensor, Tensor]
 """(names and shapes, dtype, (1,) number of changes, their places in the whole weight, their values)."""

@@ -40,7 +40,7 @@ from rl_backend.contracts.runtime_config import (
     RuntimeConfig,
 )
 from rl_backend.contracts.weight_names import PackedWeight, WeightName, stored_names, stored_tensors
-from rl_backend.contracts.weights import UNVERSIONED, TensorInfo, WeightManifest
+from rl_backend.contracts.weights import UNVERSIONED, TensorInfo, WeightManifest, WeightShard
 
 __all__ = [
     "BACKEND_CONFIGS",
@@ -88,6 +88,7 @@ __all__ = [
     "WeightCheckError",
     "WeightManifest",
     "WeightName",
+    "WeightShard",
     "WeightSyncError",
     "WeightVersionError",
     "check_routes",

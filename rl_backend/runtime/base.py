@@ -24,8 +24,8 @@ from rl_backend.contracts import (
     StepResult,
     TensorInfo,
     UnsupportedError,
+    WeightShard,
 )
-from rl_backend.contracts.weights import WeightShard
 from rl_backend.parallel.shards import chunk
 from rl_backend.runtime.router_replay import RouterReplay
 

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.contracts import HandleError, TensorInfo, stored_names, stored_tensors
-from rl_backend.contracts.weights import WeightShard
+from rl_backend.contracts import HandleError, TensorInfo, WeightShard, stored_names, stored_tensors
 from rl_backend.runtime.export_stream import WeightStream, plan_buckets, require_known_names, start_stream
 from rl_backend.runtime.native.gather import ShardedWeight, gather_weights, sharded_weights
 from rl_backend.runtime.native.handle import NativeHandle

@@ -21,8 +21,8 @@ from rl_backend.contracts import (
     RuntimeConfig,
     StepResult,
     TensorInfo,
+    WeightShard,
 )
-from rl_backend.contracts.weights import WeightShard
 from rl_backend.parallel.groups import close_groups, open_groups, training_device
 from rl_backend.runtime.base import RankPlace
 from rl_backend.runtime.batch_checks import check_micro_batches, problem_on_rank
@@ -63,13 +63,8 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
     @property
     def place(self) -> RankPlace:
         groups = self.groups
-        return RankPlace(
-            groups.device,
-            groups.dp_rank,
-            groups.dp_size,
-            groups.dp_group,
-            is_source=groups.token_group.rank() == 0 and has_last_stage(self.native, groups.pp_group.rank()),
-        )
+        is_source = groups.token_group.rank() == 0 and has_last_stage(self.native, groups.pp_group.rank())
+        return RankPlace(groups.device, groups.dp_rank, groups.dp_size, groups.dp_group, is_source)
 
     def build_model(
         self,
