@@ -11,10 +11,11 @@ and simulated shares of idle time and ``throughput_over_1f1b``; of several runs,
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
 import weakref
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,13 +28,14 @@ from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
 from benchmarks import post_validation
-from benchmarks.report import write_result
+from benchmarks.report import RESULTS, machine, write_result
 from benchmarks.timed_model import HIDDEN, TimedPass
 from rl_backend.parallel.pipeline import SCHEDULES, Action, Costs, Schedule, Span, Timeline, make_schedule, simulate
 from rl_backend.parallel.pipeline.executor import PipelineExecutor
 
 PP = 4
 MICRO_BATCHES = (8, 16)
+PARTS = ("schedules", "post_validation")
 SECONDS = 0.2
 
 
@@ -94,7 +96,7 @@ class Run:
     peak: int
 
 
-def run_rank(rank: int, store: str, num_runs: int, results: Any) -> None:
+def run_rank(rank: int, store: str, num_runs: int, parts: Collection[str], results: Any) -> None:
     """All measurements on one rank; rank 0 puts timelines and times into ``results``."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=PP)
@@ -102,7 +104,7 @@ def run_rank(rank: int, store: str, num_runs: int, results: Any) -> None:
     assert group is not None, "it was made above"
     _step(make_schedule("zbv", PP, 2), 0.001, group)
     timelines: dict[tuple[str, int], list[Timeline]] = {}
-    for _ in range(num_runs):
+    for _ in range(num_runs if "schedules" in parts else 0):
         for name in SCHEDULES:
             for num_micro_batches in MICRO_BATCHES:
                 schedule = make_schedule(name, PP, num_micro_batches)
@@ -113,7 +115,7 @@ def run_rank(rank: int, store: str, num_runs: int, results: Any) -> None:
                 timelines.setdefault((name, num_micro_batches), []).append(
                     Timeline(tuple(one.spans for one in whole), tuple(one.peak for one in whole))
                 )
-    times = post_validation.measure(SECONDS)
+    times = post_validation.measure(SECONDS) if "post_validation" in parts else {}
     if rank == 0:
         results.put((timelines, times))
     dist.barrier()
@@ -130,27 +132,27 @@ def _step(schedule: Schedule, seconds: float, group: dist.ProcessGroup) -> Run:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3, help="of each schedule and number of micro-batches (default 3)")
+    parser.add_argument("--only", choices=PARTS, help="measure one part and keep the rest of the file")
     arguments = parser.parse_args()
+    parts = PARTS if arguments.only is None else (arguments.only,)
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as directory:
+        store = str(Path(directory) / "store")
         ranks = start_processes(
-            run_rank, (str(Path(directory) / "store"), arguments.runs, results), nprocs=PP, join=False, start_method="spawn"
+            run_rank, (store, arguments.runs, parts, results), nprocs=PP, join=False, start_method="spawn"
         )
         assert ranks is not None, "they are not joined yet"
         timelines, times = results.get()
         while not ranks.join():
             pass
-    path = write_result(
-        "pipeline_bubble",
-        {
-            "pp": PP,
-            "seconds_of_a_pass_on_a_rank": SECONDS,
-            "runs": arguments.runs,
-            "schedules": _schedules(timelines),
-            "post_validation": post_validation.facts(times, PP, SECONDS),
-        },
-    )
+    measured: dict[str, Any] = {"pp": PP, "seconds_of_a_pass_on_a_rank": SECONDS}
+    if "schedules" in parts:
+        measured |= {"runs": arguments.runs, "schedules": _schedules(timelines), "machine": machine()}
+    if "post_validation" in parts:
+        measured["post_validation"] = post_validation.facts(times, PP, SECONDS) | {"machine": machine()}
+    kept = {} if arguments.only is None else json.loads((RESULTS / "pipeline_bubble.json").read_text(encoding="utf-8"))
+    path = write_result("pipeline_bubble", {**kept, **measured})
     print(f"wrote {path}")
 
 

@@ -27,7 +27,7 @@ from rl_backend.contracts import (
 from rl_backend.parallel.pipeline import Costs, make_schedule, simulate
 from rl_backend.runtime.native import NativeHandle, NativeRuntime
 
-SCHEDULES = ("1f1b", "zb-h2", "zbv")
+SCHEDULES = ("zb-h2", "zbv")
 MICRO_BATCHES = 8
 STEPS = 6
 
