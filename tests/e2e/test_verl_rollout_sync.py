@@ -1,0 +1,42 @@
+"""verl's own weight sync into vLLM on a CPU is right, and needs each of the changes that make it so."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.support.rollout import write_tiny_qwen3_moe
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What ``tests.support.verl_sync`` finds for a mixture of experts with tied embeddings."""
+    model = write_tiny_qwen3_moe(tmp_path_factory.mktemp("moe"))
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.support.verl_sync", str(model)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    gaps: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return gaps
+
+
+@pytest.mark.shows("verl: its own weight sync is right on a CPU, for mixtures of experts and tied embeddings")
+def test_log_probs_after_verls_update_are_the_trainers(found: dict[str, Any]) -> None:
+    assert max(found["synced"]) <= 1e-5
+
+
+def test_experts_are_old_when_they_are_packed_once(found: dict[str, Any]) -> None:
+    assert found["experts_packed_once"] > 1e-3
+
+
+def test_vllm_refuses_an_update_when_linear_layers_gave_their_weights_up(found: dict[str, Any]) -> None:
+    assert "update_fails" in found
