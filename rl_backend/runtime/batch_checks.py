@@ -42,7 +42,7 @@ def check_micro_batches(
     """
     problem = problem_on_rank(data, max_tokens, vocab_size, max_length, router_replay, routers)
     if replica is not None and replica.size() > 1:
-        difference = problem_in_replica(checksum(data, router_replay), replica, device)
+        difference = problem_in_replica(checksum(data), replica, device)
         problem = problem or difference
     if group.size() > 1:
         kind = kind_of_pass(forward_only, router_replay)
@@ -70,14 +70,14 @@ def kind_of_pass(forward_only: bool, router_replay: RouterReplay) -> int:
     return 2 * MODES.index(router_replay) + forward_only
 
 
-def checksum(data: Sequence[PackedBatch], router_replay: RouterReplay) -> int:
+def checksum(data: Sequence[PackedBatch]) -> int:
     """Of what the ranks of a replica must have in common."""
-    fields = (ROUTES, ROUTES_MASK) if router_replay == "replay" else ()
     found = 0
     for batch in data:
-        given = [batch.token_fields[name] for name in fields if name in batch.token_fields]
-        for tensor in (batch.seq_lens, batch.input_ids, *given):
-            found = zlib.crc32(tensor.cpu().numpy().tobytes(), found)
+        routes = [batch.token_fields[name] for name in (ROUTES, ROUTES_MASK) if name in batch.token_fields]
+        for tensor in (batch.seq_lens, batch.input_ids, *routes):
+            # Bytes, because numpy lacks types that routes may have before they are refused.
+            found = zlib.crc32(tensor.cpu().contiguous().view(torch.uint8).numpy(), found)
     return found
 
 

@@ -48,7 +48,7 @@ def run_validated(
         refused=problem is not None,
         forward_only=forward_only,
         kind=kind_of_pass(forward_only, router_replay),
-        checksum=checksum(data, router_replay),
+        checksum=checksum(data),
         hidden_rows=() if one is None else one.hidden_rows,
     )
     handle.num_passes += 1
