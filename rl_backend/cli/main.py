@@ -15,6 +15,7 @@ COMMANDS = {
     "doctor": ("rl_backend.cli.doctor", "say what is installed, what is missing and what this machine can run"),
     "parity": ("rl_backend.cli.parity", "train with two runtimes and name the first place where they part"),
     "schedule": ("rl_backend.cli.schedule", "say what a pipeline schedule costs in idle time and activations, and draw it"),
+    "plan": ("rl_backend.cli.plan", "say what a model takes on each rank, whether it fits a device, and which layout does"),
     "report": ("rl_backend.cli.report", "make report.html of a run folder again"),
     "gpu-check": ("rl_backend.cli.gpu_check", "run the tests that need a GPU and write a JSON result"),
 }

@@ -320,16 +320,32 @@ def _add_matmul(out: Tensor, a: Tensor, b: Tensor, *, beta: int) -> None:
 
 def _buffers(tokens: _Tokens, weight: Tensor, chunk_tokens: int, count: int) -> list[Tensor]:
     rows = min(chunk_tokens, tokens.hidden.shape[0])
-    size = rows * min(weight.shape[0], _tile_words(tokens.hidden, rows))
+    size = _tile_elements(rows, weight.shape[0], weight.device.type)
     return [weight.new_empty(size, dtype=_wide(weight.dtype)) for _ in range(count)]
 
 
 def _vocabulary_slices(tokens: _Tokens, weight: Tensor, rows: int) -> list[slice]:
-    return _slices(weight.shape[0], _tile_words(tokens.hidden, min(rows, tokens.hidden.shape[0])))
+    return _slices(weight.shape[0], _tile_words(min(rows, tokens.hidden.shape[0]), weight.device.type))
 
 
-def _tile_words(hidden: Tensor, rows: int) -> int:
-    elements = _TILE_ELEMENTS.get(hidden.device.type, _TILE_ELEMENTS["cuda"])
+def logits_chunk_bytes(
+    num_tokens: int, vocab_size: int, chunk_tokens: int, *, calculate_entropy: bool, device_type: str = "cuda"
+) -> int:
+    """Bytes of the logits that exist at one time in :func:`next_token_log_probs`, for parameters of 32 bits or less.
+
+    Args:
+        vocab_size: rows of the weight on one rank.
+    """
+    elements = _tile_elements(min(chunk_tokens, num_tokens), vocab_size, device_type)
+    return elements * torch.float32.itemsize * (2 if calculate_entropy else 1)
+
+
+def _tile_elements(rows: int, vocab_size: int, device_type: str) -> int:
+    return rows * min(vocab_size, _tile_words(rows, device_type))
+
+
+def _tile_words(rows: int, device_type: str) -> int:
+    elements = _TILE_ELEMENTS.get(device_type, _TILE_ELEMENTS["cuda"])
     return max(elements // max(rows, 1), 256)
 
 

@@ -1,0 +1,158 @@
+"""``rl-backend plan``: what a model takes on each rank, by purpose and phase, before anything is started."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+from rl_backend.cli.errors import CommandError
+from rl_backend.cli.plan_text import GIB, as_json, as_text
+from rl_backend.contracts import BatchError, CheckpointError, ConfigError, RuntimeConfig
+from rl_backend.contracts.runtime_config import PipelineSchedule
+from rl_backend.plan import Workload, make_plan, suggest_layout
+from rl_backend.runtime.placement import PARTS
+
+EXIT_DOES_NOT_FIT = 1
+LAYOUT = {
+    "tp": "tensor-parallel ranks",
+    "pp": "pipeline ranks",
+    "vpp": "stages per pipeline rank",
+    "cp": "context-parallel ranks",
+    "ep": "expert-parallel ranks",
+    "etp": "tensor-parallel ranks inside an expert",
+}
+NATIVE = ("pipeline_schedule", "activation_checkpointing", "reduce_dtype")
+DTYPES = ("float32", "bfloat16")
+WORKLOAD = Workload()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Exit status: 0 it fits, or no --device-gib was given, 1 it does not fit, 2 it cannot be planned, as when a size "
+        "does not divide the model. docs/plan.md says what is counted and how well."
+    )
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="PATH", help="Hugging Face directory, or its config.json; no weights"
+    )
+    parser.add_argument("--backend", choices=("native", "bridge"), default="native", help="default native")
+    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="of the whole job, one device each")
+    parser.add_argument(
+        "--device-gib", type=float, metavar="X", help="memory of a device: does it fit, or what does?"
+    )
+    parser.add_argument("--json", action="store_true", help="print bytes per rank and phase as JSON instead of text")
+    layout = parser.add_argument_group("layout", "Sizes not given are 1; the rest of the ranks is data parallel.")
+    for size, meaning in LAYOUT.items():
+        layout.add_argument(f"--{size}", type=int, metavar="N", help=meaning)
+    layout.add_argument("--pipeline-schedule", choices=get_args(PipelineSchedule.__value__), help="native (default auto)")
+    options = parser.add_argument_group("the runtime")
+    options.add_argument(
+        "--param-dtype", choices=DTYPES, default="bfloat16", help="of forward and backward (default bfloat16)"
+    )
+    options.add_argument("--reduce-dtype", choices=DTYPES, help="of gradients before they are reduced; native")
+    options.add_argument("--activation-checkpointing", choices=("none", "full"), help="native (default none)")
+    options.add_argument("--options", default="{}", metavar="JSON", help="further fields of the runtime's configuration")
+    work = parser.add_argument_group("the work")
+    work.add_argument("--sequence-length", type=int, metavar="TOKENS", help=f"default {WORKLOAD.sequence_length}")
+    work.add_argument("--micro-batch-tokens", type=int, metavar="TOKENS", help=f"default {WORKLOAD.micro_batch_tokens}")
+    work.add_argument(
+        "--micro-batches",
+        type=int,
+        dest="num_micro_batches",
+        metavar="N",
+        help=f"of a step, on each data-parallel rank (default {WORKLOAD.num_micro_batches})",
+    )
+    work.add_argument("--head", choices=("log_probs", "values"), help="values for a critic (default log_probs)")
+    work.add_argument("--entropy", action="store_true", help="the loss takes the entropy")
+    work.add_argument(
+        "--offload",
+        default="",
+        metavar="PARTS",
+        help=f"of {','.join(PARTS)}: those in host memory whenever they are not used (default none)",
+    )
+    work.add_argument("--sync-dtype", choices=DTYPES, help="of the weights that engines get (default bfloat16)")
+    work.add_argument("--byte-budget", type=int, metavar="BYTES", help="of a weight sync (default: a tensor at a time)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the plan; see the command's help for the exit statuses.
+
+    Raises:
+        CommandError, RLBackendError: what was asked for cannot be planned.
+    """
+    if arguments.ranks < 1:
+        raise CommandError(f"--ranks {arguments.ranks}: must be at least 1")
+    if arguments.device_gib is not None and not arguments.device_gib > 0:
+        raise CommandError(f"--device-gib {arguments.device_gib}: must be above 0")
+    device_bytes = None if arguments.device_gib is None else int(arguments.device_gib * GIB)
+    try:
+        config, workload = _config(arguments), _workload(arguments)
+        plan = make_plan(config, arguments.ranks, workload)
+        fits = device_bytes is None or not plan.phases_over(device_bytes)
+        fitting = None
+        if device_bytes is not None and not fits:
+            fitting = suggest_layout(config, arguments.ranks, workload, device_bytes)
+    except CheckpointError as error:
+        raise CommandError(f"--model {arguments.model}: {error}") from None
+    except (ConfigError, BatchError) as error:
+        raise CommandError(_in_flags(str(error))) from None
+    if arguments.json:
+        print(json.dumps(as_json(plan, device_bytes, fitting), indent=1))
+    else:
+        print(as_text(plan, device_bytes, fitting))
+    return 0 if fits else EXIT_DOES_NOT_FIT
+
+
+def _config(arguments: argparse.Namespace) -> RuntimeConfig:
+    path: Path = arguments.model
+    if path.is_file() and path.name != "config.json":
+        raise CommandError(f"--model {path}: expected a Hugging Face directory, or a file called config.json")
+    if not path.exists():
+        raise CommandError(f"--model {path}: does not exist")
+    fields: dict[str, Any] = {"param_dtype": arguments.param_dtype}
+    for name in NATIVE:
+        value = getattr(arguments, name)
+        if value is None:
+            continue
+        if arguments.backend != "native":
+            raise CommandError(f"--{name.replace('_', '-')} {value}: is of --backend native; see --options")
+        fields[name] = value
+    sizes = {size: value for size in LAYOUT if (value := getattr(arguments, size)) is not None}
+    return RuntimeConfig(
+        backend=arguments.backend,
+        hf_path=str(path.parent if path.is_file() else path),
+        max_tokens_per_micro_batch=arguments.micro_batch_tokens or WORKLOAD.micro_batch_tokens,
+        backend_cfg={**_options(arguments.options, {*fields, "parallel"}), **fields, "parallel": sizes},
+    )
+
+
+def _options(text: str, flags: set[str]) -> dict[str, Any]:
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise CommandError(f"--options {text}: not JSON: {error}") from None
+    if not isinstance(options, dict):
+        raise CommandError(f"--options {text}: expected an object of fields")
+    twice = sorted(flags & options.keys())
+    if twice:
+        raise CommandError(f"--options {text}: {twice[0]} has a flag of its own; use that")
+    return options
+
+
+def _workload(arguments: argparse.Namespace) -> Workload:
+    names = ("sequence_length", "micro_batch_tokens", "num_micro_batches", "head", "sync_dtype", "byte_budget")
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    offload = tuple(part for part in arguments.offload.split(",") if part)
+    unknown = [part for part in offload if part not in PARTS]
+    if unknown:
+        raise CommandError(f"--offload {arguments.offload}: {unknown[0]!r} is none of {', '.join(PARTS)}")
+    return Workload(calculate_entropy=arguments.entropy, offload=offload, **given)
+
+
+def _in_flags(message: str) -> str:
+    """An error in terms of the command line: ``ParallelConfig.tp=3`` is ``--tp 3``."""
+    message = re.sub(r"^(-?\d+) micro-batches:", r"--micro-batches \1:", message)
+    message = re.sub(r"\b(?:ParallelConfig|BridgeConfig\.parallel)\.(\w+)=", r"--\1 ", message)
+    return re.sub(r"\bWorkload\.(\w+)=", lambda match: f"--{match[1].removeprefix('num_').replace('_', '-')} ", message)

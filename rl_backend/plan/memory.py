@@ -1,0 +1,82 @@
+"""Bytes on a device: of one rank, by what they are for and when."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from rl_backend.runtime.placement import Part
+
+type Phase = Literal["training", "optimizer_step", "log_probs", "weight_sync", "rollout"]
+PHASES: tuple[Phase, ...] = ("training", "optimizer_step", "log_probs", "weight_sync", "rollout")
+"""Forward and backward passes; clipping and stepping; forward passes alone; the export of weights; no work at all."""
+
+_USED: Mapping[Phase, tuple[Part, ...]] = {
+    "training": ("model", "grad"),
+    "optimizer_step": ("model", "optimizer", "grad"),
+    "log_probs": ("model",),
+    "weight_sync": ("model",),
+    "rollout": (),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes on the ranks of one pipeline rank, of which the first of each group holds as much as any.
+
+    Attributes:
+        pipeline_rank: which.
+        weights, gradients, optimizer: what is held at all times, unless it is offloaded.
+        undo: what post-validation keeps to take a step back: a copy of weights and moments, and gradients.
+        unreduced_gradients: of whole parameters, before they are reduced over the ranks.
+        gathered_parameters: whole parameters that FSDP has gathered, in the dtype of the computation.
+        activations: kept for backward passes when the most is needed, of all micro-batches in flight.
+        workspace: everything else that passes need then.
+        evaluation_workspace: the same of a forward-only pass.
+        logits_chunk: of both workspaces at most, the logits of a chunk of tokens.
+        kept_per_micro_batch: stage -> what one micro-batch keeps there for its backward pass.
+        sync_bucket: full tensors, and what they are gathered through, in a weight sync.
+    """
+
+    pipeline_rank: int
+    weights: int
+    gradients: int
+    optimizer: int
+    undo: int
+    unreduced_gradients: int
+    gathered_parameters: int
+    activations: int
+    workspace: int
+    evaluation_workspace: int
+    logits_chunk: int
+    kept_per_micro_batch: Mapping[int, int]
+    sync_bucket: int
+
+    def phase(self, phase: Phase, offload: Collection[Part]) -> dict[str, int]:
+        """Bytes by purpose; the parts of ``offload`` are on the device only where the phase uses them."""
+        used = _USED[phase]
+        parts: dict[Part, tuple[str, int]] = {
+            "model": ("weights", self.weights),
+            "optimizer": ("optimizer", self.optimizer),
+            "grad": ("gradients", self.gradients),
+        }
+        found = {name: size for part, (name, size) in parts.items() if part in used or part not in offload}
+        if phase == "training":
+            found |= {
+                "undo": self.undo,
+                "unreduced_gradients": self.unreduced_gradients,
+                "gathered_parameters": self.gathered_parameters,
+                "activations": self.activations,
+                "workspace": self.workspace,
+            }
+        elif phase == "optimizer_step":
+            found["undo"] = self.undo
+        elif phase == "log_probs":
+            found |= {"gathered_parameters": self.gathered_parameters, "workspace": self.evaluation_workspace}
+        elif phase == "weight_sync":
+            found["sync_bucket"] = self.sync_bucket
+        return {name: size for name, size in found.items() if size}
+
+    def total(self, phase: Phase, offload: Collection[Part]) -> int:
+        return sum(self.phase(phase, offload).values())

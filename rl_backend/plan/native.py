@@ -1,0 +1,184 @@
+"""The memory of the native runtime: its own model, laid out and run on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl_backend.checkpoint.hf_reader import read_hf_config
+from rl_backend.contracts import NativeConfig, RuntimeConfig, WeightName
+from rl_backend.model import BuildSettings, ModelFamily, ModelStage, find_model
+from rl_backend.parallel.groups import ParallelGroups
+from rl_backend.parallel.imagined import imagined_rank
+from rl_backend.parallel.pipeline import Action, make_schedule
+from rl_backend.plan.in_flight import most_in_flight, without_pipeline
+from rl_backend.plan.memory import RankMemory
+from rl_backend.plan.shards import ParameterSize, ShardedStage, sync_bucket_bytes, weights_to_sync
+from rl_backend.plan.stage_memory import Stage, StageMemory, measure_stage
+from rl_backend.plan.workload import Workload
+from rl_backend.primitive.log_prob import logits_chunk_bytes
+from rl_backend.runtime.native.build import build_module
+from rl_backend.runtime.native.stages import algorithm, model_stages, schedule_name
+
+MASTER_BYTES = torch.float32.itemsize
+"""Of a parameter that is trained, its gradient, and each of Adam's two moments."""
+
+
+@dataclass(frozen=True)
+class RankStages:
+    """The stages of one pipeline rank, and what a micro-batch takes on each."""
+
+    sharded: Mapping[int, ShardedStage]
+    measured: Mapping[int, StageMemory]
+    has_head: bool
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """What is planned for."""
+
+    family: ModelFamily
+    architecture: Any
+    hf_config: Mapping[str, Any]
+    settings: BuildSettings
+
+    @classmethod
+    def of(cls, config: RuntimeConfig, native: NativeConfig, workload: Workload) -> ModelDescription:
+        hf_config = read_hf_config(config.hf_path)
+        family = find_model(native.model, hf_config)
+        family.require_head(workload.head)
+        options = native.model_cfg if native.model_cfg is not None else family.options_type()
+        settings = BuildSettings(options, workload.head, native.log_prob_chunk_tokens)
+        return cls(family, family.parse_config(hf_config), hf_config, settings)
+
+    @property
+    def weight_names(self) -> Mapping[str, WeightName]:
+        return self.family.weight_names(self.architecture, self.settings.head)
+
+    def logits_chunk(self, native: NativeConfig, workload: Workload) -> int:
+        if workload.head != "log_probs":
+            return 0
+        return logits_chunk_bytes(
+            -(-workload.micro_batch_tokens // native.parallel.cp),
+            -(-self.hf_config["vocab_size"] // native.parallel.tp),
+            native.log_prob_chunk_tokens,
+            calculate_entropy=workload.calculate_entropy,
+        )
+
+
+def native_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> tuple[list[RankMemory], int]:
+    """Memory of each pipeline rank, and the bytes of a weight sync. ``check_config`` has passed.
+
+    Raises:
+        BatchError: a number of micro-batches that the pipeline schedule does not take.
+        ConfigError: a ``byte_budget`` smaller than the largest tensor.
+    """
+    native = config.backend_cfg
+    assert isinstance(native, NativeConfig), "RuntimeConfig resolves backend_cfg by backend"
+    model = ModelDescription.of(config, native, workload)
+    actions = rank_actions(native, workload.num_micro_batches)
+    ranks = [rank_stages(model, native, rank, num_ranks, workload) for rank in range(native.parallel.pp)]
+    parameters = whole_parameters(ranks)
+    weights = weights_to_sync(model.weight_names, parameters, getattr(torch, workload.sync_dtype))
+    bucket = sync_bucket_bytes(weights, workload.byte_budget, num_ranks)
+    found = []
+    for pipeline_rank, stages in enumerate(ranks):
+        chunk = model.logits_chunk(native, workload) if stages.has_head else 0
+        found.append(_rank_memory(native, pipeline_rank, stages, actions[pipeline_rank], chunk, bucket))
+    return found, sum(weight.nbytes for weight in weights)
+
+
+def rank_actions(native: NativeConfig, num_micro_batches: int) -> list[list[Action]]:
+    """What each pipeline rank does in a training pass."""
+    name, parallel = schedule_name(native), native.parallel
+    if name is None:
+        return [without_pipeline(num_micro_batches)]
+    schedule = make_schedule(name, parallel.pp, num_micro_batches, stages_per_rank=parallel.vpp)
+    return [list(actions) for actions in schedule.actions]
+
+
+def rank_stages(
+    model: ModelDescription, native: NativeConfig, pipeline_rank: int, num_ranks: int, workload: Workload
+) -> RankStages:
+    """Lays out the stages of the first rank of ``pipeline_rank``, whose shards are as large as any, and runs each."""
+    parallel = native.parallel
+    schedule = algorithm(native)
+    splits_backward = schedule is not None and schedule.splits_backward
+    sharded: dict[int, ShardedStage] = {}
+    measured: dict[int, StageMemory] = {}
+    batch = workload.micro_batch()
+    with imagined_rank(parallel, pipeline_rank * (num_ranks // parallel.pp), num_ranks) as groups:
+        parts: Mapping[int, ModelStage | None] = model_stages(model.family, model.architecture, native, pipeline_rank) or {
+            0: None
+        }
+        alone = replace(groups, world_group=_alone())
+        for number, part in parts.items():
+            plain = _build(model, part, native, alone)
+            sharded[number] = ShardedStage.of(_build(model, part, native, groups), plain)
+            # What FSDP would do to its parameters.
+            plain = plain.to(getattr(torch, native.param_dtype))
+            hidden_size = None if part is None or part.first else model.hf_config["hidden_size"]
+            measured[number] = measure_stage(Stage(plain, hidden_size, splits_backward), batch, groups)
+    return RankStages(sharded, measured, any(part is None or part.last for part in parts.values()))
+
+
+def _build(model: ModelDescription, part: ModelStage | None, native: NativeConfig, groups: ParallelGroups) -> Any:
+    """The stage, not sharded by FSDP where ``groups`` says that the rank is the only one of the job."""
+    if groups.world_size == 1:
+        native = native.replace(param_dtype="float32", reduce_dtype="float32")
+    settings = model.settings._replace(stage=part)
+    return build_module(model.family, model.architecture, settings, groups, native, forward_only=False)
+
+
+def _alone() -> dist.ProcessGroup:
+    mine = dist.new_group([dist.get_rank()])
+    assert isinstance(mine, dist.ProcessGroup), "this rank is in it"
+    return mine
+
+
+def whole_parameters(ranks: list[RankStages]) -> dict[str, ParameterSize]:
+    """Parameters of all stages."""
+    return {name: size for rank in ranks for stage in rank.sharded.values() for name, size in stage.parameters.items()}
+
+
+def _rank_memory(
+    native: NativeConfig, pipeline_rank: int, stages: RankStages, actions: list[Action], logits_chunk: int, bucket: int
+) -> RankMemory:
+    sharded = list(stages.sharded.values())
+    held, trained = sum(stage.held for stage in sharded), sum(stage.held_and_trained for stage in sharded)
+    steps = sum(len(stage.parameters) for stage in sharded)
+    optimizer = 2 * held * MASTER_BYTES + steps * torch.float32.itemsize
+    in_flight = most_in_flight(actions, stages.measured)
+    return RankMemory(
+        pipeline_rank=pipeline_rank,
+        weights=held * MASTER_BYTES,
+        gradients=trained * MASTER_BYTES,
+        optimizer=optimizer,
+        undo=held * MASTER_BYTES + optimizer + trained * MASTER_BYTES if native.post_validation else 0,
+        unreduced_gradients=_unreduced(native, sharded, accumulates=len(actions) > 2),
+        gathered_parameters=_gathered(native, sharded),
+        activations=in_flight.activations,
+        workspace=in_flight.workspace,
+        evaluation_workspace=max(memory.evaluation_peak for memory in stages.measured.values()),
+        logits_chunk=logits_chunk,
+        kept_per_micro_batch={number: memory.kept for number, memory in stages.measured.items()},
+        sync_bucket=bucket,
+    )
+
+
+def _gathered(native: NativeConfig, stages: list[ShardedStage]) -> int:
+    """All stages of the rank when nothing is freed between passes, otherwise the one that runs."""
+    size = getattr(torch, native.param_dtype).itemsize
+    if not native.reshard_after_forward:
+        return sum(stage.gathered(all_at_once=True) for stage in stages) * int(size)
+    return max(stage.gathered(all_at_once=False) for stage in stages) * int(size)
+
+
+def _unreduced(native: NativeConfig, stages: list[ShardedStage], *, accumulates: bool) -> int:
+    """Gradients are reduced in the last backward pass of a step, or layer by layer in the only one."""
+    size = getattr(torch, native.reduce_dtype).itemsize
+    return sum(stage.gathered(all_at_once=accumulates, trained=True) for stage in stages) * int(size)
