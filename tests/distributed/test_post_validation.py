@@ -218,7 +218,9 @@ def overlap_job(model: str, validates: bool) -> tuple[float, float]:
         hook = next(iter(handle.stages.values())).register_forward_pre_hook(lambda *_: begun.append(time.monotonic()))
         runtime.forward_backward(handle, batches_of(handle, 1), token_loss)
         hook.remove()
-        return stepped, begun[0]
+        last = runtime.optimizer_step(handle)
+    assert last.ok, "closing the runtime has waited for it"
+    return stepped, begun[0]
 
 
 @pytest.mark.parametrize("validates", [True, False])
