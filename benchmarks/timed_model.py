@@ -14,7 +14,7 @@ from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rl_backend.contracts import Head, ModelOptions, ModelOutput, NativeConfig
+from rl_backend.contracts import ConfigError, Head, ModelOptions, ModelOutput, NativeConfig, ParallelConfig
 from rl_backend.model import BuildSettings, ModelFamily, ModelInput, register_model
 from rl_backend.parallel.fsdp import apply_fsdp
 from rl_backend.parallel.groups import ParallelGroups
@@ -110,6 +110,11 @@ def _parse(hf_config: Mapping[str, Any]) -> int:
     return int(hf_config["num_hidden_layers"])
 
 
+def _check_layout(num_layers: int, parallel: ParallelConfig) -> None:
+    if parallel.model_parallel_size != parallel.pp:
+        raise ConfigError.of("ParallelConfig", parallel, "the timed model has pipeline ranks only")
+
+
 register_model(
     ModelFamily(
         name=NAME,
@@ -120,6 +125,7 @@ register_model(
         parallelize=_parallelize,
         weight_names=_weight_names,
         num_layers=_num_layers,
+        check_layout=_check_layout,
     )
 )
 
