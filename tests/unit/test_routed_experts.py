@@ -276,3 +276,11 @@ def test_megatrons_registry_of_the_process_stays_empty_and_its_balancing_loss_is
         with pytest.raises(UnsupportedError, match=r"moe_aux_loss_coeff=0.1: Megatron balances the experts that it would"):
             runtime.forward_backward(handle, with_routes(data, SPLIT, recorded), token_loss, router_replay="replay")
         assert RouterReplay.global_router_replay_instances == []
+
+
+def test_a_family_that_miscounts_its_routers_is_refused(mixed: Path) -> None:
+    with open_runtime(mixed) as runtime:
+        handle = runtime.build_model(forward_only=True)
+        handle.family = replace(handle.family, routed_layers=lambda _: RoutedLayers(4, 2, (True,) * 4))
+        with pytest.raises(UnsupportedError, match=r"2 Router modules where .* 'qwen3_moe' has 4 layers with experts"):
+            record(runtime, handle, micro_batches(SPLIT))
