@@ -1,8 +1,8 @@
 """The demo, and the same run with shuffled rewards: accuracies, log-prob gap and seconds of each.
 
 ``--backend bridge`` writes ``results/demo_bridge.json`` in place of ``results/demo.json``, which is native's. With ``--moe``
-the model is a mixture of experts that is spread over two ranks, and the file ``results/demo_moe.json``; ``--router-replay``
-adds its mode to the file's name.
+the model is a mixture of experts that is spread over two ranks, and the file ``results/demo_moe.json``. With
+``--router-replay R3`` it is one on a single rank, and the file ``results/demo_R3.json``.
 """
 
 from __future__ import annotations
@@ -30,21 +30,24 @@ def main() -> None:
     parser.add_argument("--backend", default="native", help="runtime that trains")
     parser.add_argument("--control", action=argparse.BooleanOptionalAction, default=True, help="also with shuffled rewards")
     parser.add_argument("--moe", action="store_true", help="a Qwen3-MoE on 2 ranks with ep=2")
-    parser.add_argument("--router-replay", choices=("off", "R2", "R3"), default="off", help="with --moe")
+    parser.add_argument("--router-replay", choices=("R2", "R3"), help="a Qwen3-MoE on one rank with router replay")
+    parser.add_argument("--steps", default="120", help="training steps")
     arguments = parser.parse_args()
-    options = ["--backend", arguments.backend]
+    options = ["--backend", arguments.backend, "--steps", arguments.steps]
+    name = "demo"
     if arguments.moe:
         options += ["--model", "qwen3_moe", "--ranks", "2", "--ep", "2"]
-    options += ["--router-replay", arguments.router_replay]
-    name = "_moe" if arguments.moe else ""
-    name += "" if arguments.router_replay == "off" else f"_{arguments.router_replay}"
+        name += "_moe"
+    if arguments.router_replay:
+        options += ["--model", "qwen3_moe", "--router-replay", arguments.router_replay]
+        name += f"_{arguments.router_replay}"
     name += "" if arguments.backend == "native" else f"_{arguments.backend}"
     with tempfile.TemporaryDirectory() as folder:
         runs = [run_demo(Path(folder) / "demo", *options)]
         if arguments.control:
             runs.append(run_demo(Path(folder) / "shuffled", *options, "--shuffle-rewards"))
     write_result(
-        f"demo{name}",
+        name,
         {
             "accuracy_before": runs[0]["accuracy_before"],
             "accuracy_after": runs[0]["accuracy_after"],
