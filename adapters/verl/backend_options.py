@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+# Registers the families that ``backend_options`` may name.
+import rl_backend.model  # noqa: F401
 from rl_backend.contracts import ConfigError, ParallelConfig
 
 if TYPE_CHECKING:
@@ -74,12 +76,12 @@ def backend_options(
             **options,
             **recompute,
             "override_transformer_config": overrides,
-            "override_ddp_config": dict(engine.override_ddp_config),
+            "override_ddp_config": dict(engine.override_ddp_config or {}),
             "override_optimizer_config": optimizer_overrides,
         }
     for field, values in (
         (_TRANSFORMER, overrides),
-        ("McoreEngineConfig.override_ddp_config", engine.override_ddp_config),
+        ("McoreEngineConfig.override_ddp_config", engine.override_ddp_config or {}),
         ("McoreOptimizerConfig.override_optimizer_config", optimizer_overrides),
     ):
         for name, value in values.items():
@@ -92,11 +94,11 @@ def parallel_config(model: HFModelConfig, engine: McoreEngineConfig) -> Parallel
     tp = engine.tensor_model_parallel_size
     if tp > 1 and not engine.sequence_parallel:
         raise ConfigError.of("McoreEngineConfig.sequence_parallel", False, f"always on with tensor_model_parallel_size={tp}")
-    etp = engine.expert_tensor_parallel_size
+    vpp, etp = engine.virtual_pipeline_model_parallel_size, engine.expert_tensor_parallel_size
     return ParallelConfig(
         tp=tp,
         pp=engine.pipeline_model_parallel_size,
-        vpp=engine.virtual_pipeline_model_parallel_size or 1,
+        vpp=1 if vpp is None else vpp,
         cp=engine.context_parallel_size,
         ep=engine.expert_model_parallel_size,
         etp=(tp if has_experts(model) else 1) if etp is None else etp,
@@ -111,7 +113,7 @@ def has_experts(model: HFModelConfig) -> bool:
 
 def _transformer_overrides(model: HFModelConfig, engine: McoreEngineConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """Megatron's fields of recomputation, and the others that ask for something."""
-    given = dict(engine.override_transformer_config)
+    given = dict(engine.override_transformer_config or {})
     asked = {name: value for name, value in given.items() if name not in _AT_REST or value != _AT_REST[name]}
     recompute = {name: asked.pop(name) for name in _RECOMPUTE if name in asked}
     granularity = recompute.get("recompute_granularity")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -139,6 +140,11 @@ def require_engine_config(config: McoreEngineConfig) -> None:
     backend = getattr(config, "backend", "native")
     if backend not in BACKENDS:
         raise ConfigError.of("RLBackendEngineConfig.backend", backend, f"expected one of {', '.join(map(repr, BACKENDS))}")
+    options = getattr(config, "backend_options", {})
+    if not isinstance(options, Mapping):
+        raise ConfigError.of(
+            "RLBackendEngineConfig.backend_options", options, "expected a dictionary of the backend's fields"
+        )
 
 
 def _require_model_config(config: HFModelConfig) -> None:

@@ -14,6 +14,7 @@ from adapters.verl import field_decisions
 from adapters.verl.field_decisions import Decision, require_supported
 from adapters.verl.settings import EngineSettings, engine_settings, optimizer_settings
 from rl_backend.contracts import BridgeConfig, ConfigError, NativeConfig, ParallelConfig
+from rl_backend.model.moe import MoEOptions
 from rl_backend.runtime.native.lr_schedule import ParameterSchedule
 from tests.support.verl_configs import ROLES, RoleConfigs, changed, role_configs, write_config
 
@@ -99,13 +100,15 @@ def test_sizes_dtype_and_seed_reach_the_runtime(experts: Path) -> None:
         "router_replay.mode=R3",
     ]
     overrides = [f"actor_rollout_ref.actor.megatron.{each}" for each in line]
-    overrides.append("+actor_rollout_ref.actor.megatron.backend_options.pipeline_schedule=zbv")
+    ours = "+actor_rollout_ref.actor.megatron.backend_options"
+    overrides += [f"{ours}.pipeline_schedule=zbv", f"{ours}.model=qwen3_moe", f"{ours}.model_cfg.router_aux_loss_coef=0.5"]
     found = settings(role_configs("actor", experts, *overrides))
     options = found.runtime.backend_cfg
     assert isinstance(options, NativeConfig)
     # verl's null for experts is the tensor-parallel size of the rest.
     assert options.parallel == ParallelConfig(tp=2, pp=2, vpp=2, ep=2, etp=2)
     assert (options.param_dtype, options.pipeline_schedule, found.runtime.seed) == ("float32", "zbv", 7)
+    assert isinstance(options.model_cfg, MoEOptions) and options.model_cfg.router_aux_loss_coef == 0.5
     assert (found.param_offload, found.grad_offload, found.optimizer_offload) == (True, True, False)
     assert found.router_replay == "R3"
 
@@ -149,6 +152,8 @@ def test_gradient_checkpointing_is_honoured(
     [
         ("engine__dtype", "float16", r"McoreEngineConfig\.dtype='float16': expected 'bfloat16' or 'float32'"),
         ("engine__backend", "fsdp", r"RLBackendEngineConfig\.backend='fsdp': expected one of 'native', 'bridge'"),
+        ("engine__backend_options", None, r"RLBackendEngineConfig\.backend_options=None: expected a dictionary"),
+        ("engine__virtual_pipeline_model_parallel_size", 0, r"ParallelConfig\.vpp=0: "),
         ("engine__backend_options__parallel", {"tp": 2}, r"backend_options\['parallel'\].*tensor_model_parallel_size"),
         ("engine__backend_options__nonsense", 1, r"NativeConfig\.nonsense=1: unknown field"),
         ("engine__qat__enable", True, r"McoreEngineConfig\.qat\.enable=True"),
