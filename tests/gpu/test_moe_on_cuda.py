@@ -13,6 +13,7 @@ from rl_backend.primitive.router import RouterSettings
 from tests.gpu.conftest import MakeRuntime
 from tests.support.moe import write_moe
 from tests.support.native import micro_batches, token_loss
+from tests.support.routes import SPLIT, with_routes
 
 pytestmark = pytest.mark.gpu
 
@@ -61,3 +62,18 @@ def test_a_mixture_trains_on_cuda(make_runtime: MakeRuntime, tmp_path: Path, dty
         losses.append(runtime.forward_backward(handle, micro_batches([[0, 1, 2, 3], [4, 5, 6, 7]]), token_loss).loss)
         assert runtime.optimizer_step(handle).ok
     assert losses == sorted(losses, reverse=True)
+
+
+def test_routes_are_recorded_and_replayed_on_cuda(make_runtime: MakeRuntime, tmp_path: Path) -> None:
+    runtime = make_runtime(write_moe("qwen3_moe", tmp_path / "model"), param_dtype="bfloat16")
+    handle = runtime.build_model()
+    data = micro_batches(SPLIT)
+    first = runtime.forward_backward(handle, data, token_loss, router_replay="record")
+    recorded = dict(enumerate(first.output("routed_experts")))
+    shifted = {index: (routes + 1) % 4 for index, routes in recorded.items()}
+    again, other = (
+        runtime.forward_backward(handle, with_routes(data, SPLIT, routes), token_loss, router_replay="replay").loss
+        for routes in (recorded, shifted)
+    )
+    assert again == pytest.approx(first.loss, rel=1e-6)
+    assert abs(other - first.loss) > 1e-3
