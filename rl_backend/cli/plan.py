@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         fits = device_bytes is None or not plan.phases_over(device_bytes)
         fitting = None
         if device_bytes is not None and not fits:
-            fitting = suggest_layout(config, arguments.ranks, workload, device_bytes)
+            fitting = suggest_layout(plan, device_bytes)
     except CheckpointError as error:
         raise CommandError(f"--model {arguments.model}: {error}") from None
     except (ConfigError, BatchError) as error:

@@ -6,10 +6,20 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rl_backend.contracts import BatchError, ConfigError, ParallelConfig, RuntimeConfig, UnsupportedError
+import torch
+
+from rl_backend.contracts import (
+    BatchError,
+    BridgeConfig,
+    ConfigError,
+    NativeConfig,
+    ParallelConfig,
+    RuntimeConfig,
+    UnsupportedError,
+)
 from rl_backend.plan.bridge import bridge_memory
 from rl_backend.plan.memory import PHASES, Phase, RankMemory
-from rl_backend.plan.native import native_memory
+from rl_backend.plan.native import MASTER_BYTES, native_memory
 from rl_backend.plan.workload import Workload
 from rl_backend.runtime.registry import check_config
 
@@ -30,6 +40,10 @@ class Plan:
     data_parallel_size: int
     ranks: Sequence[RankMemory]
     sync_bytes: int
+
+    @property
+    def num_parameters(self) -> int:
+        return self.sync_bytes // int(getattr(torch, self.workload.sync_dtype).itemsize)
 
     def largest(self, phase: Phase) -> RankMemory:
         """The rank that needs the most in ``phase``."""
@@ -63,20 +77,38 @@ def make_plan(config: RuntimeConfig, num_ranks: int, workload: Workload) -> Plan
     return Plan(config, num_ranks, workload, dp_size, ranks, sync_bytes)
 
 
-def suggest_layout(config: RuntimeConfig, num_ranks: int, workload: Workload, device_bytes: int) -> Plan | None:
-    """The first layout in the order of :func:`candidate_layouts` that fits, or None.
+def suggest_layout(plan: Plan, device_bytes: int) -> Plan | None:
+    """The first layout in the order of :func:`candidate_layouts` that fits a device, or None.
 
-    Everything else stays as ``config`` and ``workload`` say, and the number of micro-batches too, so that with fewer
-    data-parallel ranks a step has fewer tokens.
+    Everything else stays as in ``plan``, the number of micro-batches too, so that with fewer data-parallel ranks a step has
+    fewer tokens.
     """
-    for parallel in candidate_layouts(config, num_ranks):
+    if not plan.phases_over(device_bytes):
+        return plan
+    for parallel in candidate_layouts(plan.config, plan.num_ranks):
+        if parallel == plan.config.backend_cfg.parallel or _least_bytes(plan, parallel) > device_bytes:
+            continue
         try:
-            plan = make_plan(_with_layout(config, parallel), num_ranks, workload)
+            other = make_plan(_with_layout(plan.config, parallel), plan.num_ranks, plan.workload)
         except (ConfigError, BatchError):
             continue
-        if not plan.phases_over(device_bytes):
-            return plan
+        if not other.phases_over(device_bytes):
+            return other
     return None
+
+
+def _least_bytes(plan: Plan, parallel: ParallelConfig) -> int:
+    """What training takes at least in another layout, without laying it out: an average rank's parameters."""
+    options, offload = plan.config.backend_cfg, plan.workload.offload
+    everywhere = plan.num_parameters / plan.num_ranks
+    computed = plan.num_parameters / (parallel.pp * max(parallel.tp, parallel.ep * parallel.etp))
+    moments = 0 if "optimizer" in offload else 2 * MASTER_BYTES * everywhere
+    if isinstance(options, NativeConfig):
+        accumulates = plan.workload.num_micro_batches > 1 or parallel.pp > 1
+        unreduced = getattr(torch, options.reduce_dtype).itemsize * computed if accumulates and plan.num_ranks > 1 else 0
+        return int(2 * MASTER_BYTES * everywhere + moments + unreduced)
+    assert isinstance(options, BridgeConfig), "make_plan counts these two"
+    return int((getattr(torch, options.param_dtype).itemsize + MASTER_BYTES) * computed + moments)
 
 
 def candidate_layouts(config: RuntimeConfig, num_ranks: int) -> list[ParallelConfig]:

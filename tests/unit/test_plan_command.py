@@ -1,0 +1,177 @@
+"""``rl-backend plan`` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from rl_backend.cli.main import main
+from rl_backend.contracts import PackedBatch
+from rl_backend.parallel.imagined import imagined_rank
+from rl_backend.plan import Workload, candidate_layouts, make_plan
+from tests.support.models import write_tiny
+from tests.support.native import make_config, open_runtime, token_loss
+
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+PARAMETERS = 2 * 32000 * 1024 + 4 * (3 * 1024 * 4096 + 2 * 1024 * 1024 + 2 * 1024 * 512 + 2 * 1024 + 2 * 64) + 1024
+SMALL_WORK = ("--sequence-length", "128", "--micro-batch-tokens", "256", "--micro-batches", "2")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory without weights."""
+    folder = tmp_path_factory.mktemp("planned")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> dict[str, Any]:
+    assert main(["plan", *arguments, "--json"]) == status
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
+
+
+def test_bytes_of_each_phase_follow_from_the_number_of_parameters(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = as_json(capsys, "--model", str(model / "config.json"), "--ranks", "4", *SMALL_WORK)
+    assert found["parallel"]["dp"] == 4
+    assert found["sync_bytes"] == 2 * PARAMETERS
+    (rank,) = found["ranks"]
+    training = rank["phases"]["training"]
+    for name, size in (("weights", 4), ("gradients", 4), ("optimizer", 8)):
+        assert training[name] == pytest.approx(size * PARAMETERS / 4, rel=1e-3)
+    assert training["unreduced_gradients"] == 4 * PARAMETERS
+    assert training["total"] == sum(size for name, size in training.items() if name != "total")
+    assert found["peak"]["rollout"] == rank["phases"]["rollout"]["total"] == found["peak"]["optimizer_step"]
+
+
+def test_offloaded_parts_are_on_the_device_only_where_they_are_used(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    work = ("--model", str(model), "--ranks", "2", *SMALL_WORK)
+    phases = as_json(capsys, *work, "--offload", "model,optimizer,grad")["ranks"][0]["phases"]
+    assert phases["rollout"] == {"total": 0}
+    assert "optimizer" not in phases["training"]
+    assert phases["optimizer_step"].keys() == {"weights", "optimizer", "gradients", "total"}
+    assert phases["weight_sync"].keys() == {"weights", "sync_bucket", "total"}
+
+
+@pytest.mark.shows("plan: `rl-backend plan` says in which phase a model does not fit a device, and which layout does")
+def test_a_layout_that_fits_is_found_where_the_given_one_does_not(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    work = ("--model", str(model), "--ranks", "4", *SMALL_WORK)
+    dp = as_json(capsys, *work)["peak"]["training"]
+    gib = str(0.7 * dp / 2**30)
+    found = as_json(capsys, *work, "--device-gib", gib, status=1)
+    assert not found["fits"] and found["phases_over"] == ["training"]
+    suggestion = found["suggestion"]
+    assert suggestion["fits"] and suggestion["peak"]["training"] < 0.7 * dp
+    assert {name: size for name, size in suggestion["parallel"].items() if size > 1} == {"dp": 2, "tp": 2}
+    assert main(["plan", *work, "--device-gib", gib]) == 1
+    assert "fits with" in (text := capsys.readouterr().out) and "dp=2 tp=2" in text
+    assert as_json(capsys, *work, "--device-gib", "0.001", status=1)["suggestion"] is None
+    assert as_json(capsys, *work, "--device-gib", "80")["fits"]
+
+
+def test_less_is_preferred_before_more(model: Path) -> None:
+    config = make_config(model)
+    layouts = candidate_layouts(config, 4)
+    assert [(layout.tp, layout.pp, layout.cp) for layout in layouts if layout.ep == 1][:4] == [
+        (1, 1, 1),
+        (2, 1, 1),
+        (1, 1, 2),
+        (1, 2, 1),
+    ]
+    assert len(set(map(str, layouts))) == len(layouts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--ranks", "3", "--tp", "3"), "--tp 3: does not divide num_attention_heads=16"),
+        (("--ranks", "4", "--pp", "8"), "world size 4 is not a multiple of tp*pp*cp = 1*8*1 = 8"),
+        (("--ranks", "2", "--ep", "2"), "--ep 2: this model has no experts"),
+        (("--ranks", "0"), "--ranks 0: must be at least 1"),
+        (("--ranks", "1", "--device-gib", "0"), "--device-gib 0.0: must be above 0"),
+        (("--ranks", "1", "--sequence-length", "9000"), "--sequence-length 9000: does not fit into micro_batch_tokens=8192"),
+        (("--ranks", "1", "--offload", "weights"), "'weights' is none of model, optimizer, grad"),
+        (("--ranks", "1", "--options", '{"param_dtype": "float32"}'), "param_dtype has a flag of its own"),
+        (("--ranks", "1", "--options", '{"unheard": 1}'), "NativeConfig.unheard=1: unknown field"),
+        (("--ranks", "1", "--byte-budget", "1000"), "byte_budget=1000 cannot hold model.embed_tokens.weight"),
+        (("--ranks", "2", "--pp", "2", "--pipeline-schedule", "zbv"), "zbv needs 2 stages per rank"),
+        (
+            ("--ranks", "3", "--pp", "3", "--backend", "bridge"),
+            "--pp 3: 4 layers do not divide into pp*vpp = 3*1 = 3 stages",
+        ),
+        (("--ranks", "2", "--cp", "2", "--backend", "bridge"), "--cp 2: the bridge runtime has none"),
+        (("--ranks", "1", "--reduce-dtype", "float32", "--backend", "bridge"), "is of --backend native"),
+        (
+            ("--ranks", "1", "--backend", "bridge", "--options", '{"override_ddp_config": {"overlap_grad_reduce": true}}'),
+            "BridgeConfig.override_ddp_config={'overlap_grad_reduce': True}: a plan does not know what it takes",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_planned_is_refused_with_the_arithmetic(
+    model: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    assert message in refusal(capsys, "--model", str(model), *arguments)
+
+
+def test_a_model_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "does not exist" in refusal(capsys, "--model", str(tmp_path / "none"), "--ranks", "1")
+    assert "config.json" in refusal(capsys, "--model", str(tmp_path), "--ranks", "1")
+
+
+def test_ranks_that_do_not_run_leave_nothing_behind(model: Path) -> None:
+    with imagined_rank(make_config(model).backend_cfg.parallel, 3, 8) as groups:
+        assert (groups.dp_rank, groups.dp_size, groups.world_size) == (3, 8, 8)
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_activations_are_what_the_allocator_says(tmp_path: Path, checkpointing: str) -> None:
+    """With recomputation what a layer keeps is no saved tensor, so allocations are counted."""
+    path = write_tiny("qwen3", tmp_path / "model", num_hidden_layers=4)
+    work = Workload(sequence_length=256, micro_batch_tokens=512, num_micro_batches=1)
+    config = make_config(path, activation_checkpointing=checkpointing)
+    batch = work.micro_batch()
+    meta = {"batch_num_tokens": 512.0, "dp_size": 1}
+    data = [PackedBatch(batch.input_ids, batch.seq_lens, {"loss_mask": torch.ones(512)}, {}, meta)]
+    with open_runtime(path, activation_checkpointing=checkpointing) as runtime:
+        handle = runtime.build_model()
+        # The first pass allocates what stays.
+        runtime.forward_backward(handle, data, token_loss)
+        profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+        def loss_after_forward(*arguments: Any) -> Any:
+            profiler.__exit__(None, None, None)
+            return token_loss(*arguments)
+
+        profiler.__enter__()
+        runtime.forward_backward(handle, data, loss_after_forward)
+    allocated = sum(event.self_cpu_memory_usage for event in profiler.events() or ())
+    (memory,) = make_plan(config, 1, work).ranks
+    assert memory.activations == pytest.approx(allocated, rel=0.25)
