@@ -34,8 +34,8 @@ PARTS = ("overhead", "sft", "grpo", "ppo")
 SEQUENCES, LENGTH, MICRO_BATCH_TOKENS, MEASURED_STEPS = 8, 256, 512, 3
 
 
-def sft_options(backend: Backend, folder: Path) -> sft.SFTOptions:
-    return sft.SFTOptions(backend=backend, run_dir=str(folder / "sft"))
+def sft_options(backend: Backend, folder: Path, steps: int) -> sft.SFTOptions:
+    return sft.SFTOptions(backend=backend, run_dir=str(folder / "sft"), steps=steps)
 
 
 def run_sft(options: sft.SFTOptions) -> dict[str, Any]:
@@ -158,12 +158,12 @@ def make_batch(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return tensors, facts
 
 
-def measure(part: str, backend: Backend, folder: Path, steps: int) -> dict[str, Any]:
+def measure(part: str, backend: Backend, folder: Path, steps: int, sft_steps: int) -> dict[str, Any]:
     """One part of the result. The adapter's share is measured in a process of its own."""
     if part == "overhead":
         command = [sys.executable, "-m", "benchmarks.verl", "--measure-overhead", backend]
         return dict(json.loads(subprocess.check_output(command, text=True).splitlines()[-1]))
-    warm = sft_options(backend, folder)
+    warm = sft_options(backend, folder, sft_steps)
     if part == "sft":
         return run_sft(warm)
     model = sft.trained_model(warm)
@@ -180,6 +180,7 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, action="append", help="this part (may be given several times)")
     parser.add_argument("--backend", choices=BACKENDS, help="this runtime; without it, both")
     parser.add_argument("--steps", type=int, default=60, help="steps of GRPO and PPO")
+    parser.add_argument("--sft-steps", type=int, default=700, help="steps of SFT")
     parser.add_argument("--folder", type=Path, help="where the runs are left, and SFT's model is taken from if it is there")
     parser.add_argument("--measure-overhead", choices=BACKENDS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -192,7 +193,7 @@ def main() -> None:
         for part in arguments.only or PARTS:
             for backend in [arguments.backend] if arguments.backend else BACKENDS:
                 folder = (arguments.folder or Path(temporary)) / backend
-                found = measure(part, backend, folder, arguments.steps)
+                found = measure(part, backend, folder, arguments.steps, arguments.sft_steps)
                 runs.setdefault(part, {})[backend] = {**found, "machine": machine()}
                 fractions = [each["adapter_fraction"] for each in runs.get("overhead", {}).values()]
                 write_result("verl", {**({"adapter_fraction": max(fractions)} if fractions else {}), "runs": runs})
