@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import NativeConfig, RuntimeConfig, WeightName
@@ -115,9 +116,11 @@ def rank_stages(
         parts: Mapping[int, ModelStage | None] = model_stages(model.family, model.architecture, native, pipeline_rank) or {
             0: None
         }
+        # A rank that is the only one of its job, and computes in the dtype of its parameters, is left without FSDP.
         alone = replace(groups, world_group=_alone())
+        as_they_are = native.replace(param_dtype="float32", reduce_dtype="float32")
         for number, part in parts.items():
-            plain = _build(model, part, native, alone)
+            plain = _build(model, part, as_they_are, alone)
             sharded[number] = ShardedStage.of(_build(model, part, native, groups), plain)
             # What FSDP would do to its parameters.
             plain = plain.to(getattr(torch, native.param_dtype))
@@ -126,10 +129,7 @@ def rank_stages(
     return RankStages(sharded, measured, any(part is None or part.last for part in parts.values()))
 
 
-def _build(model: ModelDescription, part: ModelStage | None, native: NativeConfig, groups: ParallelGroups) -> Any:
-    """The stage, not sharded by FSDP where ``groups`` says that the rank is the only one of the job."""
-    if groups.world_size == 1:
-        native = native.replace(param_dtype="float32", reduce_dtype="float32")
+def _build(model: ModelDescription, part: ModelStage | None, native: NativeConfig, groups: ParallelGroups) -> nn.Module:
     settings = model.settings._replace(stage=part)
     return build_module(model.family, model.architecture, settings, groups, native, forward_only=False)
 

@@ -1,0 +1,135 @@
+"""What ``rl-backend plan`` says, against what runtimes hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from rl_backend.contracts import PackedBatch, RuntimeConfig
+from rl_backend.parallel.shards import local_tensor
+from rl_backend.plan import Workload, make_plan
+from tests.support.bridge_runs import bridge_config, open_bridge
+from tests.support.models import write_tiny
+from tests.support.moe import write_moe
+from tests.support.native import make_config, open_runtime, token_loss
+from tests.support.rank_pool import RankPool
+from tests.support.saved_bytes import SavedBytes
+
+WORKLOAD = Workload(sequence_length=96, micro_batch_tokens=240, num_micro_batches=4)
+
+NATIVE: Mapping[str, tuple[int, str, dict[str, Any]]] = {
+    "one rank": (1, "dense", {}),
+    "dp2": (2, "dense", {}),
+    "dp2 in bfloat16": (2, "dense", {"param_dtype": "bfloat16"}),
+    "tp2": (2, "dense", {"parallel": {"tp": 2}}),
+    "cp2": (2, "dense", {"parallel": {"cp": 2}}),
+    "pp2": (2, "dense", {"parallel": {"pp": 2}}),
+    "zbv": (2, "dense", {"parallel": {"pp": 2, "vpp": 2}, "pipeline_schedule": "zbv"}),
+    "ep2": (2, "mixture", {"parallel": {"ep": 2}}),
+}
+BRIDGE: Mapping[str, tuple[int, str, dict[str, Any]]] = {
+    "dp2": (2, "dense", {}),
+    "dp2 in bfloat16": (2, "mixture", {"param_dtype": "bfloat16"}),
+    "tp2": (2, "dense", {"parallel": {"tp": 2}}),
+    "pp2": (2, "dense", {"parallel": {"pp": 2}}),
+    "ep2": (2, "mixture", {"parallel": {"ep": 2}}),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "dense": write_tiny("qwen3", folder / "dense", num_hidden_layers=4),
+        "mixture": write_moe("qwen3_moe", folder / "mixture"),
+    }
+
+
+def micro_batches(dp_size: int) -> list[PackedBatch]:
+    batch = WORKLOAD.micro_batch()
+    fields = {"loss_mask": torch.ones(batch.num_tokens)}
+    meta = {"batch_num_tokens": float(batch.num_tokens), "dp_size": dp_size}
+    return [PackedBatch(batch.input_ids, batch.seq_lens, fields, {}, meta)] * WORKLOAD.num_micro_batches
+
+
+def held(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages of ``tensors``."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def unreduced(model: nn.Module) -> list[Tensor]:
+    """Gradients that wait for a reduction over the ranks."""
+    found = []
+    for module in model.modules():
+        for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ():
+            for parameter in group.fsdp_params:
+                whole = getattr(parameter, "_unsharded_param", None)
+                gradients = (parameter.unsharded_accumulated_grad, None if whole is None else whole.grad)
+                found += [local_tensor(gradient) for gradient in gradients if gradient is not None]
+    return found
+
+
+def native_job(model: str, settings: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes that a runtime holds after the passes of a step, and the most that they kept in the meantime."""
+    with open_runtime(model, **settings) as runtime:
+        handle = runtime.build_model()
+        saved = SavedBytes(lambda: (local_tensor(value) for value in handle.model.parameters()))
+        waiting = 0
+
+        def loss(*arguments: Any) -> Any:
+            nonlocal waiting
+            waiting = max(waiting, held(unreduced(handle.model)))
+            return token_loss(*arguments)
+
+        with saved:
+            runtime.forward_backward(handle, micro_batches(handle.data_parallel_size), loss)
+        parts = handle.part_tensors()
+        found = {"weights": held(parts["model"]), "gradients": held(parts["grad"]), "optimizer": held(parts["optimizer"])}
+        if not handle.stages:
+            found["unreduced_gradients"] = waiting
+        return {**found, "activations": saved.peak}
+
+
+def bridge_job(model: str, settings: Mapping[str, Any]) -> dict[str, int]:
+    from rl_backend.runtime.bridge.optimizer_state import part_tensors
+
+    with open_bridge(model, **settings) as runtime:
+        parts = part_tensors(runtime.build_model())
+        return {"weights": held(parts["model"]), "gradients": held(parts["grad"]), "optimizer": held(parts["optimizer"])}
+
+
+def assert_near(config: RuntimeConfig, measured: Sequence[Mapping[str, int]]) -> None:
+    """Each number of the plan is that of the rank that holds the most among those of its pipeline rank."""
+    plan = make_plan(config, len(measured), WORKLOAD)
+    size = len(measured) // len(plan.ranks)
+    for memory in plan.ranks:
+        mine = measured[memory.pipeline_rank * size :][:size]
+        for name in mine[0]:
+            tolerance = 0.25 if name == "activations" else 0.1
+            most = max(found[name] for found in mine)
+            assert getattr(memory, name) == pytest.approx(most, rel=tolerance), (memory.pipeline_rank, name)
+
+
+@pytest.mark.shows(
+    "plan: parameters, gradients and optimizer state to 10 % and activations to 25 % of what a native runtime holds"
+)
+@pytest.mark.parametrize("case", NATIVE)
+def test_what_a_native_runtime_holds_is_what_was_planned(ranks: RankPool, models: Mapping[str, Path], case: str) -> None:
+    world, model, settings = NATIVE[case]
+    measured = ranks.run(native_job, str(models[model]), settings, world_size=world)
+    assert_near(make_config(models[model], **settings), measured)
+
+
+@pytest.mark.shows("plan: parameters, gradients and optimizer state to 10 % of what a bridge runtime holds")
+@pytest.mark.parametrize("case", BRIDGE)
+def test_what_a_bridge_runtime_holds_is_what_was_planned(ranks: RankPool, models: Mapping[str, Path], case: str) -> None:
+    world, model, settings = BRIDGE[case]
+    measured = ranks.run(bridge_job, str(models[model]), settings, world_size=world)
+    assert_near(bridge_config(models[model], **settings), measured)
