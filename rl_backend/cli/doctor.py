@@ -11,7 +11,7 @@ import sys
 
 from rl_backend.cli import doctor_text
 from rl_backend.cli.machine import Machine, read_machine
-from rl_backend.cli.packages import BRIDGE, Package, foreign_packages, read_packages
+from rl_backend.cli.packages import BRIDGE, VERL, Package, foreign_packages, read_packages
 from rl_backend.cli.probes import (
     MegatronProbe,
     RayProbe,
@@ -176,7 +176,7 @@ def _capabilities(
         Capability(
             "verl on this backend",
             trains and verl is not None,
-            "verl is missing; pip install verl==0.9.1" if verl is None else "its engine: rl-backend doctor --verl",
+            f"verl is missing; {VERL}" if verl is None else "its engine: rl-backend doctor --verl",
         ),
     ]
 

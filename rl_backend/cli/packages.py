@@ -29,6 +29,7 @@ BASE = "pip install rl-backend"
 RAY = "pip install 'rl-backend[ray]'"
 BRIDGE = "pip install 'rl-backend[bridge]', then pip install --no-deps megatron-bridge==0.6.2"
 EXAMPLES = "pip install 'rl-backend[examples]'"
+VERL = "pip install 'rl-backend[verl]'"
 DEVELOPMENT = "pip install 'rl-backend[dev]'"
 
 TESTED = (
@@ -49,13 +50,8 @@ TESTED = (
     ),
     Tested("pyarrow", "26.0.1", "optional", "parquet data in the examples", EXAMPLES),
     Tested("tensorboard", "2.21.0", "optional", "TensorBoard files in the examples", EXAMPLES),
-    Tested(
-        "verl",
-        "0.9.1",
-        "optional",
-        "its trainers, on this backend",
-        "pip install verl==0.9.1",
-    ),
+    Tested("verl", "0.9.1", "optional", "its trainers, on this backend", VERL),
+    Tested("transferqueue", "0.1.10", "optional", "verl's main_ppo", VERL),
     Tested("megatron-core", "0.19.2", "optional", "the bridge runtime", BRIDGE),
     Tested("megatron-bridge", "0.6.2", "optional", "models and weights of the bridge runtime", BRIDGE),
     Tested("pytest", "9.2.0", "development", "make test and make gpu-check", DEVELOPMENT),
