@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from examples.verl import grpo, ppo
 from examples.verl.task import write_verl_task
 from tests.support import verl_reward
 from tests.support.verl_runs import Metrics, files_of, read_metrics
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(torch.accelerator.is_available(), reason="for verl's CPU platform; this machine has an accelerator"),
+]
 
 QUICK = "trainer.val_before_train=False trainer.test_freq=-1"
 

@@ -6,10 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from examples.verl import sft
 from examples.verl.task import write_verl_task
 from tests.support.verl_runs import Metrics, files_of, read_metrics
+
+pytestmark = pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="for verl's CPU platform; this machine has an accelerator"
+)
 
 STEPS = 4
 NUMBERS = ("train/loss", "train/grad_norm", "train/lr")
