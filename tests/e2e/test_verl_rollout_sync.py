@@ -13,7 +13,6 @@ import torch
 
 from tests.support.rollout import write_tiny_qwen3_moe
 
-
 pytestmark = pytest.mark.skipif(
     torch.accelerator.is_available(), reason="for verl's CPU platform; this machine has an accelerator"
 )
