@@ -175,6 +175,15 @@ def measure(part: str, backend: Backend, folder: Path, steps: int, sft_steps: in
     return run_rl(ppo.PPOOptions(**options), ppo.train)
 
 
+def record(part: str, backend: Backend, found: Mapping[str, Any]) -> None:
+    """Puts one part into the result; the others stay as they were."""
+    path = RESULTS / "verl.json"
+    runs: dict[str, Any] = json.loads(path.read_text())["runs"] if path.exists() else {}
+    runs.setdefault(part, {})[backend] = {**found, "machine": machine()}
+    fractions = [each["adapter_fraction"] for each in runs.get("overhead", {}).values()]
+    write_result("verl", {**({"adapter_fraction": max(fractions)} if fractions else {}), "runs": runs})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=PARTS, action="append", help="this part (may be given several times)")
@@ -187,16 +196,12 @@ def main() -> None:
     if arguments.measure_overhead:
         print(json.dumps(overhead(arguments.measure_overhead)))
         return
-    path = RESULTS / "verl.json"
-    runs: dict[str, Any] = json.loads(path.read_text())["runs"] if path.exists() else {}
     with tempfile.TemporaryDirectory() as temporary:
         for part in arguments.only or PARTS:
             for backend in [arguments.backend] if arguments.backend else BACKENDS:
                 folder = (arguments.folder or Path(temporary)) / backend
                 found = measure(part, backend, folder, arguments.steps, arguments.sft_steps)
-                runs.setdefault(part, {})[backend] = {**found, "machine": machine()}
-                fractions = [each["adapter_fraction"] for each in runs.get("overhead", {}).values()]
-                write_result("verl", {**({"adapter_fraction": max(fractions)} if fractions else {}), "runs": runs})
+                record(part, backend, found)
                 print(f"{part} {backend}: {json.dumps(found)}", flush=True)
 
 
