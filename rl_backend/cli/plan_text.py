@@ -6,7 +6,7 @@ from typing import Any
 
 from rl_backend.plan import PHASES, Plan
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 COMPONENTS = (
     "weights",
     "gradients",
@@ -20,17 +20,29 @@ COMPONENTS = (
 )
 
 
+class _Unit:
+    """GiB, or MiB for a small model."""
+
+    def __init__(self, plan: Plan) -> None:
+        small = max(plan.peak(phase) for phase in PHASES) < GIB
+        self.name, self._size = ("MiB", MIB) if small else ("GiB", GIB)
+
+    def of(self, size: int) -> str:
+        return f"{size / self._size:.2f}"
+
+
 def as_text(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> str:
     """The table of the largest ranks, and what follows from it."""
-    lines = [_title(plan), "", *_table(plan), ""]
+    unit = _Unit(plan)
+    lines = [_title(plan), "", *_table(plan, unit), ""]
     if len(plan.ranks) > 1:
-        lines += _pipeline_ranks(plan)
+        lines += _pipeline_ranks(plan, unit)
     logits = max(rank.logits_chunk for rank in plan.ranks)
     if logits:
-        lines.append(f"logits: {_gib(logits)} GiB at one time, in the workspace")
-    lines.append(f"a weight sync sends {_gib(plan.sync_bytes)} GiB in {plan.workload.sync_dtype}")
+        lines.append(f"logits: {unit.of(logits)} {unit.name} at one time, in the workspace")
+    lines.append(f"a weight sync sends {unit.of(plan.sync_bytes)} {unit.name} in {plan.workload.sync_dtype}")
     if device_bytes is not None:
-        lines += ["", *_verdict(plan, device_bytes, fitting)]
+        lines += ["", *_verdict(plan, device_bytes, fitting, unit)]
     return "\n".join(lines)
 
 
@@ -73,31 +85,31 @@ def _title(plan: Plan) -> str:
     )
 
 
-def _table(plan: Plan) -> list[str]:
+def _table(plan: Plan, unit: _Unit) -> list[str]:
     ranks = {phase: plan.largest(phase).phase(phase, plan.workload.offload) for phase in PHASES}
-    lines = [f"{'GiB on the largest rank':24}" + "".join(f"{phase.replace('_', ' '):>16}" for phase in PHASES)]
+    lines = [f"{f'{unit.name} on the largest rank':24}" + "".join(f"{phase.replace('_', ' '):>16}" for phase in PHASES)]
     for name in COMPONENTS:
         if any(name in found for found in ranks.values()):
-            cells = (_gib(found[name]) if name in found else "" for found in ranks.values())
+            cells = (unit.of(found[name]) if name in found else "" for found in ranks.values())
             lines.append(f"{name.replace('_', ' '):24}" + "".join(f"{cell:>16}" for cell in cells))
-    return [*lines, f"{'total':24}" + "".join(f"{_gib(plan.peak(phase)):>16}" for phase in PHASES)]
+    return [*lines, f"{'total':24}" + "".join(f"{unit.of(plan.peak(phase)):>16}" for phase in PHASES)]
 
 
-def _pipeline_ranks(plan: Plan) -> list[str]:
-    lines = [f"{'GiB of pipeline rank':24}" + "".join(f"{phase.replace('_', ' '):>16}" for phase in PHASES)]
+def _pipeline_ranks(plan: Plan, unit: _Unit) -> list[str]:
+    lines = [f"{f'{unit.name} of pipeline rank':24}" + "".join(f"{phase.replace('_', ' '):>16}" for phase in PHASES)]
     for rank in plan.ranks:
-        totals = "".join(f"{_gib(rank.total(phase, plan.workload.offload)):>16}" for phase in PHASES)
+        totals = "".join(f"{unit.of(rank.total(phase, plan.workload.offload)):>16}" for phase in PHASES)
         lines.append(f"{rank.pipeline_rank:<24}{totals}")
     return [*lines, ""]
 
 
-def _verdict(plan: Plan, device_bytes: int, fitting: Plan | None) -> list[str]:
+def _verdict(plan: Plan, device_bytes: int, fitting: Plan | None, unit: _Unit) -> list[str]:
     over = plan.phases_over(device_bytes)
     if not over:
         most = max(plan.peak(phase) for phase in PHASES)
-        return [f"fits {_gib(device_bytes)} GiB, of which {_gib(device_bytes - most)} are left"]
-    needs = (f"{phase.replace('_', ' ')} needs {_gib(plan.peak(phase))}" for phase in over)
-    lines = [f"does not fit {_gib(device_bytes)} GiB: {', '.join(needs)}"]
+        return [f"fits {unit.of(device_bytes)} {unit.name}, of which {unit.of(device_bytes - most)} are left"]
+    needs = (f"{phase.replace('_', ' ')} needs {unit.of(plan.peak(phase))}" for phase in over)
+    lines = [f"does not fit {unit.of(device_bytes)} {unit.name}: {', '.join(needs)}"]
     if fitting is None:
         lines.append(
             f"no layout of {_count(plan.num_ranks, 'rank')} fits: take more ranks, smaller micro-batches, activation "
@@ -105,7 +117,7 @@ def _verdict(plan: Plan, device_bytes: int, fitting: Plan | None) -> list[str]:
         )
     else:
         most = max(fitting.peak(phase) for phase in PHASES)
-        lines.append(f"fits with {_gib(most)} GiB: {_describe(fitting)}")
+        lines.append(f"fits with {unit.of(most)} {unit.name}: {_describe(fitting)}")
     return lines
 
 
@@ -123,7 +135,3 @@ def _ranks_of_a_stage(plan: Plan) -> int:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' if number != 1 else ''}"
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f}"
