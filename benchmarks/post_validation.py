@@ -29,7 +29,7 @@ from rl_backend.runtime.native import NativeHandle, NativeRuntime
 
 SCHEDULES = ("zb-h2", "zbv")
 MICRO_BATCHES = 8
-STEPS = 6
+STEPS = 4
 
 
 class Case(NamedTuple):
