@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from rl_backend.contracts import PackedBatch, RuntimeConfig
 from rl_backend.parallel.shards import local_tensor
 from rl_backend.plan import Workload, make_plan
+from rl_backend.runtime.native.fsdp_state import _fsdp_modules, _param_groups
 from tests.support.bridge_runs import bridge_config, open_bridge
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
@@ -67,12 +67,11 @@ def held(tensors: Iterable[Tensor]) -> int:
 def unreduced(model: nn.Module) -> list[Tensor]:
     """Gradients that wait for a reduction over the ranks."""
     found = []
-    for module in model.modules():
-        for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ():
-            for parameter in group.fsdp_params:
-                whole = getattr(parameter, "_unsharded_param", None)
-                gradients = (parameter.unsharded_accumulated_grad, None if whole is None else whole.grad)
-                found += [local_tensor(gradient) for gradient in gradients if gradient is not None]
+    for module in _fsdp_modules(model):
+        for parameter in (each for group in _param_groups(module._get_fsdp_state()) for each in group.fsdp_params):
+            whole = getattr(parameter, "_unsharded_param", None)
+            gradients = (parameter.unsharded_accumulated_grad, None if whole is None else whole.grad)
+            found += [local_tensor(gradient) for gradient in gradients if gradient is not None]
     return found
 
 
