@@ -6,7 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -74,7 +74,7 @@ class VerlOptions(BaseConfig):
             f"{role}.dtype={'float32' if self.on_cpu else 'bfloat16'}",
         ]
 
-    def run(self, command: Sequence[str], overrides: Sequence[str], environment: Mapping[str, str] | None = None) -> Path:
+    def run(self, command: Sequence[str], overrides: Sequence[str]) -> Path:
         """Runs verl with its own entry point; returns its log of metrics, one JSON object a step.
 
         Raises:
@@ -87,7 +87,7 @@ class VerlOptions(BaseConfig):
         print(shlex.join(["python", *whole]), flush=True)
         code = subprocess.run(
             [sys.executable, *whole],
-            env={**self._environment(), **(environment or {}), "VERL_FILE_LOGGER_PATH": str(metrics)},
+            env={**self._environment(), "VERL_FILE_LOGGER_PATH": str(metrics)},
             check=False,
         ).returncode
         if code:

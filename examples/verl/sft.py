@@ -9,11 +9,13 @@ The command that it runs is printed, to be copied.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from examples.common.command_line import parse_config, run_command
 from examples.verl.options import VerlOptions
+from rl_backend.contracts import ConfigError
 
 
 class SFTOptions(VerlOptions):
@@ -26,6 +28,16 @@ class SFTOptions(VerlOptions):
     max_tokens_per_rank: int = Field(default=8192, ge=1, description="most tokens of a micro-batch")
     lr: float = Field(default=2e-3, gt=0, description="peak learning rate")
     lr_warmup_steps: int = Field(default=20, ge=0, description="steps up to it")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.nodes > 1:
+            raise ConfigError.of(
+                "SFTOptions.nodes",
+                self.nodes,
+                "this script starts the ranks of one node; start torchrun on each node, with the overrides that it prints",
+            )
+        return self
 
 
 def train(options: SFTOptions) -> Path:

@@ -75,6 +75,11 @@ def test_files_without_a_model_are_refused() -> None:
         _ = VerlOptions(run_dir="run", **FILES).files_of_task
 
 
+def test_sft_on_several_nodes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="starts the ranks of one node"):
+        sft.SFTOptions(nodes=2)
+
+
 def test_the_demos_task_is_in_verls_files(task: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(task / "model")
     conversation = pyarrow.parquet.read_table(task / "demonstrations.parquet").to_pylist()[0]["messages"]
