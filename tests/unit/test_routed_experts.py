@@ -21,6 +21,7 @@ from rl_backend.contracts import (
     route_dtype,
     route_fields,
 )
+from rl_backend.model.moe.model import MoELayer
 from rl_backend.primitive.experts import SwiGLUExperts
 from rl_backend.primitive.moe import MoE
 from rl_backend.primitive.router import RouterSettings
@@ -263,6 +264,18 @@ def test_a_pass_that_cannot_be_replayed_is_refused_before_it_runs(sparse: Path, 
         handle = runtime.build_model(forward_only=True)
         with pytest.raises(UnsupportedError, match="no routers to record or replay"):
             runtime.forward_backward(handle, data, None, forward_only=True, router_replay="record")
+
+
+def test_a_family_that_gives_a_router_no_routes_is_refused(sparse: Path) -> None:
+    with open_runtime(sparse) as runtime:
+        handle = runtime.build_model(forward_only=True)
+        data = micro_batches(SPLIT[:1])
+        _, recorded = record(runtime, handle, data)
+        for module in handle.model.modules():
+            if isinstance(module, MoELayer):
+                module.register_forward_pre_hook(lambda _, args: (*args[:-1], None))
+        with pytest.raises(UnsupportedError, match="calls a Router without experts"):
+            replayed(runtime, handle, with_routes(data, SPLIT[:1], recorded))
 
 
 def test_megatrons_registry_of_the_process_stays_empty_and_its_balancing_loss_is_refused(sparse: Path) -> None:

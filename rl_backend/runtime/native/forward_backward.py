@@ -92,7 +92,7 @@ def _run_one(
     device = handle.groups.device
     with torch.set_grad_enabled(not forward_only), device_span(device, "forward", "micro_batch", **work):
         rank_batch = lay_out(batch, handle.groups, num_micro_batches, routes.replayed)
-        with routes.record(index, 0, rank_batch.layout):
+        with routes.forward(index, 0, rank_batch.layout):
             output = handle.model(rank_batch.inputs)
         output = rank_batch.outputs(output, handle.groups)
         if loss_fn is not None:

@@ -163,7 +163,7 @@ class _Stages:
 
     def forward(self, stage: int, micro_batch: int, hidden: Tensor | None) -> Tensor | None:
         rank_batch = self._rank_batches[micro_batch]
-        with self._routes.record(micro_batch, stage, rank_batch.layout):
+        with self._routes.forward(micro_batch, stage, rank_batch.layout):
             output: Tensor | ModelOutput = self._handle.stages[stage](rank_batch.inputs._replace(hidden=hidden))
         if isinstance(output, Tensor):
             return output

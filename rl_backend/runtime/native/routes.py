@@ -30,16 +30,30 @@ class PassRoutes:
     def __init__(self, handle: NativeHandle, router_replay: RouterReplay) -> None:
         routers = None if router_replay == "off" else handle.routed_layers
         self.replayed = routers if router_replay == "replay" else None
-        self._recorder = RouteRecorder(handle, routers) if routers is not None and router_replay == "record" else None
+        self._routers = {} if routers is None else _routers_of_stages(handle, routers)
+        self._recorder: RouteRecorder | None = None
+        if routers is not None and router_replay == "record":
+            self._recorder = RouteRecorder(handle, routers, self._routers)
 
     @contextmanager
-    def record(self, micro_batch: int, stage: int, layout: TokenLayout | None) -> Generator[None]:
-        """Around the forward pass of one stage of the model, or of the model as stage 0."""
-        if self._recorder is None:
-            yield
+    def forward(self, micro_batch: int, stage: int, layout: TokenLayout | None) -> Generator[None]:
+        """Around the forward pass of one stage of the model, or of the model as stage 0.
+
+        Raises:
+            UnsupportedError: the model does not give a router its routes.
+        """
+        if self._recorder is not None:
+            with self._recorder.record(micro_batch, stage, layout):
+                yield
             return
-        with self._recorder.record(micro_batch, stage, layout):
+        hooks = [
+            router.register_forward_pre_hook(_require_routes, with_kwargs=True) for router in self._routers.get(stage, ())
+        ]
+        try:
             yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def outputs(self, data: Sequence[PackedBatch]) -> dict[str, list[Tensor]]:
         """``routed_experts`` on source ranks, when routes are recorded; then a collective over the replica."""
@@ -49,22 +63,11 @@ class PassRoutes:
 class RouteRecorder:
     """Keeps the choices of every router of this rank's stages for every micro-batch."""
 
-    def __init__(self, handle: NativeHandle, routers: RoutedLayers) -> None:
+    def __init__(self, handle: NativeHandle, layers: RoutedLayers, routers: Mapping[int, Sequence[Router]]) -> None:
         self._handle = handle
-        self._model = routers
-        self._places = _places_on_ranks(handle, routers)
-        modules: Mapping[int, nn.Module] = handle.stages or {0: handle.model}
-        self._routers = {
-            stage: [module for module in model.modules() if isinstance(module, Router)] for stage, model in modules.items()
-        }
-        mine = self._places[handle.groups.pp_group.rank()]
-        found = sum(map(len, self._routers.values()))
-        if found != len(mine):
-            raise UnsupportedError(
-                f"{handle.name} has {found} Router modules where ModelFamily.routed_layers of {handle.family.name!r} has "
-                f"{len(mine)} layers with experts; the two must agree",
-                family=handle.family.name,
-            )
+        self._model = layers
+        self._places = _places_on_ranks(handle, layers)
+        self._routers = routers
         self._chosen: dict[tuple[int, int], Tensor] = {}
         self._layouts: dict[int, TokenLayout | None] = {}
 
@@ -103,6 +106,31 @@ class RouteRecorder:
         if layout is None:
             return rows
         return gather_rows(gather_rows(rows, groups.tp_group), groups.cp_group).index_select(0, layout.places)
+
+
+def _routers_of_stages(handle: NativeHandle, layers: RoutedLayers) -> dict[int, list[Router]]:
+    """The routers of each of this rank's stages, in the order of its layers."""
+    modules: Mapping[int, nn.Module] = handle.stages or {0: handle.model}
+    routers = {
+        stage: [module for module in model.modules() if isinstance(module, Router)] for stage, model in modules.items()
+    }
+    expected = len(_places_on_ranks(handle, layers)[handle.groups.pp_group.rank()])
+    found = sum(map(len, routers.values()))
+    if found != expected:
+        raise UnsupportedError(
+            f"{handle.name} has {found} Router modules where ModelFamily.routed_layers of {handle.family.name!r} has "
+            f"{expected} layers with experts; the two must agree",
+            family=handle.family.name,
+        )
+    return routers
+
+
+def _require_routes(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if (args[1] if len(args) > 1 else kwargs.get("experts")) is None:
+        raise UnsupportedError(
+            "router_replay='replay': the model's family calls a Router without experts, so it would choose for itself; pass "
+            "each its layer of ModelInput.routes"
+        )
 
 
 def _places_on_ranks(handle: NativeHandle, routers: RoutedLayers) -> list[list[int]]:
