@@ -39,9 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--backend", choices=("native", "bridge"), default="native", help="default native")
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="of the whole job, one device each")
-    parser.add_argument(
-        "--device-gib", type=float, metavar="X", help="memory of a device: does it fit, or what does?"
-    )
+    parser.add_argument("--device-gib", type=float, metavar="X", help="memory of a device: does it fit, or what does?")
     parser.add_argument("--json", action="store_true", help="print bytes per rank and phase as JSON instead of text")
     layout = parser.add_argument_group("layout", "Sizes not given are 1; the rest of the ranks is data parallel.")
     for size, meaning in LAYOUT.items():
@@ -54,6 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_argument("--reduce-dtype", choices=DTYPES, help="of gradients before they are reduced; native")
     options.add_argument("--activation-checkpointing", choices=("none", "full"), help="native (default none)")
     options.add_argument("--options", default="{}", metavar="JSON", help="further fields of the runtime's configuration")
+    options.add_argument(
+        "--plugin", action="append", default=[], metavar="MODULE", help="module that registers model families; repeatable"
+    )
     work = parser.add_argument_group("the work")
     work.add_argument("--sequence-length", type=int, metavar="TOKENS", help=f"default {WORKLOAD.sequence_length}")
     work.add_argument("--micro-batch-tokens", type=int, metavar="TOKENS", help=f"default {WORKLOAD.micro_batch_tokens}")
@@ -121,6 +122,7 @@ def _config(arguments: argparse.Namespace) -> RuntimeConfig:
         fields[name] = value
     sizes = {size: value for size in LAYOUT if (value := getattr(arguments, size)) is not None}
     return RuntimeConfig(
+        plugins=tuple(arguments.plugin),
         backend=arguments.backend,
         hf_path=str(path.parent if path.is_file() else path),
         max_tokens_per_micro_batch=arguments.micro_batch_tokens or WORKLOAD.micro_batch_tokens,
@@ -153,6 +155,7 @@ def _workload(arguments: argparse.Namespace) -> Workload:
 
 def _in_flags(message: str) -> str:
     """An error in terms of the command line: ``ParallelConfig.tp=3`` is ``--tp 3``."""
+    message = message.replace("RuntimeConfig.plugins=", "--plugin ")
     message = re.sub(r"^(-?\d+) micro-batches:", r"--micro-batches \1:", message)
     message = re.sub(r"\b(?:ParallelConfig|BridgeConfig\.parallel)\.(\w+)=", r"--\1 ", message)
     return re.sub(r"\bWorkload\.(\w+)=", lambda match: f"--{match[1].removeprefix('num_').replace('_', '-')} ", message)

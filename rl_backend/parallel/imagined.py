@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,6 +31,7 @@ def imagined_rank(parallel: ParallelConfig, rank: int, world_size: int) -> Gener
     # Importing it makes the backend known.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    excepthook = sys.excepthook  # torch puts the rank before every line of an error, once more with each group
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         groups = open_groups(parallel, torch.device("cpu"))
@@ -39,3 +41,4 @@ def imagined_rank(parallel: ParallelConfig, rank: int, world_size: int) -> Gener
             close_groups(groups)
     finally:
         dist.destroy_process_group()
+        sys.excepthook = excepthook

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from rl_backend.model import BuildSettings, ModelFamily, ModelStage, find_model
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.imagined import imagined_rank
 from rl_backend.parallel.pipeline import Action, make_schedule
-from rl_backend.plan.in_flight import most_in_flight, without_pipeline
+from rl_backend.plan.in_flight import InFlight, most_in_flight, without_pipeline
 from rl_backend.plan.memory import RankMemory
 from rl_backend.plan.shards import ParameterSize, ShardedStage, sync_bucket_bytes, weights_to_sync
 from rl_backend.plan.stage_memory import Stage, StageMemory, measure_stage
@@ -82,6 +82,7 @@ def native_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
     assert isinstance(native, NativeConfig), "RuntimeConfig resolves backend_cfg by backend"
     model = ModelDescription.of(config, native, workload)
     actions = rank_actions(native, workload.num_micro_batches)
+    accumulates = workload.num_micro_batches > 1 or schedule_name(native) is not None
     ranks = [rank_stages(model, native, rank, num_ranks, workload) for rank in range(native.parallel.pp)]
     parameters = whole_parameters(ranks)
     weights = weights_to_sync(model.weight_names, parameters, getattr(torch, workload.sync_dtype))
@@ -89,7 +90,9 @@ def native_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
     found = []
     for pipeline_rank, stages in enumerate(ranks):
         chunk = model.logits_chunk(native, workload) if stages.has_head else 0
-        found.append(_rank_memory(native, pipeline_rank, stages, actions[pipeline_rank], chunk, bucket))
+        in_flight = most_in_flight(actions[pipeline_rank], stages.measured)
+        unreduced = _unreduced(native, stages.sharded.values(), accumulates=accumulates)
+        found.append(_rank_memory(native, pipeline_rank, stages, in_flight, unreduced, chunk, bucket))
     return found, sum(weight.nbytes for weight in weights)
 
 
@@ -146,27 +149,32 @@ def whole_parameters(ranks: list[RankStages]) -> dict[str, ParameterSize]:
 
 
 def _rank_memory(
-    native: NativeConfig, pipeline_rank: int, stages: RankStages, actions: list[Action], logits_chunk: int, bucket: int
+    native: NativeConfig,
+    pipeline_rank: int,
+    stages: RankStages,
+    in_flight: InFlight,
+    unreduced_gradients: int,
+    logits_chunk: int,
+    sync_bucket: int,
 ) -> RankMemory:
     sharded = list(stages.sharded.values())
     held, trained = sum(stage.held for stage in sharded), sum(stage.held_and_trained for stage in sharded)
     steps = sum(len(stage.parameters) for stage in sharded)
     optimizer = 2 * held * MASTER_BYTES + steps * torch.float32.itemsize
-    in_flight = most_in_flight(actions, stages.measured)
     return RankMemory(
         pipeline_rank=pipeline_rank,
         weights=held * MASTER_BYTES,
         gradients=trained * MASTER_BYTES,
         optimizer=optimizer,
         undo=held * MASTER_BYTES + optimizer + trained * MASTER_BYTES if native.post_validation else 0,
-        unreduced_gradients=_unreduced(native, sharded, accumulates=len(actions) > 2),
+        unreduced_gradients=unreduced_gradients,
         gathered_parameters=_gathered(native, sharded),
         activations=in_flight.activations,
         workspace=in_flight.workspace,
         evaluation_workspace=max(memory.evaluation_peak for memory in stages.measured.values()),
         logits_chunk=logits_chunk,
         kept_per_micro_batch={number: memory.kept for number, memory in stages.measured.items()},
-        sync_bucket=bucket,
+        sync_bucket=sync_bucket,
     )
 
 
@@ -178,7 +186,7 @@ def _gathered(native: NativeConfig, stages: list[ShardedStage]) -> int:
     return max(stage.gathered(all_at_once=False) for stage in stages) * int(size)
 
 
-def _unreduced(native: NativeConfig, stages: list[ShardedStage], *, accumulates: bool) -> int:
+def _unreduced(native: NativeConfig, stages: Iterable[ShardedStage], *, accumulates: bool) -> int:
     """Gradients are reduced in the last backward pass of a step, or layer by layer in the only one."""
     size = getattr(torch, native.reduce_dtype).itemsize
     return sum(stage.gathered(all_at_once=accumulates, trained=True) for stage in stages) * int(size)
