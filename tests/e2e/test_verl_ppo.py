@@ -11,7 +11,7 @@ import torch
 from examples.verl import grpo, ppo
 from examples.verl.task import write_verl_task
 from tests.support import verl_reward
-from tests.support.verl_runs import Metrics, files_of, read_metrics
+from tests.support.verl_runs import Metrics, files_of, run_trainer
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -47,9 +47,8 @@ def check_steps(found: Metrics) -> None:
 
 @pytest.mark.shows("verl: main_ppo, GRPO with a KL reference, vLLM and a checkpoint")
 def test_grpo_trains_and_leaves_a_checkpoint(options: dict[str, Any], tmp_path: Path) -> None:
-    found = read_metrics(
-        grpo.train(grpo.GRPOOptions(**options, run_dir=str(tmp_path), backend="native", save_every=2, overrides=QUICK))
-    )
+    given = grpo.GRPOOptions(**options, run_dir=str(tmp_path), backend="native", save_every=2, overrides=QUICK)
+    found = run_trainer(grpo.train, given)
     check_steps(found)
     assert found[1]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
     assert found[2]["actor/kl_loss"] > 1e-6
@@ -58,9 +57,8 @@ def test_grpo_trains_and_leaves_a_checkpoint(options: dict[str, Any], tmp_path: 
 
 @pytest.mark.shows("verl: main_ppo, PPO with a critic on the bridge")
 def test_ppo_trains_actor_and_critic(options: dict[str, Any], tmp_path: Path) -> None:
-    found = read_metrics(
-        ppo.train(ppo.PPOOptions(**options, run_dir=str(tmp_path), backend="bridge", critic_lr=1e-3, overrides=QUICK))
-    )
+    given = ppo.PPOOptions(**options, run_dir=str(tmp_path), backend="bridge", critic_lr=1e-3, overrides=QUICK)
+    found = run_trainer(ppo.train, given)
     check_steps(found)
     for metrics in found.values():
         assert metrics["critic/grad_norm"] > 0

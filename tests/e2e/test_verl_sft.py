@@ -10,7 +10,7 @@ import torch
 
 from examples.verl import sft
 from examples.verl.task import write_verl_task
-from tests.support.verl_runs import Metrics, files_of, read_metrics
+from tests.support.verl_runs import Metrics, files_of, run_trainer
 
 pytestmark = pytest.mark.skipif(
     torch.accelerator.is_available(), reason="for verl's CPU platform; this machine has an accelerator"
@@ -30,7 +30,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(task: Path, run_dir: Path, **options: Any) -> Metrics:
     options = {"steps": STEPS, "batch_size": 32, "lr_warmup_steps": 2, "max_tokens_per_rank": 64, **options}
     files = files_of(task, "demonstrations", "validation")
-    return read_metrics(sft.train(sft.SFTOptions(**files, run_dir=str(run_dir), **options)))
+    return run_trainer(sft.train, sft.SFTOptions(**files, run_dir=str(run_dir), **options))
 
 
 @pytest.fixture(scope="module")

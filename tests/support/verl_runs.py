@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from examples.verl.options import VerlOptions
+
 type Metrics = dict[int, dict[str, float]]
+
+
+def run_trainer[O: VerlOptions](train: Callable[[O], Path], options: O) -> Metrics:
+    """Runs a script of examples/verl, each process of it on one thread: the models are tiny, and other threads only wait."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        return read_metrics(train(options))
 
 
 def read_metrics(path: Path) -> Metrics:
