@@ -17,7 +17,7 @@ from rl_backend.runtime.native.fsdp_state import _fsdp_modules, _param_groups
 from tests.support.bridge_runs import bridge_config, open_bridge
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
-from tests.support.native import make_config, open_runtime, token_loss
+from tests.support.native import VOCAB_SIZE, make_config, open_runtime, token_loss
 from tests.support.rank_pool import RankPool
 from tests.support.saved_bytes import SavedBytes
 
@@ -52,10 +52,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 
 
 def micro_batches(dp_size: int) -> list[PackedBatch]:
+    """As planned, but of random tokens, which choose different experts."""
     batch = WORKLOAD.micro_batch()
+    tokens = torch.randint(VOCAB_SIZE, batch.input_ids.shape, generator=torch.Generator().manual_seed(0))
     fields = {"loss_mask": torch.ones(batch.num_tokens)}
     meta = {"batch_num_tokens": float(batch.num_tokens), "dp_size": dp_size}
-    return [PackedBatch(batch.input_ids, batch.seq_lens, fields, {}, meta)] * WORKLOAD.num_micro_batches
+    return [PackedBatch(tokens, batch.seq_lens, fields, {}, meta)] * WORKLOAD.num_micro_batches
 
 
 def held(tensors: Iterable[Tensor]) -> int:
