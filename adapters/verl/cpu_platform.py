@@ -27,12 +27,15 @@ _VERL_ROLLOUT = "VERL_REPLICA_RANK"
 def register() -> bool:
     """Offers verl the platform ``cpu``; True when verl took it.
 
-    verl asks the platforms that it knows in turn, this one last, and takes the first that is there; ``VERL_PLATFORM=cpu``
-    chooses it outright.
+    verl asks the platforms that it knows in turn, and takes the first that is there; ``VERL_PLATFORM=cpu`` chooses this one
+    outright. verl chooses once for the process: where an accelerator is seen, that is left to it, because another package's
+    plugin may still register the platform of that accelerator.
     """
     from verl.plugin.platform import PlatformRegistry, get_platform
 
     PlatformRegistry.register(platform="cpu")(make_platform())
+    if torch.accelerator.is_available() and os.environ.get("VERL_PLATFORM", "").strip().lower() != "cpu":
+        return False
     if get_platform().device_name != "cpu":
         return False
     accept_repeated_backends()

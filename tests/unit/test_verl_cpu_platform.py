@@ -64,3 +64,24 @@ def test_nothing_changes_without_the_plugin_or_where_verl_has_another_platform(v
     assert found["device"] == "cuda"
     assert found["backends"] == "ValueError"
     assert found["vllm"] == "PackageNotFoundError"
+
+
+def test_where_there_is_an_accelerator_the_choice_of_a_platform_is_left_open() -> None:
+    """Plugins that are loaded later may bring the platform of that accelerator."""
+    script = """
+import torch
+torch.accelerator.is_available = lambda: True
+import verl
+from verl.plugin.platform import PlatformRegistry, get_platform
+from verl.plugin.platform.platform_cuda import PlatformCUDA
+
+@PlatformRegistry.register(platform="another")
+class Another(PlatformCUDA):
+    device_name = "another"
+    is_available = is_platform_available = lambda self, use_smi_check=False: True
+
+print(get_platform().device_name)
+"""
+    environment = {**os.environ, "VERL_USE_EXTERNAL_PLUGINS": "rl_backend", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert result.stdout.splitlines()[-1:] == ["another"], result.stderr
