@@ -98,6 +98,8 @@ class VerlOptions(BaseConfig):
         if not self.on_cpu:
             return dict(os.environ)
         return {
+            # Beside GPUs verl would take those.
+            "VERL_PLATFORM": "cpu",
             "OMP_NUM_THREADS": str(max(1, usable_cores() // self.ranks)),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             # Rollout and training take turns on the same cores.

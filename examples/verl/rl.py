@@ -21,6 +21,7 @@ class RLOptions(VerlOptions):
     max_response_tokens: int = Field(default=1024, ge=1, description="longest response")
     max_tokens_per_rank: int = Field(default=16384, ge=1, description="most tokens of a micro-batch")
     lr: float = Field(default=1e-6, gt=0, description="learning rate")
+    lr_warmup_steps: int = Field(default=0, ge=0, description="steps up to it")
     rollout_tp: int = Field(default=1, ge=1, description="tensor-parallel ranks of vLLM")
     eval_every: int = Field(default=-1, description="steps between evaluations; -1: before the first and after the last")
 
@@ -30,7 +31,8 @@ def demo_options[O: RLOptions](options: O, **more: object) -> tuple[Path | None,
     task = options.files_of_task
     if task is None:
         return None, options
-    chosen = {"max_prompt_tokens": 8, "max_response_tokens": 8, "lr": 3e-4, "reward": demo_task.__file__, **more}
+    lengths = {"max_prompt_tokens": 8, "max_response_tokens": 8}
+    chosen = {**lengths, "lr": 3e-4, "lr_warmup_steps": 5, "reward": demo_task.__file__, **more}
     given = {name: getattr(options, name) for name in options.model_fields_set}
     options = type(options)(**{**chosen, **given, "run_dir": options.run_dir})
     if options.model is None:
@@ -65,6 +67,7 @@ def overrides(options: RLOptions, task: Path | None) -> list[str]:
         f"{actor}.use_dynamic_bsz=True",
         f"{actor}.ppo_max_token_len_per_gpu={options.max_tokens_per_rank}",
         f"{actor}.optim.lr={options.lr}",
+        f"{actor}.optim.lr_warmup_steps={min(options.lr_warmup_steps, options.steps - 1)}",
         f"{rollout}.name=vllm",
         f"{rollout}.n={options.samples_per_prompt}",
         f"{rollout}.tensor_model_parallel_size={options.rollout_tp}",
