@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-# Registers the families that ``backend_options`` may name.
-import rl_backend.model  # noqa: F401
 from rl_backend.contracts import ConfigError, ParallelConfig
 
 if TYPE_CHECKING:
@@ -54,7 +52,8 @@ def backend_options(
             raise ConfigError.of(
                 f"RLBackendEngineConfig.backend_options[{name!r}]", value, f"decided by {_DECIDED_BY[name]}"
             )
-    options: dict[str, Any] = {"parallel": parallel_config(model, engine), "param_dtype": engine.dtype, **chosen}
+    parallel = parallel_config(model, engine)
+    options: dict[str, Any] = {"parallel": parallel, "param_dtype": engine.dtype, "device": _device(), **chosen}
     if engine.entropy_from_logits_with_chunking:
         if "log_prob_chunk_tokens" in chosen:
             raise ConfigError.of(
@@ -109,6 +108,13 @@ def has_experts(model: HFModelConfig) -> bool:
     """Whether ``config.json`` gives a number of experts."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return any(getattr(model.hf_config, name, None) for name in names)
+
+
+def _device() -> str:
+    """verl's platform decides: with ``VERL_PLATFORM=cpu`` a CPU is meant beside GPUs too, and verl's groups are gloo's."""
+    from verl.utils.device import get_device_name
+
+    return "cpu" if get_device_name() == "cpu" else "auto"
 
 
 def _transformer_overrides(model: HFModelConfig, engine: McoreEngineConfig) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -83,7 +83,7 @@ class VerlOptions(BaseConfig):
         folder = Path(self.run_dir).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         metrics = folder / "metrics.jsonl"
-        whole = [*command, *overrides, *shlex.split(self.overrides)]
+        whole = [*command, *overrides, f"hydra.run.dir={folder / 'hydra'}", *shlex.split(self.overrides)]
         print(shlex.join(["python", *whole]), flush=True)
         code = subprocess.run(
             [sys.executable, *whole],

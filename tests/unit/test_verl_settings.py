@@ -250,3 +250,11 @@ def test_kinds_that_refuse_by_value_say_which_values_they_take() -> None:
 
     exceptions = {("HFModelConfig", name) for name in ("hf_config_path", "tiled_mlp", "lora")}
     assert {(name, field) for name, table in TABLES.items() for field in table if not takes(table[field])} == exceptions
+
+
+@pytest.mark.parametrize(("platform", "device"), [("cpu", "cpu"), ("cuda", "auto")])
+def test_the_runtime_trains_on_what_verls_platform_is(
+    dense: Path, platform: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verl.utils.device.get_device_name", lambda: platform)
+    assert settings(role_configs("sft", dense)).runtime.backend_cfg.device == device
