@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from examples import grpo
 from examples.common.result import RunResult
-from examples.demo.__main__ import DemoConfig, reinforce
+from examples.common.router_replay import RouterReplayMode
+from examples.demo.__main__ import DemoConfig, demo_settings, reinforce
 from rl_backend.contracts import ConfigError, RegistryError
 from tests.support.moe import upcycle
 
@@ -73,12 +74,15 @@ def test_two_ranks_and_two_engines_learn_the_task(task: Path, warm_model: Path, 
     assert result.max_log_prob_gap <= 1e-5
 
 
-@pytest.mark.shows("loop: GRPO on a Qwen3-MoE whose experts are spread over 2 training ranks learns the demo task, with R3")
-def test_a_mixture_of_experts_on_two_ranks_learns_the_task(task: Path, warm_model: Path, tmp_path: Path) -> None:
+@pytest.mark.shows("loop: GRPO on a Qwen3-MoE learns the demo task with R2, and with R3 and experts over 2 training ranks")
+@pytest.mark.parametrize(("mode", "layout", "updates"), [("R2", {}, 2), ("R3", {"ranks": 2, "ep": 2}, 1)])
+def test_a_mixture_of_experts_learns_the_task(
+    mode: RouterReplayMode, layout: dict[str, int], updates: int, task: Path, warm_model: Path, tmp_path: Path
+) -> None:
     mixture = upcycle(warm_model, tmp_path / "mixture")
-    result = reinforce(
-        DemoConfig(model="qwen3_moe", steps=STEPS, ranks=2, ep=2, router_replay="R3"), task, mixture, tmp_path
-    )
+    config = DemoConfig(model="qwen3_moe", steps=STEPS, router_replay=mode, **layout)
+    settings = demo_settings(config, task, mixture, tmp_path)
+    result = grpo.train(grpo.GRPOConfig(**settings, updates_per_step=updates))
     assert result.accuracy_before is not None
     assert result.accuracy_after is not None
     assert 0.2 <= result.accuracy_before <= 0.6
