@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from actors import HandleRef, Loss, RankContext, RolloutConfig, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
-from rl_backend.contracts import BatchError, NativeConfig, OptimizerConfig, RuntimeConfig, TokenSequence
+from actors.rollout_engine import RolloutEngine
+from rl_backend.contracts import BatchError, NativeConfig, OptimizerConfig, RuntimeConfig, TokenSequence, UnsupportedError
 from rl_backend.primitive.router import Router
 from rl_backend.runtime.native.handle import NativeHandle
 from tests.support.models import write_tiny
 from tests.support.sft_batches import random_token_sequences
 
+PAGE = Path(__file__).parents[2] / "docs" / "router_replay.md"
 PROMPTS = [[5, 6, 7], list(range(20, 80)), [100, 90, 80, 70]]
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {
@@ -54,7 +56,18 @@ MODELS: dict[str, dict[str, Any]] = {
 MIXTURES = {"qwen3_moe": (0, 2), "mixtral": (0, 1)}
 """Families with experts, and in which layers."""
 
-PAGE = Path(__file__).parents[2] / "docs" / "router_replay.md"
+
+class StartingEngine(RolloutEngine):
+    """An engine in whose process another can be started."""
+
+    def start_another(self, config: RolloutConfig) -> None:
+        from actors.vllm_process import start_vllm
+
+        start_vllm(config, "cpu")
+
+
+class StartingGroup(RolloutGroup):
+    engine_class = StartingEngine
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +90,7 @@ def engines(ray_cluster: None, paths: dict[str, Path]) -> Iterator[dict[str, Fut
             kv_cache_gib=0.25,
             return_routed_experts=family in MIXTURES,
         )
-        return stack.enter_context(RolloutGroup(config))
+        return stack.enter_context(StartingGroup(config))
 
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         yield {family: pool.submit(start, family) for family in MODELS}
@@ -198,6 +211,15 @@ def test_a_trainer_sends_tokens_where_vllm_sent_them(
     stale = sequences[0].with_fields(sequence_fields={"routed_experts_version": torch.tensor(version - 1)})
     with pytest.raises(BatchError, match=f"computed with weights of version {version - 1}"):
         group.forward(policy, [stale], meta=meta, router_replay="replay")
+
+
+def test_routes_of_a_dense_model_are_refused_before_it_is_loaded(
+    engines: dict[str, Future[RolloutGroup]], paths: dict[str, Path]
+) -> None:
+    config = RolloutConfig(model_path=str(paths["llama"]), device="cpu", return_routed_experts=True, max_model_len=256)
+    (refused,) = engines["qwen3_moe"].result().call("start_another", config).values()
+    assert isinstance(refused, UnsupportedError)
+    assert f"{paths['llama']} has no experts" in str(refused)
 
 
 def test_the_steps_of_the_page_on_router_replay_run_as_they_stand(
