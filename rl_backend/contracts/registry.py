@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 
 from rl_backend.contracts.errors import RegistryError
@@ -13,11 +14,13 @@ class Registry[T]:
     Args:
         kind: what an entry is, for messages ("runtime", "model family").
         how: the call that adds one, for messages.
+        built_in: module that adds the entries that are always there; imported when a name is asked for that is not.
     """
 
-    def __init__(self, kind: str, how: str) -> None:
+    def __init__(self, kind: str, how: str, *, built_in: str | None = None) -> None:
         self._kind = kind
         self._how = how
+        self._built_in = built_in
         self._entries: dict[str, T] = {}
 
     def add(self, name: str, entry: T) -> None:
@@ -34,6 +37,8 @@ class Registry[T]:
 
     def get(self, name: str) -> T:
         """The entry of that name; raises :class:`RegistryError` when there is none."""
+        if name not in self._entries and self._built_in is not None:
+            importlib.import_module(self._built_in)
         if name not in self._entries:
             known = ", ".join(sorted(self._entries)) or "none"
             raise RegistryError(f"unknown {self._kind} {name!r}; known: {known}; {self._how} adds one", name=name)
