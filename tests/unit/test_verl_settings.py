@@ -257,4 +257,5 @@ def test_the_runtime_trains_on_what_verls_platform_is(
     dense: Path, platform: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("verl.utils.device.get_device_name", lambda: platform)
-    assert settings(role_configs("sft", dense)).runtime.backend_cfg.device == device
+    backend = settings(role_configs("sft", dense)).runtime.backend_cfg
+    assert isinstance(backend, NativeConfig) and backend.device == device
