@@ -15,9 +15,7 @@ from rl_backend.contracts.parallel_config import ParallelConfig
 from rl_backend.contracts.registry import Registry
 
 BACKEND_CONFIGS: Registry[type[BackendConfig]] = Registry("runtime", "register_runtime(...)")
-MODEL_CONFIGS: Registry[type[ModelOptions]] = Registry(
-    "model family", "register_model(...)", built_in="rl_backend.model"
-)
+MODEL_CONFIGS: Registry[type[ModelOptions]] = Registry("model family", "register_model(...)", built_in="rl_backend.model")
 
 
 type PipelineSchedule = Literal["auto", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zbv", "dualpipev"]
