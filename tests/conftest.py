@@ -17,6 +17,10 @@ import torch
 
 from tests.support.models import write_tiny_qwen3
 
+# verl, where tests run it.
+if not torch.accelerator.is_available():
+    os.environ.setdefault("VERL_PLATFORM", "cpu")
+
 # Tests compute on tensors so small that threads cost more than they save, most of all beside engines and ranks.
 torch.set_num_threads(1)
 

