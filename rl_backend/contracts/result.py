@@ -54,7 +54,7 @@ def merge_metrics(results: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """Result of ``optimizer_step``; unpacks as ``ok, grad_norm, num_zeros``.
+    """Result of ``optimizer_step``; unpacks, compares and is indexed as the tuple ``(ok, grad_norm, num_zeros)``.
 
     Attributes:
         ok: False when any rank's gradient was not finite; then no parameter, moment or step count changed.
@@ -69,8 +69,14 @@ class StepResult:
     def __iter__(self) -> Iterator[Any]:
         return iter((self.ok, self.grad_norm, self.num_zeros))
 
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        return tuple(self)[index]
+
     def __eq__(self, other: object) -> bool:
-        return tuple(self) == tuple(other) if isinstance(other, StepResult) else NotImplemented
+        return tuple(self) == tuple(other) if isinstance(other, StepResult | tuple) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(tuple(self))

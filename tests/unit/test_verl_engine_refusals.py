@@ -106,10 +106,10 @@ def test_the_adapters_share_is_what_is_neither_the_runtimes_nor_the_losses() -> 
 
 
 def test_without_an_accelerator_the_message_says_how_to_train_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from adapters.verl import engine
+    from adapters.verl.engine import LanguageModelEngine
 
-    monkeypatch.setattr(engine, "get_device_name", lambda: "cuda")
+    monkeypatch.setattr("verl.utils.device.get_device_name", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("VERL_PLATFORM", raising=False)
     with pytest.raises(ConfigError, match=r"VERL_PLATFORM=''.*set it to 'cpu', in every process"):
-        engine.LanguageModelEngine(None, None, None, None)  # type: ignore[arg-type]
+        LanguageModelEngine(None, None, None, None)  # type: ignore[arg-type]
