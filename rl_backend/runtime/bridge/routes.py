@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,7 +76,11 @@ class ModelRouters:
 
 
 def connect_routers(models: Sequence[nn.Module], provider: Any, groups: BridgeGroups) -> ModelRouters | None:
-    """Gives every router of a model its :class:`LayerRoutes`; None for a model without. A collective over the pipeline."""
+    """Gives every router of a model its :class:`LayerRoutes`; None for a model without. A collective over the pipeline.
+
+    Raises:
+        UnsupportedError: layers with a router other than ``moe_layer_freq`` names.
+    """
     if provider.num_moe_experts is None:
         return None
     layers = RoutedLayers(provider.num_moe_experts, provider.moe_router_topk, _sparse(provider))
@@ -86,11 +91,17 @@ def connect_routers(models: Sequence[nn.Module], provider: Any, groups: BridgeGr
         for router in routers:
             router.router_replay = LayerRoutes(router.layer_number)
         chunks.append(tuple(router.router_replay for router in routers))
-    mine = tuple(place[each.layer_number - 1] for chunk in chunks for each in chunk)
-    places: list[tuple[int, ...]] = [mine] * groups.pg.pp.size()
+    mine = tuple(each.layer_number - 1 for chunk in chunks for each in chunk)
+    found: list[tuple[int, ...]] = [mine] * groups.pg.pp.size()
     if groups.pg.pp.size() > 1:
-        dist.all_gather_object(places, mine, group=groups.pg.pp)
-    return ModelRouters(layers, tuple(chunks), tuple(places))
+        dist.all_gather_object(found, mine, group=groups.pg.pp)
+    if sorted(chain.from_iterable(found)) != list(layers.layers):
+        raise UnsupportedError(
+            f"Megatron built routers in the layers {sorted(chain.from_iterable(found))}; moe_layer_freq names "
+            f"{list(layers.layers)}: it would not be known which routes are whose",
+            moe_layer_freq=str(provider.moe_layer_freq),
+        )
+    return ModelRouters(layers, tuple(chunks), tuple(tuple(place[layer] for layer in each) for each in found))
 
 
 def _sparse(provider: Any) -> tuple[bool, ...]:
@@ -211,8 +222,9 @@ class PassRoutes:
         assert self._routers is not None, "only models with routers have bound chunks"
         self._bound[chunk] = routes
         first = sum(map(len, self._routers.chunks[:chunk]))
-        places = self._routers.places[self._handle.groups.pg.pp.rank()][first:]
-        for place, each in zip(places, self._routers.chunks[chunk], strict=False):
+        layers = self._routers.chunks[chunk]
+        places = self._routers.places[self._handle.groups.pg.pp.rank()][first : first + len(layers)]
+        for place, each in zip(places, layers, strict=True):
             each.replayed = None if routes is None else routes[:, place]
 
     def _rows(self, laid_out: LaidOut, routers: ModelRouters) -> Tensor:
