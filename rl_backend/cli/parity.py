@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rl_backend.cli.errors import CommandError
+from rl_backend.cli.layout_options import SIZES
 from rl_backend.cli.signals import exit_on_sigterm
 from rl_backend.contracts import BACKEND_CONFIGS, CheckpointError, ConfigError, ParallelConfig
 from rl_backend.contracts.runtime_config import import_plugins
@@ -20,15 +21,7 @@ from rl_backend.parity.run import SIDES, ParityResult
 from rl_backend.runtime import check_config
 
 EXIT_DIVERGED = 1
-LAYOUT = {
-    "tp": "tensor-parallel ranks",
-    "pp": "pipeline ranks",
-    "vpp": "stages per pipeline rank",
-    "cp": "context-parallel ranks",
-    "ep": "expert-parallel ranks",
-    "etp": "tensor-parallel ranks inside an expert",
-    "dp": "data-parallel ranks (default: the fewest that the layout allows)",
-}
+LAYOUT = {**SIZES, "dp": "data-parallel ranks (default: the fewest that the layout allows)"}
 DTYPES: tuple[DType, ...] = get_args(DType.__value__)
 DEFAULTS = ParityConfig.model_fields
 

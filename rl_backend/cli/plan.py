@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rl_backend.cli.errors import CommandError
+from rl_backend.cli.layout_options import SIZES
 from rl_backend.cli.plan_text import GIB, as_json, as_text
 from rl_backend.contracts import BatchError, CheckpointError, ConfigError, RuntimeConfig
 from rl_backend.contracts.runtime_config import PipelineSchedule
@@ -16,14 +17,6 @@ from rl_backend.plan import Workload, make_plan, suggest_layout
 from rl_backend.runtime.placement import PARTS
 
 EXIT_DOES_NOT_FIT = 1
-LAYOUT = {
-    "tp": "tensor-parallel ranks",
-    "pp": "pipeline ranks",
-    "vpp": "stages per pipeline rank",
-    "cp": "context-parallel ranks",
-    "ep": "expert-parallel ranks",
-    "etp": "tensor-parallel ranks inside an expert",
-}
 NATIVE = ("pipeline_schedule", "activation_checkpointing", "reduce_dtype")
 DTYPES = ("float32", "bfloat16")
 WORKLOAD = Workload()
@@ -42,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device-gib", type=float, metavar="X", help="memory of a device: does it fit, or what does?")
     parser.add_argument("--json", action="store_true", help="print bytes per rank and phase as JSON instead of text")
     layout = parser.add_argument_group("layout", "Sizes not given are 1; the rest of the ranks is data parallel.")
-    for size, meaning in LAYOUT.items():
+    for size, meaning in SIZES.items():
         layout.add_argument(f"--{size}", type=int, metavar="N", help=meaning)
     layout.add_argument("--pipeline-schedule", choices=get_args(PipelineSchedule.__value__), help="native (default auto)")
     options = parser.add_argument_group("the runtime")
@@ -120,7 +113,7 @@ def _config(arguments: argparse.Namespace) -> RuntimeConfig:
         if arguments.backend != "native":
             raise CommandError(f"--{name.replace('_', '-')} {value}: is of --backend native; see --options")
         fields[name] = value
-    sizes = {size: value for size in LAYOUT if (value := getattr(arguments, size)) is not None}
+    sizes = {size: value for size in SIZES if (value := getattr(arguments, size)) is not None}
     return RuntimeConfig(
         plugins=tuple(arguments.plugin),
         backend=arguments.backend,

@@ -109,7 +109,7 @@ def _problem(data: Sequence[PackedBatch], max_tokens: int, vocab_size: int, max_
         try:
             temperature = batch.temperature
         except BatchError as error:
-            return BatchError(f"micro-batch {index}: {error}", **{**error.details, "micro_batch": index})
+            return _of_micro_batch(index, error)
         if isinstance(temperature, torch.Tensor) and not bool((temperature > 0).all()):
             lowest = float(temperature.min())
             return BatchError(f"micro-batch {index}: temperature {lowest}; it must be above 0", micro_batch=index)
@@ -123,8 +123,12 @@ def _problem_of_routes(data: Sequence[PackedBatch], routers: RoutedLayers | None
         try:
             check_routes(batch, routers)
         except BatchError as error:
-            return BatchError(f"micro-batch {index}: {error}", **{**error.details, "micro_batch": index})
+            return _of_micro_batch(index, error)
     return None
+
+
+def _of_micro_batch(index: int, error: BatchError) -> BatchError:
+    return BatchError(f"micro-batch {index}: {error}", **{**error.details, "micro_batch": index})
 
 
 def problem_in_replica(checksum: int, group: dist.ProcessGroup, device: torch.device) -> BatchError | None:
