@@ -10,9 +10,10 @@ import torch
 from rl_backend.contracts import BridgeConfig, ConfigError, NativeConfig, PackedWeight, RuntimeConfig, UnsupportedError
 from rl_backend.plan.in_flight import most_in_flight
 from rl_backend.plan.memory import RankMemory
-from rl_backend.plan.native import ModelDescription, rank_actions, rank_stages, whole_parameters
+from rl_backend.plan.native import logits_chunk, rank_actions, rank_stages, whole_parameters
 from rl_backend.plan.shards import ParameterSize, weights_to_sync
 from rl_backend.plan.workload import Workload
+from rl_backend.runtime.native.description import ModelDescription, describe_model
 from rl_backend.runtime.native.layout import check_model_layout
 
 PARAMETER_ALIGNMENT = 64
@@ -39,7 +40,7 @@ def bridge_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
     assert isinstance(options, BridgeConfig), "RuntimeConfig resolves backend_cfg by backend"
     _require_countable(options)
     native = _as_native(options)
-    model = ModelDescription.of(config, native, workload)
+    model = describe_model(config.hf_path, native, workload.head)
     _check_layout(options, native, model)
     workload = _padded(workload, options)
     actions = rank_actions(native, workload.num_micro_batches)
@@ -64,7 +65,7 @@ def bridge_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
                 activations=in_flight.activations,
                 workspace=in_flight.workspace,
                 evaluation_workspace=max(memory.evaluation_peak for memory in stages.measured.values()),
-                logits_chunk=model.logits_chunk(native, workload) if stages.has_head else 0,
+                logits_chunk=logits_chunk(model, native, workload) if stages.has_head else 0,
                 kept_per_micro_batch={number: memory.kept for number, memory in stages.measured.items()},
                 sync_bucket=COPIES_OF_EXPORTED * max(weight.nbytes for weight in weights),
             )

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.contracts import NativeConfig, RuntimeConfig, WeightName
-from rl_backend.model import BuildSettings, ModelFamily, ModelStage, find_model
+from rl_backend.contracts import NativeConfig, RuntimeConfig
+from rl_backend.model import ModelStage
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.imagined import imagined_rank
 from rl_backend.parallel.pipeline import Action, make_schedule
@@ -23,6 +21,7 @@ from rl_backend.plan.stage_memory import Stage, StageMemory, measure_stage
 from rl_backend.plan.workload import Workload
 from rl_backend.primitive.log_prob import logits_chunk_bytes
 from rl_backend.runtime.native.build import build_module
+from rl_backend.runtime.native.description import ModelDescription, describe_model
 from rl_backend.runtime.native.stages import algorithm, model_stages, schedule_name
 
 MASTER_BYTES = torch.float32.itemsize
@@ -38,37 +37,16 @@ class RankStages:
     has_head: bool
 
 
-@dataclass(frozen=True)
-class ModelDescription:
-    """What is planned for."""
-
-    family: ModelFamily
-    architecture: Any
-    hf_config: Mapping[str, Any]
-    settings: BuildSettings
-
-    @classmethod
-    def of(cls, config: RuntimeConfig, native: NativeConfig, workload: Workload) -> ModelDescription:
-        hf_config = read_hf_config(config.hf_path)
-        family = find_model(native.model, hf_config)
-        family.require_head(workload.head)
-        options = native.model_cfg if native.model_cfg is not None else family.options_type()
-        settings = BuildSettings(options, workload.head, native.log_prob_chunk_tokens)
-        return cls(family, family.parse_config(hf_config), hf_config, settings)
-
-    @property
-    def weight_names(self) -> Mapping[str, WeightName]:
-        return self.family.weight_names(self.architecture, self.settings.head)
-
-    def logits_chunk(self, native: NativeConfig, workload: Workload) -> int:
-        if workload.head != "log_probs":
-            return 0
-        return logits_chunk_bytes(
-            -(-workload.micro_batch_tokens // native.parallel.cp),
-            -(-self.hf_config["vocab_size"] // native.parallel.tp),
-            native.log_prob_chunk_tokens,
-            calculate_entropy=workload.calculate_entropy,
-        )
+def logits_chunk(model: ModelDescription, native: NativeConfig, workload: Workload) -> int:
+    """Bytes of the largest chunk of logits on a rank that has the head."""
+    if workload.head != "log_probs":
+        return 0
+    return logits_chunk_bytes(
+        -(-workload.micro_batch_tokens // native.parallel.cp),
+        -(-model.hf_config["vocab_size"] // native.parallel.tp),
+        native.log_prob_chunk_tokens,
+        calculate_entropy=workload.calculate_entropy,
+    )
 
 
 def native_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> tuple[list[RankMemory], int]:
@@ -80,7 +58,7 @@ def native_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
     """
     native = config.backend_cfg
     assert isinstance(native, NativeConfig), "RuntimeConfig resolves backend_cfg by backend"
-    model = ModelDescription.of(config, native, workload)
+    model = describe_model(config.hf_path, native, workload.head)
     actions = rank_actions(native, workload.num_micro_batches)
     accumulates = workload.num_micro_batches > 1 or schedule_name(native) is not None
     ranks = [rank_stages(model, native, rank, num_ranks, workload) for rank in range(native.parallel.pp)]
@@ -89,7 +67,7 @@ def native_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
     bucket = sync_bucket_bytes(weights, workload.byte_budget, num_ranks)
     found = []
     for pipeline_rank, stages in enumerate(ranks):
-        chunk = model.logits_chunk(native, workload) if stages.has_head else 0
+        chunk = logits_chunk(model, native, workload) if stages.has_head else 0
         in_flight = most_in_flight(actions[pipeline_rank], stages.measured)
         unreduced = _unreduced(native, stages.sharded.values(), accumulates=accumulates)
         found.append(_rank_memory(native, pipeline_rank, stages, in_flight, unreduced, chunk, bucket))

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.checkpoint.hf_weights import load_weights
 from rl_backend.contracts import (
     VALUE_HEAD_WEIGHTS,
@@ -22,9 +21,10 @@ from rl_backend.contracts import (
     WeightName,
     stored_names,
 )
-from rl_backend.model import BuildSettings, ModelFamily, ModelStage, find_model
+from rl_backend.model import BuildSettings, ModelFamily, ModelStage
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.primitive.deferred import put_off_in_linear_layers
+from rl_backend.runtime.native.description import describe_model
 from rl_backend.runtime.native.gather import model_layouts
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.layout import check_model_layout
@@ -52,13 +52,8 @@ def build_handle(
     """
     native = config.backend_cfg
     assert isinstance(native, NativeConfig), "RuntimeConfig resolves backend_cfg by backend"
-    hf_config = read_hf_config(config.hf_path)
-    family = find_model(native.model, hf_config)
-    family.require_head(head)
-    architecture = family.parse_config(hf_config)
+    family, architecture, hf_config, settings = described = describe_model(config.hf_path, native, head)
     check_model_layout(family, architecture, native)
-    options = native.model_cfg if native.model_cfg is not None else family.options_type()
-    settings = BuildSettings(options, head, native.log_prob_chunk_tokens)
     parts = model_stages(family, architecture, native, groups.pp_group.rank())
 
     def build(stage: ModelStage | None) -> nn.Module:
@@ -68,7 +63,7 @@ def build_handle(
     modules = list(stages.values()) or [build(None)]
     model = nn.ModuleList(modules) if stages else modules[0]
     model.train(not forward_only)
-    whole_names = dict(family.weight_names(architecture, head))
+    whole_names = dict(described.weight_names)
     parameters = _parameters(modules, family, whole_names, groups)
     layouts = model_layouts(parameters, groups)
     _require_all(whole_names, layouts, family)
