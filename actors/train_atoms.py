@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -95,16 +95,22 @@ def move(
     context.runtime.to(context.handle(ref), device, model=model, optimizer=optimizer, grad=grad)
 
 
-def save_checkpoint(context: RankContext, ref: HandleRef, path: str, hf: bool, asynchronous: bool) -> None:
-    context.runtime.save_checkpoint(context.handle(ref), path, hf=hf, asynchronous=asynchronous)
+def save_checkpoint(
+    context: RankContext, ref: HandleRef, path: str, hf: bool, asynchronous: bool, extra: Mapping[str, Any] | None
+) -> None:
+    context.runtime.save_checkpoint(context.handle(ref), path, hf=hf, asynchronous=asynchronous, extra=extra)
 
 
 def wait_for_checkpoint(context: RankContext, ref: HandleRef) -> None:
     context.runtime.wait_for_checkpoint(context.handle(ref))
 
 
-def load_checkpoint(context: RankContext, ref: HandleRef, path: str) -> None:
-    context.runtime.load_checkpoint(context.handle(ref), path)
+def checkpoint_is_pending(context: RankContext, ref: HandleRef) -> bool:
+    return context.runtime.checkpoint_is_pending(context.handle(ref))
+
+
+def load_checkpoint(context: RankContext, ref: HandleRef, path: str) -> dict[str, Any]:
+    return context.runtime.load_checkpoint(context.handle(ref), path)
 
 
 def weight_version(context: RankContext, ref: HandleRef) -> int:

@@ -273,10 +273,16 @@ class TrainGroup:
 
     @operation
     def save_checkpoint(
-        self, handle: HandleRef, path: Path | str, *, hf: bool = False, asynchronous: bool = False
+        self,
+        handle: HandleRef,
+        path: Path | str,
+        *,
+        hf: bool = False,
+        asynchronous: bool = False,
+        extra: Mapping[str, Any] | None = None,
     ) -> GroupFuture[None]:
         """Writes a new directory, on a file system that every rank sees; see the runtime's method of that name."""
-        arguments = (self._check_handle(handle), str(path), hf, asynchronous)
+        arguments = (self._check_handle(handle), str(path), hf, asynchronous, extra)
         return self._submit("save_checkpoint", train_atoms.save_checkpoint, arguments, _first)
 
     @operation
@@ -286,8 +292,14 @@ class TrainGroup:
         return self._submit("wait_for_checkpoint", train_atoms.wait_for_checkpoint, arguments, _first)
 
     @operation
-    def load_checkpoint(self, handle: HandleRef, path: Path | str) -> GroupFuture[None]:
-        """Restores what ``save_checkpoint`` wrote."""
+    def checkpoint_is_pending(self, handle: HandleRef) -> GroupFuture[bool]:
+        """Whether an asynchronous save of this model is still being written on some rank; raises its error."""
+        arguments = (self._check_handle(handle),)
+        return self._submit("checkpoint_is_pending", train_atoms.checkpoint_is_pending, arguments, any)
+
+    @operation
+    def load_checkpoint(self, handle: HandleRef, path: Path | str) -> GroupFuture[dict[str, Any]]:
+        """Restores what ``save_checkpoint`` wrote, and returns its ``extra``."""
         arguments = (self._check_handle(handle), str(path))
         return self._submit("load_checkpoint", train_atoms.load_checkpoint, arguments, _first)
 

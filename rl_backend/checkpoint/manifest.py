@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import xxhash
 from pydantic import Field
 
 from rl_backend.contracts import CheckpointError, ConfigError, Head
 from rl_backend.contracts.base_config import BaseConfig
 
 MANIFEST_NAME = "manifest.json"
+
+_SEAL = '"digest": "{}"'
+_FORMAT = re.compile(r'"format"\s*:\s*(\d+)')
+
+
+class FileFacts(BaseConfig):
+    """What a file was when it was written.
+
+    Attributes:
+        num_bytes: its size.
+        xxh3: xxh3-64 of its bytes, as 16 hexadecimal digits.
+    """
+
+    num_bytes: int = Field(ge=0)
+    xxh3: str
 
 
 class TrainingManifest(BaseConfig):
@@ -20,24 +37,39 @@ class TrainingManifest(BaseConfig):
     Attributes:
         format: version of the layout.
         model_type: of the Hugging Face configuration.
-        parameters: name -> shape; the fingerprint of the model. Names are those of the runtime that saved it.
+        parameters: Hugging Face name -> shape; the fingerprint of the model.
+        private: those of ``parameters`` that the runtime has saved under names of its own, which no other runtime reads.
         head: ``log_probs`` or ``values``.
         weight_version: of the saved weights.
         schedule_steps: scheduler steps taken.
-        world_size: data-parallel ranks that saved it.
-        runtime_config: ``RuntimeConfig`` of the run, for readers; of it only ``backend`` is checked.
-        files: name -> bytes of every other file in the directory.
+        optimizer_steps: steps that the optimizer has taken.
+        fewer_steps: Hugging Face name -> steps, of parameters that had no gradient in some of them.
+        world_size: ranks that saved it.
+        runtime_config: ``RuntimeConfig`` of the run, for readers; of it only ``backend`` is looked at.
+        extra: what the caller of ``save_checkpoint`` gave.
+        files: name -> size and digest of every other file in the directory.
+        digest: xxh3-64 of the manifest's own text with this field empty.
     """
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     model_type: str
     parameters: dict[str, tuple[int, ...]]
+    private: tuple[str, ...] = ()
     head: Head = "log_probs"
     weight_version: int = Field(ge=0)
     schedule_steps: int = Field(ge=0)
+    optimizer_steps: int = Field(ge=0)
+    fewer_steps: dict[str, int] = Field(default_factory=dict)
     world_size: int = Field(ge=1)
     runtime_config: dict[str, Any]
-    files: dict[str, int] = Field(default_factory=dict)
+    extra: dict[str, Any] = Field(default_factory=dict)
+    files: dict[str, FileFacts] = Field(default_factory=dict)
+    digest: str = ""
+
+    def sealed_text(self) -> str:
+        """The text of ``manifest.json``, with its digest."""
+        text = self.replace(digest="").model_dump_json(indent=1)
+        return text.replace(_SEAL.format(""), _SEAL.format(_digest(text)))
 
     def require_model(self, model_type: str, parameters: Mapping[str, tuple[int, ...]], head: Head, path: Path) -> None:
         """Raises :class:`CheckpointError`, with the first difference, unless the checkpoint is of this model."""
@@ -60,27 +92,28 @@ class TrainingManifest(BaseConfig):
                     name=name,
                 )
 
-    def require_backend(self, backend: str, path: Path) -> None:
-        """Raises :class:`CheckpointError` unless a runtime of the same name has written the checkpoint."""
+    def require_readable_by(self, backend: str, path: Path) -> None:
+        """Raises :class:`CheckpointError` when another runtime has saved parameters under names of its own."""
         saved = self.runtime_config.get("backend")
-        if saved != backend:
+        if self.private and saved != backend:
             raise CheckpointError(
-                f"{path} was written by the {saved} runtime, whose optimizer state the {backend} runtime does not read; "
-                f"load it with backend={saved!r}, or take its weights alone: save_checkpoint(hf=True) there, hf_path here",
+                f"{path} was written by the {saved} runtime, which has {self.private[0]} and {len(self.private) - 1} other "
+                f"weights in an order of its own that the {backend} runtime does not read; load it with backend={saved!r}, "
+                "or take its weights alone: save_checkpoint(hf=True) there, hf_path here",
                 path=str(path),
                 backend=saved,
             )
 
     def require_files(self, path: Path) -> None:
         """Raises :class:`CheckpointError` for a file that is missing or of another size."""
-        for name, size in self.files.items():
+        for name, facts in self.files.items():
             file = path / name
             if not file.is_file():
                 raise CheckpointError(f"{path} is incomplete: {name} is missing", path=str(path), name=name)
             found = file.stat().st_size
-            if found != size:
+            if found != facts.num_bytes:
                 raise CheckpointError(
-                    f"{path} is damaged: {name} has {found} bytes, {size} were written",
+                    f"{path} is damaged: {name} has {found} bytes, {facts.num_bytes} were written",
                     path=str(path),
                     name=name,
                 )
@@ -103,6 +136,25 @@ def read_manifest(path: Path) -> TrainingManifest:
         )
         raise CheckpointError(f"{path} has no {MANIFEST_NAME}, so it is no training checkpoint; {hint}", path=str(path))
     try:
-        return TrainingManifest.model_validate_json(file.read_text())
+        text = file.read_text()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file} is damaged: {error}", path=str(path)) from None
+    found = _FORMAT.search(text)
+    if found and found[1] != "2":
+        raise CheckpointError(
+            f"{path} has format {found[1]}, this version reads format 2; load it with the version that wrote it, and "
+            "take its weights along: save_checkpoint(hf=True) there, hf_path here",
+            path=str(path),
+        )
+    try:
+        manifest = TrainingManifest.model_validate_json(text)
     except (ConfigError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}", path=str(path)) from None
+    unsealed = text.replace(_SEAL.format(manifest.digest), _SEAL.format(""))
+    if _digest(unsealed) != manifest.digest:
+        raise CheckpointError(f"{file} is damaged: it has other text than was written; take an earlier checkpoint")
+    return manifest
+
+
+def _digest(text: str) -> str:
+    return str(xxhash.xxh3_64_hexdigest(text.encode()))

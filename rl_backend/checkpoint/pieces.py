@@ -70,11 +70,6 @@ class TensorPieces:
         assert index.offset is not None, "every item of pieces has an offset"
         return self.pieces[tuple(index.offset)]
 
-    def host_copy(self) -> TensorPieces:
-        """A copy in host memory."""
-        pieces = {offsets: piece.to("cpu", copy=True) for offsets, piece in self.pieces.items() if self.writes}
-        return TensorPieces(self.whole_size, pieces, writes=self.writes)
-
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         return [
             WriteItem(

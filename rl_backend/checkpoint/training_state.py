@@ -12,12 +12,13 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from rl_backend.checkpoint.agreement import raise_on_every_rank
-from rl_backend.checkpoint.manifest import MANIFEST_NAME, TrainingManifest, read_manifest
+from rl_backend.checkpoint.digesting_writer import DigestingWriter, file_facts
+from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, TrainingManifest, read_manifest
 from rl_backend.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner, TensorPieces
 from rl_backend.contracts import CheckpointError, Head
 
@@ -71,14 +72,6 @@ def discard_directory(temporary: Path, group: dist.ProcessGroup) -> None:
             logger.warning("the incomplete checkpoint %s could not be removed", temporary)
 
 
-def host_copy(tensors: StateTensors) -> dict[str, Tensor | TensorPieces]:
-    """Copies in host memory."""
-    return {
-        name: tensor.host_copy() if isinstance(tensor, TensorPieces) else tensor.detach().to("cpu", copy=True)
-        for name, tensor in tensors.items()
-    }
-
-
 def write_training_state(
     temporary: Path, path: Path, tensors: StateTensors, manifest: TrainingManifest, group: dist.ProcessGroup
 ) -> None:
@@ -91,17 +84,14 @@ def write_training_state(
     Raises:
         CheckpointError: a rank could not write; on every rank, and ``path`` does not exist.
     """
+    writer = DigestingWriter(temporary)
     try:
         try:
-            save(
-                dict(tensors),
-                storage_writer=FileSystemWriter(temporary),
-                planner=PiecesSavePlanner(),
-                process_group=group,
-            )
+            save(dict(tensors), storage_writer=writer, planner=PiecesSavePlanner(), process_group=group)
         except CheckpointException as error:
             raise CheckpointError(f"{path} could not be written: {_causes(error)}", path=str(path)) from error
-        problem = _write_manifest(temporary, manifest) if dist.get_rank(group) == 0 else None
+        written = _all_written(writer.written, group)
+        problem = _write_manifest(temporary, manifest.replace(files=written)) if dist.get_rank(group) == 0 else None
         raise_on_every_rank(problem, group)
         commit_directory(temporary, path, group)
     except BaseException:
@@ -132,9 +122,10 @@ def open_training_state(
     names: set[str] = set()
     try:
         manifest = read_manifest(path)
-        manifest.require_files(path)
-        manifest.require_backend(backend, path)
         manifest.require_model(model_type, parameters, head, path)
+        manifest.require_readable_by(backend, path)
+        manifest.require_files(path)
+        _require_digests(manifest, path, group)
         names = _tensor_names(path)
     except CheckpointError as error:
         problem, cause = error.message, error
@@ -164,11 +155,28 @@ def _tensor_names(path: Path) -> set[str]:
         raise CheckpointError(f"{path} is damaged: its .metadata cannot be read: {error}", path=str(path)) from error
 
 
+def _require_digests(manifest: TrainingManifest, path: Path, group: dist.ProcessGroup) -> None:
+    """Each rank reads its share of the files; raises :class:`CheckpointError` for one with other bytes than were written."""
+    for name in sorted(manifest.files)[dist.get_rank(group) :: dist.get_world_size(group)]:
+        if file_facts(path / name) != manifest.files[name]:
+            raise CheckpointError(
+                f"{path} is damaged: {name} has other bytes than were written; take an earlier checkpoint",
+                path=str(path),
+                name=name,
+            )
+
+
+def _all_written(written: dict[str, FileFacts], group: dist.ProcessGroup) -> dict[str, FileFacts]:
+    """Of all ranks, on rank 0."""
+    parts: list[dict[str, FileFacts]] = [{}] * dist.get_world_size(group)
+    dist.gather_object(written, parts if dist.get_rank(group) == 0 else None, group=group, group_dst=0)
+    return {name: facts for part in parts for name, facts in sorted(part.items())}
+
+
 def _write_manifest(directory: Path, manifest: TrainingManifest) -> str | None:
     try:
-        files = {file.name: file.stat().st_size for file in sorted(directory.iterdir())}
         with (directory / MANIFEST_NAME).open("w") as stream:
-            stream.write(manifest.replace(files=files).model_dump_json(indent=1))
+            stream.write(manifest.sealed_text())
             stream.flush()
             os.fsync(stream.fileno())
         _sync_directory(directory)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -224,7 +224,15 @@ class Runtime[H: ModelHandle](ABC):
         raise self._not_offered("activations")
 
     @abstractmethod
-    def save_checkpoint(self, handle: H, path: Path | str, *, hf: bool = False, asynchronous: bool = False) -> None:
+    def save_checkpoint(
+        self,
+        handle: H,
+        path: Path | str,
+        *,
+        hf: bool = False,
+        asynchronous: bool = False,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
         """Writes a new directory: training state, or with ``hf`` a Hugging Face directory.
 
         ``path`` must not exist; it appears, complete, only when every rank has written its part.
@@ -232,11 +240,14 @@ class Runtime[H: ModelHandle](ABC):
         Args:
             hf: write ``config.json``, tokenizer files and safetensors in the dtype that ``export_weights`` gives. A critic's
                 is one of transformers' ``AutoModelForTokenClassification`` with one label.
-            asynchronous: return once the state is copied; files are written in the background. The next save, load or close
-                waits for it and raises its error, and so does :meth:`wait_for_checkpoint`.
+            asynchronous: return once the state is copied to host memory, which is kept for the next copy; files are written
+                in the background. The next save, load or close waits for it and raises its error, and so do
+                :meth:`wait_for_checkpoint` and :meth:`checkpoint_is_pending`.
+            extra: what the caller wants to find again (where it is in its data, say), of what JSON has. Rank 0's is kept.
 
         Raises:
             CheckpointError: ``path`` exists, or a rank could not write; then there is no ``path``.
+            ConfigError: ``extra`` that JSON does not keep as it is, or with ``hf``, which has no place for it.
             HandleError: training state of a forward-only handle.
         """
 
@@ -245,13 +256,24 @@ class Runtime[H: ModelHandle](ABC):
         """Waits until an asynchronous save of this handle is complete; raises its error. Nothing to do without one."""
 
     @abstractmethod
-    def load_checkpoint(self, handle: H, path: Path | str) -> None:
+    def checkpoint_is_pending(self, handle: H) -> bool:
+        """Whether an asynchronous save of this handle is still being written; raises its error. Not a collective.
+
+        False on one rank means that the checkpoint is committed.
+        """
+
+    @abstractmethod
+    def load_checkpoint(self, handle: H, path: Path | str) -> dict[str, Any]:
         """Restores what ``save_checkpoint`` wrote: weights, optimizer, schedules, random state, weight version.
 
-        A forward-only handle takes the weights and their version. Gradients are dropped.
+        A forward-only handle takes the weights and their version. Gradients are dropped. The layout may be another one.
+
+        Returns:
+            The ``extra`` of the save.
 
         Raises:
-            CheckpointError: not a complete checkpoint, a file that is missing, or another model's, or of another head.
+            CheckpointError: not a complete checkpoint, a file that is missing or damaged, or another model's, or of another
+                head.
         """
 
     @abstractmethod

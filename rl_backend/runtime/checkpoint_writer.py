@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,15 +16,15 @@ from torch import Tensor
 from rl_backend.checkpoint.agreement import raise_on_every_rank
 from rl_backend.checkpoint.hf_critic import critic_config
 from rl_backend.checkpoint.hf_writer import write_hf_directory
+from rl_backend.checkpoint.host_buffers import HostBuffers
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.training_state import (
     StateTensors,
     discard_directory,
-    host_copy,
     reserve_directory,
     write_training_state,
 )
-from rl_backend.contracts import CheckpointError, ExportInterruptedError, ModelHandle, UnsupportedError
+from rl_backend.contracts import CheckpointError, ConfigError, ExportInterruptedError, ModelHandle, UnsupportedError
 
 
 @dataclass
@@ -42,6 +44,7 @@ class CheckpointWriter:
     def __init__(self, host_group: dist.ProcessGroup) -> None:
         self._group = host_group
         self._background: _BackgroundSave | None = None
+        self._buffers: WeakKeyDictionary[ModelHandle, HostBuffers] = WeakKeyDictionary()
 
     def wait(self, handle: ModelHandle | None = None) -> None:
         """Waits for the save in the background, or only for one of ``handle``, and raises its error."""
@@ -53,6 +56,19 @@ class CheckpointWriter:
         if background.errors:
             raise background.errors[0]
 
+    def is_pending(self, handle: ModelHandle) -> bool:
+        """Whether a save of ``handle`` is still being written; raises its error once it is not. Not a collective.
+
+        When it is done on one rank, it is committed for all.
+        """
+        background = self._background
+        if background is None or background.handle is not handle:
+            return False
+        if background.thread.is_alive():
+            return True
+        self.wait(handle)
+        return False
+
     def save_training_state(
         self,
         handle: ModelHandle,
@@ -60,18 +76,25 @@ class CheckpointWriter:
         state: Callable[[], tuple[StateTensors, TrainingManifest]],
         *,
         asynchronous: bool,
+        extra: Mapping[str, Any] | None = None,
     ) -> None:
         """Writes weights, moments, schedules and random state to ``path``.
 
         Args:
             state: called when ``path`` is known to be free and no other save is running.
+            extra: rank 0's is kept in the manifest.
+
+        Raises:
+            ConfigError: ``extra`` cannot be written as JSON.
         """
+        kept = _as_json(extra or {})
         self.wait()
         group = self._group
         temporary = reserve_directory(path, group)
         try:
             tensors, manifest = state()
-            copies = host_copy(tensors) if asynchronous else tensors
+            manifest = manifest.replace(extra=kept)
+            copies = self._buffers.setdefault(handle, HostBuffers()).copy(tensors) if asynchronous else tensors
         except BaseException:
             discard_directory(temporary, group)
             raise
@@ -99,6 +122,7 @@ class CheckpointWriter:
         source: Path | str,
         hf_config: Mapping[str, Any],
         asynchronous: bool,
+        extra: Mapping[str, Any] | None,
     ) -> None:
         """Writes a Hugging Face directory to ``path``; rank 0 writes what all ranks gather.
 
@@ -108,8 +132,13 @@ class CheckpointWriter:
             hf_config: its ``config.json``.
 
         Raises:
+            ConfigError: with ``extra``.
             UnsupportedError: asynchronous.
         """
+        if extra:
+            raise ConfigError.of(
+                "save_checkpoint(extra)", extra, "a Hugging Face directory has no place for it; save training state as well"
+            )
         if asynchronous:
             raise UnsupportedError(
                 "save_checkpoint(hf=True, asynchronous=True): a Hugging Face directory is written while the weights are "
@@ -138,6 +167,16 @@ class CheckpointWriter:
         finally:
             stream.close()
         raise_on_every_rank(problem, self._group, cause)
+
+
+def _as_json(extra: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        kept = json.loads(json.dumps(extra))
+    except (TypeError, ValueError) as error:
+        raise ConfigError.of("save_checkpoint(extra)", extra, f"it is kept as JSON: {error}") from None
+    if kept != extra:
+        raise ConfigError.of("save_checkpoint(extra)", extra, f"JSON turns it into {kept}; use strings as keys, and lists")
+    return dict(kept)
 
 
 def _make_parent(path: Path) -> str | None:

@@ -87,6 +87,10 @@ class HeldRuntime[H: HeldHandle](Runtime[H]):
         self._use(handle, damaged_too=True)
         self._writer.wait(handle)
 
+    def checkpoint_is_pending(self, handle: H) -> bool:
+        self._use(handle, damaged_too=True)
+        return self._writer.is_pending(handle)
+
     def close(self) -> None:
         """Waits for an asynchronous save, then frees; raises that save's error at the end."""
         if self._closed:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,19 +22,39 @@ RANDOM = "random."
 type Shapes = Mapping[str, tuple[int, ...]]
 
 
-def training_manifest(handle: HeldHandle, shapes: Shapes, schedule_steps: int) -> TrainingManifest:
+class Progress(NamedTuple):
+    """What an optimizer counts.
+
+    Attributes:
+        schedule_steps: of its schedules.
+        optimizer_steps: of the optimizer.
+        fewer_steps: Hugging Face name -> steps, of parameters that had no gradient in some.
+    """
+
+    schedule_steps: int
+    optimizer_steps: int
+    fewer_steps: Mapping[str, int] = MappingProxyType({})
+
+
+def training_manifest(
+    handle: HeldHandle, shapes: Shapes, progress: Progress, *, private: Iterable[str] = ()
+) -> TrainingManifest:
     """Everything of the training state that is not a tensor.
 
     Args:
-        shapes: name -> shape of every parameter.
+        shapes: Hugging Face name -> shape of every parameter.
+        private: of ``shapes``, those that are saved under the runtime's own names.
     """
     return TrainingManifest(
         model_type=_model_type(handle),
         parameters=dict(shapes),
+        private=tuple(private),
         head=handle.head,
         weight_version=handle.weight_version,
-        schedule_steps=schedule_steps,
-        world_size=handle.data_parallel_size,
+        schedule_steps=progress.schedule_steps,
+        optimizer_steps=progress.optimizer_steps,
+        fewer_steps=dict(progress.fewer_steps),
+        world_size=dist.get_world_size(),
         runtime_config=handle.config.model_dump(mode="json"),
     )
 

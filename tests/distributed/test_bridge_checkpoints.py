@@ -13,7 +13,7 @@ from rl_backend.contracts import CheckpointError
 from tests.support.bridge_runs import open_bridge
 from tests.support.bridge_state import exported, optimizer_shards, train_bridge, write_tiny_mixture
 from tests.support.critic import squared_error
-from tests.support.native import assert_equal_tensors, open_runtime, train
+from tests.support.native import assert_equal_tensors
 from tests.support.rank_pool import RankPool
 
 STEPS = 3
@@ -142,37 +142,45 @@ def test_a_critic_is_loaded_into_a_critic_only(ranks: RankPool, untied_model: Pa
     ranks.run(critic_job, str(untied_model), str(tmp_path / "checkpoint"))
 
 
-def refusals_job(model: str, folder: str) -> list[str]:
-    native_path, bridge_path = Path(folder, "native"), Path(folder, "bridge")
-    messages = []
-
-    def refused(runtime: Any, handle: Any, path: Path) -> None:
+def refusals_job(model: str, folder: str) -> str:
+    path = Path(folder, "bridge")
+    with open_bridge(model) as bridge:
+        handle = bridge.build_model()
+        train_bridge(bridge, handle, 1)
+        bridge.save_checkpoint(handle, path)
         with pytest.raises(CheckpointError) as caught:
-            runtime.load_checkpoint(handle, path)
-        messages.append(str(caught.value))
-
-    with open_runtime(model) as native, open_bridge(model) as bridge:
-        native_handle, bridge_handle = native.build_model(), bridge.build_model()
-        train(native, native_handle, 1)
-        train_bridge(bridge, bridge_handle, 1)
-        native.save_checkpoint(native_handle, native_path)
-        bridge.save_checkpoint(bridge_handle, bridge_path)
-        refused(native, native_handle, bridge_path)
-        refused(bridge, bridge_handle, native_path)
-        refused(bridge, bridge_handle, Path(model))
+            bridge.load_checkpoint(handle, Path(model))
         with pytest.raises(CheckpointError, match="exists"):
-            bridge.save_checkpoint(bridge_handle, bridge_path)
+            bridge.save_checkpoint(handle, path)
+    return str(caught.value)
+
+
+def test_a_hugging_face_directory_is_no_checkpoint(ranks: RankPool, tied_model: Path, tmp_path: Path) -> None:
+    (message,) = ranks.run(refusals_job, str(tied_model), str(tmp_path), world_size=1)
+    assert "Hugging Face directory" in message
+
+
+def masters_job(model: str, folder: str) -> None:
+    """From float32 to bfloat16 and back: the masters are what is kept."""
+    first, second = Path(folder, "first"), Path(folder, "second")
+    with open_bridge(model) as bridge:
+        handle = bridge.build_model()
+        train_bridge(bridge, handle, 2)
+        bridge.save_checkpoint(handle, first)
+        weights = exported(bridge, handle)
     with open_bridge(model, param_dtype="bfloat16") as bridge:
         handle, reference = bridge.build_model(), bridge.build_model(forward_only=True)
-        refused(bridge, handle, bridge_path)
-        bridge.load_checkpoint(reference, bridge_path)
-    return messages
+        for each in (handle, reference):
+            bridge.load_checkpoint(each, first)
+            assert_equal_tensors(exported(bridge, each), {name: each.bfloat16() for name, each in weights.items()})
+        bridge.save_checkpoint(handle, second)
+    with open_bridge(model) as bridge:
+        handle = bridge.build_model()
+        bridge.load_checkpoint(handle, second)
+        assert_equal_tensors(exported(bridge, handle), weights)
 
 
-def test_checkpoints_of_another_runtime_or_dtype_are_refused(ranks: RankPool, tied_model: Path, tmp_path: Path) -> None:
-    of_bridge, of_native, directory, dtype = ranks.run(refusals_job, str(tied_model), str(tmp_path), world_size=1)[0]
-    assert "was written by the bridge runtime" in of_bridge
-    assert "load it with backend='bridge'" in of_bridge
-    assert "was written by the native runtime" in of_native
-    assert "Hugging Face directory" in directory
-    assert "param_dtype='float32'" in dtype
+def test_a_checkpoint_is_of_the_masters_whatever_the_dtype_of_the_weights(
+    ranks: RankPool, tied_model: Path, tmp_path: Path
+) -> None:
+    ranks.run(masters_job, str(tied_model), str(tmp_path), world_size=2)

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -161,18 +161,28 @@ class UnigramRuntime(Runtime[UnigramHandle]):
         yield "weight", self._weight(handle).detach()
 
     def save_checkpoint(
-        self, handle: UnigramHandle, path: Path | str, *, hf: bool = False, asynchronous: bool = False
+        self,
+        handle: UnigramHandle,
+        path: Path | str,
+        *,
+        hf: bool = False,
+        asynchronous: bool = False,
+        extra: Mapping[str, Any] | None = None,
     ) -> None:
         if self.rank == 0:
-            torch.save((self._weight(handle).detach(), handle.weight_version), path)
+            torch.save((self._weight(handle).detach(), handle.weight_version, dict(extra or {})), path)
 
     def wait_for_checkpoint(self, handle: UnigramHandle) -> None:
         return None
 
-    def load_checkpoint(self, handle: UnigramHandle, path: Path | str) -> None:
-        weight, handle.weight_version = torch.load(path)
+    def checkpoint_is_pending(self, handle: UnigramHandle) -> bool:
+        return False
+
+    def load_checkpoint(self, handle: UnigramHandle, path: Path | str) -> dict[str, Any]:
+        weight, handle.weight_version, extra = torch.load(path)
         with torch.no_grad():
             self._weight(handle).copy_(weight)
+        return dict(extra)
 
     def is_mp_src_rank_with_outputs(self, handle: UnigramHandle) -> bool:
         return True

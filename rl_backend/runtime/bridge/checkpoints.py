@@ -1,9 +1,9 @@
-"""What a bridge checkpoint holds, and loading one into any layout."""
+"""What a bridge checkpoint holds, and loading one of either runtime into any layout."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -15,69 +15,81 @@ from rl_backend.checkpoint.training_state import StateTensors
 from rl_backend.runtime import held_state
 from rl_backend.runtime.bridge.export import finish_parameter_gathers
 from rl_backend.runtime.bridge.handle import BridgeHandle
-from rl_backend.runtime.bridge.optimizer_state import num_steps, parameter_states, set_num_steps
+from rl_backend.runtime.bridge.optimizer_state import ParameterState, num_steps, parameter_states, set_num_steps
 from rl_backend.runtime.bridge.sharding import Placed, pieces_of, placed_tensors
+from rl_backend.runtime.bridge.stored_rows import StoredNames
 
-_STEPS = "optimizer.step"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+type Flat = Mapping[int, tuple[int, int, Tensor]]
 
 
 def all_tensors(handle: BridgeHandle) -> StateTensors:
-    """Weights, masters, moments and random state by name.
+    """Weights, moments and random state by name: pieces of Hugging Face's tensors, whatever the layout.
 
-    Weights and what the optimizer holds for them are pieces of whole tensors under Megatron's names, which do not depend on
-    the layout. In float32 the masters are the weights, and are there once.
+    A weight that has a float32 master is there as the master. Of a forward-only handle the weights.
     """
-    optimizer = handle.trainer("training state")
+    placed = placed_tensors(handle.models, _names(handle))
+    if handle.optimizer is None:
+        return _model_tensors(placed, None)
     finish_parameter_gathers(handle)
-    placed = placed_tensors(handle.models)
-    return {
-        **_model_tensors(placed),
-        **_optimizer_tensors(placed, optimizer.megatron),
-        _STEPS: torch.tensor(float(num_steps(optimizer.megatron))),
-        **_random_state(handle),
-    }
+    states = list(parameter_states(handle.optimizer.megatron))
+
+    masters = _held("param", [state for state in states if _has_master(state.parameter)])
+    moments: dict[str, TensorPieces] = {}
+    for name in _MOMENTS:
+        moments |= {f"optimizer.{name}.{key}": pieces for key, pieces in pieces_of(placed, _held(name, states)).items()}
+    return {**_model_tensors(placed, masters), **moments, **_random_state(handle)}
 
 
 def training_manifest(handle: BridgeHandle) -> TrainingManifest:
     """Everything of the training state that is not a tensor."""
-    return held_state.training_manifest(handle, _shapes(handle), handle.trainer("training state").num_schedule_steps)
+    optimizer = handle.trainer("training state")
+    progress = held_state.Progress(optimizer.num_schedule_steps, num_steps(optimizer.megatron))
+    return held_state.training_manifest(handle, _shapes(handle), progress, private=_names(handle).private)
 
 
-def load_training_checkpoint(handle: BridgeHandle, path: Path) -> None:
+def load_training_checkpoint(handle: BridgeHandle, path: Path) -> TrainingManifest:
     """Restores a handle from ``path``; a forward-only one takes the weights and their version. Gradients are left alone."""
 
-    def tensors() -> StateTensors:
-        return all_tensors(handle) if handle.optimizer else _model_tensors(placed_tensors(handle.models))
-
     def problem(manifest: TrainingManifest) -> str | None:
-        return _other_dtype(handle, manifest, path) if handle.optimizer else None
+        return _uneven_steps(manifest, path) if handle.optimizer else None
 
     group = handle.groups.host_group
-    manifest, loaded = held_state.load_state(handle, path, _shapes(handle), tensors, group, problem=problem)
+    manifest, loaded = held_state.load_state(
+        handle, path, _shapes(handle), lambda: all_tensors(handle), group, problem=problem
+    )
     if handle.optimizer is not None:
-        steps = loaded[_STEPS]
-        assert isinstance(steps, Tensor), "the step count is saved whole"
-        set_num_steps(handle.optimizer.megatron, int(steps.item()))
+        _copy_masters(handle)
+        set_num_steps(handle.optimizer.megatron, manifest.optimizer_steps)
         handle.optimizer.restore_schedule(manifest.schedule_steps)
         _restore_random_state(handle, loaded)
+    return manifest
 
 
-def _model_tensors(placed: list[Placed]) -> StateTensors:
-    flat = {id(each.tensor): (0, each.tensor.numel(), each.tensor.detach().view(-1)) for each in placed}
-    return {f"model.{key}": pieces for key, pieces in pieces_of(placed, flat).items()}
+def _model_tensors(placed: list[Placed], masters: Flat | None) -> StateTensors:
+    """Weights, or their masters; a rank has its data-parallel part of those."""
+    whole = [each for each in placed if masters is None or not _has_master(each.tensor)]
+    flat = {id(each.tensor): (0, each.tensor.numel(), each.tensor.detach().view(-1)) for each in whole}
+    return {f"model.{key}": pieces for key, pieces in pieces_of(placed, {**flat, **(masters or {})}).items()}
 
 
-def _optimizer_tensors(placed: list[Placed], megatron: Any) -> StateTensors:
-    states = list(parameter_states(megatron))
-    tensors: dict[str, TensorPieces] = {}
-    for name in ("param", "exp_avg", "exp_avg_sq"):
-        flat = {
-            id(state.parameter): (state.start, state.end, state.tensors[name].detach())
-            for state in states
-            if name != "param" or state.parameter.dtype != torch.float32
-        }
-        tensors |= {f"optimizer.{name}.{key}": pieces for key, pieces in pieces_of(placed, flat).items()}
-    return tensors
+def _held(name: str, states: Sequence[ParameterState]) -> Flat:
+    return {id(state.parameter): (state.start, state.end, state.tensors[name].detach()) for state in states}
+
+
+def _has_master(tensor: Tensor) -> bool:
+    """In float32 the optimizer's masters are views of the weights."""
+    return tensor.requires_grad and tensor.dtype != torch.float32
+
+
+def _copy_masters(handle: BridgeHandle) -> None:
+    """Rounds the masters to the dtype of the weights and gathers these. A collective over the data-parallel ranks."""
+    states = [state for state in parameter_states(handle.trainer("").megatron) if _has_master(state.parameter)]
+    for state in states:
+        state.parameter.detach().view(-1)[state.start : state.end].copy_(state.tensors["param"])
+    for chunk in handle.chunks:
+        chunk.start_param_sync(force_sync=True)
 
 
 def _random_state(handle: BridgeHandle) -> dict[str, Tensor]:
@@ -108,14 +120,18 @@ def _bytes(state: Tensor | torch.Generator) -> Tensor:
     return state.get_state() if isinstance(state, torch.Generator) else state.clone()
 
 
-def _other_dtype(handle: BridgeHandle, manifest: TrainingManifest, path: Path) -> str | None:
-    saved, here = manifest.runtime_config["backend_cfg"]["param_dtype"], handle.options.param_dtype
-    if saved == here:
+def _uneven_steps(manifest: TrainingManifest, path: Path) -> str | None:
+    if not manifest.fewer_steps:
         return None
+    name, steps = next(iter(manifest.fewer_steps.items()))
     return (
-        f"{path} was written with param_dtype={saved!r}, this run has param_dtype={here!r}: the optimizer's masters would "
-        "be missing or rounded; load it with the same param_dtype, or into a forward-only model"
+        f"{path} counts {steps} optimizer steps for {name} and {manifest.optimizer_steps} for most others, as it had no "
+        "gradient in the rest; Megatron's Adam counts them for all together, so load it with backend='native'"
     )
+
+
+def _names(handle: BridgeHandle) -> StoredNames:
+    return StoredNames(handle.converter.conversions, handle.models[0].config)
 
 
 def _shapes(handle: BridgeHandle) -> dict[str, tuple[int, ...]]:

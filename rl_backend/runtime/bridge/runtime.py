@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Concatenate, Literal
+from typing import Any, Concatenate, Literal
 
 import torch
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -237,7 +237,13 @@ class BridgeRuntime(HeldRuntime[BridgeHandle]):
 
     @_with_megatron
     def save_checkpoint(
-        self, handle: BridgeHandle, path: Path | str, *, hf: bool = False, asynchronous: bool = False
+        self,
+        handle: BridgeHandle,
+        path: Path | str,
+        *,
+        hf: bool = False,
+        asynchronous: bool = False,
+        extra: Mapping[str, Any] | None = None,
     ) -> None:
         """See the base class. ``hf`` writes ``param_dtype``; with ``asynchronous`` it is refused."""
         self._use(handle)
@@ -250,28 +256,31 @@ class BridgeRuntime(HeldRuntime[BridgeHandle]):
                 source=handle.config.hf_path,
                 hf_config=handle.hf_config,
                 asynchronous=asynchronous,
+                extra=extra,
             )
             return
         handle.trainer("save_checkpoint of training state")
         self._writer.save_training_state(
-            handle, Path(path), lambda: (all_tensors(handle), training_manifest(handle)), asynchronous=asynchronous
+            handle,
+            Path(path),
+            lambda: (all_tensors(handle), training_manifest(handle)),
+            asynchronous=asynchronous,
+            extra=extra,
         )
 
     @_with_megatron
-    def load_checkpoint(self, handle: BridgeHandle, path: Path | str) -> None:
+    def load_checkpoint(self, handle: BridgeHandle, path: Path | str) -> dict[str, Any]:
         """See the base class. The layout and the world size may differ from those that saved.
 
         Random state: a rank takes that of the same rank; ranks that the checkpoint does not have keep their own.
-
-        Raises:
-            CheckpointError: also one of another ``param_dtype``, unless the handle is forward-only.
         """
         self._use(handle, damaged_too=True)
         handle.placement.require("load_checkpoint", "model", *(() if handle.forward_only else ("optimizer",)))
         self._writer.wait()
-        load_training_checkpoint(handle, Path(path))
+        manifest = load_training_checkpoint(handle, Path(path))
         if not handle.forward_only:
             self.zero_grad(handle)
+        return manifest.extra
 
     def is_mp_src_rank_with_outputs(self, handle: BridgeHandle) -> bool:
         self._use(handle)

@@ -1,20 +1,21 @@
-"""Where this rank's tensors lie in the whole ones, as Megatron's sharded state dict tells it."""
+"""Where this rank's tensors lie in Hugging Face's, by way of Megatron's sharded state dict."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
 
-from rl_backend.checkpoint.pieces import TensorPieces, boxes
+from rl_backend.checkpoint.pieces import Box, TensorPieces, boxes
 from rl_backend.contracts import UnsupportedError
 from rl_backend.runtime.bridge.outputs import CriticOutputLayer
+from rl_backend.runtime.bridge.stored_rows import StoredNames, StoredRows
 
 _METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": False}
 
@@ -32,6 +33,7 @@ class Placed:
         offsets: of the block in the whole tensor.
         prepended: dimensions of the whole tensor that the block does not have (the expert).
         writes: this rank's copy is the one that is saved, but for data-parallel copies.
+        rows: of the whole tensor, or of the block's expert, in Hugging Face's; None where they have no place there.
     """
 
     key: str
@@ -42,15 +44,32 @@ class Placed:
     offsets: tuple[int, ...]
     prepended: int
     writes: bool
+    rows: tuple[StoredRows, ...] | None
 
 
-def placed_tensors(models: Sequence[nn.Module]) -> list[Placed]:
+class Piece(NamedTuple):
+    """Elements that lie together in a block, and where they are in a tensor of a checkpoint.
+
+    Attributes:
+        name, shape: of that tensor.
+        offsets, sizes: the rectangle of it.
+        start: of the first element in the block.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+
+
+def placed_tensors(models: Sequence[nn.Module], names: StoredNames) -> list[Placed]:
     """Every parameter and stored buffer of this rank's chunks."""
-    return [placed for model in models for entry in _leaves(_sharded_state(model)) for placed in _placed(entry)]
+    return [placed for model in models for entry in _leaves(_sharded_state(model)) for placed in _placed(entry, names)]
 
 
 def pieces_of(placed: Sequence[Placed], flat: Mapping[int, tuple[int, int, Tensor]]) -> dict[str, TensorPieces]:
-    """Pieces by key.
+    """Pieces by the name that a checkpoint has for the whole tensor: Hugging Face's, or ``megatron.`` and Megatron's.
 
     Args:
         flat: ``id`` of a tensor of the model -> start, end and the elements between them, flat: the tensor's own, or what an
@@ -61,16 +80,33 @@ def pieces_of(placed: Sequence[Placed], flat: Mapping[int, tuple[int, int, Tenso
         if id(each.tensor) not in flat:
             continue
         start, end, elements = flat[id(each.tensor)]
-        size = math.prod(each.shape)
-        first, last = max(start, each.start), min(end, each.start + size)
-        pieces = found.setdefault(each.key, TensorPieces(each.whole_shape, {}, writes=each.writes)).pieces
+        first, last = max(start, each.start), min(end, each.start + math.prod(each.shape))
         for box in boxes(each.shape, first - each.start, last - each.start):
-            at = each.start + box.start - start
-            offsets = (0,) * each.prepended + box.offsets
-            pieces[tuple(a + b for a, b in zip(each.offsets, offsets, strict=True))] = elements[
-                at : at + math.prod(box.sizes)
-            ].view((1,) * each.prepended + box.sizes)
+            for piece in _split(each, box):
+                at = each.start + piece.start - start
+                pieces = found.setdefault(piece.name, TensorPieces(piece.shape, {}, writes=each.writes)).pieces
+                pieces[piece.offsets] = elements[at : at + math.prod(piece.sizes)].view(piece.sizes)
     return found
+
+
+def _split(placed: Placed, box: Box) -> Iterator[Piece]:
+    """A rectangle of a block, cut where its rows part in Hugging Face's tensors. Rows that pad a vocabulary are left out."""
+    offsets = tuple(a + b for a, b in zip(placed.offsets, (0,) * placed.prepended + box.offsets, strict=True))
+    if placed.rows is None:
+        yield Piece(f"megatron.{placed.key}", placed.whole_shape, offsets, (1,) * placed.prepended + box.sizes, box.start)
+        return
+    row, *others = offsets[placed.prepended :]
+    num_rows, *sizes = box.sizes
+    for run in placed.rows:
+        first, last = max(row, run.start), min(row + num_rows, run.stop)
+        if first < last:
+            yield Piece(
+                run.name,
+                run.shape,
+                (run.at + first - run.start, *others),
+                (last - first, *sizes),
+                box.start + (first - row) * math.prod(sizes),
+            )
 
 
 def _sharded_state(model: Any) -> Any:
@@ -81,7 +117,7 @@ def _sharded_state(model: Any) -> Any:
     return model.sharded_state_dict(metadata=metadata)
 
 
-def _placed(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[Placed]:
+def _placed(entry: ShardedTensor | ShardedTensorFactory, names: StoredNames) -> Iterator[Placed]:
     blocks = list(_leaves(entry.build())) if isinstance(entry, ShardedTensorFactory) else [entry]
     for block in blocks:
         assert isinstance(block, ShardedTensor), "a factory builds sharded tensors"
@@ -91,6 +127,8 @@ def _placed(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[Placed]:
                 "the bridge runtime does not save",
                 name=block.key,
             )
+        offsets, prepended = tuple(block.global_offset), block.prepend_axis_num
+        num_rows = block.global_shape[prepended]
         replica = block.replica_id if isinstance(block.replica_id, tuple) else (block.replica_id,)
         yield Placed(
             key=block.key,
@@ -98,10 +136,11 @@ def _placed(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[Placed]:
             start=block.data.storage_offset() - entry.data.storage_offset(),
             shape=tuple(block.local_shape),
             whole_shape=tuple(block.global_shape),
-            offsets=tuple(block.global_offset),
-            prepended=block.prepend_axis_num,
+            offsets=offsets,
+            prepended=prepended,
             # The last number counts data-parallel ranks: each has a part of the optimizer's state.
             writes=not any(replica[:-1]),
+            rows=names.rows(entry.data, block.key, num_rows, offsets[0] if prepended else None),
         )
 
 

@@ -1,24 +1,28 @@
-"""What a native checkpoint holds, and loading one into any layout."""
+"""What a native checkpoint holds, and loading one of either runtime into any layout."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.pieces import TensorPieces
 from rl_backend.checkpoint.training_state import StateTensors
-from rl_backend.parallel.shards import local_region, local_tensor, owns
+from rl_backend.contracts import stored_tensors
+from rl_backend.parallel.shards import Region, local_region, local_tensor, owns
 from rl_backend.runtime import held_state
 from rl_backend.runtime.native import fsdp_state
 from rl_backend.runtime.native.handle import NativeHandle
 
-_STEPS = "optimizer.step"
+_STEP, _MOMENTS = "step", ("exp_avg", "exp_avg_sq")
 
 
-def load_training_checkpoint(handle: NativeHandle, path: Path) -> None:
+def load_training_checkpoint(handle: NativeHandle, path: Path) -> TrainingManifest:
     """Restores a handle from ``path``; a forward-only one takes the weights and their version."""
 
     def tensors() -> StateTensors:
@@ -28,13 +32,15 @@ def load_training_checkpoint(handle: NativeHandle, path: Path) -> None:
     manifest, loaded = held_state.load_state(handle, path, _shapes(handle), tensors, handle.groups.host_group)
     _fill_copies(handle)
     if handle.optimizer is not None:
+        _restore_steps(handle, manifest)
         handle.optimizer.restore_schedule(manifest.schedule_steps)
         _drop_gradients(handle)
         held_state.restore_random_state(loaded, handle.groups.device)
+    return manifest
 
 
 def all_tensors(handle: NativeHandle) -> StateTensors:
-    """Weights, moments and random state by name: pieces of whole tensors, whose names do not depend on the layout.
+    """Weights, moments and random state by name: pieces of Hugging Face's tensors, whatever the layout.
 
     Of a forward-only handle the weights.
     """
@@ -43,33 +49,74 @@ def all_tensors(handle: NativeHandle) -> StateTensors:
         original = handle.stage_copies.get(name, name)
         if original != name and original in handle.parameters:
             continue
-        is_copy = original != name
-        tensors[f"{kind}.{original}"] = tensor if kind == _STEPS else _piece(handle.parameters[name], tensor, is_copy)
+        tensors |= _pieces(handle, kind, name, tensor)
     if handle.optimizer is not None:
         tensors |= held_state.random_state(handle.groups.device)
     return tensors
 
 
 def training_manifest(handle: NativeHandle) -> TrainingManifest:
-    """Everything of the training state that is not a tensor."""
-    return held_state.training_manifest(handle, _shapes(handle), handle.trainer("training state").schedule.num_steps)
+    """Everything of the training state that is not a tensor. A collective."""
+    return held_state.training_manifest(handle, _shapes(handle), _progress(handle))
 
 
 def _held_tensors(handle: NativeHandle) -> Iterator[tuple[str, str, Tensor]]:
-    """(what it is, name of the parameter, tensor); all but step counts are laid out as the parameter is."""
+    """(what it is, name of the parameter, tensor laid out as the parameter is)."""
     for name, parameter in handle.parameters.items():
         yield "model", name, parameter
     if handle.optimizer is not None:
         for key, tensor in handle.optimizer.state_tensors().items():
             kind, _, name = key.partition(".")
-            yield f"optimizer.{kind}", name, tensor
+            if kind in _MOMENTS:
+                yield f"optimizer.{kind}", name, tensor
 
 
-def _piece(parameter: Tensor, tensor: Tensor, is_copy: bool) -> TensorPieces:
-    local = local_tensor(tensor)
-    offsets = tuple(part.start for part in local_region(parameter))
-    pieces = {offsets: local} if local.numel() else {}
-    return TensorPieces(parameter.shape, pieces, writes=owns(parameter) and not is_copy)
+def _pieces(handle: NativeHandle, kind: str, name: str, tensor: Tensor) -> Iterator[tuple[str, TensorPieces]]:
+    """Of a parameter that packs several tensors, those that this rank has a part of."""
+    original = handle.stage_copies.get(name, name)
+    parameter = handle.parameters[name]
+    local, region = local_tensor(tensor), local_region(parameter)
+    writes = owns(parameter) and original == name
+    for index, stored in stored_tensors(handle.weight_names[original]):
+        place = tuple(i - part.start for i, part in zip(index, region, strict=False))
+        if all(part.start <= i < part.stop for i, part in zip(index, region, strict=False)):
+            yield f"{kind}.{stored}", _piece(parameter.shape[len(index) :], local[place], region[len(index) :], writes)
+
+
+def _piece(whole: tuple[int, ...], local: Tensor, region: Region, writes: bool) -> TensorPieces:
+    offsets = tuple(part.start for part in region)
+    return TensorPieces(whole, {offsets: local} if local.numel() else {}, writes=writes)
+
+
+def _progress(handle: NativeHandle) -> held_state.Progress:
+    """AdamW counts steps for each parameter: one without a gradient does not take part. Of use on rank 0."""
+    group = handle.groups.host_group
+    parts: list[dict[str, int]] = [{}] * dist.get_world_size(group)
+    dist.gather_object(_steps(handle), parts if dist.get_rank(group) == 0 else None, group=group, group_dst=0)
+    steps = {name: count for part in parts for name, count in part.items()}
+    usual = Counter(steps.values()).most_common(1)[0][0] if steps else 0
+    fewer = {name: count for name, count in steps.items() if count != usual}
+    return held_state.Progress(handle.trainer("training state").schedule.num_steps, usual, fewer)
+
+
+def _steps(handle: NativeHandle) -> dict[str, int]:
+    """First Hugging Face name of each parameter of this rank -> steps."""
+    counts = dict(_step_tensors(handle))
+    values = torch.stack(list(counts.values())).tolist() if counts else []
+    return {name: int(count) for name, count in zip(counts, values, strict=True)}
+
+
+def _restore_steps(handle: NativeHandle, manifest: TrainingManifest) -> None:
+    for name, tensor in _step_tensors(handle):
+        tensor.fill_(manifest.fewer_steps.get(name, manifest.optimizer_steps))
+
+
+def _step_tensors(handle: NativeHandle) -> Iterator[tuple[str, Tensor]]:
+    """(first Hugging Face name, step count) of each parameter, copies too."""
+    state = handle.trainer("training state").state_tensors()
+    for name in handle.parameters:
+        (_, stored), *_ = stored_tensors(handle.weight_names[handle.stage_copies.get(name, name)])
+        yield stored, state[f"{_STEP}.{name}"]
 
 
 def _fill_copies(handle: NativeHandle) -> None:
@@ -89,4 +136,8 @@ def _drop_gradients(handle: NativeHandle) -> None:
 
 
 def _shapes(handle: NativeHandle) -> dict[str, tuple[int, ...]]:
-    return {name: layout.shards.shape for name, layout in handle.layouts.items()}
+    return {
+        stored: tuple(handle.layouts[name].shards.shape[len(index) :])
+        for name, names in handle.weight_names.items()
+        for index, stored in stored_tensors(names)
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -212,7 +212,13 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
             return record_activations(handle, data)
 
     def save_checkpoint(
-        self, handle: NativeHandle, path: Path | str, *, hf: bool = False, asynchronous: bool = False
+        self,
+        handle: NativeHandle,
+        path: Path | str,
+        *,
+        hf: bool = False,
+        asynchronous: bool = False,
+        extra: Mapping[str, Any] | None = None,
     ) -> None:
         """See the base class. ``hf`` with ``asynchronous`` is refused."""
         self._use(handle)
@@ -226,14 +232,19 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
                 source=handle.config.hf_path,
                 hf_config=handle.hf_config,
                 asynchronous=asynchronous,
+                extra=extra,
             )
             return
         handle.trainer("save_checkpoint of training state")
         self._writer.save_training_state(
-            handle, Path(path), lambda: (all_tensors(handle), training_manifest(handle)), asynchronous=asynchronous
+            handle,
+            Path(path),
+            lambda: (all_tensors(handle), training_manifest(handle)),
+            asynchronous=asynchronous,
+            extra=extra,
         )
 
-    def load_checkpoint(self, handle: NativeHandle, path: Path | str) -> None:
+    def load_checkpoint(self, handle: NativeHandle, path: Path | str) -> dict[str, Any]:
         """See the base class. The world size may differ from the one that saved.
 
         Random state: a rank takes that of the same rank; ranks that the checkpoint does not have keep their own.
@@ -242,7 +253,7 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
         handle.settle_everywhere()
         handle.placement.require("load_checkpoint", "model", *(() if handle.forward_only else ("optimizer",)))
         self._writer.wait()
-        load_training_checkpoint(handle, Path(path))
+        return load_training_checkpoint(handle, Path(path)).extra
 
     def is_mp_src_rank_with_outputs(self, handle: NativeHandle) -> bool:
         self._use(handle)
