@@ -1,0 +1,214 @@
+"""The checkpoints of one run: several models and the loop's own state as one, committed by one rename."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_backend.checkpoint.digesting_writer import file_facts
+from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts
+from rl_backend.checkpoint.run_manifest import RUN_FILE, RunCheckpoint, RunManifest, read_run_checkpoint
+from rl_backend.contracts import CheckpointError, ConfigError
+
+LATEST = "latest"
+
+_COMMITTED = re.compile(r"step-(\d{8,})")
+_LEFT_BEHIND = re.compile(r"\.step-\d{8,}\.(incomplete|removed)|\.latest\.new")
+
+logger = logging.getLogger(__name__)
+
+
+class RunCheckpoints:
+    """The checkpoints of one run under ``root``: ``step-00000010`` and so on, and ``latest``, a link to the newest.
+
+    Models are saved into a draft, which :meth:`commit` renames: a save that was cut off is never taken for a checkpoint::
+
+        checkpoints = RunCheckpoints("runs/mine/checkpoints", keep_last=3)
+        runtime.save_checkpoint(policy, checkpoints.draft(step) / "policy")      # every rank
+        runtime.save_checkpoint(critic, checkpoints.draft(step) / "critic")
+        if dist.get_rank() == 0:
+            checkpoints.commit(step, {"batches": batches_taken})                 # one process, after the saves
+
+    :meth:`clean_up`, :meth:`commit` and :meth:`latest` are for one process of the run, its driver or rank 0, which tells the
+    others what it found: on a shared file system ranks that look for themselves may see different directories. One run
+    writes to a ``root`` at a time.
+
+    Args:
+        root: made by the first save.
+        keep_last: committed checkpoints to keep; a new one is committed before an old one is removed. None keeps all.
+
+    Raises:
+        ConfigError: ``keep_last`` below 1.
+    """
+
+    def __init__(self, root: Path | str, keep_last: int | None = None) -> None:
+        if keep_last is not None and keep_last < 1:
+            raise ConfigError.of("RunCheckpoints.keep_last", keep_last, "expected at least 1, or None to keep all")
+        self.root = Path(root)
+        self.keep_last = keep_last
+
+    def steps(self) -> list[int]:
+        """Steps of the committed checkpoints, in order."""
+        return [step for step, _ in self._committed()]
+
+    def latest(self) -> RunCheckpoint | None:
+        """The newest committed checkpoint; None without any.
+
+        Found by looking at the directories, not at ``latest``, which a run that was killed may have left behind.
+
+        Raises:
+            CheckpointError: it is damaged. An earlier one is not taken in its place, because the run had gone on.
+        """
+        committed = self._committed()
+        return read_run_checkpoint(committed[-1][1]) if committed else None
+
+    def draft(self, step: int) -> Path:
+        """The directory that holds the checkpoint of ``step`` until it is committed; the same on every rank.
+
+        Files beside the models are committed, and later verified, with them.
+
+        Raises:
+            CheckpointError: that step has been committed.
+        """
+        path = self._path(step)
+        if path.exists():
+            raise CheckpointError(f"{path} exists; remove it, or save to another directory", path=str(path))
+        return self.root / f".{path.name}.incomplete"
+
+    def commit(self, step: int, state: Mapping[str, Any]) -> RunCheckpoint:
+        """Makes the draft of ``step`` a checkpoint, in one rename, then points ``latest`` to it and removes old ones.
+
+        Args:
+            state: what the loop needs to go on: JSON, with strings as keys.
+
+        Raises:
+            CheckpointError: a model is missing or still being saved, ``state`` is not JSON, or the file system refuses.
+        """
+        draft, path = self.draft(step), self._path(step)
+        kept = _json_state(state, draft)
+        try:
+            manifest = RunManifest(step=step, state=kept, files=_saved_files(draft))
+            with (draft / RUN_FILE).open("w") as stream:
+                stream.write(manifest.sealed_text())
+                stream.flush()
+                os.fsync(stream.fileno())
+            _sync(draft)
+            draft.rename(path)
+            _sync(self.root)
+            self._point_latest_to(path)
+        except OSError as error:
+            raise CheckpointError(f"cannot commit {path}: {error}", path=str(path)) from error
+        self._remove_old()
+        return RunCheckpoint(path, step, manifest.state, manifest.models)
+
+    def clean_up(self) -> None:
+        """Removes what a run that was killed has left unfinished, and points ``latest`` to the newest checkpoint.
+
+        To be called before the first save, when no other run writes to ``root``.
+
+        Raises:
+            CheckpointError: ``latest`` cannot be written.
+        """
+        if not self.root.is_dir():
+            return
+        for entry in self.root.iterdir():
+            if _LEFT_BEHIND.fullmatch(entry.name):
+                _remove(entry)
+        committed = self._committed()
+        if committed:
+            try:
+                self._point_latest_to(committed[-1][1])
+            except OSError as error:
+                raise CheckpointError(f"cannot write {self.root / LATEST}: {error}", path=str(self.root)) from error
+            self._remove_old()
+
+    def _path(self, step: int) -> Path:
+        return self.root / f"step-{step:08d}"
+
+    def _committed(self) -> list[tuple[int, Path]]:
+        if not self.root.is_dir():
+            return []
+        found = ((_COMMITTED.fullmatch(entry.name), entry) for entry in self.root.iterdir())
+        return sorted((int(match[1]), entry) for match, entry in found if match and entry.is_dir())
+
+    def _point_latest_to(self, path: Path) -> None:
+        new = self.root / ".latest.new"
+        new.unlink(missing_ok=True)
+        new.symlink_to(path.name)
+        new.replace(self.root / LATEST)
+        _sync(self.root)
+
+    def _remove_old(self) -> None:
+        if self.keep_last is None:
+            return
+        for _, path in self._committed()[: -self.keep_last]:
+            removed = path.with_name(f".{path.name}.removed")
+            try:
+                # Under its own name a half-removed directory would be taken for a damaged checkpoint.
+                path.rename(removed)
+            except OSError as error:
+                logger.warning("the old checkpoint %s could not be removed: %s", path, error)
+                continue
+            _remove(removed)
+
+
+def _saved_files(draft: Path) -> dict[str, FileFacts]:
+    """Of a draft in which every model's save is complete."""
+    files = {}
+    entries = sorted(draft.iterdir()) if draft.is_dir() else []
+    for entry in entries:
+        if entry.name.startswith("."):
+            raise CheckpointError(
+                f"{draft} has {entry.name}: a save has not finished; commit after wait_for_checkpoint", path=str(draft)
+            )
+        if entry.is_dir() and not (entry / MANIFEST_NAME).is_file():
+            raise CheckpointError(
+                f"{entry} has no {MANIFEST_NAME}; a run's checkpoint holds what save_checkpoint writes, without hf",
+                path=str(draft),
+            )
+        file = entry / MANIFEST_NAME if entry.is_dir() else entry
+        if file.name != RUN_FILE:
+            files[str(file.relative_to(draft))] = file_facts(file)
+    if not any(Path(name).name == MANIFEST_NAME for name in files):
+        raise CheckpointError(f"no model has been saved to {draft}; save at least one before the commit", path=str(draft))
+    return files
+
+
+def _json_state(state: Mapping[str, Any], draft: Path) -> dict[str, Any]:
+    given = dict(state)
+    try:
+        kept = json.loads(json.dumps(given))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the state for {draft} is not JSON: {error}", path=str(draft)) from None
+    changed = [name for name in given if kept.get(name) != given[name]]
+    if changed:
+        raise CheckpointError(
+            f"the state for {draft} would not be read back as it is: {changed[0]}={given[changed[0]]!r}; use lists, finite "
+            "numbers, and strings as keys",
+            path=str(draft),
+        )
+    return given
+
+
+def _remove(entry: Path) -> None:
+    try:
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+    except OSError as error:
+        logger.warning("%s, which is no checkpoint any more, could not be removed: %s", entry, error)
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

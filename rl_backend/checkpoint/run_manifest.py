@@ -1,0 +1,124 @@
+"""What a checkpoint of a run is: its models, the loop's own state, and how it is known to be complete."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import xxhash
+from pydantic import Field
+
+from rl_backend.checkpoint.digesting_writer import file_facts
+from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts
+from rl_backend.contracts import BaseConfig, CheckpointError, ConfigError
+
+RUN_FILE = "run.json"
+
+_SEAL = '"digest": "{}"'
+
+
+class RunManifest(BaseConfig):
+    """``run.json``, which makes a directory a checkpoint of a run.
+
+    Attributes:
+        format: version of the layout.
+        step: training steps taken.
+        state: the loop's own.
+        files: path -> size and digest, of each model's manifest and of every file beside the models.
+        digest: xxh3-64 of this file's text with the field empty.
+    """
+
+    format: Literal[1] = 1
+    step: int = Field(ge=0)
+    state: dict[str, Any]
+    files: dict[str, FileFacts]
+    digest: str = ""
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names of the directories of models."""
+        return tuple(Path(name).parent.name for name in self.files if Path(name).name == MANIFEST_NAME)
+
+    def sealed_text(self) -> str:
+        """The text of ``run.json``, with its digest."""
+        text = self.replace(digest="").model_dump_json(indent=1)
+        before, _, after = text.rpartition(_SEAL.format(""))
+        return before + _SEAL.format(_digest_of(text)) + after
+
+
+@dataclass(frozen=True)
+class RunCheckpoint:
+    """A committed checkpoint of a run.
+
+    Attributes:
+        step: training steps that it holds.
+        state: what :meth:`RunCheckpoints.commit` was given.
+        models: names of the directories that ``load_checkpoint`` takes.
+    """
+
+    path: Path
+    step: int
+    state: Mapping[str, Any]
+    models: tuple[str, ...]
+
+    def model(self, name: str) -> Path:
+        """The directory of one model.
+
+        Raises:
+            CheckpointError: there is none of that name.
+        """
+        if name not in self.models:
+            raise CheckpointError(
+                f"{self.path} holds no {name!r}, only {', '.join(self.models)}; load a checkpoint of a run that trained it",
+                path=str(self.path),
+                name=name,
+            )
+        return self.path / name
+
+
+def read_run_checkpoint(path: Path | str) -> RunCheckpoint:
+    """Reads ``run.json`` and verifies that the checkpoint is the one that was committed; a link is followed.
+
+    What is inside of each model, ``load_checkpoint`` verifies.
+
+    Raises:
+        CheckpointError: not a checkpoint of a run, or a file that is missing or has other bytes than were written.
+    """
+    given = Path(path)
+    path = given.resolve()
+    file = path / RUN_FILE
+    if not path.is_dir():
+        raise CheckpointError(f"{given} is not a directory; give a step-... directory of a run", path=str(given))
+    if not file.is_file():
+        hint = (
+            f"it is one model's; give {path.parent}, which holds the run's state as well"
+            if (path / MANIFEST_NAME).is_file()
+            else "give a step-... directory of a run, or remove it if it is what is left of one"
+        )
+        raise CheckpointError(f"{path} has no {RUN_FILE}, so it is no checkpoint of a run; {hint}", path=str(path))
+    try:
+        text = file.read_text()
+        manifest = RunManifest.model_validate_json(text)
+    except (ConfigError, OSError, ValueError) as error:
+        raise _damaged(path, RUN_FILE, str(error)) from None
+    before, _, after = text.rpartition(_SEAL.format(manifest.digest))
+    if _digest_of(before + _SEAL.format("") + after) != manifest.digest:
+        raise _damaged(path, RUN_FILE, "it has other bytes than were written")
+    for name, facts in manifest.files.items():
+        if not (path / name).is_file():
+            raise _damaged(path, name, "it is missing")
+        if file_facts(path / name) != facts:
+            raise _damaged(path, name, "it has other bytes than were written")
+    return RunCheckpoint(path, manifest.step, manifest.state, manifest.models)
+
+
+def _damaged(path: Path, name: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is damaged, {name}: {what}; remove the directory to go on from an earlier one", path=str(path), name=name
+    )
+
+
+def _digest_of(text: str) -> str:
+    return str(xxhash.xxh3_64_hexdigest(text.encode()))
