@@ -1,0 +1,154 @@
+"""``rl-backend export``: a Hugging Face directory out of a training checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+
+import torch
+
+from rl_backend.checkpoint.hf_export import export_checkpoint, source_of
+from rl_backend.checkpoint.hf_writer import DEFAULT_SHARD_BYTES
+from rl_backend.checkpoint.manifest import MANIFEST_NAME
+from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
+from rl_backend.checkpoint.run_manifest import RUN_FILE, read_run_checkpoint
+from rl_backend.checkpoint.training_weights import TrainingWeights
+from rl_backend.cli.errors import CommandError
+from rl_backend.cli.signals import exit_on_sigterm
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MIB, GIB = 2**20, 2**30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Exit status: 0 the directory is complete, 2 nothing was written. Every file of the checkpoint is verified first. "
+        "In memory are one shard and the largest tensor. docs/checkpoints.md says more."
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, required=True, metavar="DIR", help="of one model, or a step-... directory of a run"
+    )
+    parser.add_argument("--name", metavar="MODEL", help="which model of a run's checkpoint, for example policy")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new directory; must not exist")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of the weights (default: the param_dtype of the run; float32 loses nothing)"
+    )
+    parser.add_argument(
+        "--shard-size",
+        type=int,
+        default=DEFAULT_SHARD_BYTES,
+        metavar="BYTES",
+        help="largest size of one file (default 5 GiB)",
+    )
+    parser.add_argument(
+        "--source",
+        type=Path,
+        metavar="HF_DIR",
+        help="where configuration and tokenizer come from (default: the directory that the run began from)",
+    )
+    parser.add_argument("--json", action="store_true", help="print what was written as JSON instead of text")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Writes the directory and says what is in it.
+
+    Raises:
+        CommandError, CheckpointError: nothing was written.
+    """
+    out: Path = arguments.out
+    if arguments.shard_size < 1:
+        raise CommandError(f"--shard-size {arguments.shard_size}: must be at least 1")
+    if out.exists():
+        raise CommandError(f"--out {out}: exists already; choose a new directory")
+    if not out.parent.is_dir():
+        raise CommandError(f"--out {out}: {out.parent} is not a directory; create it first")
+    began = time.monotonic()
+    weights = TrainingWeights(_model_directory(arguments.checkpoint, arguments.name))
+    if out.resolve().is_relative_to(weights.path.resolve()):
+        raise CommandError(f"--out {out}: is inside of the checkpoint; choose a directory elsewhere")
+    source = source_of(weights, arguments.source)
+    dtype = arguments.dtype or weights.manifest.runtime_config.get("backend_cfg", {}).get("param_dtype", "float32")
+    sizes = [math.prod(shape) * DTYPES[dtype].itemsize for shape in weights.shapes.values()]
+    say = _Progress(quiet=arguments.json)
+    say.line(_describe(weights))
+    with exit_on_sigterm():
+        stored = sum(facts.num_bytes for facts in weights.manifest.files.values())
+        say.start(f"verifying {len(weights.manifest.files)} files", stored)
+        weights.verify(say.advance)
+        say.start(f"writing {len(sizes)} tensors in {dtype}", sum(sizes))
+        export_checkpoint(
+            weights, out, source, dtype=DTYPES[dtype], max_shard_bytes=arguments.shard_size, progress=say.advance
+        )
+    files = len(list(out.glob("*.safetensors")))
+    if arguments.json:
+        facts = {
+            "checkpoint": str(weights.path),
+            "out": str(out),
+            "source": str(source),
+            "model_type": weights.manifest.model_type,
+            "head": weights.manifest.head,
+            "weight_version": weights.manifest.weight_version,
+            "dtype": dtype,
+            "tensors": len(sizes),
+            "bytes": sum(sizes),
+            "files": files,
+            "seconds": round(time.monotonic() - began, 3),
+        }
+        print(json.dumps(facts, indent=1))
+    say.line(f"{out}: {files} {'file' if files == 1 else 'files'} of weights, in {time.monotonic() - began:.1f} s")
+    return 0
+
+
+class _Progress:
+    """Lines on what is being done, and of long work at most one every five seconds."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet = quiet
+
+    def line(self, text: str) -> None:
+        if not self._quiet:
+            print(text, flush=True)
+
+    def start(self, what: str, total: int) -> None:
+        self._done, self._total, self._said = 0, total, time.monotonic()
+        self.line(f"{what}, {_size(total)}")
+
+    def advance(self, num_bytes: int) -> None:
+        self._done += num_bytes
+        if time.monotonic() - self._said >= 5:
+            self._said = time.monotonic()
+            self.line(f"  {_size(self._done)} of {_size(self._total)}")
+
+
+def _model_directory(path: Path, name: str | None) -> Path:
+    """The checkpoint of one model: ``path`` itself, or the one in it that is meant."""
+    if (path / RUN_FILE).is_file():
+        checkpoint = read_run_checkpoint(path)
+        if name is not None:
+            return checkpoint.model(name)
+        if len(checkpoint.models) > 1:
+            raise CommandError(f"--checkpoint {path}: holds {', '.join(checkpoint.models)}; choose one with --name")
+        return checkpoint.model(checkpoint.models[0])
+    if name is not None:
+        raise CommandError(f"--name {name}: is for a checkpoint of a run; {path} has no {RUN_FILE}")
+    steps = RunCheckpoints(path).steps()
+    if steps and not (path / MANIFEST_NAME).is_file():
+        listed = ", ".join(str(step) for step in steps[-4:])
+        raise CommandError(f"--checkpoint {path}: holds the steps {listed} of a run; give one, or {path / 'latest'}")
+    return path
+
+
+def _describe(weights: TrainingWeights) -> str:
+    manifest = weights.manifest
+    backend, ranks = manifest.runtime_config.get("backend"), manifest.world_size
+    return (
+        f"{weights.path}: {manifest.model_type}{', a critic' if manifest.head == 'values' else ''}, weight version "
+        f"{manifest.weight_version}, written by the {backend} runtime on {ranks} {'rank' if ranks == 1 else 'ranks'}"
+    )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.2f} MiB"
