@@ -20,7 +20,9 @@ from rl_backend.contracts import CheckpointError
 
 DEFAULT_SHARD_BYTES = 5 * 2**30
 
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
+_WEIGHT_SUFFIXES = frozenset(
+    f".{suffix}" for suffix in "safetensors bin pt pth gguf h5 msgpack onnx ckpt ot npz tflite nemo pdparams distcp".split()
+)
 
 
 def write_hf_directory(
@@ -40,8 +42,8 @@ def write_hf_directory(
     Args:
         path: must not exist; its parent must.
         tensors: Hugging Face name -> tensor on any device; each is copied before the next is taken.
-        source_dir: the Hugging Face directory that the model came from; its configuration, tokenizer, chat templates and
-            generation settings are copied, its weights are not.
+        source_dir: the Hugging Face directory that the model came from; its configuration, tokenizer, chat templates,
+            generation settings, model card and code are copied, its weights and other folders are not.
         config: written to ``config.json`` in place of that of ``source_dir``.
         max_shard_bytes: largest size of one file; a larger tensor gets a file of its own.
 

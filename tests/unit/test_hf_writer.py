@@ -91,12 +91,14 @@ def test_tokenizer_and_generation_files_are_copied_and_weights_are_not(tied_mode
     source.mkdir()
     (source / "config.json").write_text((tied_model / "config.json").read_text())
     kept = ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "merges.txt", "chat_template.jinja"]
-    for name in (*kept, "old.safetensors", "pytorch_model.bin", WEIGHTS_INDEX, ".gitattributes"):
+    kept += ["README.md", "LICENSE", "modeling_mine.py", "additional_chat_templates/tools.jinja"]
+    dropped = ["old.safetensors", "pytorch_model.bin", "rust_model.ot", WEIGHTS_INDEX, ".gitattributes"]
+    for name in (*kept, *dropped, "original/consolidated.00.pth", "original/params.json"):
+        (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(name)
     write_hf_directory(tmp_path / "out", stored_tensors(tied_model), source)
-    assert sorted(entry.name for entry in (tmp_path / "out").iterdir()) == sorted(
-        [*kept, "config.json", "model.safetensors"]
-    )
+    written = {str(file.relative_to(tmp_path / "out")) for file in (tmp_path / "out").rglob("*") if file.is_file()}
+    assert written == {*kept, "config.json", "model.safetensors"}
 
 
 def test_an_existing_path_is_refused_and_left_alone(tied_model: Path, tmp_path: Path) -> None:
