@@ -20,8 +20,9 @@ from rl_backend.contracts import CheckpointError
 
 DEFAULT_SHARD_BYTES = 5 * 2**30
 
-_WEIGHT_SUFFIXES = frozenset(
-    f".{suffix}" for suffix in "safetensors bin pt pth gguf h5 msgpack onnx ckpt ot npz tflite nemo pdparams distcp".split()
+_WEIGHT_SUFFIXES = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".gguf", ".onnx", ".nemo"),
+    *(".h5", ".tflite", ".msgpack", ".npz", ".ot", ".pdparams"),
 )
 
 
