@@ -2,8 +2,10 @@
 
 ``adapter_fraction`` is the time that the adapter spends outside the runtime's atoms and verl's losses, as a part of the
 time in batches, over training and inference steps of a second and more. Each trainer runs as its script in
-``examples/verl`` does; GRPO and PPO start from the model that verl's SFT trainer made. With ``--only`` and ``--backend``
-one part is measured anew and the others are kept.
+``examples/verl`` does; GRPO and PPO start from the model that verl's SFT trainer made. ``grpo_R2`` and ``grpo_R3`` are GRPO
+on a mixture of experts with router replay, ``rollout_gap`` is what R3 makes of the difference between vLLM in bfloat16 and
+the trainer, ``resume`` a stopped and resumed GRPO beside one that went on, ``layouts`` first SFT steps on two ranks beside
+one's. With ``--only`` and ``--backend`` one part is measured anew and the others are kept.
 """
 
 from __future__ import annotations
@@ -15,67 +17,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.report import RESULTS, machine, write_result
-from examples.verl import grpo, ppo, sft
-from examples.verl.rl import RLOptions
-
-type Backend = Literal["native", "bridge"]
+from benchmarks.verl_trainers import Backend, run_part
 
 BACKENDS: tuple[Backend, ...] = ("native", "bridge")
-PARTS = ("overhead", "sft", "grpo", "ppo")
+PARTS = ("overhead", "sft", "grpo", "ppo", "grpo_R2", "grpo_R3", "rollout_gap", "resume", "layouts")
 SEQUENCES, LENGTH, MICRO_BATCH_TOKENS, MEASURED_STEPS = 8, 256, 512, 3
-
-
-def sft_options(backend: Backend, folder: Path, steps: int) -> sft.SFTOptions:
-    return sft.SFTOptions(backend=backend, run_dir=str(folder / "sft"), steps=steps)
-
-
-def run_sft(options: sft.SFTOptions) -> dict[str, Any]:
-    """verl's SFT trainer from random weights; losses in nats a token."""
-    started = time.perf_counter()
-    found = read_metrics(sft.train(options))
-    return {
-        "loss_start": found[1]["train/loss"],
-        "loss_end": found[max(found)]["train/loss"],
-        "held_out_loss_end": found[max(found)]["val/loss"],
-        "steps": max(found),
-        "seconds": time.perf_counter() - started,
-    }
-
-
-def run_rl[O: RLOptions](options: O, train: Callable[[O], Path]) -> dict[str, Any]:
-    """verl's ``main_ppo``; ``reward`` is the share of right answers on prompts not trained on, greedy."""
-    started = time.perf_counter()
-    found = read_metrics(train(options))
-    return {
-        "reward_start": held_out_reward(found[0]),
-        "reward_end": held_out_reward(found[max(found)]),
-        "max_rollout_probs_diff": max(step.get("training/rollout_probs_diff_max", 0.0) for step in found.values()),
-        "steps": max(found),
-        "seconds": time.perf_counter() - started,
-    }
-
-
-def read_metrics(path: Path) -> dict[int, dict[str, float]]:
-    """Step -> metrics, of verl's file logger."""
-    found: dict[int, dict[str, float]] = {}
-    for line in path.read_text().splitlines():
-        entry = json.loads(line)
-        found.setdefault(entry["step"], {}).update(entry["data"])
-    return found
-
-
-def held_out_reward(metrics: Mapping[str, float]) -> float:
-    (value,) = (value for name, value in metrics.items() if name.startswith("val-core/") and "mean@1" in name)
-    return value
 
 
 def overhead(backend: Backend) -> dict[str, Any]:
@@ -163,16 +118,7 @@ def measure(part: str, backend: Backend, folder: Path, steps: int, sft_steps: in
     if part == "overhead":
         command = [sys.executable, "-m", "benchmarks.verl", "--measure-overhead", backend]
         return dict(json.loads(subprocess.check_output(command, text=True).splitlines()[-1]))
-    warm = sft_options(backend, folder, sft_steps)
-    if part == "sft":
-        return run_sft(warm)
-    model = sft.trained_model(warm)
-    if not model.exists():
-        sft.train(warm)
-    options = {"backend": backend, "model": str(model), "run_dir": str(folder / part), "steps": steps}
-    if part == "grpo":
-        return run_rl(grpo.GRPOOptions(**options), grpo.train)
-    return run_rl(ppo.PPOOptions(**options), ppo.train)
+    return run_part(part, backend, folder, steps, sft_steps)
 
 
 def record(part: str, backend: Backend, found: Mapping[str, Any]) -> None:
@@ -188,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=PARTS, action="append", help="this part (may be given several times)")
     parser.add_argument("--backend", choices=BACKENDS, help="this runtime; without it, both")
-    parser.add_argument("--steps", type=int, default=60, help="steps of GRPO and PPO")
+    parser.add_argument("--steps", type=int, default=30, help="steps of GRPO and PPO")
     parser.add_argument("--sft-steps", type=int, default=700, help="steps of SFT")
     parser.add_argument("--folder", type=Path, help="where the runs are left, and SFT's model is taken from if it is there")
     parser.add_argument("--measure-overhead", choices=BACKENDS, help=argparse.SUPPRESS)

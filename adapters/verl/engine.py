@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, override
 
 import torch
@@ -18,9 +17,9 @@ from verl.workers.engine.utils import enable_full_determinism, hf_delta_export
 from adapters.verl.checkpoints import EngineCheckpoints
 from adapters.verl.cpu_platform import require_device
 from adapters.verl.engine_mode import EngineMode
-from adapters.verl.micro_batches import MicroBatches, cut_batch
+from adapters.verl.micro_batches import cut_batch
 from adapters.verl.outputs import MicroBatchLoss, VerlLoss, as_verl_output
-from adapters.verl.routes import router_replay, routes_of
+from adapters.verl.routes import BatchRoutes, router_replay
 from adapters.verl.settings import engine_settings, optimizer_settings
 from adapters.verl.timing import AdapterTime
 from adapters.verl.weight_export import delta_entry, shards_with_specs
@@ -142,7 +141,14 @@ class RuntimeEngine(BaseEngine):
         """
         with self.time.batch():
             replay = router_replay(data, self.settings.router_replay, forward_only=forward_only)
-            batch = self._cut(data, replays=replay == "replay")
+            routes = self._routes() if replay == "replay" else None
+            batch = cut_batch(
+                data,
+                self._runtime.place,
+                multiple=self.handle.micro_batch_multiple,
+                cp_size=self.settings.runtime.backend_cfg.parallel.cp,
+                routes=routes,
+            )
             loss = None if loss_function is None else MicroBatchLoss(loss_function, self.time)
             with self.time.runtime():
                 result = self._runtime.forward_backward(
@@ -150,14 +156,8 @@ class RuntimeEngine(BaseEngine):
                 )
             return as_verl_output(result, batch, loss) if self.is_mp_src_rank_with_outputs() else {}
 
-    def _cut(self, data: TensorDict, *, replays: bool) -> MicroBatches:
-        settings, handle = self.settings, self.handle
-        options: dict[str, Any] = {}
-        if replays:
-            num_layers = len(handle.routed_layers.sparse)
-            options["further"] = partial(routes_of, mode=settings.router_replay, num_layers=num_layers)
-        cp_size = settings.runtime.backend_cfg.parallel.cp
-        return cut_batch(data, self._runtime.place, multiple=handle.micro_batch_multiple, cp_size=cp_size, **options)
+    def _routes(self) -> BatchRoutes:
+        return BatchRoutes(self.settings.router_replay, len(self.handle.routed_layers.sparse))
 
     @override
     def optimizer_zero_grad(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -25,18 +25,19 @@ class EngineMode(BaseEngineCtx):
     def __init__(self, engine: RuntimeEngine, mode: str, **options: Any) -> None:
         super().__init__(engine, mode, **options)
         self._outer_mode: str | None = None
-        self._runtime_mode: AbstractContextManager[None] | None = None
+        self._undo = ExitStack()
         self._leaving = False
 
     def __enter__(self) -> None:
-        self._runtime_mode = self.engine.runtime_mode(self.mode)
-        self._runtime_mode.__enter__()
         self._outer_mode = self.engine.mode
-        super().__enter__()
+        with ExitStack() as undo:
+            undo.enter_context(self.engine.runtime_mode(self.mode))
+            undo.callback(setattr, self.engine, "mode", self._outer_mode)
+            super().__enter__()
+            self._undo = undo.pop_all()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        assert self._runtime_mode is not None, "entered"
-        self._runtime_mode.__exit__(kind, error, trace)
+        self._undo.close()
         if self.mode == "train" and (self.zero_grad_on_exit or kind is not None):
             self.engine.optimizer_zero_grad()
         self._leaving = True

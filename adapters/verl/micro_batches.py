@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -15,7 +14,9 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.workers.engine.utils import prepare_micro_batches
 
-from rl_backend.contracts import BatchError, PackedBatch, UnsupportedError
+from adapters.verl.routes import BatchRoutes
+from rl_backend.contracts import BatchError, PackedBatch, RLBackendError, UnsupportedError
+from rl_backend.contracts.routed_experts import ROUTES_LAYERS
 from rl_backend.runtime import RankPlace
 
 _UNSUPPORTED = {
@@ -23,10 +24,6 @@ _UNSUPPORTED = {
     "distillation_only": "top-k distillation reads logits, which are never kept",
     "calculate_sum_pi_squared": "the sum of squared probabilities is not computed",
 }
-
-
-type FurtherFields = Callable[[TensorDict], tuple[Mapping[str, Tensor], Mapping[str, Any]]]
-"""Token fields and meta of a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -61,29 +58,27 @@ def cut_batch(
     *,
     multiple: int,
     cp_size: int,
-    further: FurtherFields = lambda _: ({}, {}),
+    routes: BatchRoutes | None = None,
 ) -> MicroBatches:
     """Cuts this rank's batch as verl does, and packs it.
 
     ``data`` and every micro-batch are given what verl's losses read: ``dp_size``, ``batch_num_tokens`` (``loss_mask`` summed
-    over the data-parallel ranks) and ``num_micro_batch``. A collective over the data-parallel ranks.
+    over the data-parallel ranks) and ``num_micro_batch``. A collective over the data-parallel ranks, which refuse together.
 
     Args:
         data: ``input_ids`` jagged (B, L_i); ``loss_mask`` jagged over all tokens or over the response, or dense.
         multiple: with ``use_dynamic_bsz``, the number of micro-batches is one of its multiples.
         cp_size: ranks that share a micro-batch; verl's ``max_token_len_per_gpu`` is for each of them.
-        further: what a micro-batch carries beside its tokens.
+        routes: what the batch has for a replay.
 
     Raises:
-        BatchError: ``input_ids`` that are not jagged, positions that do not count each sequence's tokens from 0.
+        BatchError: ``input_ids`` that are not jagged, positions that do not count each sequence's tokens from 0, sequences
+            longer than a micro-batch, a number of them that micro-batches do not divide, wrong routes; or another rank
+            refused its batch.
         UnsupportedError: what the model or the losses would need and do not get.
     """
-    _require_supported(data)
-    mask = data["loss_mask"]
-    num_tokens = (mask.values() if mask.is_nested else mask).sum().to(place.device)
-    if place.data_parallel_size > 1:
-        dist.all_reduce(num_tokens, group=place.data_parallel_group)
-    tu.assign_non_tensor(data, sp_size=cp_size, dp_size=place.data_parallel_size, batch_num_tokens=num_tokens.item())
+    num_tokens = _agreed_num_tokens(data, place, _problem(data, cp_size, routes))
+    tu.assign_non_tensor(data, sp_size=cp_size, dp_size=place.data_parallel_size, batch_num_tokens=num_tokens)
     micro_batches, indices = prepare_micro_batches(
         data,
         dp_group=place.data_parallel_group,
@@ -92,22 +87,54 @@ def cut_batch(
     )
     for each in (data, *micro_batches):
         tu.assign_non_tensor(each, num_micro_batch=len(micro_batches))
-    packed = [_pack(MicroBatch(index, each), *further(each)) for index, each in enumerate(micro_batches)]
+    packed = [_pack(MicroBatch(index, each), routes) for index, each in enumerate(micro_batches)]
     return MicroBatches(packed, list(chain.from_iterable(indices)) if indices else list(range(len(data))))
 
 
-def _pack(micro_batch: MicroBatch, token_fields: Mapping[str, Tensor], further_meta: Mapping[str, Any]) -> PackedBatch:
+def _problem(data: TensorDict, cp_size: int, routes: BatchRoutes | None) -> RLBackendError | None:
+    """What is wrong with this rank's batch by itself."""
+    try:
+        _require_supported(data)
+        _require_positions(data)
+        _require_cuttable(data, cp_size)
+        if routes is not None:
+            routes.require(data)
+    except RLBackendError as error:
+        return error
+    return None
+
+
+def _agreed_num_tokens(data: TensorDict, place: RankPlace, problem: RLBackendError | None) -> float:
+    """``loss_mask`` summed over the data-parallel ranks, in the collective in which they learn of each other's problems."""
+    mask = data["loss_mask"]
+    num_tokens = (mask.values() if mask.is_nested else mask).sum().to(place.device)
+    facts = torch.stack([num_tokens, torch.full_like(num_tokens, problem is not None)])
+    if place.data_parallel_size > 1:
+        dist.all_reduce(facts, group=place.data_parallel_group)
+    total, refusing = facts.tolist()
+    if problem is not None:
+        raise problem
+    if refusing:
+        raise BatchError(
+            f"{refusing:.0f} of {place.data_parallel_size} data-parallel ranks refused their batches; nothing ran on any"
+        )
+    return float(total)
+
+
+def _pack(micro_batch: MicroBatch, routes: BatchRoutes | None) -> PackedBatch:
     data = micro_batch.data
     input_ids = data["input_ids"]
-    calculate_entropy = bool(tu.get(data, "calculate_entropy", False))
-    meta: dict[str, Any] = {**further_meta, "calculate_entropy": calculate_entropy}
+    meta: dict[str, Any] = {"calculate_entropy": bool(tu.get(data, "calculate_entropy", False))}
+    token_fields: dict[str, Tensor] = {}
+    if routes is not None:
+        token_fields, meta[ROUTES_LAYERS] = routes.of(data)
     sequence_fields = {}
     temperature = torch.as_tensor(tu.get(data, "temperature", 1.0), dtype=torch.float32)
     if temperature.dim() > 0:
         sequence_fields["temperature"] = temperature.reshape(len(data))
     else:
         meta["temperature"] = float(temperature)
-    packed = PackedBatch(
+    return PackedBatch(
         input_ids.values().to(torch.int64),
         input_ids.offsets().diff().cpu(),
         token_fields=token_fields,
@@ -115,12 +142,38 @@ def _pack(micro_batch: MicroBatch, token_fields: Mapping[str, Tensor], further_m
         meta=meta,
         payload=micro_batch,
     )
+
+
+def _require_positions(data: TensorDict) -> None:
     positions = data.get("position_ids", None)
-    if positions is not None and positions.is_nested and not torch.equal(positions.values(), packed.position_ids):
+    if positions is None or not positions.is_nested:
+        return
+    offsets = positions.offsets()
+    starts = offsets[:-1].repeat_interleave(offsets.diff())
+    if not torch.equal(positions.values(), torch.arange(len(starts), device=starts.device) - starts):
         raise BatchError(
             "position_ids do not count the tokens of each sequence from 0; the models here always do", name="position_ids"
         )
-    return packed
+
+
+def _require_cuttable(data: TensorDict, cp_size: int) -> None:
+    """What verl asserts on one rank while the others go on to a collective."""
+    if tu.get(data, "use_dynamic_bsz", True):
+        limit, longest = tu.get(data, "max_token_len_per_gpu"), int(data["input_ids"].offsets().diff().max())
+        if limit is None or longest > limit * cp_size:
+            raise BatchError(
+                f"max_token_len_per_gpu={limit} times {cp_size} context-parallel ranks does not hold the longest sequence, "
+                f"of {longest} tokens; raise it",
+                name="max_token_len_per_gpu",
+            )
+        return
+    size = tu.get(data, "micro_batch_size_per_gpu") * tu.get(data, "force_group_size", 1)
+    if len(data) % size:
+        raise BatchError(
+            f"this rank has {len(data)} sequences, which micro-batches of {size} do not divide; change "
+            "micro_batch_size_per_gpu",
+            name="micro_batch_size_per_gpu",
+        )
 
 
 def _require_supported(data: TensorDict) -> None:

@@ -13,6 +13,7 @@ from verl.workers.engine.utils import detach_tree
 from adapters.verl.micro_batches import MicroBatch, MicroBatches
 from adapters.verl.timing import AdapterTime
 from rl_backend.contracts import ForwardResult, ModelOutput, PackedBatch
+from rl_backend.contracts.routed_experts import ROUTES_MASK
 
 type VerlLoss = Callable[..., tuple[Tensor, Mapping[str, Any]]]
 """verl's ``loss(model_output=, data=, dp_group=)``. It is multiplied by ``dp_size``, so that gradients are averaged."""
@@ -58,7 +59,8 @@ def as_verl_output(result: ForwardResult, batch: MicroBatches, loss: MicroBatchL
 
     Returns:
         ``model_output``: name -> jagged (B, L_i, ...), detached, in the order of verl's batch; ``loss``: one number for each
-        micro-batch; ``metrics``: name -> what each micro-batch gave.
+        micro-batch; ``metrics``: name -> what each micro-batch gave, and in a replay ``router_replay/replayed_fraction``, of
+        this rank's tokens.
     """
     model_output = {}
     for name, sequences in result.outputs.items():
@@ -70,4 +72,7 @@ def as_verl_output(result: ForwardResult, batch: MicroBatches, loss: MicroBatchL
     given = {} if loss is None else loss.metrics
     for index in sorted(given):
         append_to_dict(metrics, given[index])
+    masks = [each.token_fields[ROUTES_MASK] for each in batch.packed if ROUTES_MASK in each.token_fields]
+    if given and masks:
+        metrics["router_replay/replayed_fraction"] = float(torch.cat(masks).float().mean())
     return {"model_output": model_output, "loss": list(result.losses), "metrics": metrics}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 import logging
 import os
 import sys
@@ -165,17 +164,24 @@ def _when_registry_is_imported(action: Callable[[ModuleType], None]) -> None:
 
 
 class _RegistryFinder(MetaPathFinder):
+    """Finds the registry's module as the finders after it do, until the module has been imported."""
+
     def __init__(self, action: Callable[[ModuleType], None]) -> None:
         self._action = action
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _REGISTRY_MODULE:
             return None
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            spec = finder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _ThenCall(spec.loader, self._act)
+                return spec
+        return None
+
+    def _act(self, module: ModuleType) -> None:
+        self._action(module)
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _ThenCall(spec.loader, self._action)
-        return spec
 
 
 class _ThenCall(Loader):

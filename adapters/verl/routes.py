@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from rl_backend.contracts import BatchError
-from rl_backend.contracts.routed_experts import ROUTES, ROUTES_LAYERS, ROUTES_MASK, route_fields
+from rl_backend.contracts.routed_experts import ROUTES, ROUTES_MASK, route_fields
 from rl_backend.runtime import RouterReplay
 
 type Mode = Literal["disabled", "R2", "R3"]
@@ -20,54 +21,67 @@ def router_replay(data: TensorDict, mode: Mode, *, forward_only: bool) -> Router
     """What a pass does with routes: R2 records them with log-probs, and later passes replay; R3 replays in both.
 
     verl sets ``enable_routing_replay`` in the batches of the actor, and not in those of the reference.
-
-    Raises:
-        BatchError: routes to replay that the batch does not have.
     """
     if mode == "disabled" or not tu.get(data, "enable_routing_replay", False):
         return "off"
-    if data.get(ROUTES, None) is not None:
-        return "replay"
-    if mode == "R2" and forward_only:
+    if mode == "R2" and forward_only and data.get(ROUTES, None) is None:
         return "record"
-    source = "compute_log_prob records" if mode == "R2" else "the rollout returns (enable_rollout_routing_replay=True)"
-    raise BatchError(f"router_replay.mode={mode!r}: the batch has no {ROUTES!r}, which {source}", name=ROUTES)
+    return "replay"
 
 
-def routes_of(data: TensorDict, mode: Mode, num_layers: int) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Token fields, (T, ...), and meta of a micro-batch's routes.
+@dataclass(frozen=True)
+class BatchRoutes:
+    """The routes that a batch brings for a replay, jagged (B, L_i or L_i - 1, layers, top_k).
 
     A rollout has no routes for the last token, and verl's padding none at all: sequences without response. There the router
     chooses.
 
-    Args:
-        data: ``routed_experts`` jagged (B, L_i or L_i - 1, layers, top_k).
+    Attributes:
+        mode: ``R2`` or ``R3``.
         num_layers: of the model; routes of as many layers are indexed by them, others by layers with experts.
-
-    Raises:
-        BatchError: routes that are not jagged, or of another number of tokens.
     """
-    routes = data[ROUTES]
-    if not routes.is_nested:
-        raise BatchError(f"{ROUTES} is a dense tensor of shape {tuple(routes.shape)}; expected a jagged one", name=ROUTES)
-    lengths = data["input_ids"].offsets().diff().tolist()
-    responses = _response_lengths(data) if mode == "R3" else lengths
-    rows: list[dict[str, Tensor]] = []
-    for index, (row, length, response) in enumerate(zip(routes.unbind(), lengths, responses, strict=True)):
-        known = row.shape[0]
-        if known != length and not (mode == "R3" and known == length - 1):
-            raise BatchError(
-                f"{ROUTES} of sequence {index} has {known} rows for {length} tokens; expected as many"
-                + (", or one less" if mode == "R3" else ""),
-                name=ROUTES,
-                sequence=index,
+
+    mode: Mode
+    num_layers: int
+
+    def require(self, data: TensorDict) -> None:
+        """Raises :class:`BatchError` for routes that are missing, not jagged integers, or of another number of tokens."""
+        routes = data.get(ROUTES, None)
+        if routes is None:
+            source = (
+                "compute_log_prob records"
+                if self.mode == "R2"
+                else "the rollout returns (enable_rollout_routing_replay=True)"
             )
-        fields = route_fields(row, length)
-        if mode == "R3":
-            fields[ROUTES_MASK][length - 1 if response else 0 :] = False
-        rows.append(fields)
-    fields = {name: torch.cat([row[name] for row in rows]) for name in (ROUTES, ROUTES_MASK)}
-    return fields, {ROUTES_LAYERS: "all" if routes.shape[-2] == num_layers else "moe"}
+            raise BatchError(f"router_replay.mode={self.mode!r}: the batch has no {ROUTES!r}, which {source}", name=ROUTES)
+        if not routes.is_nested:
+            raise BatchError(
+                f"{ROUTES} is a dense tensor of shape {tuple(routes.shape)}; expected a jagged one", name=ROUTES
+            )
+        route_fields(routes.values()[:0], 0)
+        counts, lengths = (data[name].offsets().diff().tolist() for name in (ROUTES, "input_ids"))
+        for index, (known, length) in enumerate(zip(counts, lengths, strict=True)):
+            if known != length and not (self.mode == "R3" and known == length - 1):
+                raise BatchError(
+                    f"{ROUTES} of sequence {index} has {known} rows for {length} tokens; expected as many"
+                    + (", or one less" if self.mode == "R3" else ""),
+                    name=ROUTES,
+                    sequence=index,
+                )
+
+    def of(self, data: TensorDict) -> tuple[dict[str, Tensor], str]:
+        """Token fields, (T, ...), of a micro-batch of a batch with such routes, and which layers they are for."""
+        routes = data[ROUTES]
+        lengths = data["input_ids"].offsets().diff().tolist()
+        responses = _response_lengths(data) if self.mode == "R3" else lengths
+        rows: list[dict[str, Tensor]] = []
+        for row, length, response in zip(routes.unbind(), lengths, responses, strict=True):
+            fields = route_fields(row, length)
+            if self.mode == "R3":
+                fields[ROUTES_MASK][length - 1 if response else 0 :] = False
+            rows.append(fields)
+        fields = {name: torch.cat([row[name] for row in rows]) for name in (ROUTES, ROUTES_MASK)}
+        return fields, "all" if routes.shape[-2] == self.num_layers else "moe"
 
 
 def _response_lengths(data: TensorDict) -> list[int]:

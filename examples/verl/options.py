@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from examples.common.cluster import usable_cores
+from examples.demo.task import ModelName
 from examples.verl.task import write_verl_task
 from rl_backend.contracts import BaseConfig, ConfigError
 
@@ -24,6 +25,7 @@ class VerlOptions(BaseConfig):
     """Which model, files, engine and machine."""
 
     model: str | None = Field(default=None, description="Hugging Face directory or name; none: the demo's model and files")
+    demo_model: ModelName = Field(default="qwen3", description="the demo's: qwen3, or qwen3_moe, a mixture of experts")
     train_files: str | None = Field(default=None, description="parquet in verl's format")
     val_files: str | None = Field(default=None, description="parquet in verl's format, not trained on")
     run_dir: str = Field(description="folder for metrics.jsonl and checkpoints")
@@ -38,6 +40,12 @@ class VerlOptions(BaseConfig):
     steps: int = Field(default=100, ge=1, description="training steps")
     save_every: int = Field(default=-1, description="steps between checkpoints; -1: the last step only (SFT) or none (RL)")
     overrides: str = Field(default="", description="more of verl's overrides, as on its command line")
+
+    @field_validator("model", "train_files", "val_files")
+    @classmethod
+    def _make_absolute(cls, path: str | None) -> str | None:
+        # verl's processes have other working directories; names of models and addresses stay as they are.
+        return str(Path(path).resolve()) if path and Path(path).exists() else path
 
     @property
     def on_cpu(self) -> bool:
@@ -56,9 +64,9 @@ class VerlOptions(BaseConfig):
         if self.train_files or self.val_files:
             missing = [name for name, value in given.items() if not value]
             raise ConfigError.of("model, train_files, val_files", given, f"give all three, or no files; missing: {missing}")
-        folder = Path(self.run_dir).resolve() / "task"
+        folder = Path(self.run_dir).resolve() / f"task_{self.demo_model}"
         if not folder.exists():
-            write_verl_task(folder)
+            write_verl_task(folder, model=self.demo_model)
         return folder
 
     def engine(self, role: str) -> list[str]:

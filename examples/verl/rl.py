@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from examples.common.router_replay import RouterReplayMode
 from examples.demo import task as demo_task
 from examples.verl import sft
 from examples.verl.options import VerlOptions
+from rl_backend.contracts import ConfigError
 
 
 class RLOptions(VerlOptions):
@@ -17,13 +20,40 @@ class RLOptions(VerlOptions):
     reward: str | None = Field(default=None, description="FILE.py with compute_score; none: verl's own for the data_source")
     batch_size: int = Field(default=32, ge=1, description="prompts in each step")
     samples_per_prompt: int = Field(default=8, ge=1, description="responses to each prompt")
+    updates_per_step: int = Field(default=1, ge=1, description="optimizer steps in each training step")
     max_prompt_tokens: int = Field(default=512, ge=1, description="longest prompt")
     max_response_tokens: int = Field(default=1024, ge=1, description="longest response")
     max_tokens_per_rank: int = Field(default=16384, ge=1, description="most tokens of a micro-batch")
     lr: float = Field(default=1e-6, gt=0, description="learning rate")
     lr_warmup_steps: int = Field(default=0, ge=0, description="steps up to it")
     rollout_tp: int = Field(default=1, ge=1, description="tensor-parallel ranks of vLLM")
+    router_replay: RouterReplayMode = Field(
+        default="off", description="for mixtures of experts: R2, routes of the old policy's pass; R3, routes of vLLM"
+    )
     eval_every: int = Field(default=-1, description="steps between evaluations; -1: before the first and after the last")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        name = type(self).__name__
+        if self.batch_size % self.updates_per_step:
+            raise ConfigError.of(
+                f"{name}.updates_per_step", self.updates_per_step, f"must divide batch_size={self.batch_size}"
+            )
+        if self.router_replay != "off" and self.model is None and self.demo_model == "qwen3":
+            raise ConfigError.of(
+                f"{name}.router_replay", self.router_replay, "the demo's qwen3 is dense and routes nothing; use qwen3_moe"
+            )
+        return self
+
+    @property
+    def replay(self) -> list[str]:
+        """verl's overrides for router replay."""
+        if self.router_replay == "off":
+            return []
+        return [
+            f"actor_rollout_ref.actor.megatron.router_replay.mode={self.router_replay}",
+            f"actor_rollout_ref.rollout.enable_rollout_routing_replay={self.router_replay == 'R3'}",
+        ]
 
 
 def demo_options[O: RLOptions](options: O, **more: object) -> tuple[Path | None, O]:
@@ -32,15 +62,14 @@ def demo_options[O: RLOptions](options: O, **more: object) -> tuple[Path | None,
     if task is None:
         return None, options
     lengths = {"max_prompt_tokens": 8, "max_response_tokens": 8}
-    chosen = {**lengths, "lr": 3e-4, "lr_warmup_steps": 5, "reward": demo_task.__file__, **more}
+    rates = {"lr": 3e-4, "lr_warmup_steps": 5, "updates_per_step": 2}
+    chosen = {**lengths, **rates, "reward": demo_task.__file__, **more}
     given = {name: getattr(options, name) for name in options.model_fields_set}
     options = type(options)(**{**chosen, **given, "run_dir": options.run_dir})
     if options.model is None:
         warm_up = sft.SFTOptions(
-            run_dir=f"{options.run_dir}/warm_start",
-            model=str(task / "model"),
-            train_files=str(task / "demonstrations.parquet"),
-            val_files=str(task / "validation.parquet"),
+            run_dir=f"{options.run_dir}/warm_start_{options.demo_model}",
+            demo_model=options.demo_model,
             backend=options.backend,
             device=options.device,
         )
@@ -63,7 +92,7 @@ def overrides(options: RLOptions, task: Path | None) -> list[str]:
         f"data.train_batch_size={options.batch_size}",
         f"data.max_prompt_length={options.max_prompt_tokens}",
         f"data.max_response_length={options.max_response_tokens}",
-        f"{actor}.ppo_mini_batch_size={options.batch_size}",
+        f"{actor}.ppo_mini_batch_size={options.batch_size // options.updates_per_step}",
         f"{actor}.use_dynamic_bsz=True",
         f"{actor}.ppo_max_token_len_per_gpu={options.max_tokens_per_rank}",
         f"{actor}.optim.lr={options.lr}",
@@ -81,6 +110,7 @@ def overrides(options: RLOptions, task: Path | None) -> list[str]:
         "trainer.logger=[console,file]",
         f"trainer.nnodes={options.nodes}",
         f"trainer.n_gpus_per_node={options.ranks}",
+        *options.replay,
         *(_on_cpu(options, rollout) if options.on_cpu else []),
     ]
 

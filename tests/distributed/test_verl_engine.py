@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from rl_backend.contracts import RLBackendError
 from tests.support.critic import transformers_values, write_critic
 from tests.support.models import write_tiny
 from tests.support.native import assert_near
@@ -178,3 +180,57 @@ def test_gradients_of_verls_losses_do_not_depend_on_how_a_batch_is_cut(ranks: Ra
         if name in CUTS:
             sums = {key: found_metrics[key] for key in ("actor/pg_loss", "actor/entropy_loss", "kl_loss")}
             assert sums == pytest.approx({key: metrics[key] for key in sums}, rel=1e-4), name
+
+
+def refusal_job(model: str, backend: str) -> tuple[list[str], bool]:
+    """What this rank says to batches that only rank 1 cannot run, and whether it trains after them."""
+    from verl.workers.utils.losses import sft_loss
+
+    loss = partial(sft_loss, config=None)
+    found = rows()[dist.get_rank() * 4 :][:4]
+    broken: list[dict[str, Any]] = [
+        {"use_dynamic_bsz": True, "max_token_len_per_gpu": 20},
+        {"micro_batch_size_per_gpu": 3},
+        {"calculate_sum_pi_squared": True},
+    ]
+    problems = []
+    with open_engine(model, backend=backend) as engine, engine.train_mode():
+        for facts in broken:
+            cut = facts if dist.get_rank() == 1 else {"use_dynamic_bsz": True, "max_token_len_per_gpu": 40}
+            with pytest.raises(RLBackendError) as raised:
+                engine.train_batch(make_batch(found, "full", **cut), loss)
+            problems.append(str(raised.value))
+        output = engine.train_batch(make_batch(found, "full"), loss)
+    return problems, output["metrics"]["grad_norm"] > 0
+
+
+def test_a_batch_that_one_rank_refuses_is_refused_on_all_and_the_next_one_runs(ranks: RankPool, model: Path) -> None:
+    (others, _), (mine, trains) = ranks.run(refusal_job, str(model), "native", timeout=IMPORT_SECONDS)
+    assert others == ["1 of 2 data-parallel ranks refused their batches; nothing ran on any"] * 3
+    for problem, part in zip(mine, ("does not hold the longest", "do not divide", "sum of squared"), strict=True):
+        assert part in problem
+    assert trains
+
+
+def no_memory(*_: Any, **__: Any) -> None:
+    raise MemoryError
+
+
+def failing_mode_job(model: str) -> list[tuple[str | None, bool]]:
+    """After modes that failed to begin: the engine's mode, and whether its model is as it was."""
+    found = []
+    with open_engine(model, param_offload=True) as engine:
+        before = engine.module[0].training
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine, "move", no_memory)
+            for enter in (engine.train_mode, engine.eval_mode):
+                with pytest.raises(MemoryError), enter():
+                    pass
+                found.append((engine.mode, engine.module[0].training is before))
+        with engine.eval_mode():
+            found.append((None, engine.mode == "eval"))
+    return found
+
+
+def test_a_mode_that_cannot_begin_leaves_none(ranks: RankPool, model: Path) -> None:
+    assert ranks.run(failing_mode_job, str(model), world_size=1, timeout=IMPORT_SECONDS) == [[(None, True)] * 3]

@@ -31,6 +31,12 @@ def jagged(values: list[torch.Tensor]) -> torch.Tensor:
             "position_ids do not count",
         ),
         ({"input_ids": torch.zeros(8, 4, dtype=torch.int64)}, BatchError, "input_ids is a dense tensor of shape (8, 4)"),
+        (
+            {"use_dynamic_bsz": True, "max_token_len_per_gpu": 29},
+            BatchError,
+            "max_token_len_per_gpu=29 times 1 context-parallel ranks does not hold the longest sequence, of 30 tokens",
+        ),
+        ({"micro_batch_size_per_gpu": 3}, BatchError, "8 sequences, which micro-batches of 3 do not divide"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -52,22 +58,29 @@ def test_batches_that_an_engine_cannot_honour_are_refused(
 
 
 def test_routes_to_replay_that_are_missing_or_too_few_are_refused() -> None:
-    from adapters.verl.routes import router_replay, routes_of
+    from adapters.verl.routes import BatchRoutes, Mode, router_replay
 
     batch = make_batch(rows(), "response", enable_routing_replay=True)
     assert router_replay(batch, "R2", forward_only=True) == "record"
+    assert router_replay(batch, "R2", forward_only=False) == router_replay(batch, "R3", forward_only=True) == "replay"
     assert router_replay(batch, "disabled", forward_only=False) == "off"
-    for mode, forward_only, source in (("R2", False, "compute_log_prob"), ("R3", True, "the rollout")):
+    sources: dict[Mode, str] = {"R2": "compute_log_prob", "R3": "the rollout"}
+    for mode, source in sources.items():
         with pytest.raises(BatchError) as raised:
-            router_replay(batch, mode, forward_only=forward_only)
+            BatchRoutes(mode, num_layers=3).require(batch)
         assert source in str(raised.value)
     batch["routed_experts"] = jagged([torch.zeros(len(row["input_ids"]) - 1, 3, 2, dtype=torch.int16) for row in rows()])
-    assert router_replay(batch, "R3", forward_only=True) == "replay"
-    assert routes_of(batch, "R3", num_layers=3)[1] == {"routed_experts_layers": "all"}
-    assert routes_of(batch, "R3", num_layers=4)[1] == {"routed_experts_layers": "moe"}
+    assert router_replay(batch, "R2", forward_only=True) == "replay"
+    BatchRoutes("R3", num_layers=3).require(batch)
+    assert BatchRoutes("R3", num_layers=3).of(batch)[1] == "all"
+    assert BatchRoutes("R3", num_layers=4).of(batch)[1] == "moe"
     with pytest.raises(BatchError) as raised:
-        routes_of(batch, "R2", num_layers=3)
+        BatchRoutes("R2", num_layers=3).require(batch)
     assert "sequence 0 has 7 rows for 8 tokens" in str(raised.value)
+    batch["routed_experts"] = jagged([torch.zeros(len(row["input_ids"]), 3, 2) for row in rows()])
+    with pytest.raises(BatchError) as raised:
+        BatchRoutes("R2", num_layers=3).require(batch)
+    assert "expected integers" in str(raised.value)
 
 
 @pytest.mark.parametrize("contents", [{"model"}, {"optimizer", "extra"}, {"model", "optimizer", "extra", "tokenizer"}])

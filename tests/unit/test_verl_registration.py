@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import logging
 import sys
@@ -66,6 +67,8 @@ def test_engines_are_registered_when_verls_registry_is_imported_and_not_before(
     before = list(sys.meta_path)
     register_vendors()
     register_config_class()
+    # Looking for it is not importing it.
+    assert importlib.util.find_spec("late_registry") is not None
     assert "late_registry" not in sys.modules
     module = importlib.import_module("late_registry")
     assert sorted(module.known) == ["_register_config_class", "_register_vendors", "of verl"]
