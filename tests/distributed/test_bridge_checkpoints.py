@@ -7,21 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from rl_backend.contracts import CheckpointError
 from tests.support.bridge_runs import open_bridge
-from tests.support.bridge_state import exported, optimizer_shards, train_bridge, write_tiny_mixture
+from tests.support.bridge_state import exported, optimizer_shards, train_bridge
 from tests.support.critic import squared_error
 from tests.support.native import assert_equal_tensors
 from tests.support.rank_pool import RankPool
 
 STEPS = 3
-
-
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_mixture(tmp_path_factory.mktemp("mixture"))
 
 
 def resume_job(model: str, path: str, layout: dict[str, int], settings: dict[str, Any], asynchronous: bool) -> None:
@@ -68,59 +62,6 @@ def test_a_run_resumes_bit_for_bit(
 ) -> None:
     path = str(tmp_path / "checkpoint")
     ranks.run(resume_job, str(tied_model), path, layout, settings, asynchronous, world_size=world_size)
-
-
-def write_job(model: str, path: str, layout: dict[str, int]) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
-    """Weights saved, weights and gradient norms of the steps after."""
-    with open_bridge(model, layout) as runtime:
-        handle = runtime.build_model()
-        train_bridge(runtime, handle, 2)
-        runtime.save_checkpoint(handle, path)
-        weights = exported(runtime, handle)
-        norms = train_bridge(runtime, handle, STEPS, seed=10)
-        return weights, exported(runtime, handle), norms
-
-
-def read_job(model: str, path: str, layout: dict[str, int]) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
-    with open_bridge(model, layout) as runtime:
-        handle, reference = runtime.build_model(), runtime.build_model(forward_only=True)
-        for each in (handle, reference):
-            runtime.load_checkpoint(each, path)
-            assert each.weight_version == 2
-        weights = exported(runtime, handle)
-        assert_equal_tensors(exported(runtime, reference), weights)
-        norms = train_bridge(runtime, handle, STEPS, seed=10)
-        return weights, exported(runtime, handle), norms
-
-
-def assert_goes_on(read: Any, written: Any) -> None:
-    """The same weights; then the same training, as far as sums in another order allow."""
-    assert_equal_tensors(read[0], written[0])
-    assert read[2] == pytest.approx(written[2], rel=1e-5)
-    for name, tensor in read[1].items():
-        torch.testing.assert_close(tensor, written[1][name], rtol=1e-4, atol=1e-5)
-
-
-DENSE = [(2, {}), (2, {"tp": 2}), (2, {"pp": 2}), (1, {})]
-
-
-@pytest.mark.shows("bridge: a checkpoint of one layout goes on in another, moments and masters included")
-@pytest.mark.parametrize("saved", [(2, {"tp": 2}), (4, {"pp": 2})], ids=str)
-def test_a_checkpoint_goes_on_in_every_other_layout(
-    ranks: RankPool, tied_model: Path, tmp_path: Path, saved: tuple[int, dict[str, int]]
-) -> None:
-    world_size, layout = saved
-    path = str(tmp_path / "checkpoint")
-    written = ranks.run(write_job, str(tied_model), path, layout, world_size=world_size)[0]
-    for world_size, layout in DENSE:
-        assert_goes_on(ranks.run(read_job, str(tied_model), path, layout, world_size=world_size)[0], written)
-
-
-def test_experts_go_on_in_every_other_layout(ranks: RankPool, mixture: Path, tmp_path: Path) -> None:
-    path = str(tmp_path / "checkpoint")
-    written = ranks.run(write_job, str(mixture), path, {"ep": 2})[0]
-    for world_size, layout in [(1, {}), (2, {}), (2, {"pp": 2}), (4, {"ep": 2})]:
-        assert_goes_on(ranks.run(read_job, str(mixture), path, layout, world_size=world_size)[0], written)
 
 
 def critic_job(model: str, path: str) -> None:

@@ -135,7 +135,7 @@ def _mean_loss(mine: Any) -> float:
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, None if mine is None else (float(mine.sum), float(mine.weight)))
     found = [each for each in everywhere if each is not None]
-    return sum(total for total, _ in found) / sum(weight for _, weight in found)
+    return float(sum(total for total, _ in found) / sum(weight for _, weight in found))
 
 
 def continue_in(
