@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 from torch import Tensor
 
 from tests.support.models import write_tiny
@@ -199,6 +200,7 @@ class Replay(NamedTuple):
         reference: without replay, though routes are there.
         own, rotated: with these routes, and with the next expert in the place of each.
         rotated_of_rollout: the same without the last token's, whatever a batch's padding has.
+        replayed_fraction: what an update with these reports.
     """
 
     recorded: list[Tensor]
@@ -206,18 +208,22 @@ class Replay(NamedTuple):
     own: list[Tensor]
     rotated: list[Tensor]
     rotated_of_rollout: list[Tensor]
+    replayed_fraction: float
 
 
 def replay_job(model: str, backend: str) -> Replay:
     found = rows()
     found[3]["response_mask"].zero_()
 
-    def infer(engine: Any, routes: list[Tensor] | None, cut: dict[str, Any], **facts: Any) -> dict[str, list[Tensor]]:
+    def routed(routes: list[Tensor] | None, cut: dict[str, Any], **facts: Any) -> TensorDict:
         batch = make_batch(found, "response", **cut, **facts)
         if routes is not None:
             batch["routed_experts"] = torch.nested.as_nested_tensor(routes, layout=torch.jagged)
+        return batch
+
+    def infer(engine: Any, routes: list[Tensor] | None, cut: dict[str, Any], **facts: Any) -> dict[str, list[Tensor]]:
         with engine.eval_mode():
-            output = engine.infer_batch(batch)["model_output"]
+            output = engine.infer_batch(routed(routes, cut, **facts))["model_output"]
         return {name: list(value.unbind()) for name, value in output.items()}
 
     flag = {"enable_routing_replay": True}
@@ -235,7 +241,13 @@ def replay_job(model: str, backend: str) -> Replay:
         ]
     with open_engine(model, backend=backend, router_replay="R3") as engine:
         results.append(infer(engine, of_rollout, BY_TOKENS, **flag))
-    return Replay(*(result["log_probs"] for result in results))
+        with engine.train_mode():
+            output = engine.train_batch(routed(of_rollout, BY_TOKENS, **flag), summed)
+    return Replay(*(result["log_probs"] for result in results), output["metrics"]["router_replay/replayed_fraction"])
+
+
+def summed(model_output: Any, data: Any, dp_group: Any) -> tuple[Tensor, dict[str, Any]]:
+    return model_output["log_probs"].values().sum(), {"sum": 0.0}
 
 
 @pytest.mark.shows("verl: routes recorded in compute_log_prob (R2) or by a rollout (R3) are replayed, by both backends")
@@ -251,6 +263,9 @@ def test_routes_of_the_policy_and_of_a_rollout_are_replayed(
         assert float((found.rotated[index][:-1] - recorded[:-1]).abs().max()) > 1e-3
         expected = recorded if index == 3 else found.rotated[index]
         torch.testing.assert_close(found.rotated_of_rollout[index], expected, rtol=0, atol=1e-5)
+    lengths = [len(row) for row in found.recorded]
+    replayed = sum(length - 1 for index, length in enumerate(lengths) if index != 3)
+    assert found.replayed_fraction == pytest.approx(replayed / sum(lengths))
 
 
 def delta_job(model: str, backend: str, layout: dict[str, int]) -> tuple[int, int]:
