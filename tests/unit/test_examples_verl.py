@@ -70,6 +70,43 @@ def test_verl_and_our_engine_take_the_overrides_of_rl(task: Path, device: Any, s
         assert settings.head == "values"
 
 
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+def test_verl_and_our_engine_take_the_overrides_of_router_replay(tmp_path: Path, mode: Any) -> None:
+    from verl.utils.config import omega_conf_to_dataclass
+
+    from adapters.verl.settings import engine_settings
+
+    write_verl_task(tmp_path, model="qwen3_moe")
+    given = grpo.GRPOOptions(model=str(tmp_path / "model"), **FILES, router_replay=mode, batch_size=8, updates_per_step=2)
+    config = composed("ppo_trainer", grpo.overrides(given, None))
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
+    settings = engine_settings(model, actor.engine, actor.optim, actor.checkpoint, model_type="language_model")
+    assert settings.router_replay == mode
+    assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay is (mode == "R3")
+    assert config.actor_rollout_ref.ref.megatron.router_replay.mode == "disabled"
+    assert config.data.train_batch_size == 2 * config.actor_rollout_ref.actor.ppo_mini_batch_size == 8
+
+
+def test_router_replay_on_the_demos_dense_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="dense and routes nothing; use qwen3_moe"):
+        grpo.GRPOOptions(router_replay="R3")
+    assert grpo.GRPOOptions(router_replay="R3", demo_model="qwen3_moe").replay
+
+
+def test_updates_that_do_not_divide_a_batch_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"PPOOptions\.updates_per_step=3.*must divide batch_size=32"):
+        ppo.PPOOptions(updates_per_step=3)
+
+
+def test_files_here_are_named_so_that_other_nodes_find_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.parquet").touch()
+    options = VerlOptions(run_dir="run", model="Qwen/Qwen3-4B", train_files="here.parquet", val_files="s3://there.parquet")
+    assert (options.model, options.val_files) == ("Qwen/Qwen3-4B", "s3://there.parquet")
+    assert options.train_files == str(tmp_path / "here.parquet")
+
+
 def test_files_without_a_model_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"missing: \['model'\]"):
         _ = VerlOptions(run_dir="run", **FILES).files_of_task
