@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
@@ -16,6 +16,9 @@ from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from rl_backend.checkpoint.agreement import raise_on_every_rank
 from rl_backend.contracts import CheckpointError, ConfigError, ModelHandle, UnsupportedError
 from rl_backend.runtime import Runtime
+
+if TYPE_CHECKING:
+    from verl.workers.config import HFModelConfig
 
 STATE = frozenset({"model", "optimizer", "extra"})
 """verl's names for weights, optimizer with schedules, and random state; one directory here, restored together."""
@@ -30,15 +33,17 @@ class EngineCheckpoints:
 
     Args:
         save_contents, load_contents: all of ``STATE`` or none of it, and ``hf_model``.
+        tokenizer: :func:`own_tokenizer`, whose files take the place of those in the model's directory.
 
     Raises:
         ConfigError: other contents.
     """
 
-    def __init__(self, save_contents: frozenset[str], load_contents: frozenset[str]) -> None:
+    def __init__(self, save_contents: frozenset[str], load_contents: frozenset[str], tokenizer: Any = None) -> None:
         _require_contents("save_contents", save_contents)
         _require_contents("load_contents", load_contents)
         self._save, self._load = save_contents, load_contents
+        self._tokenizer = tokenizer
 
     @cached_property
     def _kept(self) -> BaseCheckpointManager:
@@ -67,11 +72,21 @@ class EngineCheckpoints:
         if "hf_model" in self._save:
             with _replacing(path / _HF_DIRECTORY) as new:
                 runtime.save_checkpoint(handle, new, hf=True)
+                if self._tokenizer is not None:
+                    problem = self._write_tokenizer(new) if first else None
+                    raise_on_every_rank(problem, dist.distributed_c10d._get_default_group())
         if self._save & STATE:
             with _replacing(path / _STATE_DIRECTORY) as new:
                 runtime.save_checkpoint(handle, new)
         if first:
             self._kept.register_checkpoint(str(path), max_ckpt_to_keep)
+
+    def _write_tokenizer(self, directory: Path) -> str | None:
+        try:
+            self._tokenizer.save_pretrained(directory)
+        except Exception as error:  # noqa: BLE001 - raised by the caller, on every rank
+            return f"the tokenizer could not be written to {directory}: {type(error).__name__}: {error}"
+        return None
 
     def hf_directory(self, local_path: str, hdfs_path: str | None = None) -> Path | None:
         """The directory that weights alone are loaded from, or None where the training state is.
@@ -100,6 +115,16 @@ class EngineCheckpoints:
         path = _local(local_path, hdfs_path)
         if self._load & STATE:
             runtime.load_checkpoint(handle, path / _STATE_DIRECTORY)
+
+
+def own_tokenizer(model_config: HFModelConfig) -> Any:
+    """The tokenizer or processor that verl has loaded, where it is not the one of the model's directory; else None.
+
+    ``tokenizer_path`` is where another one comes from, and ``custom_chat_template`` gives it another template.
+    """
+    if model_config.custom_chat_template is None and model_config.tokenizer_path in (None, model_config.path):
+        return None
+    return model_config.tokenizer if model_config.processor is None else model_config.processor
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from verl.workers.engine.base import BaseEngine
 from verl.workers.engine.spec import ShardSpec
 from verl.workers.engine.utils import enable_full_determinism, hf_delta_export
 
-from adapters.verl.checkpoints import EngineCheckpoints
+from adapters.verl.checkpoints import EngineCheckpoints, own_tokenizer
 from adapters.verl.cpu_platform import require_device
 from adapters.verl.engine_mode import EngineMode
 from adapters.verl.micro_batches import cut_batch
@@ -62,7 +62,9 @@ class RuntimeEngine(BaseEngine):
         )
         self._optimizer_config = optimizer_config
         self._export_dtype: torch.dtype = getattr(torch, engine_config.dtype)
-        self._checkpoints = EngineCheckpoints(self.settings.save_contents, self.settings.load_contents)
+        self._checkpoints = EngineCheckpoints(
+            self.settings.save_contents, self.settings.load_contents, own_tokenizer(model_config)
+        )
         if self.settings.full_determinism:
             enable_full_determinism(self.settings.runtime.seed)
         self._runtime: Runtime[Any] = create_runtime(self.settings.runtime)

@@ -170,7 +170,7 @@ OPTIMIZER: Mapping[str, Decision] = {
     ),
 }
 
-_TOKENIZER = _no_meaning("of verl's tokenizer, for its data and rollouts")
+_TOKENIZER = _no_meaning("of verl's tokenizer, for its data and rollouts; saved with hf_model")
 
 MODEL: Mapping[str, Decision] = {
     "_target_": _HYDRA,
