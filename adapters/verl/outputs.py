@@ -74,5 +74,5 @@ def as_verl_output(result: ForwardResult, batch: MicroBatches, loss: MicroBatchL
         append_to_dict(metrics, given[index])
     masks = [each.token_fields[ROUTES_MASK] for each in batch.packed if ROUTES_MASK in each.token_fields]
     if loss is not None and masks:
-        metrics["router_replay/replayed_fraction"] = float(torch.cat(masks).float().mean())
+        metrics["router_replay/replayed_fraction"] = [float(torch.cat(masks).float().mean())]
     return {"model_output": model_output, "loss": list(result.losses), "metrics": metrics}
