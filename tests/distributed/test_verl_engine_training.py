@@ -243,7 +243,7 @@ def replay_job(model: str, backend: str) -> Replay:
         results.append(infer(engine, of_rollout, BY_TOKENS, **flag))
         with engine.train_mode():
             output = engine.train_batch(routed(of_rollout, BY_TOKENS, **flag), summed)
-    return Replay(*(result["log_probs"] for result in results), output["metrics"]["router_replay/replayed_fraction"])
+    return Replay(*(result["log_probs"] for result in results), *output["metrics"]["router_replay/replayed_fraction"])
 
 
 def summed(model_output: Any, data: Any, dp_group: Any) -> tuple[Tensor, dict[str, Any]]:
