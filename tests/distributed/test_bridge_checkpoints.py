@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from rl_backend.contracts import CheckpointError
+from rl_backend.runtime.bridge import stored_rows
 from tests.support.bridge_runs import open_bridge
 from tests.support.bridge_state import exported, optimizer_shards, train_bridge
 from tests.support.critic import squared_error
-from tests.support.native import assert_equal_tensors
+from tests.support.native import assert_equal_tensors, open_runtime
 from tests.support.rank_pool import RankPool
 
 STEPS = 3
@@ -125,3 +127,35 @@ def test_a_checkpoint_is_of_the_masters_whatever_the_dtype_of_the_weights(
     ranks: RankPool, tied_model: Path, tmp_path: Path
 ) -> None:
     ranks.run(masters_job, str(tied_model), str(tmp_path), world_size=2)
+
+
+def private_job(model: str, path: str, layout: dict[str, int], save: bool) -> dict[str, Tensor]:
+    """With conversions that do not only put rows in another order, as far as the runtime knows."""
+    with pytest.MonkeyPatch.context() as patch, open_bridge(model, layout) as runtime:
+        patch.setattr(stored_rows, "_AS_THEY_ARE", ())
+        handle = runtime.build_model()
+        if save:
+            train_bridge(runtime, handle, 2)
+            runtime.save_checkpoint(handle, path)
+        else:
+            runtime.load_checkpoint(handle, path)
+        return exported(runtime, handle)
+
+
+def refused_private_job(model: str, path: str) -> str:
+    with open_runtime(model) as runtime, pytest.raises(CheckpointError) as caught:
+        runtime.load_checkpoint(runtime.build_model(), path)
+    return str(caught.value)
+
+
+def test_weights_without_a_place_among_hugging_faces_go_from_layout_to_layout_of_the_bridge_alone(
+    ranks: RankPool, tied_model: Path, tmp_path: Path
+) -> None:
+    model, path = str(tied_model), str(tmp_path / "saved")
+    (saved, _), (loaded, _) = (
+        ranks.run(private_job, model, path, layout, save) for layout, save in (({"tp": 2}, True), ({"pp": 2}, False))
+    )
+    assert_equal_tensors(loaded, saved)
+    (message,) = ranks.run(refused_private_job, model, path, world_size=1)
+    assert "was written by the bridge runtime, which has model." in message
+    assert "load it with backend='bridge'" in message
