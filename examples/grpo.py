@@ -22,8 +22,10 @@ from examples.common.inputs import load_inputs
 from examples.common.models import Model, update_metrics
 from examples.common.result import RunResult
 from examples.common.rl_config import RLConfig
-from examples.common.run_folder import RunFolder
+from examples.common.run_folder import RunFolder, set_aside
 from examples.common.run_log import OnStep, RunLog
+from examples.common.run_saver import RunSaver, stream_position
+from examples.common.run_start import find_start
 from examples.common.sample_stream import SampleStream
 from examples.common.sequences import Advantage, to_sequences, with_advantages, with_outputs
 from rl_backend.algorithm import LossAggMode, overlong_penalty
@@ -122,6 +124,7 @@ class GRPOConfig(RLConfig):
 
 def train(config: GRPOConfig, on_step: OnStep | None = None) -> RunResult:
     """Runs GRPO and leaves the trained model in ``run_dir/model``; ``on_step`` sees each step's number and metrics."""
+    start = find_start(config)
     inputs = load_inputs(config)
     loss = config.loss_function()
     meta = config.meta()
@@ -135,24 +138,32 @@ def train(config: GRPOConfig, on_step: OnStep | None = None) -> RunResult:
             placement=config.placement,
         ) as trainer,
         RolloutGroup(config.rollout_config(share)) as rollout,
-        RunFolder(config.run_dir, config, trace=(trainer, rollout) if config.trace else ()) as folder,
+        RunFolder(config.run_dir, config, start=start, trace=(trainer, rollout) if config.trace else ()) as folder,
     ):
         require_paths(trainer, config.model, folder.path)
         policy = Model(trainer, trainer.build_model(name="policy"), config.router_replay)
         if config.kl_coef:
             reference = Model(trainer, trainer.build_model(forward_only=True, name="reference"))
-        log = RunLog(config, inputs, rollout, folder, on_step)
+        saver = RunSaver(config, folder, {"policy": policy}, start)
+        log = RunLog(config, inputs, rollout, folder, on_step, start)
         with (
             WeightSync(trainer, rollout, policy.handle, transport=config.transport) as sync,
-            SampleStream(rollout, inputs.batches, inputs.sampling, seed=config.seed, ahead=config.batches_ahead) as stream,
+            SampleStream(
+                rollout,
+                inputs.batches,
+                inputs.sampling,
+                seed=config.seed,
+                ahead=config.batches_ahead,
+                start=stream_position(start),
+            ) as stream,
         ):
             batches_with_signal = config.max_batches_per_step if config.dynamic_sampling else None
-            collector = Collector(config, stream, inputs, batches_with_signal=batches_with_signal)
+            collector = Collector(config, stream, inputs, batches_with_signal=batches_with_signal, start=start)
             pushed = sync.push()
-            collector.pushed(pushed.version, 0)
+            collector.pushed(pushed.version, start.step)
             log.start("GRPO", [f"weights by {pushed.transport}"])
 
-            for step in range(1, config.steps + 1):
+            for step in range(start.step + 1, config.steps + 1):
                 clock = Clock()
                 batch = collector.collect(step, clock)
 
@@ -168,8 +179,8 @@ def train(config: GRPOConfig, on_step: OnStep | None = None) -> RunResult:
                     sequences, rewards, config.advantage, config.samples_per_prompt, kl_coef=config.kl_in_reward
                 )
                 updates = []
-                for start in range(0, len(sequences), config.sequences_per_update):
-                    update = sequences[start : start + config.sequences_per_update]
+                for first in range(0, len(sequences), config.sequences_per_update):
+                    update = sequences[first : first + config.sequences_per_update]
                     updates.append(policy.submit_update(update, loss, meta)())
                 clock.lap("train")
                 with stream.between_batches():
@@ -178,9 +189,12 @@ def train(config: GRPOConfig, on_step: OnStep | None = None) -> RunResult:
                     pushed = sync.push()
                     collector.pushed(pushed.version, step)
                 clock.lap("sync")
+                saver.save(step, clock)
                 log.step(step, batch.metrics | update_metrics(updates), batch, pushed.version, clock)
+                saver.commit(step, log.state | collector.state, stream.position)
 
-            trainer.save_checkpoint(policy.handle, folder.path / "model", hf=True)
+            saver.finish()
+            trainer.save_checkpoint(policy.handle, set_aside(folder.path / "model"), hf=True)
             return log.finish()
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Literal, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -27,8 +27,10 @@ from examples.common.inputs import load_inputs
 from examples.common.models import Model, update_metrics
 from examples.common.result import RunResult
 from examples.common.rl_config import RLConfig
-from examples.common.run_folder import RunFolder
+from examples.common.run_folder import RunFolder, set_aside
 from examples.common.run_log import OnStep, RunLog
+from examples.common.run_saver import RunSaver, stream_position
+from examples.common.run_start import find_start
 from examples.common.sample_stream import SampleStream
 from examples.common.sequences import rewards_of_tokens, to_sequences, with_outputs, with_packed_fields
 from rl_backend import TokenSequence
@@ -46,6 +48,9 @@ from rl_backend.contracts import ConfigError
 
 class PPOConfig(RLConfig):
     """All options of a run."""
+
+    may_change: ClassVar[frozenset[str]] = RLConfig.may_change | {"groups"}
+    paths: ClassVar[tuple[str, ...]] = (*RLConfig.paths, "critic_model")
 
     run_dir: str = Field(default="runs/ppo", description="new folder for metrics, samples and the trained models")
     prompts_per_step: int = Field(default=256, ge=1, description="prompts sampled in each step")
@@ -114,6 +119,7 @@ class Models(NamedTuple):
 
 def train(config: PPOConfig, on_step: OnStep | None = None) -> RunResult:
     """Runs PPO and leaves the trained models in ``run_dir/model`` and ``run_dir/critic``."""
+    start = find_start(config)
     inputs = load_inputs(config)
     read_hf_config(config.critic_model or config.model)
     actor_loss, critic_loss = config.actor_loss(), config.critic_loss()
@@ -125,21 +131,29 @@ def train(config: PPOConfig, on_step: OnStep | None = None) -> RunResult:
         groups = open_groups(config, share, stack)
         rollout = stack.enter_context(RolloutGroup(config.rollout_config(share)))
         traced: list[TraceSource] = [*groups, rollout] if config.trace else []
-        folder = stack.enter_context(RunFolder(config.run_dir, config, trace=traced))
+        folder = stack.enter_context(RunFolder(config.run_dir, config, start=start, trace=traced))
         for group in groups:
             require_paths(group, config.model, folder.path)
         actor, critic, reference = build_models(config, groups)
-        log = RunLog(config, inputs, rollout, folder, on_step)
+        saver = RunSaver(config, folder, {"actor": actor, "critic": critic}, start)
+        log = RunLog(config, inputs, rollout, folder, on_step, start)
         sync = stack.enter_context(WeightSync(actor.group, rollout, actor.handle, transport=config.transport))
         stream = stack.enter_context(
-            SampleStream(rollout, inputs.batches, inputs.sampling, seed=config.seed, ahead=config.batches_ahead)
+            SampleStream(
+                rollout,
+                inputs.batches,
+                inputs.sampling,
+                seed=config.seed,
+                ahead=config.batches_ahead,
+                start=stream_position(start),
+            )
         )
-        collector = Collector(config, stream, inputs)
+        collector = Collector(config, stream, inputs, start=start)
         pushed = sync.push()
-        collector.pushed(pushed.version, 0)
+        collector.pushed(pushed.version, start.step)
         log.start("PPO", [f"{len(groups)} training group(s)", f"weights by {pushed.transport}"])
 
-        for step in range(1, config.steps + 1):
+        for step in range(start.step + 1, config.steps + 1):
             clock = Clock()
             batch = collector.collect(step, clock)
 
@@ -154,8 +168,8 @@ def train(config: PPOConfig, on_step: OnStep | None = None) -> RunResult:
             sequences, metrics = with_gae(sequences, batch.rewards, config)
             actor_updates, critic_updates = [], []
             for _ in range(config.epochs):
-                for start in range(0, len(sequences), config.sequences_per_update):
-                    update = sequences[start : start + config.sequences_per_update]
+                for first in range(0, len(sequences), config.sequences_per_update):
+                    update = sequences[first : first + config.sequences_per_update]
                     critic_update = critic.submit_update(update, critic_loss, meta)
                     if step > config.critic_warmup_steps:
                         actor_updates.append(actor.submit_update(update, actor_loss, meta)())
@@ -172,10 +186,13 @@ def train(config: PPOConfig, on_step: OnStep | None = None) -> RunResult:
                 pushed = sync.push()
                 collector.pushed(pushed.version, step)
             clock.lap("sync")
+            saver.save(step, clock)
             log.step(step, batch.metrics | metrics, batch, pushed.version, clock)
+            saver.commit(step, log.state | collector.state, stream.position)
 
-        actor.group.save_checkpoint(actor.handle, folder.path / "model", hf=True)
-        critic.group.save_checkpoint(critic.handle, folder.path / "critic", hf=True)
+        saver.finish()
+        actor.group.save_checkpoint(actor.handle, set_aside(folder.path / "model"), hf=True)
+        critic.group.save_checkpoint(critic.handle, set_aside(folder.path / "critic"), hf=True)
         return log.finish()
 
 

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from actors import HandleRef, Loss, TrainGroup
+from examples.common.clock import Clock
 from examples.common.cluster import ray_session, require_paths, share_cluster
 from examples.common.command_line import parse_config, run_command
+from examples.common.models import Model
 from examples.common.prompts import endless_batches, load_prompts, load_tokenizer
-from examples.common.run_folder import RunFolder, require_new_run
+from examples.common.run_folder import RunFolder, set_aside
+from examples.common.run_log import OnStep
+from examples.common.run_saver import RunSaver
+from examples.common.run_start import find_start
 from examples.common.training_config import TrainingConfig
 from rl_backend import TokenSequence
 from rl_backend.contracts import BatchError, ConfigError
@@ -28,6 +33,8 @@ from rl_backend.contracts import BatchError, ConfigError
 
 class SFTConfig(TrainingConfig):
     """All options of a run."""
+
+    may_change: ClassVar[frozenset[str]] = TrainingConfig.may_change | {"eval_every"}
 
     dataset: str = Field(description="training examples: .jsonl (prompt, answer) or verl-style .parquet")
     eval_dataset: str | None = Field(default=None, description="held-out examples")
@@ -47,14 +54,17 @@ class SFTConfig(TrainingConfig):
         return self
 
 
-def train(config: SFTConfig) -> Path:
-    """Runs SFT; returns the Hugging Face directory of the trained model, ``run_dir/model``."""
-    require_new_run(config.run_dir)
+def train(config: SFTConfig, on_step: OnStep | None = None) -> Path:
+    """Runs SFT; returns the Hugging Face directory of the trained model, ``run_dir/model``.
+
+    ``on_step`` sees each step's number and metrics.
+    """
+    start = find_start(config)
     tokenizer = load_tokenizer(config.model)
     limits = config.max_prompt_tokens, config.max_tokens_per_micro_batch
     sequences = load_sequences(config.dataset, tokenizer, *limits)
     held_out = load_sequences(config.eval_dataset, tokenizer, *limits) if config.eval_dataset else []
-    batches = endless_batches(sequences, config.batch_size, config.seed)
+    batches = islice(endless_batches(sequences, config.batch_size, config.seed), start.step, None)
     with (
         ray_session(config.ranks),
         TrainGroup(
@@ -64,29 +74,36 @@ def train(config: SFTConfig) -> Path:
             share.gpus,
             placement=config.placement,
         ) as trainer,
-        RunFolder(config.run_dir, config) as folder,
+        RunFolder(config.run_dir, config, start=start) as folder,
     ):
         require_paths(trainer, config.model, folder.path)
         model = trainer.build_model(name="sft")
         loss = Loss("rl_backend.algorithm:sft_loss")
-        print(f"SFT: {len(sequences)} examples, {config.batch_size} a step, {config.describe_ranks()}")
-        for step in range(1, config.steps + 1):
-            started = time.perf_counter()
+        saver = RunSaver(config, folder, {"sft": Model(trainer, model)}, start)
+        facts = [f"{len(sequences)} examples", f"{config.batch_size} a step", config.describe_ranks(), *start.describe()]
+        print(f"SFT: {', '.join(facts)}")
+        for step in range(start.step + 1, config.steps + 1):
+            clock = Clock()
             trainer.zero_grad(model)
             result = trainer.forward_backward(model, next(batches), loss)
             ok, grad_norm, _ = trainer.optimizer_step(model)
             next_lr = trainer.lr_scheduler_step(model)
             metrics = {**result.means, "grad_norm": grad_norm, "step_ok": float(ok), "next_lr": next_lr}
-            metrics["seconds/train"] = time.perf_counter() - started
+            clock.lap("train")
+            saver.save(step, clock)
             evaluate = step % config.eval_every == 0 or step == config.steps
             if evaluate and held_out:
                 metrics |= held_out_metrics(trainer, model, held_out)
-            folder.log(step, metrics)
+            folder.log(step, metrics | clock.seconds)
+            saver.commit(step, {})
             if evaluate:
                 shown = ("nll", "grad_norm", "held_out_nll", "answer_probability")
                 texts = [f"{name.replace('_', ' ')} {metrics[name]:.3f}" for name in shown if name in metrics]
                 print(f"step {step:4d}/{config.steps}  {'  '.join(texts)}", flush=True)
-        trainer.save_checkpoint(model, folder.path / "model", hf=True)
+            if on_step:
+                on_step(step, metrics)
+        saver.finish()
+        trainer.save_checkpoint(model, set_aside(folder.path / "model"), hf=True)
     return folder.path / "model"
 
 

@@ -6,12 +6,14 @@ import random
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from actors import Sample
 from examples.common.clock import Clock
 from examples.common.inputs import Inputs
 from examples.common.prompts import Prompt
 from examples.common.rl_config import RLConfig
+from examples.common.run_start import RunStart
 from examples.common.sample_stream import SampledBatch, SampleStream
 from examples.common.scoring import score
 from rl_backend.algorithm import groups_with_signal
@@ -44,6 +46,7 @@ class Collector:
         inputs: how they are scored.
         batches_with_signal: with a number, dynamic sampling: groups of equal rewards are replaced by groups of further
             batches, of at most so many; what is missing then is filled up with them.
+        start: where the run begins.
     """
 
     def __init__(
@@ -53,12 +56,21 @@ class Collector:
         inputs: Inputs,
         *,
         batches_with_signal: int | None = None,
+        start: RunStart | None = None,
     ) -> None:
         self._config = config
         self._stream = stream
         self._inputs = inputs
         self._batches_with_signal = batches_with_signal
-        self._step_of_version: dict[int, int] = {}
+        earlier = start.state("collector") if start else {}
+        self._step_of_version: dict[int, int] = dict(earlier.get("step_of_version", []))
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a run that goes on after this step takes over; pushes as far back as samples may be."""
+        oldest = max(self._step_of_version.values()) - self._config.batches_ahead
+        pushes = [[version, step] for version, step in self._step_of_version.items() if step >= oldest]
+        return {"collector": {"step_of_version": pushes}}
 
     def pushed(self, version: int, step: int) -> None:
         """Engines sample with the weights that ``step`` made from now on; step 0 is the start."""

@@ -13,7 +13,6 @@ from adapters.verl.reward import RewardFunction, load_reward_function
 from examples.common.prompts import Prompt, endless_batches, load_prompts, load_tokenizer
 from examples.common.rl_config import RLConfig
 from examples.common.router_replay import require_experts
-from examples.common.run_folder import require_new_run
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,6 @@ def load_inputs(config: RLConfig) -> Inputs:
     Raises:
         ConfigError, BatchError: a file or folder that is missing or cannot be used.
     """
-    require_new_run(config.run_dir)
     require_experts(f"{type(config).__name__}.router_replay", config.router_replay, config.model)
     tokenizer = load_tokenizer(config.model)
     prompts = load_prompts(config.dataset, tokenizer, config.max_prompt_tokens)

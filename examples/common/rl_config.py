@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -17,6 +17,13 @@ from rl_backend.contracts import ConfigError
 class RLConfig(TrainingConfig):
     """Those of every training, sampling, and what lies between."""
 
+    may_change: ClassVar[frozenset[str]] = TrainingConfig.may_change | {
+        "trace",
+        "engines",
+        "transport",
+        "samples_logged",
+        "eval_every",
+    }
     dataset: str = Field(description="training prompts: .jsonl (prompt, answer) or verl-style .parquet")
     eval_dataset: str | None = Field(default=None, description="held-out prompts, answered greedily before and after")
     reward: str = Field(description="verl-style compute_score as package.module:function or path/file.py:function")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -18,20 +20,47 @@ from torch.utils.tensorboard import SummaryWriter
 
 from actors.prometheus import export_step
 from actors.trace import TraceCollector, TraceSource
+from examples.common.run_lock import RunLock
+from examples.common.run_start import CHECKPOINTS, LOGS, RunStart, require_new_run
+from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
 from rl_backend.contracts import BaseConfig, ConfigError
 from rl_backend.report import write_report
-
-
-def require_new_run(path: Path | str) -> None:
-    """Raises :class:`ConfigError` when ``path`` holds a run that has taken a step."""
-    metrics = Path(path) / "metrics.jsonl"
-    if metrics.exists() and metrics.stat().st_size:
-        raise ConfigError.of("run_dir", str(path), "holds another run; choose a new directory or remove it")
 
 
 def _write_lines(file: TextIO, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
     for sample in samples:
         file.write(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n")
+
+
+def _cut_back(path: Path, size: int) -> TextIO:
+    """Opens a log for the lines after its first ``size`` bytes."""
+    file = path.open("a", buffering=1)
+    if os.fstat(file.fileno()).st_size < size:
+        file.close()
+        raise ConfigError.of(
+            "resume", str(path), f"has lost lines: it had {size} bytes at the checkpoint; go on from that in a new run_dir"
+        )
+    file.truncate(size)
+    return file
+
+
+def _write(path: Path, text: str) -> None:
+    """All or nothing: a run that is killed must find its files again."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(text)
+    new.replace(path)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def set_aside(path: Path) -> Path:
+    """Renames what is at ``path``, if anything, to ``NAME.1.SUFFIX`` or the first number that is free; returns ``path``."""
+    if path.exists():
+        free = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
+        path.rename(next(other for other in free if not other.exists()))
+    return path
 
 
 class RunFolder:
@@ -42,11 +71,17 @@ class RunFolder:
     finished, failed or interrupted); ``rl-backend report DIR`` makes it again. Beside them are TensorBoard events and, with
     ``trace``, ``trace.json`` for Perfetto. Where Ray runs, each step's metrics are also exported to Prometheus.
 
+    A run that goes on from a checkpoint in the folder finds its logs cut back to that step, and so has each step once.
+
     Args:
-        path: see :func:`require_new_run`.
+        path: holds no other run, and none that is still going on.
         config: written first.
+        start: where the run begins.
         trace: the groups whose actors are traced, with this process; empty for no trace.
         report_seconds: shortest time between two reports of a run that goes on; 0 writes one at its end alone.
+
+    Raises:
+        ConfigError: the folder holds another run, or has changed since ``start`` was decided.
     """
 
     def __init__(
@@ -54,23 +89,48 @@ class RunFolder:
         path: Path | str,
         config: BaseConfig,
         *,
+        start: RunStart | None = None,
         trace: Sequence[TraceSource] = (),
         report_seconds: float = 60.0,
     ) -> None:
-        require_new_run(path)
+        start = start or RunStart()
+        if not start.same_folder and not start.replaces:
+            require_new_run(path)
         self.path = Path(path).resolve()
         self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
-        self._started = datetime.now(UTC)
-        self._write_state("running")
-        self._metrics = (self.path / "metrics.jsonl").open("w", buffering=1)
-        self._samples = (self.path / "samples.jsonl").open("w", buffering=1)
-        self._held_out = (self.path / "held_out.jsonl").open("w", buffering=1)
-        self._board = SummaryWriter(str(self.path / "tensorboard"))
+        self._lock = RunLock(self.path)
+        try:
+            self._open(config, start)
+            self._trace = TraceCollector(set_aside(self.path / "trace.json"), trace) if trace else None
+        except BaseException:
+            self._lock.release()
+            raise
         self._report_seconds = report_seconds
-        self._trace = TraceCollector(self.path / "trace.json", trace) if trace else None
         self._last_log = time.monotonic_ns()
         self._next_report = time.monotonic() + report_seconds if report_seconds else math.inf
+
+    def _open(self, config: BaseConfig, start: RunStart) -> None:
+        newest = max(RunCheckpoints(self.path / CHECKPOINTS).steps(), default=None)
+        if newest != start.newest:
+            raise ConfigError.of(
+                "run_dir",
+                str(self.path),
+                f"another run has saved step {newest} to it meanwhile; begin again to go on from it",
+            )
+        self._metrics, self._samples, self._held_out = (
+            _cut_back(self.path / name, start.kept.get(name, 0)) for name in LOGS
+        )
+        self._facts: dict[str, Any] = {"started": _now(), "resumed": []}
+        if start.same_folder:
+            earlier = json.loads((self.path / "run.json").read_text())
+            resumed = [*earlier.get("resumed", []), {"after_step": start.step, "at": _now()}]
+            self._facts = {"started": earlier["started"], "resumed": resumed}
+        # A run is marked as going on before its options are replaced: they would be those of one that has finished.
+        self._write_state("running")
+        _write(self.path / "config.json", config.model_dump_json(indent=2) + "\n")
+        set_aside(self.path / "summary.json")
+        drop_from = start.step + 1 if start.same_folder or start.replaces else None
+        self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=drop_from)
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """One line of ``metrics.jsonl``, one point per TensorBoard curve and Prometheus gauge, and a step of the trace."""
@@ -93,9 +153,19 @@ class RunFolder:
         """One line of ``held_out.jsonl`` per answer to a held-out prompt; step 0 is before training."""
         _write_lines(self._held_out, step, samples)
 
+    def sync_logs(self) -> dict[str, int]:
+        """Flushes the logs to the disk; name -> bytes, which :class:`RunStart` keeps of them."""
+        self._board.flush()
+        sizes = {}
+        for name, file in zip(LOGS, (self._metrics, self._samples, self._held_out), strict=True):
+            file.flush()
+            os.fsync(file.fileno())
+            sizes[name] = os.fstat(file.fileno()).st_size
+        return sizes
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """``summary.json``; a later call replaces an earlier one."""
-        (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        _write(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
 
     def __enter__(self) -> Self:
         return self
@@ -115,6 +185,7 @@ class RunFolder:
                 self._keep_or_drop(self._trace, TraceCollector.close)
         finally:
             self._report()
+            self._lock.release()
 
     def _keep_or_drop(self, trace: TraceCollector, use: Callable[[TraceCollector], None]) -> None:
         try:
@@ -141,8 +212,8 @@ class RunFolder:
         facts = {
             "state": state,
             "error": error,
-            "started": self._started.isoformat(timespec="seconds"),
-            "ended": None if state == "running" else datetime.now(UTC).isoformat(timespec="seconds"),
+            **self._facts,
+            "ended": None if state == "running" else _now(),
             "command": [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]],
         }
-        (self.path / "run.json").write_text(json.dumps(facts, indent=2) + "\n")
+        _write(self.path / "run.json", json.dumps(facts, indent=2) + "\n")

@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from actors import RolloutGroup
 from examples.common.clock import Clock
@@ -15,6 +16,7 @@ from examples.common.progress import print_start, print_step
 from examples.common.result import RunResult
 from examples.common.rl_config import RLConfig
 from examples.common.run_folder import RunFolder
+from examples.common.run_start import RunStart
 from examples.common.scoring import describe, score
 from rl_backend.contracts import RLBackendError
 
@@ -26,29 +28,39 @@ class RunLog:
 
     Args:
         on_step: sees each step's number and metrics.
+        start: where the run begins.
     """
 
     def __init__(
-        self, config: RLConfig, inputs: Inputs, rollout: RolloutGroup, folder: RunFolder, on_step: OnStep | None
+        self,
+        config: RLConfig,
+        inputs: Inputs,
+        rollout: RolloutGroup,
+        folder: RunFolder,
+        on_step: OnStep | None,
+        start: RunStart,
     ) -> None:
         self._config = config
         self._inputs = inputs
         self._rollout = rollout
         self._folder = folder
         self._on_step = on_step
-        self._opened = time.perf_counter()
-        self._accuracy_before: float | None = None
-        self._accuracy: float | None = None
-        self._max_gap = 0.0
+        self._start = start
+        earlier = start.state("log")
+        self._accuracy_before: float | None = earlier.get("accuracy_before")
+        self._accuracy: float | None = earlier.get("accuracy")
+        self._max_gap: float = earlier.get("max_log_prob_gap", 0.0)
+        self._step_seconds: float = earlier.get("step_seconds", 0.0)
+        self._opened = time.perf_counter() - earlier.get("seconds", 0.0)
         self._steps_started = self._opened
-        self._step_seconds = 0.0
 
     def start(self, title: str, facts: Sequence[str]) -> None:
         """Before the first step, with the first weights pushed."""
-        self._accuracy_before = self._accuracy = self._evaluate(0)
-        facts = [f"{len(self._inputs.prompts)} prompts", *self._config.facts(), *facts]
+        if self._start.checkpoint is None:
+            self._accuracy_before = self._accuracy = self._evaluate(0)
+        facts = [f"{len(self._inputs.prompts)} prompts", *self._config.facts(), *facts, *self._start.describe()]
         print_start(title, facts, self._accuracy_before, len(self._inputs.held_out))
-        self._steps_started = time.perf_counter()
+        self._steps_started = time.perf_counter() - self._step_seconds
 
     def step(self, step: int, metrics: dict[str, float], batch: TrainingBatch, weight_version: int, clock: Clock) -> None:
         """After a step, with its weights pushed.
@@ -74,6 +86,19 @@ class RunLog:
         print_step(step, config.steps, metrics, clock.seconds)
         if self._on_step:
             self._on_step(step, metrics)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a run that goes on after this step takes over."""
+        return {
+            "log": {
+                "accuracy_before": self._accuracy_before,
+                "accuracy": self._accuracy,
+                "max_log_prob_gap": self._max_gap,
+                "step_seconds": self._step_seconds,
+                "seconds": time.perf_counter() - self._opened,
+            }
+        }
 
     def finish(self) -> RunResult:
         """After the last step; also writes ``summary.json``."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
 from actors import RolloutGroup, Sample, SamplingConfig, sample_seeds
+from examples.common.drawn_samples import StreamPosition
 from examples.common.prompts import Prompt
 
 
@@ -33,22 +34,33 @@ class SampleStream:
         seed: with the number of the batch it fixes every sample, apart from the weights.
         ahead: batches begun before :meth:`next` asks for them. At 0 a batch is begun by :meth:`next`, with the weights of
             that moment.
+        start: the :attr:`position` that an earlier stream was at. Prompts up to there are passed over, and what it had drawn
+            is not drawn again.
     """
 
     def __init__(
-        self, rollout: RolloutGroup, batches: Iterator[list[Prompt]], sampling: SamplingConfig, *, seed: int, ahead: int
+        self,
+        rollout: RolloutGroup,
+        batches: Iterator[list[Prompt]],
+        sampling: SamplingConfig,
+        *,
+        seed: int,
+        ahead: int,
+        start: StreamPosition | None = None,
     ) -> None:
         self._rollout = rollout
         self._batches = batches
         self._sampling = sampling
         self._seed = seed
         self._ahead = ahead
-        self._begun = 0
+        self._taken = self._begun = 0
         self._one_at_a_time = ThreadPoolExecutor(1, thread_name_prefix="sample-stream")
         self._waiting: deque[Future[SampledBatch]] = deque()
         self._may_begin = threading.Event()
         self._may_begin.set()
         self._sampling_now = threading.Lock()
+        if start is not None:
+            self._go_to(start)
 
     def next(self, more: int | None = None) -> SampledBatch:
         """The next batch; waits for it, and raises what :meth:`~actors.rollout_group.RolloutGroup.generate` raises.
@@ -62,7 +74,19 @@ class SampleStream:
         ahead = self._ahead if more is None else min(self._ahead, more)
         while len(self._waiting) < ahead:
             self._begin()
-        return batch.result()
+        sampled = batch.result()
+        self._taken = sampled.number
+        return sampled
+
+    @property
+    def position(self) -> StreamPosition:
+        """For a stream that goes on from here; batches that are being sampled are left to it."""
+        drawn: list[list[Sample]] = []
+        for batch in self._waiting:
+            if not batch.done() or batch.exception() is not None:
+                break
+            drawn.append(batch.result().samples)
+        return StreamPosition(self._taken, drawn)
 
     @contextmanager
     def between_batches(self) -> Iterator[None]:
@@ -88,6 +112,16 @@ class SampleStream:
         self._one_at_a_time.shutdown(wait=error is None, cancel_futures=True)
         self._waiting.clear()
 
+    def _go_to(self, position: StreamPosition) -> None:
+        for _ in range(position.taken):
+            next(self._batches)
+        self._taken = self._begun = position.taken
+        for samples in position.drawn:
+            self._begun += 1
+            batch: Future[SampledBatch] = Future()
+            batch.set_result(_answered(self._begun, next(self._batches), samples))
+            self._waiting.append(batch)
+
     def _begin(self) -> None:
         self._begun += 1
         self._waiting.append(self._one_at_a_time.submit(self._sample, self._begun, next(self._batches)))
@@ -100,4 +134,8 @@ class SampleStream:
                 self._sampling,
                 seeds=sample_seeds(self._seed, number, len(prompts), self._sampling.n),
             )
-        return SampledBatch(number, [prompts[sample.prompt_index] for sample in samples], samples)
+        return _answered(number, prompts, samples)
+
+
+def _answered(number: int, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> SampledBatch:
+    return SampledBatch(number, [prompts[sample.prompt_index] for sample in samples], list(samples))

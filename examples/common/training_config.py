@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -12,7 +12,26 @@ from rl_backend.contracts import ConfigError
 
 
 class TrainingConfig(RuntimeOptions):
-    """Model, data, optimizer, resources."""
+    """Model, data, optimizer, resources, checkpoints.
+
+    Attributes:
+        may_change: options in which a run that goes on from a checkpoint may differ from the one that saved it: where and
+            how long it runs, and what it shows. All others decide what is learned.
+        paths: options that are compared as the files that they lead to.
+    """
+
+    may_change: ClassVar[frozenset[str]] = frozenset(RuntimeOptions.model_fields) - {"dtype"} | {
+        "dataset",  # its bytes are compared
+        "run_dir",
+        "steps",
+        "placement",
+        "max_tokens_per_micro_batch",
+        "save_every",
+        "keep_checkpoints",
+        "async_save",
+        "resume",
+    }
+    paths: ClassVar[tuple[str, ...]] = ("model", "eval_dataset")
 
     model: str = Field(description="local Hugging Face directory with config, safetensors and tokenizer")
     dataset: str = Field(description="training data: .jsonl (prompt, answer) or verl-style .parquet")
@@ -28,6 +47,15 @@ class TrainingConfig(RuntimeOptions):
     placement: Literal["pack", "spread"] = Field(default="pack", description="ranks on few nodes of a cluster, or on many")
     max_tokens_per_micro_batch: int = Field(default=16384, ge=1, description="token budget of one micro-batch")
     seed: int = Field(default=0, ge=0, description="fixes data order, samples and training")
+    save_every: int = Field(
+        default=0, ge=0, description="steps between checkpoints in run_dir/checkpoints, and one after the last; 0: none"
+    )
+    keep_checkpoints: int = Field(default=2, ge=0, description="newest checkpoints that are kept; 0: all")
+    async_save: bool = Field(default=True, description="train on while a checkpoint is written")
+    resume: str | None = Field(
+        default=None,
+        description="auto: go on from the newest checkpoint in run_dir, if any; or the checkpoint to go on from",
+    )
 
     @model_validator(mode="after")
     def _check_warmup(self) -> Self:

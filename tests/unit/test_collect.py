@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from examples.common.collect import Collector, TrainingBatch
 from examples.common.inputs import Inputs
 from examples.common.prompts import Prompt
 from examples.common.rl_config import RLConfig
+from examples.common.run_start import RunStart
 from examples.common.sample_stream import SampledBatch
+from rl_backend.checkpoint.run_manifest import RunCheckpoint
 from rl_backend.contracts import WeightVersionError
 
 GOOD, BAD = [1], [0]
@@ -79,6 +82,18 @@ def test_staleness_is_counted_in_training_steps_and_not_in_weight_versions() -> 
     assert batch.metrics["staleness_max"] == 2
     assert batch.metrics["staleness_mean"] == 2
     assert batch.metrics["samples_dropped"] == 0
+
+
+def test_a_run_that_goes_on_knows_the_weights_of_samples_drawn_before() -> None:
+    config = settings(max_staleness=1, sample_ahead=2)
+    batch = make_batch(1, 20, [GOOD, BAD], [BAD, BAD])
+    state = collector_of(config).state
+    assert state == {"collector": {"step_of_version": [[10, 1], [20, 2], [30, 3]]}}
+    start = RunStart(RunCheckpoint(Path("c"), 3, state, ("policy",)))
+    inputs = Inputs(Tokens(), reward, [], [], iter(()), SamplingConfig())
+    collector = Collector(config, Stream(batch), inputs, start=start)  # type: ignore[arg-type]
+    collector.pushed(30, 3)
+    assert collector.collect(4, Clock()).metrics["staleness_max"] == 1
 
 
 def test_samples_that_are_too_old_are_left_out() -> None:

@@ -6,16 +6,20 @@ import threading
 import time
 from collections.abc import Sequence
 from itertools import count
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from actors import Sample, SamplingConfig
+from actors.rollout_routes import Routes
 from actors.rollout_sample import VersionSpan
 from adapters.verl.dataset import PromptExample
+from examples.common.drawn_samples import StreamPosition, load_drawn, save_drawn
 from examples.common.prompts import Prompt
 from examples.common.sample_stream import SampleStream
-from rl_backend.contracts import EngineDeadError
+from rl_backend.contracts import CheckpointError, EngineDeadError
 
 
 class Engines:
@@ -44,9 +48,9 @@ class Engines:
         ]
 
 
-def stream_of(engines: Any, ahead: int) -> SampleStream:
+def stream_of(engines: Any, ahead: int, start: StreamPosition | None = None) -> SampleStream:
     batches = ([Prompt(PromptExample("p", "a", "made"), [number])] for number in count(1))
-    return SampleStream(engines, batches, SamplingConfig(n=2), seed=5, ahead=ahead)
+    return SampleStream(engines, batches, SamplingConfig(n=2), seed=5, ahead=ahead, start=start)
 
 
 def versions_used(ahead: int, steps: int) -> list[int]:
@@ -90,6 +94,63 @@ def test_samples_do_not_depend_on_sampling_ahead_but_for_the_weights() -> None:
                 stream.next(more)
         seeds.append(engines.seeds)
     assert seeds[0] == seeds[1] == seeds[2]
+
+
+def numbers_and_versions(stream: SampleStream, engines: Engines, steps: range) -> list[tuple[int, int]]:
+    """(number, weight version) of each step's batch, when every step ends with a push of its number."""
+    found = []
+    for step in steps:
+        batch = stream.next(more=10)
+        assert [prompt.token_ids for prompt in batch.prompts] == [sample.prompt_ids for sample in batch.samples]
+        assert [sample.prompt_ids[0] for sample in batch.samples] == [batch.number] * 2
+        found.append((batch.number, batch.samples[0].version_spans[0].version))
+        with stream.between_batches():
+            engines.version = step
+    return found
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_stream_that_goes_on_draws_no_sample_again_and_gives_what_the_other_would_have(ahead: int, tmp_path: Path) -> None:
+    engines, killed, resumed = Engines(), Engines(), Engines()
+    with stream_of(engines, ahead) as stream:
+        whole = numbers_and_versions(stream, engines, range(1, 7))
+    with stream_of(killed, ahead) as stream:
+        before = numbers_and_versions(stream, killed, range(1, 4))
+        position = stream.position
+    assert position.taken == 3 and len(position.drawn) == ahead
+    save_drawn(position.drawn, tmp_path)
+    resumed.version = 3
+    with stream_of(resumed, ahead, StreamPosition(position.taken, load_drawn(tmp_path))) as stream:
+        assert before + numbers_and_versions(stream, resumed, range(4, 7)) == whole
+    assert resumed.begun[0] == 4 + ahead
+    assert resumed.seeds[: 3 - ahead] == engines.seeds[3 + ahead : 6]
+
+
+def test_a_batch_that_is_being_sampled_is_not_in_the_position() -> None:
+    engines = Engines()
+    with stream_of(engines, ahead=2) as stream:
+        stream.next()
+        engines.may_answer.clear()
+        stream.next()
+        stream.next()
+        assert len(stream.position.drawn) == 0
+        engines.may_answer.set()
+
+
+def test_samples_are_read_back_as_they_were_drawn(tmp_path: Path) -> None:
+    spans = (VersionSpan(3, 1), VersionSpan(4, 1))
+    experts = np.arange(12, dtype=np.uint16).reshape(3, 2, 2)
+    experts.flags.writeable = False
+    routed = Sample(1, 0, [5, 6], [7, 8], [-0.1, -1e-17], "length", spans, 2, Routes(experts, 4))
+    plain = Sample(0, 1, [5], [7], [], "stop", spans, 0)
+    save_drawn([[routed], [plain, plain]], tmp_path)
+    [found], others = load_drawn(tmp_path)
+    assert found == routed and others == [plain, plain]
+    assert found.routes is not None and found.routes.weight_version == 4
+    np.testing.assert_array_equal(found.routes.experts, experts, strict=True)
+    (tmp_path / "drawn_samples.pt").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match=r"drawn_samples\.pt cannot be read"):
+        load_drawn(tmp_path)
 
 
 def test_a_push_waits_for_the_batch_that_is_being_sampled_and_holds_back_the_next() -> None:

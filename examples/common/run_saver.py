@@ -1,0 +1,92 @@
+"""Checkpoints of a run as it goes: every model and the loop's state, committed together when all are written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from examples.common.clock import Clock
+from examples.common.drawn_samples import StreamPosition, load_drawn, save_drawn
+from examples.common.models import Model
+from examples.common.run_folder import RunFolder
+from examples.common.run_start import CHECKPOINTS, RunStart, saved_facts
+from examples.common.training_config import TrainingConfig
+from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
+
+
+class RunSaver:
+    """Loads the models of a run where it begins, and saves them every ``config.save_every`` steps and after the last.
+
+    In a step :meth:`save` comes after the update and :meth:`commit` after the step's lines are logged::
+
+        saver.save(step, clock)
+        log.step(...)
+        saver.commit(step, log.state)
+
+    With ``config.async_save`` files are written while later steps run, and the checkpoint is committed after the step in
+    which the last of them is written.
+
+    Args:
+        models: those that are trained, by the name of their directory.
+    """
+
+    def __init__(self, config: TrainingConfig, folder: RunFolder, models: Mapping[str, Model], start: RunStart) -> None:
+        self._config = config
+        self._folder = folder
+        self._models = models
+        self._store = RunCheckpoints(folder.path / CHECKPOINTS, config.keep_checkpoints or None)
+        self._store.clean_up()
+        self._run = saved_facts(config) if config.save_every else {}
+        self._saving: int | None = None
+        self._state: dict[str, Any] = {}
+        if start.checkpoint is not None:
+            for name, model in models.items():
+                model.group.load_checkpoint(model.handle, start.checkpoint.model(name))
+
+    def save(self, step: int, clock: Clock) -> None:
+        """Begins a checkpoint if one is due: the phase ``save`` of the clock."""
+        if not self._is_due(step):
+            return
+        self.finish()
+        self._saving = step
+        for name, model in self._models.items():
+            model.group.save_checkpoint(model.handle, self._store.draft(step) / name, asynchronous=self._config.async_save)
+        clock.lap("save")
+
+    def commit(self, step: int, state: Mapping[str, Any], position: StreamPosition | None = None) -> None:
+        """Adds the loop's state to the checkpoint of ``step``, if one was begun, and commits what is written by now.
+
+        Args:
+            state: of JSON, by the part of the loop that wants it back from :meth:`RunStart.state`.
+            position: of the stream of samples; :func:`stream_position` reads it back.
+        """
+        if self._saving == step:
+            self._state = {"run": self._run, "logs": self._folder.sync_logs(), **state}
+            if position is not None:
+                self._state["batches"] = {"taken": position.taken}
+                save_drawn(position.drawn, self._store.draft(step))
+        if self._saving is not None and not self._is_being_written():
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for a checkpoint that is being written and commits it."""
+        if self._saving is None:
+            return
+        for model in self._models.values():
+            model.group.wait_for_checkpoint(model.handle)
+        self._store.commit(self._saving, self._state)
+        self._saving, self._state = None, {}
+
+    def _is_due(self, step: int) -> bool:
+        every = self._config.save_every
+        return bool(every) and (step % every == 0 or step == self._config.steps)
+
+    def _is_being_written(self) -> bool:
+        return any(model.group.checkpoint_is_pending(model.handle) for model in self._models.values())
+
+
+def stream_position(start: RunStart) -> StreamPosition:
+    """Where a stream of samples begins."""
+    if start.checkpoint is None:
+        return StreamPosition()
+    return StreamPosition(start.state("batches")["taken"], load_drawn(start.checkpoint.path))

@@ -1,0 +1,185 @@
+"""Where a run begins: at its first step, or after the last step of a checkpoint, which then must be of the same run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from examples.common.training_config import TrainingConfig
+from rl_backend.checkpoint.digesting_writer import file_facts
+from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
+from rl_backend.checkpoint.run_manifest import RunCheckpoint, read_run_checkpoint
+from rl_backend.contracts import CheckpointError, ConfigError
+
+CHECKPOINTS = "checkpoints"
+LOGS = ("metrics.jsonl", "samples.jsonl", "held_out.jsonl")
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """Where a run begins.
+
+    Attributes:
+        checkpoint: what it goes on from; None at the first step.
+        kept: bytes of each log in the run folder that are of steps taken; of other logs nothing is kept.
+        newest: step of the newest checkpoint in the run folder when this was decided.
+        replaces: the folder holds steps of an interrupted run without a checkpoint, which this one takes again.
+    """
+
+    checkpoint: RunCheckpoint | None = None
+    kept: Mapping[str, int] = field(default_factory=dict)
+    newest: int | None = None
+    replaces: bool = False
+
+    @property
+    def step(self) -> int:
+        """Training steps already taken."""
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
+    @property
+    def same_folder(self) -> bool:
+        """Whether the checkpoint was saved by the run whose folder this is."""
+        return bool(self.kept)
+
+    def state(self, part: str) -> Mapping[str, Any]:
+        """What a part of the loop has saved; empty at the first step."""
+        return {} if self.checkpoint is None else self.checkpoint.state[part]
+
+    def describe(self) -> list[str]:
+        """For the first line that a run prints."""
+        return [] if self.checkpoint is None else [f"going on after step {self.step}, from {self.checkpoint.path}"]
+
+
+def find_start(config: TrainingConfig) -> RunStart:
+    """Follows ``config.resume``. Reads the run folder and changes nothing.
+
+    Raises:
+        ConfigError: the folder holds another run, or one that has finished, or ``config`` differs from that of the
+            checkpoint in what decides how training goes on.
+        CheckpointError: a checkpoint that is damaged, or none.
+    """
+    own = checkpoints_of(config)
+    if config.resume is None:
+        require_new_run(config.run_dir)
+        return RunStart()
+    newest = max(own.steps(), default=None)
+    if config.resume == "auto":
+        checkpoint = own.latest()
+        if checkpoint is None:
+            return RunStart(replaces=_may_be_replaced(config))
+    else:
+        checkpoint = read_run_checkpoint(config.resume)
+    in_own_folder = checkpoint.path.parent == own.root.resolve()
+    _require_same_run(config, checkpoint)
+    if not in_own_folder:
+        require_new_run(config.run_dir)
+        return RunStart(checkpoint)
+    if newest is not None and newest > checkpoint.step:
+        raise ConfigError.of(
+            "resume",
+            config.resume,
+            f"{config.run_dir} has later checkpoints, of step {newest} too; remove them, or go on in a new run_dir",
+        )
+    if _has_finished(config.run_dir) and _read(config.run_dir, "config.json").get("steps") == config.steps:
+        raise ConfigError.of(
+            "resume",
+            config.resume,
+            f"the run in {config.run_dir} has finished its {config.steps} steps; raise steps to go on",
+        )
+    return RunStart(checkpoint, checkpoint.state["logs"], newest)
+
+
+def require_new_run(path: Path | str) -> None:
+    """Raises :class:`ConfigError` when ``path`` holds a run that has taken a step."""
+    metrics = Path(path) / LOGS[0]
+    if metrics.exists() and metrics.stat().st_size:
+        raise ConfigError.of(
+            "run_dir", str(path), "holds another run; choose a new directory, remove it, or continue it with resume=auto"
+        )
+
+
+def checkpoints_of(config: TrainingConfig) -> RunCheckpoints:
+    """The store in the run's folder."""
+    return RunCheckpoints(Path(config.run_dir) / CHECKPOINTS, config.keep_checkpoints or None)
+
+
+def saved_facts(config: TrainingConfig) -> dict[str, Any]:
+    """What a checkpoint says of its run, so that only the same one goes on from it."""
+    return {"example": type(config).__name__, "options": _deciding_options(config), "dataset": _dataset_facts(config)}
+
+
+def _deciding_options(config: TrainingConfig) -> dict[str, Any]:
+    values = config.model_dump(mode="json", exclude=set(config.may_change))
+    for name in config.paths:
+        if values.get(name) is not None:
+            values[name] = str(Path(values[name]).resolve())
+    return values
+
+
+def _dataset_facts(config: TrainingConfig) -> dict[str, Any]:
+    path = Path(config.dataset)
+    if not path.is_file():
+        raise ConfigError.of("dataset", config.dataset, "no such file")
+    return file_facts(path).model_dump(mode="json")
+
+
+def _require_same_run(config: TrainingConfig, checkpoint: RunCheckpoint) -> None:
+    name, path = type(config).__name__, checkpoint.path
+    try:
+        saved: Mapping[str, Any] = checkpoint.state["run"]
+        options: Mapping[str, Any] = saved["options"]
+        if saved["example"] != name:
+            raise ConfigError.of("resume", config.resume, f"{path} is of a run of {saved['example']}, this is one of {name}")
+    except KeyError as error:
+        raise CheckpointError(f"{path} is of another program: its state has no {error}; give it to that one") from None
+    here = _deciding_options(config)
+    for option in here.keys() | options.keys():
+        if options.get(option) != here.get(option):
+            raise ConfigError.of(
+                f"{name}.{option}",
+                here.get(option),
+                f"the run of {path} has {options.get(option)!r}, and would not go on as it was; use that, or a new run",
+            )
+    if saved["dataset"] != _dataset_facts(config):
+        raise ConfigError.of(
+            f"{name}.dataset", config.dataset, f"is not the file, byte for byte, that the run of {path} was trained on"
+        )
+    if checkpoint.step > config.steps:
+        raise ConfigError.of(f"{name}.steps", config.steps, f"{path} is of step {checkpoint.step} already; raise it")
+
+
+def _may_be_replaced(config: TrainingConfig) -> bool:
+    """Whether the folder has steps of a run without a checkpoint, which may then be taken again.
+
+    Raises:
+        ConfigError: that run has finished, or was another one.
+    """
+    metrics = Path(config.run_dir) / LOGS[0]
+    if not metrics.exists() or not metrics.stat().st_size:
+        return False
+    if _has_finished(config.run_dir):
+        raise ConfigError.of(
+            "run_dir", config.run_dir, "holds a run that has finished, without a checkpoint; choose another"
+        )
+    earlier = type(config)(**_read(config.run_dir, "config.json"))
+    if _deciding_options(earlier) != _deciding_options(config):
+        raise ConfigError.of(
+            "run_dir", config.run_dir, "holds a run with other options, without a checkpoint; choose another, or remove it"
+        )
+    return True
+
+
+def _has_finished(run_dir: str) -> bool:
+    return _read(run_dir, "run.json").get("state") == "finished"
+
+
+def _read(run_dir: str, name: str) -> dict[str, Any]:
+    file = Path(run_dir) / name
+    try:
+        found: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError.of("run_dir", run_dir, f"{name} of the run in it cannot be read: {error}") from None
+    return found

@@ -1,0 +1,205 @@
+"""A run goes on from a checkpoint exactly where it was, or is refused by the name of what differs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.common.run_folder import RunFolder, set_aside
+from examples.common.run_start import RunStart, checkpoints_of, find_start, saved_facts
+from examples.grpo import GRPOConfig
+from examples.ppo import PPOConfig
+from examples.sft import SFTConfig
+from rl_backend.contracts import CheckpointError, ConfigError
+
+
+def config_of(tmp_path: Path, **changes: Any) -> GRPOConfig:
+    data = tmp_path / "train.jsonl"
+    if not data.exists():
+        data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    options = {
+        "model": "m",
+        "dataset": str(data),
+        "reward": "r",
+        "run_dir": str(tmp_path / "run"),
+        "steps": 10,
+        "save_every": 2,
+    }
+    return GRPOConfig(**{**options, **changes})
+
+
+def run(config: GRPOConfig, last: int, start: RunStart | None = None, *, finish: bool = False) -> None:
+    """Steps up to ``last``, saved as the examples save them; then the run is killed, or comes to its end."""
+    start = start or find_start(config)
+    folder = RunFolder(config.run_dir, config, start=start, report_seconds=0)
+    store = checkpoints_of(config)
+    store.clean_up()
+    for step in range(start.step + 1, last + 1):
+        folder.log(step, {"reward": step / 10})
+        folder.log_samples(step, [{"prompt": "p", "response": "r", "reward": 0.0}] * 2)
+        if config.save_every and step % config.save_every == 0:
+            model = store.draft(step) / "policy"
+            model.mkdir(parents=True)
+            (model / "manifest.json").write_text("{}")
+            store.commit(step, {"run": saved_facts(config), "logs": folder.sync_logs()})
+    if finish:
+        folder.__exit__(None, None, None)
+    folder._lock.release()
+
+
+def steps_of(run_dir: Path | str, name: str = "metrics.jsonl") -> list[int]:
+    return [json.loads(line)["step"] for line in (Path(run_dir) / name).read_text().splitlines()]
+
+
+def test_a_run_that_was_killed_goes_on_after_its_newest_checkpoint_and_logs_every_step_once(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    run(config, last=5)
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "rew')  # half a line
+    (tmp_path / "run" / "checkpoints" / ".step-00000006.incomplete" / "policy").mkdir(parents=True)
+    again = config.replace(resume="auto")
+    start = find_start(again)
+    assert start.step == 4 and start.checkpoint is not None
+    run(again, last=10, start=start, finish=True)
+    assert steps_of(config.run_dir) == list(range(1, 11))
+    assert steps_of(config.run_dir, "samples.jsonl") == [step for step in range(1, 11) for _ in range(2)]
+    assert checkpoints_of(config).steps() == [8, 10]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob(".*")] == []
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["state"] == "finished" and [each["after_step"] for each in facts["resumed"]] == [4]
+    assert "10 of 10" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_auto_begins_a_run_that_has_no_checkpoint_and_takes_its_steps_again(tmp_path: Path) -> None:
+    config = config_of(tmp_path, resume="auto", save_every=4)
+    assert find_start(config) == RunStart()
+    run(config, last=3)
+    assert find_start(config) == RunStart(replaces=True)
+    run(config, last=2)
+    assert steps_of(config.run_dir) == [1, 2]
+    with pytest.raises(ConfigError, match="holds a run with other options"):
+        find_start(config.replace(seed=1))
+    with pytest.raises(ConfigError, match=r"holds another run; .*resume=auto"):
+        find_start(config.replace(resume=None))
+
+
+def test_a_run_that_has_finished_goes_on_only_with_more_steps(tmp_path: Path) -> None:
+    config = config_of(tmp_path, resume="auto")
+    run(config, last=10, finish=True)
+    with pytest.raises(ConfigError, match="has finished its 10 steps; raise steps"):
+        find_start(config)
+    with pytest.raises(ConfigError, match=r"GRPOConfig\.steps=8: .*of step 10 already"):
+        find_start(config.replace(steps=8))
+    longer = config.replace(steps=12)
+    assert find_start(longer).step == 10
+    run(longer, last=12, finish=True)
+    assert steps_of(config.run_dir) == list(range(1, 13))
+    without = config_of(tmp_path, run_dir=str(tmp_path / "without"), save_every=0)
+    run(without, last=10, finish=True)
+    with pytest.raises(ConfigError, match="has finished, without a checkpoint"):
+        find_start(without.replace(resume="auto"))
+
+
+def test_an_earlier_checkpoint_goes_on_in_a_new_folder_and_leaves_the_later_ones_alone(tmp_path: Path) -> None:
+    config = config_of(tmp_path, keep_checkpoints=0)
+    run(config, last=6)
+    earlier = str(tmp_path / "run" / "checkpoints" / "step-00000004")
+    with pytest.raises(ConfigError, match="has later checkpoints, of step 6 too; remove them, or go on in a new run_dir"):
+        find_start(config.replace(resume=earlier))
+    elsewhere = config.replace(resume=earlier, run_dir=str(tmp_path / "other"))
+    start = find_start(elsewhere)
+    assert (start.step, start.same_folder) == (4, False)
+    run(elsewhere, last=8, start=start)
+    assert steps_of(elsewhere.run_dir) == [5, 6, 7, 8]
+    assert find_start(elsewhere.replace(resume="auto")).step == 8
+    assert steps_of(config.run_dir) == list(range(1, 7))
+    with pytest.raises(ConfigError, match="holds another run"):
+        find_start(elsewhere)
+    latest = str(tmp_path / "run" / "checkpoints" / "latest")
+    assert find_start(config.replace(resume=latest)).step == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "other"}, r"GRPOConfig\.model='.*other': the run of .*step-00000002 has '.*/m'"),
+        ({"prompts_per_step": 16}, r"GRPOConfig\.prompts_per_step=16: .* has 32"),
+        ({"seed": 1}, r"GRPOConfig\.seed=1"),
+        ({"lr": 2e-6}, r"GRPOConfig\.lr=2e-06"),
+        ({"dtype": "float32"}, r"GRPOConfig\.dtype='float32'"),
+        ({"max_staleness": 1}, r"GRPOConfig\.max_staleness=1"),
+        ({"kl_coef": 0.1}, r"GRPOConfig\.kl_coef=0\.1"),
+    ],
+)
+def test_options_that_decide_what_is_learned_may_not_change(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    config = config_of(tmp_path)
+    run(config, last=2)
+    with pytest.raises(ConfigError, match=message):
+        find_start(config.replace(resume="auto", **changes))
+
+
+def test_where_and_how_long_a_run_goes_may_change(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    run(config, last=2)
+    moved = tmp_path / "moved.jsonl"
+    shutil.copyfile(config.dataset, moved)
+    changes = {"steps": 20, "ranks": 4, "tp": 2, "backend": "bridge", "engines": 2, "transport": "gloo", "trace": True}
+    saving = {"save_every": 0, "keep_checkpoints": 0, "async_save": False, "dataset": str(moved)}
+    assert find_start(config.replace(resume="auto", **changes, **saving)).step == 2
+
+
+def test_other_data_and_other_programs_are_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    run(config, last=2)
+    Path(config.dataset).write_text('{"prompt": "1+2=", "answer": "3"}\n')
+    with pytest.raises(ConfigError, match=r"GRPOConfig\.dataset=.*: is not the file, byte for byte"):
+        find_start(config.replace(resume="auto"))
+    options = {"model": "m", "dataset": config.dataset, "run_dir": str(tmp_path / "new")}
+    resume = str(tmp_path / "run" / "checkpoints" / "latest")
+    with pytest.raises(ConfigError, match="is of a run of GRPOConfig, this is one of SFTConfig"):
+        find_start(SFTConfig(**options, resume=resume))
+    with pytest.raises(ConfigError, match="is of a run of GRPOConfig, this is one of PPOConfig"):
+        find_start(PPOConfig(**options, reward="r", resume=resume))
+    store = checkpoints_of(config)
+    (store.draft(4) / "policy").mkdir(parents=True)
+    (store.draft(4) / "policy" / "manifest.json").write_text("{}")
+    store.commit(4, {"mine": 1})
+    with pytest.raises(CheckpointError, match="is of another program: its state has no 'run'"):
+        find_start(config.replace(resume="auto"))
+
+
+def test_logs_that_have_lost_lines_are_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    run(config, last=2)
+    (tmp_path / "run" / "samples.jsonl").unlink()
+    again = config.replace(resume="auto")
+    with pytest.raises(ConfigError, match=r"samples\.jsonl': has lost lines"):
+        RunFolder(again.run_dir, again, start=find_start(again))
+
+
+def test_one_run_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    decided = find_start(config.replace(resume="auto"))
+    with (
+        RunFolder(config.run_dir, config, report_seconds=0),
+        pytest.raises(ConfigError, match="in use by a run that goes on"),
+    ):
+        RunFolder(config.run_dir, config, report_seconds=0)
+    run(config, last=2)
+    with pytest.raises(ConfigError, match="another run has saved step 2 to it meanwhile"):
+        RunFolder(config.run_dir, config, start=RunStart(replaces=True, newest=decided.newest))
+
+
+def test_what_stands_where_a_result_goes_is_kept_under_another_name(tmp_path: Path) -> None:
+    for _ in range(3):
+        assert set_aside(tmp_path / "trace.json") == tmp_path / "trace.json"
+        (tmp_path / "trace.json").write_text("")
+        set_aside(tmp_path / "model").mkdir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("model", "model.1", "model.2"),
+        *("trace.1.json", "trace.2.json", "trace.json"),
+    ]
