@@ -148,7 +148,7 @@ def _require_positions(data: TensorDict) -> None:
     positions = data.get("position_ids", None)
     if positions is None or not positions.is_nested:
         return
-    offsets = positions.offsets()
+    offsets = data["input_ids"].offsets()
     starts = offsets[:-1].repeat_interleave(offsets.diff())
     if not torch.equal(positions.values(), torch.arange(len(starts), device=starts.device) - starts):
         raise BatchError(
@@ -167,11 +167,10 @@ def _require_cuttable(data: TensorDict, cp_size: int) -> None:
                 name="max_token_len_per_gpu",
             )
         return
-    size = tu.get(data, "micro_batch_size_per_gpu") * tu.get(data, "force_group_size", 1)
-    if len(data) % size:
+    size, group = tu.get(data, "micro_batch_size_per_gpu"), tu.get(data, "force_group_size", 1)
+    if not size or len(data) % (size * group):
         raise BatchError(
-            f"this rank has {len(data)} sequences, which micro-batches of {size} do not divide; change "
-            "micro_batch_size_per_gpu",
+            f"micro_batch_size_per_gpu={size} times force_group_size={group} does not divide {len(data)} sequences of a rank",
             name="micro_batch_size_per_gpu",
         )
 

@@ -36,7 +36,11 @@ def jagged(values: list[torch.Tensor]) -> torch.Tensor:
             BatchError,
             "max_token_len_per_gpu=29 times 1 context-parallel ranks does not hold the longest sequence, of 30 tokens",
         ),
-        ({"micro_batch_size_per_gpu": 3}, BatchError, "8 sequences, which micro-batches of 3 do not divide"),
+        (
+            {"micro_batch_size_per_gpu": 3},
+            BatchError,
+            "micro_batch_size_per_gpu=3 times force_group_size=1 does not divide 8 sequences",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
