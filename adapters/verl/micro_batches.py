@@ -170,7 +170,7 @@ def _require_cuttable(data: TensorDict, cp_size: int) -> None:
     size, group = tu.get(data, "micro_batch_size_per_gpu"), tu.get(data, "force_group_size", 1)
     if not size or len(data) % (size * group):
         raise BatchError(
-            f"micro_batch_size_per_gpu={size} times force_group_size={group} does not divide {len(data)} sequences of a rank",
+            f"micro_batch_size_per_gpu={size} times force_group_size={group} does not divide {len(data)} sequences",
             name="micro_batch_size_per_gpu",
         )
 
