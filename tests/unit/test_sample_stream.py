@@ -126,15 +126,16 @@ def test_a_stream_that_goes_on_draws_no_sample_again_and_gives_what_the_other_wo
     assert resumed.seeds[: 3 - ahead] == engines.seeds[3 + ahead : 6]
 
 
-def test_a_batch_that_is_being_sampled_is_not_in_the_position() -> None:
+def test_a_batch_that_is_being_sampled_is_left_to_the_stream_that_goes_on() -> None:
     engines = Engines()
     with stream_of(engines, ahead=2) as stream:
-        stream.next()
+        stream.next(more=0)
         engines.may_answer.clear()
-        stream.next()
-        stream.next()
-        assert len(stream.position.drawn) == 0
+        stream._begin()
+        assert (stream.position.taken, stream.position.drawn) == (1, [])
         engines.may_answer.set()
+        stream.next(more=0)
+        assert stream.position.taken == 2
 
 
 def test_samples_are_read_back_as_they_were_drawn(tmp_path: Path) -> None:
