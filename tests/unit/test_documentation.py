@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,3 +51,20 @@ def test_the_runtime_page_runs_as_it_stands(tied_model: Path, tmp_path: Path) ->
     names = {"model_dir": str(tied_model), "checkpoint_dir": str(tmp_path / "checkpoint")}
     exec(compile(code, "runtime_api.md", "exec"), names)
     assert names["ok"] is True
+
+
+@pytest.mark.shows("resume: a loop of one's own, without Ray, goes on from its last checkpoint, bit for bit")
+def test_the_loop_on_the_page_of_checkpoints_goes_on_where_it_stopped(tied_model: Path, tmp_path: Path) -> None:
+    code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "checkpoints.md").read_text(), re.DOTALL))
+
+    def loop(checkpoints: str) -> Callable[[int], list[float]]:
+        names: dict[str, Any] = {"model_dir": str(tied_model), "checkpoint_dir": str(tmp_path / checkpoints)}
+        exec(compile(code, "checkpoints.md", "exec"), names)
+        train: Callable[[int], list[float]] = names["train"]
+        return train
+
+    whole = loop("whole")(6)
+    assert loop("stopped")(3) + loop("stopped")(6) == whole[:3] + whole[2:]
+    assert sorted(path.name for path in (tmp_path / "stopped").glob("step-*")) == [
+        f"step-0000000{step}" for step in (2, 4, 6)
+    ]
