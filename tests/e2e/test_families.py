@@ -1,4 +1,4 @@
-"""Families other than Qwen3 in the loop: train, push into a vLLM engine that started with random weights, and sample."""
+"""Families other than Qwen3 in the loop: train, push into a vLLM engine that started with other weights, and sample."""
 
 from __future__ import annotations
 
@@ -14,15 +14,25 @@ import torch
 
 from actors import HandleRef, Loss, RankContext, RolloutConfig, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
 from actors.rollout_engine import RolloutEngine
+from rl_backend.cli.main import main
 from rl_backend.contracts import BatchError, NativeConfig, OptimizerConfig, RuntimeConfig, TokenSequence, UnsupportedError
 from rl_backend.primitive.router import Router
 from rl_backend.runtime.native.handle import NativeHandle
 from tests.support.models import write_tiny
+from tests.support.native import open_runtime, train
 from tests.support.sft_batches import random_token_sequences
 
 PAGE = Path(__file__).parents[2] / "docs" / "router_replay.md"
 PROMPTS = [[5, 6, 7], list(range(20, 80)), [100, 90, 80, 70]]
 MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [1],
+    },
     "qwen2": {
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
@@ -41,17 +51,12 @@ MODELS: dict[str, dict[str, Any]] = {
         },
     },
     "mistral": {"tie_word_embeddings": False, "sliding_window": 16},
-    "qwen3_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "norm_topk_prob": True,
-        "num_hidden_layers": 3,
-        "mlp_only_layers": [1],
-    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "tie_word_embeddings": False},
     "gpt_neox": {"num_attention_heads": 2, "num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": False},
 }
+
+EXPORTED = "qwen3_moe"
+"""The family whose engine begins with a model that ``rl-backend export`` has written."""
 
 MIXTURES = {"qwen3_moe": (0, 2), "mixtral": (0, 1)}
 """Families with experts, and in which layers."""
@@ -77,15 +82,30 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def engines(ray_cluster: None, paths: dict[str, Path]) -> Iterator[dict[str, Future[RolloutGroup]]]:
-    """An engine of each family, started two at a time while the first ones are tested."""
+def exported_model(paths: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts after two steps, by way of a training checkpoint and ``rl-backend export``."""
+    folder = tmp_path_factory.mktemp("exported")
+    with open_runtime(paths[EXPORTED]) as runtime:
+        policy = runtime.build_model()
+        train(runtime, policy, 2)
+        runtime.save_checkpoint(policy, folder / "checkpoint")
+    assert main(["export", "--checkpoint", str(folder / "checkpoint"), "--out", str(folder / "model")]) == 0
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def engines(ray_cluster: None, paths: dict[str, Path], exported_model: Path) -> Iterator[dict[str, Future[RolloutGroup]]]:
+    """An engine of each family, started two at a time while the first ones are tested.
+
+    They begin with random weights, but for one that loads ``exported_model``.
+    """
 
     def start(family: str) -> RolloutGroup:
         config = RolloutConfig(
-            model_path=str(paths[family]),
+            model_path=str(exported_model if family == EXPORTED else paths[family]),
             device="cpu",
             dtype="float32",
-            load_format="dummy",
+            load_format="auto" if family == EXPORTED else "dummy",
             max_model_len=256,
             kv_cache_gib=0.25,
             return_routed_experts=family in MIXTURES,
@@ -108,6 +128,20 @@ def group(ray_cluster: None, engines: object, tied_model: Path) -> Iterator[Trai
 @pytest.fixture(scope="module")
 def policies(group: TrainGroup, paths: dict[str, Path]) -> dict[str, HandleRef]:
     return {family: group.build_model(hf_path=paths[family], name=family) for family in MODELS}
+
+
+@pytest.mark.shows("export: vLLM loads what was exported and samples the tokens that it samples after a push")
+def test_vllm_samples_from_an_exported_model_what_it_samples_after_a_push(
+    group: TrainGroup, engines: dict[str, Future[RolloutGroup]], exported_model: Path
+) -> None:
+    rollout, greedy = engines[EXPORTED].result(), SamplingConfig(temperature=0.0, max_new_tokens=24)
+    loaded = rollout.generate(PROMPTS, greedy)
+    policy = group.build_model(hf_path=exported_model, name="exported")
+    with WeightSync(group, rollout, policy) as sync:
+        sync.push()
+        pushed = rollout.generate(PROMPTS, greedy)
+    assert [sample.response_ids for sample in loaded] == [sample.response_ids for sample in pushed]
+    assert [sample.log_probs for sample in loaded] == [sample.log_probs for sample in pushed]
 
 
 @pytest.mark.shows(
