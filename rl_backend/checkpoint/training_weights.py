@@ -97,7 +97,11 @@ class TrainingWeights:
             ) from error
 
     def _verify(self, name: str) -> None:
-        if file_facts(self.path / name) != self.manifest.files.get(name):
+        try:
+            found = file_facts(self.path / name)
+        except OSError as error:
+            raise CheckpointError(f"{self.path / name} cannot be read: {error}", path=str(self.path), name=name) from error
+        if found != self.manifest.files.get(name):
             raise CheckpointError(
                 f"{self.path} is damaged: {name} has other bytes than were written; take an earlier checkpoint",
                 path=str(self.path),
