@@ -7,15 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import xxhash
 from pydantic import Field
 
-from rl_backend.contracts import CheckpointError, ConfigError, Head
+from rl_backend.checkpoint.sealed import SealedConfig
+from rl_backend.contracts import CheckpointError, Head
 from rl_backend.contracts.base_config import BaseConfig
 
 MANIFEST_NAME = "manifest.json"
 
-_SEAL = '"digest": "{}"'
 _FORMAT = re.compile(r'"format"\s*:\s*(\d+)')
 
 
@@ -31,7 +30,7 @@ class FileFacts(BaseConfig):
     xxh3: str
 
 
-class TrainingManifest(BaseConfig):
+class TrainingManifest(SealedConfig):
     """Everything about a checkpoint that is not a tensor.
 
     Attributes:
@@ -48,7 +47,6 @@ class TrainingManifest(BaseConfig):
         runtime_config: ``RuntimeConfig`` of the run, for readers; of it only ``backend`` is looked at.
         extra: what the caller of ``save_checkpoint`` gave.
         files: name -> size and digest of every other file in the directory.
-        digest: xxh3-64 of the manifest's own text with this field empty.
     """
 
     format: Literal[2] = 2
@@ -64,12 +62,6 @@ class TrainingManifest(BaseConfig):
     runtime_config: dict[str, Any]
     extra: dict[str, Any] = Field(default_factory=dict)
     files: dict[str, FileFacts] = Field(default_factory=dict)
-    digest: str = ""
-
-    def sealed_text(self) -> str:
-        """The text of ``manifest.json``, with its digest."""
-        text = self.replace(digest="").model_dump_json(indent=1)
-        return text.replace(_SEAL.format(""), _SEAL.format(_digest(text)))
 
     def require_model(self, model_type: str, parameters: Mapping[str, tuple[int, ...]], head: Head, path: Path) -> None:
         """Raises :class:`CheckpointError`, with the first difference, unless the checkpoint is of this model."""
@@ -135,26 +127,11 @@ def read_manifest(path: Path) -> TrainingManifest:
             else "a save that did not finish leaves none"
         )
         raise CheckpointError(f"{path} has no {MANIFEST_NAME}, so it is no training checkpoint; {hint}", path=str(path))
-    try:
-        text = file.read_text()
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{file} is damaged: {error}", path=str(path)) from None
-    found = _FORMAT.search(text)
+    found = _FORMAT.search(file.read_text(errors="replace"))
     if found and found[1] != "2":
         raise CheckpointError(
-            f"{path} has format {found[1]}, this version reads format 2; load it with the version that wrote it, and "
-            "take its weights along: save_checkpoint(hf=True) there, hf_path here",
+            f"{path} has format {found[1]}, this version reads format 2; load it with the version that wrote it, and take "
+            "its weights along: save_checkpoint(hf=True) there, hf_path here",
             path=str(path),
         )
-    try:
-        manifest = TrainingManifest.model_validate_json(text)
-    except (ConfigError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}", path=str(path)) from None
-    unsealed = text.replace(_SEAL.format(manifest.digest), _SEAL.format(""))
-    if _digest(unsealed) != manifest.digest:
-        raise CheckpointError(f"{file} is damaged: it has other text than was written; take an earlier checkpoint")
-    return manifest
-
-
-def _digest(text: str) -> str:
-    return str(xxhash.xxh3_64_hexdigest(text.encode()))
+    return TrainingManifest.read_sealed(file)

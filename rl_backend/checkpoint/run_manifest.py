@@ -7,19 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import xxhash
 from pydantic import Field
 
 from rl_backend.checkpoint.digesting_writer import file_facts
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts
-from rl_backend.contracts import BaseConfig, CheckpointError, ConfigError
+from rl_backend.checkpoint.sealed import SealedConfig
+from rl_backend.contracts import CheckpointError
 
 RUN_FILE = "run.json"
 
-_SEAL = '"digest": "{}"'
 
-
-class RunManifest(BaseConfig):
+class RunManifest(SealedConfig):
     """``run.json``, which makes a directory a checkpoint of a run.
 
     Attributes:
@@ -27,25 +25,17 @@ class RunManifest(BaseConfig):
         step: training steps taken.
         state: the loop's own.
         files: path -> size and digest, of each model's manifest and of every file beside the models.
-        digest: xxh3-64 of this file's text with the field empty.
     """
 
     format: Literal[1] = 1
     step: int = Field(ge=0)
     state: dict[str, Any]
     files: dict[str, FileFacts]
-    digest: str = ""
 
     @property
     def models(self) -> tuple[str, ...]:
         """Names of the directories of models."""
         return tuple(Path(name).parent.name for name in self.files if Path(name).name == MANIFEST_NAME)
-
-    def sealed_text(self) -> str:
-        """The text of ``run.json``, with its digest."""
-        text = self.replace(digest="").model_dump_json(indent=1)
-        before, _, after = text.rpartition(_SEAL.format(""))
-        return before + _SEAL.format(_digest_of(text)) + after
 
 
 @dataclass(frozen=True)
@@ -98,14 +88,7 @@ def read_run_checkpoint(path: Path | str) -> RunCheckpoint:
             else "give a step-... directory of a run, or remove it if it is what is left of one"
         )
         raise CheckpointError(f"{path} has no {RUN_FILE}, so it is no checkpoint of a run; {hint}", path=str(path))
-    try:
-        text = file.read_text()
-        manifest = RunManifest.model_validate_json(text)
-    except (ConfigError, OSError, ValueError) as error:
-        raise _damaged(path, RUN_FILE, str(error)) from None
-    before, _, after = text.rpartition(_SEAL.format(manifest.digest))
-    if _digest_of(before + _SEAL.format("") + after) != manifest.digest:
-        raise _damaged(path, RUN_FILE, "it has other bytes than were written")
+    manifest = RunManifest.read_sealed(file)
     for name, facts in manifest.files.items():
         if not (path / name).is_file():
             raise _damaged(path, name, "it is missing")
@@ -118,7 +101,3 @@ def _damaged(path: Path, name: str, what: str) -> CheckpointError:
     return CheckpointError(
         f"{path} is damaged, {name}: {what}; remove the directory to go on from an earlier one", path=str(path), name=name
     )
-
-
-def _digest_of(text: str) -> str:
-    return str(xxhash.xxh3_64_hexdigest(text.encode()))

@@ -141,7 +141,7 @@ def remove_manifest(checkpoint: Path) -> str:
 
 def spoil_manifest(checkpoint: Path) -> str:
     (checkpoint / "manifest.json").write_text('{"format": 2, "parameters": {')
-    return "cannot be read"
+    return "manifest.json is damaged: Invalid JSON"
 
 
 def spoil_metadata(checkpoint: Path) -> str:

@@ -105,8 +105,12 @@ def test_a_save_that_did_not_finish_is_no_checkpoint_and_is_removed_by_the_next_
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
-        ("run.json", lambda file: file.write_text(file.read_text().replace('"step": 4', '"step": 5')), "other bytes"),
-        ("run.json", lambda file: file.write_text(file.read_text()[:-9]), "is damaged, run.json"),
+        (
+            "run.json",
+            lambda file: file.write_text(file.read_text().replace('"step": 4', '"step": 5')),
+            "run.json is damaged",
+        ),
+        ("run.json", lambda file: file.write_text(file.read_text()[:-9]), "run.json is damaged"),
         ("run.json", Path.unlink, "has no run.json, so it is no checkpoint of a run"),
         (
             "policy/manifest.json",
