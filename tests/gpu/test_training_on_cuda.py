@@ -127,16 +127,19 @@ def test_exported_weights_are_those_on_disk_on_the_device(
     assert torch.equal(half["model.norm.weight"].cpu(), on_disk["model.norm.weight"].to(torch.bfloat16))
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_loaded_checkpoint_continues_as_if_training_had_not_stopped(
-    untied_model: Path, make_runtime: MakeRuntime, tmp_path: Path
+    untied_model: Path, make_runtime: MakeRuntime, tmp_path: Path, asynchronous: bool
 ) -> None:
     data = sft_micro_batches(random_token_sequences((40, 12, 65, 7), 128), size=2)
     runtime = make_runtime(untied_model)
     handle = runtime.build_model()
-    train(runtime, handle, data, steps=2)
-    runtime.save_checkpoint(handle, tmp_path / "checkpoint")
+    # The second save in the background takes the pinned buffers of the first.
+    for step in (1, 2):
+        train(runtime, handle, data, steps=1)
+        runtime.save_checkpoint(handle, tmp_path / f"step-{step}", asynchronous=asynchronous)
     expected = train(runtime, handle, data, steps=2)
     resumed = runtime.build_model()
-    runtime.load_checkpoint(resumed, tmp_path / "checkpoint")
+    runtime.load_checkpoint(resumed, tmp_path / "step-2")
     assert resumed.weight_version == 2
     assert train(runtime, resumed, data, steps=2) == pytest.approx(expected, rel=1e-5)
