@@ -12,8 +12,7 @@ import torch
 
 from rl_backend.checkpoint.hf_export import export_checkpoint, source_of
 from rl_backend.checkpoint.hf_writer import DEFAULT_SHARD_BYTES
-from rl_backend.checkpoint.manifest import MANIFEST_NAME
-from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
+from rl_backend.checkpoint.run_checkpoints import LATEST, RunCheckpoints
 from rl_backend.checkpoint.run_manifest import RUN_FILE, read_run_checkpoint
 from rl_backend.checkpoint.training_weights import TrainingWeights
 from rl_backend.cli.errors import CommandError
@@ -132,12 +131,12 @@ def _model_directory(path: Path, name: str | None) -> Path:
         if len(checkpoint.models) > 1:
             raise CommandError(f"--checkpoint {path}: holds {', '.join(checkpoint.models)}; choose one with --name")
         return checkpoint.model(checkpoint.models[0])
+    steps = RunCheckpoints(path).steps()
+    if steps:
+        listed = ", ".join(str(step) for step in steps[-4:])
+        raise CommandError(f"--checkpoint {path}: holds the steps {listed} of a run; give one, or {path / LATEST}")
     if name is not None:
         raise CommandError(f"--name {name}: is for a checkpoint of a run; {path} has no {RUN_FILE}")
-    steps = RunCheckpoints(path).steps()
-    if steps and not (path / MANIFEST_NAME).is_file():
-        listed = ", ".join(str(step) for step in steps[-4:])
-        raise CommandError(f"--checkpoint {path}: holds the steps {listed} of a run; give one, or {path / 'latest'}")
     return path
 
 
