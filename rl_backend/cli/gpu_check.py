@@ -110,7 +110,8 @@ def run_tests(tests: Path, arguments: list[str]) -> tuple[int, list[dict[str, An
         arguments: further arguments of pytest.
 
     Returns:
-        pytest's exit status, and per test its name, outcome, seconds and, unless it passed, the reason.
+        pytest's exit status, and per test its name, outcome, seconds, what it measured (``record_property``) and, unless it
+        passed, the reason.
 
     Raises:
         CommandError: pytest stopped before it ran a test.
@@ -131,6 +132,9 @@ def _outcome(case: ElementTree.Element) -> dict[str, Any]:
         "outcome": "passed",
         "seconds": float(case.get("time", "0")),
     }
+    measured = {each.get("name"): each.get("value") for each in case.iter("property")}
+    if measured:
+        outcome["measured"] = measured
     for kind, name in (("skipped", "skipped"), ("failure", "failed"), ("error", "error")):
         element = case.find(kind)
         if element is not None:

@@ -1,8 +1,7 @@
-"""Moving the parts of a bridge model to host memory and back."""
+"""What a bridge model refuses while a part of it is in host memory."""
 
 from __future__ import annotations
 
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ from rl_backend.contracts import HandleError
 from rl_backend.runtime.bridge.handle import BridgeHandle
 from rl_backend.runtime.bridge.runtime import BridgeRuntime
 from tests.support.bridge_runs import open_bridge
-from tests.support.bridge_state import bridge_data, exported, exported_gradients, optimizer_shards, write_tiny_mixture
-from tests.support.native import assert_equal_tensors, token_loss
+from tests.support.bridge_state import bridge_data
+from tests.support.native import token_loss
 from tests.support.rank_pool import RankPool
 
 PARTS = ("model", "optimizer", "grad")
@@ -22,49 +21,6 @@ PARTS = ("model", "optimizer", "grad")
 def move(runtime: BridgeRuntime, handle: BridgeHandle, device: Any, *parts: str) -> None:
     for part in parts:
         runtime.to(handle, device, **{name: name == part for name in PARTS})
-
-
-def moved_training_job(model: str, layout: dict[str, int], settings: dict[str, Any]) -> None:
-    """Trains two handles, one of which travels in every order between all atoms."""
-    with open_bridge(model, layout, **settings) as runtime:
-        data = bridge_data(runtime)
-        moved, still = runtime.build_model(), runtime.build_model()
-        orders = list(permutations(PARTS))
-        for leaving, returning in zip(orders, reversed(orders), strict=True):
-            for handle in (moved, still):
-                runtime.zero_grad(handle)
-                runtime.forward_backward(handle, data, token_loss)
-            move(runtime, moved, "cpu", *leaving)
-            assert all(moved.placement.host_bytes(part) > 0 for part in PARTS)
-            move(runtime, moved, "device", *returning)
-            assert_equal_tensors(exported_gradients(runtime, moved), exported_gradients(runtime, still))
-            results = [runtime.optimizer_step(handle) for handle in (moved, still)]
-            assert results[0] == results[1]
-            move(runtime, moved, "cpu", "optimizer", "model", "grad")
-            move(runtime, moved, "device", "model")
-            assert_equal_tensors(exported(runtime, moved), exported(runtime, still))
-            runtime.zero_grad(moved)
-            runtime.zero_grad(still)
-            outputs = [runtime.forward_backward(handle, data, token_loss).losses for handle in (moved, still)]
-            assert outputs[0] == outputs[1]
-            move(runtime, moved, "device", "optimizer")
-            assert_equal_tensors(optimizer_shards(moved), optimizer_shards(still))
-
-
-@pytest.mark.shows("bridge: parameters, gradients and optimizer state move to host memory, each on its own, bit for bit")
-@pytest.mark.parametrize(
-    ("world_size", "layout", "settings"),
-    [(1, {}, {}), (2, {}, {"param_dtype": "bfloat16"}), (2, {"tp": 2}, {}), (2, {"pp": 2}, {"param_dtype": "bfloat16"})],
-    ids=str,
-)
-def test_parts_travel_in_any_order_without_changing_a_bit(
-    ranks: RankPool, tied_model: Path, world_size: int, layout: dict[str, int], settings: dict[str, Any]
-) -> None:
-    ranks.run(moved_training_job, str(tied_model), layout, settings, world_size=world_size)
-
-
-def test_experts_travel_with_the_rest(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(moved_training_job, str(write_tiny_mixture(tmp_path)), {"ep": 2}, {})
 
 
 def away_job(model: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import permutations
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,61 +11,37 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.contracts import HandleError
-from rl_backend.runtime.native import NativeHandle, NativeRuntime
-from tests.support.native import (
-    assert_equal_tensors,
-    deal,
-    micro_batches,
-    open_runtime,
-    optimizer_state,
-    token_loss,
-    train,
-    weights,
-)
+from tests.support.journeys import journey_job
+from tests.support.moe import write_moe
+from tests.support.native import deal, micro_batches, open_runtime, token_loss, train
 from tests.support.rank_pool import RankPool
 
 SPLIT = [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-def move(runtime: NativeRuntime, handle: NativeHandle, device: Any, parts: tuple[str, ...]) -> None:
-    for part in parts:
-        runtime.to(handle, device, **{name: name == part for name in ("model", "optimizer", "grad")})
-
-
-def moved_training_job(model: str, settings: dict[str, Any]) -> None:
-    """Trains two handles, one of which travels in every order between all atoms."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    data = micro_batches(deal(SPLIT, size)[rank], dp_size=size)
-    with open_runtime(model, **settings) as runtime:
-        moved, still = runtime.build_model(), runtime.build_model()
-        orders = list(permutations(("model", "optimizer", "grad")))
-        for leaving, returning in zip(orders, reversed(orders), strict=True):
-            for handle in (moved, still):
-                runtime.zero_grad(handle)
-                runtime.forward_backward(handle, data, token_loss)
-                runtime.forward_backward(handle, data, None, forward_only=True)
-            move(runtime, moved, "cpu", leaving)
-            move(runtime, moved, "device", returning)
-            results = [runtime.optimizer_step(handle) for handle in (moved, still)]
-            assert results[0] == results[1]
-            move(runtime, moved, "cpu", ("optimizer", "model"))
-            move(runtime, moved, "device", ("model",))
-            outputs = [runtime.forward_backward(handle, data, token_loss).losses for handle in (moved, still)]
-            assert outputs[0] == outputs[1]
-            move(runtime, moved, "device", ("optimizer",))
-        assert_equal_tensors(weights(moved), weights(still))
-        assert_equal_tensors(optimizer_state(moved), optimizer_state(still))
+CASES: Mapping[str, tuple[str, str, int, dict[str, Any]]] = {
+    "native dp2": ("native", "dense", 2, {"reshard_after_forward": False}),
+    "native dp2 in bfloat16": ("native", "dense", 2, {"param_dtype": "bfloat16"}),
+    "native pp2": ("native", "dense", 2, {"parallel": {"pp": 2}}),
+    "native ep2": ("native", "mixture", 2, {"parallel": {"ep": 2}}),
+    "bridge dp2 in bfloat16": ("bridge", "dense", 2, {"param_dtype": "bfloat16"}),
+    "bridge tp2": ("bridge", "dense", 2, {"parallel": {"tp": 2}}),
+    "bridge pp2 in bfloat16": ("bridge", "dense", 2, {"parallel": {"pp": 2}, "param_dtype": "bfloat16"}),
+    "bridge ep2": ("bridge", "mixture", 2, {"parallel": {"ep": 2}}),
+}
+"""Runtime, model, ranks and settings."""
 
 
 @pytest.mark.shows(
-    "runtime: parameters, gradients and optimizer state move to host memory and back, each on its own, bit for bit"
+    "runtime, bridge: parameters, gradients and optimizer state move to host memory and back in any order, bit for bit"
 )
-@pytest.mark.parametrize("settings", [{}, {"reshard_after_forward": False}, {"param_dtype": "bfloat16"}], ids=str)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_parts_travel_in_any_order_without_changing_a_bit(
-    ranks: RankPool, tied_model: Path, settings: dict[str, Any], world_size: int
+@pytest.mark.parametrize("case", CASES)
+def test_parts_travel_in_any_order_without_changing_a_bit_and_leave_no_memory_behind(
+    ranks: RankPool, tied_model: Path, tmp_path: Path, case: str
 ) -> None:
-    ranks.run(moved_training_job, str(tied_model), settings, world_size=world_size)
+    backend, family, world_size, settings = CASES[case]
+    model = tied_model if family == "dense" else write_moe("qwen3_moe", tmp_path)
+    ranks.run(journey_job, backend, str(model), settings, world_size=world_size)
 
 
 def stale_gather_job(model: str, settings: dict[str, Any]) -> tuple[Tensor, Tensor]:

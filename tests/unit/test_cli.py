@@ -72,7 +72,8 @@ import pytest
 
 pytestmark = pytest.mark.gpu
 
-def test_passes() -> None: ...
+def test_passes(record_property) -> None:
+    record_property("returned_bytes", 1024)
 
 def test_fails() -> None:
     assert 1 == 2
@@ -94,6 +95,7 @@ def test_gpu_check_reports_every_outcome_with_its_reason(tmp_path: Path) -> None
         "test_fails": "failed",
         "test_is_skipped": "skipped",
     }
+    assert [outcome.get("measured") for outcome in outcomes] == [{"returned_bytes": "1024"}, None, None]
     reasons = {outcome["outcome"]: outcome.get("reason", "") for outcome in outcomes}
     assert "assert 1 == 2" in reasons["failed"]
     assert reasons["skipped"] == "ray is not installed"
