@@ -33,7 +33,7 @@ CASES: Mapping[str, tuple[str, str, int, dict[str, Any]]] = {
 
 
 @pytest.mark.shows(
-    "runtime: parameters, gradients and optimizer state move to host memory and back in any order, bit for bit, both runtimes"
+    "runtime: parameters, gradients and optimizer state move to host memory and back in any order, bit for bit, in both"
 )
 @pytest.mark.parametrize("case", CASES)
 def test_parts_travel_in_any_order_without_changing_a_bit_and_leave_no_memory_behind(
