@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, overload
 
 if TYPE_CHECKING:
-    from actors.train_group import TrainGroup
+    from actors.train_operations import TrainOperations
 
 
 class GroupFuture[R]:
@@ -72,15 +72,15 @@ class BoundOperation[**P, R]:
 class operation[**P, R]:  # noqa: N801, a decorator
     """Makes a method that returns a future into an operation."""
 
-    def __init__(self, method: Callable[Concatenate[TrainGroup, P], GroupFuture[R]]) -> None:
+    def __init__(self, method: Callable[Concatenate[TrainOperations, P], GroupFuture[R]]) -> None:
         self._method = method
         functools.update_wrapper(self, method)  # type: ignore[arg-type]
 
     @overload
     def __get__(self, group: None, owner: type) -> operation[P, R]: ...
     @overload
-    def __get__(self, group: TrainGroup, owner: type) -> BoundOperation[P, R]: ...
-    def __get__(self, group: TrainGroup | None, owner: type) -> Any:
+    def __get__(self, group: TrainOperations, owner: type) -> BoundOperation[P, R]: ...
+    def __get__(self, group: TrainOperations | None, owner: type) -> Any:
         if group is None:
             return self
         return BoundOperation(functools.wraps(self._method)(functools.partial(self._method, group)))
