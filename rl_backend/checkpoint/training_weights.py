@@ -91,7 +91,12 @@ class TrainingWeights:
                 warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
                 load({PREFIX + name: tensor}, storage_reader=self._reader, no_dist=True)
         except CheckpointException as error:
-            causes = "; ".join(str(cause) for cause, _ in error.failures.values())
+            failures = [cause for cause, _ in error.failures.values()]
+            for cause in failures:
+                # An interrupt in the middle of a read is one of its failures.
+                if not isinstance(cause, Exception):
+                    raise cause from None
+            causes = "; ".join(map(str, failures))
             raise CheckpointError(
                 f"{name} cannot be read from {self.path}: {causes}", path=str(self.path), name=name
             ) from error

@@ -221,6 +221,18 @@ def test_a_damaged_checkpoint_is_refused_by_the_name_of_the_file(
     assert [entry.name for entry in tmp_path.iterdir()] == ["policy"]
 
 
+def test_an_interrupt_in_the_middle_of_a_read_ends_the_command_and_leaves_nothing(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "load", interrupted)
+    assert export(saved.step / "policy", tmp_path / "out") == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.fixture
 def large(tmp_path: Path) -> Iterator[Path]:
     """Weights of 96 MiB in 24 tensors, as a run of one rank stores them."""
