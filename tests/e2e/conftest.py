@@ -11,9 +11,12 @@ import ray
 from actors.rollout_config import RolloutConfig
 from actors.rollout_group import RolloutGroup
 from actors.weight_sync import WeightSync
-from examples.demo.__main__ import DemoConfig, warm_start
+from examples.common.result import RunResult
+from examples.demo.__main__ import DemoConfig, reinforce, warm_start
 from examples.demo.task import write_task
 from tests.support.rollout import ReferenceTrainer
+
+LEARNED_STEPS = 40
 
 
 @pytest.fixture(scope="session")
@@ -73,3 +76,10 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def warm_model(task: Path, ray_cluster: None) -> Path:
     """The demo's model after its warm start."""
     return warm_start(DemoConfig(), task, task.parent)
+
+
+@pytest.fixture(scope="session")
+def learned(task: Path, warm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunResult, Path]:
+    """A run of the demo's GRPO, ``LEARNED_STEPS`` long, and its folder."""
+    folder = tmp_path_factory.mktemp("learned")
+    return reinforce(DemoConfig(steps=LEARNED_STEPS), task, warm_model, folder), folder / "grpo"

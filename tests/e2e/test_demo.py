@@ -14,15 +14,10 @@ from examples.common.result import RunResult
 from examples.common.router_replay import RouterReplayMode
 from examples.demo.__main__ import DemoConfig, demo_settings, reinforce
 from rl_backend.contracts import ConfigError, RegistryError
+from tests.e2e.conftest import LEARNED_STEPS
 from tests.support.moe import upcycle
 
-STEPS = 40
-
-
-@pytest.fixture(scope="session")
-def learned(task: Path, warm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunResult, Path]:
-    folder = tmp_path_factory.mktemp("learned")
-    return reinforce(DemoConfig(steps=STEPS), task, warm_model, folder), folder / "grpo"
+STEPS = LEARNED_STEPS
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -92,34 +87,6 @@ def test_a_mixture_of_experts_learns_the_task(
     assert trained.config.model_type == "qwen3_moe"
     experts = trained.model.layers[0].mlp.experts.down_proj
     assert bool((experts != experts[:1]).flatten(1).any(1)[1:].all())
-
-
-@pytest.mark.shows("loop: one seed gives the same rewards twice")
-def test_one_seed_gives_the_same_rewards_twice(
-    learned: tuple[RunResult, Path], task: Path, warm_model: Path, tmp_path: Path
-) -> None:
-    steps = 6
-    first = lines(learned[1] / "metrics.jsonl")[:steps]
-    settings = json.loads((learned[1] / "config.json").read_text())
-    # The schedule depends on the number of steps, so the same run is stopped early.
-    config = grpo.GRPOConfig(**{**settings, "run_dir": str(tmp_path / "again")})
-    with pytest.raises(StopEarlyError):
-        grpo.train(config, on_step=stop_after(steps))
-    again = lines(tmp_path / "again" / "metrics.jsonl")
-    assert [line["reward"] for line in again] == [line["reward"] for line in first]
-    assert [line["grad_norm"] for line in again] == [line["grad_norm"] for line in first]
-
-
-class StopEarlyError(Exception):
-    """Ends a run from its callback."""
-
-
-def stop_after(steps: int) -> Any:
-    def on_step(step: int, metrics: dict[str, float]) -> None:
-        if step == steps:
-            raise StopEarlyError
-
-    return on_step
 
 
 def test_bad_options_are_refused_before_anything_starts(task: Path, tmp_path: Path) -> None:

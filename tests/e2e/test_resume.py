@@ -1,0 +1,98 @@
+"""Runs that are killed with all of their processes and go on: every step is the one of a run that was left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from examples import grpo, sft
+from examples.common.result import RunResult
+from examples.common.run_start import checkpoints_of
+from tests.support.clusters import ROOT
+
+START_SECONDS = 150.0
+
+
+class StopEarlyError(Exception):
+    """Ends a run from its callback: the schedule depends on the number of steps, so that stays."""
+
+
+def stop_after(last: int) -> Any:
+    def on_step(step: int, metrics: dict[str, float]) -> None:
+        if step == last:
+            raise StopEarlyError
+
+    return on_step
+
+
+def kill_after_a_checkpoint(module: str, options: dict[str, Any], folder: Path) -> None:
+    """Runs an example in a process group of its own and kills all of it, at some moment after its first checkpoint."""
+    (folder / "options.json").write_text(json.dumps(options))
+    with (folder / "output").open("w") as output:
+        driver = subprocess.Popen(
+            [sys.executable, "-m", module, "--config", str(folder / "options.json")],
+            env=os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address},
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            deadline = time.monotonic() + START_SECONDS
+            while not (Path(options["run_dir"]) / "checkpoints" / "latest").exists():
+                assert driver.poll() is None and time.monotonic() < deadline, (folder / "output").read_text()
+                time.sleep(0.02)
+            time.sleep(random.uniform(0, 1))
+        finally:
+            os.killpg(driver.pid, signal.SIGKILL)
+            driver.wait()
+
+
+def lines(path: Path, last: int) -> list[dict[str, Any]]:
+    """Up to a step, without what a clock has measured."""
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return [
+        {name: value for name, value in line.items() if not name.startswith("seconds/")}
+        for line in found
+        if line["step"] <= last
+    ]
+
+
+@pytest.mark.shows("resume: SFT killed by kill -9 and resumed has the losses of an uninterrupted run, in every digit")
+def test_a_killed_sft_run_goes_on_as_if_it_had_not_been(warm_model: Path, tmp_path: Path) -> None:
+    last, reference = 40, warm_model.parent
+    settings = json.loads((reference / "config.json").read_text())
+    settings |= {"run_dir": str(tmp_path / "run"), "save_every": 8, "resume": "auto"}
+    kill_after_a_checkpoint("examples.sft", settings, tmp_path)
+    config = sft.SFTConfig(**settings)
+    assert checkpoints_of(config).steps()
+    with pytest.raises(StopEarlyError):
+        sft.train(config, on_step=stop_after(last))
+    assert lines(tmp_path / "run" / "metrics.jsonl", last) == lines(reference / "metrics.jsonl", last)
+
+
+@pytest.mark.shows("loop: one seed gives the same rewards twice")
+@pytest.mark.shows(
+    "resume: GRPO killed by kill -9 and resumed draws the samples of an uninterrupted run, and learns the same"
+)
+def test_a_killed_grpo_run_goes_on_as_if_it_had_not_been(learned: tuple[RunResult, Path], tmp_path: Path) -> None:
+    last, reference = 10, learned[1]
+    settings = json.loads((reference / "config.json").read_text())
+    settings |= {"run_dir": str(tmp_path / "run"), "save_every": 2, "resume": "auto", "trace": False}
+    kill_after_a_checkpoint("examples.grpo", settings, tmp_path)
+    config = grpo.GRPOConfig(**settings)
+    assert checkpoints_of(config).steps()
+    with pytest.raises(StopEarlyError):
+        grpo.train(config, on_step=stop_after(last))
+    for name in ("metrics.jsonl", "samples.jsonl", "held_out.jsonl"):
+        assert lines(tmp_path / "run" / name, last) == lines(reference / name, last), name
