@@ -3,7 +3,9 @@
 ``async_stall_over_sync`` is the time for which ``save_checkpoint(asynchronous=True)`` holds training up, over the time of a
 synchronous save of the same state, medians of ``--runs`` of each in turn; ``async_cost_over_sync`` adds what the steps take
 longer while files are written. ``layouts`` has, for each pair of layouts, the largest relative difference of the losses of
-five steps after the checkpoint to those without a break. With ``--only`` one part is measured anew and the others are kept.
+five steps after the checkpoint to those without a break. ``kill_trials`` counts saves killed at every event of the file
+system and at random moments, after which the checkpoint before was loaded and the partial one refused. With ``--only`` one
+part is measured anew and the others are kept.
 ``python -m benchmarks.checkpoint`` writes ``results/checkpoint.json``.
 """
 
@@ -11,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -115,7 +119,19 @@ def layouts(folder: Path, runs: int) -> dict[str, Any]:
     return {"layouts": table, "layouts_largest_loss_difference": max(row["loss"] for row in table)}
 
 
-PARTS: dict[str, Callable[[Path, int], dict[str, Any]]] = {"async_save": async_save, "layouts": layouts}
+def kill_trials(folder: Path, runs: int) -> dict[str, Any]:
+    """Every failpoint and 20 random moments; see :mod:`tests.support.kill_trials`."""
+    model = write_tiny_qwen3(folder / "model")
+    command = [sys.executable, "-m", "tests.support.kill_trials", str(model), str(folder / "trials")]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return {"kill_trials": json.loads(done.stdout)}
+
+
+PARTS: dict[str, Callable[[Path, int], dict[str, Any]]] = {
+    "async_save": async_save,
+    "layouts": layouts,
+    "kill_trials": kill_trials,
+}
 """Each gives entries of the result."""
 
 

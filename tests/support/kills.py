@@ -13,10 +13,13 @@ EVENTS = frozenset({"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlin
 """Audit events of CPython, each raised before the file system is asked; opens for writing and flushes are counted too."""
 
 
-def kill_at(event: int, where: str) -> None:
+def kill_at(event: int, where: str) -> Callable[[], int]:
     """From now on this process ends by SIGKILL in place of its ``event``-th change of what lies under ``where``.
 
-    Events are counted from 0. A flush counts wherever it is.
+    Events are counted from 0; -1 lets all of them happen. A flush counts wherever it is.
+
+    Returns:
+        The number of events until it is called.
     """
     count = 0
 
@@ -40,6 +43,7 @@ def kill_at(event: int, where: str) -> None:
 
     sys.addaudithook(audit)
     os.fsync = fsync
+    return lambda: count
 
 
 def killed_at(event: int, where: str, work: Callable[[], None]) -> bool:

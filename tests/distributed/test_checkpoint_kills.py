@@ -1,0 +1,36 @@
+"""Ranks killed at an event of the file system in a save: the checkpoint before is there, the partial one is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.clusters import ROOT
+
+
+@pytest.mark.shows(
+    "resume: two ranks killed in the middle of a save leave the checkpoint before; the partial one is refused"
+)
+def test_ranks_killed_in_a_save_leave_the_checkpoint_before(tied_model: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.kill_trials",
+        str(tied_model),
+        str(tmp_path),
+        "--every",
+        "7",
+        "--random",
+        "1",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    trials = found["failpoints"] + found["random"]
+    assert found["failpoints"] >= 3
+    assert (found["previous_loaded"], found["newest_loaded"]) == (trials, trials)
+    assert 0 < found["refused"] == found["partial"]
