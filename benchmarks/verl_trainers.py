@@ -93,7 +93,7 @@ def resume(backend: Backend, model: str, folder: Path) -> dict[str, Any]:
     """GRPO that went on, and GRPO that was resumed: loss, gradient norm and learning rate of the steps after the checkpoint.
 
     verl's sampling has no seed for a request, so the resumed run is given the samples of the other by verl's own
-    ``skip.rollout_tq``.
+    ``skip.rollout_tq``. That puts them in another order, hence one update a step.
     """
     steps = range(STEPS_BEFORE + 1, RESUMED_STEPS + 1)
     names = ("actor/loss", "actor/kl_loss", "actor/grad_norm", "actor/lr")
@@ -105,6 +105,7 @@ def resume(backend: Backend, model: str, folder: Path) -> dict[str, Any]:
             run_dir=str(folder / name),
             backend=backend,
             steps=RESUMED_STEPS,
+            updates_per_step=1,
             lr_warmup_steps=RESUMED_STEPS - 1,
             save_every=STEPS_BEFORE,
             kl_coef=0.1,
