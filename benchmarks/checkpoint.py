@@ -123,7 +123,9 @@ def kill_trials(folder: Path, runs: int) -> dict[str, Any]:
     """Every failpoint and 20 random moments; see :mod:`tests.support.kill_trials`."""
     model = write_tiny_qwen3(folder / "model")
     command = [sys.executable, "-m", "tests.support.kill_trials", str(model), str(folder / "trials")]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the trials failed:\n{done.stderr}")
     return {"kill_trials": json.loads(done.stdout)}
 
 

@@ -159,8 +159,8 @@ def _run(rank: int, count: int, store: Path, work: Callable[[int], None]) -> NoR
 
 
 def wait_for(ranks: Sequence[int]) -> bool:
-    """True when all came to their end; when one is killed, so are the others."""
-    left, killed = set(ranks), False
+    """True when all came to their end, False when one was killed, whose peers then are killed too."""
+    left, killed, failed = set(ranks), False, False
     deadline = time.monotonic() + TRIAL_SECONDS
     while left:
         for rank in tuple(left):
@@ -168,17 +168,19 @@ def wait_for(ranks: Sequence[int]) -> bool:
             if ended:
                 left.discard(rank)
                 killed = killed or status == signal.SIGKILL
-                assert status in (0, signal.SIGKILL), f"a rank ended with status {status}"
-                if killed:
-                    kill(left)
-        assert time.monotonic() < deadline, kill(left) or "the ranks of a trial hang"
+                failed = failed or status != 0
+        if failed or time.monotonic() > deadline:
+            for rank in left:
+                # The peer of a rank that was killed may fail before that one is found.
+                ended, status = os.waitpid(rank, os.WNOHANG)
+                killed = killed or (bool(ended) and status == signal.SIGKILL)
+                if not ended:
+                    os.kill(rank, signal.SIGKILL)
+                    os.waitpid(rank, 0)
+            assert killed, "the ranks of a trial hang, or one failed with the traceback above"
+            return False
         time.sleep(0.002)
-    return not killed
-
-
-def kill(ranks: Sequence[int] | set[int]) -> None:
-    for rank in ranks:
-        os.kill(rank, signal.SIGKILL)
+    return True
 
 
 def run_trials(model: Path, folder: Path, every: int, num_random: int, seed: int) -> dict[str, int]:
@@ -209,8 +211,10 @@ def run_trials(model: Path, folder: Path, every: int, num_random: int, seed: int
         while not all((trials[-1] / f"saving-{rank}").exists() for rank in range(RANKS)):
             time.sleep(0.001)
         time.sleep(generator.uniform(0, facts[0]["seconds"]))
-        kill(ranks)
-        wait_for(ranks)
+        for rank in ranks:
+            os.kill(rank, signal.SIGKILL)
+        for rank in ranks:
+            os.waitpid(rank, 0)
     assert wait_for(fork_ranks(1, folder / "store", lambda rank: look(rank, model, folder, trials, whole)))
     found: dict[str, int] = json.loads((folder / "found.json").read_text())
     return {"failpoints": len(failpoints), "random": num_random, **found}
