@@ -75,8 +75,9 @@ def find_start(config: TrainingConfig) -> RunStart:
     in_own_folder = checkpoint.path.parent == own.root.resolve()
     _require_same_run(config, checkpoint)
     if not in_own_folder:
-        require_new_run(config.run_dir)
-        return RunStart(checkpoint)
+        if newest is not None:
+            require_new_run(config.run_dir)
+        return RunStart(checkpoint, replaces=_may_be_replaced(config))
     if newest is not None and newest > checkpoint.step:
         raise ConfigError.of(
             "resume",
@@ -95,7 +96,7 @@ def find_start(config: TrainingConfig) -> RunStart:
 def require_new_run(path: Path | str) -> None:
     """Raises :class:`ConfigError` when ``path`` holds a run that has taken a step."""
     metrics = Path(path) / LOGS[0]
-    if metrics.exists() and metrics.stat().st_size:
+    if (metrics.exists() and metrics.stat().st_size) or RunCheckpoints(Path(path) / CHECKPOINTS).steps():
         raise ConfigError.of(
             "run_dir", str(path), "holds another run; choose a new directory, remove it, or continue it with resume=auto"
         )
@@ -152,24 +153,41 @@ def _require_same_run(config: TrainingConfig, checkpoint: RunCheckpoint) -> None
 
 
 def _may_be_replaced(config: TrainingConfig) -> bool:
-    """Whether the folder has steps of a run without a checkpoint, which may then be taken again.
+    """Whether the folder has steps of an interrupted run without a checkpoint, which may then be taken again.
 
     Raises:
         ConfigError: that run has finished, or was another one.
     """
+    if not (Path(config.run_dir) / "config.json").exists():
+        return False
+    earlier = _read(config.run_dir, "config.json")
+    began, begins = _origin(earlier.get("resume")), _origin(config.resume)
     metrics = Path(config.run_dir) / LOGS[0]
-    if not metrics.exists() or not metrics.stat().st_size:
+    has_steps = metrics.exists() and metrics.stat().st_size > 0
+    if began != begins and (has_steps or begins is None):
+        where = "at its first step" if began is None else f"after {began}"
+        raise ConfigError.of(
+            "resume",
+            config.resume,
+            f"the run in {config.run_dir} began {where} and has no checkpoint of its own yet; begin there again, with "
+            f"resume={earlier.get('resume')!r}, or choose another run_dir",
+        )
+    if not has_steps:
         return False
     if _has_finished(config.run_dir):
         raise ConfigError.of(
             "run_dir", config.run_dir, "holds a run that has finished, without a checkpoint; choose another"
         )
-    earlier = type(config)(**_read(config.run_dir, "config.json"))
-    if _deciding_options(earlier) != _deciding_options(config):
+    if _deciding_options(type(config)(**earlier)) != _deciding_options(config):
         raise ConfigError.of(
             "run_dir", config.run_dir, "holds a run with other options, without a checkpoint; choose another, or remove it"
         )
     return True
+
+
+def _origin(resume: str | None) -> Path | None:
+    """The checkpoint of another run that a run begins with."""
+    return None if resume in (None, "auto") else Path(str(resume)).resolve()
 
 
 def _has_finished(run_dir: str) -> bool:

@@ -38,6 +38,7 @@ def stop_after(last: int) -> Any:
 def kill_after_a_checkpoint(module: str, options: dict[str, Any], folder: Path) -> None:
     """Runs an example in a process group of its own and kills all of it, at some moment after its first checkpoint."""
     (folder / "options.json").write_text(json.dumps(options))
+    free = ray.available_resources().get("CPU", 0)
     with (folder / "output").open("w") as output:
         driver = subprocess.Popen(
             [sys.executable, "-m", module, "--config", str(folder / "options.json")],
@@ -56,6 +57,10 @@ def kill_after_a_checkpoint(module: str, options: dict[str, Any], folder: Path) 
         finally:
             os.killpg(driver.pid, signal.SIGKILL)
             driver.wait()
+    deadline = time.monotonic() + START_SECONDS
+    while ray.available_resources().get("CPU", 0) < free:
+        assert time.monotonic() < deadline, "Ray has not ended the actors of the killed run"
+        time.sleep(0.1)
 
 
 def lines(path: Path, last: int) -> list[dict[str, Any]]:

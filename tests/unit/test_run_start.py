@@ -113,7 +113,11 @@ def test_an_earlier_checkpoint_goes_on_in_a_new_folder_and_leaves_the_later_ones
     elsewhere = config.replace(resume=earlier, run_dir=str(tmp_path / "other"))
     start = find_start(elsewhere)
     assert (start.step, start.same_folder) == (4, False)
-    run(elsewhere, last=8, start=start)
+    for last in (4, 5):
+        run(elsewhere, last=last)
+        with pytest.raises(ConfigError, match=r"began after .*step-00000004 and has no checkpoint of its own yet"):
+            find_start(elsewhere.replace(resume="auto"))
+    run(elsewhere, last=8)
     assert steps_of(elsewhere.run_dir) == [5, 6, 7, 8]
     assert find_start(elsewhere.replace(resume="auto")).step == 8
     assert steps_of(config.run_dir) == list(range(1, 7))
