@@ -41,6 +41,8 @@ class _DigestingStream(io.IOBase):
             self._raw.flush()
 
     def fileno(self) -> int:
+        # Whoever asks is about to flush the file to the disk.
+        self._raw.flush()
         return self._raw.fileno()
 
     def facts(self) -> FileFacts:
@@ -73,7 +75,8 @@ class DigestingWriter(FileSystemWriter):
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
+        # Copying ahead waits for the current CUDA stream, which in a thread of its own is another device's, or training's.
+        super().__init__(path, per_thread_copy_ahead=0)
         self.fs = self._digesting = _DigestingFileSystem()
 
     @property

@@ -74,7 +74,7 @@ class TrainingManifest(SealedConfig):
                 path=str(path),
                 head=self.head,
             )
-        for name in self.parameters.keys() | parameters.keys():
+        for name in {**self.parameters, **parameters}:
             saved, here = self.parameters.get(name), parameters.get(name)
             if saved != here:
                 raise CheckpointError(

@@ -74,11 +74,15 @@ class RunCheckpoints:
         Files beside the models are committed, and later verified, with them.
 
         Raises:
-            CheckpointError: that step has been committed.
+            CheckpointError: that step, or a later one, has been committed.
         """
-        path = self._path(step)
-        if path.exists():
-            raise CheckpointError(f"{path} exists; remove it, or save to another directory", path=str(path))
+        path, newest = self._path(step), max(self.steps(), default=-1)
+        if newest >= step:
+            raise CheckpointError(
+                f"{self.root} has a checkpoint of step {newest}, so that one of step {step} would not be its newest; remove "
+                "those after it, or save to another directory",
+                path=str(path),
+            )
         return self.root / f".{path.name}.incomplete"
 
     def commit(self, step: int, state: Mapping[str, Any]) -> RunCheckpoint:

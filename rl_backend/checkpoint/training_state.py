@@ -89,6 +89,7 @@ def write_training_state(
         try:
             save(dict(tensors), storage_writer=writer, planner=PiecesSavePlanner(), process_group=group)
         except CheckpointException as error:
+            _raise_interrupt(error, group)
             raise CheckpointError(f"{path} could not be written: {_causes(error)}", path=str(path)) from error
         written = _all_written(writer.written, group)
         problem = _write_manifest(temporary, manifest.replace(files=written)) if dist.get_rank(group) == 0 else None
@@ -129,8 +130,8 @@ def open_training_state(
         names = _tensor_names(path)
     except CheckpointError as error:
         problem, cause = error.message, error
-    except OSError as error:
-        problem, cause = f"{path} cannot be read: {error}", error
+    except Exception as error:  # noqa: BLE001 - raised below, on every rank
+        problem, cause = f"{path} cannot be read: {type(error).__name__}: {error}", error
     raise_on_every_rank(problem, group, cause)
     assert manifest is not None, "without a problem there is a manifest"
     return manifest, names
@@ -145,6 +146,7 @@ def read_training_state(path: Path, tensors: StateTensors, group: dist.ProcessGr
     try:
         load(dict(tensors), storage_reader=FileSystemReader(path), planner=PiecesLoadPlanner(), process_group=group)
     except CheckpointException as error:
+        _raise_interrupt(error, group)
         raise CheckpointError(f"{path} could not be read: {_causes(error)}", path=str(path)) from error
 
 
@@ -180,8 +182,8 @@ def _write_manifest(directory: Path, manifest: TrainingManifest) -> str | None:
             stream.flush()
             os.fsync(stream.fileno())
         _sync_directory(directory)
-    except OSError as error:
-        return f"cannot write {directory / MANIFEST_NAME}: {error}"
+    except Exception as error:  # noqa: BLE001 - raised by the caller, on every rank
+        return f"cannot write {directory / MANIFEST_NAME}: {type(error).__name__}: {error}"
     return None
 
 
@@ -191,6 +193,13 @@ def _sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _raise_interrupt(error: CheckpointException, group: dist.ProcessGroup) -> None:
+    """torch counts an interrupt of this process among the failures."""
+    own = error.failures.get(dist.get_rank(group))
+    if own is not None and not isinstance(own[0], Exception):
+        raise own[0] from None
 
 
 def _causes(error: CheckpointException) -> str:

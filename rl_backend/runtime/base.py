@@ -241,13 +241,15 @@ class Runtime[H: ModelHandle](ABC):
             hf: write ``config.json``, tokenizer files and safetensors in the dtype that ``export_weights`` gives. A critic's
                 is one of transformers' ``AutoModelForTokenClassification`` with one label.
             asynchronous: return once the state is copied to host memory, which is kept for the next copy; files are written
-                in the background. The next save, load or close waits for it and raises its error, and so do
-                :meth:`wait_for_checkpoint` and :meth:`checkpoint_is_pending`.
+                in the background. The next save of this handle, load or close waits for it and raises its error, and so do
+                :meth:`wait_for_checkpoint` and :meth:`checkpoint_is_pending`. Saves of several handles do not wait for
+                each other, and are written one after the other.
             extra: what the caller wants to find again (where it is in its data, say), of what JSON has. Rank 0's is kept.
 
         Raises:
-            CheckpointError: ``path`` exists, or a rank could not write; then there is no ``path``.
-            ConfigError: ``extra`` that JSON does not keep as it is, or with ``hf``, which has no place for it.
+            CheckpointError: ``path`` exists, a rank could not write, or JSON does not keep ``extra`` as it is; then there is
+                no ``path``.
+            ConfigError: ``extra`` with ``hf``, which has no place for it.
             HandleError: training state of a forward-only handle.
         """
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,17 +24,11 @@ from rl_backend.checkpoint.training_state import (
     write_training_state,
 )
 from rl_backend.contracts import CheckpointError, ConfigError, ExportInterruptedError, ModelHandle, UnsupportedError
-
-
-@dataclass
-class _BackgroundSave:
-    handle: ModelHandle
-    thread: threading.Thread
-    errors: list[BaseException] = field(default_factory=list)
+from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT
 
 
 class CheckpointWriter:
-    """Saves the handles of one runtime, one save at a time: all of them use the host group.
+    """Saves the handles of one runtime. Saves in the background are written one after the other, by one thread.
 
     Args:
         host_group: every rank over gloo.
@@ -43,31 +36,39 @@ class CheckpointWriter:
 
     def __init__(self, host_group: dist.ProcessGroup) -> None:
         self._group = host_group
-        self._background: _BackgroundSave | None = None
+        self._background_group: dist.ProcessGroup | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._saves: dict[ModelHandle, Future[None]] = {}
         self._buffers: WeakKeyDictionary[ModelHandle, HostBuffers] = WeakKeyDictionary()
 
     def wait(self, handle: ModelHandle | None = None) -> None:
-        """Waits for the save in the background, or only for one of ``handle``, and raises its error."""
-        background = self._background
-        if background is None or (handle is not None and background.handle is not handle):
-            return
-        background.thread.join()
-        self._background = None
-        if background.errors:
-            raise background.errors[0]
+        """Waits for the saves in the background, or only for that of ``handle``, and raises the first error."""
+        waited = [self._saves.pop(each) for each in list(self._saves) if handle is None or each is handle]
+        errors = [error for save in waited if (error := save.exception()) is not None]
+        if errors:
+            raise errors[0]
 
     def is_pending(self, handle: ModelHandle) -> bool:
         """Whether a save of ``handle`` is still being written; raises its error once it is not. Not a collective.
 
         When it is done on one rank, it is committed for all.
         """
-        background = self._background
-        if background is None or background.handle is not handle:
-            return False
-        if background.thread.is_alive():
+        save = self._saves.get(handle)
+        if save is not None and not save.done():
             return True
         self.wait(handle)
         return False
+
+    def close(self) -> None:
+        """Waits for all saves, and gives up what they are written with; raises the first error."""
+        try:
+            self.wait()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+            if self._background_group is not None:
+                dist.destroy_process_group(self._background_group)
+            self._thread = self._background_group = None
 
     def save_training_state(
         self,
@@ -81,37 +82,39 @@ class CheckpointWriter:
         """Writes weights, moments, schedules and random state to ``path``.
 
         Args:
-            state: called when ``path`` is known to be free and no other save is running.
+            state: called when ``path`` is known to be free and no other save of ``handle`` is running.
             extra: rank 0's is kept in the manifest.
 
         Raises:
-            ConfigError: ``extra`` cannot be written as JSON.
+            CheckpointError: a rank could not save, or ``extra`` cannot be written as JSON; on every rank.
         """
-        kept = _as_json(extra or {})
-        self.wait()
-        group = self._group
-        temporary = reserve_directory(path, group)
+        self.wait(handle)
+        temporary = reserve_directory(path, self._group)
+        problem, cause = None, None
         try:
+            kept = _as_json(extra or {})
             tensors, manifest = state()
             manifest = manifest.replace(extra=kept)
-            copies = self._buffers.setdefault(handle, HostBuffers()).copy(tensors) if asynchronous else tensors
-        except BaseException:
-            discard_directory(temporary, group)
+            if asynchronous:
+                tensors = self._buffers.setdefault(handle, HostBuffers()).copy(tensors)
+        except Exception as error:  # noqa: BLE001 - raised below, on every rank
+            problem, cause = f"{path} could not be saved: {error}", error
+        try:
+            raise_on_every_rank(problem, self._group, cause)
+        except CheckpointError:
+            discard_directory(temporary, self._group)
             raise
         if not asynchronous:
-            write_training_state(temporary, path, tensors, manifest, group)
+            write_training_state(temporary, path, tensors, manifest, self._group)
             return
-        errors: list[BaseException] = []
-
-        def write() -> None:
-            try:
-                write_training_state(temporary, path, copies, manifest, group)
-            except BaseException as error:  # noqa: BLE001 - raised by wait() in the caller's thread
-                errors.append(error)
-
-        thread = threading.Thread(target=write, name=f"checkpoint-{handle.name}", daemon=False)
-        self._background = _BackgroundSave(handle, thread, errors)
-        thread.start()
+        if self._thread is None:
+            # Collectives of the thread must not meet those of the caller.
+            self._background_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        assert self._background_group is not None, "made with the thread"
+        self._saves[handle] = self._thread.submit(
+            write_training_state, temporary, path, tensors, manifest, self._background_group
+        )
 
     def save_hf(
         self,
@@ -144,7 +147,7 @@ class CheckpointWriter:
                 "save_checkpoint(hf=True, asynchronous=True): a Hugging Face directory is written while the weights are "
                 "gathered, so it cannot be left to the background; use asynchronous=False"
             )
-        self.wait()
+        self.wait(handle)
         writes = dist.get_rank(self._group) == 0
         raise_on_every_rank(_make_parent(path) if writes else None, self._group)
         stream = export()
@@ -173,9 +176,9 @@ def _as_json(extra: Mapping[str, Any]) -> dict[str, Any]:
     try:
         kept = json.loads(json.dumps(extra))
     except (TypeError, ValueError) as error:
-        raise ConfigError.of("save_checkpoint(extra)", extra, f"it is kept as JSON: {error}") from None
+        raise CheckpointError(f"extra={extra!r} is kept as JSON: {error}") from None
     if kept != extra:
-        raise ConfigError.of("save_checkpoint(extra)", extra, f"JSON turns it into {kept}; use strings as keys, and lists")
+        raise CheckpointError(f"extra={extra!r}: JSON turns it into {kept}; use strings as keys, and lists")
     return dict(kept)
 
 

@@ -96,7 +96,7 @@ class HeldRuntime[H: HeldHandle](Runtime[H]):
         if self._closed:
             return
         try:
-            self._writer.wait()
+            self._writer.close()
         finally:
             self._closed = True
             for handle in self._handles:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.checkpoint import hf_writer
+from rl_backend.checkpoint.host_buffers import HostBuffers
 from rl_backend.checkpoint.manifest import read_manifest
 from rl_backend.contracts import CheckpointError, ConfigError, OptimizerConfig
+from rl_backend.runtime import checkpoint_writer
 from rl_backend.runtime.native import NativeRuntime
 from tests.support.bridge_runs import open_bridge
 from tests.support.models import write_tiny_qwen3
@@ -219,7 +222,7 @@ def extra_job(model: str, folder: str) -> None:
     with open_runtime(model) as runtime:
         handle = runtime.build_model()
         for extra in ({"path": path}, {1: "a"}, {"pair": (1, 2)}):
-            with pytest.raises(ConfigError, match=r"save_checkpoint\(extra\)"):
+            with pytest.raises(CheckpointError, match=r"saved: extra="):
                 runtime.save_checkpoint(handle, path, extra=extra)
         with pytest.raises(ConfigError, match="Hugging Face directory has no place"):
             runtime.save_checkpoint(handle, path, hf=True, extra=kept)
@@ -235,6 +238,60 @@ def extra_job(model: str, folder: str) -> None:
 )
 def test_extra_is_kept_as_it_is_or_refused(ranks: RankPool, tied_model: Path, tmp_path: Path) -> None:
     ranks.run(extra_job, str(tied_model), str(tmp_path))
+
+
+def two_models_job(model: str, folder: str) -> None:
+    """Two saves in the background of one runtime, while the file system stands still."""
+    gate, write = threading.Event(), checkpoint_writer.write_training_state
+
+    def write_later(*args: Any) -> None:
+        assert gate.wait(60)
+        write(*args)
+
+    with open_runtime(model) as runtime, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_writer, "write_training_state", write_later)
+        actor, critic = runtime.build_model(), runtime.build_model()
+        runtime.save_checkpoint(actor, Path(folder, "actor"), asynchronous=True)
+        runtime.save_checkpoint(critic, Path(folder, "critic"), asynchronous=True)
+        train(runtime, actor, 1)
+        assert runtime.checkpoint_is_pending(actor)
+        assert runtime.checkpoint_is_pending(critic)
+        gate.set()
+        runtime.wait_for_checkpoint(critic)
+        assert not runtime.checkpoint_is_pending(actor)
+        for name in ("actor", "critic"):
+            assert read_manifest(Path(folder, name)).weight_version == 0
+
+
+def test_a_save_in_the_background_does_not_wait_for_another_models(
+    ranks: RankPool, tied_model: Path, tmp_path: Path
+) -> None:
+    ranks.run(two_models_job, str(tied_model), str(tmp_path))
+
+
+def out_of_memory_job(model: str, folder: str) -> str:
+    path = Path(folder, "saved")
+    with open_runtime(model) as runtime, pytest.MonkeyPatch.context() as patch:
+        handle = runtime.build_model()
+        if dist.get_rank() == 1:
+            patch.setattr(HostBuffers, "copy", out_of_memory)
+        with pytest.raises(CheckpointError) as caught:
+            runtime.save_checkpoint(handle, path, asynchronous=True)
+        patch.undo()
+        runtime.save_checkpoint(handle, path, asynchronous=True)
+    return str(caught.value)
+
+
+def out_of_memory(*args: object) -> None:
+    raise MemoryError("no pinned memory left")
+
+
+def test_a_rank_that_cannot_copy_its_state_fails_the_save_on_every_rank(
+    ranks: RankPool, tied_model: Path, tmp_path: Path
+) -> None:
+    for message in ranks.run(out_of_memory_job, str(tied_model), str(tmp_path)):
+        assert message.endswith("saved could not be saved: no pinned memory left (on rank 1)")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
 
 
 def uneven_job(model: str, path: str) -> None:

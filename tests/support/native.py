@@ -67,7 +67,8 @@ def deal(split: Split, dp_size: int) -> list[list[list[int]]]:
 
 def full(tensor: Tensor) -> Tensor:
     """A copy of the whole tensor. A collective for a sharded one."""
-    return (tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()).clone()
+    whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().clone()
 
 
 def gradients(handle: NativeHandle) -> dict[str, Tensor]:

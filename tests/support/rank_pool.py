@@ -107,7 +107,7 @@ class RankPool:
         self._ranks = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context(_START_METHOD)
+        context: Any = multiprocessing.get_context(_START_METHOD)
         for index in range(self.size):
             ours, theirs = context.Pipe()
             stacks = Path(self._folder.name, f"stacks-{index}")
@@ -175,12 +175,13 @@ def _serve(rank: int, connection: Connection, stacks: str, preload: tuple[str, .
 
 def _run_job(rank: int, job: bytes, world_size: int, store: str, init_group: bool) -> bytes:
     import torch.distributed as dist
+    from torch.distributed import FileStore  # type: ignore[attr-defined] # not in its __all__
 
     environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ.update(environment)
     try:
         if init_group:
-            dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+            dist.init_process_group("gloo", store=FileStore(store, world_size), rank=rank, world_size=world_size)
         function, args = pickle.loads(job)
         return pickle.dumps(function(*args))
     except Exception as error:  # noqa: BLE001 - sent to the test

@@ -75,8 +75,18 @@ def test_a_copy_of_what_another_rank_writes_is_not_written() -> None:
     assert kept.pieces == {}
 
 
-def test_a_host_copy_does_not_change_with_the_original() -> None:
-    original = torch.ones(4)
-    copy = TensorPieces((4,), {(0,): original}).host_copy()
+def test_a_host_copy_does_not_change_with_the_original_and_the_next_takes_its_memory() -> None:
+    original, step = torch.arange(4.0), torch.tensor(1.0)
+    state = {"weight": TensorPieces((4,), {(0,): original}), "step": step}
+    buffers = HostBuffers()
+    first, count = buffers.copy(state).values()
+    assert isinstance(first, TensorPieces)
+    assert isinstance(count, torch.Tensor)
     original.zero_()
-    assert torch.equal(copy.pieces[(0,)], torch.ones(4))
+    step.zero_()
+    assert torch.equal(first.pieces[(0,)], torch.arange(4.0))
+    assert count == 1
+    second, _ = buffers.copy(state).values()
+    assert isinstance(second, TensorPieces)
+    assert second.pieces[(0,)].data_ptr() == first.pieces[(0,)].data_ptr()
+    assert torch.equal(second.pieces[(0,)], torch.zeros(4))

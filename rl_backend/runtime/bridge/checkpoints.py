@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -21,25 +21,22 @@ from rl_backend.runtime.bridge.stored_rows import StoredNames
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
-type Flat = Mapping[int, tuple[int, int, Tensor]]
-
 
 def all_tensors(handle: BridgeHandle) -> StateTensors:
     """Weights, moments and random state by name: pieces of Hugging Face's tensors, whatever the layout.
 
-    A weight that has a float32 master is there as the master. Of a forward-only handle the weights.
+    In the place of weights are the optimizer's float32 masters, of which a data-parallel rank has a part. Of a forward-only
+    handle the weights.
     """
     placed = placed_tensors(handle.models, _names(handle))
     if handle.optimizer is None:
-        return _model_tensors(placed, None)
+        return _model_tensors(placed, ())
     finish_parameter_gathers(handle)
     states = list(parameter_states(handle.optimizer.megatron))
-
-    masters = _held("param", [state for state in states if _has_master(state.parameter)])
     moments: dict[str, TensorPieces] = {}
     for name in _MOMENTS:
         moments |= {f"optimizer.{name}.{key}": pieces for key, pieces in pieces_of(placed, _held(name, states)).items()}
-    return {**_model_tensors(placed, masters), **moments, **_random_state(handle)}
+    return {**_model_tensors(placed, states), **moments, **_random_state(handle)}
 
 
 def training_manifest(handle: BridgeHandle) -> TrainingManifest:
@@ -67,27 +64,24 @@ def load_training_checkpoint(handle: BridgeHandle, path: Path) -> TrainingManife
     return manifest
 
 
-def _model_tensors(placed: list[Placed], masters: Flat | None) -> StateTensors:
-    """Weights, or their masters; a rank has its data-parallel part of those."""
-    whole = [each for each in placed if masters is None or not _has_master(each.tensor)]
-    flat = {id(each.tensor): (0, each.tensor.numel(), each.tensor.detach().view(-1)) for each in whole}
-    return {f"model.{key}": pieces for key, pieces in pieces_of(placed, {**flat, **(masters or {})}).items()}
+def _model_tensors(placed: Sequence[Placed], states: Sequence[ParameterState]) -> StateTensors:
+    """Masters of what is trained; the rest as it is in the model."""
+    whole = [each.tensor for each in placed if not (states and each.tensor.requires_grad)]
+    flat = {id(tensor): (0, tensor.numel(), tensor.detach().view(-1)) for tensor in whole}
+    return {f"model.{key}": pieces for key, pieces in pieces_of(placed, {**flat, **_held("param", states)}).items()}
 
 
-def _held(name: str, states: Sequence[ParameterState]) -> Flat:
+def _held(name: str, states: Sequence[ParameterState]) -> dict[int, tuple[int, int, Tensor]]:
+    """What the optimizer holds for this rank's part of each parameter, as :func:`pieces_of` takes it."""
     return {id(state.parameter): (state.start, state.end, state.tensors[name].detach()) for state in states}
 
 
-def _has_master(tensor: Tensor) -> bool:
-    """In float32 the optimizer's masters are views of the weights."""
-    return tensor.requires_grad and tensor.dtype != torch.float32
-
-
 def _copy_masters(handle: BridgeHandle) -> None:
-    """Rounds the masters to the dtype of the weights and gathers these. A collective over the data-parallel ranks."""
-    states = [state for state in parameter_states(handle.trainer("").megatron) if _has_master(state.parameter)]
-    for state in states:
-        state.parameter.detach().view(-1)[state.start : state.end].copy_(state.tensors["param"])
+    """Rounds masters to the dtype of the weights and gathers these. A collective over the data-parallel ranks."""
+    for state in parameter_states(handle.trainer("load_checkpoint").megatron):
+        # In float32 a master is a view of the weight.
+        if state.parameter.dtype != torch.float32:
+            state.parameter.detach().view(-1)[state.start : state.end].copy_(state.tensors["param"])
     for chunk in handle.chunks:
         chunk.start_param_sync(force_sync=True)
 

@@ -99,8 +99,6 @@ class BridgeRuntime(HeldRuntime[BridgeHandle]):
         self._require_open()
         config = handle_config(self.config, hf_path, optimizer, head, forward_only=forward_only)
         name = self._name_model(name)
-        # The host group has one user at a time.
-        self._writer.wait()
         with quiet():
             handle = build_handle(self, config, self.groups, forward_only=forward_only, name=name, head=head)
         self._handles.append(handle)

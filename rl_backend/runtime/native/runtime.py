@@ -208,8 +208,6 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
         handle.settle_everywhere()
         handle.placement.require("activations", "model")
         self._check(handle, data, "off", forward_only=True)
-        # The host group has one user at a time.
-        self._writer.wait()
         with self.eval_mode(handle):
             return record_activations(handle, data)
 
