@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
 from torch import Tensor
 
 from tests.support.models import write_tiny
@@ -114,8 +113,8 @@ def test_sft_steps_in_every_layout_are_those_of_one_rank(
     assert "V" not in case or sources == [0]
 
 
-def resume_job(model: str, backend: str, folder: str, offload: bool) -> tuple[list[Any], list[Any]]:
-    """Steps 3 and 4 with the learning rates after them, of a run that went on and of one that resumed."""
+def resume_job(model: str, backend: str, folder: str, offload: bool, then: str) -> tuple[list[Any], list[Any]]:
+    """Steps 3 and 4 with the learning rates after them, of a run that went on and of one that resumed on ``then``."""
 
     def go_on(engine: Any) -> list[Any]:
         return [(train_step(engine, seed), engine.lr_scheduler_step()) for seed in (2, 3)]
@@ -128,7 +127,7 @@ def resume_job(model: str, backend: str, folder: str, offload: bool) -> tuple[li
         for _ in range(2):
             engine.save_checkpoint(folder, None, 2, 1)
         straight = go_on(engine)
-    with open_engine(model, backend=backend, **options) as engine:
+    with open_engine(model, backend=then, **options) as engine:
         train_step(engine, 7)
         engine.load_checkpoint(folder)
         return straight, go_on(engine)
@@ -139,10 +138,21 @@ def resume_job(model: str, backend: str, folder: str, offload: bool) -> tuple[li
 def test_a_resumed_engine_trains_on_as_one_that_was_not_stopped(
     ranks: RankPool, models: Mapping[str, Path], tmp_path: Path, backend: str, offload: bool
 ) -> None:
-    results = ranks.run(resume_job, str(models["dense"]), backend, str(tmp_path / "saved"), offload, timeout=IMPORT_SECONDS)
-    for straight, resumed in results:
+    arguments = (str(models["dense"]), backend, str(tmp_path / "saved"), offload, backend)
+    for straight, resumed in ranks.run(resume_job, *arguments, timeout=IMPORT_SECONDS):
         assert resumed == straight
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["training_state"]
+
+
+@pytest.mark.shows("verl: an engine of one backend resumes what the other saved, to 1e-5")
+@pytest.mark.parametrize(("backend", "then"), [("native", "bridge"), ("bridge", "native")])
+def test_an_engine_of_the_other_backend_trains_on(
+    ranks: RankPool, models: Mapping[str, Path], tmp_path: Path, backend: str, then: str
+) -> None:
+    arguments = (str(models["dense"]), backend, str(tmp_path / "saved"), False, then)
+    for straight, resumed in ranks.run(resume_job, *arguments, timeout=IMPORT_SECONDS):
+        for (step, rate), (expected, expected_rate) in zip(resumed, straight, strict=True):
+            assert (*step, rate) == pytest.approx((*expected, expected_rate), rel=1e-5)
 
 
 def weights_only_job(model: str, folder: str) -> tuple[list[str], float, float]:
@@ -190,82 +200,6 @@ def test_a_step_with_gradients_that_are_not_finite_changes_nothing_and_says_so(
         assert not torch.tensor(norm).isfinite()
         assert unchanged
         assert next_norm == pytest.approx(on_one_rank["dense"].norms[0], rel=1e-5)
-
-
-class Replay(NamedTuple):
-    """Log-probs of each sequence.
-
-    Attributes:
-        recorded: with the model's own routes, while they were recorded.
-        reference: without replay, though routes are there.
-        own, rotated: with these routes, and with the next expert in the place of each.
-        rotated_of_rollout: the same without the last token's, whatever a batch's padding has.
-        replayed_fraction: what an update with these reports.
-    """
-
-    recorded: list[Tensor]
-    reference: list[Tensor]
-    own: list[Tensor]
-    rotated: list[Tensor]
-    rotated_of_rollout: list[Tensor]
-    replayed_fraction: float
-
-
-def replay_job(model: str, backend: str) -> Replay:
-    found = rows()
-    found[3]["response_mask"].zero_()
-
-    def routed(routes: list[Tensor] | None, cut: dict[str, Any], **facts: Any) -> TensorDict:
-        batch = make_batch(found, "response", **cut, **facts)
-        if routes is not None:
-            batch["routed_experts"] = torch.nested.as_nested_tensor(routes, layout=torch.jagged)
-        return batch
-
-    def infer(engine: Any, routes: list[Tensor] | None, cut: dict[str, Any], **facts: Any) -> dict[str, list[Tensor]]:
-        with engine.eval_mode():
-            output = engine.infer_batch(routed(routes, cut, **facts))["model_output"]
-        return {name: list(value.unbind()) for name, value in output.items()}
-
-    flag = {"enable_routing_replay": True}
-    with open_engine(model, backend=backend, router_replay="R2") as engine:
-        recorded = infer(engine, None, BY_TOKENS, **flag)
-        routes = recorded["routed_experts"]
-        rotated = [((row.to(torch.int16) + 1) % 4).to(torch.int16) for row in routes]
-        # Only routes of sequences with a response are read of a rollout.
-        of_rollout = [row[:-1] if index != 3 else torch.zeros_like(row) for index, row in enumerate(rotated)]
-        results = [
-            recorded,
-            infer(engine, rotated, {}, enable_routing_replay=False),
-            infer(engine, routes, {"micro_batch_size_per_gpu": 2}, **flag),
-            infer(engine, rotated, BY_TOKENS, **flag),
-        ]
-    with open_engine(model, backend=backend, router_replay="R3") as engine:
-        results.append(infer(engine, of_rollout, BY_TOKENS, **flag))
-        with engine.train_mode():
-            output = engine.train_batch(routed(of_rollout, BY_TOKENS, **flag), summed)
-    return Replay(*(result["log_probs"] for result in results), *output["metrics"]["router_replay/replayed_fraction"])
-
-
-def summed(model_output: Any, data: Any, dp_group: Any) -> tuple[Tensor, dict[str, Any]]:
-    return model_output["log_probs"].values().sum(), {"sum": 0.0}
-
-
-@pytest.mark.shows("verl: routes recorded in compute_log_prob (R2) or by a rollout (R3) are replayed, by both backends")
-@pytest.mark.parametrize("backend", ["native", "bridge"])
-def test_routes_of_the_policy_and_of_a_rollout_are_replayed(
-    ranks: RankPool, models: Mapping[str, Path], backend: str
-) -> None:
-    (found,) = ranks.run(replay_job, str(models["mixture"]), backend, world_size=1, timeout=IMPORT_SECONDS)
-    for index, recorded in enumerate(found.recorded):
-        torch.testing.assert_close(found.reference[index], recorded, rtol=0, atol=1e-5)
-        torch.testing.assert_close(found.own[index], recorded, rtol=0, atol=1e-5)
-        # The last log-prob but one is computed at the last token but one, whose routes are there.
-        assert float((found.rotated[index][:-1] - recorded[:-1]).abs().max()) > 1e-3
-        expected = recorded if index == 3 else found.rotated[index]
-        torch.testing.assert_close(found.rotated_of_rollout[index], expected, rtol=0, atol=1e-5)
-    lengths = [len(row) for row in found.recorded]
-    replayed = sum(length - 1 for index, length in enumerate(lengths) if index != 3)
-    assert found.replayed_fraction == pytest.approx(replayed / sum(lengths))
 
 
 def delta_job(model: str, backend: str, layout: dict[str, int]) -> tuple[int, int]:
