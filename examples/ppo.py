@@ -50,7 +50,7 @@ class PPOConfig(RLConfig):
     """All options of a run."""
 
     may_change: ClassVar[frozenset[str]] = RLConfig.may_change | {"groups"}
-    paths: ClassVar[tuple[str, ...]] = (*RLConfig.paths, "critic_model")
+    contents: ClassVar[tuple[str, ...]] = (*RLConfig.contents, "critic_model")
 
     run_dir: str = Field(default="runs/ppo", description="new folder for metrics, samples and the trained models")
     prompts_per_step: int = Field(default=256, ge=1, description="prompts sampled in each step")

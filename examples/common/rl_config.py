@@ -24,6 +24,8 @@ class RLConfig(TrainingConfig):
         "samples_logged",
         "eval_every",
     }
+    contents: ClassVar[tuple[str, ...]] = (*TrainingConfig.contents, "reward")
+
     dataset: str = Field(description="training prompts: .jsonl (prompt, answer) or verl-style .parquet")
     eval_dataset: str | None = Field(default=None, description="held-out prompts, answered greedily before and after")
     reward: str = Field(description="verl-style compute_score as package.module:function or path/file.py:function")

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from examples.common.clock import Clock
+from examples.common.cluster import resolve_dtype
 from examples.common.drawn_samples import StreamPosition, load_drawn, save_drawn
 from examples.common.models import Model
 from examples.common.run_folder import RunFolder
-from examples.common.run_start import CHECKPOINTS, RunStart, saved_facts
+from examples.common.run_identity import require_same_dtype, saved_facts
+from examples.common.run_start import CHECKPOINTS, RunStart
 from examples.common.training_config import TrainingConfig
 from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
 
@@ -28,6 +30,9 @@ class RunSaver:
 
     Args:
         models: those that are trained, by the name of their directory.
+
+    Raises:
+        ConfigError: the checkpoint's run has another dtype than this cluster gives it.
     """
 
     def __init__(self, config: TrainingConfig, folder: RunFolder, models: Mapping[str, Model], start: RunStart) -> None:
@@ -36,10 +41,11 @@ class RunSaver:
         self._models = models
         self._store = RunCheckpoints(folder.path / CHECKPOINTS, config.keep_checkpoints or None)
         self._store.clean_up()
-        self._run = saved_facts(config) if config.save_every else {}
+        self._run = {**saved_facts(config), "dtype": resolve_dtype(config.dtype)} if config.save_every else {}
         self._saving: int | None = None
         self._state: dict[str, Any] = {}
         if start.checkpoint is not None:
+            require_same_dtype(config, start.checkpoint)
             for name, model in models.items():
                 model.group.load_checkpoint(model.handle, start.checkpoint.model(name))
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from examples.common.run_identity import deciding_options, require_same_run
 from examples.common.training_config import TrainingConfig
-from rl_backend.checkpoint.digesting_writer import file_facts
 from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
 from rl_backend.checkpoint.run_manifest import RunCheckpoint, read_run_checkpoint
-from rl_backend.contracts import CheckpointError, ConfigError
+from rl_backend.contracts import ConfigError
 
 CHECKPOINTS = "checkpoints"
 LOGS = ("metrics.jsonl", "samples.jsonl", "held_out.jsonl")
@@ -73,7 +73,13 @@ def find_start(config: TrainingConfig) -> RunStart:
     else:
         checkpoint = read_run_checkpoint(config.resume)
     in_own_folder = checkpoint.path.parent == own.root.resolve()
-    _require_same_run(config, checkpoint)
+    require_same_run(config, checkpoint)
+    if checkpoint.step > config.steps:
+        raise ConfigError.of(
+            f"{type(config).__name__}.steps",
+            config.steps,
+            f"{checkpoint.path} is of step {checkpoint.step} already; raise it",
+        )
     if not in_own_folder:
         if newest is not None:
             require_new_run(config.run_dir)
@@ -107,51 +113,6 @@ def checkpoints_of(config: TrainingConfig) -> RunCheckpoints:
     return RunCheckpoints(Path(config.run_dir) / CHECKPOINTS, config.keep_checkpoints or None)
 
 
-def saved_facts(config: TrainingConfig) -> dict[str, Any]:
-    """What a checkpoint says of its run, so that only the same one goes on from it."""
-    return {"example": type(config).__name__, "options": _deciding_options(config), "dataset": _dataset_facts(config)}
-
-
-def _deciding_options(config: TrainingConfig) -> dict[str, Any]:
-    values = config.model_dump(mode="json", exclude=set(config.may_change))
-    for name in config.paths:
-        if values.get(name) is not None:
-            values[name] = str(Path(values[name]).resolve())
-    return values
-
-
-def _dataset_facts(config: TrainingConfig) -> dict[str, Any]:
-    path = Path(config.dataset)
-    if not path.is_file():
-        raise ConfigError.of("dataset", config.dataset, "no such file")
-    return file_facts(path).model_dump(mode="json")
-
-
-def _require_same_run(config: TrainingConfig, checkpoint: RunCheckpoint) -> None:
-    name, path = type(config).__name__, checkpoint.path
-    try:
-        saved: Mapping[str, Any] = checkpoint.state["run"]
-        options: Mapping[str, Any] = saved["options"]
-        if saved["example"] != name:
-            raise ConfigError.of("resume", config.resume, f"{path} is of a run of {saved['example']}, this is one of {name}")
-    except KeyError as error:
-        raise CheckpointError(f"{path} is of another program: its state has no {error}; give it to that one") from None
-    here = _deciding_options(config)
-    for option in here.keys() | options.keys():
-        if options.get(option) != here.get(option):
-            raise ConfigError.of(
-                f"{name}.{option}",
-                here.get(option),
-                f"the run of {path} has {options.get(option)!r}, and would not go on as it was; use that, or a new run",
-            )
-    if saved["dataset"] != _dataset_facts(config):
-        raise ConfigError.of(
-            f"{name}.dataset", config.dataset, f"is not the file, byte for byte, that the run of {path} was trained on"
-        )
-    if checkpoint.step > config.steps:
-        raise ConfigError.of(f"{name}.steps", config.steps, f"{path} is of step {checkpoint.step} already; raise it")
-
-
 def _may_be_replaced(config: TrainingConfig) -> bool:
     """Whether the folder has steps of an interrupted run without a checkpoint, which may then be taken again.
 
@@ -178,7 +139,7 @@ def _may_be_replaced(config: TrainingConfig) -> bool:
         raise ConfigError.of(
             "run_dir", config.run_dir, "holds a run that has finished, without a checkpoint; choose another"
         )
-    if _deciding_options(type(config)(**earlier)) != _deciding_options(config):
+    if deciding_options(type(config)(**earlier)) != deciding_options(config):
         raise ConfigError.of(
             "run_dir", config.run_dir, "holds a run with other options, without a checkpoint; choose another, or remove it"
         )

@@ -17,11 +17,10 @@ class TrainingConfig(RuntimeOptions):
     Attributes:
         may_change: options in which a run that goes on from a checkpoint may differ from the one that saved it: where and
             how long it runs, and what it shows. All others decide what is learned.
-        paths: options that are compared as the files that they lead to.
+        contents: options that are compared as what is in the files that they name.
     """
 
-    may_change: ClassVar[frozenset[str]] = frozenset(RuntimeOptions.model_fields) - {"dtype"} | {
-        "dataset",  # its bytes are compared
+    may_change: ClassVar[frozenset[str]] = frozenset(RuntimeOptions.model_fields) - {"dtype", "plugins"} | {
         "run_dir",
         "steps",
         "placement",
@@ -31,7 +30,7 @@ class TrainingConfig(RuntimeOptions):
         "async_save",
         "resume",
     }
-    paths: ClassVar[tuple[str, ...]] = ("model", "eval_dataset")
+    contents: ClassVar[tuple[str, ...]] = ("dataset", "eval_dataset", "model")
 
     model: str = Field(description="local Hugging Face directory with config, safetensors and tokenizer")
     dataset: str = Field(description="training data: .jsonl (prompt, answer) or verl-style .parquet")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from examples.common.clock import Clock
 from examples.common.models import Model
@@ -13,7 +14,7 @@ from examples.common.run_folder import RunFolder
 from examples.common.run_saver import RunSaver
 from examples.common.run_start import RunStart, find_start
 from examples.sft import SFTConfig
-from rl_backend.contracts import CheckpointError
+from rl_backend.contracts import CheckpointError, ConfigError
 
 
 class Group:
@@ -50,7 +51,13 @@ class Group:
 
 def config_of(tmp_path: Path, **changes: Any) -> SFTConfig:
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    options = {"model": "m", "dataset": str(tmp_path / "train.jsonl"), "run_dir": str(tmp_path / "run"), "steps": 5}
+    options = {
+        "model": "m",
+        "dataset": str(tmp_path / "train.jsonl"),
+        "run_dir": str(tmp_path / "run"),
+        "steps": 5,
+        "dtype": "float32",
+    }
     return SFTConfig(**{**options, "save_every": 2, **changes})
 
 
@@ -101,6 +108,24 @@ def test_saves_that_training_waits_for_are_committed_in_their_step_and_errors_ar
         with pytest.raises(CheckpointError, match="the disk is full"):
             step(saver, 4)
     assert committed(tmp_path) == ["step-00000002"]
+
+
+def test_a_dtype_that_the_cluster_decides_must_be_the_one_that_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path, async_save=False)
+    group = Group()
+    models: Any = {"sft": Model(group, None)}  # type: ignore[arg-type]
+    with RunFolder(config.run_dir, config, report_seconds=0) as folder:
+        step(RunSaver(config, folder, models, RunStart()), 2)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 8.0})
+    again = config.replace(steps=9, dtype="auto", resume="auto")
+    with (
+        RunFolder(config.run_dir, again, start=(start := find_start(again)), report_seconds=0) as folder,
+        pytest.raises(ConfigError, match=r"SFTConfig\.dtype='auto': is bfloat16 here; .* has float32"),
+    ):
+        RunSaver(again, folder, models, start)
+    assert not group.loaded
 
 
 def test_without_save_every_nothing_is_saved(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from examples.common.run_folder import RunFolder, set_aside
-from examples.common.run_start import RunStart, checkpoints_of, find_start, saved_facts
+from examples.common.run_identity import saved_facts
+from examples.common.run_start import RunStart, checkpoints_of, find_start
 from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
@@ -21,10 +22,15 @@ def config_of(tmp_path: Path, **changes: Any) -> GRPOConfig:
     data = tmp_path / "train.jsonl"
     if not data.exists():
         data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+        (tmp_path / "reward.py").write_text("score = 1\n")
+        for name in ("m", "other"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "config.json").write_text("{}")
+            (tmp_path / name / "model.safetensors").write_bytes(name[:1].encode() * (1 << 20))
     options = {
-        "model": "m",
+        "model": str(tmp_path / "m"),
         "dataset": str(data),
-        "reward": "r",
+        "reward": f"{tmp_path}/reward.py:score",
         "run_dir": str(tmp_path / "run"),
         "steps": 10,
         "save_every": 2,
@@ -45,7 +51,8 @@ def run(config: GRPOConfig, last: int, start: RunStart | None = None, *, finish:
             model = store.draft(step) / "policy"
             model.mkdir(parents=True)
             (model / "manifest.json").write_text("{}")
-            store.commit(step, {"run": saved_facts(config), "logs": folder.sync_logs()})
+            facts = saved_facts(config) | {"dtype": "bfloat16"}
+            store.commit(step, {"run": facts, "logs": folder.sync_logs()})
     if finish:
         folder.__exit__(None, None, None)
     folder._lock.release()
@@ -130,11 +137,17 @@ def test_an_earlier_checkpoint_goes_on_in_a_new_folder_and_leaves_the_later_ones
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "other"}, r"GRPOConfig\.model='.*other': the run of .*step-00000002 has '.*/m'"),
         ({"prompts_per_step": 16}, r"GRPOConfig\.prompts_per_step=16: .* has 32"),
         ({"seed": 1}, r"GRPOConfig\.seed=1"),
         ({"lr": 2e-6}, r"GRPOConfig\.lr=2e-06"),
-        ({"dtype": "float32"}, r"GRPOConfig\.dtype='float32'"),
+        ({"dtype": "float32"}, r"GRPOConfig\.dtype='float32': is float32 here; .* has bfloat16"),
+        ({"plugins": "math"}, r"GRPOConfig\.plugins='math'"),
+        ({"backend_options": {"reduce_dtype": "bfloat16"}}, r"GRPOConfig\.backend_options=\{'reduce_dtype': 'bfloat16'\}"),
+        (
+            {"backend": "bridge", "backend_options": {"override_transformer_config": {"moe_z_loss_coeff": 0.1}}},
+            r"GRPOConfig\.backend_options=\{'override_transformer_config'",
+        ),
+        ({"seed": 1, "lr": 2e-6, "kl_coef": 0.1}, r"GRPOConfig\.lr="),
         ({"max_staleness": 1}, r"GRPOConfig\.max_staleness=1"),
         ({"kl_coef": 0.1}, r"GRPOConfig\.kl_coef=0\.1"),
     ],
@@ -149,19 +162,47 @@ def test_options_that_decide_what_is_learned_may_not_change(tmp_path: Path, chan
 def test_where_and_how_long_a_run_goes_may_change(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     run(config, last=2)
-    moved = tmp_path / "moved.jsonl"
-    shutil.copyfile(config.dataset, moved)
+    moved = tmp_path / "moved"
+    shutil.copytree(config.model, moved / "model")
+    shutil.copy(config.dataset, moved)
+    shutil.copy(tmp_path / "reward.py", moved)
+    files = {"model": str(moved / "model"), "dataset": f"{moved}/train.jsonl", "reward": f"{moved}/reward.py:score"}
     changes = {"steps": 20, "ranks": 4, "tp": 2, "backend": "bridge", "engines": 2, "transport": "gloo", "trace": True}
-    saving = {"save_every": 0, "keep_checkpoints": 0, "async_save": False, "dataset": str(moved)}
-    assert find_start(config.replace(resume="auto", **changes, **saving)).step == 2
+    saving = {"save_every": 0, "keep_checkpoints": 0, "async_save": False, "dtype": "bfloat16"}
+    assert find_start(config.replace(resume="auto", **changes, **saving, **files)).step == 2
+    execution = {"activation_checkpointing": "full", "log_prob_chunk_tokens": 7, "device": "cpu", "reduce_dtype": "float32"}
+    assert find_start(config.replace(resume="auto", backend_options=execution)).step == 2
 
 
-def test_other_data_and_other_programs_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["m/config.json", "m/model.safetensors", "m/tokenizer.json", "reward.py", "train.jsonl"])
+def test_other_contents_of_the_files_of_a_run_are_refused(tmp_path: Path, name: str) -> None:
+    config = config_of(tmp_path, resume="auto")
+    run(config, last=2)
+    file = tmp_path / name
+    with file.open("r+b" if file.exists() else "wb") as stream:
+        stream.seek(file.stat().st_size // 2)
+        stream.write(b"#")
+    option = {"m": "model", "reward.py": "reward", "train.jsonl": "dataset"}[Path(name).parts[0]]
+    with pytest.raises(ConfigError, match=rf"GRPOConfig\.{option}=.*: is not, byte for byte, what the run of .* has"):
+        find_start(config)
+
+
+def test_another_model_another_function_and_another_critic_are_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path, resume="auto")
+    run(config, last=2)
+    with pytest.raises(ConfigError, match=r"GRPOConfig\.model=.*other': is not, byte for byte"):
+        find_start(config.replace(model=str(tmp_path / "other")))
+    for reward in (f"{tmp_path}/reward.py:other", "examples.demo.task:score"):
+        with pytest.raises(ConfigError, match=r"GRPOConfig\.reward=.*: is not, byte for byte"):
+            find_start(config.replace(reward=reward))
+    options = {name: getattr(config, name) for name in ("model", "dataset", "reward")}
+    ppo, critic = PPOConfig(**options), str(tmp_path / "other")
+    assert saved_facts(ppo)["contents"] != saved_facts(ppo.replace(critic_model=critic))["contents"]
+
+
+def test_checkpoints_of_other_programs_are_refused(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     run(config, last=2)
-    Path(config.dataset).write_text('{"prompt": "1+2=", "answer": "3"}\n')
-    with pytest.raises(ConfigError, match=r"GRPOConfig\.dataset=.*: is not the file, byte for byte"):
-        find_start(config.replace(resume="auto"))
     options = {"model": "m", "dataset": config.dataset, "run_dir": str(tmp_path / "new")}
     resume = str(tmp_path / "run" / "checkpoints" / "latest")
     with pytest.raises(ConfigError, match="is of a run of GRPOConfig, this is one of SFTConfig"):
