@@ -47,7 +47,10 @@ def _cut_back(path: Path, size: int) -> TextIO:
 def _write(path: Path, text: str) -> None:
     """All or nothing: a run that is killed must find its files again."""
     new = path.with_name(f".{path.name}.new")
-    new.write_text(text)
+    with new.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     new.replace(path)
 
 

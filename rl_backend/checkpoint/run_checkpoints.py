@@ -178,6 +178,8 @@ def _saved_files(draft: Path) -> dict[str, FileFacts]:
             )
         file = entry / MANIFEST_NAME if entry.is_dir() else entry
         if file.name != RUN_FILE:
+            if file is entry:
+                _sync(file)  # save_checkpoint has flushed its own
             files[str(file.relative_to(draft))] = file_facts(file)
     if not any(Path(name).name == MANIFEST_NAME for name in files):
         raise CheckpointError(f"no model has been saved to {draft}; save at least one before the commit", path=str(draft))
@@ -210,8 +212,9 @@ def _remove(entry: Path) -> None:
         logger.warning("%s, which is no checkpoint any more, could not be removed: %s", entry, error)
 
 
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Of a file or a directory."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

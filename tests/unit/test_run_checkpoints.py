@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -64,6 +65,24 @@ def test_the_last_checkpoints_are_kept_and_the_newest_is_the_one_of_the_most_ste
     assert checkpoints.steps() == [6, 200_000_000]
     assert latest(checkpoints).step == 200_000_000
     assert names(tmp_path) == ["latest", "step-00000006", "step-200000000"]
+
+
+def test_what_lies_beside_the_models_is_on_the_disk_before_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = RunCheckpoints(tmp_path)
+    save(checkpoints, 2)
+    (checkpoints.draft(2) / "samples.pt").write_bytes(b"drawn")
+    flushed, fsync = [], os.fsync
+
+    def record(descriptor: int) -> None:
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).relative_to(tmp_path).as_posix())
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    checkpoints.commit(2, {})
+    draft = ".step-00000002.incomplete"
+    assert flushed[:4] == [f"{draft}/samples.pt", f"{draft}/run.json", draft, "."]
 
 
 @pytest.mark.shows(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,21 @@ def test_logs_that_have_lost_lines_are_refused(tmp_path: Path) -> None:
     again = config.replace(resume="auto")
     with pytest.raises(ConfigError, match=r"samples\.jsonl': has lost lines"):
         RunFolder(again.run_dir, again, start=find_start(again))
+
+
+def test_files_that_a_resume_reads_are_on_the_disk_before_they_get_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed, fsync = [], os.fsync
+
+    def record(descriptor: int) -> None:
+        flushed.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")).name, os.fstat(descriptor).st_size > 0))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    config = config_of(tmp_path)
+    with RunFolder(config.run_dir, config, report_seconds=0):
+        assert flushed == [(".run.json.new", True), (".config.json.new", True)]
 
 
 def test_one_run_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
