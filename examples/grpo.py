@@ -144,9 +144,9 @@ def train(config: GRPOConfig, on_step: OnStep | None = None) -> RunResult:
         policy = Model(trainer, trainer.build_model(name="policy"), config.router_replay)
         if config.kl_coef:
             reference = Model(trainer, trainer.build_model(forward_only=True, name="reference"))
-        saver = RunSaver(config, folder, {"policy": policy}, start)
         log = RunLog(config, inputs, rollout, folder, on_step, start)
         with (
+            RunSaver(config, folder, {"policy": policy}, start) as saver,
             WeightSync(trainer, rollout, policy.handle, transport=config.transport) as sync,
             SampleStream(
                 rollout,

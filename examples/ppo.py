@@ -135,7 +135,7 @@ def train(config: PPOConfig, on_step: OnStep | None = None) -> RunResult:
         for group in groups:
             require_paths(group, config.model, folder.path)
         actor, critic, reference = build_models(config, groups)
-        saver = RunSaver(config, folder, {"actor": actor, "critic": critic}, start)
+        saver = stack.enter_context(RunSaver(config, folder, {"actor": actor, "critic": critic}, start))
         log = RunLog(config, inputs, rollout, folder, on_step, start)
         sync = stack.enter_context(WeightSync(actor.group, rollout, actor.handle, transport=config.transport))
         stream = stack.enter_context(

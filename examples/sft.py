@@ -79,30 +79,29 @@ def train(config: SFTConfig, on_step: OnStep | None = None) -> Path:
         require_paths(trainer, config.model, folder.path)
         model = trainer.build_model(name="sft")
         loss = Loss("rl_backend.algorithm:sft_loss")
-        saver = RunSaver(config, folder, {"sft": Model(trainer, model)}, start)
         facts = [f"{len(sequences)} examples", f"{config.batch_size} a step", config.describe_ranks(), *start.describe()]
         print(f"SFT: {', '.join(facts)}")
-        for step in range(start.step + 1, config.steps + 1):
-            clock = Clock()
-            trainer.zero_grad(model)
-            result = trainer.forward_backward(model, next(batches), loss)
-            ok, grad_norm, _ = trainer.optimizer_step(model)
-            next_lr = trainer.lr_scheduler_step(model)
-            metrics = {**result.means, "grad_norm": grad_norm, "step_ok": float(ok), "next_lr": next_lr}
-            clock.lap("train")
-            saver.save(step, clock)
-            evaluate = step % config.eval_every == 0 or step == config.steps
-            if evaluate and held_out:
-                metrics |= held_out_metrics(trainer, model, held_out)
-            folder.log(step, metrics | clock.seconds)
-            saver.commit(step, {})
-            if evaluate:
-                shown = ("nll", "grad_norm", "held_out_nll", "answer_probability")
-                texts = [f"{name.replace('_', ' ')} {metrics[name]:.3f}" for name in shown if name in metrics]
-                print(f"step {step:4d}/{config.steps}  {'  '.join(texts)}", flush=True)
-            if on_step:
-                on_step(step, metrics)
-        saver.finish()
+        with RunSaver(config, folder, {"sft": Model(trainer, model)}, start) as saver:
+            for step in range(start.step + 1, config.steps + 1):
+                clock = Clock()
+                trainer.zero_grad(model)
+                result = trainer.forward_backward(model, next(batches), loss)
+                ok, grad_norm, _ = trainer.optimizer_step(model)
+                next_lr = trainer.lr_scheduler_step(model)
+                metrics = {**result.means, "grad_norm": grad_norm, "step_ok": float(ok), "next_lr": next_lr}
+                clock.lap("train")
+                saver.save(step, clock)
+                evaluate = step % config.eval_every == 0 or step == config.steps
+                if evaluate and held_out:
+                    metrics |= held_out_metrics(trainer, model, held_out)
+                folder.log(step, metrics | clock.seconds)
+                saver.commit(step, {})
+                if evaluate:
+                    shown = ("nll", "grad_norm", "held_out_nll", "answer_probability")
+                    texts = [f"{name.replace('_', ' ')} {metrics[name]:.3f}" for name in shown if name in metrics]
+                    print(f"step {step:4d}/{config.steps}  {'  '.join(texts)}", flush=True)
+                if on_step:
+                    on_step(step, metrics)
         trainer.save_checkpoint(model, set_aside(folder.path / "model"), hf=True)
     return folder.path / "model"
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from examples.common.clock import Clock
 from examples.common.cluster import resolve_dtype
@@ -14,6 +16,9 @@ from examples.common.run_identity import require_same_dtype, saved_facts
 from examples.common.run_start import CHECKPOINTS, RunStart
 from examples.common.training_config import TrainingConfig
 from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
+from rl_backend.contracts import CheckpointError
+
+_WAIT_SECONDS = 300.0
 
 
 class RunSaver:
@@ -21,12 +26,14 @@ class RunSaver:
 
     In a step :meth:`save` comes after the update and :meth:`commit` after the step's lines are logged::
 
-        saver.save(step, clock)
-        log.step(...)
-        saver.commit(step, log.state)
+        with RunSaver(config, folder, models, start) as saver:  # ends before the groups of its models
+            saver.save(step, clock)
+            log.step(...)
+            saver.commit(step, log.state)
 
     With ``config.async_save`` files are written while later steps run, and the checkpoint is committed after the step in
-    which the last of them is written.
+    which the last of them is written. A run that ends with an error, Ctrl-C too, waits up to five minutes for them and
+    commits; a second Ctrl-C ends the wait.
 
     Args:
         models: those that are trained, by the name of their directory.
@@ -74,14 +81,41 @@ class RunSaver:
         if self._saving is not None and not self._is_being_written():
             self.finish()
 
-    def finish(self) -> None:
-        """Waits for a checkpoint that is being written and commits it."""
+    def finish(self, timeout: float | None = None) -> None:
+        """Waits for a checkpoint that is being written and commits it.
+
+        Args:
+            timeout: seconds, for all models; None waits as long as it takes.
+
+        Raises:
+            CheckpointError: a model was not written.
+            TimeoutError: not written in time.
+        """
         if self._saving is None:
             return
+        deadline = None if timeout is None else time.monotonic() + timeout
         for model in self._models.values():
-            model.group.wait_for_checkpoint(model.handle)
+            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            model.group.wait_for_checkpoint.submit(model.handle).result(left)
+        draft = self._store.draft(self._saving)
+        missing = [name for name in self._models if not (draft / name).is_dir()]
+        if missing:
+            raise CheckpointError(f"{draft} has no {', '.join(missing)}: the save has failed", path=str(draft))
         self._store.commit(self._saving, self._state)
         self._saving, self._state = None, {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.finish()
+        elif self._saving is not None and self._state:
+            try:
+                self.finish(_WAIT_SECONDS)
+            except (Exception, KeyboardInterrupt) as problem:  # noqa: BLE001, the error that ends the run is the one to tell
+                reason = f"{type(problem).__name__}: {problem}".rstrip(": ")
+                error.add_note(f"the checkpoint of step {self._saving} was not committed, {reason}")
 
     def _is_due(self, step: int) -> bool:
         every = self._config.save_every

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,30 @@ from examples.sft import SFTConfig
 from rl_backend.contracts import CheckpointError, ConfigError
 
 
+class Waiting:
+    """``wait_for_checkpoint``: called, or submitted and waited for."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.waited: list[float | None] = []
+
+    def submit(self, handle: Any) -> Waiting:
+        return self
+
+    def result(self, timeout: float | None = None) -> None:
+        self.waited.append(timeout)
+        if self.group.error:
+            raise self.group.error
+        self.group.write()
+
+
 class Group:
     """Stands for a training group: a save in the background appears when it is let."""
 
     def __init__(self) -> None:
         self.writing: list[Path] = []
-        self.error: CheckpointError | None = None
+        self.error: BaseException | None = None
+        self.wait_for_checkpoint = Waiting(self)
         self.loaded: list[Path] = []
 
     def save_checkpoint(self, handle: Any, path: Path, *, asynchronous: bool) -> None:
@@ -41,9 +60,6 @@ class Group:
         if self.error:
             raise self.error
         return bool(self.writing)
-
-    def wait_for_checkpoint(self, handle: Any) -> None:
-        self.write()
 
     def load_checkpoint(self, handle: Any, path: Path) -> None:
         self.loaded.append(path)
@@ -126,6 +142,69 @@ def test_a_dtype_that_the_cluster_decides_must_be_the_one_that_was_saved(
     ):
         RunSaver(again, folder, models, start)
     assert not group.loaded
+
+
+def end_with(error: BaseException, config: SFTConfig, models: Any, work: Callable[[RunSaver], None]) -> None:
+    """A run that raises ``error`` after ``work``."""
+    with (
+        RunFolder(config.run_dir, config, report_seconds=0) as folder,
+        RunSaver(config, folder, models, RunStart()) as saver,
+    ):
+        work(saver)
+        raise error
+
+
+@pytest.mark.parametrize("error", [ValueError("step 3 failed"), KeyboardInterrupt()])
+def test_a_run_that_ends_with_an_error_commits_what_was_being_written(tmp_path: Path, error: BaseException) -> None:
+    config, group = config_of(tmp_path), Group()
+    with pytest.raises(type(error)) as raised:
+        end_with(error, config, {"sft": Model(group, None)}, lambda saver: step(saver, 2))  # type: ignore[arg-type]
+    assert committed(tmp_path) == ["step-00000002"]
+    assert raised.value is error and not getattr(error, "__notes__", [])
+    assert all(waited is not None and 0 < waited <= 300 for waited in group.wait_for_checkpoint.waited)
+    assert find_start(config.replace(resume="auto")).step == 2
+
+
+@pytest.mark.parametrize(
+    ("problem", "note"),
+    [
+        (CheckpointError("the disk is full"), "CheckpointError: the disk is full"),
+        (TimeoutError("not done after 300 s"), "TimeoutError: not done after 300 s"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+    ],
+)
+def test_an_error_that_ends_a_run_is_told_whatever_its_checkpoint_meets(
+    tmp_path: Path, problem: BaseException, note: str
+) -> None:
+    config, group = config_of(tmp_path), Group()
+
+    def work(saver: RunSaver) -> None:
+        step(saver, 2)
+        group.error = problem
+
+    with pytest.raises(ValueError, match="step 3 failed") as raised:
+        end_with(ValueError("step 3 failed"), config, {"sft": Model(group, None)}, work)  # type: ignore[arg-type]
+    assert raised.value.__notes__ == [f"the checkpoint of step 2 was not committed, {note}"]
+    assert committed(tmp_path) == []
+
+
+def test_nothing_is_committed_without_the_loops_state_or_without_one_of_the_models(tmp_path: Path) -> None:
+    config, group, failed = config_of(tmp_path), Group(), Group()
+    models: Any = {"actor": Model(group, None), "critic": Model(failed, None)}  # type: ignore[arg-type]
+    for has_state in (False, True):
+
+        def work(saver: RunSaver, has_state: bool = has_state) -> None:
+            saver.save(2, Clock())
+            if has_state:
+                saver.commit(2, {"mine": 2})
+            group.write()
+            failed.writing.clear()
+
+        with pytest.raises(ValueError, match="the step failed") as raised:
+            end_with(ValueError("the step failed"), config, models, work)
+        notes = getattr(raised.value, "__notes__", [])
+        assert len(notes) == has_state and all("has no critic: the save has failed" in note for note in notes)
+        assert committed(tmp_path) == []
 
 
 def test_without_save_every_nothing_is_saved(tmp_path: Path) -> None:
