@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from rl_backend.contracts import CheckpointError, ConfigError
 LATEST = "latest"
 
 _COMMITTED = re.compile(r"step-(\d{8,})")
-_LEFT_BEHIND = re.compile(r"\.step-\d{8,}\.(incomplete|removed)|\.latest\.new")
+_LEFT_BEHIND = re.compile(r"\.step-\d{8,}\.(incomplete|removed-[0-9a-f]{8})|\.latest\.new")
 
 logger = logging.getLogger(__name__)
 
@@ -111,18 +112,34 @@ class RunCheckpoints:
         self._remove_old()
         return RunCheckpoint(path, step, manifest.state, manifest.models)
 
+    def discard(self, step: int) -> None:
+        """Removes the draft of ``step``, if any, to save that step again after one of its saves has failed.
+
+        For one process, while no rank saves to the draft.
+
+        Raises:
+            CheckpointError: that step, or a later one, has been committed, or the draft cannot be renamed.
+        """
+        draft = self.draft(step)
+        if draft.exists():
+            _discard(draft)
+
     def clean_up(self) -> None:
         """Removes what a run that was killed has left unfinished, and points ``latest`` to the newest checkpoint.
 
         To be called before the first save, when no other run writes to ``root``.
 
         Raises:
-            CheckpointError: ``latest`` cannot be written.
+            CheckpointError: ``latest`` cannot be written, or a draft cannot be renamed; one that then cannot be removed is
+                only warned of, and tried again by the next run.
         """
         if not self.root.is_dir():
             return
-        for entry in self.root.iterdir():
-            if _LEFT_BEHIND.fullmatch(entry.name):
+        for entry in list(self.root.iterdir()):
+            match = _LEFT_BEHIND.fullmatch(entry.name)
+            if match and match[1] == "incomplete":
+                _discard(entry)
+            elif match:
                 _remove(entry)
         committed = self._committed()
         if committed:
@@ -152,14 +169,10 @@ class RunCheckpoints:
         if self.keep_last is None:
             return
         for _, path in self._committed()[: -self.keep_last]:
-            removed = path.with_name(f".{path.name}.removed")
             try:
-                # Under its own name a half-removed directory would be taken for a damaged checkpoint.
-                path.rename(removed)
+                _take_away(path, f".{path.name}")
             except OSError as error:
                 logger.warning("the old checkpoint %s could not be removed: %s", path, error)
-                continue
-            _remove(removed)
 
 
 def _saved_files(draft: Path) -> dict[str, FileFacts]:
@@ -200,6 +213,27 @@ def _json_state(state: Mapping[str, Any], draft: Path) -> dict[str, Any]:
             path=str(draft),
         )
     return given
+
+
+def _discard(draft: Path) -> None:
+    try:
+        _take_away(draft, draft.stem)
+    except OSError as error:
+        raise CheckpointError(
+            f"{draft}, which was left unfinished, cannot be renamed: {error}; remove it, or the step cannot be saved again",
+            path=str(draft),
+        ) from error
+
+
+def _take_away(directory: Path, name: str) -> None:
+    """Removes a directory that loses its own name at once.
+
+    Half removed, a checkpoint would be taken for a damaged one. What cannot be removed, such as files that are open on NFS
+    or that a process left over still writes, is then in nobody's way.
+    """
+    removed = directory.with_name(f"{name}.removed-{uuid.uuid4().hex[:8]}")
+    directory.rename(removed)
+    _remove(removed)
 
 
 def _remove(entry: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import shutil
@@ -119,6 +120,53 @@ def test_a_save_that_did_not_finish_is_no_checkpoint_and_is_removed_by_the_next_
     checkpoints.clean_up()
     assert names(tmp_path) == ["latest", "step-00000002"]
     RunCheckpoints(tmp_path / "nothing").clean_up()
+
+
+def test_a_draft_that_cannot_be_removed_is_in_nobodys_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = committed(tmp_path, 2)
+    save(checkpoints, 4, "policy")
+
+    def busy(directory: Path) -> None:
+        raise OSError(errno.EBUSY, "a file is still open", str(directory))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", busy)
+        checkpoints.clean_up()
+    assert "could not be removed" in caplog.text and not checkpoints.draft(4).exists()
+    save(checkpoints, 4)
+    checkpoints.commit(4, {})
+    assert len([name for name in names(tmp_path) if name.startswith(".step-00000004.removed-")]) == 1
+    checkpoints.clean_up()
+    assert names(tmp_path) == ["latest", "step-00000002", "step-00000004"]
+
+
+def test_a_draft_that_cannot_be_renamed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = committed(tmp_path, 2)
+    save(checkpoints, 4, "policy")
+
+    def refuse(path: Path, target: Path) -> None:
+        raise OSError(errno.EACCES, "not allowed", str(path))
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    for remove in (checkpoints.clean_up, lambda: checkpoints.discard(4)):
+        with pytest.raises(
+            CheckpointError, match=r"step-00000004\.incomplete, which was left unfinished, cannot be renamed"
+        ):
+            remove()
+
+
+def test_a_step_of_which_one_save_failed_is_saved_again_after_its_draft_is_discarded(tmp_path: Path) -> None:
+    checkpoints = committed(tmp_path, 2)
+    save(checkpoints, 4, "policy")
+    checkpoints.discard(4)
+    checkpoints.discard(4)
+    assert names(tmp_path) == ["latest", "step-00000002"]
+    save(checkpoints, 4)
+    assert checkpoints.commit(4, {}).models == ("critic", "policy")
+    with pytest.raises(CheckpointError, match="has a checkpoint of step 4"):
+        checkpoints.discard(4)
 
 
 @pytest.mark.parametrize(
