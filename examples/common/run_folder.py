@@ -128,9 +128,13 @@ class RunFolder:
             earlier = json.loads((self.path / "run.json").read_text())
             resumed = [*earlier.get("resumed", []), {"after_step": start.step, "at": _now()}]
             self._facts = {"started": earlier["started"], "resumed": resumed}
-        # A run is marked as going on before its options are replaced: they would be those of one that has finished.
+        options = config.model_dump_json(indent=2) + "\n"
+        if not start.same_folder:
+            _write(self.path / "config.json", options)  # first: it says where the run began
         self._write_state("running")
-        _write(self.path / "config.json", config.model_dump_json(indent=2) + "\n")
+        if start.same_folder:
+            # After the state: they would be the options of a run that has finished.
+            _write(self.path / "config.json", options)
         set_aside(self.path / "summary.json")
         drop_from = start.step + 1 if start.same_folder or start.replaces else None
         self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=drop_from)

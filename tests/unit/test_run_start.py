@@ -131,6 +131,12 @@ def test_an_earlier_checkpoint_goes_on_in_a_new_folder_and_leaves_the_later_ones
     assert steps_of(config.run_dir) == list(range(1, 7))
     with pytest.raises(ConfigError, match="holds another run"):
         find_start(elsewhere)
+    killed = elsewhere.replace(run_dir=str(tmp_path / "killed"))
+    RunFolder(killed.run_dir, killed, start=find_start(killed), report_seconds=0)._lock.release()
+    (tmp_path / "killed" / "run.json").unlink()  # killed as soon as it had written where it begins
+    with pytest.raises(ConfigError, match=r"began after .*step-00000004 and has no checkpoint of its own yet"):
+        find_start(killed.replace(resume="auto"))
+    assert find_start(killed).step == 4
     latest = str(tmp_path / "run" / "checkpoints" / "latest")
     assert find_start(config.replace(resume=latest)).step == 6
 
@@ -239,7 +245,7 @@ def test_files_that_a_resume_reads_are_on_the_disk_before_they_get_their_names(
     monkeypatch.setattr(os, "fsync", record)
     config = config_of(tmp_path)
     with RunFolder(config.run_dir, config, report_seconds=0):
-        assert flushed == [(".run.json.new", True), (".config.json.new", True)]
+        assert flushed == [(".config.json.new", True), (".run.json.new", True)]
 
 
 def test_one_run_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
