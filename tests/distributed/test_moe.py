@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.test_checkpoints import load_job, save_job
 from tests.distributed.test_export import early_close_job, stored_weights
 from tests.support.moe import unpacked, write_moe
 from tests.support.native import (
@@ -108,14 +107,3 @@ def test_closing_an_export_between_packed_and_other_weights_ends_it_on_all_ranks
     closing, other = ranks.run(early_close_job, str(model), taken, 10**9)
     assert closing == (taken, False, everything)
     assert other == (everything, True, everything)
-
-
-@pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 4), (4, 1)])
-def test_a_checkpoint_with_packed_experts_loads_on_another_number_of_ranks(
-    ranks: RankPool, tmp_path: Path, saved_by: int, loaded_by: int
-) -> None:
-    model, path = str(write_moe(BETWEEN, tmp_path / "model")), str(tmp_path / "saved")
-    saved, curve = ranks.run(save_job, model, path, False, world_size=saved_by)[0]
-    for state, continued, _ in ranks.run(load_job, model, path, world_size=loaded_by):
-        assert_equal_tensors(state, saved)
-        assert continued == [pytest.approx(pair, rel=1e-4) for pair in curve]

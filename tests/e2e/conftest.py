@@ -16,7 +16,7 @@ from examples.demo.__main__ import DemoConfig, reinforce, warm_start
 from examples.demo.task import write_task
 from tests.support.rollout import ReferenceTrainer
 
-LEARNED_STEPS = 40
+LEARNED_STEPS = 24
 
 
 @pytest.fixture(scope="session")

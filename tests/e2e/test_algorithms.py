@@ -95,7 +95,7 @@ def test_sampling_ahead_learns_the_task_and_records_versions(task: Path, warm_mo
 
 
 def test_stale_batches_are_dropped_when_sampling_runs_too_far_ahead(task: Path, warm_model: Path, tmp_path: Path) -> None:
-    settings = demo_settings(DemoConfig(steps=12), task, warm_model, tmp_path)
+    settings = demo_settings(DemoConfig(steps=8), task, warm_model, tmp_path)
     grpo.train(grpo.GRPOConfig(**{**settings, "max_staleness": 1, "sample_ahead": 3}))
     metrics = lines(tmp_path / "grpo" / "metrics.jsonl")
     assert max(line["staleness_max"] for line in metrics) == 1

@@ -17,7 +17,8 @@ from rl_backend.contracts import ConfigError, RegistryError
 from tests.e2e.conftest import LEARNED_STEPS
 from tests.support.moe import upcycle
 
-STEPS = LEARNED_STEPS
+STEPS, FEWER = LEARNED_STEPS, 16
+"""Of the run that others are compared with, and enough to have learned."""
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -54,7 +55,7 @@ def test_the_trained_model_is_a_hugging_face_directory(learned: tuple[RunResult,
 
 @pytest.mark.shows("loop: the same run with shuffled rewards does not improve")
 def test_shuffled_rewards_teach_nothing(task: Path, warm_model: Path, tmp_path: Path) -> None:
-    result = reinforce(DemoConfig(steps=STEPS, shuffle_rewards=True), task, warm_model, tmp_path)
+    result = reinforce(DemoConfig(steps=FEWER, shuffle_rewards=True), task, warm_model, tmp_path)
     assert result.accuracy_before is not None
     assert result.accuracy_after is not None
     assert result.accuracy_after <= result.accuracy_before + 0.05
@@ -62,7 +63,7 @@ def test_shuffled_rewards_teach_nothing(task: Path, warm_model: Path, tmp_path: 
 
 @pytest.mark.shows("loop: also with 2 training ranks and 2 engines")
 def test_two_ranks_and_two_engines_learn_the_task(task: Path, warm_model: Path, tmp_path: Path) -> None:
-    result = reinforce(DemoConfig(steps=STEPS, ranks=2, engines=2), task, warm_model, tmp_path)
+    result = reinforce(DemoConfig(steps=FEWER, ranks=2, engines=2), task, warm_model, tmp_path)
     assert result.accuracy_before is not None
     assert result.accuracy_after is not None
     assert result.accuracy_after >= result.accuracy_before + 0.15
@@ -75,7 +76,7 @@ def test_a_mixture_of_experts_learns_the_task(
     mode: RouterReplayMode, layout: dict[str, int], updates: int, task: Path, warm_model: Path, tmp_path: Path
 ) -> None:
     mixture = upcycle(warm_model, tmp_path / "mixture")
-    config = DemoConfig(model="qwen3_moe", steps=STEPS, router_replay=mode, **layout)
+    config = DemoConfig(model="qwen3_moe", steps=FEWER, router_replay=mode, **layout)
     settings = demo_settings(config, task, mixture, tmp_path)
     result = grpo.train(grpo.GRPOConfig(**settings, updates_per_step=updates))
     assert result.accuracy_before is not None
