@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_cluster import options
+from tests.e2e.test_cluster import assert_learned, options
 from tests.support.clusters import HeadNode
 
 SUBMIT = ("-m", "examples.ray_job.submit")
@@ -26,15 +26,13 @@ def head() -> Iterator[HeadNode]:
         yield node
 
 
-@pytest.mark.shows("cluster: examples.ray_job submits GRPO to a token-protected cluster, where it runs to its end")
-def test_a_submitted_job_trains(head: HeadNode, task: Path, warm_model: Path, tmp_path: Path) -> None:
-    command = ["examples.grpo", *options(task, warm_model, tmp_path / "run", steps=4)]
+@pytest.mark.shows("cluster: examples.ray_job submits GRPO to a token-protected cluster, where it learns the demo task")
+def test_a_submitted_job_learns_the_task(head: HeadNode, task: Path, warm_model: Path, tmp_path: Path) -> None:
+    command = ["examples.grpo", *options(task, warm_model, tmp_path / "run")]
     run = head.run(*SUBMIT, "--address", head.address, "--python", _python(), "--", *command)
     assert run.returncode == 0, run.stdout
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["max_log_prob_gap"] <= 1e-5
-    assert summary["accuracy_after"] > 0
-    assert "step    4/4" in run.stdout
+    assert_learned(json.loads((tmp_path / "run" / "summary.json").read_text()))
+    assert "step   16/16" in run.stdout
     assert (tmp_path / "run" / "model" / "config.json").exists()
 
 
