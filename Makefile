@@ -9,13 +9,14 @@ export RAY_USAGE_STATS_ENABLED := 0
 export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
 
-.PHONY: help setup demo test bench gpu-check doctor
+.PHONY: help setup demo test test-all bench gpu-check doctor
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make setup                     make .venv: Python 3.12 and exact versions (DEVICE=cpu or gpu, PYTHON=... to choose)'
 	@echo 'make demo                      GRPO on a small Qwen3 with Ray and vLLM, from nothing (BACKEND=bridge, ARGS="...")'
-	@echo 'make test                      lint, types, import contracts and all tests (ARGS="..." goes to pytest)'
+	@echo 'make test                      lint, types, import contracts and tests (ARGS="..." goes to pytest)'
+	@echo 'make test-all                  the same with the proofs that take minutes each'
 	@echo 'make bench NAME=train_speed    run one benchmark; without NAME, list them (ARGS="...")'
 	@echo 'make gpu-check                 run the tests that need a GPU and write a JSON result (PYTHON=python3: without set-up)'
 	@echo 'make doctor                    what is installed, what is missing, what this machine can run'
@@ -26,7 +27,8 @@ setup:
 demo: setup
 	@cd "$(ROOT)" && exec $(PY) -m examples.demo $(if $(BACKEND),--backend "$(BACKEND)") $(ARGS)
 
-test: setup
+test-all: override ARGS := -m 'long or not long' $(ARGS)
+test test-all: setup
 	@cd "$(ROOT)" && \
 	echo 'ruff check' && $(PY) -m ruff check && \
 	echo 'ruff format' && $(PY) -m ruff format --check && \
