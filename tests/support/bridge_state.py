@@ -18,17 +18,16 @@ from tests.support.native import deal, micro_batches, token_loss
 SPLIT = [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-def write_tiny_mixture(path: Path) -> Path:
-    """A Qwen3-MoE directory with four experts in each of two layers."""
-    return write_tiny(
-        "qwen3_moe",
-        path,
-        tie_word_embeddings=False,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        norm_topk_prob=True,
-    )
+def write_tiny_mixture(path: Path, **changes: Any) -> Path:
+    """A Qwen3-MoE directory with four experts in each of two layers, unless ``changes`` say otherwise."""
+    settings: dict[str, Any] = {
+        "tie_word_embeddings": False,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    }
+    return write_tiny("qwen3_moe", path, **{**settings, **changes})
 
 
 def bridge_data(runtime: BridgeRuntime, seed: int = 0) -> list[PackedBatch]:

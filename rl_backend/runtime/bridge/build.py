@@ -69,7 +69,7 @@ def build_handle(
     )
     for chunk in chunks:
         chunk.train(not forward_only)
-    optimizer = None if forward_only else BridgeOptimizer(options, chunks, groups)
+    optimizer = None if forward_only else BridgeOptimizer(options, chunks, groups, vocab_size=provider.vocab_size)
     if optimizer is not None:
         _connect(provider, chunks, ddp_config)
     return BridgeHandle(

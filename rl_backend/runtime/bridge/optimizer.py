@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from rl_backend.contracts import BridgeConfig, HandleError, OptimizerConfig, StepResult
+from rl_backend.runtime.bridge.gradient_statistics import GradientReader
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.optimizer_state import allocate_moments, distributed_optimizers
 from rl_backend.runtime.bridge.overrides import override
@@ -33,11 +33,13 @@ class BridgeOptimizer:
         scheduler: its ``OptimizerParamScheduler``, counting optimizer steps.
     """
 
-    def __init__(self, options: BridgeConfig, chunks: Sequence[Any], groups: BridgeGroups) -> None:
+    def __init__(self, options: BridgeConfig, chunks: Sequence[Any], groups: BridgeGroups, *, vocab_size: int) -> None:
         self._config = options.optimizer
-        self._groups = groups
         self.megatron = get_megatron_optimizer(_megatron_config(options), list(chunks), use_gloo_process_groups=False)
         allocate_moments(self.megatron)
+        self._gradients = GradientReader(
+            self.megatron, chunks, groups, vocab_size=vocab_size, count_zeros=self._config.log_num_zeros_in_grad
+        )
         self.scheduler = _scheduler(self.megatron, self._config)
 
     def step(self, handle_name: str, *, has_gradients: bool) -> StepResult:
@@ -52,11 +54,8 @@ class BridgeOptimizer:
             raise HandleError(
                 f"optimizer_step on {handle_name!r} without gradients; call forward_backward first", handle=handle_name
             )
-        found_not_finite = self.megatron.prepare_grads()
-        norm = float(self.megatron.get_grad_norm())
-        num_zeros = int(self.megatron.count_zeros()) if self._config.log_num_zeros_in_grad else None
-        if not self._finite_everywhere(norm) or found_not_finite:
-            norm = norm if not math.isfinite(norm) else math.nan
+        norm, num_zeros = self._gradients.read(found_not_finite=bool(self.megatron.prepare_grads()))
+        if not math.isfinite(norm):
             logger.warning("optimizer step of %r skipped: the gradient norm is %s", handle_name, norm)
             return StepResult(False, norm, num_zeros)
         if self._config.clip_grad > 0:
@@ -96,12 +95,6 @@ class BridgeOptimizer:
     def zero_grad(self) -> None:
         """Drops the gradients of the masters; those of the model are in the DDP buffers."""
         self.megatron.zero_grad()
-
-    def _finite_everywhere(self, norm: float) -> bool:
-        """Norms of experts and of the rest are reduced over other groups, so every rank is asked."""
-        finite = torch.tensor(int(math.isfinite(norm)), device=self._groups.device)
-        dist.all_reduce(finite, dist.ReduceOp.MIN, group=self._groups.all_ranks)
-        return bool(finite.item())
 
 
 def _megatron_config(options: BridgeConfig) -> Any:

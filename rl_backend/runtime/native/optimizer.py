@@ -16,6 +16,7 @@ from rl_backend.contracts import HandleError, OptimizerConfig, PackedWeight, Ste
 from rl_backend.parallel.collectives import all_gather_into
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import local_tensor, owns
+from rl_backend.runtime.gradient_squares import sum_of_squares
 from rl_backend.runtime.native.lr_schedule import ParameterSchedule
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class NativeOptimizer:
         filled = [gradient for gradient in local if gradient.numel()]
         statistics = torch.zeros(1, 2, dtype=torch.float64, device=self._groups.device)
         if filled:
-            statistics[0, 0] = torch.stack(torch._foreach_norm(filled, 2, dtype=torch.float64)).square().sum()
+            statistics[0, 0] = sum_of_squares(filled)
             if self._config.log_num_zeros_in_grad:
                 statistics[0, 1] = torch.stack([gradient.numel() - gradient.count_nonzero() for gradient in filled]).sum()
         return statistics
