@@ -4,7 +4,7 @@ from rl_backend.parity.compare import Comparison, Divergence, StageResult, StepC
 from rl_backend.parity.config import TRANSFORMERS, ParityConfig, ParitySide
 from rl_backend.parity.differences import Difference
 from rl_backend.parity.record import SideRecord
-from rl_backend.parity.run import run_parity
+from rl_backend.parity.run import compare_sides, record_side, run_parity
 from rl_backend.parity.tolerances import Tolerances
 
 __all__ = [
@@ -19,5 +19,7 @@ __all__ = [
     "StepComparison",
     "Tolerances",
     "compare",
+    "compare_sides",
+    "record_side",
     "run_parity",
 ]

@@ -40,7 +40,8 @@ def run_ranks(config: ParityConfig, name: SideName, device: str, folder: Path) -
         folder: for files; must outlive the records.
 
     Raises:
-        ParityError: a rank failed or died, or the side took longer than ``config.timeout``. No process is left.
+        ParityError: a rank failed or died, or the side took longer than ``config.timeout``. No process is left. Its detail
+            ``refused`` is True where the runtime does not serve the model or the layout.
     """
     folder.mkdir()
     config_file = folder / "config.json"
@@ -125,7 +126,7 @@ def _raise_failure(failed: Sequence[_Rank], side: str) -> NoReturn:
     expected = [(rank, error) for rank, error in errors if error["expected"]]
     if expected:
         rank, error = expected[0]
-        raise ParityError(f"{side} stopped: {error['message']}", rank=rank.index)
+        raise ParityError(f"{side} stopped: {error['message']}", rank=rank.index, refused=error["refused"])
     dead = [rank for rank in failed if rank not in told]
     if dead:
         rank = dead[0]

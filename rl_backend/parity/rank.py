@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from rl_backend.contracts import RLBackendError
+from rl_backend.contracts import ConfigError, RLBackendError, UnsupportedError
 from rl_backend.parity.config import TRANSFORMERS, ParityConfig
 from rl_backend.parity.record import RankRecord
 
@@ -38,7 +38,12 @@ def main(config_file: str, side_name: str, output: str) -> int:
     except Exception as error:  # noqa: BLE001 - the process that started this one shows it
         known = isinstance(error, RLBackendError)
         message = str(error) if known else f"{type(error).__name__}: {error}"
-        details = {"message": message, "expected": known, "traceback": traceback.format_exc()}
+        details = {
+            "message": message,
+            "expected": known,
+            "refused": isinstance(error, ConfigError | UnsupportedError),
+            "traceback": traceback.format_exc(),
+        }
         Path(f"{output}.error").write_text(json.dumps(details))
         return 1
     return 0

@@ -52,7 +52,6 @@ def run_parity(config: ParityConfig, tolerances: Tolerances, tell: Callable[[str
     device = _device(config)
     checkpoint = HFReader(config.model)
     sequences = make_sequences(config, checkpoint.config)
-    modules = required_modules(checkpoint.config, checkpoint.infos)
     for name in SIDES:
         if (side := config.side(name)).runtime != TRANSFORMERS:
             config.runtime_config(side)
@@ -62,11 +61,30 @@ def run_parity(config: ParityConfig, tolerances: Tolerances, tell: Callable[[str
         for name in SIDES:
             side = config.side(name)
             tell(f"{name}: {side.runtime} in {side.world_size} {'process' if side.world_size == 1 else 'processes'}")
-            ranks = run_ranks(config, name, device, Path(folder) / name)
-            records[name] = merge_ranks(ranks, plan_batch(config, side.data_parallel_size))
-        comparison = compare(records["reference"], records["candidate"], tolerances, modules)
+            records[name] = record_side(config, name, device, Path(folder) / name)
+        comparison = compare_sides(config, records["reference"], records["candidate"], tolerances)
         versions = {name: dict(record.versions) for name, record in records.items()}
     return ParityResult(config, device, sum(map(len, sequences)), comparison, versions)
+
+
+def record_side(config: ParityConfig, name: SideName, device: str, folder: Path) -> SideRecord:
+    """Runs one side, each rank in a process of its own.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        folder: for the record's files; is made, and must outlive the record.
+
+    Raises:
+        ParityError: as :func:`~rl_backend.parity.processes.run_ranks`.
+    """
+    ranks = run_ranks(config, name, device, folder)
+    return merge_ranks(ranks, plan_batch(config, config.side(name).data_parallel_size))
+
+
+def compare_sides(config: ParityConfig, reference: SideRecord, candidate: SideRecord, tolerances: Tolerances) -> Comparison:
+    """Compares two sides that trained on the model and batch of ``config``, whatever their layouts."""
+    checkpoint = HFReader(config.model)
+    return compare(reference, candidate, tolerances, required_modules(checkpoint.config, checkpoint.infos))
 
 
 def _device(config: ParityConfig) -> str:

@@ -133,7 +133,10 @@ class _Trainer:
 
 
 def _load(path: str, dtype: torch.dtype, device: torch.device, options: Mapping[str, Any]) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, **options).to(device)
+    # Grouped products of transformers, its default for experts, take rows of multiples of 16 bytes only.
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, local_files_only=True, experts_implementation="eager", **options
+    ).to(device)
 
 
 def _prefixes(name: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,7 @@ def run_faulty(model: Path, folder: Path, fault: Fault, *, dp: int = 2, timeout:
     config = ParityConfig(
         plugins=(PLUGIN,), model=str(model), reference=reference, candidate=candidate, timeout=timeout, steps=1
     )
+    folder.mkdir(exist_ok=True)
     run_ranks(config, "candidate", "cpu", folder / "candidate")
 
 
@@ -102,6 +104,20 @@ def test_a_rank_that_ends_early_ends_the_side_with_its_error(
     with pytest.raises(ParityError, match=message):
         run_faulty(tied_model, tmp_path, fault)
     assert all(process.returncode is not None for process in started)
+
+
+def test_a_model_that_the_runtime_refuses_is_told_apart_from_other_errors(tied_model: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tied_model, tmp_path / "model")
+    fields = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**fields, "hidden_act": "gelu"}))
+    side = ParitySide(runtime="native")
+    config = ParityConfig(model=str(model), reference=side, candidate=side)
+    with pytest.raises(ParityError, match=r"the candidate 'native' stopped: .*hidden_act='gelu'") as refused:
+        run_ranks(config, "candidate", "cpu", tmp_path / "candidate")
+    assert refused.value.details["refused"] is True
+    with pytest.raises(ParityError) as other:
+        run_faulty(tied_model, tmp_path / "other", "refusal", dp=1)
+    assert other.value.details["refused"] is False
 
 
 def test_a_side_that_takes_too_long_is_ended(
