@@ -1,25 +1,29 @@
-"""How closely the runtimes agree: ``rl-backend parity`` over 20 steps for pairs and layouts, dense and mixture of experts.
+"""How closely the runtimes agree: parity over 20 steps for pairs and layouts, dense and mixture of experts.
 
-Writes ``results/parity.json``: for each pair the largest relative difference of the loss and of the gradient norm over the
-first 5 and over all steps, the first divergence (null when there is none) and by how much the loss fell. For pairs on one
-rank bfloat16 is reported beside float32.
+Writes ``pairs`` of ``results/parity.json``: for each pair the largest relative difference of the loss and of the gradient
+norm over the first 5 and over all steps, the first divergence (null when there is none), by how much the loss fell, and
+bfloat16 beside float32. A pair with a layout that a runtime refuses holds the refusal. ``--random N`` writes
+``random_shapes``. Both write after every comparison; ``--continue`` takes up a run that was stopped.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.report import machine, write_result
-from rl_backend.contracts import ParallelConfig
-from rl_backend.parity import ParityConfig, ParitySide, Tolerances, run_parity
+from benchmarks.parity_random import run_random
+from benchmarks.report import machine, read_result, update_result
+from rl_backend.contracts import ConfigError, ParallelConfig, RLBackendError, UnsupportedError
+from rl_backend.parity import ParityConfig, ParitySide, SideRecord, Tolerances, compare_sides, record_side
 from rl_backend.parity.config import DType
-from rl_backend.parity.report import as_json
+from rl_backend.parity.report import LEAST_LOSS_FALL
 
 STEPS = 20
 FIRST_STEPS = 5
@@ -43,38 +47,44 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class Pair(NamedTuple):
-    """Two sides on one model; ``layout`` is the candidate's, ``reference_layout`` the reference's."""
+LAYOUTS: tuple[dict[str, int], ...] = ({}, {"dp": 2}, {"tp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"ep": 2}, {"cp": 2})
+DTYPES: tuple[DType, ...] = ("float32", "bfloat16")
 
-    model: str
-    reference: str
-    candidate: str
+
+class Side(NamedTuple):
+    """One runtime in one layout."""
+
+    runtime: str
     layout: dict[str, int]
-    reference_layout: dict[str, int]
 
     @property
     def name(self) -> str:
-        sides = (side_name(self.reference, self.reference_layout), side_name(self.candidate, self.layout))
-        return f"{self.model}: {sides[0]} / {sides[1]}"
+        return " ".join([self.runtime, *(f"{name}={size}" for name, size in self.layout.items())])
+
+    @property
+    def parity_side(self) -> ParitySide:
+        sizes = {name: size for name, size in self.layout.items() if name != "dp"}
+        return ParitySide(runtime=self.runtime, parallel=ParallelConfig(**sizes), dp=self.layout.get("dp"))
 
 
-PAIRS = (
-    Pair("dense", "transformers", "native", {}, {}),
-    Pair("dense", "transformers", "bridge", {}, {}),
-    Pair("dense", "bridge", "native", {}, {}),
-    Pair("dense", "bridge", "native", {"dp": 2}, {"dp": 2}),
-    *(Pair("dense", "bridge", "bridge", layout, {}) for layout in ({"dp": 2}, {"tp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2})),
-    *(Pair("dense", "bridge", "native", layout, layout) for layout in ({"tp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2})),
-    Pair("dense", "native", "native", {"cp": 2}, {}),
-    Pair("experts", "transformers", "bridge", {}, {}),
-    Pair("experts", "bridge", "native", {}, {}),
-    Pair("experts", "bridge", "bridge", {"ep": 2}, {}),
-    *(Pair("experts", "bridge", "native", layout, layout) for layout in ({"tp": 2}, {"ep": 2}, {"pp": 2, "vpp": 2})),
-)
+class Pair(NamedTuple):
+    """Two sides on one model."""
+
+    model: str
+    reference: Side
+    candidate: Side
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}: {self.reference.name} / {self.candidate.name}"
 
 
-def side_name(runtime: str, layout: dict[str, int]) -> str:
-    return " ".join([runtime, *(f"{name}={size}" for name, size in layout.items())])
+def pairs(model: str) -> Iterator[Pair]:
+    """Layout by layout: each runtime against transformers on one rank, then native against bridge in the layout."""
+    transformers = Side("transformers", {})
+    for layout in LAYOUTS:
+        native, bridge = Side("native", layout), Side("bridge", layout)
+        yield from (Pair(model, *sides) for sides in ((transformers, native), (transformers, bridge), (bridge, native)))
 
 
 def make_model(name: str, directory: Path) -> Path:
@@ -90,63 +100,128 @@ def make_model(name: str, directory: Path) -> Path:
     return directory
 
 
-def make_side(runtime: str, layout: dict[str, int]) -> ParitySide:
-    sizes = {name: size for name, size in layout.items() if name != "dp"}
-    return ParitySide(runtime=runtime, parallel=ParallelConfig(**sizes), dp=layout.get("dp"))
+class Recorder:
+    """Sides of one model in one dtype. Each runs once, in processes of its own."""
+
+    def __init__(self, model: Path, dtype: DType, folder: Path) -> None:
+        self._model, self._dtype, self._folder = model, dtype, folder
+        self._records: dict[str, SideRecord | RLBackendError] = {}
+
+    def record(self, side: Side) -> SideRecord:
+        """Raises the :class:`RLBackendError` that ended the side."""
+        if side.name not in self._records:
+            folder = self._folder / side.name.replace(" ", "-")
+            try:
+                self._records[side.name] = record_side(self.config(side), "candidate", "cpu", folder)
+            except RLBackendError as error:
+                self._records[side.name] = error
+        found = self._records[side.name]
+        if isinstance(found, RLBackendError):
+            raise found
+        return found
+
+    def compare(self, pair: Pair) -> dict[str, Any]:
+        """One cell: figures, or the refusal of a side."""
+        try:
+            comparison = compare_sides(
+                self.config(pair.candidate),
+                self.record(pair.reference),
+                self.record(pair.candidate),
+                Tolerances.of(self._dtype),
+            )
+        except RLBackendError as error:
+            refused = isinstance(error, ConfigError | UnsupportedError) or error.details.get("refused", False)
+            return {"refused" if refused else "failed": str(error)}
+        steps, divergence = comparison.steps, comparison.first_divergence
+        return {
+            "max_loss_rel_diff": comparison.max_loss_difference,
+            "max_grad_norm_rel_diff": comparison.max_grad_norm_difference,
+            "max_loss_rel_diff_5_steps": max(step.loss_difference.amount for step in steps[:FIRST_STEPS]),
+            "max_grad_norm_rel_diff_5_steps": max(step.grad_norm_difference.amount for step in steps[:FIRST_STEPS]),
+            "loss_fall": comparison.loss_fall,
+            "first_divergence": None if divergence is None else str(divergence),
+        }
+
+    def config(self, side: Side) -> ParityConfig:
+        return ParityConfig(
+            model=str(self._model),
+            reference=Side("transformers", {}).parity_side,
+            candidate=side.parity_side,
+            steps=STEPS,
+            lr=1e-4,
+            dtype=self._dtype,
+            device="cpu",
+        )
 
 
-def compare(pair: Pair, model: Path, dtype: DType) -> dict[str, Any]:
-    config = ParityConfig(
-        model=str(model),
-        reference=make_side(pair.reference, pair.reference_layout),
-        candidate=make_side(pair.candidate, pair.layout),
-        steps=STEPS,
-        lr=1e-4,
-        dtype=dtype,
-    )
-    result = run_parity(config, Tolerances.of(dtype))
-    steps = result.comparison.steps
-    report = as_json(result)
+def run_pairs(only: str, *, go_on: bool) -> bool:
+    """Writes after every cell. Returns whether no cell failed, diverged or hardly learned."""
+    cells: dict[str, dict[str, Any]] = dict(read_result("parity").get("pairs", {})) if go_on or only else {}
+    with tempfile.TemporaryDirectory(prefix="rl-backend-parity-") as folder:
+        for model in MODELS:
+            path = make_model(model, Path(folder) / model)
+            recorders = {dtype: Recorder(path, dtype, make_folder(Path(folder) / f"{model}-{dtype}")) for dtype in DTYPES}
+            for pair in pairs(model):
+                if only not in pair.name or (go_on and is_good(cells.get(pair.name, {}))):
+                    continue
+                cell = recorders["float32"].compare(pair)
+                if "refused" not in cell:
+                    cell["bfloat16"] = recorders["bfloat16"].compare(pair)
+                cells[pair.name] = cell
+                print(f"{pair.name}: {in_words(cell)}", flush=True)
+                update_result("parity", summary(cells))
+    return all(is_good(cell) for name, cell in cells.items() if only in name)
+
+
+def make_folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def is_good(cell: Mapping[str, Any]) -> bool:
+    """Refused, or within the tolerances of float32 while the loss falls. bfloat16 is only reported."""
+    if "refused" in cell:
+        return True
+    learned = cell.get("loss_fall", 0.0) >= LEAST_LOSS_FALL
+    return learned and "failed" not in cell and cell["first_divergence"] is None and "failed" not in cell["bfloat16"]
+
+
+def summary(cells: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    measured = [cell for cell in cells.values() if "max_loss_rel_diff" in cell]
+    figures = ("max_loss_rel_diff", "max_grad_norm_rel_diff", "max_loss_rel_diff_5_steps", "max_grad_norm_rel_diff_5_steps")
+    divergences = [cell["first_divergence"] for cell in measured if cell["first_divergence"]]
     return {
-        "max_loss_rel_diff": report["max_loss_rel_diff"],
-        "max_grad_norm_rel_diff": report["max_grad_norm_rel_diff"],
-        "max_loss_rel_diff_5_steps": max(step.loss_difference.amount for step in steps[:FIRST_STEPS]),
-        "max_grad_norm_rel_diff_5_steps": max(step.grad_norm_difference.amount for step in steps[:FIRST_STEPS]),
-        "loss_fall": report["loss_fall"],
-        "first_divergence": report["first_divergence"],
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", default="", help="pairs whose name contains this; then nothing is written")
-    arguments = parser.parse_args()
-    results: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        models = {name: make_model(name, Path(folder) / name) for name in MODELS}
-        for pair in PAIRS:
-            if arguments.only not in pair.name:
-                continue
-            results[pair.name] = compare(pair, models[pair.model], "float32")
-            if not pair.layout:
-                results[pair.name]["bfloat16"] = compare(pair, models[pair.model], "bfloat16")
-            found = results[pair.name]
-            print(f"{pair.name}: loss {found['max_loss_rel_diff']:.1e}, grad norm {found['max_grad_norm_rel_diff']:.1e}")
-    if arguments.only:
-        return
-    divergences = [found["first_divergence"] for found in results.values() if found["first_divergence"]]
-    payload = {
-        "max_loss_rel_diff": max(found["max_loss_rel_diff"] for found in results.values()),
-        "max_grad_norm_rel_diff": max(found["max_grad_norm_rel_diff"] for found in results.values()),
-        "max_loss_rel_diff_5_steps": max(found["max_loss_rel_diff_5_steps"] for found in results.values()),
-        "max_grad_norm_rel_diff_5_steps": max(found["max_grad_norm_rel_diff_5_steps"] for found in results.values()),
+        **({figure: max(cell[figure] for cell in measured) for figure in figures} if measured else {}),
+        "least_loss_fall": min((cell["loss_fall"] for cell in measured), default=None),
         "first_divergence": divergences[0] if divergences else None,
         "steps": STEPS,
-        "pairs": results,
+        "refused": sum("refused" in cell for cell in cells.values()),
+        "pairs": dict(cells),
         "machine": machine(),
     }
-    print(write_result("parity", payload))
+
+
+def in_words(cell: Mapping[str, Any]) -> str:
+    if "max_loss_rel_diff" not in cell:
+        return f"refused: {cell['refused']}" if "refused" in cell else f"failed: {cell['failed']}"
+    loss, norm = cell["max_loss_rel_diff"], cell["max_grad_norm_rel_diff"]
+    divergence = cell["first_divergence"] or "no divergence"
+    return f"loss {loss:.1e}, grad norm {norm:.1e}, the loss fell by {cell['loss_fall']:.1%}; {divergence}"
+
+
+def main() -> int:
+    """Exit status 1 when two sides differ by more than the tolerances, or one failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--random", type=int, metavar="N", help="odd shapes instead, until each runtime has accepted N")
+    parser.add_argument("--only", default="", help="pairs whose name contains this; the others in the file stay")
+    parser.add_argument("--continue", action="store_true", dest="go_on", help="keep what the file has and run the rest")
+    arguments = parser.parse_args()
+    if arguments.random is not None and (arguments.random < 1 or arguments.only):
+        parser.error("--random takes a number of at least 1, and no --only")
+    if arguments.random is not None:
+        return 0 if run_random(arguments.random, go_on=arguments.go_on) else 1
+    return 0 if run_pairs(arguments.only, go_on=arguments.go_on) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -72,6 +72,17 @@ def write_result(stem: str, payload: Mapping[str, Any]) -> Path:
     return path
 
 
+def read_result(stem: str) -> dict[str, Any]:
+    """What ``results/<stem>.json`` holds; empty where there is none."""
+    path = RESULTS / f"{stem}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def update_result(stem: str, payload: Mapping[str, Any]) -> Path:
+    """As :func:`write_result`, but keeps what the file has under other names."""
+    return write_result(stem, {**read_result(stem), **payload})
+
+
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
