@@ -27,7 +27,7 @@ from actors.transport.base import (
 from actors.transport.gloo_group import TIMEOUT, Address, GlooGroup
 from actors.weight_sync_source import SourceContext, SourceRanks
 from rl_backend.contracts import RLBackendError, TensorInfo, WeightManifest, WeightSyncError
-from rl_backend.weights import plan_layout
+from rl_backend.weights import as_announced, plan_layout
 from rl_backend.weights.digest import tensor_digest
 
 
@@ -120,8 +120,8 @@ def broadcast_weights(context: SourceContext, plan: PushPlan) -> WeightManifest 
     sent: list[TensorInfo] = []
     failure: Exception | None = None
     with torch.no_grad():
-        # After a failure the export still runs to its end: the other ranks are in its collectives.
-        for info, (_, tensor) in zip(layout, export(context, plan), strict=True):
+        # After a failed broadcast the export still runs to its end: the other ranks are in its collectives.
+        for info, tensor in as_announced(layout, export(context, plan)):
             if failure is None:
                 host_tensor = tensor.detach().to("cpu").contiguous()
                 sent.append(info.replace(digest=tensor_digest(host_tensor)))

@@ -7,7 +7,6 @@ engines' Ray actors. Beginning and finishing an update belong to the driver, whi
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,8 @@ from actors.rollout_group import RolloutGroup
 from actors.transport.base import SOURCE_RANK, PushPlan, StreamingTransport, export, from_source
 from actors.weight_sync_source import SourceContext, SourceRanks
 from rl_backend.contracts import UnsupportedError
-from rl_backend.weights import dtype_from_name
+from rl_backend.parallel.ports import with_free_port
+from rl_backend.weights import as_announced, dtype_from_name
 from rl_backend.weights.digest import device_checksum
 
 DEFAULT_BYTE_BUDGET = 2**30
@@ -63,7 +63,11 @@ class EngineClient:
 
 @dataclass
 class ExportSource:
-    """vLLM's ``WeightSource`` over a runtime's export; keeps the checksum of every tensor that it yields."""
+    """vLLM's ``WeightSource`` over a runtime's export; keeps the checksum of every tensor that it yields.
+
+    Engines have agreed to the plan, so they are told to expect what it says. An export that differs from it ends the push
+    (:func:`~rl_backend.weights.as_announced`).
+    """
 
     context: SourceContext
     plan: PushPlan
@@ -72,19 +76,16 @@ class ExportSource:
     def metadata(self) -> list[Any]:
         from vllm.distributed.weight_transfer.base import ParamMeta
 
-        infos = self.context.runtime.weight_infos(
-            self.context.handle(self.plan.handle), dtype=dtype_from_name(self.plan.dtype)
-        )
-        return [ParamMeta(info.name, dtype_from_name(info.dtype), info.shape) for info in infos]
+        return [ParamMeta(info.name, dtype_from_name(info.dtype), info.shape) for info in self.plan.infos]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         self.checksums = {}
-        for name, tensor in export(self.context, self.plan):
+        for info, tensor in as_announced(self.plan.infos, export(self.context, self.plan)):
             # vLLM packs several tensors before it sends them, the export may reuse one for the next.
             whole = tensor.detach().clone(memory_format=torch.contiguous_format)
             if self.context.rank == SOURCE_RANK:
-                self.checksums[name] = device_checksum(whole)
-            yield name, whole
+                self.checksums[info.name] = device_checksum(whole)
+            yield info.name, whole
 
 
 class VllmStreamingTransport(StreamingTransport):
@@ -123,18 +124,11 @@ class VllmStreamingTransport(StreamingTransport):
             return
         self._key = plan.key
         client = EngineClient(self.name, rollout.actors(), rollout.config.tensor_parallel)
-        train.run_on_ranks(open_stream, plan, client, *train.run_on_ranks(free_address)[SOURCE_RANK])
+        train.run_on_ranks(open_stream, plan, client)
         self._members = members
 
 
-def free_address(context: SourceContext) -> tuple[str, int]:
-    """Runs on every rank: this node's address and a port that is free on it."""
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return ray.util.get_node_ip_address(), listener.getsockname()[1]
-
-
-def open_stream(context: SourceContext, plan: PushPlan, client: EngineClient, host: str, port: int) -> None:
+def open_stream(context: SourceContext, plan: PushPlan, client: EngineClient) -> None:
     """Runs on every rank: makes vLLM's trainer-side engine."""
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
@@ -142,16 +136,21 @@ def open_stream(context: SourceContext, plan: PushPlan, client: EngineClient, ho
 
     # A tensor travels in one bucket.
     budget = max(plan.byte_budget or DEFAULT_BYTE_BUDGET, *(info.nbytes for info in plan.infos))
-    init_info: Any
-    if client.kind == "nccl":
+    source = ExportSource(context, plan)
+
+    def open_nccl(port: int) -> Any:
         size = 1 + len(client.actors) * client.workers
         init_info = NCCLTrainerInitInfo(
             master_address=host, master_port=port, world_size=size, packed_buffer_size_bytes=budget, rank=context.rank
         )
+        return WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=source)
+
+    if client.kind == "nccl":
+        host = ray.util.get_node_ip_address()
+        context.state[plan.key] = with_free_port(host, open_nccl)
     else:
         init_info = IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=budget, rank=context.rank)
-    source = ExportSource(context, plan)
-    context.state[plan.key] = WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=source)
+        context.state[plan.key] = WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=source)
 
 
 def send_stream(context: SourceContext, plan: PushPlan) -> dict[str, int]:

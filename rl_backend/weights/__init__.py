@@ -1,5 +1,6 @@
 """What a weight sync sends and how it is proved to have arrived: layout, digests, finite values, comparison."""
 
+from rl_backend.weights.announced import as_announced
 from rl_backend.weights.compare import ExpectedWeights, check_manifest, find_mismatches
 from rl_backend.weights.dtypes import dtype_from_name, name_of_dtype, tensor_info
 from rl_backend.weights.finite import check_finite, has_non_finite
@@ -9,6 +10,7 @@ from rl_backend.weights.staging import check_staged, read_tensor, write_tensors
 __all__ = [
     "ALIGNMENT",
     "ExpectedWeights",
+    "as_announced",
     "check_finite",
     "check_manifest",
     "check_staged",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 
 import torch
 from torch import Tensor
 
 from rl_backend.contracts import TensorInfo, WeightCheckError, WeightManifest
+from rl_backend.weights.announced import as_announced
 from rl_backend.weights.digest import names_of_changed, overlapping, tensor_digests
-from rl_backend.weights.dtypes import dtype_from_name, name_of_dtype
+from rl_backend.weights.dtypes import dtype_from_name
 from rl_backend.weights.finite import check_finite
 
 
@@ -40,22 +42,11 @@ def write_tensors(
         WeightCheckError: ``weights`` differ from the layout in a name, shape, dtype or number.
     """
     written: list[Tensor] = []
-    iterator = iter(weights)
-    for info in layout:
-        name, tensor = next(iterator, (None, None))
-        if name is None or tensor is None:
-            raise WeightCheckError(f"the export ended before {info.name}; {len(written)} of {len(layout)} tensors came")
-        found = (name, tuple(tensor.shape), name_of_dtype(tensor.dtype))
-        if found != (info.name, info.shape, info.dtype):
-            raise WeightCheckError(
-                f"the export yielded {found}, but announced {(info.name, info.shape, info.dtype)}", name=name
-            )
-        place = read_tensor(buffer, info)
-        place.copy_(tensor.detach(), non_blocking=False)
-        written.append(place)
-    extra = next(iterator, None)
-    if extra is not None:
-        raise WeightCheckError(f"the export yielded {extra[0]} after the {len(layout)} tensors that it announced")
+    with closing(as_announced(layout, weights)) as announced:
+        for info, tensor in announced:
+            place = read_tensor(buffer, info)
+            place.copy_(tensor.detach(), non_blocking=False)
+            written.append(place)
     digests = tensor_digests(written, threads)
     return WeightManifest(
         version=version,

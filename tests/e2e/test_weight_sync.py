@@ -14,7 +14,7 @@ from actors.rollout_group import RolloutGroup
 from actors.transport.base import PushPlan, Staged
 from actors.transport.choose import make_transport
 from actors.transport.shared_memory import SharedMemoryTransport, reserve_segment, write_segment
-from actors.weight_sync import WeightSync
+from actors.weight_sync import TransportName, WeightSync
 from actors.weight_sync_source import SourceRanks, WeightSource
 from rl_backend.contracts import (
     ConfigError,
@@ -234,6 +234,42 @@ def test_gloo_brings_the_same_weights(group: RolloutGroup, trainer: ReferenceTra
             assert_serves(group, trainer, report.version)
         gloo.close()
         assert gloo.push().transport == "gloo"
+
+
+ONE_SIZE = ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight")
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("fault", ["swapped", "renamed", "short", "long"])
+def test_an_export_in_another_order_than_announced_is_refused_and_the_old_weights_serve_on(
+    group: RolloutGroup, trainer: ReferenceTrainer, transport: TransportName, fault: str
+) -> None:
+    announced, faulty, reads = dict(trainer.named_weights()), False, 0
+    first, second = ONE_SIZE
+    order = {
+        "swapped": [{first: second, second: first}.get(name, name) for name in announced],
+        "renamed": [{first: second, second: "x"}.get(name, name) for name in announced],
+        "short": list(announced)[:-1],
+        "long": [*announced, first],
+    }[fault]
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        nonlocal reads
+        reads += 1
+        # The first read of a push is for names and shapes alone.
+        names = order if faulty and reads == 2 else announced
+        yield from ((name, announced.get(name, announced[first])) for name in names)
+
+    with WeightSync(WeightSource(weights, trainer.source.version), group, transport=transport) as other:
+        for faulty in (False, True, False):
+            reads, started = 0, time.monotonic()
+            if faulty:
+                with pytest.raises(WeightCheckError, match="the export"):
+                    other.push()
+            else:
+                other.push()
+            assert time.monotonic() - started < 60
+            assert_serves(group, trainer, trainer.source.version)
 
 
 def test_gloo_works_again_after_an_export_that_failed_half_way(group: RolloutGroup, trainer: ReferenceTrainer) -> None:

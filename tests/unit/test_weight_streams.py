@@ -1,0 +1,87 @@
+"""The streaming transports without a GPU: what their source yields, and what their receivers accept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from actors.transport.base import PushPlan, describe_export, make_plan
+from actors.transport.streaming import ExportSource
+from actors.weight_sync_source import WeightSource
+from rl_backend.contracts import WeightCheckError, WeightSyncError
+
+WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, 3), "c": torch.full((2, 3), -2.0)}
+
+
+class Exports:
+    """A trainer whose export yields ``order`` when it is asked for the second time."""
+
+    def __init__(self, order: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        # Ray is not running, and a push of plain tensors needs only the name of its node.
+        monkeypatch.setattr("actors.transport.base.ray.get_runtime_context", lambda: self)
+        reads = 0
+
+        def weights() -> Iterator[tuple[str, Tensor]]:
+            nonlocal reads
+            reads += 1
+            yield from ((name, WEIGHTS.get(name, WEIGHTS["a"])) for name in (WEIGHTS if reads == 1 else order))
+
+        self.source = WeightSource(weights)
+        self.plan: PushPlan = make_plan(self.source.run_on_ranks(describe_export, "key", None, "float32", None))
+
+    def get_node_id(self) -> str:
+        return "node"
+
+    def stream(self) -> ExportSource:
+        return self.source.run_on_ranks(lambda context: ExportSource(context, self.plan))[0]
+
+
+def test_a_stream_yields_what_was_announced_with_a_checksum_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Exports(list(WEIGHTS), monkeypatch).stream()
+    assert [(meta.name, meta.dtype, tuple(meta.shape)) for meta in stream.metadata()] == [
+        (name, torch.float32, (2, 3)) for name in WEIGHTS
+    ]
+    assert [(name, tensor.tolist()) for name, tensor in stream] == [(name, t.tolist()) for name, t in WEIGHTS.items()]
+    assert list(stream.checksums) == list(WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("order", "before"), [(["b", "a", "c"], 0), (["a", "c", "b"], 1), (["a", "b"], 2), (["a", "b", "x"], 2), ([*"abca"], 3)]
+)
+def test_a_stream_ends_before_the_first_tensor_that_is_not_the_one_announced(
+    order: list[str], before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[str] = []
+    stream = Exports(order, monkeypatch).stream()
+
+    def send() -> None:
+        for name, _ in stream:
+            sent.append(name)
+
+    with pytest.raises(WeightCheckError, match="the export"):
+        send()
+    assert sent == list(WEIGHTS)[:before]
+
+
+def test_a_receiver_refuses_tensors_that_arrive_under_each_others_names() -> None:
+    from actors.vllm_streaming import CheckedLoad
+    from rl_backend.weights.digest import device_checksum
+
+    class Model:
+        def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
+            loaded.extend(name for name, _ in weights)
+
+    checksums = {name: int(device_checksum(tensor)) for name, tensor in WEIGHTS.items()}
+    for names, refused in ((["a", "b", "c"], []), (["b", "a", "c"], ["a", "b"]), (["a", "b"], ["c"])):
+        loaded: list[str] = []
+        load = CheckedLoad(Model())
+        load.load_weights(zip(names, WEIGHTS.values(), strict=False))
+        assert loaded == names
+        if refused:
+            with pytest.raises(WeightSyncError, match=", ".join(refused)):
+                load.confirm(checksums)
+        else:
+            load.confirm(checksums)
