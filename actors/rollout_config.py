@@ -62,7 +62,7 @@ class RolloutConfig(BaseConfig):
         max_num_batched_tokens: tokens computed in one engine step; at least ``max_model_len``. None takes 8192 or that.
         kv_cache_gib: memory for keys and values; None takes 1 GiB on a CPU and what ``gpu_memory_utilization`` leaves on a
             GPU.
-        gpu_memory_utilization: share of a GPU's memory that vLLM may fill.
+        gpu_memory_utilization: share of a GPU's memory that vLLM may fill, where ``kv_cache_gib`` does not say how much.
         enforce_eager: no compilation and no CUDA graphs.
         prefix_caching: reuse keys and values of equal prompt prefixes; emptied by every push.
         return_routed_experts: samples of a mixture of experts come with the experts of their tokens (``Sample.routes``), for
@@ -131,8 +131,14 @@ class RolloutConfig(BaseConfig):
                 f"tensor_parallel={self.tensor_parallel} workers need as many different GPUs, and Ray gives shares of one "
                 "only; use gpus_per_worker=1",
             )
-        if self.sleep_mode and self.device == "cpu":
-            raise ConfigError.of("RolloutConfig.sleep_mode", True, "vLLM has no sleep mode on a CPU; use device='cuda'")
+        if self.device == "cpu":
+            check_engine_device(self, self.device)
+        if self.kv_cache_gib is not None and self.is_set("gpu_memory_utilization"):
+            raise ConfigError.of(
+                "RolloutConfig.gpu_memory_utilization",
+                self.gpu_memory_utilization,
+                f"vLLM would ignore it beside kv_cache_gib={self.kv_cache_gib:g}; give one of them",
+            )
         if self.return_routed_experts:
             self._check_routes()
         return self
@@ -173,6 +179,20 @@ class RolloutConfig(BaseConfig):
         return self.max_num_batched_tokens or max(8192, self.max_model_len)
 
 
+_OF_GPUS = ("gpu_memory_utilization", "gpus_per_worker", "sleep_mode")
+
+
+def check_engine_device(config: RolloutConfig, device: str) -> None:
+    """Raises :class:`ConfigError` for a field that engines on ``device``, ``cpu`` or ``cuda``, would ignore."""
+    if device != "cpu":
+        return
+    for name in _OF_GPUS:
+        if config.is_set(name):
+            raise ConfigError.of(
+                f"RolloutConfig.{name}", getattr(config, name), "is of a GPU, and these engines run on a CPU; leave it out"
+            )
+
+
 class SamplingConfig(BaseConfig):
     """How responses are sampled.
 
@@ -202,6 +222,13 @@ class SamplingConfig(BaseConfig):
             raise ConfigError.of(
                 "SamplingConfig.temperature", self.temperature, "vLLM would raise it to 0.01; use 0 for greedy sampling"
             )
+        for name in ("top_p", "top_k"):
+            if self.temperature == 0 and self.is_set(name):
+                raise ConfigError.of(
+                    f"SamplingConfig.{name}",
+                    getattr(self, name),
+                    "temperature=0 takes the likeliest token whatever else is kept; leave it out",
+                )
         if self.temperature == 0 and self.n > 1:
             raise ConfigError.of("SamplingConfig.n", self.n, "greedy responses are all the same; use n=1 at temperature=0")
         return self

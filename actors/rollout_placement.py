@@ -11,7 +11,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.engine_cores import NodePlace
 from actors.placement import living_nodes, reserve_bundles
-from actors.rollout_config import RolloutConfig
+from actors.rollout_config import RolloutConfig, check_engine_device
 from actors.vllm_process import process_environment
 from rl_backend.contracts import ConfigError
 
@@ -71,12 +71,13 @@ class EnginePlacement:
         ]
 
     def _check_unreserved(self) -> None:
-        if self._config.placement != "pack":
-            raise ConfigError.of(
-                "RolloutConfig.placement",
-                self._config.placement,
-                "only engines that reserve resources can be placed: set cores_per_engine, and give no scheduling",
-            )
+        for name in ("placement", "placement_timeout"):
+            if self._config.is_set(name):
+                raise ConfigError.of(
+                    f"RolloutConfig.{name}",
+                    getattr(self._config, name),
+                    "only engines that reserve resources can be placed: set cores_per_engine, and give no scheduling",
+                )
         nodes = len(living_nodes())
         if self._scheduling is None and nodes > 1:
             raise ConfigError.of(
@@ -97,8 +98,7 @@ def resolve_device(config: RolloutConfig) -> str:
     device = config.device if config.device != "auto" else ("cuda" if has_gpu and config.cores is None else "cpu")
     if device == "cuda" and not has_gpu:
         raise ConfigError.of("RolloutConfig.device", "cuda", "the Ray cluster has no GPU")
-    if device == "cpu" and config.sleep_mode:
-        raise ConfigError.of("RolloutConfig.sleep_mode", True, "vLLM has no sleep mode on a CPU; leave it off")
+    check_engine_device(config, device)
     return device
 
 

@@ -76,10 +76,7 @@ class GRPOConfig(RLConfig):
             )
         if self.dynamic_sampling and self.samples_per_prompt < 2:
             raise ConfigError.of("GRPOConfig.dynamic_sampling", True, "compares the rewards of a group; needs 2 samples")
-        if (
-            not self.dynamic_sampling
-            and self.max_batches_per_step != type(self).model_fields["max_batches_per_step"].default
-        ):
+        if not self.dynamic_sampling and self.is_set("max_batches_per_step"):
             raise ConfigError.of(
                 "GRPOConfig.max_batches_per_step", self.max_batches_per_step, "only dynamic_sampling takes several batches"
             )

@@ -43,7 +43,7 @@ class SFTConfig(TrainingConfig):
     batch_size: int = Field(default=64, ge=1, description="examples in each step")
     max_prompt_tokens: int = Field(default=2048, ge=1, description="longest prompt")
     lr: float = Field(default=1e-5, gt=0, description="peak learning rate")
-    eval_every: int = Field(default=50, ge=1, description="steps between evaluations")
+    eval_every: int = Field(default=50, ge=1, description="steps between evaluations, and between printed lines")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

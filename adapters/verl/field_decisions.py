@@ -123,14 +123,16 @@ OPTIMIZER: Mapping[str, Decision] = {
     "_target_": _HYDRA,
     "optimizer": _refused("AdamW is the one optimizer", "adam"),
     "lr": _mapped("`OptimizerConfig.lr`"),
-    "min_lr": _mapped("`OptimizerConfig.min_lr`"),
-    "lr_warmup_init": _mapped("`OptimizerConfig.lr_warmup_init`"),
+    "min_lr": _mapped("`OptimizerConfig.min_lr`; not read by the style constant"),
+    "lr_warmup_init": _mapped("`OptimizerConfig.lr_warmup_init`; read by a warm-up"),
     "lr_warmup_steps": _mapped("`OptimizerConfig.lr_warmup_steps`; 0, negative and null delegate to the ratio"),
     "lr_warmup_steps_ratio": _mapped("`OptimizerConfig.lr_warmup_steps`: the ratio of the steps of decay"),
-    "lr_decay_steps": _mapped("`OptimizerConfig.lr_decay_steps`; null takes total_training_steps"),
+    "lr_decay_steps": _mapped(
+        "`OptimizerConfig.lr_decay_steps`; null takes total_training_steps; constant reads it for the warm-up ratio alone"
+    ),
     "lr_decay_style": _mapped("`OptimizerConfig.lr_decay_style`; underscores may stand for hyphens"),
-    "lr_wsd_decay_style": _mapped("`OptimizerConfig.lr_wsd_decay_style`"),
-    "lr_wsd_decay_steps": _mapped("`OptimizerConfig.lr_wsd_decay_steps`"),
+    "lr_wsd_decay_style": _mapped("`OptimizerConfig.lr_wsd_decay_style`; read by the style WSD"),
+    "lr_wsd_decay_steps": _mapped("`OptimizerConfig.lr_wsd_decay_steps`; read by the style WSD"),
     "total_training_steps": _mapped("`OptimizerConfig.total_training_steps`; verl sets it before initialize()"),
     "weight_decay": _mapped("`OptimizerConfig.weight_decay`"),
     "weight_decay_incr_style": _mapped(

@@ -111,15 +111,18 @@ def optimizer_settings(config: McoreOptimizerConfig) -> OptimizerConfig:
     overrides = config.override_optimizer_config or {}
     betas = tuple(overrides.get(name, beta) for name, beta in zip(ADAM, config.betas, strict=False))
     eps = {"eps": overrides["adam_eps"]} if "adam_eps" in overrides else {}
+    style = config.lr_decay_style.replace("_", "-")
+    # verl's configurations and scripts give these whatever the style, and Megatron reads what it has a use for.
+    decay = {} if style == "constant" else {"min_lr": config.min_lr, "lr_decay_steps": config.lr_decay_steps}
+    if style == "WSD":
+        decay |= {"lr_wsd_decay_style": config.lr_wsd_decay_style, "lr_wsd_decay_steps": config.lr_wsd_decay_steps}
+    if warmup_steps > 0:
+        decay["lr_warmup_init"] = config.lr_warmup_init
     return OptimizerConfig(
         lr=config.lr,
-        min_lr=config.min_lr,
-        lr_warmup_init=config.lr_warmup_init,
         lr_warmup_steps=warmup_steps,
-        lr_decay_steps=config.lr_decay_steps,
-        lr_decay_style=config.lr_decay_style.replace("_", "-"),
-        lr_wsd_decay_style=config.lr_wsd_decay_style,
-        lr_wsd_decay_steps=config.lr_wsd_decay_steps,
+        lr_decay_style=style,
+        **decay,
         total_training_steps=config.total_training_steps,
         weight_decay=config.weight_decay,
         weight_decay_incr_style=config.weight_decay_incr_style,

@@ -103,8 +103,13 @@ class RLConfig(TrainingConfig):
             raise ConfigError.of(
                 f"{name}.importance", "off", "stale_samples='correct' needs importance weights; use truncate or mask"
             )
-        if self.importance == "off" and self.importance_cap != type(self).model_fields["importance_cap"].default:
-            raise ConfigError.of(f"{name}.importance_cap", self.importance_cap, "importance='off' has no weights to cap")
+        if self.is_set("importance_cap") and not self.importance_options():
+            where = f"importance={self.importance!r}" + ("" if self.importance == "off" else " and max_staleness=0")
+            raise ConfigError.of(
+                f"{name}.importance_cap",
+                self.importance_cap,
+                f"{where} has no weights to cap; leave it out, or set importance to truncate or mask",
+            )
         if self.eval_every and not self.eval_dataset:
             raise ConfigError.of(f"{name}.eval_every", self.eval_every, "needs an eval_dataset")
         return self

@@ -24,7 +24,6 @@ _EXECUTION = frozenset(
         "log_prob_chunk_tokens",
         "pipeline_schedule",
         "pipeline_layers",
-        "post_validation",
         "recompute_granularity",
         "recompute_method",
         "recompute_num_layers",

@@ -24,6 +24,7 @@ _OWN_OPTIONS = {
     "optimizer": "--lr and its neighbours",
     "param_dtype": "--dtype",
 }
+_WITHOUT_EFFECT = {"post_validation": "the loop waits for the result of each step before the next; leave it out"}
 
 
 def _object(value: Any) -> Any:
@@ -62,6 +63,9 @@ class RuntimeOptions(BaseConfig):
                 raise ConfigError.of(
                     f"{type(self).__name__}.backend_options", dict(self.backend_options), f"{name} follows from {options}"
                 )
+        for name, reason in _WITHOUT_EFFECT.items():
+            if self.backend_options.get(name):
+                raise ConfigError.of(f"{type(self).__name__}.backend_options[{name!r}]", self.backend_options[name], reason)
         BACKEND_CONFIGS.get(self.backend)(parallel=self.parallel, **self.backend_options)
         self.parallel.data_parallel_size(self.ranks)
         return self

@@ -57,13 +57,18 @@ class TrainingConfig(RuntimeOptions):
     )
 
     @model_validator(mode="after")
-    def _check_warmup(self) -> Self:
+    def _check_training(self) -> Self:
         if self.lr_warmup_steps and self.lr_warmup_steps >= self.optimizer_steps:
             raise ConfigError.of(
                 f"{type(self).__name__}.lr_warmup_steps",
                 self.lr_warmup_steps,
                 f"the run has {self.optimizer_steps} optimizer steps and would never reach lr={self.lr:g}",
             )
+        for name in ("keep_checkpoints", "async_save"):
+            if self.is_set(name) and not self.save_every:
+                raise ConfigError.of(
+                    f"{type(self).__name__}.{name}", getattr(self, name), "save_every=0 saves no checkpoints; set it too"
+                )
         return self
 
     @property

@@ -8,10 +8,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from examples.common.cluster import usable_cores
 from examples.demo.task import ModelName
@@ -46,6 +46,14 @@ class VerlOptions(BaseConfig):
     def _make_absolute(cls, path: str | None) -> str | None:
         # verl's processes have other working directories; names of models and addresses stay as they are.
         return str(Path(path).resolve()) if path and Path(path).exists() else path
+
+    @model_validator(mode="after")
+    def _check_model(self) -> Self:
+        if self.model is not None and self.is_set("demo_model"):
+            raise ConfigError.of(
+                f"{type(self).__name__}.demo_model", self.demo_model, "model is trained instead; give one of them"
+            )
+        return self
 
     @property
     def on_cpu(self) -> bool:

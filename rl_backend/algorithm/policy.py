@@ -97,6 +97,8 @@ def policy_loss(
     check_importance_options(tis_cap, mis_bounds, importance_level, importance_veto)
     if not (math.isfinite(kl_coef) and kl_coef >= 0):
         raise ConfigError.of("kl_coef", kl_coef, "must be a finite number, 0 or above")
+    if kl_type != "k3" and kl_coef == 0:
+        raise ConfigError.of("kl_type", kl_type, "kl_coef=0 has no KL to estimate; set kl_coef, or leave it out")
     if not math.isfinite(entropy_coef):
         raise ConfigError.of("entropy_coef", entropy_coef, "must be a finite number")
 

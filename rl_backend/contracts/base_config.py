@@ -33,6 +33,10 @@ class BaseConfig(BaseModel):
         fields = {name: getattr(self, name) for name in type(self).model_fields}
         return type(self)(**{**fields, **changes})
 
+    def is_set(self, name: str) -> bool:
+        """Whether a field asks for something: its value is not its default, which saved configurations spell out."""
+        return bool(getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True))
+
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (type(self), self.model_dump_json()))
 

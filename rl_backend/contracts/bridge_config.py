@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rl_backend.contracts.bridge_overrides import DDP, OPTIMIZER, TRANSFORMER, check_overrides
+from rl_backend.contracts.bridge_overrides import DDP, OPTIMIZER, TRANSFORMER, check_in_layout, check_overrides
 from rl_backend.contracts.errors import ConfigError
 from rl_backend.contracts.runtime_config import BACKEND_CONFIGS, BackendConfig
 
@@ -54,6 +54,7 @@ class BridgeConfig(BackendConfig):
             )
         self._check_recompute()
         check_overrides("BridgeConfig.override_transformer_config", self.override_transformer_config, TRANSFORMER)
+        check_in_layout("BridgeConfig.override_transformer_config", self.override_transformer_config, self.parallel)
         check_overrides("BridgeConfig.override_ddp_config", self.override_ddp_config, DDP)
         check_overrides("BridgeConfig.override_optimizer_config", self.override_optimizer_config, OPTIMIZER)
         return self

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rl_backend.contracts.errors import ConfigError
+from rl_backend.contracts.parallel_config import ParallelConfig
 
 _PARALLEL = "BridgeConfig.parallel"
 _OPTIMIZER = "BridgeConfig.optimizer"
@@ -28,6 +29,8 @@ _TRANSFORMER_ELSEWHERE = {
     "recompute_num_layers": "BridgeConfig.recompute_num_layers",
     "recompute_modules": "BridgeConfig.recompute_modules",
     "moe_token_dispatcher_type": "the runtime: all-to-all, which takes another number of tokens on every rank",
+    "distribute_saved_activations": f"{_PARALLEL}.tp: with sequence parallelism each rank keeps its part of them",
+    "persist_layer_norm": "the layers: these models have RMSNorm, whose kernels are chosen without it",
 }
 _DDP_ELSEWHERE = {
     "use_distributed_optimizer": _RUNTIME,
@@ -78,7 +81,6 @@ TRANSFORMER = Overrides(
         "pipeline_model_parallel_layout",
         "microbatch_group_size_per_vp_stage",
         "deallocate_pipeline_outputs",
-        "distribute_saved_activations",
         # numerics
         "hidden_dropout",
         "attention_dropout",
@@ -92,7 +94,6 @@ TRANSFORMER = Overrides(
         "bias_dropout_fusion",
         "apply_rope_fusion",
         "gradient_accumulation_fusion",
-        "persist_layer_norm",
         "tp_comm_overlap",
         # experts
         "moe_router_load_balancing_type",
@@ -109,8 +110,6 @@ TRANSFORMER = Overrides(
     ),
     elsewhere=_TRANSFORMER_ELSEWHERE,
     needs={
-        "moe_aux_loss_coeff": "moe_router_load_balancing_type",
-        "moe_router_load_balancing_type": "moe_aux_loss_coeff",
         "moe_pad_expert_input_to_capacity": "moe_expert_capacity_factor",
         "moe_token_drop_policy": "moe_expert_capacity_factor",
     },
@@ -153,5 +152,51 @@ def check_overrides(field: str, values: Mapping[str, Any], overrides: Overrides)
                 f"no effect; these can: {', '.join(overrides.allowed)}",
             )
         needed = overrides.needs.get(name)
-        if needed is not None and not values.get(needed):
+        if needed is not None and value and not values.get(needed):
             raise ConfigError.of(here, value, f"Megatron would ignore it without {needed!r}; set both")
+
+
+def check_in_layout(field: str, values: Mapping[str, Any], parallel: ParallelConfig) -> None:
+    """Raises :class:`ConfigError` for fields of the model provider that Megatron would ignore in a layout, or beside another
+    way of balancing experts."""
+    for name, value in values.items():
+        for concerns, works, needed in _IN_LAYOUT:
+            if value and concerns(name) and not works(parallel):
+                raise ConfigError.of(
+                    f"{field}[{name!r}]", value, f"Megatron would ignore it: needs {_PARALLEL}.{needed} > 1"
+                )
+    _check_balancing(field, values)
+
+
+_IN_LAYOUT: Sequence[tuple[Callable[[str], bool], Callable[[ParallelConfig], bool], str]] = (
+    (lambda name: "pipeline" in name, lambda parallel: parallel.pp > 1, "pp"),
+    (lambda name: name == "microbatch_group_size_per_vp_stage", lambda parallel: parallel.vpp > 1, "vpp"),
+    (lambda name: name == "tp_comm_overlap", lambda parallel: parallel.tp > 1, "tp"),
+)
+"""Which fields, in which layouts they have an effect, and the size that makes it one."""
+
+
+def _check_balancing(field: str, values: Mapping[str, Any]) -> None:
+    kind, coefficient = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
+    kinds, coefficients = _listed(values.get(kind, "none")), _listed(values.get(coefficient, 0.0))
+    if len(kinds) != len(coefficients):
+        raise ConfigError.of(
+            f"{field}[{coefficient!r}]", values.get(coefficient), f"expected one number for each of {kind}={kinds}"
+        )
+    for each, weight in zip(kinds, coefficients, strict=True):
+        adds_loss = "aux_loss" in str(each)
+        if weight and not adds_loss:
+            raise ConfigError.of(
+                f"{field}[{coefficient!r}]",
+                values[coefficient],
+                f"Megatron would ignore it with {kind!r}={each!r}; set that to 'aux_loss', 'seq_aux_loss' or "
+                "'global_aux_loss' too",
+            )
+        if adds_loss and not weight:
+            raise ConfigError.of(
+                f"{field}[{kind!r}]", values[kind], f"Megatron would ignore it without {coefficient!r} above 0; set both"
+            )
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]

@@ -17,6 +17,8 @@ class OptimizerConfig(BaseConfig):
 
     Attributes:
         lr: peak learning rate.
+        min_lr: learning rate at the end of the decay, and the least of ``inverse-square-root``.
+        lr_warmup_init: learning rate of the first step of a warm-up.
         lr_warmup_steps: optimizer steps of linear warm-up; -1 takes ``lr_warmup_steps_ratio * total_training_steps``.
         lr_decay_steps: step at which ``min_lr`` is reached, warm-up included; None takes ``total_training_steps``.
         lr_wsd_decay_steps: length of the final decay of the ``WSD`` style, in steps.
@@ -71,6 +73,7 @@ class OptimizerConfig(BaseConfig):
             raise ConfigError.of(
                 f"{name}.lr_wsd_decay_steps", self.lr_wsd_decay_steps, f"must not exceed lr_decay_steps={self.decay_steps}"
             )
+        self._check_unread(name)
         start = self.weight_decay if self.weight_decay_start is None else self.weight_decay_start
         if self.weight_decay_incr_style == "constant" and start != self.weight_decay:
             raise ConfigError.of(
@@ -87,6 +90,24 @@ class OptimizerConfig(BaseConfig):
                 f"{name}.weight_decay_incr_style", self.weight_decay_incr_style, "needs total_training_steps"
             )
         return self
+
+    def _check_unread(self, name: str) -> None:
+        """Refuses what the chosen schedule would not read."""
+        unread: dict[str, str] = {}
+        if self.lr_decay_style == "constant":
+            unread |= dict.fromkeys(("min_lr", "lr_decay_steps"), "lr_decay_style='constant' never decays; set the style")
+        if self.lr_decay_style != "WSD":
+            unread |= dict.fromkeys(
+                ("lr_wsd_decay_style", "lr_wsd_decay_steps"),
+                f"lr_decay_style={self.lr_decay_style!r} does not read it; use WSD",
+            )
+        if self.warmup_steps == 0:
+            unread["lr_warmup_init"] = "there is no warm-up to begin with it; set lr_warmup_steps or lr_warmup_steps_ratio"
+        if self.lr_warmup_steps >= 0:
+            unread["lr_warmup_steps_ratio"] = f"lr_warmup_steps={self.lr_warmup_steps} decides; give one of them"
+        for field, reason in unread.items():
+            if self.is_set(field):
+                raise ConfigError.of(f"{name}.{field}", getattr(self, field), reason)
 
     @property
     def warmup_steps(self) -> int:

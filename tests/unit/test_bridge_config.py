@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from rl_backend.contracts import BridgeConfig, ConfigError, ParallelConfig, RuntimeConfig, UnsupportedError
 from rl_backend.runtime.bridge import installed
 from tests.support.bridge_runs import open_bridge
+from tests.support.models import write_tiny
 from tests.support.moe import write_moe
 
 REFUSED_AT_ONCE: dict[str, tuple[dict[str, Any], str]] = {
@@ -22,7 +24,54 @@ REFUSED_AT_ONCE: dict[str, tuple[dict[str, Any], str]] = {
     "a field without effect": ({"override_optimizer_config": {"sgd_momentum": 0.1}}, "sgd_momentum.*no effect"),
     "a balancing loss of no type": (
         {"override_transformer_config": {"moe_aux_loss_coeff": 0.1}},
-        "moe_aux_loss_coeff.*without 'moe_router_load_balancing_type'",
+        "moe_aux_loss_coeff.*with 'moe_router_load_balancing_type'='none'",
+    ),
+    "a balancing loss of the type none": (
+        {"override_transformer_config": {"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "none"}},
+        r"\['moe_aux_loss_coeff'\]=0\.1: .*with 'moe_router_load_balancing_type'='none'",
+    ),
+    "a balancing loss of a type that has none": (
+        {"override_transformer_config": {"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "sinkhorn"}},
+        r"\['moe_aux_loss_coeff'\]=0\.1: .*with 'moe_router_load_balancing_type'='sinkhorn'",
+    ),
+    "one of several losses without a coefficient": (
+        {
+            "override_transformer_config": {
+                "moe_aux_loss_coeff": [0.1, 0.0],
+                "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+            }
+        },
+        "moe_router_load_balancing_type.*without 'moe_aux_loss_coeff' above 0",
+    ),
+    "two losses and one coefficient": (
+        {
+            "override_transformer_config": {
+                "moe_aux_loss_coeff": 0.1,
+                "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+            }
+        },
+        "expected one number for each of moe_router_load_balancing_type",
+    ),
+    "a type of balancing loss alone": (
+        {"override_transformer_config": {"moe_router_load_balancing_type": "aux_loss"}},
+        "moe_router_load_balancing_type.*without 'moe_aux_loss_coeff' above 0",
+    ),
+    "groups of an interleaved schedule without one": (
+        {"parallel": {"pp": 2}, "override_transformer_config": {"microbatch_group_size_per_vp_stage": 4}},
+        r"\['microbatch_group_size_per_vp_stage'\]=4: .*parallel\.vpp > 1",
+    ),
+    "spread activations": (
+        {"parallel": {"tp": 2}, "override_transformer_config": {"distribute_saved_activations": True}},
+        r"\['distribute_saved_activations'\]=True: this is decided by BridgeConfig\.parallel\.tp",
+    ),
+    "a kernel of layer norms": ({"override_transformer_config": {"persist_layer_norm": True}}, "have RMSNorm"),
+    "overlap without tensor parallelism": (
+        {"override_transformer_config": {"tp_comm_overlap": True}},
+        r"\['tp_comm_overlap'\]=True: .*parallel\.tp > 1",
+    ),
+    "stages without a pipeline": (
+        {"override_transformer_config": {"num_layers_in_first_pipeline_stage": 1}},
+        r"parallel\.pp > 1",
     ),
     "half of an overlap": ({"override_ddp_config": {"overlap_param_gather": True}}, "without 'overlap_grad_reduce'"),
     "skipping by size": ({"override_optimizer_config": {"grad_norm_skip_threshold": 3.0}}, "not finite only"),
@@ -49,10 +98,6 @@ REFUSED_WHEN_BUILT: dict[str, tuple[dict[str, Any], str]] = {
         "apply_rope_fusion.*Transformer Engine",
     ),
     "experts of a dense model": ({"override_transformer_config": {"moe_z_loss_coeff": 0.1}}, "no experts"),
-    "stages without a pipeline": (
-        {"override_transformer_config": {"num_layers_in_first_pipeline_stage": 1}},
-        "parallel.pp > 1",
-    ),
 }
 
 
@@ -69,6 +114,43 @@ def test_an_override_that_megatron_would_ignore_is_refused_before_weights_are_re
     options, message = REFUSED_WHEN_BUILT[case]
     with open_bridge(tied_model, **options) as runtime, pytest.raises(ConfigError, match=message):
         runtime.build_model()
+
+
+def test_decay_of_norms_that_a_model_does_not_have_is_refused(tmp_path: Path) -> None:
+    write_tiny("llama", tmp_path / "model")
+    decay = {"apply_wd_to_qk_layernorm": True}
+    message = r"\['apply_wd_to_qk_layernorm'\]=True: this model has no norms of queries and keys"
+    with (
+        open_bridge(tmp_path / "model", override_optimizer_config=decay) as runtime,
+        pytest.raises(ConfigError, match=message),
+    ):
+        runtime.build_model()
+
+
+def test_overrides_of_megatrons_own_attention_are_refused_where_it_is_not_used() -> None:
+    installed.import_megatron()
+    from rl_backend.runtime.bridge.overrides import check_overrides_of_model
+
+    provider = SimpleNamespace(
+        masked_softmax_fusion=True, attention_softmax_in_fp32=True, num_moe_experts=None, qk_layernorm=True
+    )
+    for value in (True, False):
+        options = BridgeConfig(override_transformer_config={"attention_softmax_in_fp32": value})
+        check_overrides_of_model(options, provider, transformer_engine=False)
+        if value:
+            check_overrides_of_model(options, provider, transformer_engine=True)
+            continue
+        with pytest.raises(ConfigError, match=r"\['attention_softmax_in_fp32'\]=False: Transformer Engine's attention"):
+            check_overrides_of_model(options, provider, transformer_engine=True)
+
+
+def test_values_that_ask_for_nothing_are_taken() -> None:
+    BridgeConfig(
+        override_transformer_config={"moe_router_load_balancing_type": "none", "tp_comm_overlap": False},
+        override_ddp_config={"overlap_param_gather": False},
+    )
+    BridgeConfig(override_transformer_config={"moe_router_load_balancing_type": "sinkhorn"})
+    BridgeConfig(override_transformer_config={"moe_aux_loss_coeff": 0.0})
 
 
 def test_a_layout_that_does_not_fit_the_world_is_refused(tied_model: Path) -> None:

@@ -52,6 +52,12 @@ def test_a_temperature_that_is_not_above_zero_is_refused(temperature: float) -> 
             "weight_decay_start",
         ),
         ({"lr_decay_style": "WSD", "lr_wsd_decay_steps": 30, "total_training_steps": 10}, "lr_wsd_decay_steps"),
+        ({"min_lr": 1e-4}, "min_lr"),
+        ({"lr_decay_steps": 9}, "lr_decay_steps"),
+        ({"lr_wsd_decay_steps": 3}, "lr_wsd_decay_steps"),
+        ({"lr_wsd_decay_style": "cosine", "lr_decay_style": "linear", "lr_decay_steps": 9}, "lr_wsd_decay_style"),
+        ({"lr_warmup_init": 1e-4}, "lr_warmup_init"),
+        ({"lr_warmup_steps": 3, "lr_warmup_steps_ratio": 0.1, "total_training_steps": 50}, "lr_warmup_steps_ratio"),
     ],
 )
 def test_an_optimizer_option_that_would_be_ignored_or_cannot_work_is_refused(fields: dict[str, Any], name: str) -> None:

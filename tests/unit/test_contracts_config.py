@@ -258,9 +258,8 @@ def test_an_optimizer_that_cannot_work_is_refused_by_name(arguments: dict[str, A
 
 def test_warm_up_and_decay_steps_are_resolved_from_the_length_of_the_run() -> None:
     assert OptimizerConfig(lr_warmup_steps_ratio=0.1, total_training_steps=50).warmup_steps == 5
-    assert OptimizerConfig(lr_warmup_steps=3, lr_warmup_steps_ratio=0.1, total_training_steps=50).warmup_steps == 3
     assert OptimizerConfig(total_training_steps=50).decay_steps == 50
-    assert OptimizerConfig(total_training_steps=50, lr_decay_steps=40).decay_steps == 40
+    assert OptimizerConfig(total_training_steps=50, lr_decay_steps=40, lr_decay_style="linear").decay_steps == 40
     assert OptimizerConfig().decay_steps is None
 
 

@@ -98,7 +98,11 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
         ({"max_staleness": 1, "stale_samples": "correct", "importance": "off"}, "needs importance weights"),
         ({"samples_per_prompt": 1}, "compares at least 2"),
         ({"stale_samples": "correct"}, "max_staleness=0 makes no stale samples"),
-        ({"importance": "off", "importance_cap": 3.0}, "has no weights to cap"),
+        ({"importance": "off", "importance_cap": 3.0}, r"importance_cap=3\.0: importance='off' has no weights to cap"),
+        ({"importance_cap": 3.0}, r"importance_cap=3\.0: importance='auto' and max_staleness=0 has no weights to cap"),
+        ({"keep_checkpoints": 5}, r"GRPOConfig\.keep_checkpoints=5: save_every=0 saves no checkpoints"),
+        ({"async_save": False}, r"GRPOConfig\.async_save=False: save_every=0 saves no checkpoints"),
+        ({"backend_options": {"post_validation": True}, "pp": 2, "ranks": 2}, r"\['post_validation'\]=True: the loop waits"),
         ({"eval_every": 5}, "needs an eval_dataset"),
         ({"lr_warmup_steps": 100}, "would never reach lr"),
         ({"plugins": "no_such_module"}, "cannot be imported"),
@@ -176,6 +180,14 @@ def test_importance_weights_follow_from_sampling_ahead_unless_they_are_chosen() 
     assert options(max_staleness=1) == {"tis_cap": 2.0}
     assert options(max_staleness=1, importance="off") == {}
     assert options(importance="mask", importance_cap=4.0) == {"mis_bounds": (0.25, 4.0)}
+
+
+def test_options_that_are_left_alone_are_never_refused(tmp_path: Path) -> None:
+    config = GRPOConfig(model="m", dataset="d", reward="r", backend_options={"post_validation": False})
+    saved = tmp_path / "config.json"
+    saved.write_text(config.model_dump_json())
+    assert parse_config(GRPOConfig, "", ["--config", str(saved)]) == config
+    assert parse_config(GRPOConfig, "", ["--config", str(saved), "--save-every", "3", "--no-async-save"]).save_every == 3
 
 
 def test_what_ends_a_response_is_what_tokenizer_and_generation_config_say(tmp_path: Path) -> None:

@@ -129,3 +129,8 @@ def test_the_demos_task_is_in_verls_files(task: Path) -> None:
     assert [(row["prompt"][0]["content"], row["reward_model"]["ground_truth"]) for row in rows] == [
         (line["prompt"], line["answer"]) for line in lines
     ]
+
+
+def test_the_demos_model_is_refused_beside_a_model_of_ones_own() -> None:
+    with pytest.raises(ConfigError, match=r"GRPOOptions\.demo_model='qwen3_moe': model is trained instead"):
+        grpo.GRPOOptions(model="mine", **FILES, demo_model="qwen3_moe")

@@ -68,9 +68,8 @@ def megatron_schedule(config: OptimizerConfig) -> list[tuple[float, float]]:
 def test_every_style_equals_megatrons_at_every_step(
     style: dict[str, Any], warm_up: dict[str, Any], weight_decay: dict[str, Any]
 ) -> None:
-    config = OptimizerConfig(
-        lr=3e-3, min_lr=1e-4, total_training_steps=30, weight_decay=0.1, **style, **warm_up, **weight_decay
-    )
+    least = {} if style["lr_decay_style"] == "constant" else {"min_lr": 1e-4}
+    config = OptimizerConfig(lr=3e-3, total_training_steps=30, weight_decay=0.1, **least, **style, **warm_up, **weight_decay)
     schedule = ParameterSchedule(config)
     for expected in megatron_schedule(config):
         assert (schedule.learning_rate, schedule.weight_decay) == pytest.approx(expected, rel=1e-14, abs=0)

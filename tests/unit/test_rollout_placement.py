@@ -38,6 +38,17 @@ def test_engines_that_reserve_nothing_cannot_be_spread() -> None:
         EnginePlacement(RolloutConfig(model_path="x", cores_per_engine=1, placement="spread"), ["a strategy"])
 
 
+@pytest.mark.usefixtures("two_nodes")
+def test_settings_of_gpus_are_refused_where_the_cluster_gives_engines_a_cpu() -> None:
+    for name in ("gpu_memory_utilization", "gpus_per_worker"):
+        config = RolloutConfig(model_path="x", cores_per_engine=1, **{name: 0.5})
+        with pytest.raises(ConfigError, match=rf"RolloutConfig\.{name}=0\.5: is of a GPU, and these engines run on a CPU"):
+            EnginePlacement(config, ["a strategy"])
+    waiting = RolloutConfig(model_path="x", placement_timeout=3.0)
+    with pytest.raises(ConfigError, match=r"placement_timeout=3\.0: only engines that reserve"):
+        EnginePlacement(waiting, ["a strategy of the caller's"])
+
+
 def test_an_engine_on_a_strategy_of_the_callers_takes_its_cores_from_there(two_nodes: None) -> None:
     options = EnginePlacement(RolloutConfig(model_path="x", cores_per_engine=3), ["a strategy"]).options(0)
     assert (options["num_cpus"], options["num_gpus"], options["scheduling_strategy"]) == (3, 0, "a strategy")

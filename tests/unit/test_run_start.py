@@ -175,7 +175,7 @@ def test_where_and_how_long_a_run_goes_may_change(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "reward.py", moved)
     files = {"model": str(moved / "model"), "dataset": f"{moved}/train.jsonl", "reward": f"{moved}/reward.py:score"}
     changes = {"steps": 20, "ranks": 4, "tp": 2, "backend": "bridge", "engines": 2, "transport": "gloo", "trace": True}
-    saving = {"save_every": 0, "keep_checkpoints": 0, "async_save": False, "dtype": "bfloat16"}
+    saving = {"save_every": 9, "keep_checkpoints": 0, "async_save": False, "dtype": "bfloat16"}
     assert find_start(config.replace(resume="auto", **changes, **saving, **files)).step == 2
     execution = {"activation_checkpointing": "full", "log_prob_chunk_tokens": 7, "device": "cpu", "reduce_dtype": "float32"}
     assert find_start(config.replace(resume="auto", backend_options=execution)).step == 2

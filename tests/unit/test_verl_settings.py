@@ -156,6 +156,7 @@ def test_gradient_checkpointing_is_honoured(
         ("engine__virtual_pipeline_model_parallel_size", 0, r"ParallelConfig\.vpp=0: "),
         ("engine__backend_options__parallel", {"tp": 2}, r"backend_options\['parallel'\].*tensor_model_parallel_size"),
         ("engine__backend_options__nonsense", 1, r"NativeConfig\.nonsense=1: unknown field"),
+        ("engine__backend_options__post_validation", True, r"backend_options\['post_validation'\]=True: verl waits for"),
         ("engine__qat__enable", True, r"McoreEngineConfig\.qat\.enable=True"),
         ("engine__router_replay__record_file", "x", r"McoreEngineConfig\.router_replay\.record_file='x'"),
         ("engine__router_replay__mode", "R2", r"router_replay\.mode='R2': this model has no experts"),
@@ -234,6 +235,15 @@ def test_the_schedule_is_the_one_that_verl_makes_of_the_same_fields(fields: Mapp
         assert (ours.learning_rate, ours.weight_decay) == pytest.approx((group["lr"], group["weight_decay"]))
         theirs.step(1)
         ours.step()
+
+
+def test_what_the_style_does_not_read_is_left_to_it_as_verl_does() -> None:
+    unread = {"min_lr": 1e-4, "lr_wsd_decay_steps": 3, "lr_warmup_steps_ratio": 0.0}
+    expected = optimizer_settings(optimizer_config(lr_warmup_steps_ratio=0.0))
+    assert optimizer_settings(optimizer_config(**unread)) == expected
+    assert optimizer_settings(optimizer_config(**unread, lr_decay_steps=20, lr_warmup_init=1e-3)) == expected
+    warmed = optimizer_settings(optimizer_config(**{**unread, "lr_warmup_steps_ratio": 0.5}, lr_decay_steps=20))
+    assert warmed.warmup_steps == 10
 
 
 def test_betas_and_epsilon_reach_the_optimizer() -> None:

@@ -20,26 +20,7 @@ from rl_backend.contracts import BridgeConfig, ConfigError, Head, RuntimeConfig,
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.installed import has_transformer_engine
 from rl_backend.runtime.bridge.megatron_cpu import SequenceParallelRMSNorm
-from rl_backend.runtime.bridge.overrides import attention_backend
-
-_LOCAL_LAYERS: Mapping[str, Any] = {
-    "masked_softmax_fusion": False,
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "apply_rope_fusion": False,
-    "gradient_accumulation_fusion": False,
-    "cross_entropy_loss_fusion": False,
-    "persist_layer_norm": False,
-    "moe_permute_fusion": False,
-    "moe_grouped_gemm": False,
-    "moe_router_fusion": False,
-    "fp8": None,
-    "fp4": None,
-    "tp_comm_overlap": False,
-    "cuda_graph_impl": "none",
-}
-"""What Megatron's own layers do without: kernels of Transformer Engine, Apex or CUDA."""
-
+from rl_backend.runtime.bridge.overrides import LOCAL_LAYERS, attention_backend, check_overrides_of_model
 
 _YARN_DEFAULTS: Mapping[str, Any] = {
     "yarn_beta_fast": 32.0,
@@ -109,7 +90,7 @@ def make_provider(bridge: AutoBridge, config: RuntimeConfig, groups: BridgeGroup
     _require_same_model(bridge.hf_pretrained.config, provider)
     _require_layout(options, provider, groups)
     settings = _settings(options, provider, groups.device, head)
-    _check_overrides(options, provider, groups.device)
+    check_overrides_of_model(options, provider, transformer_engine=uses_transformer_engine(groups.device))
     for name, value in {**settings, **options.override_transformer_config}.items():
         setattr(provider, name, attention_backend(value) if name == "attention_backend" else value)
     if not uses_transformer_engine(groups.device):
@@ -169,27 +150,13 @@ def _settings(options: BridgeConfig, provider: Any, device: torch.device, head: 
         # Megatron would move the bias in forward_backward, before the step is known to be taken.
         settings["moe_router_bias_update_rate"] = 0.0
     if not uses_transformer_engine(device):
-        settings |= _LOCAL_LAYERS
+        settings |= LOCAL_LAYERS
     settings["moe_token_dispatcher_type"] = "alltoall"
     settings["variable_seq_lengths"] = parallel.pp > 1
     # With two stages each neighbour is the previous and the next one, and only separate sends tell these apart.
     settings["overlap_p2p_comm"] = parallel.vpp > 1
     settings["batch_p2p_comm"] = parallel.vpp == 1
     return settings
-
-
-def _check_overrides(options: BridgeConfig, provider: Any, device: torch.device) -> None:
-    """Refuses overrides that this model, layout or device would ignore."""
-    for name, value in options.override_transformer_config.items():
-        field = f"BridgeConfig.override_transformer_config[{name!r}]"
-        if not uses_transformer_engine(device) and (
-            name == "attention_backend" or (name in _LOCAL_LAYERS and value != _LOCAL_LAYERS[name])
-        ):
-            raise ConfigError.of(field, value, "needs layers of Transformer Engine: CUDA and the package transformer-engine")
-        if name.startswith("moe_") and provider.num_moe_experts is None:
-            raise ConfigError.of(field, value, "this model has no experts, so Megatron would ignore it")
-        if "pipeline" in name and options.parallel.pp == 1:
-            raise ConfigError.of(field, value, "needs stages: BridgeConfig.parallel.pp > 1")
 
 
 def _require_layout(options: BridgeConfig, provider: Any, groups: BridgeGroups) -> None:
