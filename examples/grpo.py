@@ -22,7 +22,8 @@ from examples.common.inputs import load_inputs
 from examples.common.models import Model, update_metrics
 from examples.common.result import RunResult
 from examples.common.rl_config import RLConfig
-from examples.common.run_folder import RunFolder, set_aside
+from examples.common.run_folder import RunFolder
+from examples.common.run_lock import RunLock
 from examples.common.run_log import OnStep, RunLog
 from examples.common.run_saver import RunSaver, stream_position
 from examples.common.run_start import find_start
@@ -126,6 +127,7 @@ def train(config: GRPOConfig, on_step: OnStep | None = None) -> RunResult:
     loss = config.loss_function()
     meta = config.meta()
     with (
+        RunLock(config.run_dir) as lock,
         ray_session(config.ranks, config.engines),
         TrainGroup(
             config.runtime_config(),
@@ -135,7 +137,9 @@ def train(config: GRPOConfig, on_step: OnStep | None = None) -> RunResult:
             placement=config.placement,
         ) as trainer,
         RolloutGroup(config.rollout_config(share)) as rollout,
-        RunFolder(config.run_dir, config, start=start, trace=(trainer, rollout) if config.trace else ()) as folder,
+        RunFolder(
+            config.run_dir, config, start=start, trace=(trainer, rollout) if config.trace else (), lock=lock
+        ) as folder,
     ):
         require_paths(trainer, config.model, folder.path)
         policy = Model(trainer, trainer.build_model(name="policy"), config.router_replay)
@@ -191,7 +195,7 @@ def train(config: GRPOConfig, on_step: OnStep | None = None) -> RunResult:
                 saver.commit(step, log.state | collector.state, stream.position)
 
             saver.finish()
-            trainer.save_checkpoint(policy.handle, set_aside(folder.path / "model"), hf=True)
+            trainer.save_checkpoint(policy.handle, folder.place("model"), hf=True)
             return log.finish()
 
 

@@ -27,7 +27,8 @@ from examples.common.inputs import load_inputs
 from examples.common.models import Model, update_metrics
 from examples.common.result import RunResult
 from examples.common.rl_config import RLConfig
-from examples.common.run_folder import RunFolder, set_aside
+from examples.common.run_folder import RunFolder
+from examples.common.run_lock import RunLock
 from examples.common.run_log import OnStep, RunLog
 from examples.common.run_saver import RunSaver, stream_position
 from examples.common.run_start import find_start
@@ -126,12 +127,13 @@ def train(config: PPOConfig, on_step: OnStep | None = None) -> RunResult:
     meta = config.meta()
     all_ranks = config.ranks * config.training_groups
     with ExitStack() as stack:
+        lock = stack.enter_context(RunLock(config.run_dir))
         stack.enter_context(ray_session(all_ranks, config.engines))
         share = share_cluster(all_ranks, config.engines, take_turns=not config.batches_ahead)
         groups = open_groups(config, share, stack)
         rollout = stack.enter_context(RolloutGroup(config.rollout_config(share)))
         traced: list[TraceSource] = [*groups, rollout] if config.trace else []
-        folder = stack.enter_context(RunFolder(config.run_dir, config, start=start, trace=traced))
+        folder = stack.enter_context(RunFolder(config.run_dir, config, start=start, trace=traced, lock=lock))
         for group in groups:
             require_paths(group, config.model, folder.path)
         actor, critic, reference = build_models(config, groups)
@@ -191,8 +193,8 @@ def train(config: PPOConfig, on_step: OnStep | None = None) -> RunResult:
             saver.commit(step, log.state | collector.state, stream.position)
 
         saver.finish()
-        actor.group.save_checkpoint(actor.handle, set_aside(folder.path / "model"), hf=True)
-        critic.group.save_checkpoint(critic.handle, set_aside(folder.path / "critic"), hf=True)
+        actor.group.save_checkpoint(actor.handle, folder.place("model"), hf=True)
+        critic.group.save_checkpoint(critic.handle, folder.place("critic"), hf=True)
         return log.finish()
 
 

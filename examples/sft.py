@@ -22,7 +22,8 @@ from examples.common.cluster import ray_session, require_paths, share_cluster
 from examples.common.command_line import parse_config, run_command
 from examples.common.models import Model
 from examples.common.prompts import endless_batches, load_prompts, load_tokenizer
-from examples.common.run_folder import RunFolder, set_aside
+from examples.common.run_folder import RunFolder
+from examples.common.run_lock import RunLock
 from examples.common.run_log import OnStep
 from examples.common.run_saver import RunSaver
 from examples.common.run_start import find_start
@@ -66,6 +67,7 @@ def train(config: SFTConfig, on_step: OnStep | None = None) -> Path:
     held_out = load_sequences(config.eval_dataset, tokenizer, *limits) if config.eval_dataset else []
     batches = islice(endless_batches(sequences, config.batch_size, config.seed), start.step, None)
     with (
+        RunLock(config.run_dir) as lock,
         ray_session(config.ranks),
         TrainGroup(
             config.runtime_config(),
@@ -74,7 +76,7 @@ def train(config: SFTConfig, on_step: OnStep | None = None) -> Path:
             share.gpus,
             placement=config.placement,
         ) as trainer,
-        RunFolder(config.run_dir, config, start=start) as folder,
+        RunFolder(config.run_dir, config, start=start, lock=lock) as folder,
     ):
         require_paths(trainer, config.model, folder.path)
         model = trainer.build_model(name="sft")
@@ -102,7 +104,7 @@ def train(config: SFTConfig, on_step: OnStep | None = None) -> Path:
                     print(f"step {step:4d}/{config.steps}  {'  '.join(texts)}", flush=True)
                 if on_step:
                     on_step(step, metrics)
-        trainer.save_checkpoint(model, set_aside(folder.path / "model"), hf=True)
+        trainer.save_checkpoint(model, folder.place("model"), hf=True)
     return folder.path / "model"
 
 

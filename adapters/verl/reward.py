@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import math
+import reprlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -61,17 +62,25 @@ def score_value(result: float | Mapping[str, Any]) -> float:
     """
     score = result.get("score") if isinstance(result, Mapping) else result
     if not isinstance(score, SupportsFloat):
-        raise BatchError(f"the reward function returned {result!r}; expected a number or a mapping with 'score'")
-    number = float(score)
+        raise BatchError(f"the reward function returned {reprlib.repr(result)}; expected a number or a mapping with 'score'")
+    try:
+        number = float(score)
+    except OverflowError:
+        number = math.inf
+    except Exception as error:  # arrays and tensors of several numbers, and classes of the user's, raise any type
+        kind = type(score).__name__
+        raise BatchError(
+            f"the reward function returned {reprlib.repr(result)}, a {kind}, which is not one number: {error}"
+        ) from error
     if not math.isfinite(number):
-        raise BatchError(f"the reward function returned {result!r}; a score must be finite")
+        raise BatchError(f"the reward function returned {reprlib.repr(result)}; a score must be finite and fit in a float")
     return number
 
 
 def _import_module(spec: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError.of("reward function", spec, f"cannot import {name}: {type(error).__name__}: {error}") from error
 
 
@@ -88,7 +97,7 @@ def _load_file(spec: str, path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ConfigError.of("reward function", spec, f"{path} failed: {type(error).__name__}: {error}") from error
     return module

@@ -1,6 +1,7 @@
 """The Ray session of an example: the cluster that RAY_ADDRESS names, or one on this machine; and how a run divides it.
 
 with (
+    RunLock(config.run_dir) as lock,
     ray_session(config.ranks, config.engines),
     TrainGroup(
         config.runtime_config(),
@@ -12,7 +13,7 @@ with (
     RolloutGroup(
         RolloutConfig(..., cores_per_engine=share.cores_per_engine, placement=config.placement)
     ) as rollout,
-    RunFolder(config.run_dir, config) as folder,
+    RunFolder(config.run_dir, config, lock=lock) as folder,
 ):
     require_paths(trainer, config.model, folder.path)
     policy = trainer.build_model()
@@ -34,6 +35,7 @@ from ray.exceptions import RayError
 
 from actors import RankContext, TrainGroup
 from actors.placement import living_nodes
+from examples.common.disk import usable_run_dir
 from rl_backend.contracts import ConfigError
 
 
@@ -165,7 +167,8 @@ def require_paths(trainer: TrainGroup, model: str, run_dir: Path) -> None:
         ConfigError: names the node and the path.
     """
     mark = run_dir.resolve() / f".visible-{uuid.uuid4().hex}"
-    mark.touch()
+    with usable_run_dir(run_dir):
+        mark.touch()
     try:
         seen = trainer.run_on_ranks(_look_for_paths, model, str(mark))
     finally:

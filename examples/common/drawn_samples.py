@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +32,17 @@ class StreamPosition:
 
 
 def save_drawn(batches: Sequence[Sequence[Sample]], directory: Path) -> None:
-    """Writes samples to a file in ``directory``."""
-    torch.save([[_to_dict(sample) for sample in batch] for batch in batches], directory / FILE_NAME)
+    """Writes samples to a file in ``directory``.
+
+    Raises:
+        CheckpointError: the file system refuses.
+    """
+    path, written = directory / FILE_NAME, io.BytesIO()
+    torch.save([[_to_dict(sample) for sample in batch] for batch in batches], written)
+    try:
+        path.write_bytes(written.getbuffer())
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error}", path=str(path)) from error
 
 
 def load_drawn(directory: Path) -> list[list[Sample]]:

@@ -28,6 +28,9 @@ def load_tokenizer(model: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError.of("model", model, f"has no tokenizer that can be loaded: {error}") from None
+    # Without its files transformers makes one of the class that config.json stands for, with special tokens alone.
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+        raise ConfigError.of("model", model, "has no tokenizer with any text; add tokenizer.json and tokenizer_config.json")
     if tokenizer.eos_token_id is None:
         raise ConfigError.of("model", model, "its tokenizer has no eos_token; responses would never end")
     return tokenizer

@@ -20,10 +20,12 @@ from torch.utils.tensorboard import SummaryWriter
 
 from actors.prometheus import export_step
 from actors.trace import TraceCollector, TraceSource
+from examples.common.disk import cannot_write, usable_run_dir, written_to
 from examples.common.run_lock import RunLock
 from examples.common.run_start import CHECKPOINTS, LOGS, RunStart, require_new_run
+from examples.common.run_state import RunState
 from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
-from rl_backend.contracts import BaseConfig, ConfigError
+from rl_backend.contracts import BaseConfig, ConfigError, RunFolderError
 from rl_backend.report import write_report
 
 
@@ -72,7 +74,8 @@ class RunFolder:
     ``report.html`` is written when the run ends, however it ends, and now and then before. It is made of ``config.json``,
     ``metrics.jsonl``, ``samples.jsonl``, ``held_out.jsonl``, ``summary.json`` and ``run.json`` (``state`` is running,
     finished, failed or interrupted); ``rl-backend report DIR`` makes it again. Beside them are TensorBoard events and, with
-    ``trace``, ``trace.json`` for Perfetto. Where Ray runs, each step's metrics are also exported to Prometheus.
+    ``trace``, ``trace.json`` for Perfetto. Where Ray runs, each step's metrics are also exported to Prometheus. ``run.json``
+    says how a run ended on a full disk too.
 
     A run that goes on from a checkpoint in the folder finds its logs cut back to that step, and so has each step once.
 
@@ -82,9 +85,12 @@ class RunFolder:
         start: where the run begins.
         trace: the groups whose actors are traced, with this process; empty for no trace.
         report_seconds: shortest time between two reports of a run that goes on; 0 writes one at its end alone.
+        lock: of the folder, where it was taken before; released with the folder.
 
     Raises:
-        ConfigError: the folder holds another run, or has changed since ``start`` was decided.
+        ConfigError: the folder holds another run, has changed since ``start`` was decided, or cannot be written to.
+
+    Methods that write raise :class:`~rl_backend.contracts.RunFolderError` where the file system refuses.
     """
 
     def __init__(
@@ -95,17 +101,22 @@ class RunFolder:
         start: RunStart | None = None,
         trace: Sequence[TraceSource] = (),
         report_seconds: float = 60.0,
+        lock: RunLock | None = None,
     ) -> None:
         start = start or RunStart()
         if not start.same_folder and not start.replaces:
             require_new_run(path)
         self.path = Path(path).resolve()
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = RunLock(self.path)
+        self._lock = lock or RunLock(self.path)
+        self._state = RunState(self.path)
         try:
-            self._open(config, start)
-            self._trace = TraceCollector(set_aside(self.path / "trace.json"), trace) if trace else None
-        except BaseException:
+            with usable_run_dir(self.path):
+                self._open(config, start)
+                self._trace = TraceCollector(set_aside(self.path / "trace.json"), trace) if trace else None
+        except BaseException as error:
+            if self._state.running:
+                with suppress(OSError):
+                    self._write_end(error)
             self._lock.release()
             raise
         self._report_seconds = report_seconds
@@ -141,9 +152,10 @@ class RunFolder:
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """One line of ``metrics.jsonl``, one point per TensorBoard curve and Prometheus gauge, and a step of the trace."""
-        self._metrics.write(json.dumps({"step": step, **metrics}) + "\n")
-        for name, value in metrics.items():
-            self._board.add_scalar(name, value, step)
+        with written_to(self.path):
+            self._metrics.write(json.dumps({"step": step, **metrics}) + "\n")
+            for name, value in metrics.items():
+                self._board.add_scalar(name, value, step)
         export_step(str(self.path), step, {name: float(value) for name, value in metrics.items()})
         now = time.monotonic_ns()
         if self._trace is not None:
@@ -154,45 +166,63 @@ class RunFolder:
 
     def log_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """One line of ``samples.jsonl`` per sample; the report shows ``prompt``, ``response`` and ``reward`` of each."""
-        _write_lines(self._samples, step, samples)
+        with written_to(self.path):
+            _write_lines(self._samples, step, samples)
 
     def log_held_out(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """One line of ``held_out.jsonl`` per answer to a held-out prompt; step 0 is before training."""
-        _write_lines(self._held_out, step, samples)
+        with written_to(self.path):
+            _write_lines(self._held_out, step, samples)
 
     def sync_logs(self) -> dict[str, int]:
         """Flushes the logs to the disk; name -> bytes, which :class:`RunStart` keeps of them."""
-        self._board.flush()
         sizes = {}
-        for name, file in zip(LOGS, (self._metrics, self._samples, self._held_out), strict=True):
-            file.flush()
-            os.fsync(file.fileno())
-            sizes[name] = os.fstat(file.fileno()).st_size
+        with written_to(self.path):
+            self._board.flush()
+            for name, file in zip(LOGS, (self._metrics, self._samples, self._held_out), strict=True):
+                file.flush()
+                os.fsync(file.fileno())
+                sizes[name] = os.fstat(file.fileno()).st_size
         return sizes
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """``summary.json``; a later call replaces an earlier one."""
-        _write(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+        with written_to(self.path):
+            _write(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+    def place(self, name: str) -> Path:
+        """Where the run may write ``name``; what is there is set aside."""
+        with written_to(self.path):
+            return set_aside(self.path / name)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._metrics.close()
-        self._samples.close()
-        self._held_out.close()
-        self._board.close()
-        if error is None:
-            self._write_state("finished")
-        else:
-            interrupted = isinstance(error, KeyboardInterrupt)
-            self._write_state("interrupted" if interrupted else "failed", f"{type(error).__name__}: {error}".rstrip(": "))
+        refused: dict[str, OSError] = {}
+        logs = (self._metrics, self._samples, self._held_out, self._board)
+        # TensorBoard's writer says what its thread has lost when it is flushed, not when it is closed.
+        for end in (self._board.flush, *(log.close for log in logs)):
+            try:
+                end()
+            except OSError as problem:
+                refused[str(problem)] = problem
+        lost = RunFolderError(cannot_write(self.path, "; ".join(refused)), path=str(self.path)) if refused else None
+        ended_by = error or lost
+        try:
+            self._write_end(ended_by)
+        except OSError as problem:
+            lost = lost or RunFolderError(cannot_write(self.path, problem), path=str(self.path))
         try:
             if self._trace is not None:
                 self._keep_or_drop(self._trace, TraceCollector.close)
         finally:
             self._report()
             self._lock.release()
+        if lost is not None and error is None:
+            raise lost
+        if lost is not None and error is not None and not isinstance(error, RunFolderError):
+            error.add_note(str(lost))
 
     def _keep_or_drop(self, trace: TraceCollector, use: Callable[[TraceCollector], None]) -> None:
         try:
@@ -215,6 +245,13 @@ class RunFolder:
         # Reports take at most two hundredths of the time of a run.
         self._next_report = ended + max(self._report_seconds, 50 * (ended - started))
 
+    def _write_end(self, error: BaseException | None) -> None:
+        if error is None:
+            self._write_state("finished")
+            return
+        state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        self._write_state(state, f"{type(error).__name__}: {error}".rstrip(": "))
+
     def _write_state(self, state: str, error: str | None = None) -> None:
         facts = {
             "state": state,
@@ -223,4 +260,4 @@ class RunFolder:
             "ended": None if state == "running" else _now(),
             "command": [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]],
         }
-        _write(self.path / "run.json", json.dumps(facts, indent=2) + "\n")
+        self._state.write(facts, last=state != "running")

@@ -7,21 +7,29 @@ import fcntl
 import os
 import socket
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+from examples.common.disk import usable_run_dir
 from rl_backend.contracts import ConfigError
 
 
 class RunLock:
-    """Held by the process of a run as long as it lives, however it ends.
+    """A run's folder, made, found writable and held by the process of the run as long as it lives, however it ends.
 
     Raises:
-        ConfigError: another process holds it.
+        ConfigError: another process holds it, or the folder cannot be made or written to.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        self._file = (run_dir / ".lock").open("a+")
+    def __init__(self, run_dir: Path | str) -> None:
+        run_dir = Path(run_dir)
+        with usable_run_dir(run_dir):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            self._file = (run_dir / ".lock").open("a+")
+            self._take(run_dir)
+
+    def _take(self, run_dir: Path) -> None:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -36,9 +44,15 @@ class RunLock:
                 self._file.close()
                 raise
             warnings.warn(f"{run_dir} cannot be locked ({error.strerror}): let no second run write to it", stacklevel=2)
-        self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        self._file.flush()
+        try:
+            self._file.truncate(0)
+            self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError:
+            with suppress(OSError):  # what is left in the buffer would be refused again
+                self._file.close()
+            raise
 
     def release(self) -> None:
         self._file.close()

@@ -8,22 +8,29 @@ from typing import Any
 from actors import Sample
 from adapters.verl.reward import RewardFunction, score_value
 from examples.common.prompts import Prompt
+from rl_backend.contracts import BatchError
 
 
 def score(samples: Sequence[Sample], prompts: Sequence[Prompt], tokenizer: Any, reward: RewardFunction) -> list[float]:
     """The reward of each sample; ``prompts`` has the one that it answers."""
     texts = tokenizer.batch_decode([sample.response_ids for sample in samples], skip_special_tokens=True)
-    return [
-        score_value(
-            reward(
-                data_source=prompt.example.data_source,
-                solution_str=text,
-                ground_truth=prompt.example.ground_truth,
-                extra_info=prompt.example.extra_info,
-            )
+    return [_score(text, prompt, reward) for text, prompt in zip(texts, prompts, strict=True)]
+
+
+def _score(text: str, prompt: Prompt, reward: RewardFunction) -> float:
+    example = prompt.example
+    try:
+        result = reward(
+            data_source=example.data_source,
+            solution_str=text,
+            ground_truth=example.ground_truth,
+            extra_info=example.extra_info,
         )
-        for text, prompt in zip(texts, prompts, strict=True)
-    ]
+    except SystemExit as error:
+        raise BatchError(
+            f"the reward function ended the process, {error!r}, on the response {text!r}; have it return a number"
+        ) from error
+    return score_value(result)
 
 
 def describe(

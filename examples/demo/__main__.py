@@ -13,10 +13,11 @@ from pydantic import Field, model_validator
 from examples import grpo, ppo, sft
 from examples.common.cluster import ray_session, share_cluster
 from examples.common.command_line import parse_config, run_command
+from examples.common.disk import usable_run_dir, written_to
 from examples.common.result import RunResult
 from examples.common.router_replay import RouterReplayMode
 from examples.common.runtime import RuntimeOptions
-from examples.demo.task import HELD_OUT, NUM_LAYERS, ModelName, write_task
+from examples.demo.task import HELD_OUT, ModelName, layers_for, write_task
 from rl_backend.contracts import ConfigError
 
 type Algorithm = Literal["grpo", "ppo", "cispo", "dapo", "dr_grpo", "gspo", "reinforce_plus_plus", "rloo"]
@@ -112,11 +113,12 @@ def reinforce(config: DemoConfig, task: Path, model: Path, run_dir: Path) -> Run
 
 def fresh_folder(path: Path) -> None:
     """Makes an empty folder, in place of an earlier demo but of nothing else."""
-    if path.exists():
-        if not (path / "demo.json").exists() and any(path.iterdir()):
-            raise ConfigError.of("run_dir", str(path), "is not empty and not an earlier demo; choose another folder")
-        shutil.rmtree(path)
-    path.mkdir(parents=True)
+    with usable_run_dir(path):
+        if path.exists():
+            if not (path / "demo.json").exists() and any(path.iterdir()):
+                raise ConfigError.of("run_dir", str(path), "is not empty and not an earlier demo; choose another folder")
+            shutil.rmtree(path)
+        path.mkdir(parents=True)
 
 
 def main() -> None:
@@ -124,10 +126,10 @@ def main() -> None:
     started = time.perf_counter()
     run_dir = Path(config.run_dir)
     fresh_folder(run_dir)
-    (run_dir / "demo.json").write_text(config.model_dump_json(indent=2) + "\n")
     task = run_dir / "task"
-    # A pipeline needs as many layers as it has stages.
-    write_task(task, config.seed, config.model, num_layers=max(NUM_LAYERS, config.pp * config.vpp))
+    with usable_run_dir(run_dir):
+        (run_dir / "demo.json").write_text(config.model_dump_json(indent=2) + "\n")
+        write_task(task, config.seed, config.model, num_layers=layers_for(config.pp * config.vpp))
     print("The task: add two two-digit numbers; the answer is written last digit first, as in 47+38=58.")
     with ray_session(config.ranks, config.engines):
         share_cluster(config.ranks, config.engines)  # refuses what would not fit, before the warm start
@@ -143,7 +145,8 @@ def main() -> None:
         "seconds": time.perf_counter() - started,
         **config.model_dump(exclude={"run_dir"}),
     }
-    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    with written_to(run_dir):
+        (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     gap = "largest mean log-prob gap between trainer and vLLM in a step"
     if config.max_staleness:
         gap += ", between new and old weights too"

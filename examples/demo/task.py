@@ -7,6 +7,7 @@ answers alone. So the policy starts with a bad habit that only the rewards can m
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -61,6 +62,11 @@ def write_task(folder: Path, seed: int, model: ModelName = "qwen3", *, num_layer
     write_jsonl(folder / "train.jsonl", [(pair, right_answer(*pair)) for pair in train])
     careless = [(pair, careless_answer(*pair, generator)) for _ in range(8) for pair in train]
     write_jsonl(folder / "demonstrations.jsonl", careless)
+
+
+def layers_for(stages: int) -> int:
+    """The fewest layers, ``NUM_LAYERS`` or more, that divide evenly into ``stages``, as Megatron wants them."""
+    return math.ceil(NUM_LAYERS / stages) * stages
 
 
 def has_carry(first: int, second: int) -> bool:

@@ -14,7 +14,8 @@ import torch
 from pydantic import Field, field_validator, model_validator
 
 from examples.common.cluster import usable_cores
-from examples.demo.task import ModelName
+from examples.common.disk import usable_run_dir
+from examples.demo.task import ModelName, layers_for
 from examples.verl.task import write_verl_task
 from rl_backend.contracts import BaseConfig, ConfigError
 
@@ -26,6 +27,9 @@ class VerlOptions(BaseConfig):
 
     model: str | None = Field(default=None, description="Hugging Face directory or name; none: the demo's model and files")
     demo_model: ModelName = Field(default="qwen3", description="the demo's: qwen3, or qwen3_moe, a mixture of experts")
+    demo_layers: int | None = Field(
+        default=None, ge=1, description="layers of the demo's model; none: 3, rounded up to what pp divides"
+    )
     train_files: str | None = Field(default=None, description="parquet in verl's format")
     val_files: str | None = Field(default=None, description="parquet in verl's format, not trained on")
     run_dir: str = Field(description="folder for metrics.jsonl and checkpoints")
@@ -49,15 +53,21 @@ class VerlOptions(BaseConfig):
 
     @model_validator(mode="after")
     def _check_model(self) -> Self:
-        if self.model is not None and self.is_set("demo_model"):
-            raise ConfigError.of(
-                f"{type(self).__name__}.demo_model", self.demo_model, "model is trained instead; give one of them"
-            )
+        for name in ("demo_model", "demo_layers"):
+            if self.model is not None and self.is_set(name):
+                raise ConfigError.of(
+                    f"{type(self).__name__}.{name}", getattr(self, name), "model is trained instead; give one of them"
+                )
         return self
 
     @property
     def on_cpu(self) -> bool:
         return self.device == "cpu" or (self.device == "auto" and not torch.cuda.is_available())
+
+    @property
+    def layers(self) -> int:
+        """``demo_layers`` with its default filled in."""
+        return self.demo_layers or layers_for(self.pp)
 
     @property
     def files_of_task(self) -> Path | None:
@@ -72,9 +82,11 @@ class VerlOptions(BaseConfig):
         if self.train_files or self.val_files:
             missing = [name for name, value in given.items() if not value]
             raise ConfigError.of("model, train_files, val_files", given, f"give all three, or no files; missing: {missing}")
-        folder = Path(self.run_dir).resolve() / f"task_{self.demo_model}"
+        layers = self.layers
+        folder = Path(self.run_dir).resolve() / f"task_{self.demo_model}_{layers}_layers"
         if not folder.exists():
-            write_verl_task(folder, model=self.demo_model)
+            with usable_run_dir(self.run_dir):
+                write_verl_task(folder, model=self.demo_model, num_layers=layers)
         return folder
 
     def engine(self, role: str) -> list[str]:
@@ -97,7 +109,8 @@ class VerlOptions(BaseConfig):
             ConfigError: verl ended with an error.
         """
         folder = Path(self.run_dir).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
+        with usable_run_dir(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         metrics = folder / "metrics.jsonl"
         whole = [*command, *overrides, f"hydra.run.dir={folder / 'hydra'}", *shlex.split(self.overrides)]
         print(shlex.join(["python", *whole]), flush=True)

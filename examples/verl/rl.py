@@ -68,8 +68,9 @@ def demo_options[O: RLOptions](options: O, **more: object) -> tuple[Path | None,
     options = type(options)(**{**chosen, **given, "run_dir": options.run_dir})
     if options.model is None:
         warm_up = sft.SFTOptions(
-            run_dir=f"{options.run_dir}/warm_start_{options.demo_model}",
+            run_dir=f"{options.run_dir}/warm_start_{options.demo_model}_{options.layers}_layers",
             demo_model=options.demo_model,
+            demo_layers=options.layers,
             backend=options.backend,
             device=options.device,
         )

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from examples.demo.task import ModelName, character_tokenizer, write_task
+from examples.demo.task import NUM_LAYERS, ModelName, character_tokenizer, write_task
 
 # verl's rollouts look this token up in the tokenizer of a Qwen model.
 END = "<|im_end|>"
@@ -26,9 +26,9 @@ CHAT_TEMPLATE = (
 DATA_SOURCE = "addition"
 
 
-def write_verl_task(folder: Path, seed: int = 0, model: ModelName = "qwen3") -> None:
+def write_verl_task(folder: Path, seed: int = 0, model: ModelName = "qwen3", *, num_layers: int = NUM_LAYERS) -> None:
     """Writes ``model/`` and the parquet files ``demonstrations`` (SFT), ``train`` and ``held_out`` (RL)."""
-    write_task(folder, seed, model)
+    write_task(folder, seed, model, num_layers=num_layers)
     tokenizer = character_tokenizer(END)
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder / "model")

@@ -58,6 +58,10 @@ class CheckpointError(RLBackendError):
     """Weights or training state on disk that are missing, incomplete or of another shape."""
 
 
+class RunFolderError(RLBackendError):
+    """The folder of a run that goes on, where the file system refuses to write: no space, read-only, or gone."""
+
+
 class ExportInterruptedError(RLBackendError):
     """Another rank closed ``export_weights`` before its end, so the iteration ended here too."""
 

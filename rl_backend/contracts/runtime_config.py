@@ -93,6 +93,8 @@ def import_plugins(names: Iterable[str]) -> None:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
             raise ConfigError.of("RuntimeConfig.plugins", name, f"cannot be imported ({error})") from None
+        except SystemExit as error:
+            raise ConfigError.of("RuntimeConfig.plugins", name, f"ends the process when imported, {error!r}") from error
 
 
 class RuntimeConfig(BaseConfig):

@@ -12,19 +12,22 @@ import ray
 from pydantic import Field
 
 from actors import Sample
+from adapters.verl.dataset import PromptExample
 from examples.common.cluster import gpus_each
 from examples.common.collect import TrainingBatch
 from examples.common.command_line import parse_config
 from examples.common.inputs import load_inputs, stop_token_ids
-from examples.common.prompts import encode_text, endless_batches, load_prompts, load_tokenizer
+from examples.common.prompts import Prompt, encode_text, endless_batches, load_prompts, load_tokenizer
 from examples.common.run_folder import RunFolder
+from examples.common.scoring import score
 from examples.demo.__main__ import RECIPES, Algorithm, DemoConfig, demo_settings
-from examples.demo.task import careless_answer, has_carry, right_answer, write_task
+from examples.demo.task import careless_answer, character_tokenizer, has_carry, right_answer, write_task
 from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
-from rl_backend.contracts import BaseConfig, BatchError, BridgeConfig, ConfigError, ParallelConfig
+from rl_backend.contracts import BaseConfig, BatchError, BridgeConfig, ConfigError, ParallelConfig, RuntimeConfig
 from rl_backend.model import find_model
+from tests.support.models import write_tiny
 
 
 class Options(BaseConfig):
@@ -265,3 +268,27 @@ def test_a_careless_answer_forgets_the_carry_and_nothing_else() -> None:
     assert careless_answer(47, 38, careless) == "57"  # type: ignore[arg-type]
     assert careless_answer(67, 58, careless) == "511"  # type: ignore[arg-type]
     assert careless_answer(41, 38, careless) == right_answer(41, 38)  # type: ignore[arg-type]
+
+
+def test_a_model_without_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
+    write_tiny("qwen3", tmp_path)  # of which transformers makes an empty tokenizer
+    with pytest.raises(ConfigError, match=r"model=.*has no tokenizer with any text; add tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_reward_that_ends_the_process_is_an_error_of_the_run() -> None:
+    def reward(**_: Any) -> float:
+        raise SystemExit
+
+    prompt = Prompt(PromptExample("p", "a", "source"), [1])
+    tokenizer = character_tokenizer()
+    sample = Sample(0, 0, [1], tokenizer.encode("12"), [], "stop", (), 0)
+    with pytest.raises(BatchError, match=r"the reward function ended the process, SystemExit\(\), on the response '12'"):
+        score([sample], [prompt], tokenizer, reward)
+
+
+def test_a_plugin_that_ends_the_process_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "leaving_plugin.py").write_text("raise SystemExit(3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"plugins='leaving_plugin': ends the process when imported, SystemExit\(3\)"):
+        RuntimeConfig(hf_path="m", plugins=("leaving_plugin",))

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from adapters.verl import PromptExample, load_reward_function, read_examples, score_value
 from rl_backend.contracts import BatchError, ConfigError, RLBackendError, UnsupportedError
@@ -200,19 +202,26 @@ def test_what_cannot_be_called_as_verl_calls_it_is_refused_when_loaded(rewards: 
         load_reward_function(f"{rewards}:{name}")
 
 
-def test_a_module_or_file_that_cannot_be_imported_is_refused(tmp_path: Path) -> None:
+def test_a_module_or_file_that_cannot_be_imported_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "fails.py").write_text("raise RuntimeError('boom')\n")
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
     for spec, message in {
         "no_such_package.rewards:exact": "no_such_package",
         f"{tmp_path}/none.py:exact": "no such file",
         f"{tmp_path}/fails.py:exact": "RuntimeError: boom",
+        f"{tmp_path}/leaves.py:exact": "leaves.py failed: SystemExit: 0",
+        "leaves:exact": "cannot import leaves: SystemExit: 0",
         "just_a_name": "expected package.module:function",
     }.items():
         with pytest.raises(ConfigError, match=message):
             load_reward_function(spec)
 
 
-@pytest.mark.parametrize("result", [None, "1.0", {"acc": 1.0}, {"score": "high"}, float("nan"), {"score": float("inf")}])
+NO_NUMBERS = [None, "1.0", {"acc": 1.0}, {"score": "high"}, float("nan"), {"score": float("inf")}]
+
+
+@pytest.mark.parametrize("result", [*NO_NUMBERS, np.array([1.0, 2.0]), torch.ones(2), 10**400, {"score": -(10**400)}])
 def test_a_result_without_a_finite_score_is_refused(result: Any) -> None:
     with pytest.raises(RLBackendError, match="the reward function returned"):
         score_value(result)

@@ -238,8 +238,8 @@ def test_the_schedule_is_the_one_that_verl_makes_of_the_same_fields(fields: Mapp
 
 
 def test_what_the_style_does_not_read_is_left_to_it_as_verl_does() -> None:
-    unread = {"min_lr": 1e-4, "lr_wsd_decay_steps": 3, "lr_warmup_steps_ratio": 0.0}
-    expected = optimizer_settings(optimizer_config(lr_warmup_steps_ratio=0.0))
+    unread = {"lr_decay_style": "constant", "min_lr": 1e-4, "lr_wsd_decay_steps": 3, "lr_warmup_steps_ratio": 0.0}
+    expected = optimizer_settings(optimizer_config(lr_decay_style="constant"))
     assert optimizer_settings(optimizer_config(**unread)) == expected
     assert optimizer_settings(optimizer_config(**unread, lr_decay_steps=20, lr_warmup_init=1e-3)) == expected
     warmed = optimizer_settings(optimizer_config(**{**unread, "lr_warmup_steps_ratio": 0.5}, lr_decay_steps=20))
