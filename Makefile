@@ -9,7 +9,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
 
-.PHONY: help setup demo test test-all bench gpu-check doctor
+.PHONY: help setup demo test test-all mutate bench gpu-check doctor
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo 'make demo                      GRPO on a small Qwen3 with Ray and vLLM, from nothing (BACKEND=bridge, ARGS="...")'
 	@echo 'make test                      lint, types, import contracts and tests (ARGS="..." goes to pytest)'
 	@echo 'make test-all                  the same with the proofs that take minutes each'
+	@echo 'make mutate                    put deliberate faults into a copy, one by one, and print those that no test notices'
 	@echo 'make bench NAME=train_speed    run one benchmark; without NAME, list them (ARGS="...")'
 	@echo 'make gpu-check                 run the tests that need a GPU and write a JSON result (PYTHON=python3: without set-up)'
 	@echo 'make doctor                    what is installed, what is missing, what this machine can run'
@@ -35,6 +36,9 @@ test test-all: setup
 	echo 'mypy' && $(PY) -m mypy && \
 	echo 'import contracts' && .venv/bin/lint-imports --no-logo && \
 	echo 'pytest' && exec $(PY) -m pytest $(ARGS)
+
+mutate: setup
+	@cd "$(ROOT)" && PYTHONPATH="$(ROOT)" exec $(PY) -m tests.mutations $(ARGS)
 
 bench: setup
 	@cd "$(ROOT)" && \

@@ -1,4 +1,4 @@
-"""A gradient that is not finite on one rank changes nothing on any."""
+"""Megatron's optimizer: a gradient that is not finite on one rank changes nothing on any, and every option arrives."""
 
 from __future__ import annotations
 
@@ -95,3 +95,21 @@ def test_clipping_can_be_switched_off(ranks: RankPool, tied_model: Path) -> None
     clipped, free = (ranks.run(clipped_job, str(tied_model), limit, world_size=2)[0] for limit in (0.5, 0.0))
     assert clipped[0] == free[0]
     assert clipped[2] != free[2]
+
+
+def adam_job(model: str) -> list[dict[str, object]]:
+    """What every group of parameters has of the configuration."""
+    config = OptimizerConfig(lr=1e-2, betas=(0.8, 0.7), eps=1e-3, weight_decay=0.3, lr_warmup_steps=4)
+    with open_bridge(model, optimizer=config) as runtime:
+        handle = runtime.build_model()
+        assert handle.optimizer is not None
+        rates = [handle.optimizer.learning_rate, *(runtime.lr_scheduler_step(handle) for _ in range(4))]
+        assert rates == pytest.approx([0.0, 2.5e-3, 5e-3, 7.5e-3, 1e-2])
+        found = handle.optimizer.param_groups
+        return [{name: group[name] for name in ("betas", "eps", "weight_decay")} for group in found if group["params"]]
+
+
+def test_betas_epsilon_decay_and_warm_up_reach_megatrons_adam(ranks: RankPool, tied_model: Path) -> None:
+    (groups,) = ranks.run(adam_job, str(tied_model), world_size=1)
+    assert [(group["betas"], group["eps"]) for group in groups] == [((0.8, 0.7), 1e-3)] * len(groups)
+    assert sorted({group["weight_decay"] for group in groups}) == [0.0, 0.3]

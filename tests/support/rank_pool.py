@@ -18,7 +18,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-_START_METHOD = "spawn"
+_START_METHOD = os.environ.get("RANK_POOL_START_METHOD", "spawn")
+"""``fork`` where each run has a few tests only and time counts (tests/mutations); ranks then have what the test has."""
 _START_SECONDS = 200.0
 
 
@@ -49,7 +50,7 @@ class RankPool:
 
     def __init__(self, size: int = 4, preload: Sequence[str] = ()) -> None:
         self.size = size
-        self._preload = tuple(preload)
+        self._preload = () if _START_METHOD == "fork" else tuple(preload)
         self._ranks: list[_Rank] = []
         self._folder = tempfile.TemporaryDirectory(prefix="rank-pool-")
         self._num_jobs = 0

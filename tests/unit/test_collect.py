@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,14 @@ def test_staleness_is_counted_in_training_steps_and_not_in_weight_versions() -> 
     assert batch.metrics["staleness_max"] == 2
     assert batch.metrics["staleness_mean"] == 2
     assert batch.metrics["samples_dropped"] == 0
+
+
+def test_a_sample_of_several_versions_is_as_old_as_its_oldest_token() -> None:
+    batch = make_batch(1, 30, [GOOD, BAD], [BAD, BAD])
+    spans = (VersionSpan(10, 1), VersionSpan(30, 1))
+    mixed = [replace(sample, response_ids=[1, 1], version_spans=spans) for sample in batch.samples]
+    found = collector_of(settings(max_staleness=2), replace(batch, samples=mixed)).collect(4, Clock())
+    assert found.metrics["staleness_max"] == found.metrics["staleness_mean"] == 2
 
 
 def test_a_run_that_goes_on_knows_the_weights_of_samples_drawn_before() -> None:

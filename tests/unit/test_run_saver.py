@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import ray
 
+from actors import Sample
+from actors.rollout_sample import VersionSpan
 from examples.common.clock import Clock
+from examples.common.drawn_samples import StreamPosition
 from examples.common.models import Model
 from examples.common.run_folder import RunFolder
-from examples.common.run_saver import RunSaver
+from examples.common.run_saver import RunSaver, stream_position
 from examples.common.run_start import RunStart, find_start
 from examples.sft import SFTConfig
 from rl_backend.contracts import CheckpointError, ConfigError
@@ -205,6 +208,16 @@ def test_nothing_is_committed_without_the_loops_state_or_without_one_of_the_mode
         notes = getattr(raised.value, "__notes__", [])
         assert len(notes) == has_state and all("has no critic: the save has failed" in note for note in notes)
         assert committed(tmp_path) == []
+
+
+def test_samples_drawn_ahead_are_in_the_checkpoint_with_the_place_in_the_stream(tmp_path: Path) -> None:
+    config, group = config_of(tmp_path, async_save=False), Group()
+    drawn = [[Sample(0, 0, [5], [7], [-0.5], "stop", (VersionSpan(3, 1),), 0)]]
+    with RunFolder(config.run_dir, config, report_seconds=0) as folder:
+        saver = RunSaver(config, folder, {"sft": Model(group, None)}, RunStart())  # type: ignore[arg-type]
+        saver.save(2, Clock())
+        saver.commit(2, {}, StreamPosition(4, drawn))
+    assert stream_position(find_start(config.replace(steps=9, resume="auto"))) == StreamPosition(4, drawn)
 
 
 def test_without_save_every_nothing_is_saved(tmp_path: Path) -> None:

@@ -96,6 +96,14 @@ def test_samples_do_not_depend_on_sampling_ahead_but_for_the_weights() -> None:
     assert seeds[0] == seeds[1] == seeds[2]
 
 
+def test_every_batch_has_seeds_of_its_own() -> None:
+    engines = Engines()
+    with stream_of(engines, ahead=0) as stream:
+        for _ in range(3):
+            stream.next()
+    assert len({seed for seeds in engines.seeds for seed in seeds}) == 6
+
+
 def numbers_and_versions(stream: SampleStream, engines: Engines, steps: range) -> list[tuple[int, int]]:
     """(number, weight version) of each step's batch, when every step ends with a push of its number."""
     found = []

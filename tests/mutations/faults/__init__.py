@@ -1,0 +1,1 @@
+"""The lists of faults, a module for each area; each has ``FAULTS``."""

@@ -1,0 +1,128 @@
+"""Faults that an audit put in and no test noticed then: each must be killed."""
+
+from __future__ import annotations
+
+from tests.mutations.fault import Fault
+
+_REDUCTIONS = "tests/distributed/test_reductions.py"
+_STATE = "tests/unit/test_saved_state.py"
+_MODES = "tests/distributed/test_verl_engine_modes.py"
+
+FAULTS = [
+    Fault(
+        "gradients-reduced-in-every-micro-batch",
+        "rl_backend/runtime/native/forward_backward.py",
+        "fsdp_state.set_gradient_sync(handle.model, index == len(data) - 1, keep_gathered=keep_gathered)",
+        "fsdp_state.set_gradient_sync(handle.model, True, keep_gathered=keep_gathered)",
+        (f"{_REDUCTIONS}::test_gradients_are_reduced_once_whatever_the_number_of_micro_batches",),
+        "every micro-batch would pay for a reduction over all ranks",
+    ),
+    Fault(
+        "reduce-dtype-ignored",
+        "rl_backend/parallel/fsdp.py",
+        "reduce_dtype=reduce_dtype, cast_forward_inputs=False",
+        "reduce_dtype=torch.float32, cast_forward_inputs=False",
+        (f"{_REDUCTIONS}::test_gradients_are_reduced_in_the_dtype_asked_for",),
+        "reduce_dtype would be accepted and ignored",
+    ),
+    Fault(
+        "reshard-after-forward-ignored",
+        "rl_backend/parallel/fsdp.py",
+        "reshard_after_forward=config.reshard_after_forward,",
+        "reshard_after_forward=True,",
+        (f"{_REDUCTIONS}::test_parameters_that_stay_after_the_forward_pass_are_not_gathered_again",),
+        "the option would be accepted and save no transfer",
+    ),
+    Fault(
+        "entropy-gradient-dropped-under-tp",
+        "rl_backend/primitive/log_prob.py",
+        "grad_entropy[positions][:, None] if ctx.calculate_entropy else None",
+        "grad_entropy[positions][:, None] if ctx.calculate_entropy and ctx.shard is None else None",
+        (f"{_REDUCTIONS}::test_the_gradient_of_the_entropy_is_one_ranks_under_tensor_parallelism",),
+        "an entropy bonus would do nothing with tp",
+    ),
+    Fault(
+        "parity-without-the-common-factor",
+        "rl_backend/parity/differences.py",
+        "return shared if shared.excess > whole.excess else whole",
+        "return whole",
+        (
+            "tests/unit/test_parity_differences.py::test_a_factor_that_all_elements_share_is_found_where_the_norm_says_nothing",
+        ),
+        "a slightly other eps of a norm would pass",
+    ),
+    Fault(
+        "grpo-without-its-kl",
+        "examples/grpo.py",
+        'kl_coef = self.kl_coef if self.kl_place == "loss" else 0.0',
+        "kl_coef = 0.0",
+        ("tests/unit/test_grpo_loss.py::test_a_kl_in_the_loss_pulls_the_policy_to_its_reference",),
+        "kl_coef would build a reference and train without it",
+    ),
+    Fault(
+        "asynchronous-save-of-live-tensors",
+        "rl_backend/runtime/checkpoint_writer.py",
+        "                tensors = self._buffers.setdefault(handle, HostBuffers()).copy(tensors)\n",
+        "                pass\n",
+        (f"{_STATE}::test_a_save_in_the_background_is_of_the_moment_it_was_asked_for",),
+        "a checkpoint would hold weights of two steps",
+    ),
+    Fault(
+        "model-data-not-flushed",
+        "rl_backend/checkpoint/digesting_writer.py",
+        "super().__init__(path, per_thread_copy_ahead=0)",
+        "super().__init__(path, per_thread_copy_ahead=0, sync_files=False)",
+        (f"{_STATE}::test_every_file_of_a_checkpoint_is_on_the_disk_before_it_gets_its_name",),
+        "a power cut would leave a committed checkpoint without its weights",
+    ),
+    Fault(
+        "verl-offload-never-leaves-the-device",
+        "adapters/verl/engine_mode.py",
+        '            "cpu" if self._leaving else "device",\n',
+        '            "device",\n',
+        (f"{_MODES}::test_parts_are_on_the_device_only_in_the_modes_that_use_them",),
+        "param_offload would save no memory beside a rollout",
+    ),
+    Fault(
+        "router-losses-of-a-pipeline-not-averaged",
+        "rl_backend/runtime/native/pipeline.py",
+        "[lay_out(batch, handle.groups, len(data), routes.replayed) for batch in self._data]",
+        "[lay_out(batch, handle.groups, 1, routes.replayed) for batch in self._data]",
+        (f"{_REDUCTIONS}::test_router_losses_of_a_pipeline_are_averaged_over_micro_batches_as_on_one_rank",),
+        "the losses would grow with the number of micro-batches",
+    ),
+    Fault(
+        "verl-r3-one-row-too-far",
+        "adapters/verl/routes.py",
+        "fields[ROUTES_MASK][length - 1 if response else 0 :] = False",
+        "fields[ROUTES_MASK][length if response else 0 :] = False",
+        (
+            "tests/unit/test_verl_routes.py::test_the_last_token_of_a_rollout_and_sequences_without_response_are_not_replayed",
+        ),
+        "the last token would be replayed with what is no route of it",
+    ),
+    Fault(
+        "simulated-transfers-overtake-each-other",
+        "rl_backend/parallel/pipeline/dependencies.py",
+        "    for queue in queues.values():\n",
+        "    for queue in ():\n",
+        ("tests/unit/test_transfer_order.py::test_a_transfer_waits_for_the_one_before_it_in_its_direction",),
+        "bubbles of slow networks would be too small",
+    ),
+    Fault(
+        "tied-copies-not-filled-by-a-load",
+        "rl_backend/runtime/native/checkpoints.py",
+        "            local.copy_(held[kind, original])\n",
+        "            pass\n",
+        (f"{_STATE}::test_a_tied_head_in_a_stage_of_its_own_is_loaded_with_its_embeddings",),
+        "the head of a V would keep its weights of before the load",
+    ),
+    Fault(
+        "verl-full-determinism-not-called",
+        "adapters/verl/engine.py",
+        "            enable_full_determinism(self.settings.runtime.seed)\n",
+        "            pass\n",
+        (f"{_MODES}::test_full_determinism_reaches_torch",),
+        "full_determinism would be accepted and ignored",
+    ),
+]

@@ -1,0 +1,185 @@
+"""Checkpoints: writing, committing, verifying, directories for Hugging Face."""
+
+from __future__ import annotations
+
+from tests.mutations.fault import Fault
+
+_CHECKPOINT = "rl_backend/checkpoint"
+_CHECKPOINTS = "tests/distributed/test_checkpoints.py"
+_RUN = "tests/unit/test_run_checkpoints.py"
+_WRITER = "tests/unit/test_hf_writer.py"
+_DAMAGED = f"{_CHECKPOINTS}::test_an_incomplete_checkpoint_is_refused_on_every_rank_before_anything_changes"
+
+FAULTS = [
+    Fault(
+        "digests-not-compared",
+        f"{_CHECKPOINT}/training_state.py",
+        "        if file_facts(path / name) != manifest.files[name]:\n",
+        "        if file_facts(path / name).num_bytes != manifest.files[name].num_bytes:\n",
+        (f"{_DAMAGED}[flip_in_tensors]",),
+        "a flipped bit on a disk would be trained on",
+    ),
+    Fault(
+        "seal-not-compared",
+        f"{_CHECKPOINT}/sealed.py",
+        '_DIGEST.format(""), 1)) != found.digest:',
+        '_DIGEST.format(""), 1)) is None:',
+        (f"{_DAMAGED}[change_manifest]",),
+        "a changed manifest would be believed",
+    ),
+    Fault(
+        "one-failing-rank-is-not-heard",
+        f"{_CHECKPOINT}/agreement.py",
+        "    if found:\n",
+        "    if dist.get_rank(group) in found:\n",
+        (f"{_DAMAGED}[remove_file]", f"{_CHECKPOINTS}::test_a_rank_that_cannot_copy_its_state_fails_the_save_on_every_rank"),
+        "other ranks would wait for one that has raised",
+    ),
+    Fault(
+        "weight-version-not-loaded",
+        "rl_backend/runtime/held_state.py",
+        "    handle.weight_version = manifest.weight_version\n",
+        "",
+        (f"{_CHECKPOINTS}::test_training_goes_on_exactly_where_it_was_on_any_number_of_ranks[2-2-False]",),
+        "engines would refuse the weights of a resumed run",
+    ),
+    Fault(
+        "random-state-not-loaded",
+        "rl_backend/runtime/held_state.py",
+        'state = tensors.get(f"{RANDOM}{kind}.{dist.get_rank()}")',
+        "state = None",
+        (f"{_CHECKPOINTS}::test_random_state_is_each_ranks_own_and_is_restored",),
+        "a resumed run would draw other numbers",
+    ),
+    Fault(
+        "a-load-that-fails-leaves-no-mark",
+        "rl_backend/runtime/held_state.py",
+        '        handle.damaged = f"loading {path} failed in the middle"\n',
+        "",
+        ("tests/unit/test_load_failures.py::test_a_load_that_fails_in_the_middle_leaves_a_model_that_is_refused",),
+        "a model of two checkpoints would train on",
+    ),
+    Fault(
+        "pieces-of-another-row",
+        f"{_CHECKPOINT}/pieces.py",
+        "        yield Box((index, *box.offsets), (1, *box.sizes), box.start + index * row)\n",
+        "        yield Box((index, *box.offsets), (1, *box.sizes), box.start)\n",
+        ("tests/unit/test_checkpoint_pieces.py::test_boxes_cover_every_span_of_a_tensor_once_and_in_order",),
+        "moments would be saved under other rows",
+    ),
+    Fault(
+        "copies-are-written-too",
+        f"{_CHECKPOINT}/pieces.py",
+        "            for offsets, piece in self.pieces.items()\n            if self.writes\n",
+        "            for offsets, piece in self.pieces.items()\n",
+        ("tests/unit/test_checkpoint_pieces.py::test_a_copy_of_what_another_rank_writes_is_not_written",),
+        "ranks would write one piece several times",
+    ),
+    Fault(
+        "latest-points-to-a-draft",
+        f"{_CHECKPOINT}/run_checkpoints.py",
+        "            draft.rename(path)\n            _sync(self.root)\n            self._point_latest_to(path)\n",
+        "            self._point_latest_to(path)\n            draft.rename(path)\n            _sync(self.root)\n",
+        (f"{_RUN}::test_a_process_killed_anywhere_in_a_commit_leaves_the_old_or_the_new_checkpoint",),
+        "latest would point to nothing after a kill",
+    ),
+    Fault(
+        "newest-by-its-name",
+        f"{_CHECKPOINT}/run_checkpoints.py",
+        "return sorted((int(match[1]), entry) for match, entry in found if match and entry.is_dir())",
+        "return [(int(m[1]), e) for _, m, e in sorted((e.name, m, e) for m, e in found if m and e.is_dir())]",
+        (f"{_RUN}::test_the_last_checkpoints_are_kept_and_the_newest_is_the_one_of_the_most_steps",),
+        "step 100000000 would count as older than step 99999999",
+    ),
+    Fault(
+        "one-checkpoint-too-few-kept",
+        f"{_CHECKPOINT}/run_checkpoints.py",
+        "for _, path in self._committed()[: -self.keep_last]:",
+        "for _, path in self._committed()[: -self.keep_last + 1 or None]:",
+        (f"{_RUN}::test_the_last_checkpoints_are_kept_and_the_newest_is_the_one_of_the_most_steps",),
+        "keep_last=1 would keep none",
+    ),
+    Fault(
+        "drafts-not-removed",
+        f"{_CHECKPOINT}/run_checkpoints.py",
+        '            if match and match[1] == "incomplete":\n                _discard(entry)\n',
+        '            if match and match[1] == "incomplete":\n                pass\n',
+        (f"{_RUN}::test_a_save_that_did_not_finish_is_no_checkpoint_and_is_removed_by_the_next_run",),
+        "what a killed run has left would be in the way of the next",
+    ),
+    Fault(
+        "files-of-a-commit-not-verified",
+        f"{_CHECKPOINT}/run_manifest.py",
+        "        if file_facts(path / name) != facts:\n",
+        "        if False:\n",
+        (f"{_RUN}::test_a_damaged_checkpoint_is_refused_and_no_earlier_one_is_taken_in_its_place",),
+        "a run would go on from a damaged state",
+    ),
+    Fault(
+        "hugging-face-shard-not-emptied",
+        f"{_CHECKPOINT}/hf_writer.py",
+        "        if pending and pending_bytes + tensor.nbytes > max_shard_bytes:\n",
+        "        if pending and pending_bytes > max_shard_bytes:\n",
+        (f"{_WRITER}::test_shards_keep_to_their_size_and_the_index_covers_them",),
+        "files would be larger than asked for",
+    ),
+    Fault(
+        "config-keeps-its-dtype",
+        f"{_CHECKPOINT}/hf_writer.py",
+        "    return {**config, **dict.fromkeys(fields, name)}\n",
+        "    return {**dict.fromkeys(fields, name), **config}\n",
+        (f"{_WRITER}::test_config_says_the_dtype_that_was_written",),
+        "transformers would load another dtype than was written",
+    ),
+    Fault(
+        "tensors-of-an-export-not-copied",
+        f"{_CHECKPOINT}/hf_writer.py",
+        'pending[name] = tensor.detach().to("cpu", copy=True).contiguous()',
+        'pending[name] = tensor.detach().to("cpu").contiguous()',
+        (f"{_WRITER}::test_transformers_loads_what_was_written",),
+        "an export that uses its buffer again would write the last tensor everywhere",
+    ),
+    Fault(
+        "failed-export-is-left-behind",
+        f"{_CHECKPOINT}/hf_writer.py",
+        "            shutil.rmtree(temporary, ignore_errors=True)\n            raise\n",
+        "            raise\n",
+        (f"{_WRITER}::test_a_failure_in_the_middle_leaves_nothing_behind",),
+        "hidden directories would fill the disk",
+    ),
+    Fault(
+        "surplus-tensors-accepted",
+        f"{_CHECKPOINT}/hf_weights.py",
+        "    if surplus:\n",
+        "    if False:\n",
+        (
+            "tests/unit/test_moe_families.py::test_a_missing_or_surplus_expert_is_named_before_anything_is_read",
+            "tests/unit/test_outside_folder.py::test_stored_buffers_that_it_names_are_not_read_and_others_are_refused",
+        ),
+        "weights of another model would be read in part",
+    ),
+    Fault(
+        "saves-do-not-wait-for-each-other",
+        "rl_backend/runtime/checkpoint_writer.py",
+        "        self.wait(handle)\n        temporary = reserve_directory(path, self._group)\n",
+        "        temporary = reserve_directory(path, self._group)\n",
+        (f"{_CHECKPOINTS}::test_training_goes_on_exactly_where_it_was_on_any_number_of_ranks[2-2-True]",),
+        "the next save would write into the buffers of one that is being written",
+    ),
+    Fault(
+        "offloaded-part-comes-back-empty",
+        "rl_backend/runtime/placement.py",
+        "                _bytes(each.storage).copy_(each.host, non_blocking=True)\n",
+        "                pass\n",
+        ("tests/unit/test_placement.py::test_tensors_that_share_a_storage_move_once_and_stay_views",),
+        "weights would be garbage after a trip to the host",
+    ),
+    Fault(
+        "offload-frees-nothing",
+        "rl_backend/runtime/placement.py",
+        "        for each in moved:\n            each.storage.resize_(0)\n        self._moved[part] = moved\n",
+        "        self._moved[part] = moved\n",
+        ("tests/unit/test_placement.py::test_a_part_that_leaves_frees_its_memory_and_no_other",),
+        "offloading would save no memory",
+    ),
+]

@@ -1,0 +1,193 @@
+"""Cutting models and tokens over ranks, and putting them together again."""
+
+from __future__ import annotations
+
+from tests.mutations.fault import Fault
+
+_DENSE = "tests/distributed/test_native_layouts.py::test_dense_layouts_train_as_one_rank"
+_MIXTURES = "tests/distributed/test_native_layouts.py::test_mixtures_of_experts_train_as_on_one_rank"
+_FAMILIES = "tests/distributed/test_native_layouts.py::test_families_train_in_every_layout_as_on_one_rank"
+_EXPERTS = "tests/distributed/test_expert_parallel.py::test_experts_on_several_ranks_give_what_one_rank_gives"
+_CONTEXT = "tests/distributed/test_context_parallel.py::test_context_parallel_ranks_give_the_outputs_and_gradients_of_one"
+
+FAULTS = [
+    Fault(
+        "gather-takes-its-rows-of-an-unreduced-gradient",
+        "rl_backend/parallel/collectives.py",
+        "            return _scattered(grad, ctx.group), None, None\n",
+        "            return grad.chunk(ctx.group.size())[ctx.group.rank()], None, None\n",
+        (f"{_DENSE}[2-ranks-tp2]",),
+        "what other ranks computed would have no gradient",
+    ),
+    Fault(
+        "every-rank-adds-the-bias",
+        "rl_backend/parallel/tensor.py",
+        "counted = float(self.rank == 0)",
+        "counted = 1.0",
+        (f"{_FAMILIES}[llama with all biases, a vocabulary that tp does not divide]",),
+        "an output bias would count once for each tensor-parallel rank",
+    ),
+    Fault(
+        "copied-parameters-not-summed",
+        "rl_backend/parallel/tensor.py",
+        "[Partial() if partial and placement.is_replicate() else placement for",
+        "[placement for",
+        (f"{_DENSE}[2-ranks-tp2]",),
+        "norms would be trained on one rank's tokens",
+    ),
+    Fault(
+        "every-rank-takes-the-first-key-head",
+        "rl_backend/parallel/tensor.py",
+        "head = self.rank * kv_heads // self.size",
+        "head = 0",
+        (f"{_FAMILIES}[qwen2 with biases of queries, keys and values that tp=4 copies]", f"{_DENSE}[4-ranks-tp4]"),
+        "queries would attend to another head's keys",
+    ),
+    Fault(
+        "words-of-other-ranks-are-looked-up",
+        "rl_backend/parallel/tensor.py",
+        "F.embedding(rows.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[:, None], 0.0)",
+        "F.embedding(rows.masked_fill(elsewhere, 0), weight)",
+        (f"{_DENSE}[2-ranks-tp2]",),
+        "embeddings of other ranks' words would add this rank's first row",
+    ),
+    Fault(
+        "rows-of-the-first-rank-for-all",
+        "rl_backend/runtime/native/batch.py",
+        "torch.tensor_split(rows, groups.tp_group.size())[groups.tp_group.rank()]",
+        "torch.tensor_split(rows, groups.tp_group.size())[0]",
+        (
+            "tests/distributed/test_router_losses.py::test_router_losses_do_not_depend_on_the_layout[2-ranks-tp2]",
+            "tests/distributed/test_router_replay.py::test_every_layout_replays_what_one_rank_recorded[native tp2]",
+        ),
+        "tokens would take the routes of another rank's",
+    ),
+    Fault(
+        "context-chunks-not-balanced",
+        "rl_backend/parallel/token_layout.py",
+        "else [cp_rank, 2 * cp_size - 1 - cp_rank]",
+        "else [cp_rank, cp_size + cp_rank]",
+        ("tests/unit/test_token_layout.py::test_every_token_is_on_one_rank_and_places_finds_it",),
+        "tokens would not be where the layout says",
+    ),
+    Fault(
+        "context-keys-end-one-chunk-early",
+        "rl_backend/parallel/token_layout.py",
+        "key_lens = first_queries + query_lens",
+        "key_lens = first_queries + query_lens // 2",
+        ("tests/unit/test_token_layout.py::test_the_keys_of_a_segment_are_its_sequence_up_to_its_last_query",),
+        "tokens would not see those just before them",
+    ),
+    Fault(
+        "context-gradients-of-keys-not-reduced",
+        "rl_backend/parallel/context.py",
+        "gathered = all_gather(stacked, self._group, sum_gradients=True)",
+        "gathered = all_gather(stacked, self._group, sum_gradients=False)",
+        (f"{_CONTEXT}[grouped queries-2]",),
+        "keys would be trained by this rank's queries alone",
+    ),
+    Fault(
+        "context-outputs-in-the-order-of-the-ranks",
+        "rl_backend/parallel/context.py",
+        "sum_gradients=False).index_select(0, layout.places)",
+        "sum_gradients=False)[: len(layout.places)]",
+        (f"{_DENSE}[2-ranks-cp2]",),
+        "a loss would see log-probs of other tokens",
+    ),
+    Fault(
+        "positions-count-on-over-chunks",
+        "rl_backend/parallel/token_layout.py",
+        "position_ids = _ranges(first_queries, query_lens)",
+        "position_ids = _ranges(torch.zeros_like(first_queries), query_lens)",
+        ("tests/unit/test_token_layout.py::test_every_token_is_on_one_rank_and_places_finds_it",),
+        "each chunk would begin at position 0",
+    ),
+    Fault(
+        "experts-of-the-wrong-rank",
+        "rl_backend/parallel/expert.py",
+        "counts = order.counts.view(self.ep_size, -1).repeat_interleave(self.etp_size, 0)",
+        "counts = order.counts.view(self.ep_size, -1).roll(1, 0).repeat_interleave(self.etp_size, 0)",
+        (f"{_EXPERTS}[2-1-different numbers]",),
+        "tokens would go to another rank's experts",
+    ),
+    Fault(
+        "expert-rows-go-back-as-they-came",
+        "rl_backend/parallel/expert.py",
+        "rows = sum_rows(rows, journey.local.tokens, journey.local.places)\n",
+        "rows = rows.clone()\n",
+        (f"{_EXPERTS}[2-1-different numbers]",),
+        "results would belong to other tokens",
+    ),
+    Fault(
+        "all-to-all-without-a-gradient",
+        "rl_backend/parallel/all_to_all.py",
+        "return _exchange(grad, ctx.received, ctx.sent, ctx.group), None, None, None",
+        "return _exchange(grad, ctx.received, ctx.sent, ctx.group).zero_(), None, None, None",
+        ("tests/distributed/test_expert_parallel.py::test_rows_go_to_the_ranks_they_are_for_and_their_gradients_come_back",),
+        "tokens on other ranks would have no gradient",
+    ),
+    Fault(
+        "experts-divided-by-their-own-ranks",
+        "rl_backend/parallel/fsdp.py",
+        "module.set_gradient_divide_factor(float(groups.dp_size))",
+        "module.set_gradient_divide_factor(float(mesh.size()))",
+        (f"{_MIXTURES}[2-ranks-ep2]", f"{_DENSE}[2-ranks-cp2]"),
+        "gradients would be too large or too small by ep or cp",
+    ),
+    Fault(
+        "gradients-of-context-ranks-averaged",
+        "rl_backend/parallel/fsdp.py",
+        "        if mesh.size() != groups.dp_size:\n",
+        "        if False:\n",
+        (f"{_DENSE}[2-ranks-cp2]",),
+        "context-parallel ranks would be averaged over instead of added up",
+    ),
+    Fault(
+        "parameters-stay-in-float32",
+        "rl_backend/parallel/fsdp.py",
+        "MixedPrecisionPolicy(param_dtype=param_dtype,",
+        "MixedPrecisionPolicy(param_dtype=torch.float32,",
+        ("tests/unit/test_native_runtime.py::test_a_forward_only_handle_gives_the_outputs_of_a_trained_one_beside_it",),
+        "param_dtype would be accepted and ignored",
+    ),
+    Fault(
+        "recomputation-ignored",
+        "rl_backend/model/dense/parallelize.py",
+        '    if config.activation_checkpointing == "full":\n        checkpoint_layers(layers)\n',
+        "",
+        ("tests/distributed/test_native_pipelines.py::test_every_layer_is_recomputed_once[1f1b]",),
+        "activation_checkpointing would be accepted and ignored",
+    ),
+    Fault(
+        "copies-counted-on-every-rank",
+        "rl_backend/parallel/shards.py",
+        "return not any(place for mesh_dim, place in enumerate(coordinate) if mesh_dim not in cut)",
+        "return True",
+        ("tests/distributed/test_native_state.py::test_norm_and_zeros_are_one_ranks_and_one_bad_gradient_stops_all[dense]",),
+        "norms of layouts with copies would be too large",
+    ),
+    Fault(
+        "last-shard-as-long-as-the-others",
+        "rl_backend/parallel/shards.py",
+        "return slice(first, min(first + size, whole.stop))",
+        "return slice(first, first + size)",
+        ("tests/distributed/test_shards.py::test_every_rank_knows_what_each_rank_holds",),
+        "sizes that ranks do not divide would be read beyond their end",
+    ),
+    Fault(
+        "weight-put-together-in-the-wrong-order",
+        "rl_backend/runtime/native/gather.py",
+        "        and rows == sorted(rows)\n",
+        "",
+        ("tests/distributed/test_native_state.py::test_every_layout_reads_and_exports_the_directory[dense-4]",),
+        "an export would have its blocks of rows swapped",
+    ),
+    Fault(
+        "packed-experts-all-the-first",
+        "rl_backend/runtime/native/gather.py",
+        "weights.append(ShardedWeight(stored, shape, dtype or layout.dtype, parts[index], tensor, place))",
+        "weights.append(ShardedWeight(stored, shape, dtype or layout.dtype, parts[index], tensor, (0,) * len(place)))",
+        ("tests/distributed/test_moe.py::test_packed_experts_are_exported_as_the_directory_holds_them[mixtral-32768-1]",),
+        "every expert would be exported as the first",
+    ),
+]
