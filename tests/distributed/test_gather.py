@@ -30,6 +30,7 @@ LARGE = (4, 2, 64, 96)
 CASES: dict[tuple[str, ...], list[tuple[tuple[int, ...], list[Placement], int]]] = {
     DENSE: [
         ((130, 192), [Shard(0)], 0),
+        ((128, 192), [Shard(0)], 0),
         ((128, 192), [Shard(1)], 0),
         ((128, 192), [Shard(0)], 1),
         ((128, 192), [Replicate()], 0),

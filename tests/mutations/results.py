@@ -39,7 +39,7 @@ def passed(file: Path = FILE) -> dict[str, dict[str, Any]]:
 def record_passed(tests: Mapping[str, dict[str, Any]], areas: Mapping[str, list[Fault]], file: Path = FILE) -> None:
     """Adds tests that have passed without a fault."""
     with _locked(file):
-        _write(read(file), passed(file) | tests, areas, file)
+        _write(read(file), {**passed(file), **tests}, areas, file)
 
 
 def record(name: str, result: Result, areas: Mapping[str, list[Fault]], file: Path = FILE) -> None:

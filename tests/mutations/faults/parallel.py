@@ -179,7 +179,7 @@ FAULTS = [
         "rl_backend/runtime/native/gather.py",
         "        and rows == sorted(rows)\n",
         "",
-        ("tests/distributed/test_native_state.py::test_every_layout_reads_and_exports_the_directory[dense-4]",),
+        ("tests/distributed/test_gather.py::test_tensors_are_gathered_whole_and_little_else_is_received",),
         "an export would have its blocks of rows swapped",
     ),
     Fault(

@@ -9,19 +9,27 @@ _WEIGHTS = "tests/unit/test_weights.py"
 FAULTS = [
     Fault(
         "staged-names-not-compared",
-        "rl_backend/weights/staging.py",
-        "        if found != (info.name, info.shape, info.dtype):\n",
-        "        if found[1:] != (info.shape, info.dtype):\n",
+        "rl_backend/weights/announced.py",
+        "            if found != (info.name, info.shape, info.dtype):\n",
+        "            if found[1:] != (info.shape, info.dtype):\n",
         (f"{_WEIGHTS}::test_an_export_that_differs_from_what_it_announced_is_refused",),
         "two tensors of one shape would arrive swapped, with right digests",
     ),
     Fault(
         "surplus-tensors-of-an-export-ignored",
-        "rl_backend/weights/staging.py",
-        "    if extra is not None:\n",
-        "    if False:\n",
+        "rl_backend/weights/announced.py",
+        "        if extra is not None:\n",
+        "        if False:\n",
         (f"{_WEIGHTS}::test_an_export_that_differs_from_what_it_announced_is_refused",),
         "an export longer than announced would be cut off silently",
+    ),
+    Fault(
+        "streams-do-not-compare-names",
+        "actors/transport/streaming.py",
+        "in as_announced(self.plan.infos, export(self.context, self.plan)):",
+        "in zip(self.plan.infos, (weight for _, weight in export(self.context, self.plan)), strict=False):",
+        ("tests/unit/test_weight_streams.py::test_a_stream_ends_before_the_first_tensor_that_is_not_the_one_announced",),
+        "NCCL and CUDA IPC would load swapped tensors",
     ),
     Fault(
         "staged-digests-not-compared",

@@ -57,10 +57,7 @@ FAULTS = [
         "adapters/verl/micro_batches.py",
         "num_batches_divided_by=multiple if multiple > 1 else None",
         "num_batches_divided_by=None",
-        (
-            f"{_TRAINING}::test_sft_steps_in_every_layout_are_those_of_one_rank[native pp]",
-            f"{_TRAINING}::test_sft_steps_in_every_layout_are_those_of_one_rank[native pp in the shape of a V]",
-        ),
+        ("tests/unit/test_verl_micro_batches.py::test_a_schedule_that_takes_groups_of_micro_batches_gets_whole_groups",),
         "interleaved schedules would refuse verl's batches",
     ),
     Fault(
