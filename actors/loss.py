@@ -69,6 +69,8 @@ def _import(target: str) -> Callable[..., Any]:
         value: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ConfigError.of("Loss", target, f"{module_name} cannot be imported ({error})") from None
+    except SystemExit as error:
+        raise ConfigError.of("Loss", target, f"{module_name} ends the process when imported, {error!r}") from error
     for part in attribute.split("."):
         if not hasattr(value, part):
             raise ConfigError.of("Loss", target, f"{module_name} has no {attribute}")

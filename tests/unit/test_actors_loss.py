@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,3 +60,10 @@ def needs_more(model_output: object, data: object, dp_group: object = None, *, m
 
 def takes_no_data(model_output: object, *, dp_group: object = None) -> None:
     """No loss at all."""
+
+
+def test_a_module_that_ends_the_process_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "leaving_loss.py").write_text("raise SystemExit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"leaving_loss ends the process when imported, SystemExit\(0\)"):
+        Loss("leaving_loss:loss")

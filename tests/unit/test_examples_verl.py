@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
+from examples.demo.task import layers_for
 from examples.verl import grpo, ppo, sft
 from examples.verl.options import VerlOptions
+from examples.verl.rl import demo_options
 from examples.verl.task import write_verl_task
 from rl_backend.contracts import ConfigError
 
@@ -134,3 +137,30 @@ def test_the_demos_task_is_in_verls_files(task: Path) -> None:
 def test_the_demos_model_is_refused_beside_a_model_of_ones_own() -> None:
     with pytest.raises(ConfigError, match=r"GRPOOptions\.demo_model='qwen3_moe': model is trained instead"):
         grpo.GRPOOptions(model="mine", **FILES, demo_model="qwen3_moe")
+
+
+def test_the_demos_model_has_layers_for_every_stage_of_a_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def num_layers(model: Path) -> int:
+        found: int = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+        return found
+
+    assert [layers_for(stages) for stages in (1, 2, 3, 4, 8)] == [3, 4, 3, 4, 8]
+    options = sft.SFTOptions(run_dir=str(tmp_path / "sft"), backend="bridge", pp=2, ranks=2)
+    folder = options.files_of_task
+    assert folder is not None and num_layers(folder / "model") == 4
+    write_verl_task(tmp_path / "chosen", num_layers=5)
+    assert num_layers(tmp_path / "chosen" / "model") == 5
+    with pytest.raises(ConfigError, match=r"SFTOptions\.demo_layers=5: model is trained instead"):
+        sft.SFTOptions(model="mine", **FILES, demo_layers=5)
+
+    def train(warm_up: sft.SFTOptions) -> Path:
+        trained = sft.trained_model(warm_up)
+        found = warm_up.files_of_task
+        assert found is not None
+        shutil.copytree(found / "model", trained)
+        return trained
+
+    monkeypatch.setattr(sft, "train", train)
+    task, warm = demo_options(grpo.GRPOOptions(run_dir=str(tmp_path / "grpo"), backend="bridge", pp=2, ranks=2))
+    assert task is not None and warm.model is not None
+    assert num_layers(task / "model") == num_layers(Path(warm.model)) == 4

@@ -221,7 +221,11 @@ def test_a_module_or_file_that_cannot_be_imported_is_refused(tmp_path: Path, mon
 NO_NUMBERS = [None, "1.0", {"acc": 1.0}, {"score": "high"}, float("nan"), {"score": float("inf")}]
 
 
-@pytest.mark.parametrize("result", [*NO_NUMBERS, np.array([1.0, 2.0]), torch.ones(2), 10**400, {"score": -(10**400)}])
+@pytest.mark.parametrize(
+    "result",
+    [*NO_NUMBERS, np.array([1.0, 2.0]), torch.ones(2), 10**400, {"score": -(10**400)}],
+    ids=lambda result: repr(result)[:24],
+)
 def test_a_result_without_a_finite_score_is_refused(result: Any) -> None:
     with pytest.raises(RLBackendError, match="the reward function returned"):
         score_value(result)
