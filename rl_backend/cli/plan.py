@@ -151,4 +151,5 @@ def _in_flags(message: str) -> str:
     message = message.replace("RuntimeConfig.plugins=", "--plugin ")
     message = re.sub(r"^(-?\d+) micro-batches:", r"--micro-batches \1:", message)
     message = re.sub(r"\b(?:ParallelConfig|BridgeConfig\.parallel)\.(\w+)=", r"--\1 ", message)
+    message = message.replace("Workload.calculate_entropy=", "--entropy ")
     return re.sub(r"\bWorkload\.(\w+)=", lambda match: f"--{match[1].removeprefix('num_').replace('_', '-')} ", message)

@@ -43,6 +43,12 @@ class Workload(BaseConfig):
                 self.sequence_length,
                 f"does not fit into micro_batch_tokens={self.micro_batch_tokens}; sequences are never split: raise that",
             )
+        if self.calculate_entropy and self.head != "log_probs":
+            raise ConfigError.of(
+                "Workload.calculate_entropy",
+                True,
+                f"head={self.head!r} gives no probabilities and has no entropy; leave it out",
+            )
         return self
 
     def micro_batch(self) -> PackedBatch:

@@ -116,6 +116,7 @@ def test_less_is_preferred_before_more(model: Path) -> None:
         (("--ranks", "0"), "--ranks 0: must be at least 1"),
         (("--ranks", "1", "--device-gib", "0"), "--device-gib 0.0: must be above 0"),
         (("--ranks", "1", "--sequence-length", "9000"), "--sequence-length 9000: does not fit into micro_batch_tokens=8192"),
+        (("--ranks", "1", "--head", "values", "--entropy"), "--entropy True: head='values' gives no probabilities"),
         (("--ranks", "1", "--offload", "weights"), "'weights' is none of model, optimizer, grad"),
         (("--ranks", "1", "--options", '{"param_dtype": "float32"}'), "param_dtype has a flag of its own"),
         (("--ranks", "1", "--options", '{"unheard": 1}'), "NativeConfig.unheard=1: unknown field"),
