@@ -183,4 +183,20 @@ FAULTS = [
         ("tests/distributed/test_megatron_cpu.py::test_megatron_has_random_states_of_its_own",),
         "data-parallel ranks would draw the same numbers",
     ),
+    Fault(
+        "bridge-balances-with-the-type-none",
+        "rl_backend/contracts/bridge_overrides.py",
+        "        if weight and not adds_loss:\n",
+        "        if False:\n",
+        ("tests/unit/test_bridge_config.py::test_an_option_that_cannot_hold_is_refused_when_the_configuration_is_built",),
+        "a coefficient would be accepted and balance nothing",
+    ),
+    Fault(
+        "bridge-decays-norms-that-are-not-there",
+        f"{_BRIDGE}/overrides.py",
+        "    if value and not provider.qk_layernorm:\n",
+        "    if False:\n",
+        ("tests/unit/test_bridge_config.py::test_decay_of_norms_that_a_model_does_not_have_is_refused",),
+        "apply_wd_to_qk_layernorm would be accepted and ignored",
+    ),
 ]

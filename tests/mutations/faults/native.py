@@ -254,4 +254,15 @@ FAULTS = [
         ("tests/distributed/test_post_validation.py::test_steps_that_are_validated_later_are_those_that_wait[1f1b]",),
         "a step that was taken back would still count",
     ),
+    Fault(
+        "parameters-freed-between-micro-batches",
+        f"{_NATIVE}/runtime.py",
+        "keep_gathered=not self.native.reshard_after_forward,",
+        "keep_gathered=False,",
+        (
+            "tests/distributed/test_gathered_parameters.py"
+            "::test_parameters_that_stay_are_gathered_once_whatever_the_number_of_micro_batches",
+        ),
+        "reshard_after_forward=False would save no transfer between micro-batches",
+    ),
 ]

@@ -6,6 +6,8 @@ from tests.mutations.fault import Fault
 
 _START = "tests/unit/test_run_start.py"
 _SAVER = "tests/unit/test_run_saver.py"
+_DISK = "tests/unit/test_run_disk.py"
+_REFUSED = "tests/unit/test_examples.py::test_grpo_options_that_cannot_work_are_refused"
 _PARITY = "tests/unit/test_parity_command.py"
 
 FAULTS = [
@@ -149,5 +151,53 @@ FAULTS = [
         "    for per_rank in range(fewest, most + 1):\n",
         ("tests/unit/test_balance.py::test_a_multiple_of_micro_batches_is_the_least_multiple_or_refused",),
         "interleaved schedules would refuse a planned batch",
+    ),
+    Fault(
+        "no-room-for-the-last-state",
+        "examples/common/run_state.py",
+        "            file.write(bytes(size + _SPARE_BYTES))\n",
+        "            pass\n",
+        (f"{_DISK}::test_a_disk_that_fills_up_ends_the_run_with_a_name_and_a_last_state[samples]",),
+        "a run that a full disk ended would say that it runs",
+    ),
+    Fault(
+        "full-disk-is-a-raw-error",
+        "examples/common/disk.py",
+        "        raise RunFolderError(cannot_write(run_dir, error), path=str(run_dir), errno=error.errno) from error\n",
+        "        raise\n",
+        (f"{_DISK}::test_a_disk_that_fills_up_ends_the_run_with_a_name_and_a_last_state[samples]",),
+        "a run would end with a traceback in place of what to do",
+    ),
+    Fault(
+        "full-disk-hides-the-first-error",
+        "examples/common/run_folder.py",
+        "            except OSError as problem:\n                refused[str(problem)] = problem\n",
+        "            except ZeroDivisionError as problem:\n                refused[str(problem)] = problem\n",
+        (f"{_DISK}::test_a_full_disk_does_not_hide_the_error_that_ends_a_run",),
+        "the reason of a run's end would be lost",
+    ),
+    Fault(
+        "reward-module-ends-the-run",
+        "adapters/verl/reward.py",
+        "    except (Exception, SystemExit) as error:\n        del ",
+        "    except Exception as error:\n        del ",
+        ("tests/unit/test_verl_dataset.py::test_a_module_or_file_that_cannot_be_imported_is_refused",),
+        "a run would end with status 0 and no word",
+    ),
+    Fault(
+        "checkpoint-options-without-checkpoints",
+        "examples/common/training_config.py",
+        "            if self.is_set(name) and not self.save_every:\n",
+        "            if False:\n",
+        (_REFUSED,),
+        "who keeps five checkpoints and saves none would find none",
+    ),
+    Fault(
+        "importance-cap-without-weights",
+        "examples/common/rl_config.py",
+        '        if self.is_set("importance_cap") and not self.importance_options():\n',
+        "        if False:\n",
+        (_REFUSED,),
+        "a cap would be accepted and nothing weighed",
     ),
 ]
