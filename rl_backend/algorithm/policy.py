@@ -66,7 +66,8 @@ def policy_loss(
         clip_ratio_low, clip_ratio_high: where the surrogate's importance ratio is clipped: 1 - low, 1 + high.
         clip_ratio_c: dual clip, of ``ppo`` alone; None switches it off.
         loss_agg_mode, loss_scale_factor: see :func:`~rl_backend.algorithm.aggregation.aggregation_terms`.
-        kl_coef, kl_type: see :func:`~rl_backend.algorithm.kl.kl_penalty`.
+        kl_coef: may be annealed to 0, where no reference is needed.
+        kl_type: see :func:`~rl_backend.algorithm.kl.kl_penalty`.
         tis_cap: see :func:`~rl_backend.algorithm.importance.truncated_importance_weights`.
         mis_bounds: see :func:`~rl_backend.algorithm.importance.masked_importance_weights`; instead of ``tis_cap``.
         importance_level: ``token`` or ``sequence``, of either.
@@ -97,8 +98,6 @@ def policy_loss(
     check_importance_options(tis_cap, mis_bounds, importance_level, importance_veto)
     if not (math.isfinite(kl_coef) and kl_coef >= 0):
         raise ConfigError.of("kl_coef", kl_coef, "must be a finite number, 0 or above")
-    if kl_type != "k3" and kl_coef == 0:
-        raise ConfigError.of("kl_type", kl_type, "kl_coef=0 has no KL to estimate; set kl_coef, or leave it out")
     if not math.isfinite(entropy_coef):
         raise ConfigError.of("entropy_coef", entropy_coef, "must be a finite number")
 

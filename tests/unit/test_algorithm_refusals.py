@@ -60,7 +60,6 @@ def test_missing_model_outputs_are_refused_with_what_to_set() -> None:
         ("loss_scale_factor", 3.0),
         ("kl_coef", -1.0),
         ("kl_type", "k4"),
-        ("kl_type", "k2"),
         ("tis_cap", 0.0),
         ("entropy_coef", float("inf")),
     ],
