@@ -13,6 +13,7 @@ import torch
 from actors import Sample
 from actors.rollout_routes import Routes
 from actors.rollout_sample import VersionSpan
+from rl_backend.checkpoint.load_problem import load_problem
 from rl_backend.contracts import CheckpointError
 
 FILE_NAME = "drawn_samples.pt"
@@ -55,7 +56,7 @@ def load_drawn(directory: Path) -> list[list[Sample]]:
     try:
         return [[_from_dict(sample) for sample in batch] for batch in torch.load(path, weights_only=True)]
     except Exception as error:  # pickle raises errors of any type for damaged data
-        raise CheckpointError(f"{path} cannot be read: {error}", path=str(path)) from error
+        raise CheckpointError(f"{path} cannot be read: {load_problem(error)}", path=str(path)) from error
 
 
 def _to_dict(sample: Sample) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from rl_backend.checkpoint.confined import name_problem, require_inside
 from rl_backend.contracts import CheckpointError
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -116,7 +117,10 @@ class HFReader:
 
 def _weight_files(directory: Path, weight_map: Mapping[str, str] | None) -> list[Path]:
     if weight_map is not None:
-        files = [directory / name for name in sorted(set(weight_map.values()))]
+        inside = _hub_repository(directory)
+        files = [
+            require_inside(inside, str(directory.relative_to(inside) / name)) for name in sorted(set(weight_map.values()))
+        ]
     elif (directory / SINGLE_FILE).is_file():
         files = [directory / SINGLE_FILE]
     else:
@@ -135,12 +139,19 @@ def _weight_files(directory: Path, weight_map: Mapping[str, str] | None) -> list
     return files
 
 
+def _hub_repository(directory: Path) -> Path:
+    """What files may be links into: ``directory``, or of a snapshot in the cache of huggingface_hub its repository."""
+    absolute = directory.absolute()
+    in_cache = absolute.parent.name == "snapshots" and (absolute.parent.parent / "blobs").is_dir()
+    return absolute.parent.parent if in_cache else directory
+
+
 def _read_weight_map(index: Path) -> dict[str, str]:
     weight_map = _read_json_object(index, "fetch it again").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map; fetch it again, or remove it to read all *.safetensors files")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or name_problem(file):
             raise CheckpointError(f"{index} places {name!r} in {file!r}; expected the name of a file beside it", tensor=name)
     return weight_map
 

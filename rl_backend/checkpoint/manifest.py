@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from rl_backend.checkpoint.confined import require_inside, require_names
 from rl_backend.checkpoint.sealed import SealedConfig
 from rl_backend.contracts import CheckpointError, Head
 from rl_backend.contracts.base_config import BaseConfig
@@ -63,6 +64,12 @@ class TrainingManifest(SealedConfig):
     extra: dict[str, Any] = Field(default_factory=dict)
     files: dict[str, FileFacts] = Field(default_factory=dict)
 
+    @field_validator("files")
+    @classmethod
+    def _names(cls, files: dict[str, FileFacts]) -> dict[str, FileFacts]:
+        require_names(files)
+        return files
+
     def require_model(self, model_type: str, parameters: Mapping[str, tuple[int, ...]], head: Head, path: Path) -> None:
         """Raises :class:`CheckpointError`, with the first difference, unless the checkpoint is of this model."""
         if self.model_type != model_type:
@@ -97,9 +104,9 @@ class TrainingManifest(SealedConfig):
             )
 
     def require_files(self, path: Path) -> None:
-        """Raises :class:`CheckpointError` for a file that is missing or of another size."""
+        """Raises :class:`CheckpointError` for a file that is missing, of another size, or a link out of ``path``."""
         for name, facts in self.files.items():
-            file = path / name
+            file = require_inside(path, name)
             if not file.is_file():
                 raise CheckpointError(f"{path} is incomplete: {name} is missing", path=str(path), name=name)
             found = file.stat().st_size
@@ -115,7 +122,7 @@ def read_manifest(path: Path) -> TrainingManifest:
     """The manifest of a checkpoint directory.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: there is none, it cannot be read, or it names files outside of the directory.
     """
     file = path / MANIFEST_NAME
     if not path.is_dir():
@@ -127,7 +134,7 @@ def read_manifest(path: Path) -> TrainingManifest:
             else "a save that did not finish leaves none"
         )
         raise CheckpointError(f"{path} has no {MANIFEST_NAME}, so it is no training checkpoint; {hint}", path=str(path))
-    found = _FORMAT.search(file.read_text(errors="replace"))
+    found = _FORMAT.search(require_inside(path, MANIFEST_NAME).read_text(errors="replace"))
     if found and found[1] != "2":
         raise CheckpointError(
             f"{path} has format {found[1]}, this version reads format 2; load it with the version that wrote it, and take "

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from rl_backend.checkpoint.confined import require_inside, require_names
 from rl_backend.checkpoint.digesting_writer import file_facts
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts
 from rl_backend.checkpoint.sealed import SealedConfig
@@ -31,6 +32,12 @@ class RunManifest(SealedConfig):
     step: int = Field(ge=0)
     state: dict[str, Any]
     files: dict[str, FileFacts]
+
+    @field_validator("files")
+    @classmethod
+    def _names(cls, files: dict[str, FileFacts]) -> dict[str, FileFacts]:
+        require_names(files, depth=2)
+        return files
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -74,7 +81,8 @@ def read_run_checkpoint(path: Path | str) -> RunCheckpoint:
     What is inside of each model, ``load_checkpoint`` verifies.
 
     Raises:
-        CheckpointError: not a checkpoint of a run, or a file that is missing or has other bytes than were written.
+        CheckpointError: not a checkpoint of a run, a file that is missing or has other bytes than were written, or a name
+            that leads out of the directory.
     """
     given = Path(path)
     path = given.resolve()
@@ -88,9 +96,9 @@ def read_run_checkpoint(path: Path | str) -> RunCheckpoint:
             else "give a step-... directory of a run, or remove it if it is what is left of one"
         )
         raise CheckpointError(f"{path} has no {RUN_FILE}, so it is no checkpoint of a run; {hint}", path=str(path))
-    manifest = RunManifest.read_sealed(file)
+    manifest = RunManifest.read_sealed(require_inside(path, RUN_FILE))
     for name, facts in manifest.files.items():
-        if not (path / name).is_file():
+        if not require_inside(path, name).is_file():
             raise _damaged(path, name, "it is missing")
         if file_facts(path / name) != facts:
             raise _damaged(path, name, "it has other bytes than were written")

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -20,6 +19,7 @@ from rl_backend.checkpoint.agreement import raise_on_every_rank
 from rl_backend.checkpoint.digesting_writer import DigestingWriter, file_facts
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, TrainingManifest, read_manifest
 from rl_backend.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner, TensorPieces
+from rl_backend.checkpoint.stored_metadata import TensorsReader
 from rl_backend.contracts import CheckpointError, Head
 
 logger = logging.getLogger(__name__)
@@ -107,8 +107,8 @@ def open_training_state(
     parameters: Mapping[str, tuple[int, ...]],
     head: Head,
     group: dist.ProcessGroup,
-) -> tuple[TrainingManifest, set[str]]:
-    """The manifest and the tensors' names, once every rank has found the checkpoint complete and of this model.
+) -> tuple[TrainingManifest, TensorsReader]:
+    """The manifest and what reads the tensors, once every rank has found the checkpoint complete and of this model.
 
     A collective over ``group``.
 
@@ -118,43 +118,36 @@ def open_training_state(
     Raises:
         CheckpointError: on every rank.
     """
-    manifest, problem = None, None
+    manifest, reader, problem = None, None, None
     cause: Exception | None = None
-    names: set[str] = set()
     try:
         manifest = read_manifest(path)
         manifest.require_model(model_type, parameters, head, path)
         manifest.require_readable_by(backend, path)
         manifest.require_files(path)
         _require_digests(manifest, path, group)
-        names = _tensor_names(path)
+        reader = TensorsReader(path, manifest.files)
     except CheckpointError as error:
         problem, cause = error.message, error
     except Exception as error:  # noqa: BLE001 - raised below, on every rank
         problem, cause = f"{path} cannot be read: {type(error).__name__}: {error}", error
     raise_on_every_rank(problem, group, cause)
-    assert manifest is not None, "without a problem there is a manifest"
-    return manifest, names
+    assert manifest is not None, "without a problem there are both"
+    assert reader is not None, "without a problem there are both"
+    return manifest, reader
 
 
-def read_training_state(path: Path, tensors: StateTensors, group: dist.ProcessGroup) -> None:
+def read_training_state(reader: TensorsReader, tensors: StateTensors, group: dist.ProcessGroup) -> None:
     """Fills ``tensors`` in place from a checkpoint that :func:`open_training_state` has accepted. A collective.
 
     Raises:
         CheckpointError: a rank could not read; on every rank, and ``tensors`` are partly filled.
     """
     try:
-        load(dict(tensors), storage_reader=FileSystemReader(path), planner=PiecesLoadPlanner(), process_group=group)
+        load(dict(tensors), storage_reader=reader, planner=PiecesLoadPlanner(), process_group=group)
     except CheckpointException as error:
         _raise_interrupt(error, group)
-        raise CheckpointError(f"{path} could not be read: {_causes(error)}", path=str(path)) from error
-
-
-def _tensor_names(path: Path) -> set[str]:
-    try:
-        return set(FileSystemReader(path).read_metadata().state_dict_metadata)
-    except Exception as error:  # pickle raises errors of any type for damaged data
-        raise CheckpointError(f"{path} is damaged: its .metadata cannot be read: {error}", path=str(path)) from error
+        raise CheckpointError(f"{reader.path} could not be read: {_causes(error)}", path=str(reader.path)) from error
 
 
 def _require_digests(manifest: TrainingManifest, path: Path, group: dist.ProcessGroup) -> None:

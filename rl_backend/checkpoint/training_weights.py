@@ -6,23 +6,20 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from rl_backend.checkpoint.digesting_writer import file_facts
 from rl_backend.checkpoint.manifest import read_manifest
+from rl_backend.checkpoint.stored_metadata import METADATA_FILE, TensorsReader
 from rl_backend.contracts import CheckpointError
 
 PREFIX = "model."
 """Names of weights in a checkpoint begin with it."""
-
-_METADATA_FILE = ".metadata"
 
 
 class TrainingWeights:
@@ -52,8 +49,8 @@ class TrainingWeights:
                 path=str(self.path),
             )
         self.shapes = dict(self.manifest.parameters)
-        self._verify(_METADATA_FILE)
-        self._reader = _Reader(self.path)
+        self._verify(METADATA_FILE)
+        self._reader = TensorsReader(self.path, self.manifest.files)
         for name, shape in self.shapes.items():
             self._require_whole(name, shape)
 
@@ -125,19 +122,3 @@ class TrainingWeights:
                 path=str(self.path),
                 name=name,
             )
-
-
-class _Reader(FileSystemReader):
-    """Reads the list of what is stored where once, not for every tensor."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        try:
-            self.metadata = super().read_metadata()
-        except Exception as error:  # pickle raises errors of any type for damaged data
-            raise CheckpointError(
-                f"{path} is damaged: its {_METADATA_FILE} cannot be read: {error}", path=str(path)
-            ) from error
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.metadata

@@ -79,11 +79,12 @@ def load_state(
     Raises:
         CheckpointError: on every rank.
     """
-    manifest, saved = open_training_state(path, handle.config.backend, _model_type(handle), shapes, handle.head, group)
+    manifest, reader = open_training_state(path, handle.config.backend, _model_type(handle), shapes, handle.head, group)
     raise_on_every_rank(problem(manifest), group)
+    saved = reader.metadata.state_dict_metadata
     wanted = {name: value for name, value in tensors().items() if name in saved or not name.startswith(RANDOM)}
     try:
-        read_training_state(path, wanted, group)
+        read_training_state(reader, wanted, group)
     except BaseException:
         handle.damaged = f"loading {path} failed in the middle"
         raise

@@ -1,0 +1,47 @@
+"""Names that a manifest gives for files of its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+
+from rl_backend.contracts import CheckpointError
+
+
+def name_problem(name: str, depth: int = 1) -> str | None:
+    """Why ``name`` is no name of a file at most ``depth`` levels inside of a folder; None where it is one."""
+    parts = PurePosixPath(name).parts
+    if not parts or "\0" in name or "\\" in name:
+        return "is no name of a file"
+    if name.startswith("/"):
+        return "is an absolute name"
+    if ".." in parts:
+        return "leads out of the folder"
+    if len(parts) > depth or str(PurePosixPath(name)) != name:
+        return "is no name of a file beside it" if depth == 1 else f"has more than {depth} levels"
+    return None
+
+
+def require_names(names: object, depth: int = 1) -> None:
+    """Raises :class:`ValueError` for the first of ``names``, a mapping's keys, with a :func:`name_problem`."""
+    for name in names if isinstance(names, dict) else ():
+        problem = name_problem(str(name), depth)
+        if problem:
+            raise ValueError(f"it names {name!r}, which {problem}; only files of the folder are read")
+
+
+def require_inside(folder: Path, name: str) -> Path:
+    """``folder / name``, once it is known that no link on the way leads out of ``folder``.
+
+    Raises:
+        CheckpointError: one does. ``folder`` itself may be a link.
+    """
+    file = folder / name
+    root, found = folder.resolve(), file.resolve()
+    if not found.is_relative_to(root):
+        raise CheckpointError(
+            f"{folder} is refused: {name} is a link out of it, to {found}; put a copy of the file in its place if you "
+            "trust it",
+            path=str(folder),
+            name=name,
+        )
+    return file

@@ -1,0 +1,243 @@
+"""What ``.metadata`` says of a checkpoint's tensors, read without running anything that it asks for.
+
+``torch.distributed.checkpoint`` writes the file as a pickle, and a pickle names functions to call. Here each name that such
+a file may have stands for a record that only keeps what it is given; every other name is refused. What the records hold is
+then checked and put into torch's own classes.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from rl_backend.checkpoint.confined import require_inside
+from rl_backend.checkpoint.load_problem import load_problem, may_run
+from rl_backend.checkpoint.manifest import FileFacts
+from rl_backend.contracts import CheckpointError
+
+METADATA_FILE = ".metadata"
+
+_TORCH = Metadata.__module__
+_NAMES = frozenset(
+    {
+        *((_TORCH, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata")),
+        *((_TORCH, name) for name in ("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING")),
+        (FileSystemReader.__module__, "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+        ("torch", "Size"),
+        ("pathlib", "PosixPath"),
+    }
+)
+_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+class TensorsReader(FileSystemReader):
+    """Reads the tensors of a checkpoint. What is stored where is read once, and nothing in a file is run.
+
+    Args:
+        path: the checkpoint's directory.
+        files: of its manifest; data is read from no others.
+
+    Attributes:
+        metadata: what is stored where.
+
+    Raises:
+        CheckpointError: ``.metadata`` is damaged, asks for anything to be run, or names other files.
+    """
+
+    def __init__(self, path: Path, files: Mapping[str, FileFacts]) -> None:
+        super().__init__(path)
+        if METADATA_FILE not in files:
+            raise CheckpointError(
+                f"{path} is damaged: its manifest does not list {METADATA_FILE}; take an earlier checkpoint",
+                path=str(path),
+                name=METADATA_FILE,
+            )
+        try:
+            data = require_inside(path, METADATA_FILE).read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{path / METADATA_FILE} cannot be read: {error}", path=str(path)) from None
+        self.metadata = _Conversion(path, files).metadata(_records(path, data))
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Raises :class:`CheckpointError` with the file's name where it holds no tensors that can be read."""
+        stored: dict[MetadataIndex, _StorageInfo] = self.metadata.storage_data
+        by_file: dict[str, list[Any]] = {}
+        for item in plan.items:
+            by_file.setdefault(stored[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            file = require_inside(Path(self.path), name)
+            try:
+                super().read_data(LoadPlan(items), planner)
+            except Exception as error:
+                raise CheckpointError(
+                    f"{file} is refused, {load_problem(error)}; take an earlier checkpoint",
+                    path=str(self.path),
+                    name=name,
+                ) from error
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+class _Record:
+    """Stands for an object of a pickle: what it was made with and what it was then told, whatever that is."""
+
+    __slots__ = ("arguments", "state")
+
+    arguments: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *arguments: Any) -> _Record:
+        record = super().__new__(cls)
+        record.arguments, record.state = arguments, None
+        return record
+
+    # With it a pickle cannot set attributes, neither of a record nor of its class.
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, path: Path, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._path = path
+        self._kinds: dict[tuple[str, str], type[_Record]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        if (module, name) not in _NAMES:
+            raise CheckpointError(
+                f"{self._path} is refused: its {METADATA_FILE} {may_run(f'{module}.{name}')}",
+                path=str(self._path),
+                name=METADATA_FILE,
+            )
+        return self._kinds.setdefault((module, name), type(name, (_Record,), {"__slots__": ()}))
+
+
+def _records(path: Path, data: bytes) -> Any:
+    try:
+        return _Unpickler(path, data).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # pickle raises errors of any type for damaged data
+        raise CheckpointError(
+            f"{path} is damaged: its {METADATA_FILE} cannot be read: {type(error).__name__}: {error}; take an earlier "
+            "checkpoint",
+            path=str(path),
+            name=METADATA_FILE,
+        ) from error
+
+
+class _Conversion:
+    """Records to torch's own classes."""
+
+    def __init__(self, path: Path, files: Mapping[str, FileFacts]) -> None:
+        self._path, self._files = path, files
+
+    def metadata(self, record: Any) -> Metadata:
+        fields = self._fields(record, "Metadata")
+        tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+            self._text(name): self._tensor(self._text(name), each)
+            for name, each in self._of(dict, fields.get("state_dict_metadata")).items()
+        }
+        stored = {
+            self._index(index): self._place(each) for index, each in self._of(dict, fields.get("storage_data")).items()
+        }
+        return Metadata(tensors, storage_data=stored, storage_meta=StorageMeta())
+
+    def _tensor(self, name: str, record: Any) -> TensorStorageMetadata:
+        if _kind(record) != "TensorStorageMetadata":
+            self._refuse(f"{name} is stored as a {_kind(record)}, not as a tensor")
+        fields = self._fields(record, "TensorStorageMetadata")
+        size = self._size(fields.get("size"))
+        chunks = [self._chunk(name, each, size) for each in self._of(list, fields.get("chunks"))]
+        properties = fields.get("properties")
+        told = properties.state if isinstance(properties, _Record) else None
+        if _kind(properties) != "TensorProperties" or not isinstance(told, tuple) or not told:
+            self._refuse(f"{name} has no properties")
+        return TensorStorageMetadata(TensorProperties(self._of(torch.dtype, told[0])), size, chunks)
+
+    def _chunk(self, name: str, record: Any, whole: torch.Size) -> ChunkStorageMetadata:
+        fields = self._fields(record, "ChunkStorageMetadata")
+        offsets, sizes = self._size(fields.get("offsets")), self._size(fields.get("sizes"))
+        if not len(offsets) == len(sizes) == len(whole) or any(
+            offset + size > end for offset, size, end in zip(offsets, sizes, whole, strict=True)
+        ):
+            self._refuse(f"{name} has a piece of {tuple(sizes)} at {tuple(offsets)}, outside of {tuple(whole)}")
+        return ChunkStorageMetadata(offsets, sizes)
+
+    def _index(self, record: Any) -> MetadataIndex:
+        fields = self._fields(record, "MetadataIndex")
+        offset, number = fields.get("offset"), fields.get("index")
+        return MetadataIndex(
+            self._text(fields.get("fqn")),
+            None if offset is None else self._size(offset),
+            None if number is None else self._count(number),
+        )
+
+    def _place(self, record: Any) -> _StorageInfo:
+        fields = self._fields(record, "_StorageInfo")
+        file, start, length = self._text(fields.get("relative_path")), fields.get("offset"), fields.get("length")
+        if file not in self._files or file == METADATA_FILE:
+            self._refuse(f"it places tensors in {file!r}, which is no file of this checkpoint")
+        if fields.get("transform_descriptors"):
+            self._refuse(f"it wants {fields['transform_descriptors']!r} to be applied to {file}")
+        if self._count(start) + self._count(length) > self._files[file].num_bytes:
+            self._refuse(f"it places a tensor behind the end of {file}")
+        return _StorageInfo(file, self._count(start), self._count(length))
+
+    def _size(self, record: Any) -> torch.Size:
+        if _kind(record) != "Size" or len(record.arguments) != 1:
+            self._refuse(f"it has a {_kind(record)} in the place of a size")
+        return torch.Size([self._count(each) for each in self._of(tuple, record.arguments[0])])
+
+    def _fields(self, record: Any, kind: str) -> dict[str, Any]:
+        if _kind(record) != kind:
+            self._refuse(f"it has a {_kind(record)} in the place of a {kind}")
+        return self._of(dict, record.state)
+
+    def _text(self, value: Any) -> str:
+        return self._of(str, value)
+
+    def _count(self, value: Any) -> int:
+        if type(value) is not int or value < 0:
+            self._refuse(f"it has {_kind(value)} {value!r:.40} in the place of a count")
+        return value
+
+    def _of[T](self, kind: type[T], value: Any) -> T:
+        if not isinstance(value, kind):
+            self._refuse(f"it has a {_kind(value)} in the place of a {kind.__name__}")
+        return value
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise CheckpointError(
+            f"{self._path} is damaged: its {METADATA_FILE} is refused, {reason}; take an earlier checkpoint",
+            path=str(self._path),
+            name=METADATA_FILE,
+        )
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__

@@ -1,0 +1,136 @@
+"""Checkpoints that somebody has made to run a command or to read other files, with seals that fit."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+from rl_backend.checkpoint.digesting_writer import file_facts
+from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, TrainingManifest
+from rl_backend.checkpoint.run_manifest import RUN_FILE, RunManifest
+
+
+class Command:
+    """Unpickled, it makes the file ``mark``."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self._mark}",)
+
+
+def hostile_metadata(checkpoint: Path, mark: Path) -> str:
+    """``.metadata`` runs a command and is nothing else."""
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Command(mark)))
+    return r"\.metadata asks for (posix|os)\.system"
+
+
+def hostile_field(checkpoint: Path, mark: Path) -> str:
+    """``.metadata`` is what it was, but for a field that nobody reads."""
+    with (checkpoint / ".metadata").open("rb") as stream:
+        metadata = pickle.load(stream)
+    metadata.planner_data = [Command(mark)]
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    return r"\.metadata asks for (posix|os)\.system"
+
+
+def hostile_builtins(checkpoint: Path, mark: Path) -> str:
+    """``eval`` by the names of the oldest protocol."""
+    (checkpoint / ".metadata").write_bytes(b"c__builtin__\neval\n(V__import__('os').system('touch %b')\ntR." % bytes(mark))
+    return r"\.metadata asks for (__builtin__|builtins)\.eval"
+
+
+def hostile_attribute(checkpoint: Path, mark: Path) -> str:
+    """Sets an attribute of a class that the file may name."""
+    (checkpoint / ".metadata").write_bytes(
+        b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n(N}V__hash__\nctorch\nSize\nstb."
+    )
+    return r"\.metadata cannot be read: TypeError"
+
+
+def hostile_object(checkpoint: Path, mark: Path) -> str:
+    """A weight is declared to be an object, which ``torch.distributed.checkpoint`` unpickles without limits."""
+    with (checkpoint / ".metadata").open("rb") as stream:
+        metadata = pickle.load(stream)
+    name = next(name for name in metadata.state_dict_metadata if name.startswith("model."))
+    metadata.state_dict_metadata[name] = BytesStorageMetadata()
+    stored = next(place for index, place in metadata.storage_data.items() if index.fqn == name)
+    metadata.storage_data = {
+        **{index: place for index, place in metadata.storage_data.items() if index.fqn != name},
+        MetadataIndex(name): stored,
+    }
+    _put_archive(checkpoint / stored.relative_path, mark)
+    stored.offset, stored.length = 0, (checkpoint / stored.relative_path).stat().st_size
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    return r"\.metadata asks for torch\.distributed\.checkpoint\.metadata\.BytesStorageMetadata"
+
+
+def hostile_tensor(checkpoint: Path, mark: Path) -> str:
+    """The data of weights are archives of ``torch.save`` whose pickle runs a command."""
+    with (checkpoint / ".metadata").open("rb") as stream:
+        metadata = pickle.load(stream)
+    for file in checkpoint.glob("*.distcp"):
+        _put_archive(file, mark)
+    for place in metadata.storage_data.values():
+        place.offset, place.length = 0, (checkpoint / place.relative_path).stat().st_size
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    return r"__0_0\.distcp is refused, it asks for (posix|os)\.system"
+
+
+def hostile_place(checkpoint: Path, mark: Path) -> str:
+    """Weights are said to be in a file elsewhere."""
+    with (checkpoint / ".metadata").open("rb") as stream:
+        metadata = pickle.load(stream)
+    for place in metadata.storage_data.values():
+        place.relative_path = f"../{checkpoint.name}/{place.relative_path}"
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    return r"places tensors in '\.\./\w+/__\d_0\.distcp', which is no file of this checkpoint"
+
+
+HOSTILE = [
+    *(hostile_metadata, hostile_field, hostile_builtins, hostile_attribute),
+    *(hostile_object, hostile_tensor, hostile_place),
+]
+
+
+def reseal(checkpoint: Path) -> None:
+    """Digests of a model's checkpoint as they must be, and of the run's that it is in."""
+    _reseal(checkpoint, MANIFEST_NAME, TrainingManifest)
+    if (checkpoint.parent / RUN_FILE).exists():
+        _reseal(checkpoint.parent, RUN_FILE, RunManifest)
+
+
+def _reseal(folder: Path, name: str, kind: type[TrainingManifest] | type[RunManifest]) -> None:
+    manifest = kind.read_sealed(folder / name)
+    files = {file: file_facts(folder / file) for file in manifest.files}
+    (folder / name).write_text(manifest.replace(files=files).sealed_text())
+
+
+def with_files(folder: Path, name: str, kind: type[TrainingManifest] | type[RunManifest], files: Mapping[str, Path]) -> None:
+    """Adds names to a manifest with the facts of the files that they lead to; none is checked here."""
+    manifest = kind.read_sealed(folder / name)
+    facts = {
+        file: file_facts(target) if target.is_file() else FileFacts(num_bytes=0, xxh3="") for file, target in files.items()
+    }
+    whole = manifest.model_copy(update={"files": {**manifest.files, **facts}, "digest": ""})
+    text = whole.model_dump_json(indent=1)
+    seal = xxhash.xxh3_64_hexdigest(text.encode())
+    (folder / name).write_text(text.replace('"digest": ""', f'"digest": "{seal}"', 1))
+
+
+def _put_archive(file: Path, mark: Path) -> None:
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(Command(mark), protocol=2))
+        archive.writestr("archive/byteorder", "little")
+        archive.writestr("archive/version", "3\n")
+    file.write_bytes(data.getvalue())
