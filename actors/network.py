@@ -1,4 +1,4 @@
-"""The network interface that other nodes reach."""
+"""Network addresses of this process's node, and which interface its process groups use."""
 
 from __future__ import annotations
 
@@ -6,18 +6,36 @@ import fcntl
 import os
 import socket
 import struct
+from collections.abc import Iterable
 
 import ray
+
+from rl_backend.parallel.store import LOOPBACK, prefer_loopback
 
 _SIOCGIFADDR = 0x8915
 
 
-def use_node_interface() -> None:
-    """Has gloo use the interface of this node's Ray address, unless ``GLOO_SOCKET_IFNAME`` names one.
+def node_address() -> str:
+    """This node's address, as Ray has it."""
+    return str(ray.util.get_node_ip_address())
 
-    Left to itself gloo takes the address of the host's name, which is often the loopback address.
+
+def meeting_address(nodes: Iterable[str]) -> str:
+    """Where processes on nodes of these addresses meet, the first being this one: loopback where all are one machine's."""
+    first, *others = nodes
+    return LOOPBACK if all(other == first for other in others) else first
+
+
+def use_interface(address: str) -> None:
+    """Has gloo use the interface with this address of a meeting, unless ``GLOO_SOCKET_IFNAME`` names one.
+
+    Left to itself gloo takes the address of the host's name, which may be either. NCCL is left to itself, for it has one
+    interface per process and weights may travel to other nodes, unless Ray itself is on the loopback address alone.
     """
-    interface = interface_of(ray.util.get_node_ip_address())
+    here = node_address()
+    if here == LOOPBACK:
+        prefer_loopback(os.environ)
+    interface = "lo" if address == LOOPBACK else interface_of(here)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 

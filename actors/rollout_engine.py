@@ -23,7 +23,7 @@ from actors.rollout_config import RolloutConfig, SamplingConfig
 from actors.rollout_messages import EngineInfo, EngineState, Generated, Request, Response
 from actors.rollout_observed import observed
 from actors.rollout_routes import ExpertIds, pack_routes
-from actors.transport.gloo_group import Address, GlooGroup, join, receive_into
+from actors.transport.gloo_group import Address, GlooGroup, receive_into
 from actors.transport.segment import Segment, SharedSegment, host_identity, map_segment
 from actors.vllm_expected import expected_weights
 from actors.vllm_process import prepare_process, start_vllm
@@ -164,7 +164,9 @@ class RolloutEngine:
 
     def join_gloo(self, key: str, address: Address, rank: int) -> None:
         """Takes this engine's place in the gloo group of one weight sync's source rank."""
-        self._gloo[key] = join(address, rank)
+        if key in self._gloo:
+            self._gloo.pop(key).close()
+        self._gloo[key] = GlooGroup(address, rank)
 
     def receive(self, key: str, layout: WeightManifest) -> None:
         """Receives weights over gloo into this engine's own segment; nothing is verified or loaded yet."""
@@ -178,7 +180,8 @@ class RolloutEngine:
 
     def leave_gloo(self, key: str) -> None:
         """Leaves one weight sync's gloo group; the last to leave frees the engine's own segment."""
-        self._gloo.pop(key, None)
+        if key in self._gloo:
+            self._gloo.pop(key).close()
         if not self._gloo:
             self._drop_own_segment()
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from ray import cloudpickle
 
 from actors.cpu_threads import thread_environment
+from actors.network import meeting_address
 from actors.placement import Placement, PlacementStrategy, reserve
 from actors.train_order import Driver
 from actors.train_ranks import GroupMembers, TrainRanks
@@ -76,10 +77,11 @@ def _start(
     ranks = TrainRanks(GroupMembers(group_id, name, workers, placed.group, failure_grace), driver, owned=True)
     try:
         # Waiting for every process first keeps a slow one from looking like one that hangs.
-        address, *_ = ranks.collect("start", 0, [worker.choose_address.remote() for worker in workers], timeout)
+        nodes = ranks.collect("start", 0, [worker.node_address.remote() for worker in workers], timeout)
+        (meeting,) = ranks.collect("start", 0, [workers[0].open_meeting.remote(meeting_address(nodes))], timeout)
         pickled = cloudpickle.dumps(config)
         refs = [
-            worker.start.remote(_rank_environment(rank, num_ranks, placed, gpus, address), pickled)
+            worker.start.remote(_rank_environment(rank, num_ranks, placed, gpus), meeting, pickled)
             for rank, worker in enumerate(workers)
         ]
         ranks.infos = tuple(ranks.collect("start", 0, refs, timeout))
@@ -115,13 +117,9 @@ def _process_environment(cores: int, gpus: float) -> dict[str, str]:
     return threads if gpus else {**threads, **thread_environment(), "CUDA_VISIBLE_DEVICES": ""}
 
 
-def _rank_environment(
-    rank: int, num_ranks: int, placed: Placement, gpus: float, address: tuple[str, int]
-) -> Mapping[str, str]:
+def _rank_environment(rank: int, num_ranks: int, placed: Placement, gpus: float) -> Mapping[str, str]:
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_RANK": "0" if gpus else str(placed.slots[rank].index_on_node),
-        "MASTER_ADDR": address[0],
-        "MASTER_PORT": str(address[1]),
     }

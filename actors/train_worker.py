@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections import OrderedDict
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass
 
 import ray
 import torch
 from ray import ObjectRef, cloudpickle
 
-from actors.network import use_node_interface
+from actors.meeting import Meeting, MeetingPoint, PathToMeeting
+from actors.network import node_address, use_interface
 from actors.train_context import RankContext
 from actors.train_observed import observed
 from actors.train_order import Driver, OperationHeader, OperationLedger, OperationSequence
 from actors.train_outcome import Completed, Failed, Outcome, failed
 from rl_backend.contracts import LossFn, RLBackendError
+from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT
+from rl_backend.parallel.store import store_environment
 from rl_backend.runtime import create_runtime
 from rl_backend.trace import TraceBatch, recorder
 
@@ -62,28 +63,34 @@ class TrainWorker:
         self._sequence = OperationSequence()
         self._losses: OrderedDict[str, LossFn] = OrderedDict()
         self._context: RankContext | None = None
+        self._meeting_point: MeetingPoint | None = None
+        self._path: PathToMeeting | None = None
 
-    def choose_address(self) -> Outcome:
-        """Answers this node's address and a port that is free on it."""
+    def node_address(self) -> Outcome:
+        """Answers this node's address."""
+        return Completed(node_address())
+
+    def open_meeting(self, address: str) -> Outcome:
+        """Opens the store of the ranks, on rank 0; answers the :class:`~actors.meeting.Meeting`."""
         try:
-            with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as listener:
-                listener.bind(("", 0))
-                return Completed((ray.util.get_node_ip_address(), listener.getsockname()[1]))
+            self._meeting_point = MeetingPoint(address, COLLECTIVE_TIMEOUT)
         except OSError as error:
             return failed(error)
+        return Completed(self._meeting_point.meeting)
 
-    def start(self, environment: Mapping[str, str], pickled_config: bytes) -> Outcome:
+    def start(self, environment: Mapping[str, str], meeting: Meeting, pickled_config: bytes) -> Outcome:
         """Sets the rank's environment and builds its runtime; answers a :class:`RankInfo`."""
         try:
-            os.environ.update(environment)
-            use_node_interface()
+            self._path = PathToMeeting(meeting)
+            os.environ.update({**environment, **store_environment(self._path.port)})
+            use_interface(meeting.host)
             torch.set_num_threads(self._threads)
             runtime = create_runtime(cloudpickle.loads(pickled_config))
             self._context = RankContext(runtime, self._group_id, self._rank, self._world_size)
         except Exception as error:  # noqa: BLE001, every error is the driver's to judge
             return failed(error)
         node_id = ray.get_runtime_context().get_node_id()
-        return Completed(RankInfo(self._rank, node_id, ray.util.get_node_ip_address(), os.getpid()))
+        return Completed(RankInfo(self._rank, node_id, node_address(), os.getpid()))
 
     def execute(self, header: OperationHeader, pickled_call: bytes, loss: SentLoss | None) -> Outcome:
         """Runs ``function(context, *args, **kwargs)``; with a loss, it is the keyword argument ``loss_fn``."""

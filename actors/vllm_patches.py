@@ -1,19 +1,24 @@
-"""Every change to vLLM's own behaviour, in one place. Each is for CPU engines of vLLM 0.30 and does nothing with CUDA.
+"""Every change to vLLM's own behaviour, in one place. Those of weights are for CPU engines of vLLM 0.30 alone.
 
 vLLM's CPU kernels keep packed copies of weights, made when a model is first loaded. A weight update writes the parameters,
 but not these copies:
 
 * ``lm_head`` tied to the embedding has a packed copy of its own; only the embedding module is loaded, so the copy stays old;
 * a mixture-of-experts layer packs its experts only while its ``moe_kernel`` is unset, that is, once.
+
+An engine of several workers has the first of them serve a store, which torch binds to all interfaces of the machine.
 """
 
 from __future__ import annotations
 
+import importlib
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
@@ -38,6 +43,19 @@ def pack_embeddings_again(model: nn.Module) -> None:
     """Makes the packed copies of embeddings and (tied) heads from the parameters as they are now."""
     for module in _modules_of(model, UnquantizedEmbeddingMethod):
         module.quant_method.process_weights_after_loading(module)
+
+
+def bind_stores_to_their_address() -> None:
+    """From now on a store that torch's rendezvous serves in this process listens on the address in its URL alone."""
+    # By its name: torch.distributed.rendezvous as an attribute is the function.
+    importlib.import_module("torch.distributed.rendezvous").TCPStore = _bound_store  # type: ignore[attr-defined]
+
+
+def _bound_store(host_name: str, port: int, *, is_master: bool = False, **options: Any) -> TCPStore:
+    if is_master:
+        listener = socket.create_server((host_name, port))
+        options |= {"multi_tenant": False, "master_listen_fd": listener.detach()}
+    return TCPStore(host_name, port, is_master=is_master, **options)
 
 
 def _modules_of(model: nn.Module, method: type) -> list[Any]:

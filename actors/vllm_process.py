@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from actors.cpu_threads import thread_environment
+from actors.network import use_interface
 from actors.rollout_config import RolloutConfig
 from rl_backend.contracts import ConfigError, UnsupportedError
+from rl_backend.parallel.store import LOOPBACK
 
 _GIB = 2**30
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
@@ -38,6 +40,9 @@ def prepare_process(device: str, cores: tuple[int, ...], workers: int) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    # All processes of an engine are on this machine.
+    os.environ.setdefault("VLLM_HOST_IP", LOOPBACK)
+    use_interface(LOOPBACK)
     if device != "cpu":
         return
     available = os.sched_getaffinity(0)

@@ -1,6 +1,7 @@
 """What runs inside vLLM's worker processes: the receiving end of staged weights, in vLLM's own weight-transfer interface.
 
-vLLM imports this module because its configuration names :class:`WorkerExtension`; the import registers the engines.
+vLLM imports this module because its configuration names :class:`WorkerExtension`; the import registers the engines and
+keeps the workers' stores to themselves.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from actors.transport.segment import map_segment
-from actors.vllm_patches import pack_embeddings_again, packing_experts_again
+from actors.vllm_patches import bind_stores_to_their_address, pack_embeddings_again, packing_experts_again
 from rl_backend.contracts import WeightManifest
 from rl_backend.weights import read_tensor
 
@@ -147,3 +148,4 @@ class WorkerExtension:
 
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, SwitchingWeightTransferEngine)
+    bind_stores_to_their_address()

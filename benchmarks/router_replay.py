@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from actors import HandleRef, Loss, RankContext, RolloutConfig, RolloutGroup, SamplingConfig, TrainGroup, sample_seeds
+from actors.local_ray import init_local_ray
 from benchmarks.report import interleave, machine, medians, write_result
 from examples.common.models import Model
 from examples.common.router_replay import RouterReplayMode
@@ -157,7 +158,7 @@ def main() -> None:
     facts = machine()
     with tempfile.TemporaryDirectory() as folder:
         base = write_model(Path(folder) / "model")
-        ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+        init_local_ray(num_cpus=8, include_dashboard=False, log_to_driver=False)
         with RolloutGroup(
             RolloutConfig(model_path=str(base), max_model_len=256, kv_cache_gib=0.5, return_routed_experts=True)
         ) as rollout:

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from actors.local_ray import init_local_ray
 from actors.rollout_config import RolloutConfig, SamplingConfig
 from actors.rollout_engine import RolloutEngine
 from actors.rollout_group import RolloutGroup
@@ -190,7 +191,7 @@ def main() -> None:
     facts = machine()
     # The engine's process and this one do parts of every way; Ray would run the first at a lower priority.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112, this is how Ray spells it
-    ray.init(address="local", include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
+    init_local_ray(include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
     try:
         with tempfile.TemporaryDirectory() as scratch:
             directory = Path(scratch) / "model"

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-import ray
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from actors.meeting import MeetingPoint
+from actors.network import meeting_address, node_address
 from actors.rollout_group import RolloutGroup
 from actors.transport.base import (
     SOURCE_RANK,
@@ -79,7 +79,9 @@ class GlooTransport(StagedTransport):
         if members == self._members:
             return
         size = len(members) + 1
-        address: Address = from_source(train.run_on_ranks(listen, self._key, size))
+        source = from_source(train.run_on_ranks(source_node))
+        nodes = [source, *(rollout.infos[engine].node_ip for engine in members)]
+        address: Address = from_source(train.run_on_ranks(listen, self._key, meeting_address(nodes), size))
         positions = {engine: position for position, engine in enumerate(members, start=1)}
         joining = rollout.start_call("join_gloo", self._key, address, each=lambda engine: (positions[engine],))
         connected = train.run_on_ranks(connect, self._key)
@@ -88,23 +90,28 @@ class GlooTransport(StagedTransport):
         self._members = members
 
 
-def listen(context: SourceContext, key: str, size: int) -> Address | None:
-    """Runs on every rank: the source rank opens the store that the others join."""
+def source_node(context: SourceContext) -> str | None:
+    """Runs on every rank: the address of the source rank's node."""
+    return node_address() if context.rank == SOURCE_RANK else None
+
+
+def listen(context: SourceContext, key: str, address: str, size: int) -> Address | None:
+    """Runs on every rank: the source rank opens the store where all meet."""
     if context.rank != SOURCE_RANK:
         return None
-    host = ray.util.get_node_ip_address()
-    store = TCPStore(host, 0, size, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
-    context.state[key] = (store, size)
-    return Address(host, store.port, size)
+    disconnect(context, key)
+    point = MeetingPoint(address, TIMEOUT)
+    context.state[key] = (point, Address(point.meeting, size))
+    return Address(point.meeting, size)
 
 
 def connect(context: SourceContext, key: str) -> RLBackendError | None:
     """Runs on every rank: the source rank takes its place in the group, while the engines take theirs."""
     if context.rank != SOURCE_RANK:
         return None
-    store, size = context.state[key]
+    point, address = context.state[key]
     try:
-        context.state[key] = (store, GlooGroup(store, 0, size))
+        context.state[key] = (point, GlooGroup(address, SOURCE_RANK))
     except RuntimeError as error:
         return WeightSyncError(f"transport='gloo': an engine did not join within {TIMEOUT.total_seconds():g} s: {error}")
     return None
@@ -133,8 +140,11 @@ def broadcast_weights(context: SourceContext, plan: PushPlan) -> WeightManifest 
 
 
 def disconnect(context: SourceContext, key: str) -> None:
-    """Runs on every rank: leaves the group."""
-    _, group = context.state.pop(key, (None, None))
+    """Runs on every rank: leaves the group, and closes the store to others."""
+    if key not in context.state:
+        return
+    point, group = context.state.pop(key)
+    point.close()
     if isinstance(group, GlooGroup):
         group.close()
 

@@ -7,18 +7,19 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import ray
 import torch
 from torch import Tensor
 from torch.distributed import (  # type: ignore[attr-defined]
     BroadcastOptions,
     PrefixStore,
     ProcessGroupGloo,
-    Store,
     TCPStore,
 )
 
+from actors.meeting import Meeting, PathToMeeting
+from actors.network import node_address
 from rl_backend.contracts import TensorInfo
+from rl_backend.parallel.store import LOOPBACK
 from rl_backend.weights import read_tensor
 
 TIMEOUT = timedelta(seconds=120)
@@ -29,16 +30,21 @@ TIMEOUT = timedelta(seconds=120)
 class Address:
     """Where a group meets, and how many processes are in it."""
 
-    host: str
-    port: int
+    meeting: Meeting
     size: int
 
 
 class GlooGroup:
-    """A process group apart from torch's default one, so that a trainer's own groups are left alone."""
+    """A process group apart from torch's default one, so that a trainer's own groups are left alone.
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
-        self._group: Any = ProcessGroupGloo(PrefixStore("rl_backend_weights", store), rank, size, _options())
+    Joins the group that the source rank made, whose place in it is 0.
+    """
+
+    def __init__(self, address: Address, rank: int) -> None:
+        self._path = PathToMeeting(address.meeting)
+        store = TCPStore(LOOPBACK, self._path.port, address.size, is_master=False, timeout=TIMEOUT)
+        prefixed = PrefixStore("rl_backend_weights", store)
+        self._group: Any = ProcessGroupGloo(prefixed, rank, address.size, _options(address.meeting))
 
     def broadcast(self, tensor: Tensor) -> None:
         """Rank 0's contiguous CPU tensor to all."""
@@ -50,22 +56,21 @@ class GlooGroup:
     def close(self) -> None:
         """Closes the connections, which tells those who wait for this process."""
         self._group = None
+        self._path.close()
 
 
-def _options() -> Any:
-    """On the interface that ``GLOO_SOCKET_IFNAME`` names, else on the one with this node's Ray address."""
+def _options(meeting: Meeting) -> Any:
+    """On the interface that ``GLOO_SOCKET_IFNAME`` names, else on the one with the meeting's kind of address."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    place = {"interface": interface} if interface else {"hostname": ray.util.get_node_ip_address()}
+    # Ranks of one machine have named the loopback interface for themselves; engines elsewhere cannot reach it.
+    if interface and (meeting.on_one_machine or interface != "lo"):
+        place = {"interface": interface}
+    else:
+        place = {"hostname": LOOPBACK if meeting.on_one_machine else node_address()}
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(**place)]
     options._timeout = TIMEOUT
     return options
-
-
-def join(address: Address, rank: int) -> GlooGroup:
-    """Joins the group that the source rank made."""
-    store = TCPStore(address.host, address.port, address.size, is_master=False, timeout=TIMEOUT)
-    return GlooGroup(store, rank, address.size)
 
 
 def receive_into(group: GlooGroup, buffer: Tensor, layout: tuple[TensorInfo, ...]) -> None:

@@ -34,6 +34,7 @@ import torch
 from ray.exceptions import RayError
 
 from actors import RankContext, TrainGroup
+from actors.local_ray import init_local_ray
 from actors.placement import living_nodes
 from examples.common.disk import usable_run_dir
 from rl_backend.contracts import ConfigError
@@ -53,7 +54,8 @@ def cores_each(processes: int) -> int:
 def ray_session(ranks: int, engines: int = 0) -> Iterator[None]:
     """Connects to the cluster of ``RAY_ADDRESS``, or starts Ray here for that many training ranks and engines.
 
-    Training and sampling take turns, so Ray is told of enough CPUs here for each of them to reserve all cores.
+    Ray that is started here listens on the loopback address alone, and is told of enough CPUs for ranks and engines to
+    reserve all cores each, because training and sampling take turns.
 
     Raises:
         ConfigError: no cluster answers at ``RAY_ADDRESS``, or it refuses this process's token.
@@ -73,8 +75,7 @@ def ray_session(ranks: int, engines: int = 0) -> Iterator[None]:
                 "(RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH)",
             ) from None
     else:
-        ray.init(
-            address="local",
+        init_local_ray(
             num_cpus=max(usable_cores(), ranks) + max(usable_cores(), engines),
             num_gpus=torch.cuda.device_count(),
             include_dashboard=False,

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rl_backend.contracts import ConfigError, ParallelConfig
+from rl_backend.parallel.store import job_store
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others, when the groups are made and in every collective.
@@ -269,14 +270,10 @@ def _init_default_group(device: torch.device) -> None:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT, device_id=device_id)
         return
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise ConfigError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set but {', '.join(missing)} is not; set RANK, WORLD_SIZE, "
-            "MASTER_ADDR and MASTER_PORT together (torchrun does), or none of them for one process",
-            missing=missing,
-        )
-    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device_id)
+    store, rank, world_size = job_store(COLLECTIVE_TIMEOUT)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT, device_id=device_id
+    )
 
 
 def _is_fake() -> bool:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
 from rl_backend.contracts import ParityError
+from rl_backend.parallel.store import host_store, prefer_loopback, store_environment
 from rl_backend.parity.config import ParityConfig, SideName
 from rl_backend.parity.record import RankRecord
 
@@ -22,6 +23,7 @@ GRACE_SECONDS = 5.0
 
 _POLL_SECONDS = 0.05
 _LOG_LINES = 20
+_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", *store_environment(0))
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,12 @@ def run_ranks(config: ParityConfig, name: SideName, device: str, folder: Path) -
     config_file = folder / "config.json"
     config_file.write_text(config.replace(device=device).model_dump_json())
     world_size = config.side(name).world_size
-    port = _free_port()
+    # Served here for as long as the ranks live.
+    store = host_store(timedelta(seconds=config.timeout))
     ranks: list[_Rank] = []
     try:
         for index in range(world_size):
-            environment = _environment(config, device, index, world_size, port)
+            environment = _environment(config, device, index, world_size, store.port)
             ranks.append(_start(index, folder, [str(config_file), name], environment))
         _wait(ranks, f"the {name} {config.side(name).runtime!r}", config.timeout)
     finally:
@@ -73,24 +76,17 @@ def _start(index: int, folder: Path, arguments: Sequence[str], environment: dict
 
 
 def _environment(config: ParityConfig, device: str, rank: int, world_size: int, port: int) -> dict[str, str]:
-    job = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in job}
+    environment = {name: value for name, value in os.environ.items() if name not in _JOB}
     environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         environment[name] = str(config.threads)
-    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    prefer_loopback(environment)
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     if world_size > 1:
-        values = (str(rank), str(rank), str(world_size), "127.0.0.1", str(port))
-        environment.update(zip(job, values, strict=True))
+        environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        environment |= store_environment(port)
     return environment
-
-
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
 
 
 def _wait(ranks: Sequence[_Rank], side: str, timeout: float) -> None:

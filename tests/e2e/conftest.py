@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import ray
 
+from actors.local_ray import init_local_ray
 from actors.rollout_config import RolloutConfig
 from actors.rollout_group import RolloutGroup
 from actors.weight_sync import WeightSync
@@ -22,8 +23,7 @@ LEARNED_STEPS = 24
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """A Ray cluster of this test session alone, with eight logical cores whatever the machine has."""
-    ray.init(
-        address="local",
+    init_local_ray(
         num_cpus=8,
         num_gpus=0,
         include_dashboard=False,

@@ -10,6 +10,7 @@ import ray
 import torch
 
 from actors import Loss, RankContext, TrainGroup
+from actors.local_ray import init_local_ray
 from rl_backend.contracts import NativeConfig, RuntimeConfig
 from tests.gpu.conftest import MakeRuntime
 from tests.support.losses import nll_loss
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def cluster() -> Iterator[None]:
-    ray.init(address="local", include_dashboard=False, log_to_driver=False, configure_logging=False)
+    init_local_ray(include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield
     ray.shutdown()
 

@@ -36,7 +36,9 @@ def ray_on_gpus() -> Iterator[None]:
         pytest.skip("the GPU build of vllm is not installed")
     import ray
 
-    ray.init(address="local", include_dashboard=False, log_to_driver=False, configure_logging=False)
+    from actors.local_ray import init_local_ray
+
+    init_local_ray(include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield
     ray.shutdown()
 

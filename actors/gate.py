@@ -1,0 +1,172 @@
+"""A door to a port of this machine's loopback address, for processes on other nodes that know a secret.
+
+The owner of the port opens a :class:`Gate` on an address that other nodes reach. A process elsewhere opens a
+:class:`Doorway`, whose port on its own loopback address leads through the gate. Both ends prove that they know the secret
+before a byte passes (HMAC-SHA256 over fresh random numbers of both); what passes then is not encrypted.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from rl_backend.contracts import RLBackendError
+
+HANDSHAKE_SECONDS = 10.0
+"""How long either end waits for the other's proof."""
+
+_NONCE = 32
+_CHUNK = 2**16
+_JOINER, _GATE = b"rl_backend joiner", b"rl_backend gate"
+
+
+class Listener:
+    """Serves every connection to a port in a thread of its own, until it is closed.
+
+    Attributes:
+        port: chosen by the system.
+    """
+
+    def __init__(self, host: str, serve: Callable[[socket.socket], None]) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=128)
+        self.port: int = self._listener.getsockname()[1]
+        self._serve = serve
+        threading.Thread(target=self._accept, name=f"accept {host}:{self.port}", daemon=True).start()
+
+    def close(self) -> None:
+        """Takes no more connections; those that are open stay."""
+        with suppress(OSError):
+            # Closing alone leaves accept() waiting, and the port with it.
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+
+class Gate(Listener):
+    """Lets those who know the secret through to a port of this machine's loopback address.
+
+    Args:
+        host: address of this node that other nodes reach.
+        target: the address and port to which the gate leads.
+    """
+
+    def __init__(self, host: str, target: tuple[str, int], secret: bytes) -> None:
+        self._target = target
+        self._secret = secret
+        super().__init__(host, self._admit)
+
+    def _admit(self, joiner: socket.socket) -> None:
+        try:
+            joiner.settimeout(HANDSHAKE_SECONDS)
+            asked = secrets.token_bytes(_NONCE)
+            joiner.sendall(asked)
+            answer = _receive(joiner, 2 * _NONCE)
+            nonce, proof = answer[:_NONCE], answer[_NONCE:]
+            if not hmac.compare_digest(proof, _proof(self._secret, _JOINER, asked, nonce)):
+                joiner.close()
+                return
+            joiner.sendall(_proof(self._secret, _GATE, asked, nonce))
+            inside = socket.create_connection(self._target, timeout=HANDSHAKE_SECONDS)
+        except OSError:
+            joiner.close()
+            return
+        _join(joiner, inside)
+
+
+class Doorway(Listener):
+    """A port of this machine's loopback address that leads through a gate elsewhere.
+
+    Raises:
+        RLBackendError: the gate does not answer, or has another secret.
+    """
+
+    def __init__(self, loopback: str, gate: tuple[str, int], secret: bytes) -> None:
+        self._gate = gate
+        self._secret = secret
+        pass_gate(gate, secret).close()
+        super().__init__(loopback, self._lead)
+
+    def _lead(self, inside: socket.socket) -> None:
+        try:
+            outside = pass_gate(self._gate, self._secret)
+        except RLBackendError:
+            inside.close()
+            return
+        _join(inside, outside)
+
+
+def pass_gate(gate: tuple[str, int], secret: bytes) -> socket.socket:
+    """A connection to what lies behind a gate.
+
+    Raises:
+        RLBackendError: the gate does not answer, or has another secret.
+    """
+    where = f"the meeting point at {gate[0]}:{gate[1]}"
+    try:
+        connection = socket.create_connection(gate, timeout=HANDSHAKE_SECONDS)
+    except OSError as error:
+        raise RLBackendError(
+            f"{where} cannot be reached ({error}); a firewall between the nodes must let free ports through"
+        ) from error
+    nonce = secrets.token_bytes(_NONCE)
+    try:
+        asked = _receive(connection, _NONCE)
+        connection.sendall(nonce + _proof(secret, _JOINER, asked, nonce))
+        answer = _receive(connection, len(_proof(b"", b"", b"", b"")))
+    except OSError as error:
+        connection.close()
+        raise RLBackendError(f"{where} turned this process away: it has another secret, or has ended ({error})") from error
+    if not hmac.compare_digest(answer, _proof(secret, _GATE, asked, nonce)):
+        connection.close()
+        raise RLBackendError(f"{where} does not know this group's secret: something else answers there")
+    return connection
+
+
+def _proof(secret: bytes, role: bytes, asked: bytes, nonce: bytes) -> bytes:
+    return hmac.digest(secret, role + asked + nonce, "sha256")
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    received = b""
+    while len(received) < count:
+        part = connection.recv(count - len(received))
+        if not part:
+            raise ConnectionResetError("the connection was closed")
+        received += part
+    return received
+
+
+def _join(one: socket.socket, other: socket.socket) -> None:
+    """Passes bytes both ways until both ends have closed."""
+    for connection in (one, other):
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    back = threading.Thread(target=_pass, args=(other, one), daemon=True)
+    back.start()
+    _pass(one, other)
+    back.join()
+    one.close()
+    other.close()
+
+
+def _pass(source: socket.socket, target: socket.socket) -> None:
+    try:
+        while part := source.recv(_CHUNK):
+            target.sendall(part)
+    except OSError:
+        pass
+    with suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
