@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import ray
 
+from actors.cluster_watch import ray_is_usable
 from actors.rollout_calls import Sampling, collect
 from actors.rollout_config import RolloutConfig, SamplingConfig
 from actors.rollout_engine import RolloutEngine
@@ -243,7 +244,7 @@ class RolloutGroup:
         """Ends every engine."""
         actors = list(self._actors.values())
         self._actors.clear()
-        if ray.is_initialized():
+        if ray_is_usable():
             _end(actors)
             self._placement.release()
 

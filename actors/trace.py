@@ -12,6 +12,7 @@ from typing import Any, Protocol, Self
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from actors.cluster_watch import ray_is_usable
 from rl_backend.contracts import ConfigError
 from rl_backend.trace import ChromeTraceWriter, Event, TraceBatch, recorder
 from rl_backend.trace.recorder import clock_identity
@@ -131,7 +132,7 @@ class TraceCollector:
         if not recorder.recording:
             return
         try:
-            if ray.is_initialized():
+            if ray_is_usable():
                 self._stop_actors()
             self._write(DRIVER, 0.0, recorder.take())
             self._draw_arrows()

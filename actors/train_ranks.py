@@ -14,6 +14,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
+from actors.cluster_watch import ray_is_usable
 from actors.train_order import Driver, OperationHeader
 from actors.train_outcome import Completed, Failed, breaks_process_group, with_origin
 from actors.train_worker import RankInfo, SentLoss
@@ -35,8 +36,8 @@ class GroupMembers:
     failure_grace: float
 
     def kill(self) -> None:
-        """Ends every rank and gives its resources back. Does nothing once Ray is shut down, which did the same."""
-        if ray.is_initialized():
+        """Ends every rank and gives its resources back. Does nothing once Ray is shut down or lost, which did the same."""
+        if ray_is_usable():
             for worker in self.workers:
                 ray.kill(worker)
             remove_placement_group(self.placement_group)

@@ -34,6 +34,7 @@ import torch
 from ray.exceptions import RayError
 
 from actors import RankContext, TrainGroup
+from actors.cluster_watch import ray_is_usable, watch_cluster
 from actors.local_ray import init_local_ray
 from actors.placement import living_nodes
 from examples.common.disk import usable_run_dir
@@ -59,6 +60,7 @@ def ray_session(ranks: int, engines: int = 0) -> Iterator[None]:
 
     Raises:
         ConfigError: no cluster answers at ``RAY_ADDRESS``, or it refuses this process's token.
+        ClusterLostError: Ray's servers ended meanwhile; see :func:`~actors.cluster_watch.watch_cluster`.
     """
     if ray.is_initialized():
         yield
@@ -83,9 +85,11 @@ def ray_session(ranks: int, engines: int = 0) -> Iterator[None]:
             logging_level=logging.ERROR,
         )
     try:
-        yield
+        with watch_cluster():
+            yield
     finally:
-        ray.shutdown()
+        if ray_is_usable():
+            ray.shutdown()
 
 
 class Share(NamedTuple):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_backend.contracts import BaseConfig, ConfigError, RLBackendError
+from rl_backend.contracts import BaseConfig, ClusterLostError, ConfigError, RLBackendError
 
 
 def parse_config[C: BaseConfig](config_type: type[C], description: str, arguments: Sequence[str] | None = None) -> C:
@@ -47,6 +48,11 @@ def run_command(main: Callable[[], None]) -> None:
         main()
     except RLBackendError as error:
         print(f"error: {error}", file=sys.stderr)
+        if isinstance(error, ClusterLostError):
+            # Ray's own exit handlers wait for what has ended, and end with another status.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(2)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

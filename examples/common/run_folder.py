@@ -18,6 +18,7 @@ from typing import Any, Self, TextIO
 
 from torch.utils.tensorboard import SummaryWriter
 
+from actors.cluster_watch import cluster_loss
 from actors.prometheus import export_step
 from actors.trace import TraceCollector, TraceSource
 from examples.common.disk import cannot_write, usable_run_dir, written_to
@@ -208,7 +209,8 @@ class RunFolder:
             except OSError as problem:
                 refused[str(problem)] = problem
         lost = RunFolderError(cannot_write(self.path, "; ".join(refused)), path=str(self.path)) if refused else None
-        ended_by = error or lost
+        # A call into Ray that the loss of Ray has ended raises whatever comes of that.
+        ended_by = (error and cluster_loss()) or error or lost
         try:
             self._write_end(ended_by)
         except OSError as problem:

@@ -6,13 +6,16 @@ import errno
 import fcntl
 import os
 import socket
+import time
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Self, TextIO
 
 from examples.common.disk import usable_run_dir
 from rl_backend.contracts import ConfigError
+
+_TRY_SECONDS = 0.5
 
 
 class RunLock:
@@ -31,7 +34,7 @@ class RunLock:
 
     def _take(self, run_dir: Path) -> None:
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(self._file)
         except BlockingIOError:
             self._file.seek(0)
             holder = self._file.read().strip() or "another process"
@@ -62,3 +65,15 @@ class RunLock:
 
     def __exit__(self, *error: object) -> None:
         self.release()
+
+
+def _lock(file: TextIO) -> None:
+    """Tries for a moment: a reader that looks whether the folder is held holds it itself meanwhile."""
+    deadline = time.monotonic() + _TRY_SECONDS
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)

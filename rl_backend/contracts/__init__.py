@@ -6,6 +6,7 @@ from rl_backend.contracts.bridge_config import BridgeConfig
 from rl_backend.contracts.errors import (
     BatchError,
     CheckpointError,
+    ClusterLostError,
     ConfigError,
     EngineDeadError,
     EngineDirtyError,
@@ -53,6 +54,7 @@ __all__ = [
     "BatchError",
     "BridgeConfig",
     "CheckpointError",
+    "ClusterLostError",
     "ConfigError",
     "EngineDeadError",
     "EngineDirtyError",

@@ -70,6 +70,10 @@ class GroupFailedError(RLBackendError):
     """A rank of a training group died or left its peers in a collective; the group cannot be used again."""
 
 
+class ClusterLostError(RLBackendError):
+    """Ray itself ended: its control store, or the raylet of this process's node."""
+
+
 class OperationOrderError(RLBackendError):
     """An operation that another driver, or an operation already lost, would interleave with."""
 

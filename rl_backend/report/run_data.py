@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ class RunData:
     """What the files of a run say.
 
     Attributes:
+        run: of ``run.json``; its ``state`` is "killed" where that says "running" and no process holds the folder any more.
         metrics: name -> its series.
         steps: number of those logged, ``span`` the first and the last.
         first_samples: of the first step that has some; ``last_samples`` of the last, empty when that is the same.
@@ -46,6 +49,8 @@ def read_run(path: Path | str) -> RunData:
     data = RunData(Path(path))
     data.config = _read_object(data, "config.json")
     data.run = _read_object(data, "run.json")
+    if data.run.get("state") == "running" and _nobody_holds(data.path / ".lock"):
+        data.run |= {"state": "killed", "ended": _last_write(data.path)}
     data.summary = _read_object(data, "summary.json")
     _read_metrics(data)
     data.first_samples, data.last_samples = _read_samples(data, "samples.jsonl")
@@ -65,6 +70,23 @@ def _read_object(data: RunData, name: str) -> dict[str, Any]:
         data.problems.append(f"{name}: is not an object")
         return {}
     return value
+
+
+def _nobody_holds(lock: Path) -> bool:
+    """Whether the process that locked the folder has ended; False where it cannot be told."""
+    try:
+        with lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _last_write(folder: Path) -> str:
+    """When a run that could not say when it ended wrote a log last."""
+    logs = [folder / name for name in ("run.json", "metrics.jsonl", "samples.jsonl")]
+    last = max(log.stat().st_mtime for log in logs if log.exists())
+    return datetime.fromtimestamp(last, UTC).isoformat(timespec="seconds")
 
 
 def _read_metrics(data: RunData) -> None:

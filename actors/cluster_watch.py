@@ -1,0 +1,214 @@
+"""Notices when Ray itself is lost, before Ray ends the process with a dump of its own and leaves others behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+import ray
+
+from rl_backend.contracts import ClusterLostError
+
+END_SECONDS = 20.0
+"""How long a run that has lost Ray may take to end in order."""
+
+_POLL_SECONDS, _POLL_SECONDS_ELSEWHERE = 0.5, 2.0
+_PATIENCE = 10.0
+"""How long a server elsewhere may be out of reach: a network's hiccup must not end a run."""
+_CONNECT_SECONDS = 3.0
+_FAMILY_EVERY = 10
+
+
+@contextmanager
+def watch_cluster() -> Iterator[None]:
+    """Raises :class:`~rl_backend.contracts.ClusterLostError` in the main thread when Ray's servers are gone.
+
+    They are the cluster's control store (``gcs_server``) and this node's ``raylet``. What this process started is then
+    ended. Where the run does not end within ``END_SECONDS`` of the error, because it waits for Ray, the process prints the
+    error and ends with exit status 2. Outside of the main thread, which alone can be interrupted, nothing is watched.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    watch = _Watch()
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        if watch.pending():
+            raise watch.error()
+        if callable(before):
+            before(number, frame)
+
+    signal.signal(signal.SIGINT, interrupted)
+    watch.thread.start()
+    try:
+        yield
+    except Exception as error:
+        # What failed first may be a rank that went with Ray.
+        if not isinstance(error, ClusterLostError) and watch.found():
+            raise watch.error() from error
+        raise
+    finally:
+        watch.stop()
+        signal.signal(signal.SIGINT, before)
+
+
+def cluster_loss() -> ClusterLostError | None:
+    """What a watch of this process has found; None while Ray is there."""
+    return _loss[-1] if _loss else None
+
+
+def ray_is_usable() -> bool:
+    """Whether calls can be made to Ray: it is initialised, and no watch has found that it is gone."""
+    return ray.is_initialized() and not _loss
+
+
+_loss: list[ClusterLostError] = []
+
+
+class _Watch:
+    def __init__(self) -> None:
+        self._checks = _local_checks()
+        self._ours = bool(self._checks)
+        if not self._ours:
+            self._checks = _remote_checks()
+        self._family: dict[int, str] = {}
+        self._reason = ""
+        self._told = False
+        self._stopped = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="watch cluster", daemon=True)
+        _loss.clear()
+
+    def pending(self) -> bool:
+        """Whether the main thread has yet to be told of a loss; True once."""
+        pending = bool(self._reason) and not self._told
+        self._told = self._told or pending
+        return pending
+
+    def found(self) -> bool:
+        """Whether Ray is gone; asks again."""
+        self._told = True
+        if not self._reason and (reason := self._check()):
+            self._note(reason)
+        return bool(self._reason)
+
+    def error(self) -> ClusterLostError:
+        return _loss[-1]
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _run(self) -> None:
+        count = 0
+        while not self._stopped.wait(_POLL_SECONDS if self._ours else _POLL_SECONDS_ELSEWHERE):
+            if self._ours and count % _FAMILY_EVERY == 0:
+                self._family |= _descendants()
+            count += 1
+            if reason := self._check():
+                self._end(reason)
+                return
+
+    def _check(self) -> str:
+        return " and ".join(reason for reason in [check() for check in self._checks.values()] if reason)
+
+    def _note(self, reason: str) -> None:
+        error = ClusterLostError(
+            f"Ray is lost: {reason}; the run cannot go on. Its last checkpoint is whole: start it again with --resume auto",
+            reason=reason,
+        )
+        _loss.append(error)
+        self._reason = reason
+
+    def _end(self, reason: str) -> None:
+        self._family |= _descendants() if self._ours else {}
+        self._note(reason)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        # Ray's processes would wait for a minute for what does not come back, and calls to them with it.
+        for pid, started in self._family.items():
+            if _started(pid) == started:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        if not self._stopped.wait(END_SECONDS):
+            sys.stderr.write(f"error: {self.error()}\n")
+            sys.stderr.flush()
+            os._exit(2)
+
+
+def _local_checks() -> dict[str, Callable[[], str]]:
+    """Checks of Ray's servers that this process has started; empty when it has not."""
+    node = ray._private.worker._global_node
+    processes = {name: infos[0].process for name, infos in (node.all_processes if node else {}).items() if infos}
+    return {name: partial(_ended, name, processes[name]) for name in ("gcs_server", "raylet") if name in processes}
+
+
+def _ended(name: str, process: subprocess.Popen[bytes]) -> str:
+    return "" if process.poll() is None else f"its {name} on this machine ended with status {process.returncode}"
+
+
+def _remote_checks() -> dict[str, Callable[[], str]]:
+    """Checks of the cluster's control store and of the raylet on this process's node, by their ports."""
+    context = ray.get_runtime_context()
+    here = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+    host, _, port = context.gcs_address.rpartition(":")
+    raylet = (here["NodeManagerAddress"], here["NodeManagerPort"])
+    return {
+        "gcs_server": _Port("its control store (gcs_server)", (host.strip("[]"), int(port))),
+        "raylet": _Port("the raylet of this node", raylet),
+    }
+
+
+class _Port:
+    def __init__(self, name: str, address: tuple[str, int]) -> None:
+        self._name = name
+        self._address = address
+        self._failing_since: float | None = None
+
+    def __call__(self) -> str:
+        try:
+            socket.create_connection(self._address, timeout=_CONNECT_SECONDS).close()
+        except OSError as error:
+            now = time.monotonic()
+            self._failing_since = self._failing_since or now
+            if now - self._failing_since >= _PATIENCE:
+                where = f"{self._address[0]}:{self._address[1]}"
+                return f"{self._name} at {where} has not answered for {_PATIENCE:g} s ({error})"
+        else:
+            self._failing_since = None
+        return ""
+
+
+def _descendants() -> dict[int, str]:
+    """Processes that descend from this one, with when each was started."""
+    parents: dict[int, tuple[int, str]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and (fields := _stat(int(folder.name))):
+            parents[int(folder.name)] = (int(fields[1]), fields[19])
+    found: dict[int, str] = {}
+    new = {os.getpid()}
+    while new:
+        new = {pid for pid, (parent, _) in parents.items() if parent in new and pid not in found}
+        found |= {pid: parents[pid][1] for pid in new}
+    return found
+
+
+def _started(pid: int) -> str | None:
+    fields = _stat(pid)
+    return fields[19] if fields else None
+
+
+def _stat(pid: int) -> list[str] | None:
+    """What ``/proc/PID/stat`` says after the name, which may have spaces: state, parent, ..., start (20th)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
