@@ -1,0 +1,51 @@
+"""GRPO with a KL to a reference, and the recipes of other advantages, each on the demo's task with real Ray and vLLM."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples import grpo
+from examples.common.result import RunResult
+from examples.demo.__main__ import Algorithm, DemoConfig, demo_settings, reinforce
+
+pytestmark = pytest.mark.long
+
+STEPS = 20
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def gain(result: RunResult) -> float:
+    assert result.accuracy_before is not None
+    assert result.accuracy_after is not None
+    assert 0.2 <= result.accuracy_before <= 0.6
+    assert result.max_log_prob_gap <= 1e-5
+    return result.accuracy_after - result.accuracy_before
+
+
+@pytest.mark.shows("algorithms: Dr. GRPO, RLOO and REINFORCE++ with a KL in the reward learn the demo task")
+@pytest.mark.parametrize("algorithm", ["dr_grpo", "rloo", "reinforce_plus_plus"])
+def test_a_recipe_learns_the_task(algorithm: Algorithm, task: Path, warm_model: Path, tmp_path: Path) -> None:
+    assert gain(reinforce(DemoConfig(algorithm=algorithm, steps=STEPS), task, warm_model, tmp_path)) >= 0.15
+
+
+@pytest.mark.shows("algorithms: GRPO with a KL to a reference learns the demo task, a strong one holds it back")
+def test_a_kl_to_a_reference_holds_the_policy_back(task: Path, warm_model: Path, tmp_path: Path) -> None:
+    found = {}
+    for kl_coef in (1e-3, 10.0):
+        settings = demo_settings(DemoConfig(steps=STEPS), task, warm_model, tmp_path)
+        run_dir = tmp_path / f"kl-{kl_coef}"
+        result = grpo.train(grpo.GRPOConfig(**{**settings, "kl_coef": kl_coef, "run_dir": str(run_dir)}))
+        found[kl_coef] = gain(result), [line["kl"] for line in lines(run_dir / "metrics.jsonl")]
+    (weak_gain, weak), (strong_gain, strong) = found.values()
+    # The first update starts at the reference itself, so its KL is zero and pulls nowhere.
+    assert weak[0] == pytest.approx(0.0, abs=1e-9) and strong[0] == pytest.approx(0.0, abs=1e-9)
+    assert weak_gain >= 0.15
+    assert strong_gain < weak_gain / 2
+    assert max(strong[-5:]) < min(weak[-5:]) / 5
