@@ -270,9 +270,9 @@ def _init_default_group(device: torch.device) -> None:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT, device_id=device_id)
         return
-    store, rank, world_size = job_store(COLLECTIVE_TIMEOUT)
+    meeting, rank, world_size = job_store(COLLECTIVE_TIMEOUT)
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT, device_id=device_id
+        backend, store=meeting, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT, device_id=device_id
     )
 
 
