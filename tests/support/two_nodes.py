@@ -13,6 +13,7 @@ import sys
 from ray.cluster_utils import Cluster
 
 CPUS = 2
+ELSEWHERE = "127.0.0.2"
 
 
 def main(temp_dir: str) -> None:
@@ -21,7 +22,8 @@ def main(temp_dir: str) -> None:
         head_node_args={"num_cpus": 0, "include_dashboard": False, "temp_dir": temp_dir, "dashboard_agent_listen_port": 0},
     )
     try:
-        nodes = [cluster.add_node(num_cpus=CPUS) for _ in range(2)]
+        # The second has another address, as on another machine: what meets over both goes through a gate.
+        nodes = [cluster.add_node(num_cpus=CPUS), cluster.add_node(num_cpus=CPUS, node_ip_address=ELSEWHERE)]
         print(json.dumps({"address": cluster.address, "nodes": [node.node_id for node in nodes]}), flush=True)  # noqa: T201
         for line in sys.stdin:
             if line.strip() == "remove":
