@@ -19,7 +19,6 @@ SECONDS = 3600.0
 ZBV = ("--vpp", "2", "--backend-options", '{"pipeline_schedule": "zbv"}')
 
 
-@pytest.mark.shows("loop: GRPO over two pipeline ranks with 1F1B and ZBV takes the demo task to 0.9, dense and mixture")
 @pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("options", [(), ZBV], ids=["1f1b", "zbv"])
 def test_the_demo_learns_its_task_in_a_pipeline(model: str, options: tuple[str, ...], tmp_path: Path) -> None:
