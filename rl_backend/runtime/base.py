@@ -241,9 +241,10 @@ class Runtime[H: ModelHandle](ABC):
             hf: write ``config.json``, tokenizer files and safetensors in the dtype that ``export_weights`` gives. A critic's
                 is one of transformers' ``AutoModelForTokenClassification`` with one label.
             asynchronous: return once the state is copied to host memory, which is kept for the next copy; files are written
-                in the background. The next save of this handle, load or close waits for it and raises its error, and so do
-                :meth:`wait_for_checkpoint` and :meth:`checkpoint_is_pending`. Saves of several handles do not wait for
-                each other, and are written one after the other.
+                in the background. The next save of this handle, load or :meth:`wait_for_checkpoint` waits for it; if it
+                failed, they raise on every rank unless :meth:`checkpoint_is_pending` has raised its error on all of them
+                before. A close waits and raises as well. Saves of several handles do not wait for each other, and are
+                written one after the other.
             extra: what the caller wants to find again (where it is in its data, say), of what JSON has. Rank 0's is kept.
 
         Raises:
@@ -255,13 +256,14 @@ class Runtime[H: ModelHandle](ABC):
 
     @abstractmethod
     def wait_for_checkpoint(self, handle: H) -> None:
-        """Waits until an asynchronous save of this handle is complete; raises its error. Nothing to do without one."""
+        """Waits until an asynchronous save of this handle is complete; raises its error, on every rank."""
 
     @abstractmethod
     def checkpoint_is_pending(self, handle: H) -> bool:
         """Whether an asynchronous save of this handle is still being written; raises its error. Not a collective.
 
-        False on one rank means that the checkpoint is committed.
+        False on one rank means that the checkpoint is committed. An error that only some ranks have asked for is raised
+        again, on every rank, by what waits for the save next.
         """
 
     @abstractmethod

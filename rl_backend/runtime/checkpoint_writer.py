@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -27,6 +27,18 @@ from rl_backend.contracts import CheckpointError, ConfigError, ExportInterrupted
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT
 
 
+class _Failure(NamedTuple):
+    """A save in the background that failed.
+
+    Attributes:
+        heard: whether it was raised on this rank already.
+    """
+
+    text: str
+    error: BaseException
+    heard: bool
+
+
 class CheckpointWriter:
     """Saves the handles of one runtime. Saves in the background are written one after the other, by one thread.
 
@@ -39,14 +51,27 @@ class CheckpointWriter:
         self._background_group: dist.ProcessGroup | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._saves: dict[ModelHandle, Future[None]] = {}
+        self._heard: dict[ModelHandle, _Failure] = {}
         self._buffers: WeakKeyDictionary[ModelHandle, HostBuffers] = WeakKeyDictionary()
 
     def wait(self, handle: ModelHandle | None = None) -> None:
-        """Waits for the saves in the background, or only for that of ``handle``, and raises the first error."""
-        waited = [self._saves.pop(each) for each in list(self._saves) if handle is None or each is handle]
-        errors = [error for save in waited if (error := save.exception()) is not None]
-        if errors:
-            raise errors[0]
+        """Waits for the saves in the background, or only for that of ``handle``. A collective.
+
+        Raises:
+            CheckpointError: a save failed and some rank has not heard of it yet; on every rank, so that none continues alone.
+        """
+        own: list[_Failure] = []
+        for each in [each for each in self._saves if handle is None or each is handle]:
+            error = self._saves[each].exception()
+            del self._saves[each]
+            own += [] if error is None else [_Failure(_text(error), error, heard=False)]
+        for each in [each for each in self._heard if handle is None or each is handle]:
+            own.append(self._heard.pop(each))
+        everywhere: list[list[tuple[str, bool]]] = [[]] * dist.get_world_size(self._group)
+        dist.all_gather_object(everywhere, [(each.text, each.heard) for each in own], group=self._group)
+        unheard = {text for failures in everywhere for text, heard in failures if not heard}
+        if unheard:
+            raise CheckpointError("; ".join(sorted(unheard))) from next(iter(each.error for each in own), None)
 
     def is_pending(self, handle: ModelHandle) -> bool:
         """Whether a save of ``handle`` is still being written; raises its error once it is not. Not a collective.
@@ -54,15 +79,25 @@ class CheckpointWriter:
         When it is done on one rank, it is committed for all.
         """
         save = self._saves.get(handle)
-        if save is not None and not save.done():
+        if save is None:
+            return False
+        if not save.done():
             return True
-        self.wait(handle)
+        error = self._saves.pop(handle).exception()
+        if error is not None:
+            # Other ranks may not have asked: the next wait tells them, and there this rank must be with them.
+            self._heard[handle] = _Failure(_text(error), error, heard=True)
+            raise error
         return False
 
     def close(self) -> None:
-        """Waits for all saves, and gives up what they are written with; raises the first error."""
+        """Waits for all saves, and gives up what they are written with; raises the first error. Not a collective."""
         try:
-            self.wait()
+            errors = [error for save in self._saves.values() if (error := save.exception()) is not None]
+            self._saves.clear()
+            self._heard.clear()
+            if errors:
+                raise errors[0]
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
@@ -170,6 +205,10 @@ class CheckpointWriter:
         finally:
             stream.close()
         raise_on_every_rank(problem, self._group, cause)
+
+
+def _text(error: BaseException) -> str:
+    return error.message if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def _as_json(extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import resource
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from rl_backend.contracts import CheckpointError, ConfigError, OptimizerConfig
 from rl_backend.runtime import checkpoint_writer
 from rl_backend.runtime.native import NativeRuntime
 from tests.support.bridge_runs import open_bridge
+from tests.support.disk import full_disk
 from tests.support.models import write_tiny_qwen3
 from tests.support.native import (
     assert_equal_tensors,
@@ -339,18 +338,6 @@ def test_a_path_that_exists_or_cannot_be_made_is_refused_on_every_rank(
         assert all("exists" in message for message in messages[:2])
         assert "cannot make" in messages[2]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "folder"]
-
-
-@contextmanager
-def full_disk(enabled: bool) -> Iterator[None]:
-    """Files of this process cannot grow beyond 4 kB."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if enabled:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def full_disk_job(model: str, parent: str, heard_by: str) -> str:
