@@ -37,6 +37,8 @@ def as_text(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> str:
     lines = [_title(plan), "", *_table(plan, unit), ""]
     if len(plan.ranks) > 1:
         lines += _pipeline_ranks(plan, unit)
+    if plan.config.backend == "bridge":
+        lines.append("activations are those of Megatron's own layers; Transformer Engine's keep less")
     logits = max(rank.logits_chunk for rank in plan.ranks)
     if logits:
         lines.append(f"logits: {unit.of(logits)} {unit.name} at one time, in the workspace")

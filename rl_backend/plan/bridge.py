@@ -1,7 +1,8 @@
-"""The memory of the bridge runtime: Megatron's buffers by arithmetic, activations as the native model's."""
+"""The memory of the bridge runtime: Megatron's buffers, and what its own layers keep, by arithmetic."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterable, Mapping
 
@@ -9,6 +10,7 @@ import torch
 
 from rl_backend.contracts import BridgeConfig, ConfigError, NativeConfig, PackedWeight, RuntimeConfig, UnsupportedError
 from rl_backend.plan.in_flight import most_in_flight
+from rl_backend.plan.megatron_layers import LocalLayers
 from rl_backend.plan.memory import RankMemory
 from rl_backend.plan.native import logits_chunk, rank_actions, rank_stages, whole_parameters
 from rl_backend.plan.shards import ParameterSize, weights_to_sync
@@ -42,7 +44,8 @@ def bridge_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
     native = _as_native(options)
     model = describe_model(config.hf_path, native, workload.head)
     _check_layout(options, native, model)
-    workload = _padded(workload, options)
+    layers = LocalLayers(model.architecture, options, workload)
+    workload = _padded(workload)
     actions = rank_actions(native, workload.num_micro_batches)
     ranks = [rank_stages(model, native, rank, num_ranks, workload) for rank in range(native.parallel.pp)]
     weights = weights_to_sync(model.weight_names, whole_parameters(ranks), getattr(torch, workload.sync_dtype))
@@ -52,7 +55,11 @@ def bridge_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
         held = _Buffers(options, num_ranks, experts)
         for stage in stages.sharded.values():
             held.add(stage.parameters)
-        in_flight = most_in_flight(actions[pipeline_rank], stages.measured)
+        measured = {
+            number: layers.stage(memory, _num_layers(model, options), last=number == _num_stages(options) - 1)
+            for number, memory in stages.measured.items()
+        }
+        in_flight = most_in_flight(actions[pipeline_rank], measured)
         found.append(
             RankMemory(
                 pipeline_rank=pipeline_rank,
@@ -64,9 +71,9 @@ def bridge_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
                 gathered_parameters=0,
                 activations=in_flight.activations,
                 workspace=in_flight.workspace,
-                evaluation_workspace=max(memory.evaluation_peak for memory in stages.measured.values()),
+                evaluation_workspace=max(memory.evaluation_peak for memory in measured.values()),
                 logits_chunk=logits_chunk(model, native, workload) if stages.has_head else 0,
-                kept_per_micro_batch={number: memory.kept for number, memory in stages.measured.items()},
+                kept_per_micro_batch={number: memory.kept for number, memory in measured.items()},
                 sync_bucket=COPIES_OF_EXPORTED * max(weight.nbytes for weight in weights),
             )
         )
@@ -106,10 +113,17 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _padded(workload: Workload, options: BridgeConfig) -> Workload:
-    """Only attention of 16-bit types takes packed sequences; otherwise a micro-batch has a row per sequence."""
-    if options.param_dtype != "float32":
-        return workload
+def _num_stages(options: BridgeConfig) -> int:
+    return options.parallel.pp * options.parallel.vpp
+
+
+def _num_layers(model: ModelDescription, options: BridgeConfig) -> int:
+    """Of a stage; all have as many."""
+    return int(model.architecture.num_layers) // _num_stages(options)
+
+
+def _padded(workload: Workload) -> Workload:
+    """Megatron's own attention takes a row per sequence."""
     return workload.replace(micro_batch_tokens=_round_up(workload.micro_batch_tokens, workload.sequence_length))
 
 
@@ -124,6 +138,7 @@ def _as_native(options: BridgeConfig) -> NativeConfig:
 
 
 def _require_countable(options: BridgeConfig) -> None:
+    _require_known_layers(options)
     for name in ("override_transformer_config", "override_ddp_config", "override_optimizer_config"):
         value = getattr(options, name)
         if value:
@@ -139,6 +154,19 @@ def _require_countable(options: BridgeConfig) -> None:
         raise UnsupportedError(
             f"BridgeConfig.recompute_modules={modules}: a plan counts ('core_attn',) alone, whose scores are never kept"
         )
+
+
+def _require_known_layers(options: BridgeConfig) -> None:
+    """What Transformer Engine's layers keep depends on its kernels."""
+    has_cuda = torch.cuda.is_available()
+    runs_on_cpu = options.device == "cpu" or (options.device == "auto" and not has_cuda)
+    if runs_on_cpu or (has_cuda and importlib.util.find_spec("transformer_engine") is None):
+        return
+    raise UnsupportedError(
+        f"BridgeConfig.device={options.device!r}: a plan knows what Megatron's own layers keep for backward passes, not "
+        "what those of Transformer Engine do, which CUDA ranks have where it is installed; use device='cpu' to plan with "
+        "Megatron's own, which keep more, or backend='native'"
+    )
 
 
 def _check_layout(options: BridgeConfig, native: NativeConfig, model: ModelDescription) -> None:

@@ -127,6 +127,10 @@ def test_less_is_preferred_before_more(model: Path) -> None:
             "--pp 3: 4 layers do not divide into pp*vpp = 3*1 = 3 stages",
         ),
         (("--ranks", "2", "--cp", "2", "--backend", "bridge"), "--cp 2: the bridge runtime has none"),
+        (
+            ("--ranks", "1", "--backend", "bridge", "--options", '{"device": "cuda"}'),
+            "BridgeConfig.device='cuda': a plan knows what Megatron's own layers keep",
+        ),
         (("--ranks", "1", "--reduce-dtype", "float32", "--backend", "bridge"), "is of --backend native"),
         (
             ("--ranks", "1", "--backend", "bridge", "--options", '{"override_ddp_config": {"overlap_grad_reduce": true}}'),
