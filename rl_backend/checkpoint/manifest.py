@@ -45,7 +45,7 @@ class TrainingManifest(SealedConfig):
         optimizer_steps: steps that the optimizer has taken.
         fewer_steps: Hugging Face name -> steps, of parameters that had no gradient in some of them.
         world_size: ranks that saved it.
-        runtime_config: ``RuntimeConfig`` of the run, for readers; of it only ``backend`` is looked at.
+        runtime_config: ``RuntimeConfig`` of the run, for readers; of it ``backend`` and the layout are looked at.
         extra: what the caller of ``save_checkpoint`` gave.
         files: name -> size and digest of every other file in the directory.
     """

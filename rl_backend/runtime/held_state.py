@@ -15,9 +15,10 @@ from rl_backend.checkpoint.agreement import raise_on_every_rank
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.training_state import StateTensors, open_training_state, read_training_state
 from rl_backend.runtime.held import HeldHandle
+from rl_backend.runtime.random_sources import Differs, RankLayout, source_rank
 
 RANDOM = "random."
-"""Names of random state begin with it; a rank whose state a checkpoint does not have keeps its own."""
+"""Names of random state begin with it and end with the rank; one that a checkpoint does not have stays as it is."""
 
 type Shapes = Mapping[str, tuple[int, ...]]
 
@@ -67,6 +68,7 @@ def load_state(
     group: dist.ProcessGroup,
     *,
     problem: Callable[[TrainingManifest], str | None] = lambda manifest: None,
+    differs: Callable[[str], Differs] = lambda name: "replicas",
 ) -> tuple[TrainingManifest, StateTensors]:
     """Fills ``tensors()`` from the checkpoint ``path`` and sets the weight version; the caller restores the rest of both.
 
@@ -75,6 +77,7 @@ def load_state(
     Args:
         tensors: called when the checkpoint is known to be complete and of this model.
         problem: another reason to refuse it.
+        differs: of a name of random state, between which ranks it does.
 
     Raises:
         CheckpointError: on every rank.
@@ -82,15 +85,33 @@ def load_state(
     manifest, reader = open_training_state(path, handle.config.backend, _model_type(handle), shapes, handle.head, group)
     raise_on_every_rank(problem(manifest), group)
     saved = reader.metadata.state_dict_metadata
-    wanted = {name: value for name, value in tensors().items() if name in saved or not name.startswith(RANDOM)}
+    filled = tensors()
+    origins = _origins(handle, manifest, filled, differs)
+    loaded = {name: value for name, value in filled.items() if origins[name] in saved or not name.startswith(RANDOM)}
     try:
-        read_training_state(reader, wanted, group)
+        read_training_state(reader, {origins[name]: value for name, value in loaded.items()}, group)
     except BaseException:
         handle.damaged = f"loading {path} failed in the middle"
         raise
     handle.damaged = handle.broken = ""
     handle.weight_version = manifest.weight_version
-    return manifest, wanted
+    return manifest, loaded
+
+
+def _origins(
+    handle: HeldHandle, manifest: TrainingManifest, names: Iterable[str], differs: Callable[[str], Differs]
+) -> dict[str, str]:
+    """Name of this rank's state -> name in the checkpoint."""
+    here = RankLayout.of(handle.config.model_dump(mode="json"), dist.get_world_size())
+    saved = RankLayout.of(manifest.runtime_config, manifest.world_size)
+    origins = {}
+    for name in names:
+        origins[name] = name
+        if name.startswith(RANDOM):
+            stream, _, rank = name.rpartition(".")
+            source = None if here is None or saved is None else source_rank(int(rank), here, saved, differs(stream))
+            origins[name] = f"{stream}.{'none' if source is None else source}"
+    return origins
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    get_data_parallel_rng_tracker_name,
+    get_expert_parallel_rng_tracker_name,
+)
 from torch import Tensor
 
 from rl_backend.checkpoint.manifest import TrainingManifest
@@ -18,8 +22,10 @@ from rl_backend.runtime.bridge.handle import BridgeHandle
 from rl_backend.runtime.bridge.optimizer_state import ParameterState, num_steps, parameter_states, set_num_steps
 from rl_backend.runtime.bridge.sharding import Placed, pieces_of, placed_tensors
 from rl_backend.runtime.bridge.stored_rows import StoredNames
+from rl_backend.runtime.random_sources import Differs
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_TRACKED = f"{held_state.RANDOM}megatron."
 
 
 def all_tensors(handle: BridgeHandle) -> StateTensors:
@@ -54,7 +60,7 @@ def load_training_checkpoint(handle: BridgeHandle, path: Path) -> TrainingManife
 
     group = handle.groups.host_group
     manifest, loaded = held_state.load_state(
-        handle, path, _shapes(handle), lambda: all_tensors(handle), group, problem=problem
+        handle, path, _shapes(handle), lambda: all_tensors(handle), group, problem=problem, differs=_differs
     )
     if handle.optimizer is not None:
         _copy_masters(handle)
@@ -106,7 +112,18 @@ def _restore_random_state(handle: BridgeHandle, tensors: StateTensors) -> None:
 
 
 def _tracked(name: str) -> str:
-    return f"{held_state.RANDOM}megatron.{name}.{torch.distributed.get_rank()}"
+    return f"{_TRACKED}{name}.{torch.distributed.get_rank()}"
+
+
+def _differs(stream: str) -> Differs:
+    """As ``model_parallel_cuda_manual_seed`` seeds Megatron's streams; torch's follow the data-parallel rank."""
+    if not stream.startswith(_TRACKED):
+        return "replicas"
+    known: dict[str, Differs] = {
+        get_data_parallel_rng_tracker_name(): "nowhere",
+        get_expert_parallel_rng_tracker_name(): "expert_ranks",
+    }
+    return known.get(stream.removeprefix(_TRACKED), "tensor_ranks")
 
 
 def _bytes(state: Tensor | torch.Generator) -> Tensor:

@@ -247,7 +247,7 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
     def load_checkpoint(self, handle: NativeHandle, path: Path | str) -> dict[str, Any]:
         """See the base class. The world size may differ from the one that saved.
 
-        Random state: a rank takes that of the same rank; ranks that the checkpoint does not have keep their own.
+        Random state is that of :func:`~rl_backend.runtime.random_sources.source_rank`; where there is none it stays.
         """
         self._use(handle, damaged_too=True)
         handle.settle_everywhere()

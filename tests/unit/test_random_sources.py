@@ -1,0 +1,56 @@
+"""Whose random state a rank takes from a checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from rl_backend.contracts import ParallelConfig
+from rl_backend.runtime.random_sources import RankLayout, source_rank
+
+RANKS = 8
+LAYOUTS = [
+    RankLayout("native", ParallelConfig(tp=tp, pp=pp, cp=cp), RANKS)
+    for tp, pp, cp in itertools.product((1, 2, 4), repeat=3)
+    if RANKS % (tp * pp * cp) == 0
+]
+
+
+def data_parallel_ranks(layout: RankLayout) -> list[int]:
+    """By rank, from the grid that the runtimes lay their ranks out on."""
+    parallel = layout.parallel
+    grid = torch.arange(layout.world_size).view(parallel.pp, -1, parallel.cp, parallel.tp)
+    return [int((grid == rank).nonzero()[0, 1]) for rank in range(layout.world_size)]
+
+
+def test_in_the_layout_of_the_save_every_rank_takes_its_own() -> None:
+    for layout in LAYOUTS:
+        for differs in ("replicas", "tensor_ranks", "expert_ranks", "nowhere"):
+            assert [source_rank(rank, layout, layout, differs) for rank in range(RANKS)] == list(range(RANKS))
+
+
+def test_in_another_layout_a_replica_takes_that_of_the_replica_of_its_number() -> None:
+    for saved, here in itertools.permutations(LAYOUTS, 2):
+        of_saved = data_parallel_ranks(saved)
+        for rank, data_parallel_rank in enumerate(data_parallel_ranks(here)):
+            expected = of_saved.index(data_parallel_rank) if data_parallel_rank in of_saved else None
+            assert source_rank(rank, here, saved, "replicas") == expected, (saved, here, rank)
+
+
+def test_streams_that_differ_inside_a_replica_go_on_where_there_are_as_many() -> None:
+    wide = RankLayout("bridge", ParallelConfig(tp=2, ep=2), 4)
+    narrow = RankLayout("bridge", ParallelConfig(tp=2, ep=2), 2)
+    single = RankLayout("bridge", ParallelConfig(), 2)
+    assert [source_rank(rank, wide, narrow, "tensor_ranks") for rank in range(4)] == [0, 1, 0, 1]
+    assert [source_rank(rank, wide, narrow, "expert_ranks") for rank in range(4)] == [0, 1, 0, 1]
+    assert [source_rank(rank, narrow, single, "tensor_ranks") for rank in range(2)] == [None, None]
+    assert [source_rank(rank, narrow, single, "expert_ranks") for rank in range(2)] == [None, None]
+    assert [source_rank(rank, narrow, single, "nowhere") for rank in range(2)] == [0, 0]
+
+
+def test_another_runtimes_configuration_has_no_layout() -> None:
+    assert RankLayout.of({"backend": "other", "backend_cfg": {"rate": 1}}, 2) is None
+    assert RankLayout.of({"backend": "native", "backend_cfg": {"parallel": {"tp": 2}}}, 3) is None
+    found = RankLayout.of({"backend": "native", "backend_cfg": {"parallel": {"tp": 2}}}, 4)
+    assert found == RankLayout("native", ParallelConfig(tp=2), 4)
