@@ -72,8 +72,8 @@ def open_groups(parallel: ParallelConfig, device: torch.device) -> BridgeGroups:
     join_default_group(device)
     try:
         dp_size = parallel.data_parallel_size(dist.get_world_size())
-        host_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         _join_model_parallel(parallel, device)
+        host_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
     except BaseException:
         leave_default_group()
         raise
@@ -123,16 +123,20 @@ def _join_model_parallel(parallel: ParallelConfig, device: torch.device) -> None
                 "Megatron's model parallel groups of this process were made by somebody else; let the bridge runtime make "
                 "them, or use a process of its own"
             )
-        with on_cpu(device):
-            parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=parallel.tp,
-                pipeline_model_parallel_size=parallel.pp,
-                virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
-                context_parallel_size=parallel.cp,
-                expert_model_parallel_size=parallel.ep,
-                expert_tensor_parallel_size=parallel.etp,
-                distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
-            )
+        try:
+            with on_cpu(device):
+                parallel_state.initialize_model_parallel(
+                    tensor_model_parallel_size=parallel.tp,
+                    pipeline_model_parallel_size=parallel.pp,
+                    virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+                    context_parallel_size=parallel.cp,
+                    expert_model_parallel_size=parallel.ep,
+                    expert_tensor_parallel_size=parallel.etp,
+                    distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
+                )
+        except BaseException:
+            _destroy_model_parallel()
+            raise
         _state.parallel = parallel
     elif _state.parallel != parallel:
         raise ConfigError.of(

@@ -272,7 +272,7 @@ class BridgeRuntime(HeldRuntime[BridgeHandle]):
     def load_checkpoint(self, handle: BridgeHandle, path: Path | str) -> dict[str, Any]:
         """See the base class. The layout and the world size may differ from those that saved.
 
-        Random state: a rank takes that of the same rank; ranks that the checkpoint does not have keep their own.
+        Random state is that of :func:`~rl_backend.runtime.random_sources.source_rank`; where there is none it stays.
         """
         self._use(handle, damaged_too=True)
         handle.placement.require("load_checkpoint", "model", *(() if handle.forward_only else ("optimizer",)))
@@ -292,7 +292,6 @@ class BridgeRuntime(HeldRuntime[BridgeHandle]):
     def _check(
         self, handle: BridgeHandle, data: Sequence[PackedBatch], router_replay: RouterReplay, *, forward_only: bool
     ) -> None:
-        require_micro_batches(handle, len(data))
         check_micro_batches(
             data,
             self.groups.all_ranks,
@@ -305,3 +304,5 @@ class BridgeRuntime(HeldRuntime[BridgeHandle]):
             routers=handle.routed_layers,
             replica=self.groups.pg.mp,
         )
+        # Afterwards, because by then all ranks have the same number, so that none raises alone.
+        require_micro_batches(handle, len(data))
