@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,10 +25,14 @@ class Update(NamedTuple):
 
 
 def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Of a step's updates of one model: means of the metrics, largest gradient norm, share that was taken, next rate."""
+    """Of a step's updates of one model: means of the metrics, largest gradient norm, share that was taken, next rate.
+
+    The norm is NaN if that of any update is.
+    """
     means = {name: metric.mean for name, metric in merge_metrics([update.metrics for update in updates]).items()}
+    norms = [update.grad_norm for update in updates]
     return means | {
-        "grad_norm": max(update.grad_norm for update in updates),
+        "grad_norm": math.nan if any(map(math.isnan, norms)) else max(norms),
         "step_ok": sum(update.ok for update in updates) / len(updates),
         "next_lr": updates[-1].next_lr,
     }

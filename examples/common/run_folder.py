@@ -28,11 +28,12 @@ from examples.common.run_state import RunState
 from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
 from rl_backend.contracts import BaseConfig, ConfigError, RunFolderError
 from rl_backend.report import write_report
+from rl_backend.report.json_text import json_text
 
 
 def _write_lines(file: TextIO, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
     for sample in samples:
-        file.write(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n")
+        file.write(json_text({"step": step, **sample}, ensure_ascii=False) + "\n")
 
 
 def _cut_back(path: Path, size: int) -> TextIO:
@@ -154,7 +155,7 @@ class RunFolder:
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """One line of ``metrics.jsonl``, one point per TensorBoard curve and Prometheus gauge, and a step of the trace."""
         with written_to(self.path):
-            self._metrics.write(json.dumps({"step": step, **metrics}) + "\n")
+            self._metrics.write(json_text({"step": step, **metrics}) + "\n")
             for name, value in metrics.items():
                 self._board.add_scalar(name, value, step)
         export_step(str(self.path), step, {name: float(value) for name, value in metrics.items()})
@@ -189,7 +190,7 @@ class RunFolder:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """``summary.json``; a later call replaces an earlier one."""
         with written_to(self.path):
-            _write(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+            _write(self.path / "summary.json", json_text(summary, indent=2) + "\n")
 
     def place(self, name: str) -> Path:
         """Where the run may write ``name``; what is there is set aside."""

@@ -19,6 +19,7 @@ from examples.common.router_replay import RouterReplayMode
 from examples.common.runtime import RuntimeOptions
 from examples.demo.task import HELD_OUT, ModelName, layers_for, write_task
 from rl_backend.contracts import ConfigError
+from rl_backend.report.json_text import json_text
 
 type Algorithm = Literal["grpo", "ppo", "cispo", "dapo", "dr_grpo", "gspo", "reinforce_plus_plus", "rloo"]
 
@@ -146,7 +147,7 @@ def main() -> None:
         **config.model_dump(exclude={"run_dir"}),
     }
     with written_to(run_dir):
-        (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        (run_dir / "summary.json").write_text(json_text(summary, indent=2) + "\n")
     gap = "largest mean log-prob gap between trainer and vLLM in a step"
     if config.max_staleness:
         gap += ", between new and old weights too"

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from rl_backend.report.json_text import as_number
 from rl_backend.report.series import Series
 
 SAMPLE_BYTES = 4 * 2**20
@@ -98,8 +99,9 @@ def _read_metrics(data: RunData) -> None:
     not_numbers: set[str] = set()
     for step, line in _objects(data, path.name, path.read_text(encoding="utf-8", errors="replace").split("\n")):
         steps.add(step)
-        for name, value in line.items():
-            if not isinstance(value, int | float):
+        for name, written in line.items():
+            value = as_number(written)
+            if value is None:
                 not_numbers.add(name)
             elif name != "step":
                 found.setdefault(name, {})[step] = _number(value)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_backend.report.html import Html, join, tag
+from rl_backend.report.json_text import as_number
 from rl_backend.report.numbers import short
 
 PROMPTS, RESPONSES, CHARACTERS = 6, 3, 1500
@@ -128,8 +129,8 @@ def _response(sample: Sample, middle: float | None) -> Html:
 
 
 def _reward(sample: Sample) -> float | None:
-    reward = sample.get("reward")
-    return float(reward) if isinstance(reward, int | float) else None
+    reward = as_number(sample.get("reward"))
+    return None if reward is None else float(reward)
 
 
 def _plain(value: Any) -> str:
