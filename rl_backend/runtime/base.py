@@ -140,7 +140,11 @@ class Runtime[H: ModelHandle](ABC):
 
     @abstractmethod
     def lr_scheduler_step(self, handle: H) -> float:
-        """Advances the schedules by one step and returns the learning rate of the next optimizer step. Not a collective."""
+        """Advances the schedules by one step and returns the learning rate of the next optimizer step. Not a collective.
+
+        They count these calls, whether or not the optimizer step before was refused: a loop that calls it in every step, as
+        verl's does, has the rates that its number of steps gives. One that calls it only after ``ok`` counts steps taken.
+        """
 
     @abstractmethod
     def to(
