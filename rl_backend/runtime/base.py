@@ -142,8 +142,7 @@ class Runtime[H: ModelHandle](ABC):
     def lr_scheduler_step(self, handle: H) -> float:
         """Advances the schedules by one step and returns the learning rate of the next optimizer step. Not a collective.
 
-        They count these calls, whether or not the optimizer step before was refused: a loop that calls it in every step, as
-        verl's does, has the rates that its number of steps gives. One that calls it only after ``ok`` counts steps taken.
+        They count these calls, also after a refused optimizer step: rates follow the steps of the loop, as verl's do.
         """
 
     @abstractmethod
@@ -245,10 +244,9 @@ class Runtime[H: ModelHandle](ABC):
             hf: write ``config.json``, tokenizer files and safetensors in the dtype that ``export_weights`` gives. A critic's
                 is one of transformers' ``AutoModelForTokenClassification`` with one label.
             asynchronous: return once the state is copied to host memory, which is kept for the next copy; files are written
-                in the background. The next save of this handle, load or :meth:`wait_for_checkpoint` waits for it; if it
-                failed, they raise on every rank unless :meth:`checkpoint_is_pending` has raised its error on all of them
-                before. A close waits and raises as well. Saves of several handles do not wait for each other, and are
-                written one after the other.
+                in the background. The next save of this handle, load or :meth:`wait_for_checkpoint` waits for it and raises
+                its error on every rank, unless :meth:`checkpoint_is_pending` has on all; a close waits and raises too. Saves
+                of several handles do not wait for each other, and are written one after the other.
             extra: what the caller wants to find again (where it is in its data, say), of what JSON has. Rank 0's is kept.
 
         Raises:
