@@ -58,7 +58,7 @@ class CheckpointWriter:
         """Waits for the saves in the background, or only for that of ``handle``. A collective.
 
         Raises:
-            CheckpointError: a save failed and some rank has not heard of it yet; on every rank, so that none continues alone.
+            CheckpointError: a save failed and a rank has not heard of it yet; on every rank, so that none continues alone.
         """
         own: list[_Failure] = []
         for each in [each for each in self._saves if handle is None or each is handle]:
