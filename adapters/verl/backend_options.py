@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from adapters.verl.megatron_overrides import TRANSFORMER_FIELD, ModelFacts, bridge_options, native_options
 from rl_backend.contracts import ConfigError, ParallelConfig
 
 if TYPE_CHECKING:
@@ -12,14 +13,12 @@ if TYPE_CHECKING:
 
 BACKENDS = ("native", "bridge")
 
-_TRANSFORMER = "McoreEngineConfig.override_transformer_config"
-# The overrides of engine/megatron.yaml: Megatron's and verl's defaults, which ask for nothing.
+# The recomputation of engine/megatron.yaml: Megatron's and verl's defaults, which ask for nothing.
 _AT_REST: Mapping[str, Any] = {
     "recompute_granularity": None,
     "recompute_method": None,
     "recompute_num_layers": None,
     "recompute_modules": ["core_attn"],
-    "attention_backend": "flash",
 }
 _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 _EVERY_LAYER = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -69,29 +68,30 @@ def backend_options(
             )
         options["log_prob_chunk_tokens"] = engine.entropy_from_logits_chunk_size
     recompute, overrides = _transformer_overrides(model, engine)
-    optimizer_overrides = {
-        name: value
-        for name, value in ((optimizer.override_optimizer_config if optimizer else None) or {}).items()
-        if name not in ADAM
-    }
-    if backend == "bridge":
-        if engine.full_determinism:
-            overrides.setdefault("deterministic_mode", True)
-        return {
-            **options,
-            **recompute,
-            "override_transformer_config": overrides,
-            "override_ddp_config": dict(engine.override_ddp_config or {}),
-            "override_optimizer_config": optimizer_overrides,
-        }
-    for field, values in (
-        (_TRANSFORMER, overrides),
-        ("McoreEngineConfig.override_ddp_config", engine.override_ddp_config or {}),
-        ("McoreOptimizerConfig.override_optimizer_config", optimizer_overrides),
-    ):
-        for name, value in values.items():
-            raise ConfigError.of(f"{field}[{name!r}]", value, "a field of Megatron's; remove it or set backend=bridge")
-    return {**options, "activation_checkpointing": _native_checkpointing(recompute)}
+    given = (optimizer.override_optimizer_config if optimizer else None) or {}
+    optimizer_overrides = {name: value for name, value in given.items() if name not in ADAM}
+    if backend == "bridge" and engine.full_determinism:
+        overrides.setdefault("deterministic_mode", True)
+    translate = bridge_options if backend == "bridge" else native_options
+    translated = translate(overrides, engine.override_ddp_config or {}, optimizer_overrides, _facts(model), parallel)
+    for name in [name for name in translated if name in chosen]:
+        raise ConfigError.of(
+            f"RLBackendEngineConfig.backend_options[{name!r}]", chosen[name], "decided by override_transformer_config too"
+        )
+    options |= translated
+    return (
+        options | recompute
+        if backend == "bridge"
+        else {**options, "activation_checkpointing": _native_checkpointing(recompute)}
+    )
+
+
+def _facts(model: HFModelConfig) -> ModelFacts:
+    return ModelFacts(
+        getattr(model.hf_config, "model_type", None),
+        getattr(model.hf_config, "num_hidden_layers", None),
+        has_experts(model),
+    )
 
 
 def parallel_config(model: HFModelConfig, engine: McoreEngineConfig) -> ParallelConfig:
@@ -99,6 +99,12 @@ def parallel_config(model: HFModelConfig, engine: McoreEngineConfig) -> Parallel
     tp = engine.tensor_model_parallel_size
     if tp > 1 and not engine.sequence_parallel:
         raise ConfigError.of("McoreEngineConfig.sequence_parallel", False, f"always on with tensor_model_parallel_size={tp}")
+    if engine.context_parallel_size > 1 and getattr(engine, "backend", "native") == "bridge":
+        raise ConfigError.of(
+            "McoreEngineConfig.context_parallel_size",
+            engine.context_parallel_size,
+            "backend=bridge has no context parallelism; set backend=native, or 1",
+        )
     vpp, etp = engine.virtual_pipeline_model_parallel_size, engine.expert_tensor_parallel_size
     return ParallelConfig(
         tp=tp,
@@ -134,7 +140,7 @@ def _transformer_overrides(model: HFModelConfig, engine: McoreEngineConfig) -> t
         recompute["recompute_modules"] = given["recompute_modules"]
     if granularity is None:
         for name, value in recompute.items():
-            raise ConfigError.of(f"{_TRANSFORMER}[{name!r}]", value, "read with recompute_granularity only; set it too")
+            raise ConfigError.of(f"{TRANSFORMER_FIELD}[{name!r}]", value, "read with recompute_granularity only; set it too")
         if model.enable_gradient_checkpointing:
             recompute = dict(_EVERY_LAYER)
     return recompute, asked
@@ -146,7 +152,7 @@ def _native_checkpointing(recompute: Mapping[str, Any]) -> str:
     for name, value in recompute.items():
         if value != _EVERY_LAYER.get(name):
             raise ConfigError.of(
-                f"{_TRANSFORMER}[{name!r}]",
+                f"{TRANSFORMER_FIELD}[{name!r}]",
                 value,
                 "backend=native recomputes each layer by itself: recompute_granularity=full, recompute_method=uniform, "
                 "recompute_num_layers=1; set these, or backend=bridge",

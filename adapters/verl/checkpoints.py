@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
+from adapters.verl.checkpoint_contents import STATE, require_contents
 from rl_backend.checkpoint.agreement import raise_on_every_rank
-from rl_backend.contracts import CheckpointError, ConfigError, ModelHandle, UnsupportedError
+from rl_backend.contracts import CheckpointError, ModelHandle, UnsupportedError
 from rl_backend.runtime import Runtime
 
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig
-
-STATE = frozenset({"model", "optimizer", "extra"})
-"""verl's names for weights, optimizer with schedules, and random state; one directory here, restored together."""
 
 _STATE_DIRECTORY, _HF_DIRECTORY = "training_state", "huggingface"
 
@@ -32,17 +30,29 @@ class EngineCheckpoints:
     Below verl's directory ``training_state/`` is the runtime's checkpoint, ``huggingface/`` one for transformers and vLLM.
 
     Args:
-        save_contents, load_contents: all of ``STATE`` or none of it, and ``hf_model``.
+        save_contents, load_contents: ``model`` alone or all of ``STATE``, and ``hf_model``. As in verl, ``model`` is a
+            Hugging Face directory.
         tokenizer: :func:`own_tokenizer`, whose files take the place of those in the model's directory.
+        sharded: verl's ``use_dist_checkpointing``: ``model`` is in the training state alone.
 
     Raises:
         ConfigError: other contents.
     """
 
-    def __init__(self, save_contents: frozenset[str], load_contents: frozenset[str], tokenizer: Any = None) -> None:
-        _require_contents("save_contents", save_contents)
-        _require_contents("load_contents", load_contents)
-        self._save, self._load = save_contents, load_contents
+    def __init__(
+        self,
+        save_contents: frozenset[str],
+        load_contents: frozenset[str],
+        tokenizer: Any = None,
+        *,
+        sharded: bool = False,
+    ) -> None:
+        require_contents("save_contents", save_contents, sharded=sharded)
+        require_contents("load_contents", load_contents, sharded=sharded)
+        self._saves_hf = "hf_model" in save_contents or ("model" in save_contents and not sharded)
+        self._saves_state = save_contents >= STATE
+        self._loads_state = load_contents >= STATE
+        self._loads_hf = bool(load_contents) and not self._loads_state
         self._tokenizer = tokenizer
 
     @cached_property
@@ -69,13 +79,13 @@ class EngineCheckpoints:
             # What is written anew must not count as the old checkpoint that has to go.
             self._kept.previous_saved_paths = [kept for kept in self._kept.previous_saved_paths if kept != str(path)]
             self._kept.ensure_checkpoint_capacity(max_ckpt_to_keep)
-        if "hf_model" in self._save:
+        if self._saves_hf:
             with _replacing(path / _HF_DIRECTORY) as new:
                 runtime.save_checkpoint(handle, new, hf=True)
                 if self._tokenizer is not None:
                     problem = self._write_tokenizer(new) if first else None
                     raise_on_every_rank(problem, dist.distributed_c10d._get_default_group())
-        if self._save & STATE:
+        if self._saves_state:
             with _replacing(path / _STATE_DIRECTORY) as new:
                 runtime.save_checkpoint(handle, new)
         if first:
@@ -95,12 +105,12 @@ class EngineCheckpoints:
             CheckpointError: it does not exist.
         """
         path = _local(local_path, hdfs_path) / _HF_DIRECTORY
-        if self._load & STATE or "hf_model" not in self._load:
+        if not self._loads_hf:
             return None
         if not (path / "config.json").is_file():
             raise CheckpointError(
-                f"{path} is no Hugging Face directory; load_contents=['hf_model'] reads what save_contents with 'hf_model' "
-                "wrote",
+                f"{path} is no Hugging Face directory; load_contents without optimizer and extra reads the weights that "
+                "save_contents with 'model' or 'hf_model' wrote",
                 path=str(path),
             )
         return path
@@ -113,7 +123,7 @@ class EngineCheckpoints:
             UnsupportedError: a path on HDFS.
         """
         path = _local(local_path, hdfs_path)
-        if self._load & STATE:
+        if self._loads_state:
             runtime.load_checkpoint(handle, path / _STATE_DIRECTORY)
 
 
@@ -160,16 +170,3 @@ def _local(local_path: str, hdfs_path: str | None) -> Path:
     if hdfs_path is not None:
         raise UnsupportedError(f"hdfs_path={hdfs_path!r}: set trainer.default_hdfs_dir=null", path=str(hdfs_path))
     return Path(os.path.abspath(local_path))
-
-
-def _require_contents(field: str, contents: frozenset[str]) -> None:
-    state = contents & STATE
-    if contents - STATE - {"hf_model"}:
-        raise ConfigError.of(f"checkpoint.{field}", sorted(contents), f"expected {sorted(STATE)} and 'hf_model'")
-    if state and state != STATE:
-        raise ConfigError.of(
-            f"checkpoint.{field}",
-            sorted(contents),
-            f"{sorted(STATE)} are one training state, saved and restored together; name all three, or 'hf_model' alone for "
-            "weights",
-        )

@@ -63,7 +63,10 @@ class RuntimeEngine(BaseEngine):
         self._optimizer_config = optimizer_config
         self._export_dtype: torch.dtype = getattr(torch, engine_config.dtype)
         self._checkpoints = EngineCheckpoints(
-            self.settings.save_contents, self.settings.load_contents, own_tokenizer(model_config)
+            self.settings.save_contents,
+            self.settings.load_contents,
+            own_tokenizer(model_config),
+            sharded=engine_config.use_dist_checkpointing,
         )
         if self.settings.full_determinism:
             enable_full_determinism(self.settings.runtime.seed)

@@ -46,7 +46,7 @@ _WORKER_SPLITS = _mapped("verl's worker writes it into each batch, and the engin
 _CHUNKED = _mapped(
     "either way log-probabilities and entropy come from hidden states in chunks; a batch's logits never exist at one time"
 )
-_PACKED = _refused("sequences are always packed; padding never reaches a model", True)
+_PACKED = _no_meaning("sequences are always packed, whose results are those of padded ones")
 _LORA = "LoRA is not offered: every weight is trained"
 _ONLY_WITH_LORA = _no_meaning("read with LoRA only, which is refused")
 _MTP = "multi-token prediction is not offered: those layers are neither loaded nor exported"
@@ -83,25 +83,26 @@ ENGINE: Mapping[str, Decision] = {
     "dynamic_context_parallel": _refused("context-parallel groups have one size", False),
     "max_seqlen_per_dp_cp_rank": _refused("context-parallel groups have one size", None),
     "use_distributed_optimizer": _refused("the optimizer's state is always sharded over data parallelism", True),
-    "use_megatron_fsdp": _refused("backend=native is FSDP2; leave it False", False),
+    "use_megatron_fsdp": _mapped("with backend=native parameters are sharded in any case; refused with backend=bridge"),
     "entropy_from_logits_with_chunking": _CHUNKED,
     "entropy_from_logits_chunk_size": _mapped("`log_prob_chunk_tokens`, with entropy_from_logits_with_chunking"),
     "pad_bshd_to_minibatch_max": _no_meaning("of padded batches, and there are none"),
     "pad_to_length": _refused("packed micro-batches keep their length", False),
     "pad_to_length_bucket": _no_meaning("read with pad_to_length only, which is refused"),
-    "use_dist_checkpointing": _refused("first weights come from model.path, a Hugging Face directory", False),
-    "dist_checkpointing_path": _refused("first weights come from model.path, a Hugging Face directory", None),
+    "use_dist_checkpointing": _mapped(
+        "first weights come from dist_checkpointing_path, and `model` in save_contents writes the training state alone"
+    ),
+    "dist_checkpointing_path": _mapped(
+        "a Hugging Face directory, with use_dist_checkpointing; not read without. Megatron's own format is refused"
+    ),
     "dist_checkpointing_prefix": _refused("first weights come from model.path, a Hugging Face directory", ""),
     "dist_ckpt_optim_fully_reshardable": _mapped("either way every checkpoint can be loaded in another layout"),
     "distrib_optim_fully_reshardable_mem_efficient": _refused("checkpoints are written in one way only", False),
-    "override_ddp_config": _mapped("`BridgeConfig.override_ddp_config`; refused by other backends"),
-    "override_transformer_config": _mapped(
-        "recompute fields: activation checkpointing; others: `BridgeConfig.override_transformer_config`, refused by other "
-        "backends; verl's own defaults ask for nothing"
-    ),
+    "override_ddp_config": _mapped("its own table"),
+    "override_transformer_config": _mapped("recompute fields: activation checkpointing; others: their own table"),
     "override_mcore_model_config": _refused("the model is what config.json says", {}),
     "use_mbridge": _refused("weights are always read and exported with Hugging Face names", True),
-    "vanilla_mbridge": _refused("the legacy package is not used; backend=bridge is Megatron-Bridge", False),
+    "vanilla_mbridge": _no_meaning("which package converts weights for Megatron; the legacy one is never used"),
 }
 
 ROUTER_REPLAY: Mapping[str, Decision] = {
@@ -144,7 +145,9 @@ OPTIMIZER: Mapping[str, Decision] = {
     "use_checkpoint_opt_param_scheduler": _refused(
         "a checkpoint always restores the position in the schedule; its rates are always those of this run", False
     ),
-    "use_precision_aware_optimizer": _refused("masters, moments and gradients are float32", False),
+    "use_precision_aware_optimizer": _no_meaning(
+        "with the dtypes below at float32 its results are those of the usual optimizer; other dtypes are refused"
+    ),
     "main_grads_dtype": _refused("masters, moments and gradients are float32", *_FLOAT32),
     "exp_avg_dtype": _refused("masters, moments and gradients are float32", *_FLOAT32),
     "exp_avg_sq_dtype": _refused("masters, moments and gradients are float32", *_FLOAT32),
@@ -166,10 +169,7 @@ OPTIMIZER: Mapping[str, Decision] = {
         ),
         _ONLY_WITH_MUON,
     ),
-    "override_optimizer_config": _mapped(
-        "adam_beta1, adam_beta2, adam_eps: `OptimizerConfig`; others: `BridgeConfig.override_optimizer_config`, refused by "
-        "other backends"
-    ),
+    "override_optimizer_config": _mapped("adam_beta1, adam_beta2, adam_eps: `OptimizerConfig`; others: their own table"),
 }
 
 _TOKENIZER = _no_meaning("of verl's tokenizer, for its data and rollouts; saved with hf_model")
@@ -233,10 +233,13 @@ MTP: Mapping[str, Decision] = {
 
 CHECKPOINT: Mapping[str, Decision] = {
     "_target_": _HYDRA,
-    "save_contents": _mapped("model, optimizer and extra together: the training state; hf_model: a Hugging Face directory"),
-    "load_contents": _mapped("the same; hf_model alone takes the weights"),
+    "save_contents": _mapped(
+        "model: a Hugging Face directory, as in verl (with use_dist_checkpointing only hf_model writes it); optimizer and "
+        "extra: the training state, which has the weights too"
+    ),
+    "load_contents": _mapped("optimizer and extra: the training state; model or hf_model alone: the weights"),
     "async_save": _refused("verl's record of the latest checkpoint would be ahead of the files", False),
-    "strict": _refused("an export always has every weight", True),
+    "strict": _no_meaning("an export always has every weight, which is what it asks to check"),
     "save_lora_only": _refused(_LORA, False),
     "mbridge_config": _refused("of the legacy package mbridge", {}),
 }

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from adapters.verl import field_decisions
 from adapters.verl.backend_options import ADAM, BACKENDS, backend_options, has_experts
+from adapters.verl.checkpoint_contents import require_contents
 from adapters.verl.field_decisions import refusal, require_supported
+from adapters.verl.megatron_overrides import optimizer_on_host
 from rl_backend.contracts import ConfigError, Head, OptimizerConfig, RuntimeConfig
 
 if TYPE_CHECKING:
@@ -74,13 +77,17 @@ def engine_settings(
     optimizer = None if engine_config.forward_only else _require_optimizer_config(optimizer_config)
     if checkpoint_config is not None:
         require_supported("CheckpointConfig", checkpoint_config, field_decisions.CHECKPOINT)
+        for name in ("save_contents", "load_contents"):
+            contents = frozenset(getattr(checkpoint_config, name))
+            require_contents(name, contents, sharded=engine_config.use_dist_checkpointing)
+    on_host = optimizer is not None and optimizer_on_host(optimizer.override_optimizer_config)
     replay = engine_config.router_replay.mode
     if replay != "disabled" and not has_experts(model_config):
         raise ConfigError.of("McoreEngineConfig.router_replay.mode", replay, "this model has no experts; set 'disabled'")
     return EngineSettings(
         runtime=RuntimeConfig(
             backend=getattr(engine_config, "backend", "native"),
-            hf_path=model_config.local_path,
+            hf_path=_first_weights(model_config, engine_config),
             seed=engine_config.seed,
             max_tokens_per_micro_batch=_NO_LIMIT,
             backend_cfg=backend_options(model_config, engine_config, optimizer),
@@ -89,12 +96,28 @@ def engine_settings(
         forward_only=engine_config.forward_only,
         param_offload=engine_config.param_offload,
         grad_offload=engine_config.param_offload,
-        optimizer_offload=engine_config.optimizer_offload,
+        optimizer_offload=engine_config.optimizer_offload or on_host,
         full_determinism=engine_config.full_determinism,
         router_replay=replay,
         save_contents=frozenset(checkpoint_config.save_contents if checkpoint_config else ()),
         load_contents=frozenset(checkpoint_config.load_contents if checkpoint_config else ()),
     )
+
+
+def _first_weights(model: HFModelConfig, engine: McoreEngineConfig) -> str:
+    """The directory that the first weights come from."""
+    if not engine.use_dist_checkpointing:
+        return str(model.local_path)
+    path = engine.dist_checkpointing_path
+    if not path or not (Path(path) / "config.json").is_file():
+        raise ConfigError.of(
+            "McoreEngineConfig.dist_checkpointing_path",
+            path,
+            "with use_dist_checkpointing first weights come from it, and it has to be a Hugging Face directory, with "
+            "config.json; convert a distributed checkpoint of Megatron, or set use_dist_checkpointing=False to start from "
+            "model.path",
+        )
+    return str(path)
 
 
 def optimizer_settings(config: McoreOptimizerConfig) -> OptimizerConfig:
@@ -138,6 +161,12 @@ def require_engine_config(config: McoreEngineConfig) -> None:
     require_supported(where, config, field_decisions.ENGINE)
     require_supported(f"{where}.router_replay", config.router_replay, field_decisions.ROUTER_REPLAY)
     require_supported(f"{where}.qat", config.qat, field_decisions.QAT)
+    if config.use_megatron_fsdp and getattr(config, "backend", "native") != "native":
+        raise ConfigError.of(
+            f"{where}.use_megatron_fsdp",
+            True,
+            "backend=bridge keeps parameters whole; set backend=native, which shards them, or leave it at False",
+        )
     if config.dtype not in ("bfloat16", "float32"):
         raise ConfigError.of(f"{where}.dtype", config.dtype, "expected 'bfloat16' or 'float32'")
     backend = getattr(config, "backend", "native")

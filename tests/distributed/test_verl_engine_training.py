@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.models import write_tiny
@@ -141,7 +143,8 @@ def test_a_resumed_engine_trains_on_as_one_that_was_not_stopped(
     arguments = (str(models["dense"]), backend, str(tmp_path / "saved"), offload, backend)
     for straight, resumed in ranks.run(resume_job, *arguments, timeout=IMPORT_SECONDS):
         assert resumed == straight
-    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["training_state"]
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["huggingface", "training_state"]
+    assert (tmp_path / "saved" / "huggingface" / "config.json").is_file()
 
 
 @pytest.mark.shows("verl: an engine of one backend resumes what the other saved, to 1e-5")
@@ -155,9 +158,9 @@ def test_an_engine_of_the_other_backend_trains_on(
             assert (*step, rate) == pytest.approx((*expected, expected_rate), rel=1e-5)
 
 
-def weights_only_job(model: str, folder: str) -> tuple[list[str], float, float]:
+def weights_only_job(model: str, folder: str, contents: tuple[str, ...]) -> tuple[list[str], float, float]:
     """What is kept of three saves of weights, and the loss of step 2 with the weights and with those loaded."""
-    with open_engine(model, contents=("hf_model",)) as engine:
+    with open_engine(model, contents=contents) as engine:
         for step in range(3):
             engine.save_checkpoint(f"{folder}/global_step_{step}/actor", global_step=step, max_ckpt_to_keep=2)
             if step < 2:
@@ -168,14 +171,36 @@ def weights_only_job(model: str, folder: str) -> tuple[list[str], float, float]:
         return kept, expected, train_step(engine, 2)[0]
 
 
+@pytest.mark.parametrize("contents", [("hf_model",), ("model",)], ids=lambda contents: contents[0])
 def test_weights_alone_are_kept_as_many_times_as_asked_and_loaded(
-    ranks: RankPool, models: Mapping[str, Path], tmp_path: Path
+    ranks: RankPool, models: Mapping[str, Path], tmp_path: Path, contents: tuple[str, ...]
 ) -> None:
-    ((kept, expected, found),) = ranks.run(
-        weights_only_job, str(models["dense"]), str(tmp_path), world_size=1, timeout=IMPORT_SECONDS
-    )
+    arguments = (str(models["dense"]), str(tmp_path), contents)
+    ((kept, expected, found),) = ranks.run(weights_only_job, *arguments, world_size=1, timeout=IMPORT_SECONDS)
+    assert not list(tmp_path.glob("*/actor/training_state"))
     assert kept == [f"global_step_{step}/actor/huggingface/config.json" for step in (1, 2)]
     assert found == expected
+
+
+def sharded_job(model: str, first_weights: str, folder: str) -> tuple[list[str], bool]:
+    """What a save has, and whether the engine started from ``first_weights``."""
+    options: dict[str, Any] = {"use_dist_checkpointing": True, "dist_checkpointing_path": first_weights}
+    with open_engine(first_weights) as engine:
+        expected = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
+    with open_engine(model, **options) as engine:
+        same = all(torch.equal(tensor, expected[name]) for name, tensor in engine.get_per_tensor_param()[0])
+        engine.save_checkpoint(folder)
+    return sorted(path.name for path in Path(folder).iterdir()), same
+
+
+def test_with_a_distributed_checkpoint_first_weights_come_from_it_and_saves_have_no_hugging_face_directory(
+    ranks: RankPool, models: Mapping[str, Path], tmp_path: Path
+) -> None:
+    other = Path(shutil.copytree(models["dense"], tmp_path / "other"))
+    weights = load_file(other / "model.safetensors")
+    save_file({name: tensor + 0.5 for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    arguments = (str(models["dense"]), str(other), str(tmp_path / "saved"))
+    assert ranks.run(sharded_job, *arguments, world_size=1, timeout=IMPORT_SECONDS) == [(["training_state"], True)]
 
 
 def not_finite_job(model: str, backend: str) -> tuple[float, bool, float]:

@@ -7,11 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from adapters.verl import field_decisions
+from adapters.verl import field_decisions, megatron_decisions
 from adapters.verl.field_decisions import Decision
+from adapters.verl.megatron_decisions import MegatronField
 from tests.support.claims import ROOT
 
 PAGE = ROOT / "docs" / "verl.md"
+MEGATRON_TABLES = {
+    "override_transformer_config": megatron_decisions.TRANSFORMER,
+    "override_ddp_config": megatron_decisions.DDP,
+    "override_optimizer_config": megatron_decisions.OPTIMIZER,
+}
 START, END = "<!-- fields: from adapters/verl/field_decisions.py -->", "<!-- end of fields -->"
 TABLES = {
     "Engine": ("`McoreEngineConfig`", field_decisions.ENGINE),
@@ -31,7 +37,19 @@ def tables() -> str:
         rows = [f"### {title}: {classes}", "| field | what becomes of it |", "|---|---|"]
         rows += [f"| {', '.join(f'`{name}`' for name in names)} | {becomes} |" for becomes, names in _rows(decisions)]
         parts.append("\n".join(rows))
+    parts += [_megatron_table(title, fields) for title, fields in MEGATRON_TABLES.items()]
     return "\n\n".join(parts)
+
+
+def _megatron_table(title: str, fields: Mapping[str, MegatronField]) -> str:
+    rows: dict[tuple[str, str, tuple[object, ...]], list[str]] = {}
+    for name, field in fields.items():
+        rows.setdefault((field.native, field.bridge, field.at_rest), []).append(name)
+    lines = [f"### Megatron's fields in `{title}`", "| field | asks for nothing | native | bridge |", "|---|---|---|---|"]
+    for (native, bridge, at_rest), names in rows.items():
+        values = ", ".join(f"`{value!r}`" for value in at_rest)
+        lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {values} | {native} | {bridge} |")
+    return "\n".join(lines)
 
 
 def page_with_tables() -> str:

@@ -1,0 +1,218 @@
+"""Megatron's own fields in verl's ``override_`` dictionaries, as options of either runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from adapters.verl.megatron_decisions import DDP, OPTIMIZER, TRANSFORMER, MegatronField
+from adapters.verl.pipeline_stages import STAGE_FIELDS, stage_layers
+from rl_backend.contracts import ConfigError, ParallelConfig, bridge_overrides
+
+TRANSFORMER_FIELD = "McoreEngineConfig.override_transformer_config"
+DDP_FIELD = "McoreEngineConfig.override_ddp_config"
+OPTIMIZER_FIELD = "McoreOptimizerConfig.override_optimizer_config"
+_SIZES = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "virtual_pipeline_model_parallel_size": "vpp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp",
+}
+_AUX, _Z, _BALANCING = "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type"
+_BIAS, _BIAS_RATE = "moe_router_enable_expert_bias", "moe_router_bias_update_rate"
+_OFFLOAD, _FRACTION = "optimizer_cpu_offload", "optimizer_offload_fraction"
+_PRECISION = "parameters are bfloat16 or float32 in both runtimes; remove it"
+# Found in Megatron's configurations, and in neither runtime.
+_NOWHERE = {
+    "fp8": _PRECISION,
+    "fp4": _PRECISION,
+    "fp8_recipe": _PRECISION,
+    "cpu_offloading": "activations stay on the device; recompute them with recompute_granularity",
+}
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What decides beside the fields.
+
+    Attributes:
+        model_type: of ``config.json``.
+        num_layers: None where ``config.json`` does not say.
+        has_experts: whether there are routers.
+    """
+
+    model_type: str | None
+    num_layers: int | None
+    has_experts: bool
+
+
+def native_options(
+    transformer: Mapping[str, Any],
+    ddp: Mapping[str, Any],
+    optimizer: Mapping[str, Any],
+    facts: ModelFacts,
+    parallel: ParallelConfig,
+) -> dict[str, Any]:
+    """Fields of ``NativeConfig`` for what the three dictionaries ask for.
+
+    Raises:
+        ConfigError: a field that the native runtime cannot honour, with what can.
+    """
+    asked = _asked(TRANSFORMER_FIELD, transformer, TRANSFORMER, parallel)
+    _require_nothing(DDP_FIELD, _asked(DDP_FIELD, ddp, DDP, parallel), bridge_overrides.DDP.allowed)
+    _require_nothing(
+        OPTIMIZER_FIELD, _asked(OPTIMIZER_FIELD, optimizer, OPTIMIZER, parallel), bridge_overrides.OPTIMIZER.allowed
+    )
+    asked = {name: value for name, value in asked.items() if not _has(TRANSFORMER, name, "chooses_kernel")}
+    options: dict[str, Any] = {}
+    stages = {name: asked.pop(name) for name in STAGE_FIELDS if name in asked}
+    if stages:
+        layers = _require_layers(stages, facts)
+        options["pipeline_layers"] = stage_layers(TRANSFORMER_FIELD, stages, layers, parallel.pp, parallel.vpp)
+    losses = _router_losses(asked, facts)
+    if losses:
+        options |= {"model": facts.model_type, "model_cfg": losses}
+    _require_nothing(TRANSFORMER_FIELD, asked, bridge_overrides.TRANSFORMER.allowed)
+    return options
+
+
+def bridge_options(
+    transformer: Mapping[str, Any],
+    ddp: Mapping[str, Any],
+    optimizer: Mapping[str, Any],
+    facts: ModelFacts,
+    parallel: ParallelConfig,
+) -> dict[str, Any]:
+    """Fields of ``BridgeConfig``: the dictionaries without what asks for nothing.
+
+    Raises:
+        ConfigError: a field that neither Megatron nor this runtime can honour.
+    """
+    asked = _asked(TRANSFORMER_FIELD, transformer, TRANSFORMER, parallel)
+    allowed = bridge_overrides.TRANSFORMER.allowed
+    for name in [name for name in asked if _has(TRANSFORMER, name, "chooses_kernel") and name not in allowed]:
+        value = asked.pop(name)
+        if name.startswith("moe_") and value not in (False, "alltoall"):
+            raise ConfigError.of(
+                f"{TRANSFORMER_FIELD}[{name!r}]",
+                value,
+                "backend=bridge sends tokens to experts by all-to-all; remove it, or set backend=native",
+            )
+    if parallel.pp == 1:
+        # There are no outputs between stages to free.
+        asked.pop("deallocate_pipeline_outputs", None)
+    if asked.get(_AUX) and _BALANCING not in asked:
+        # Megatron's default, beside which the coefficient alone acts.
+        asked[_BALANCING] = "aux_loss"
+    if asked.get(_BALANCING) == "none" and not asked.get(_AUX):
+        asked.pop(_BALANCING)
+    _require_known(TRANSFORMER_FIELD, asked, allowed)
+    ddp, optimizer = _asked(DDP_FIELD, ddp, DDP, parallel), _asked(OPTIMIZER_FIELD, optimizer, OPTIMIZER, parallel)
+    _require_known(DDP_FIELD, ddp, bridge_overrides.DDP.allowed)
+    _require_known(OPTIMIZER_FIELD, optimizer, bridge_overrides.OPTIMIZER.allowed)
+    return {"override_transformer_config": asked, "override_ddp_config": ddp, "override_optimizer_config": optimizer}
+
+
+def optimizer_on_host(overrides: Mapping[str, Any] | None) -> bool:
+    """Whether Megatron's fields ask for an optimizer on the host.
+
+    Raises:
+        ConfigError: a part of it, or a fraction that Megatron would not read.
+    """
+    given = dict(overrides or {})
+    wanted, fraction = bool(given.get(_OFFLOAD)), given.get(_FRACTION)
+    field = f"{OPTIMIZER_FIELD}[{_FRACTION!r}]"
+    if not wanted:
+        if fraction:
+            raise ConfigError.of(
+                field, fraction, f"read with {_OFFLOAD}=True only; set it, or megatron.optimizer_offload=True"
+            )
+        return False
+    if fraction not in (None, 0, 1):
+        raise ConfigError.of(field, fraction, "the optimizer's state is offloaded whole; set 1, or 0 for none of it")
+    # Megatron's default offloads nothing.
+    return fraction == 1
+
+
+def _asked(
+    where: str, given: Mapping[str, Any], decisions: Mapping[str, MegatronField], parallel: ParallelConfig
+) -> dict[str, Any]:
+    """The fields that ask for something, checked against what decides them."""
+    asked = {}
+    for name, value in given.items():
+        decision = decisions.get(name)
+        if name in _SIZES and where == TRANSFORMER_FIELD:
+            size = getattr(parallel, _SIZES[name])
+            if value not in (size, *([None] if size == 1 else [])):
+                raise ConfigError.of(
+                    f"{where}[{name!r}]", value, f"the engine's {name} is {size}; set that one, and remove this"
+                )
+        elif name in (_OFFLOAD, _FRACTION) or (name == _BIAS and value and given.get(_BIAS_RATE) == 0):
+            # optimizer_on_host reads the first two; a bias of 0 that never moves chooses no expert.
+            continue
+        elif (decision is not None and value in decision.at_rest) or (
+            where == OPTIMIZER_FIELD and _has(decisions, name, "chooses_kernel")
+        ):
+            continue
+        elif decision is not None and decision.only:
+            raise ConfigError.of(f"{where}[{name!r}]", value, f"{decision.native}; remove it")
+        else:
+            asked[name] = value
+    return asked
+
+
+def _router_losses(asked: dict[str, Any], facts: ModelFacts) -> dict[str, Any]:
+    """Takes what is about router losses out of ``asked``; gives fields of ``MoEOptions``."""
+    balancing = asked.pop(_BALANCING, None)
+    given = {name: asked.pop(name) for name in (_AUX, _Z) if name in asked}
+    field = f"{TRANSFORMER_FIELD}[{_BALANCING!r}]"
+    if balancing not in (None, "aux_loss", "none"):
+        raise ConfigError.of(field, balancing, "backend=native has 'aux_loss' and 'none'; set one, or backend=bridge")
+    if balancing == "none" and given.get(_AUX):
+        raise ConfigError.of(field, balancing, f"Megatron would ignore {_AUX}={given[_AUX]} beside it; remove one")
+    for name, value in given.items():
+        if not facts.has_experts:
+            raise ConfigError.of(f"{TRANSFORMER_FIELD}[{name!r}]", value, "this model has no experts; remove it")
+    names = {_AUX: "router_aux_loss_coef", _Z: "router_z_loss_coef"}
+    return {names[name]: value for name, value in given.items()}
+
+
+def _require_layers(stages: Mapping[str, Any], facts: ModelFacts) -> int:
+    if facts.num_layers is None:
+        name, value = next(iter(stages.items()))
+        raise ConfigError.of(f"{TRANSFORMER_FIELD}[{name!r}]", value, "config.json has no num_hidden_layers to divide")
+    return facts.num_layers
+
+
+def _require_nothing(where: str, asked: Mapping[str, Any], bridge_has: Any) -> None:
+    """Raises for the first field that is left, naming the bridge only where it has the field."""
+    _require_known(where, asked, bridge_has)
+    for name, value in asked.items():
+        raise ConfigError.of(
+            f"{where}[{name!r}]",
+            value,
+            "a field of Megatron's that backend=native does not have; remove it or set backend=bridge",
+        )
+
+
+def _require_known(where: str, asked: Mapping[str, Any], bridge_has: Any) -> None:
+    tables = {
+        TRANSFORMER_FIELD: bridge_overrides.TRANSFORMER,
+        DDP_FIELD: bridge_overrides.DDP,
+        OPTIMIZER_FIELD: bridge_overrides.OPTIMIZER,
+    }
+    for name, value in asked.items():
+        if name in bridge_has:
+            continue
+        reason = _NOWHERE.get(name, "neither runtime has this field of Megatron's; remove it")
+        elsewhere = tables[where].elsewhere.get(name)
+        if name not in _NOWHERE and elsewhere is not None:
+            reason = f"decided by {elsewhere}; remove it"
+        raise ConfigError.of(f"{where}[{name!r}]", value, reason)
+
+
+def _has(decisions: Mapping[str, MegatronField], name: str, flag: str) -> bool:
+    return name in decisions and bool(getattr(decisions[name], flag))

@@ -1,0 +1,61 @@
+"""What a whole configuration of ``main_ppo`` asks for beside the roles' own, refused where verl reads it."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+from adapters.verl.registration import VENDOR_VARIABLE, VENDORS
+from rl_backend.contracts import ConfigError
+
+_CHECKS = "_rl_backend_checks"
+_OURS = "adapters.verl.engine_config."
+# Losses that read the logits of the teacher's most probable tokens.
+_TOP_K = ("forward_kl_topk",)
+
+
+def register() -> None:
+    """Lets verl's ``validate_config``, which every trainer calls first, refuse what our engines cannot do."""
+    from verl import utils
+    from verl.utils import config as module
+
+    original = module.validate_config
+    if hasattr(original, _CHECKS):
+        return
+
+    @functools.wraps(original)
+    def validate_config(config: Any, *arguments: Any, **options: Any) -> None:
+        require_run(config)
+        original(config, *arguments, **options)
+
+    setattr(validate_config, _CHECKS, True)
+    module.validate_config = utils.validate_config = validate_config
+
+
+def require_run(config: Any) -> None:
+    """Refuses top-k distillation of an actor on our engine.
+
+    Args:
+        config: of ``main_ppo``, composed.
+
+    Raises:
+        ConfigError: by name, with losses that are offered.
+    """
+    distillation: Any = config.get("distillation") or {}
+    if not distillation.get("enabled") or not _is_ours(config.actor_rollout_ref.actor):
+        return
+    mode = distillation.distillation_loss.loss_mode
+    if mode in _TOP_K:
+        raise ConfigError.of(
+            "distillation.distillation_loss.loss_mode",
+            mode,
+            "reads a batch's logits, which are never kept; choose an estimator, such as k1 or k3, or verl's own engine",
+        )
+
+
+def _is_ours(actor: Any) -> bool:
+    if actor.get("strategy") != "megatron":
+        return False
+    target = str(actor.megatron.get("_target_"))
+    return target.startswith(_OURS) or os.environ.get(VENDOR_VARIABLE) in VENDORS
