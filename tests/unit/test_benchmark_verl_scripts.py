@@ -56,7 +56,7 @@ def scripts(tmp_path: Path) -> tuple[list[Any], dict[str, str]]:
     release.mkdir(parents=True)
     (release / "config").symlink_to(Path(verl.__file__).parent / "trainer/config")
     megatron = "actor_rollout_ref.actor.megatron"
-    actor = "model_engine=megatron actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
+    actor = "model_engine=megatron actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 algorithm.adv_estimator=grpo"
     texts = {
         "megatron": f"{actor} {megatron}.pipeline_model_parallel_size=8 "
         f"+{megatron}.override_transformer_config.num_layers_in_first_pipeline_stage=3",

@@ -89,7 +89,7 @@ def test_values_that_ask_for_nothing_change_nothing(
             "moe_router_load_balancing_type",
             "sinkhorn",
             "'aux_loss' and 'none'",
-            "moe_aux_loss",
+            None,
         ),
         ("override_transformer_config", "dsa_indexer_loss_coeff", 0.1, "sparse attention", "sparse attention"),
         ("override_ddp_config", "grad_reduce_in_fp32", False, "summed in float32", "summed in float32"),
