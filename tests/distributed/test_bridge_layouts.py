@@ -19,11 +19,13 @@ from tests.support.native import (
     LENGTHS,
     assert_near,
     micro_batches,
+    relative_difference,
     token_loss,
 )
 from tests.support.rank_pool import RankPool
 
 STEPS = 2
+ROUTER = "model.layers.1.mlp.gate.weight"
 
 DENSE = {
     2: [{}, {"tp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}],
@@ -62,6 +64,7 @@ def assert_same(run: Run, expected: Run) -> None:
     for index, log_probs in run.log_probs.items():
         torch.testing.assert_close(log_probs, expected.log_probs[index], rtol=1e-5, atol=1e-5)
     assert_near(run.gradients, expected.gradients)
+    assert_near(run.weights, expected.weights)
 
 
 @pytest.mark.shows("bridge: dense models train alike with dp, tp and sp, pp, vpp on 2 and 4 ranks")
@@ -79,6 +82,23 @@ def test_a_mixture_of_experts_trains_the_same_in_every_layout(
 ) -> None:
     run = whole(ranks.run(train_job, str(mixture), layout, STEPS, {}, world_size=world_size))
     assert_same(run, mixture_on_one_rank)
+
+
+@pytest.mark.shows("bridge: losses of routers have one rank's gradients and weights with pp and vpp")
+@pytest.mark.parametrize(("world_size", "layout"), layouts({2: [{"pp": 2}, {"pp": 2, "vpp": 2}]}))
+def test_router_losses_do_not_depend_on_the_pipeline(
+    ranks: RankPool, mixture: Path, mixture_on_one_rank: Run, world_size: int, layout: dict[str, int]
+) -> None:
+    losses = {
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.5,
+        "moe_z_loss_coeff": 0.2,
+    }
+    settings = {"override_transformer_config": losses}
+    expected = whole(ranks.run(train_job, str(mixture), {}, STEPS, settings, world_size=1))
+    without = mixture_on_one_rank.gradients[ROUTER]
+    assert relative_difference(expected.gradients[ROUTER], without) > 0.1
+    assert_same(whole(ranks.run(train_job, str(mixture), layout, STEPS, settings, world_size=world_size)), expected)
 
 
 def refusal_job(model: str, layout: dict[str, int]) -> str:

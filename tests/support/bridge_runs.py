@@ -27,12 +27,14 @@ class Run:
         norms: gradient norm of each step.
         log_probs: sequence -> its log-probs in the first step; source ranks only.
         gradients: Hugging Face name -> gradient of the first step; rank 0 only.
+        weights: Hugging Face name -> weight after the last step; rank 0 only.
     """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     log_probs: dict[int, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
 
 
 def bridge_config(
@@ -88,6 +90,8 @@ def train_job(model: str, parallel: Mapping[str, int], steps: int, settings: Map
                 loss = torch.tensor(result.loss / handle.data_parallel_size, dtype=torch.float64)
                 dist.all_reduce(loss, group=handle.groups.dp_group)
                 run.losses.append(loss.item())
+        weights = {name: value.clone() for name, value in runtime.export_weights(handle)}
+        run.weights = weights if dist.get_rank() == 0 else {}
     return run
 
 
@@ -95,7 +99,7 @@ def whole(runs: Sequence[Run]) -> Run:
     """What the ranks know together."""
     source = next(run for run in runs if run.losses)
     log_probs = {index: value for run in runs for index, value in run.log_probs.items()}
-    return Run(source.losses, source.norms, log_probs, runs[0].gradients)
+    return Run(source.losses, source.norms, log_probs, runs[0].gradients, runs[0].weights)
 
 
 def poisoned_loss(model_output: ModelOutput, data: PackedBatch, dp_group: Any = None) -> Any:
