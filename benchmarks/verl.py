@@ -32,7 +32,7 @@ from benchmarks.report import RESULTS, machine, write_result
 from benchmarks.verl_trainers import Backend, run_part
 
 BACKENDS: tuple[Backend, ...] = ("native", "bridge")
-PARTS = ("overhead", "sft", "grpo", "ppo", "grpo_R2", "grpo_R3", "rollout_gap", "resume", "layouts")
+PARTS = ("overhead", "sft", "grpo", "ppo", "grpo_R2", "grpo_R3", "rollout_gap", "resume", "resume_ppo", "layouts")
 EXAMPLE_SCRIPTS = "example_scripts"
 SEQUENCES, LENGTH, MICRO_BATCH_TOKENS, MEASURED_STEPS = 8, 256, 512, 3
 

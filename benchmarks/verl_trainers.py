@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from examples.common.router_replay import RouterReplayMode
-from examples.demo.task import ModelName
+from examples.demo.task import ModelName, layers_for
 from examples.verl import grpo, ppo, sft
 from examples.verl.rl import RLOptions
 
 type Backend = Literal["native", "bridge"]
+type Algorithm = Literal["grpo", "ppo"]
 type Metrics = Mapping[int, Mapping[str, float]]
 
 QUIET = "trainer.val_before_train=False trainer.test_freq=-1"
@@ -24,8 +25,14 @@ LAYOUTS: dict[Backend, dict[str, tuple[ModelName, dict[str, int]]]] = {
         "pp2": ("qwen3", {"pp": 2}),
         "ep2": ("qwen3_moe", {"ep": 2}),
     },
-    "bridge": {"dp2": ("qwen3", {}), "tp2": ("qwen3", {"tp": 2}), "ep2": ("qwen3_moe", {"ep": 2})},
+    "bridge": {
+        "dp2": ("qwen3", {}),
+        "tp2": ("qwen3", {"tp": 2}),
+        "pp2": ("qwen3", {"pp": 2}),
+        "ep2": ("qwen3_moe", {"ep": 2}),
+    },
 }
+LAYERS = layers_for(2)
 RESUMED_STEPS, STEPS_BEFORE = 5, 3
 
 
@@ -76,7 +83,6 @@ def rollout_gap(model: str, folder: Path) -> dict[str, Any]:
         options = grpo.GRPOOptions(
             model=model,
             run_dir=str(folder / f"gap_{mode}"),
-            demo_model="qwen3_moe",
             router_replay=mode,
             steps=1,
             batch_size=64,
@@ -89,29 +95,40 @@ def rollout_gap(model: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-def resume(backend: Backend, model: str, folder: Path) -> dict[str, Any]:
-    """GRPO that went on, and GRPO that was resumed: loss, gradient norm and learning rate of the steps after the checkpoint.
+def resume(backend: Backend, model: str, folder: Path, algorithm: Algorithm, **settings: Any) -> dict[str, Any]:
+    """A run that went on, and one that was resumed: losses, gradient norms and learning rates of the steps after the
+    checkpoint.
+
+    Args:
+        settings: further options of the runs, over those here.
 
     verl's sampling has no seed for a request, so the resumed run is given the samples of the other by verl's own
     ``skip.rollout_tq``. That puts them in another order, hence one update a step.
     """
     steps = range(STEPS_BEFORE + 1, RESUMED_STEPS + 1)
-    names = ("actor/loss", "actor/kl_loss", "actor/grad_norm", "actor/lr")
+    names = ["actor/grad_norm", "actor/lr"]
+    if algorithm == "ppo":
+        # Not the actor's loss, which with whitened advantages and one update is 0 but for rounding.
+        names += ["critic/vf_loss", "critic/grad_norm", "critic/lr"]
+    else:
+        names += ["actor/loss", "actor/kl_loss"]
 
     def run(name: str, *overrides: str) -> Metrics:
         samples = f"skip.rollout_tq.enable=True skip.rollout_tq.dump_dir={folder / 'samples'}"
-        options = grpo.GRPOOptions(
-            model=model,
-            run_dir=str(folder / name),
-            backend=backend,
-            steps=RESUMED_STEPS,
-            updates_per_step=1,
-            lr_warmup_steps=RESUMED_STEPS - 1,
-            save_every=STEPS_BEFORE,
-            kl_coef=0.1,
-            overrides=" ".join([QUIET, samples, f"skip.rollout_tq.steps={list(steps)}".replace(" ", ""), *overrides]),
-        )
-        return read_metrics(grpo.train(options))
+        options: dict[str, Any] = {
+            "model": model,
+            "run_dir": str(folder / name),
+            "backend": backend,
+            "steps": RESUMED_STEPS,
+            "updates_per_step": 1,
+            "lr_warmup_steps": RESUMED_STEPS - 1,
+            "save_every": STEPS_BEFORE,
+            "overrides": " ".join([QUIET, samples, f"skip.rollout_tq.steps={list(steps)}".replace(" ", ""), *overrides]),
+            **settings,
+        }
+        if algorithm == "ppo":
+            return read_metrics(ppo.train(ppo.PPOOptions(**options, critic_lr=1e-3)))
+        return read_metrics(grpo.train(grpo.GRPOOptions(**options, kl_coef=0.1)))
 
     started = time.perf_counter()
     straight = run("straight")
@@ -139,6 +156,7 @@ def layouts(backend: Backend, folder: Path) -> dict[str, Any]:
         options = sft.SFTOptions(
             backend=backend,
             demo_model=model,
+            demo_layers=LAYERS,
             run_dir=str(folder / name),
             ranks=ranks,
             steps=1,
@@ -186,13 +204,13 @@ def run_part(part: str, backend: Backend, folder: Path, steps: int, sft_steps: i
     model = sft.trained_model(warm)
     if not model.exists():
         sft.train(warm)
-    if part == "resume":
-        return resume(backend, str(model), folder / part)
+    if part in ("resume", "resume_ppo"):
+        return resume(backend, str(model), folder / part, "ppo" if part == "resume_ppo" else "grpo")
     if part == "rollout_gap":
         return rollout_gap(str(model), folder)
     options: dict[str, Any] = {"backend": backend, "model": str(model), "run_dir": str(folder / part), "steps": steps}
     if part == "ppo":
         return run_rl(ppo.PPOOptions(**options), ppo.train)
     if mixture:
-        options |= {"demo_model": "qwen3_moe", "router_replay": part.removeprefix("grpo_")}
+        options |= {"router_replay": part.removeprefix("grpo_")}
     return run_rl(grpo.GRPOOptions(**options), grpo.train)
