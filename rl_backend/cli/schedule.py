@@ -160,7 +160,8 @@ def _facts(
         "stages_per_rank": schedule.stages_per_rank,
         "forward_only": schedule.forward_only,
         "costs": {**dict(zip(("forward", "backward_input", "backward_weight"), costs, strict=True)), "comm": arguments.comm},
-        **schedule_trace.timeline_facts(timeline),
+        **schedule_trace.times(timeline),
+        "peak_activations": list(timeline.peak_activations),
         "placement": list(schedule.placement),
         "actions": [[str(action) for action in own] for own in schedule.actions],
     }

@@ -42,7 +42,7 @@ def chosen_pass(run: Path, number: int | None) -> MeasuredPass:
 
 
 def as_facts(found: MeasuredPass) -> dict[str, Any]:
-    """For JSON; times in seconds."""
+    """For JSON; times in seconds. A trace has no memory in it: ``peak_activations`` is the schedule's own."""
     schedule = found.schedule
     return {
         "schedule": schedule.name,
@@ -50,8 +50,9 @@ def as_facts(found: MeasuredPass) -> dict[str, Any]:
         "num_micro_batches": schedule.num_micro_batches,
         "stages_per_rank": schedule.stages_per_rank,
         "model": found.model,
-        "measured": timeline_facts(found.measured),
-        "predicted": timeline_facts(found.predicted),
+        "peak_activations": list(schedule.peak_activations),
+        "measured": times(found.measured),
+        "predicted": times(found.predicted),
     }
 
 
@@ -82,8 +83,8 @@ def draw(found: MeasuredPass) -> Picture:
     pictures = [
         draw_schedule(found.schedule, timeline, f"{name}: {_summary(facts)}", until=longest)
         for name, timeline, facts in (
-            ("measured, in seconds", found.measured, timeline_facts(found.measured)),
-            ("predicted from its mean times", found.predicted, timeline_facts(found.predicted)),
+            ("measured, in seconds", found.measured, times(found.measured)),
+            ("predicted from its mean times", found.predicted, times(found.predicted)),
         )
     ]
     return _below_each_other(pictures)
@@ -93,13 +94,12 @@ def print_pass(found: MeasuredPass, *, as_json: bool) -> None:
     print(json.dumps(as_facts(found), indent=1) if as_json else as_text(found))
 
 
-def timeline_facts(timeline: Timeline) -> dict[str, Any]:
+def times(timeline: Timeline) -> dict[str, float]:
     """For JSON."""
     return {
         "makespan": timeline.makespan,
         "bubble_makespan": timeline.bubble_makespan,
         "bubble_span": timeline.bubble_span,
-        "peak_activations": list(timeline.peak_activations),
     }
 
 

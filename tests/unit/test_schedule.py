@@ -128,6 +128,14 @@ def test_communication_takes_time_but_not_a_ranks() -> None:
     assert busy.busy == (24.0,) * 4
 
 
+def test_transfers_of_one_direction_follow_each_other() -> None:
+    # Both forward results are ready by 2, and each transfer takes 5: the second arrives at 11, not at 7.
+    costs = Costs(communication=5.0)
+    first, last = timeline("1f1b", 2, 2, costs).spans
+    assert [(span.start, span.end) for span in last] == [(6, 7), (7, 9), (11, 12), (12, 14)]
+    assert [(span.start, span.end) for span in first] == [(0, 1), (1, 2), (14, 16), (19, 21)]
+
+
 def test_a_receive_is_posted_before_what_the_rank_computes_while_the_data_is_sent() -> None:
     (first, last) = make_schedule("1f1b", 2, 3).actions
     assert " ".join(map(str, last)) == ("1RECV_F0 1F0 1RECV_F1 1BW0 1SEND_B0 1F1 1BW1 1RECV_F2 1SEND_B1 1F2 1BW2 1SEND_B2")

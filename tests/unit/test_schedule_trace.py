@@ -55,6 +55,9 @@ def test_the_command_shows_what_took_longer_than_predicted(tmp_path: Path, capsy
     assert main(["schedule", "--from-trace", str(run), "--json", "--draw", str(tmp_path / "run.svg")]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["schedule"], facts["pp"], facts["stages_per_rank"], facts["model"]) == ("zbv", 2, 2, "actor")
+    # A trace has no memory in it, so that the activations held are the schedule's and nothing that was measured.
+    assert facts["peak_activations"] == list(make_schedule("zbv", 2, 4).peak_activations)
+    assert "peak_activations" not in facts["measured"]
     assert facts["measured"]["makespan"] > facts["predicted"]["makespan"] * 1.05
     assert facts["measured"]["bubble_makespan"] > facts["predicted"]["bubble_makespan"] + 0.05
     text = "".join(ElementTree.parse(tmp_path / "run.svg").getroot().itertext())
