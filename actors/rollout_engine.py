@@ -24,7 +24,7 @@ from actors.rollout_messages import EngineInfo, EngineState, Generated, Request,
 from actors.rollout_observed import observed
 from actors.rollout_routes import ExpertIds, pack_routes
 from actors.transport.gloo_group import Address, GlooGroup, receive_into
-from actors.transport.segment import Segment, SharedSegment, host_identity, map_segment
+from actors.transport.segment import Segment, SharedSegment, host_identity, map_segment, remove_stale_segments
 from actors.vllm_expected import expected_weights
 from actors.vllm_process import prepare_process, start_vllm
 from rl_backend.contracts import (
@@ -82,6 +82,7 @@ class RolloutEngine:
             place: among the group's engines on this node.
         """
         self._check_model_is_here()
+        remove_stale_segments()
         if self._device == "cpu":
             self._cores = choose_cores(self._config, self._engine, place)
         prepare_process(self._device, self._cores, self._config.tensor_parallel)

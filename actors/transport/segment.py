@@ -1,7 +1,8 @@
 """Shared-memory segments that one process writes and others map, and that never outlive their owner for long.
 
 A segment is a file under /dev/shm whose name carries its owner: process-id namespace, process id and start time. Whoever
-makes a segment first removes those of its user whose processes, of the same namespace, are gone.
+makes a segment, and every engine that starts, first removes those of its user whose processes, of the same namespace, have
+ended.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from rl_backend.contracts import WeightSyncError
 DIRECTORY = Path("/dev/shm")
 _PREFIX = "rl_backend_weights"
 _NAME = re.compile(rf"{_PREFIX}-(?P<namespace>\d+)-(?P<pid>\d+)-(?P<start>\d+)-\d+")
+_ENDED_STATES = ("Z", "X", "x")
 _numbers = itertools.count()
 
 
@@ -83,7 +85,7 @@ def host_identity() -> str:
 
 
 def remove_stale_segments() -> list[Path]:
-    """Removes segments of this user whose owner is gone, and returns them."""
+    """Removes segments of this user whose owner has ended, and returns them."""
     removed = []
     for path in DIRECTORY.glob(f"{_PREFIX}-*"):
         match = _NAME.fullmatch(path.name)
@@ -131,10 +133,12 @@ def _namespace() -> str:
 
 
 def _start_time(pid: int) -> str:
-    """Clock ticks after boot at which a process started, or an empty string when there is none."""
+    """Clock ticks after boot at which a living process started, or an empty string when there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return ""
-    # The second field is the command in parentheses and may hold spaces; start time is the 22nd.
-    return text.rpartition(")")[2].split()[19]
+    # The second field is the command in parentheses and may hold spaces; state is the 3rd, start time the 22nd.
+    fields = text.rpartition(")")[2].split()
+    # A killed process whose parent does not wait for it stays as a zombie, for ever in a container without an init.
+    return "" if fields[0] in _ENDED_STATES else fields[19]

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,18 @@ def test_segments_of_killed_processes_are_removed_and_those_of_living_ones_are_n
     living.communicate("\n")
     assert living.returncode == 0
     assert not kept.exists()
+
+
+def test_a_segment_of_a_killed_process_that_nobody_waits_for_is_removed() -> None:
+    killed, stale = start_owner()
+    killed.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{killed.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert stale in remove_stale_segments()
+    assert not stale.exists()
+    killed.wait()
 
 
 def test_a_segment_of_another_user_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
