@@ -2,7 +2,8 @@
 
 The workloads and the steps are those of :mod:`benchmarks.train_speed`. The model is a Qwen3-MoE whose head takes about a
 sixth of the arithmetic: experts are what is measured. transformers computes its experts with the implementation that it
-chooses by default, which the result names. ``python -m benchmarks.moe_speed`` writes ``results/moe_speed.json``.
+chooses by default, which the result names. OpenMP threads that wait sleep, as in an actor; the result's ``machine`` says so.
+``python -m benchmarks.moe_speed`` writes ``results/moe_speed.json``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.report import machine, write_result
+from benchmarks.report import machine, require_sleeping_threads, write_result
 from benchmarks.train_speed import measure_workload, runtime_step, transformers_step, workloads
 
 MODEL = {
@@ -54,6 +55,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="timed steps of each implementation and workload")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
+    require_sleeping_threads("benchmarks.moe_speed")
     torch.set_num_threads(arguments.threads)
     facts = machine()
     with tempfile.TemporaryDirectory() as directory:

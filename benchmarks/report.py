@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,12 +29,24 @@ _PACKAGES = (
 )
 
 
+def require_sleeping_threads(module: str) -> None:
+    """Starts ``python -m module`` again in place of this process, unless OpenMP threads that wait already sleep.
+
+    OpenMP reads ``OMP_WAIT_POLICY`` when it is loaded. Threads that spin instead take the time of whatever else runs, which
+    is then counted to what is measured. As :func:`~actors.cpu_threads.thread_environment` does for actors.
+    """
+    if os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
+
+
 def machine() -> dict[str, Any]:
     """Processor, cores, memory, accelerator, threads and versions of this run."""
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "not set"),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "accelerators": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "system": f"{platform.system()} {platform.machine()}",

@@ -3,11 +3,14 @@
 vLLM samples from a random Qwen3-MoE. The native runtime scores the samples twice: routing freely, and sending every token to
 vLLM's experts. A token is *flipped* where the trainer, left free, picks other experts than vLLM in some layer. Its log-prob
 gap to vLLM is compared with that of the other tokens, with vLLM's weights in the trainer and with weights that were
-perturbed; the figures at the top are the worse of these two. ``stronger_perturbations`` shows where other weights, and no
-longer other experts, make the gap. Then the steps of a loop (pass for the old log-probs, update) are timed with replay and
-without, in turn; ``step_time_fraction`` is the share that R2 or R3 adds, whichever is more, in seconds of the processor that
-driver and rank use, on which other work of the machine weighs less than on the clock.
-``python -m benchmarks.router_replay`` writes ``results/router_replay.json``.
+perturbed by ``PERTURBATION``; the figures at the top are the worse of these two. ``sweep`` has the same comparison for every
+size in ``SWEEP``, because the ratio without replay depends on it: with a larger perturbation other weights, and no longer
+other experts, make the gap. ``--sweep`` measures this part alone and keeps what the file has of times.
+
+Then the steps of a loop (pass for the old log-probs, update) are timed with replay and without, in turn;
+``step_time_fraction`` is the share that R2 or R3 adds, whichever is more, in seconds of the processor that driver and rank
+use, on which other work of the machine weighs less than on the clock. ``python -m benchmarks.router_replay`` writes
+``results/router_replay.json``.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from actors import HandleRef, Loss, RankContext, RolloutConfig, RolloutGroup, SamplingConfig, TrainGroup, sample_seeds
 from actors.local_ray import init_local_ray
-from benchmarks.report import interleave, machine, medians, write_result
+from benchmarks.report import interleave, machine, medians, read_result, write_result
 from examples.common.models import Model
 from examples.common.router_replay import RouterReplayMode
 from examples.common.sequences import to_sequences, with_outputs
@@ -50,8 +53,9 @@ MODEL: dict[str, Any] = {
     "initializer_range": 0.06,
     "tie_word_embeddings": False,
 }
-PERTURBATION, STRONGER = 0.002, (0.01,)
-"""Standard deviations of the noise on weights, in those of their tensors."""
+PERTURBATION = 0.002
+"""Standard deviation of the noise on weights, in that of their tensors; ``SWEEP`` shows what others give."""
+SWEEP = (0.0005, 0.001, PERTURBATION, 0.005, 0.01, 0.02)
 PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS = 64, 32, 96
 TIMED = 16
 """Sequences of a timed step."""
@@ -154,6 +158,7 @@ def time_steps(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=9, help="timed steps with R2, with R3 and without replay")
+    parser.add_argument("--sweep", action="store_true", help="only compare perturbations; keep what the file has of times")
     arguments = parser.parse_args()
     facts = machine()
     with tempfile.TemporaryDirectory() as folder:
@@ -167,11 +172,12 @@ def main() -> None:
         config = RuntimeConfig(hf_path=str(base), backend_cfg=native)
         with TrainGroup(config, cores_per_rank=2) as group:
             equal = compare(group, group.build_model(forward_only=True), sequences)
-            perturbed = {
-                size: compare(group, perturbed_model(group, Path(folder), size), sequences)
-                for size in (PERTURBATION, *STRONGER)
-            }
-            times = time_steps(group, group.build_model(), sequences[:TIMED], arguments.runs)
+            perturbed = {size: compare(group, perturbed_model(group, Path(folder), size), sequences) for size in SWEEP}
+            times = (
+                read_result("router_replay")["times"]
+                if arguments.sweep
+                else time_steps(group, group.build_model(), sequences[:TIMED], arguments.runs)
+            )
         ray.shutdown()
     routes = sequences[0].token_fields["routed_experts"]
     both = (equal, perturbed[PERTURBATION])
@@ -186,7 +192,7 @@ def main() -> None:
             "step_time_fraction": max(times["fraction_of_step"].values()),
             "equal_weights": equal,
             "perturbed_weights": {"perturbation": PERTURBATION, **perturbed[PERTURBATION]},
-            "stronger_perturbations": [{"perturbation": size, **perturbed[size]} for size in STRONGER],
+            "sweep": [{"perturbation": size, **perturbed[size]} for size in SWEEP],
             "times": times,
             "model": MODEL,
             "machine": facts,

@@ -1,10 +1,12 @@
 """Weights of a 254M-parameter float32 Qwen3 into a running vLLM engine: through memory, through disk, and the limit.
 
 Each run first changes every weight. One side is ``WeightSync.push()``, with all its checks. The other writes one safetensors
-file and calls vLLM's ``reload_weights``. The limit is what no push through memory can do without: one copy of the weights
-into shared memory and vLLM's own load from it, with nothing checked. Runs are interleaved and the figures are medians; after
-every kind of update the engine's log-probs are compared with the trainer's. ``python -m benchmarks.weight_sync`` writes
-``results/weight_sync.json``.
+file and calls vLLM's ``reload_weights``, in two ways. ``disk`` saves over the same file each time, as a loop does that only
+wants the weights in the engine. ``disk_kept`` saves to a new directory and removes the one before afterwards, outside the
+timing, as a loop does that must not lose its last save; pages for a second file have to be found then. The limit is what no
+push through memory can do without: one copy of the weights into shared memory and vLLM's own load from it, with nothing
+checked. Runs are interleaved and the figures are medians; after every kind of update the engine's log-probs are compared
+with the trainer's. ``python -m benchmarks.weight_sync`` writes ``results/weight_sync.json``.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from actors.rollout_group import RolloutGroup
 from actors.transport.base import raise_failures
 from actors.weight_sync import PushReport, WeightSync
 from actors.weight_sync_source import WeightSource
-from benchmarks.report import interleave, machine, medians, write_result
+from benchmarks.report import interleave, machine, medians, require_sleeping_threads, write_result
 from rl_backend.contracts import WeightManifest
 from rl_backend.weights import plan_layout, read_tensor, tensor_info
 
@@ -49,8 +51,10 @@ LARGEST_GAP = 1e-5
 INCLUDES = {
     "memory": "WeightSync.push(): plan, copy to shared memory, xxh3 digests, every check in the engine (version, names, "
     "shapes, dtypes, digests, finite values), prefix cache reset, vLLM's load, acknowledgement and resume",
-    "disk": "safetensors.torch.save_file of the same tensors to a new directory (no fsync), prefix cache reset, vLLM's "
-    "reload_weights from it; nothing is checked. The save before is removed, outside the timing, when the new one is loaded",
+    "disk": "safetensors.torch.save_file of the same tensors over the file of the run before (no fsync), prefix cache "
+    "reset, vLLM's reload_weights from it; nothing is checked",
+    "disk_kept": "as disk, to a new directory each time; the save before is removed, outside the timing, when the new one "
+    "is loaded",
     "limit": "copying the same tensors into a shared-memory segment that is there already, and vLLM's load of views of it; "
     "nothing is checked",
 }
@@ -87,8 +91,11 @@ class Trainer:
         self.source = WeightSource(self.weights())
         self.sync = WeightSync(self.source, rollout)
         self.reports: list[PushReport] = []
-        self.disk_phases: list[dict[str, float]] = []
+        self.disk_phases: dict[str, list[dict[str, float]]] = {"disk": [], "disk_kept": []}
         self.last_save: Path | None = None
+        self.same_directory = scratch / "save"
+        self.same_directory.mkdir()
+        model.config.save_pretrained(self.same_directory)
         infos = [tensor_info(name, tensor) for name, tensor in self.weights().items()]
         self.unchecked = WeightManifest(version=0, tensors=plan_layout(infos)[0])
 
@@ -109,19 +116,28 @@ class Trainer:
         return time.perf_counter() - started
 
     def through_disk(self) -> float:
-        """Keeps the save before until this one is loaded, as a run that must not lose its last save does."""
+        """Saves over the save before."""
+        self.change()
+        return self._save_and_reload("disk", self.same_directory)
+
+    def through_disk_kept(self) -> float:
+        """Keeps the save before until this one is loaded."""
         self.change()
         directory = Path(tempfile.mkdtemp(dir=self.scratch))
         self.model.config.save_pretrained(directory)
+        seconds = self._save_and_reload("disk_kept", directory)
+        if self.last_save is not None:
+            shutil.rmtree(self.last_save)
+        self.last_save = directory
+        return seconds
+
+    def _save_and_reload(self, way: str, directory: Path) -> float:
         started = time.perf_counter()
         save_file(self.weights(), directory / "model.safetensors")
         saved = time.perf_counter()
         raise_failures(self.rollout.call("reload_from_disk", str(directory)))
         ended = time.perf_counter()
-        self.disk_phases.append({"save": saved - started, "reload": ended - saved})
-        if self.last_save is not None:
-            shutil.rmtree(self.last_save)
-        self.last_save = directory
+        self.disk_phases[way].append({"save": saved - started, "reload": ended - saved})
         return ended - started
 
     def limit(self) -> float:
@@ -155,7 +171,12 @@ def make_model(directory: Path) -> Qwen3ForCausalLM:
 
 def measure(trainer: Trainer, runs: int) -> dict[str, Any]:
     """The figures; raises when an engine's log-probs are wrong after any kind of update."""
-    ways = {"memory": trainer.through_memory, "disk": trainer.through_disk, "limit": trainer.limit}
+    ways = {
+        "memory": trainer.through_memory,
+        "disk": trainer.through_disk,
+        "disk_kept": trainer.through_disk_kept,
+        "limit": trainer.limit,
+    }
     gaps = {}
     for name, way in ways.items():
         way()
@@ -165,18 +186,23 @@ def measure(trainer: Trainer, runs: int) -> dict[str, Any]:
                 f"after an update through {name} the log-probs differ by {gaps[name]:.2e}; limit {LARGEST_GAP}"
             )
     trainer.reports.clear()
-    trainer.disk_phases.clear()
+    for phases in trainer.disk_phases.values():
+        phases.clear()
     seconds = interleave(runs, ways)
     middle = medians(seconds)
     memory_phases = {phase: [report.seconds[phase] for report in trainer.reports] for phase in trainer.reports[0].seconds}
-    disk_phases = {phase: [phases[phase] for phases in trainer.disk_phases] for phase in ("save", "reload")}
+    disk_phases = {
+        way: medians({phase: [one[phase] for one in runs_of_way] for phase in ("save", "reload")})
+        for way, runs_of_way in trainer.disk_phases.items()
+    }
     return {
         "seconds": seconds,
         "medians": middle,
         "disk_over_memory": middle["disk"] / middle["memory"],
+        "disk_kept_over_memory": middle["disk_kept"] / middle["memory"],
         "memory_over_limit": middle["memory"] / middle["limit"],
         "memory_phases": medians(memory_phases),
-        "disk_phases": medians(disk_phases),
+        "disk_phases": disk_phases,
         "mean_log_prob_gaps": gaps,
         "transport": trainer.reports[0].transport,
         "bytes": trainer.reports[0].nbytes,
@@ -188,6 +214,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--runs", type=int, default=9)
     arguments = parser.parse_args()
+    # This process stands for a rank of training.
+    require_sleeping_threads("benchmarks.weight_sync")
     facts = machine()
     # The engine's process and this one do parts of every way; Ray would run the first at a lower priority.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112, this is how Ray spells it
@@ -216,7 +244,8 @@ def main() -> None:
         },
     )
     print(
-        f"memory {result['medians']['memory']:.3f} s, disk {result['medians']['disk']:.3f} s, "
+        f"memory {result['medians']['memory']:.3f} s, disk {result['medians']['disk']:.3f} s "
+        f"(the save before kept: {result['medians']['disk_kept']:.3f} s), "
         f"limit {result['medians']['limit']:.3f} s: disk_over_memory {result['disk_over_memory']:.2f}, "
         f"memory_over_limit {result['memory_over_limit']:.2f} -> {path}"
     )
