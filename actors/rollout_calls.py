@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -31,35 +34,112 @@ def outcome_of(reference: Any, engine: str) -> Any:
         return EngineDeadError(f"{engine} is dead: {type(error).__name__}: {_reason(error)}; restart it", engine=engine)
 
 
-class Sampling:
-    """Calls that sample, by engine. An engine serves one call at a time, so that later ones wait behind them."""
+@dataclass
+class _Queue:
+    """The sampling calls of one engine.
 
-    def __init__(self) -> None:
+    Attributes:
+        calls: not known to have ended, in order.
+        since: ``time.monotonic()`` when the first of them was first seen to be the first.
+    """
+
+    calls: list[Any]
+    since: float
+
+
+class Sampling:
+    """Calls that sample, by engine. An engine serves one call at a time, so that later ones wait behind them.
+
+    Args:
+        limit: seconds for one call, after which the engine counts as dead: a process that hangs never answers, and Ray
+            reports only those that end.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
         self._lock = threading.Lock()
-        self._calls: dict[int, list[Any]] = {}
+        self._queues: dict[int, _Queue] = {}
 
     def add(self, engine: int, reference: Any) -> None:
         """A call that was just started."""
         with self._lock:
-            calls = self._calls.get(engine, [])
-            _, running = ray.wait(calls, num_returns=len(calls), timeout=0, fetch_local=False) if calls else ([], [])
-            self._keep(engine, [*running, reference])
+            queue = self._refreshed(engine)
+            if not queue.calls:
+                queue.since = time.monotonic()
+            self._keep(engine, [*queue.calls, reference])
 
-    def wait(self, engines: Collection[int]) -> None:
-        """Waits as long as it takes; the calls of an engine that dies end with it."""
+    def wait(self, engines: Collection[int]) -> dict[int, EngineDeadError]:
+        """Waits for the calls made up to now; the error of each engine whose call takes longer than the limit.
+
+        The calls of an engine that dies end with it.
+        """
         with self._lock:
-            waiting = [reference for engine in engines for reference in self._calls.get(engine, [])]
-        if not waiting:
-            return
-        ray.wait(waiting, num_returns=len(waiting), fetch_local=False)
-        ended = set(waiting)
-        with self._lock:
-            for engine in engines:
-                self._keep(engine, [call for call in self._calls.get(engine, []) if call not in ended])
+            waiting = {call: engine for engine in engines for call in self._refreshed(engine).calls}
+        hanging: dict[int, EngineDeadError] = {}
+        while waiting:
+            ready, overdue = self.wait_for_first(waiting, None)
+            if overdue is not None:
+                engine = waiting[ready]
+                hanging[engine] = overdue
+                waiting = {call: other for call, other in waiting.items() if other != engine}
+            else:
+                del waiting[ready]
+        return hanging
+
+    def wait_for_first(self, calls: Mapping[Any, int], timeout: float | None) -> tuple[Any, EngineDeadError | None]:
+        """The first call that has ended; or one of an engine that took longer than the limit, with the error.
+
+        Args:
+            calls: reference -> engine.
+            timeout: seconds to wait.
+
+        Raises:
+            GetTimeoutError: none has, within ``timeout``.
+        """
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            with self._lock:
+                left = {engine: self._left(engine) for engine in set(calls.values())}
+            now = time.monotonic()
+            done, _ = ray.wait(
+                list(calls), num_returns=1, timeout=max(min(deadline - now, *left.values()), 0.0), fetch_local=False
+            )
+            if done:
+                return done[0], None
+            if time.monotonic() >= deadline and timeout is not None:
+                raise GetTimeoutError(f"no engine answered for {timeout:g} s")
+            with self._lock:
+                overdue = [engine for engine in left if self._left(engine) <= 0]
+            for call, engine in calls.items():
+                if engine in overdue:
+                    return call, self._overdue(engine)
+
+    def _left(self, engine: int) -> float:
+        queue = self._refreshed(engine)
+        return queue.since + self._limit - time.monotonic() if queue.calls else math.inf
+
+    def _refreshed(self, engine: int) -> _Queue:
+        """The engine's queue without the calls that have ended; whenever one has, the next has its whole time."""
+        queue = self._queues.setdefault(engine, _Queue([], time.monotonic()))
+        if queue.calls:
+            _, running = ray.wait(queue.calls, num_returns=len(queue.calls), timeout=0, fetch_local=False)
+            if len(running) < len(queue.calls):
+                queue.since = time.monotonic()
+                self._keep(engine, running)
+        return queue
 
     def _keep(self, engine: int, calls: list[Any]) -> None:
-        self._calls[engine] = calls
+        self._queues[engine].calls = calls
         prometheus.set_gauge("rl_backend_rollout_queue", len(calls), engine=str(engine))
+
+    def _overdue(self, engine: int) -> EngineDeadError:
+        name = f"engine {engine}"
+        return EngineDeadError(
+            f"{name} has not answered a call to sample for {self._limit:g} s (RolloutConfig.sampling_timeout): its process "
+            "hangs and is ended; restart it, or raise the limit if its samples may take longer",
+            engine=name,
+            sampling_timeout=self._limit,
+        )
 
 
 def collect(calls: Mapping[int, Any], names: Mapping[int, str], timeout: float) -> dict[int, Any]:
@@ -75,14 +155,6 @@ def collect(calls: Mapping[int, Any], names: Mapping[int, str], timeout: float) 
         else EngineDeadError(f"{names[engine]} did not answer for {timeout:g} s; restart it", engine=names[engine])
         for engine, reference in calls.items()
     }
-
-
-def wait_for_first(references: list[Any], timeout: float | None) -> Any:
-    """The first reference that is ready; raises ``TimeoutError`` when none is."""
-    done, _ = ray.wait(references, num_returns=1, timeout=timeout)
-    if not done:
-        raise GetTimeoutError(f"no engine answered for {timeout:g} s")
-    return done[0]
 
 
 def _reason(error: BaseException) -> str:

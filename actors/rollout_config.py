@@ -71,6 +71,8 @@ class RolloutConfig(BaseConfig):
         require_push: refuse to sample until weights have been pushed.
         seed: seed of the engines' own generator, used by requests without a seed of their own.
         start_timeout: seconds that starting may take.
+        sampling_timeout: seconds in which an engine answers one call to sample, all its prompts together. One that does
+            not counts as dead and is ended; whoever waits for it, a push as well, gets an ``EngineDeadError``.
         engine_args: further keyword arguments of ``vllm.EngineArgs``; unknown ones are refused when the engine starts.
     """
 
@@ -96,6 +98,7 @@ class RolloutConfig(BaseConfig):
     require_push: bool = False
     seed: int = Field(default=0, ge=0)
     start_timeout: float = Field(default=600.0, gt=0)
+    sampling_timeout: float = Field(default=3600.0, gt=0)
     engine_args: dict[str, Any] = Field(default_factory=dict)
 
     @field_validator("engine_args")

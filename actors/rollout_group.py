@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, Self
@@ -15,17 +14,18 @@ from actors.cluster_watch import ray_is_usable
 from actors.rollout_calls import Sampling, collect
 from actors.rollout_config import RolloutConfig, SamplingConfig
 from actors.rollout_engine import RolloutEngine
+from actors.rollout_engines import EngineSet, FixedEngines, engine_name
 from actors.rollout_messages import EngineInfo, Request
 from actors.rollout_pending import PendingSamples
 from actors.rollout_placement import EnginePlacement, places_on_nodes
 from actors.rollout_sample import Sample
-from rl_backend.contracts import BatchError, ConfigError, EngineDeadError, EngineDirtyError, RLBackendError, RolloutError
+from rl_backend.contracts import BatchError, ConfigError, EngineDeadError, RLBackendError, RolloutError
 
 CLOSE_SECONDS = 2.0
 """How long an engine that is ended may take to free its shared memory; one that is sampling does not answer."""
 
 
-class RolloutGroup:
+class RolloutGroup(EngineSet):
     """Starts ``config.num_engines`` engines, each a Ray actor, and samples over all of them.
 
     An engine that dies raises :class:`~rl_backend.contracts.EngineDeadError` once, in the call that it was serving, and one
@@ -58,7 +58,7 @@ class RolloutGroup:
         self._actors: dict[int, Any] = {}
         self._infos: dict[int, EngineInfo] = {}
         self._lost: dict[int, RLBackendError] = {}
-        self._sampling = Sampling()
+        self._sampling = Sampling(config.sampling_timeout)
         self._placement = EnginePlacement(config, scheduling)
         try:
             self._start(range(config.num_engines))
@@ -67,19 +67,23 @@ class RolloutGroup:
             raise
 
     @property
-    def engines(self) -> tuple[int, ...]:
-        """Numbers of the engines that are alive."""
-        return tuple(engine for engine in sorted(self._actors) if engine not in self._lost)
-
-    @property
     def lost_engines(self) -> dict[int, RLBackendError]:
         """Engines that died, are dirty or did not restart, with the error that says so."""
         return dict(self._lost)
 
     @property
     def infos(self) -> dict[int, EngineInfo]:
-        """What each engine said when it started."""
+        """What each engine said when it started; also one that is being restarted."""
         return dict(self._infos)
+
+    def _members(self) -> dict[int, tuple[Any, EngineInfo]]:
+        actors, infos = dict(self._actors), dict(self._infos)
+        return {engine: (actor, infos[engine]) for engine, actor in actors.items()}
+
+    def _lose(self, engine: int, actor: Any, error: RLBackendError) -> None:
+        """Says nothing about an engine that was restarted since. The first reason why one died is kept."""
+        if self._actors.get(engine) is actor and not isinstance(self._lost.get(engine), EngineDeadError):
+            self._lost[engine] = error
 
     def generate(
         self,
@@ -118,88 +122,21 @@ class RolloutGroup:
         """:meth:`generate` without waiting. A push that comes later waits for it, so its weights are those of now."""
         self._check(prompts, sampling, seeds)
         with self._lock:
-            engines = self._living()
-            pending = PendingSamples(prompts, sampling.n, partial(self._note_call, dict(self._actors)))
-            for engine, share in zip(engines, _shares(len(prompts), len(engines)), strict=True):
+            actors = self._living()
+            note = partial(self._note_call, actors)
+            pending = PendingSamples(prompts, sampling.n, note, self._sampling)
+            for (engine, actor), share in zip(actors.items(), _shares(len(prompts), len(actors)), strict=True):
                 if share:
                     requests = [request for prompt in share for request in _requests(prompt, prompts, sampling.n, seeds)]
-                    reference = self._actors[engine].generate.remote(requests, sampling, require_version)
+                    reference = actor.generate.remote(requests, sampling, require_version)
                     pending.add(reference, engine, share)
                     self._sampling.add(engine, reference)
         return pending
 
-    def call(
-        self, method: str, *args: Any, each: Callable[[int], tuple[Any, ...]] | None = None, timeout: float = 600.0
-    ) -> dict[int, Any]:
-        """Calls a method of every living engine at once; each engine's result, or its error as a value.
-
-        Args:
-            method: of :class:`~actors.rollout_engine.RolloutEngine`.
-            args: the same for every engine.
-            each: further arguments by engine number.
-            timeout: seconds after which an engine counts as dead, from when it has done the sampling asked of it before.
-        """
-        return self.gather(self.start_call(method, *args, each=each), timeout)
-
-    def start_call(self, method: str, *args: Any, each: Callable[[int], tuple[Any, ...]] | None = None) -> dict[int, Any]:
-        """:meth:`call` without waiting; hand the result to :meth:`gather`."""
-        return {
-            engine: getattr(self._actors[engine], method).remote(*args, *(each(engine) if each else ()))
-            for engine in self._living()
-        }
-
-    def gather(self, calls: dict[int, Any], timeout: float = 600.0) -> dict[int, Any]:
-        """Waits for :meth:`start_call`."""
-        self._sampling.wait(calls)
-        outcomes = collect(calls, {engine: self._name(engine) for engine in calls}, timeout)
-        for engine, outcome in outcomes.items():
-            self.note(engine, outcome)
-        return outcomes
-
-    def trace_actors(self) -> dict[str, Any]:
-        """For a :class:`~actors.trace.TraceCollector`."""
-        return {self._name(engine): self._actors[engine] for engine in self.engines}
-
-    def actors(self) -> list[Any]:
-        """Ray handles of the living engines, in the order of their numbers."""
-        return [self._actors[engine] for engine in self._living()]
-
-    def note(self, engine: int, outcome: Any) -> None:
-        """Takes an engine whose outcome says that it is dead or dirty out of service."""
-        if isinstance(outcome, EngineDeadError | EngineDirtyError):
-            self._lost[engine] = outcome
-        if isinstance(outcome, EngineDeadError):
-            ray.kill(self._actors[engine])
-
-    def _note_call(self, actors: dict[int, Any], engine: int, outcome: Any) -> None:
-        """:meth:`note` of a call made when ``actors`` were the engines; says nothing about one restarted since."""
-        if self._actors.get(engine) is actors[engine]:
-            self.note(engine, outcome)
-
-    def abandon(self, engines: Iterable[int], reason: str, *, kill: bool) -> dict[int, EngineDirtyError]:
-        """Takes engines whose update began, and will not end, out of service; each one's error.
-
-        Args:
-            kill: end their processes, which may wait for ever in a collective.
-        """
-        errors: dict[int, EngineDirtyError] = {}
-        for engine in engines:
-            name = self._name(engine)
-            errors[engine] = EngineDirtyError(
-                f"{name}: a weight update had begun and was abandoned ({reason}); restart it", engine=name
-            )
-            self.note(engine, errors[engine])
-            if kill:
-                ray.kill(self._actors[engine])
-            else:
-                self._actors[engine].abandon_update.remote(reason)
-        return errors
-
-    @contextmanager
-    def updating(self) -> Iterator[None]:
-        """Holds back new requests from this process while weights are loaded."""
-        with self._lock:
-            yield
+    def fixed(self) -> FixedEngines:
+        """The engines of this moment, for what must go to the same processes from beginning to end."""
+        members, lost = self._members(), self.lost_engines
+        return FixedEngines(self.config, members, lost, lock=self._lock, sampling=self._sampling, lose=self._lose)
 
     def attach_weight_sync(self) -> None:
         """From now on engines refuse to sample until weights have been pushed; also those restarted later."""
@@ -213,7 +150,7 @@ class RolloutGroup:
         with self._lock:
             if engine in self._actors:
                 _end([self._actors.pop(engine)])
-            self._lost[engine] = EngineDeadError(f"{self._name(engine)} was ended by a restart that did not complete")
+            self._lost[engine] = EngineDeadError(f"{engine_name(engine)} was ended by a restart that did not complete")
         try:
             self._start([engine])
         except RLBackendError as error:
@@ -256,7 +193,7 @@ class RolloutGroup:
 
     def _start(self, engines: Sequence[int]) -> None:
         actors = {engine: self._make_actor(engine) for engine in engines}
-        names = {engine: self._name(engine) for engine in engines}
+        names = {engine: engine_name(engine) for engine in engines}
         try:
             nodes = collect(
                 {engine: actor.node.remote() for engine, actor in actors.items()}, names, self.config.start_timeout
@@ -271,25 +208,15 @@ class RolloutGroup:
                 ray.kill(actor)
             raise
         with self._lock:
-            self._actors.update(actors)
             self._infos.update(outcomes)
+            self._actors.update(actors)
 
     def _make_actor(self, engine: int) -> Any:
         actor = ray.remote(self.engine_class).options(**self._placement.options(engine))
         return actor.remote(self.config, engine, self._placement.device, self._require_push)
 
-    def _name(self, engine: int) -> str:
-        return f"engine {engine}"
-
-    def _living(self) -> tuple[int, ...]:
-        engines = self.engines
-        if not engines:
-            if not self._lost:
-                raise RolloutError("the rollout group is closed")
-            reasons = "; ".join(str(error) for error in self._lost.values())
-            kind = type(next(iter(self._lost.values())))
-            raise kind(f"no rollout engine is left: {reasons}", engines=sorted(self._lost))
-        return engines
+    def _note_call(self, actors: dict[int, Any], engine: int, outcome: Any) -> None:
+        self._note(engine, actors[engine], outcome)
 
     def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[int] | None) -> None:
         if not prompts:

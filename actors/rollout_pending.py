@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from actors.rollout_calls import outcome_of, wait_for_first
+from actors.rollout_calls import Sampling, outcome_of
 from actors.rollout_messages import Generated
 from actors.rollout_routes import Routes, split_routes
 from actors.rollout_sample import Sample, VersionSpan
@@ -30,10 +30,14 @@ class PendingSamples:
         prompts: of the whole call.
         n: samples of each.
         note: told an engine's number and the error of its call.
+        sampling: knows how long an engine may take.
     """
 
-    def __init__(self, prompts: Sequence[Sequence[int]], n: int, note: Callable[[int, Any], None]) -> None:
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], n: int, note: Callable[[int, Any], None], sampling: Sampling
+    ) -> None:
         self._note = note
+        self._sampling = sampling
         self._prompts = prompts
         self._n = n
         self._calls: dict[Any, _Call] = {}
@@ -58,8 +62,10 @@ class PendingSamples:
             raise self._error
         while self._calls:
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-            call = self._calls.pop(wait_for_first(list(self._calls), left))
-            outcome = outcome_of(call.reference, f"engine {call.engine}")
+            engines = {reference: call.engine for reference, call in self._calls.items()}
+            reference, overdue = self._sampling.wait_for_first(engines, left)
+            call = self._calls.pop(reference)
+            outcome = overdue or outcome_of(call.reference, f"engine {call.engine}")
             if isinstance(outcome, RLBackendError):
                 self._error = outcome
                 self._note(call.engine, outcome)

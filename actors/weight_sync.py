@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from actors import prometheus
+from actors.rollout_engines import EngineSet
 from actors.rollout_group import RolloutGroup
 from actors.train_context import HandleRef
 from actors.transport.base import (
@@ -118,17 +119,17 @@ class WeightSync:
 
     def _push(self) -> PushReport:
         clock = _Clock()
-        rollout = self._rollout
+        rollout = self._rollout.fixed()
         skipped = tuple(rollout.lost_engines)
         with clock.phase("plan"):
             plan = self._plan()
             clock.version = plan.version
-            transport = self._choose(plan)
+            transport = self._choose(plan, rollout)
             transport.check(plan, rollout)
         if isinstance(transport, StagedTransport):
-            engines = self._push_staged(transport, plan, clock)
+            engines = self._push_staged(transport, plan, rollout, clock)
         elif isinstance(transport, StreamingTransport):
-            engines = self._push_streaming(transport, plan, clock)
+            engines = self._push_streaming(transport, plan, rollout, clock)
         else:
             raise TypeError(f"{type(transport).__name__} is neither a StagedTransport nor a StreamingTransport")
         return PushReport(plan.version, plan.nbytes, clock.seconds(), transport.name, engines, skipped)
@@ -150,14 +151,14 @@ class WeightSync:
                 raise
             error.add_note(f"WeightSync.close() failed as well: {closing}")
 
-    def _choose(self, plan: PushPlan) -> Transport:
+    def _choose(self, plan: PushPlan, rollout: EngineSet) -> Transport:
         """The transport of this push; with ``auto``, chosen anew when the engines are others."""
         if self._requested != "auto":
             self._transport = self._transport or make_transport(self._requested)
             return self._transport
-        engines = {engine: self._rollout.infos[engine].pid for engine in self._rollout.engines}
+        engines = {engine: rollout.infos[engine].pid for engine in rollout.engines}
         if self._transport is None or engines != self._chosen_for:
-            chosen = choose_transport(plan, self._rollout)
+            chosen = choose_transport(plan, rollout)
             if self._transport is None or self._transport.name != chosen.name:
                 self.close()
                 self._transport = chosen
@@ -172,8 +173,7 @@ class WeightSync:
             raise WeightSyncError("the trainer has no weights to export")
         return plan
 
-    def _push_staged(self, transport: StagedTransport, plan: PushPlan, clock: _Clock) -> tuple[int, ...]:
-        rollout = self._rollout
+    def _push_staged(self, transport: StagedTransport, plan: PushPlan, rollout: EngineSet, clock: _Clock) -> tuple[int, ...]:
         with clock.phase("stage"):
             staged = transport.stage(plan, self._train, rollout)
         with clock.phase("verify"):
@@ -183,22 +183,23 @@ class WeightSync:
             with clock.phase("load"):
                 outcomes = rollout.call("load", plan.version)
             with clock.phase("resume"):
-                return self._resume(outcomes)
+                return self._resume(outcomes, rollout)
 
-    def _push_streaming(self, transport: StreamingTransport, plan: PushPlan, clock: _Clock) -> tuple[int, ...]:
-        rollout = self._rollout
+    def _push_streaming(
+        self, transport: StreamingTransport, plan: PushPlan, rollout: EngineSet, clock: _Clock
+    ) -> tuple[int, ...]:
         raise_failures(rollout.call("check_manifest", plan.manifest))
         with rollout.updating():
             with clock.phase("stream"):
                 outcomes = transport.stream(plan, self._train, rollout)
             with clock.phase("resume"):
-                return self._resume(outcomes)
+                return self._resume(outcomes, rollout)
 
-    def _resume(self, outcomes: dict[int, Any]) -> tuple[int, ...]:
+    def _resume(self, outcomes: dict[int, Any], rollout: EngineSet) -> tuple[int, ...]:
         """Every engine has answered: those that loaded serve again; raises when one did not."""
         for engine, outcome in outcomes.items():
-            self._rollout.note(engine, outcome)
-        resumed = self._rollout.call("resume") if self._rollout.engines else {}
+            rollout.note(engine, outcome)
+        resumed = rollout.call("resume") if rollout.engines else {}
         raise_failures(outcomes)
         raise_failures(resumed)
         return tuple(outcomes)

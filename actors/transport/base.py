@@ -10,7 +10,7 @@ from typing import Any
 import ray
 import torch
 
-from actors.rollout_group import RolloutGroup
+from actors.rollout_engines import EngineSet
 from actors.transport.segment import Segment, host_identity
 from actors.weight_sync_source import SourceContext, SourceRanks
 from rl_backend.contracts import ConfigError, RLBackendError, TensorInfo, WeightManifest, WeightSyncError
@@ -74,10 +74,10 @@ class Transport(ABC):
     name: str
 
     @abstractmethod
-    def check(self, plan: PushPlan, rollout: RolloutGroup) -> None:
+    def check(self, plan: PushPlan, rollout: EngineSet) -> None:
         """Raises :class:`~rl_backend.contracts.UnsupportedError` when the transport cannot serve these ranks and engines."""
 
-    def close(self, train: SourceRanks, rollout: RolloutGroup) -> None:  # noqa: B027, most transports keep something
+    def close(self, train: SourceRanks, rollout: EngineSet) -> None:  # noqa: B027, most transports keep something
         """Frees what the transport keeps in ranks and engines."""
 
 
@@ -85,7 +85,7 @@ class StagedTransport(Transport):
     """Brings the weights to a buffer beside each engine, where they are verified before any is loaded."""
 
     @abstractmethod
-    def stage(self, plan: PushPlan, train: SourceRanks, rollout: RolloutGroup) -> Staged:
+    def stage(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> Staged:
         """Fills a staging segment on the host of every living engine."""
 
 
@@ -96,14 +96,14 @@ class StreamingTransport(Transport):
     """Whether an engine may wait for ever for a sender that failed, so that its process has to be ended."""
 
     @abstractmethod
-    def connect(self, plan: PushPlan, train: SourceRanks, rollout: RolloutGroup) -> None:
+    def connect(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> None:
         """Brings ranks and living engines together; called before every push."""
 
     @abstractmethod
-    def send(self, plan: PushPlan, train: SourceRanks, rollout: RolloutGroup) -> dict[str, Any]:
+    def send(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> dict[str, Any]:
         """Sends all weights; returns the last message for every engine's ``update``, by which it confirms them."""
 
-    def stream(self, plan: PushPlan, train: SourceRanks, rollout: RolloutGroup) -> dict[int, Any]:
+    def stream(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> dict[int, Any]:
         """Updates every engine from ``begin_update`` to ``finish_update``; each engine's outcome.
 
         An engine whose update began and did not end is dirty, also when the failure was the trainer's or another engine's.

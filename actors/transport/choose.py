@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actors.rollout_group import RolloutGroup
+from actors.rollout_engines import EngineSet
 from actors.transport.base import PushPlan, Transport
 from actors.transport.cuda_ipc import CudaIpcTransport
 from actors.transport.gloo import GlooTransport
@@ -22,7 +22,7 @@ def make_transport(name: str) -> Transport:
     return _TRANSPORTS[name]()
 
 
-def choose_transport(plan: PushPlan, rollout: RolloutGroup) -> Transport:
+def choose_transport(plan: PushPlan, rollout: EngineSet) -> Transport:
     """CUDA IPC where every engine's GPUs have training ranks, NCCL between GPUs, shared memory on one node, else gloo.
 
     One node is one Ray node whose processes share one /dev/shm. Two Ray nodes on one machine, as tests and containers make

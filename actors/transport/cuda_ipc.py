@@ -6,7 +6,7 @@ into one buffer on its GPU, the engine's worker on that GPU maps it, checks and 
 
 from __future__ import annotations
 
-from actors.rollout_group import RolloutGroup
+from actors.rollout_engines import EngineSet
 from actors.transport.base import PushPlan
 from actors.transport.streaming import VllmStreamingTransport
 from rl_backend.contracts import UnsupportedError
@@ -17,7 +17,7 @@ class CudaIpcTransport(VllmStreamingTransport):
 
     name = "cuda_ipc"
 
-    def check(self, plan: PushPlan, rollout: RolloutGroup) -> None:
+    def check(self, plan: PushPlan, rollout: EngineSet) -> None:
         self.require_cuda(plan, rollout)
         for engine in rollout.engines:
             info = rollout.infos[engine]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from actors.meeting import MeetingPoint
 from actors.network import meeting_address, node_address
-from actors.rollout_group import RolloutGroup
+from actors.rollout_engines import EngineSet
 from actors.transport.base import (
     SOURCE_RANK,
     PushPlan,
@@ -40,10 +40,10 @@ class GlooTransport(StagedTransport):
         self._members: dict[int, int] = {}
         self._key = ""
 
-    def check(self, plan: PushPlan, rollout: RolloutGroup) -> None:
+    def check(self, plan: PushPlan, rollout: EngineSet) -> None:
         """Every host that Ray reaches can be reached."""
 
-    def stage(self, plan: PushPlan, train: SourceRanks, rollout: RolloutGroup) -> Staged:
+    def stage(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> Staged:
         self._key = plan.key
         layout, nbytes = plan_layout(plan.infos)
         self._connect(train, rollout)
@@ -65,7 +65,7 @@ class GlooTransport(StagedTransport):
         raise_failures(received)
         return Staged(from_source(sent), segments)
 
-    def close(self, train: SourceRanks, rollout: RolloutGroup) -> None:
+    def close(self, train: SourceRanks, rollout: EngineSet) -> None:
         if self._key:
             if rollout.engines:
                 # Not waited for: an engine may be sampling, and it does this before anything that is asked of it later.
@@ -73,7 +73,7 @@ class GlooTransport(StagedTransport):
             train.run_on_ranks(disconnect, self._key)
         self._members = {}
 
-    def _connect(self, train: SourceRanks, rollout: RolloutGroup) -> None:
+    def _connect(self, train: SourceRanks, rollout: EngineSet) -> None:
         """One gloo group of the source rank and all living engines; made anew when the engines are others."""
         members = {engine: rollout.infos[engine].pid for engine in rollout.engines}
         if members == self._members:

@@ -6,7 +6,7 @@ checked and loaded. A rank of the group that dies leaves the others waiting in N
 
 from __future__ import annotations
 
-from actors.rollout_group import RolloutGroup
+from actors.rollout_engines import EngineSet
 from actors.transport.base import PushPlan
 from actors.transport.streaming import VllmStreamingTransport
 
@@ -17,5 +17,5 @@ class NcclTransport(VllmStreamingTransport):
     name = "nccl"
     kills_abandoned = True
 
-    def check(self, plan: PushPlan, rollout: RolloutGroup) -> None:
+    def check(self, plan: PushPlan, rollout: EngineSet) -> None:
         self.require_cuda(plan, rollout)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from actors.rollout_group import RolloutGroup
+from actors.rollout_engines import EngineSet
 from actors.transport.base import (
     SOURCE_RANK,
     PushPlan,
@@ -36,7 +36,7 @@ class SharedMemoryTransport(StagedTransport):
         self._key = ""
         self._segment: Segment | None = None
 
-    def check(self, plan: PushPlan, rollout: RolloutGroup) -> None:
+    def check(self, plan: PushPlan, rollout: EngineSet) -> None:
         elsewhere = [
             info.name for engine, info in rollout.infos.items() if engine in rollout.engines and info.host != plan.host
         ]
@@ -46,7 +46,7 @@ class SharedMemoryTransport(StagedTransport):
                 "use transport='gloo'"
             )
 
-    def stage(self, plan: PushPlan, train: SourceRanks, rollout: RolloutGroup) -> Staged:
+    def stage(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> Staged:
         self._key = plan.key
         segment: Segment = from_source(train.run_on_ranks(reserve_segment, plan))
         if self._segment is not None and self._segment != segment:
@@ -55,7 +55,7 @@ class SharedMemoryTransport(StagedTransport):
         manifest: WeightManifest = from_source(train.run_on_ranks(write_segment, plan))
         return Staged(manifest, dict.fromkeys(rollout.engines, segment))
 
-    def close(self, train: SourceRanks, rollout: RolloutGroup) -> None:
+    def close(self, train: SourceRanks, rollout: EngineSet) -> None:
         if self._segment is not None:
             if rollout.engines:
                 # Not waited for: an engine may be sampling, and it does this before anything that is asked of it later.

@@ -15,16 +15,20 @@ import ray
 import torch
 from torch import Tensor
 
-from actors.rollout_group import RolloutGroup
+from actors.rollout_engines import EngineSet
 from actors.transport.base import SOURCE_RANK, PushPlan, StreamingTransport, export, from_source
 from actors.weight_sync_source import SourceContext, SourceRanks
-from rl_backend.contracts import UnsupportedError
+from rl_backend.contracts import UnsupportedError, WeightSyncError
 from rl_backend.parallel.ports import with_free_port
 from rl_backend.weights import as_announced, dtype_from_name
 from rl_backend.weights.digest import device_checksum
 
 DEFAULT_BYTE_BUDGET = 2**30
 """Bytes of a bucket when the weight sync has no ``byte_budget``; more where a tensor is larger."""
+
+
+ANSWER_SECONDS = 600.0
+"""How long an engine may take to join a transfer, or to load what was sent to it."""
 
 
 @dataclass
@@ -48,14 +52,20 @@ class EngineClient:
             if "rank_offset" in settings:
                 settings["rank_offset"] += position * self.workers
             calls.append(actor.init_transfer.remote(settings))
-        ray.get(calls)
+        done, hanging = ray.wait(calls, num_returns=len(calls), timeout=ANSWER_SECONDS)
+        if hanging:
+            raise _no_answer(self.kind, len(hanging), "joined the transfer")
+        ray.get(done)
 
     def start_weight_update(self) -> None:
         """Every engine has begun already."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # A failed engine keeps its error for the driver, which asks every engine at the end of the push.
-        ray.wait([actor.update.remote(update_info) for actor in self.actors], num_returns=len(self.actors))
+        calls = [actor.update.remote(update_info) for actor in self.actors]
+        _, hanging = ray.wait(calls, num_returns=len(calls), timeout=ANSWER_SECONDS)
+        if hanging:
+            raise _no_answer(self.kind, len(hanging), "answered the update")
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """The driver finishes when every engine has confirmed its checksums."""
@@ -95,7 +105,7 @@ class VllmStreamingTransport(StreamingTransport):
         self._members: dict[int, int] = {}
         self._key = ""
 
-    def require_cuda(self, plan: PushPlan, rollout: RolloutGroup) -> None:
+    def require_cuda(self, plan: PushPlan, rollout: EngineSet) -> None:
         """Raises :class:`~rl_backend.contracts.UnsupportedError` unless both sides are on CUDA."""
         on_cpu = [rollout.infos[engine].name for engine in rollout.engines if rollout.infos[engine].device != "cuda"]
         if not plan.device_ids:
@@ -106,19 +116,19 @@ class VllmStreamingTransport(StreamingTransport):
                 "transport='shared_memory' on one host or 'gloo' across hosts"
             )
 
-    def send(self, plan: PushPlan, train: SourceRanks, rollout: RolloutGroup) -> dict[str, Any]:
+    def send(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> dict[str, Any]:
         try:
             return {"checksums": from_source(train.run_on_ranks(send_stream, plan))}
         except BaseException:
             self._members = {}
             raise
 
-    def close(self, train: SourceRanks, rollout: RolloutGroup) -> None:
+    def close(self, train: SourceRanks, rollout: EngineSet) -> None:
         if self._members:
             train.run_on_ranks(close_stream, self._key)
             self._members = {}
 
-    def connect(self, plan: PushPlan, train: SourceRanks, rollout: RolloutGroup) -> None:
+    def connect(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> None:
         members = {engine: rollout.infos[engine].pid for engine in rollout.engines}
         if members == self._members:
             return
@@ -126,6 +136,13 @@ class VllmStreamingTransport(StreamingTransport):
         client = EngineClient(self.name, rollout.actors(), rollout.config.tensor_parallel)
         train.run_on_ranks(open_stream, plan, client)
         self._members = members
+
+
+def _no_answer(transport: str, engines: int, what: str) -> WeightSyncError:
+    return WeightSyncError(
+        f"transport={transport!r}: {engines} engines have not {what} for {ANSWER_SECONDS:g} s; restart them and push again",
+        transport=transport,
+    )
 
 
 def open_stream(context: SourceContext, plan: PushPlan, client: EngineClient) -> None:

@@ -1,0 +1,162 @@
+"""Engines that neither answer nor end, and groups that change while they are called."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from actors.engine_cores import NodePlace
+from actors.rollout_config import RolloutConfig, SamplingConfig
+from actors.rollout_engine import RolloutEngine
+from actors.rollout_group import RolloutGroup
+from actors.rollout_messages import EngineInfo, Generated, Request, Response
+from actors.transport.segment import Segment
+from actors.weight_sync import WeightSync
+from actors.weight_sync_source import WeightSource
+from rl_backend.contracts import EngineDeadError, WeightManifest
+
+LIMIT = 4.0
+PROMPTS = [[1], [2]]
+SLEEPS = SamplingConfig(max_new_tokens=2)
+"""The stand-in samples for ``max_new_tokens`` seconds."""
+
+
+class EngineWithoutVllm(RolloutEngine):
+    """Everything but vLLM."""
+
+    def start(self, place: NodePlace) -> EngineInfo:
+        config = SimpleNamespace(get_vocab_size=lambda: 128, max_model_len=64)
+        self._llm: Any = SimpleNamespace(model_config=config)
+        return self.describe()
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingConfig, require_version: int | None) -> Generated:
+        time.sleep(sampling.max_new_tokens)
+        return Generated(self._version, [[Response([1], [0.0], "length")] for _ in requests], None)
+
+    def verify(self, manifest: WeightManifest, segment: Segment) -> float:
+        self._verified = manifest
+        time.sleep(0.2)
+        return 0.2
+
+    def load(self, version: int) -> float:
+        assert self._verified is not None and self._verified.version == version
+        self._version = version
+        return 0.0
+
+
+class GroupWithoutVllm(RolloutGroup):
+    engine_class = EngineWithoutVllm
+
+
+@pytest.fixture(scope="module")
+def module_group(ray_cluster: None, untied_model: Path) -> Iterator[RolloutGroup]:
+    config = RolloutConfig(model_path=str(untied_model), num_engines=2, device="cpu", sampling_timeout=LIMIT)
+    with GroupWithoutVllm(config) as group:
+        yield group
+
+
+@pytest.fixture
+def group(module_group: RolloutGroup) -> RolloutGroup:
+    for engine in list(module_group.lost_engines):
+        module_group.restart(engine)
+    return module_group
+
+
+def stop_one(group: RolloutGroup) -> int:
+    """Engine 1 stops in the middle of a call, as one whose threads wait for each other does."""
+    time.sleep(0.5)
+    pid = group.infos[1].pid
+    os.kill(pid, signal.SIGSTOP)
+    return pid
+
+
+def ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize("who", ["describe", "result", "push"])
+def test_an_engine_that_hangs_while_it_samples_is_named_and_ended(group: RolloutGroup, who: str) -> None:
+    pending = group.submit(PROMPTS, SLEEPS)
+    pid = stop_one(group)
+    started = time.monotonic()
+    waits: dict[str, Callable[[], Any]] = {
+        "describe": group.describe,
+        "result": pending.result,
+        "push": WeightSync(WeightSource({"a": torch.zeros(3)}), group).push,
+    }
+    with pytest.raises(EngineDeadError, match=rf"engine 1 has not answered a call to sample for {LIMIT:g} s"):
+        waits[who]()
+    assert time.monotonic() - started < LIMIT + 10
+    assert group.engines == (0,)
+    assert "sampling_timeout" in str(group.lost_engines[1])
+    assert set(group.describe()) == {0}
+    with pytest.raises(EngineDeadError, match="engine 1"):
+        pending.result()
+    deadline = time.monotonic() + 30
+    while not ended(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    group.restart(1)
+    assert len(group.generate(PROMPTS, SamplingConfig(max_new_tokens=1))) == 2
+
+
+def test_calls_that_wait_for_each_other_have_their_whole_time_each(group: RolloutGroup) -> None:
+    calls = [group.submit(PROMPTS, SLEEPS) for _ in range(3)]
+    started = time.monotonic()
+    assert set(group.describe()) == {0, 1}
+    assert time.monotonic() - started > LIMIT
+    assert [len(call.result()) for call in calls] == [2, 2, 2]
+
+
+def test_a_push_goes_to_the_engines_that_it_began_with_while_one_is_restarted(group: RolloutGroup) -> None:
+    fixed = group.fixed()
+    old = fixed.infos[1].pid
+    group.restart(1)
+    outcomes = fixed.call("describe")
+    assert outcomes[0].pid == group.infos[0].pid
+    assert isinstance(outcomes[1], EngineDeadError)
+    assert fixed.engines == (0,)
+    assert group.engines == (0, 1)
+    assert group.infos[1].pid != old
+    assert ray.get(group.actors()[1].describe.remote()).pid == group.infos[1].pid
+
+
+def test_pushes_while_an_engine_is_restarted_raise_nothing_but_its_death(group: RolloutGroup) -> None:
+    source = WeightSource({"a": torch.zeros(3)})
+    restarted = threading.Event()
+
+    def restart() -> None:
+        try:
+            group.restart(1)
+        finally:
+            restarted.set()
+
+    with WeightSync(source, group) as sync:
+        sync.push()
+        thread = threading.Thread(target=restart)
+        thread.start()
+        pushed, died = [], []
+        while not restarted.is_set():
+            source.version += 1
+            try:
+                pushed.append(sync.push().engines)
+            except EngineDeadError as error:
+                died.append(str(error))
+        thread.join()
+        assert (0,) in pushed and len(died) <= 1
+        assert all("engine 1" in message for message in died)
+        source.version += 1
+        assert sync.push().engines == (0, 1)
