@@ -77,7 +77,7 @@ class Sampling:
             waiting = {call: engine for engine in engines for call in self._refreshed(engine).calls}
         hanging: dict[int, EngineDeadError] = {}
         while waiting:
-            ready, overdue = self.wait_for_first(waiting, None)
+            ready, overdue = self.wait_for_first(waiting, None, fetch=False)
             if overdue is not None:
                 engine = waiting[ready]
                 hanging[engine] = overdue
@@ -86,12 +86,15 @@ class Sampling:
                 del waiting[ready]
         return hanging
 
-    def wait_for_first(self, calls: Mapping[Any, int], timeout: float | None) -> tuple[Any, EngineDeadError | None]:
+    def wait_for_first(
+        self, calls: Mapping[Any, int], timeout: float | None, *, fetch: bool = True
+    ) -> tuple[Any, EngineDeadError | None]:
         """The first call that has ended; or one of an engine that took longer than the limit, with the error.
 
         Args:
             calls: reference -> engine.
             timeout: seconds to wait.
+            fetch: a call has ended when its result is on this node.
 
         Raises:
             GetTimeoutError: none has, within ``timeout``.
@@ -100,9 +103,9 @@ class Sampling:
         while True:
             with self._lock:
                 left = {engine: self._left(engine) for engine in set(calls.values())}
-            now = time.monotonic()
+            seconds = max(min(deadline - time.monotonic(), *left.values()), 0.0)
             done, _ = ray.wait(
-                list(calls), num_returns=1, timeout=max(min(deadline - now, *left.values()), 0.0), fetch_local=False
+                list(calls), num_returns=1, timeout=None if math.isinf(seconds) else seconds, fetch_local=fetch
             )
             if done:
                 return done[0], None

@@ -14,6 +14,7 @@ import ray
 
 from actors import rollout_placement
 from actors.rollout_config import RolloutConfig, SamplingConfig
+from actors.rollout_engines import EngineSet
 from actors.rollout_group import RolloutGroup
 from actors.transport.base import PushPlan, StreamingTransport
 from actors.transport.shared_memory import SharedMemoryTransport
@@ -129,20 +130,20 @@ class StreamedTransport(StreamingTransport):
         self._staging = SharedMemoryTransport()
         self.failure: Exception | None = None
 
-    def check(self, plan: PushPlan, rollout: RolloutGroup) -> None:
+    def check(self, plan: PushPlan, rollout: EngineSet) -> None:
         self._staging.check(plan, rollout)
 
-    def connect(self, plan: PushPlan, train: SourceRanks, rollout: RolloutGroup) -> None:
+    def connect(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> None:
         self._staged = self._staging.stage(plan, train, rollout)
         segment = self._staged.segments[rollout.engines[0]]
         rollout.call("init_transfer", {"kind": "staged", "path": segment.path, "nbytes": segment.nbytes})
 
-    def send(self, plan: PushPlan, train: SourceRanks, rollout: RolloutGroup) -> dict[str, Any]:
+    def send(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> dict[str, Any]:
         if self.failure is not None:
             raise self.failure
         return {"manifest": self._staged.manifest.model_dump_json()}
 
-    def close(self, train: SourceRanks, rollout: RolloutGroup) -> None:
+    def close(self, train: SourceRanks, rollout: EngineSet) -> None:
         self._staging.close(train, rollout)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from actors.rollout_config import SamplingConfig
+from actors.rollout_engines import EngineSet
 from actors.rollout_group import RolloutGroup
 from actors.transport.base import PushPlan, Staged
 from actors.transport.choose import make_transport
@@ -158,7 +159,7 @@ def test_wrong_weights_are_refused_and_the_old_ones_serve_on(
 class TornTransport(SharedMemoryTransport):
     """Shared memory in which one byte changes after staging."""
 
-    def stage(self, plan: PushPlan, train: SourceRanks, rollout: RolloutGroup) -> Staged:
+    def stage(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> Staged:
         staged = super().stage(plan, train, rollout)
         segment = train.run_on_ranks(lambda context: context.state[plan.key])[0]
         segment.buffer[staged.manifest.tensors[3].offset] ^= 1
