@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Generator
-from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
+<<<<<<< HEAD
 from adapters.verl.checkpoint_contents import STATE, require_contents
 from rl_backend.checkpoint.agreement import raise_on_every_rank
 from rl_backend.contracts import CheckpointError, ModelHandle, UnsupportedError
+=======
+from adapters.verl.replacing import finish_replacing, found_name, replacing
+from rl_backend.checkpoint.agreement import raise_on_every_rank
+from rl_backend.checkpoint.durable import sync_tree
+from rl_backend.contracts import CheckpointError, ConfigError, ModelHandle, UnsupportedError
+>>>>>>> 5531699 (Checkpoints: names that are flushed or taken back, Hugging Face files written tensor by tensor, a full disk by its name)
 from rl_backend.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -79,14 +83,24 @@ class EngineCheckpoints:
             # What is written anew must not count as the old checkpoint that has to go.
             self._kept.previous_saved_paths = [kept for kept in self._kept.previous_saved_paths if kept != str(path)]
             self._kept.ensure_checkpoint_capacity(max_ckpt_to_keep)
+<<<<<<< HEAD
         if self._saves_hf:
             with _replacing(path / _HF_DIRECTORY) as new:
+=======
+        if "hf_model" in self._save:
+            with replacing(path / _HF_DIRECTORY) as new:
+>>>>>>> 5531699 (Checkpoints: names that are flushed or taken back, Hugging Face files written tensor by tensor, a full disk by its name)
                 runtime.save_checkpoint(handle, new, hf=True)
                 if self._tokenizer is not None:
                     problem = self._write_tokenizer(new) if first else None
                     raise_on_every_rank(problem, dist.distributed_c10d._get_default_group())
+<<<<<<< HEAD
         if self._saves_state:
             with _replacing(path / _STATE_DIRECTORY) as new:
+=======
+        if self._save & STATE:
+            with replacing(path / _STATE_DIRECTORY) as new:
+>>>>>>> 5531699 (Checkpoints: names that are flushed or taken back, Hugging Face files written tensor by tensor, a full disk by its name)
                 runtime.save_checkpoint(handle, new)
         if first:
             self._kept.register_checkpoint(str(path), max_ckpt_to_keep)
@@ -94,6 +108,7 @@ class EngineCheckpoints:
     def _write_tokenizer(self, directory: Path) -> str | None:
         try:
             self._tokenizer.save_pretrained(directory)
+            sync_tree(directory)
         except Exception as error:  # noqa: BLE001 - raised by the caller, on every rank
             return f"the tokenizer could not be written to {directory}: {type(error).__name__}: {error}"
         return None
@@ -107,6 +122,7 @@ class EngineCheckpoints:
         path = _local(local_path, hdfs_path) / _HF_DIRECTORY
         if not self._loads_hf:
             return None
+        path = found_name(path)
         if not (path / "config.json").is_file():
             raise CheckpointError(
                 f"{path} is no Hugging Face directory; load_contents without optimizer and extra reads the weights that "
@@ -123,7 +139,12 @@ class EngineCheckpoints:
             UnsupportedError: a path on HDFS.
         """
         path = _local(local_path, hdfs_path)
+<<<<<<< HEAD
         if self._loads_state:
+=======
+        if self._load & STATE:
+            finish_replacing(path / _STATE_DIRECTORY)
+>>>>>>> 5531699 (Checkpoints: names that are flushed or taken back, Hugging Face files written tensor by tensor, a full disk by its name)
             runtime.load_checkpoint(handle, path / _STATE_DIRECTORY)
 
 
@@ -135,28 +156,6 @@ def own_tokenizer(model_config: HFModelConfig) -> Any:
     if model_config.custom_chat_template is None and model_config.tokenizer_path in (None, model_config.path):
         return None
     return model_config.tokenizer if model_config.processor is None else model_config.processor
-
-
-@contextmanager
-def _replacing(path: Path) -> Generator[Path]:
-    """Gives a path to write to, which then takes the place of ``path``. A collective over all ranks."""
-    first, world = dist.get_rank() == 0, dist.distributed_c10d._get_default_group()
-    new, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
-    if first:
-        for left_behind in (new, old):
-            shutil.rmtree(left_behind, ignore_errors=True)
-    raise_on_every_rank(None, world)
-    yield new
-    problem = None
-    if first:
-        try:
-            if path.exists():
-                path.rename(old)
-            new.rename(path)
-            shutil.rmtree(old, ignore_errors=True)
-        except OSError as error:
-            problem = f"{new} could not take the place of {path}: {error}"
-    raise_on_every_rank(problem, world)
 
 
 def _local(local_path: str, hdfs_path: str | None) -> Path:

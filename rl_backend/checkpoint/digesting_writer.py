@@ -24,6 +24,7 @@ class _DigestingStream(io.IOBase):
         self._raw = raw
         self._digest = xxhash.xxh3_64()
         self._size = 0
+        self.error: OSError | None = None
 
     def writable(self) -> bool:
         return True
@@ -31,7 +32,11 @@ class _DigestingStream(io.IOBase):
     def write(self, data: Any) -> int:
         self._digest.update(data)
         self._size += memoryview(data).nbytes
-        return self._raw.write(data)
+        try:
+            return self._raw.write(data)
+        except OSError as error:
+            self.error = error
+            raise
 
     def tell(self) -> int:
         return self._size
@@ -60,7 +65,13 @@ class _DigestingFileSystem(FileSystem):
                 yield raw
                 return
             stream = _DigestingStream(cast("IO[bytes]", raw))
-            yield stream
+            try:
+                yield stream
+            except Exception:
+                # torch.save ends its archive all the same, and then tells of that.
+                if stream.error is not None:
+                    raise OSError(stream.error.errno, stream.error.strerror, str(path)) from None
+                raise
             self.written[Path(path).name] = stream.facts()
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
@@ -85,16 +96,18 @@ class DigestingWriter(FileSystemWriter):
         return dict(self._digesting.written)
 
 
-def file_facts(file: Path) -> FileFacts:
-    """Size and digest of a file, read in pieces."""
+def file_facts(file: Path, limit: int | None = None) -> FileFacts:
+    """Size and digest of a file, or of its first ``limit`` bytes, read in pieces."""
     digest, size = xxhash.xxh3_64(), 0
-    for chunk in _chunks(file):
+    for chunk in _chunks(file, limit):
         digest.update(chunk)
         size += len(chunk)
     return FileFacts(num_bytes=size, xxh3=digest.hexdigest())
 
 
-def _chunks(file: Path) -> Iterator[bytes]:
+def _chunks(file: Path, limit: int | None) -> Iterator[bytes]:
+    left = _CHUNK if limit is None else limit
     with file.open("rb") as stream:
-        while chunk := stream.read(_CHUNK):
+        while chunk := stream.read(min(left, _CHUNK)):
             yield chunk
+            left -= 0 if limit is None else len(chunk)

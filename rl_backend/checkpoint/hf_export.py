@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from rl_backend.checkpoint.hf_critic import critic_config
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.checkpoint.hf_writer import DEFAULT_SHARD_BYTES, write_hf_directory
 from rl_backend.checkpoint.training_weights import TrainingWeights
-from rl_backend.contracts import CheckpointError
+from rl_backend.contracts import CheckpointError, TensorInfo
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
@@ -52,7 +53,7 @@ def export_checkpoint(
 ) -> None:
     """Writes what transformers and vLLM load to ``out``, complete or not at all.
 
-    In memory are one shard, the largest tensor once more, and a stored piece of it. Files are not verified: see
+    In memory are the largest tensor and a stored piece of it. Files are not verified: see
     :meth:`~rl_backend.checkpoint.training_weights.TrainingWeights.verify`.
 
     Args:
@@ -72,7 +73,11 @@ def export_checkpoint(
             progress(tensor.nbytes)
 
     config = critic_config(read_hf_config(source)) if weights.manifest.head == "values" else None
-    write_hf_directory(out, tensors(), source, config=config, max_shard_bytes=max_shard_bytes)
+    infos = [
+        TensorInfo(name=name, shape=shape, dtype=str(dtype).removeprefix("torch."), nbytes=math.prod(shape) * dtype.itemsize)
+        for name, shape in weights.shapes.items()
+    ]
+    write_hf_directory(out, infos, tensors(), source, config=config, max_shard_bytes=max_shard_bytes)
 
 
 def _require_same_model(weights: TrainingWeights, config: Mapping[str, Any], source: Path) -> None:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from rl_backend.checkpoint.hf_reader import SINGLE_FILE, WEIGHTS_INDEX, read_hf_config
-from rl_backend.contracts import CheckpointError
+from rl_backend.checkpoint.durable import rename_synced, sync_tree
+from rl_backend.checkpoint.hf_reader import WEIGHTS_INDEX, read_hf_config
+from rl_backend.checkpoint.hf_shards import ShardedFiles
+from rl_backend.contracts import CheckpointError, TensorInfo
 
 DEFAULT_SHARD_BYTES = 5 * 2**30
 
@@ -28,6 +26,7 @@ _WEIGHT_SUFFIXES = (
 
 def write_hf_directory(
     path: Path | str,
+    infos: Sequence[TensorInfo],
     tensors: Iterator[tuple[str, Tensor]],
     source_dir: Path | str,
     *,
@@ -36,21 +35,22 @@ def write_hf_directory(
 ) -> None:
     """Writes a directory that transformers and vLLM load: weights, and the other files of ``source_dir``.
 
-    Weights are written in shards as they come, so that one shard is in memory. ``config.json`` is told the dtype that was
-    written. Everything goes to a hidden directory beside ``path``, is flushed to the disk, and appears under ``path`` in one
-    rename; a failure leaves nothing behind.
+    Weights are written in shards, one tensor after the other as they come, so that one tensor is in memory. ``config.json``
+    is told the dtype of most elements. Everything goes to a hidden directory beside ``path``, is flushed to the disk, and
+    appears under ``path`` in one rename; a failure leaves nothing behind.
 
     Args:
         path: must not exist; its parent must.
-        tensors: Hugging Face name -> tensor on any device; each is copied before the next is taken.
+        infos: what ``tensors`` gives: Hugging Face names, shapes and dtypes, in the order in which files are filled.
+        tensors: Hugging Face name -> tensor on any device; each is written before the next is taken.
         source_dir: the Hugging Face directory that the model came from; its configuration, tokenizer, chat templates,
             generation settings, model card and code are copied, its weights and other folders are not.
         config: written to ``config.json`` in place of that of ``source_dir``.
         max_shard_bytes: largest size of one file; a larger tensor gets a file of its own.
 
     Raises:
-        CheckpointError: ``path`` exists or its parent does not, no ``config.json`` in ``source_dir``, no tensors, one name
-            twice, or the disk is full.
+        CheckpointError: ``path`` exists or its parent does not, no ``config.json`` in ``source_dir``, tensors that are not
+            those of ``infos``, or the disk is full.
     """
     target, source = Path(path), Path(source_dir)
     if target.exists():
@@ -62,68 +62,23 @@ def write_hf_directory(
     try:
         temporary.mkdir()
         try:
-            dtype = _write_shards(temporary, tensors, max_shard_bytes)
+            files = ShardedFiles(temporary, infos, max_shard_bytes)
+            files.write(tensors)
+            if len(set(files.weight_map.values())) > 1:
+                content = {"metadata": {"total_size": files.total_bytes}, "weight_map": files.weight_map}
+                _write_json(temporary / WEIGHTS_INDEX, content)
             _copy_other_files(source, temporary)
-            _write_json(temporary / "config.json", _with_dtype(written_config, dtype))
-            _flush(temporary)
+            _write_json(temporary / "config.json", _with_dtype(written_config, _usual_dtype(infos)))
+            sync_tree(temporary)
             if target.exists():
                 raise CheckpointError(f"{target} was created by another process meanwhile", path=str(target))
-            temporary.rename(target)
-            _flush_entry(target.parent)
+            rename_synced(temporary, target)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"writing {target} failed ({error}); nothing was left there", path=str(target)) from error
-
-
-def _write_shards(directory: Path, tensors: Iterator[tuple[str, Tensor]], max_shard_bytes: int) -> torch.dtype:
-    """Writes all shards and their index; returns the dtype of most elements."""
-    shards: list[list[str]] = []
-    pending: dict[str, Tensor] = {}
-    elements: Counter[torch.dtype] = Counter()
-    seen: set[str] = set()
-    pending_bytes = total_bytes = 0
-
-    def flush() -> None:
-        nonlocal pending_bytes
-        save_file(pending, _draft(directory, len(shards)), metadata={"format": "pt"})
-        shards.append(list(pending))
-        pending.clear()
-        pending_bytes = 0
-
-    for name, tensor in tensors:
-        if name in seen:
-            raise CheckpointError(f"tensor {name!r} came twice", tensor=name)
-        seen.add(name)
-        if pending and pending_bytes + tensor.nbytes > max_shard_bytes:
-            flush()
-        pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        pending_bytes += tensor.nbytes
-        total_bytes += tensor.nbytes
-        elements[tensor.dtype] += tensor.numel()
-    if pending:
-        flush()
-    if not shards:
-        raise CheckpointError("there are no tensors to write")
-    _name_shards(directory, shards, total_bytes)
-    return elements.most_common(1)[0][0]
-
-
-def _name_shards(directory: Path, shards: list[list[str]], total_bytes: int) -> None:
-    if len(shards) == 1:
-        _draft(directory, 0).rename(directory / SINGLE_FILE)
-        return
-    weight_map = {}
-    for number, names in enumerate(shards):
-        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        _draft(directory, number).rename(directory / file)
-        weight_map.update(dict.fromkeys(names, file))
-    _write_json(directory / WEIGHTS_INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
-
-
-def _draft(directory: Path, number: int) -> Path:
-    return directory / f"draft-{number}.safetensors"
+    except OSError as error:
+        left = "; ".join(getattr(error, "__notes__", ())) or "nothing was left there"
+        raise CheckpointError(f"writing {target} failed ({error}); {left}", path=str(target)) from error
 
 
 def _copy_other_files(source: Path, directory: Path) -> None:
@@ -135,25 +90,17 @@ def _copy_other_files(source: Path, directory: Path) -> None:
             shutil.copytree(entry, directory / entry.name)
 
 
-def _with_dtype(config: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:
-    name = str(dtype).removeprefix("torch.")
+def _usual_dtype(infos: Sequence[TensorInfo]) -> str:
+    elements: Counter[str] = Counter()
+    for info in infos:
+        elements[info.dtype] += info.num_elements
+    return elements.most_common(1)[0][0]
+
+
+def _with_dtype(config: Mapping[str, object], dtype: str) -> dict[str, object]:
     fields = [field for field in ("dtype", "torch_dtype") if field in config] or ["dtype"]
-    return {**config, **dict.fromkeys(fields, name)}
+    return {**config, **dict.fromkeys(fields, dtype)}
 
 
 def _write_json(file: Path, content: dict[str, object]) -> None:
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _flush(directory: Path) -> None:
-    for entry in directory.rglob("*"):
-        _flush_entry(entry)
-    _flush_entry(directory)
-
-
-def _flush_entry(entry: Path) -> None:
-    descriptor = os.open(entry, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

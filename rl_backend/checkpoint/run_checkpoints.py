@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_backend.checkpoint.digesting_writer import file_facts
+from rl_backend.checkpoint.durable import rename_synced, sync
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts
 from rl_backend.checkpoint.run_manifest import RUN_FILE, RunCheckpoint, RunManifest, read_run_checkpoint
 from rl_backend.contracts import CheckpointError, ConfigError
@@ -103,12 +104,16 @@ class RunCheckpoints:
                 stream.write(manifest.sealed_text())
                 stream.flush()
                 os.fsync(stream.fileno())
-            _sync(draft)
-            draft.rename(path)
-            _sync(self.root)
+            sync(draft)
+            rename_synced(draft, path)
+        except OSError as error:
+            notes = "; ".join([str(error), *getattr(error, "__notes__", ())])
+            raise CheckpointError(f"cannot commit {path}: {notes}", path=str(path)) from error
+        try:
             self._point_latest_to(path)
         except OSError as error:
-            raise CheckpointError(f"cannot commit {path}: {error}", path=str(path)) from error
+            # It is committed, and resuming looks at the directories.
+            logger.warning("%s does not point to %s: %s", self.root / LATEST, path.name, error)
         self._remove_old()
         return RunCheckpoint(path, step, manifest.state, manifest.models)
 
@@ -163,7 +168,7 @@ class RunCheckpoints:
         new.unlink(missing_ok=True)
         new.symlink_to(path.name)
         new.replace(self.root / LATEST)
-        _sync(self.root)
+        sync(self.root)
 
     def _remove_old(self) -> None:
         if self.keep_last is None:
@@ -192,7 +197,7 @@ def _saved_files(draft: Path) -> dict[str, FileFacts]:
         file = entry / MANIFEST_NAME if entry.is_dir() else entry
         if file.name != RUN_FILE:
             if file is entry:
-                _sync(file)  # save_checkpoint has flushed its own
+                sync(file)  # save_checkpoint has flushed its own
             files[str(file.relative_to(draft))] = file_facts(file)
     if not any(Path(name).name == MANIFEST_NAME for name in files):
         raise CheckpointError(f"no model has been saved to {draft}; save at least one before the commit", path=str(draft))
@@ -244,12 +249,3 @@ def _remove(entry: Path) -> None:
             entry.unlink()
     except OSError as error:
         logger.warning("%s, which is no checkpoint any more, could not be removed: %s", entry, error)
-
-
-def _sync(path: Path) -> None:
-    """Of a file or a directory."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

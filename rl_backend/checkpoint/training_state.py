@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from rl_backend.checkpoint.agreement import raise_on_every_rank
 from rl_backend.checkpoint.digesting_writer import DigestingWriter, file_facts
+from rl_backend.checkpoint.durable import rename_synced, sync
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, TrainingManifest, read_manifest
 from rl_backend.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner, TensorPieces
 from rl_backend.checkpoint.stored_metadata import TensorsReader
@@ -50,17 +51,20 @@ def reserve_directory(path: Path, group: dist.ProcessGroup) -> Path:
 
 
 def commit_directory(temporary: Path, path: Path, group: dist.ProcessGroup) -> None:
-    """Gives a complete directory its name, in one step. A collective over ``group``."""
+    """Gives a complete directory its name, in one step. A collective over ``group``.
+
+    Raises:
+        CheckpointError: ``path`` exists, or the name could not be given and flushed; on every rank.
+    """
     problem = None
     if dist.get_rank(group) == 0:
         try:
             # rename would replace an empty directory that has appeared at ``path`` since it was reserved.
             if path.exists():
                 raise FileExistsError(f"{path} was made by another process while the checkpoint was written")
-            temporary.rename(path)
-            _sync_directory(path.parent)
+            rename_synced(temporary, path)
         except OSError as error:
-            problem = f"cannot complete {path}: {error}"
+            problem = "; ".join([f"cannot complete {path}: {error}", *getattr(error, "__notes__", ())])
     raise_on_every_rank(problem, group)
 
 
@@ -174,18 +178,10 @@ def _write_manifest(directory: Path, manifest: TrainingManifest) -> str | None:
             stream.write(manifest.sealed_text())
             stream.flush()
             os.fsync(stream.fileno())
-        _sync_directory(directory)
+        sync(directory)
     except Exception as error:  # noqa: BLE001 - raised by the caller, on every rank
         return f"cannot write {directory / MANIFEST_NAME}: {type(error).__name__}: {error}"
     return None
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _raise_interrupt(error: CheckpointException, group: dist.ProcessGroup) -> None:

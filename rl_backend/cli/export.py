@@ -25,7 +25,7 @@ MIB, GIB = 2**20, 2**30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Exit status: 0 the directory is complete, 2 nothing was written. Every file of the checkpoint is verified first. "
-        "In memory are one shard and the largest tensor. docs/checkpoints.md says more."
+        "In memory are the largest tensor and a piece of it. docs/checkpoints.md says more."
     )
     parser.add_argument(
         "--checkpoint", type=Path, required=True, metavar="DIR", help="of one model, or a step-... directory of a run"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,14 @@ from rl_backend.checkpoint.training_state import (
     reserve_directory,
     write_training_state,
 )
-from rl_backend.contracts import CheckpointError, ConfigError, ExportInterruptedError, ModelHandle, UnsupportedError
+from rl_backend.contracts import (
+    CheckpointError,
+    ConfigError,
+    ExportInterruptedError,
+    ModelHandle,
+    TensorInfo,
+    UnsupportedError,
+)
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT
 
 
@@ -155,6 +162,7 @@ class CheckpointWriter:
         self,
         handle: ModelHandle,
         path: Path,
+        infos: Sequence[TensorInfo],
         export: Callable[[], Generator[tuple[str, Tensor]]],
         *,
         source: Path | str,
@@ -165,7 +173,8 @@ class CheckpointWriter:
         """Writes a Hugging Face directory to ``path``; rank 0 writes what all ranks gather.
 
         Args:
-            export: gives every weight on every rank.
+            infos: of every weight.
+            export: gives every weight on every rank, one at a time: a rank holds one beside its own part of the model.
             source: the directory whose other files are copied.
             hf_config: its ``config.json``.
 
@@ -191,7 +200,7 @@ class CheckpointWriter:
         try:
             if writes:
                 config = critic_config(hf_config) if handle.head == "values" else None
-                write_hf_directory(path, stream, source, config=config)
+                write_hf_directory(path, infos, stream, source, config=config)
             else:
                 for _ in stream:
                     pass

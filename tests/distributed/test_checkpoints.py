@@ -12,14 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.checkpoint import hf_writer
+from rl_backend.checkpoint.hf_shards import ShardedFiles
 from rl_backend.checkpoint.host_buffers import HostBuffers
 from rl_backend.checkpoint.manifest import read_manifest
 from rl_backend.contracts import CheckpointError, ConfigError, OptimizerConfig
 from rl_backend.runtime import checkpoint_writer
 from rl_backend.runtime.native import NativeRuntime
 from tests.support.bridge_runs import open_bridge
+<<<<<<< HEAD
 from tests.support.disk import full_disk
+=======
+from tests.support.memory import peak_memory, reset_peak_memory
+>>>>>>> 5531699 (Checkpoints: names that are flushed or taken back, Hugging Face files written tensor by tensor, a full disk by its name)
 from tests.support.models import write_tiny_qwen3
 from tests.support.native import (
     assert_equal_tensors,
@@ -372,7 +376,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_every_rank_and_nothing_is_le
     ranks: RankPool, tied_model: Path, tmp_path: Path, heard_by: str
 ) -> None:
     for message in ranks.run(full_disk_job, str(tied_model), str(tmp_path), heard_by):
-        assert "saved could not be written: rank 1" in message
+        assert "saved could not be written: rank 1: OSError: [Errno 27] File too large: " in message
     left = sorted(entry.name for entry in tmp_path.iterdir())
     assert left == (["good"] if heard_by == "close" else ["good", "saved"])
 
@@ -383,7 +387,7 @@ def broken_hf_save_job(model: str, parent: str, failure: str) -> tuple[str, str]
     with open_runtime(model) as runtime, pytest.MonkeyPatch.context() as patch:
         handle = runtime.build_model()
         if failure == "unforeseen":
-            patch.setattr(hf_writer, "save_file", unforeseen)
+            patch.setattr(ShardedFiles, "_write", unforeseen)
         with full_disk(failure == "full disk" and dist.get_rank() == 0), pytest.raises(CheckpointError) as caught:
             runtime.save_checkpoint(handle, path, hf=True)
         patch.undo()
@@ -408,3 +412,26 @@ def test_a_hugging_face_save_that_rank_0_cannot_write_fails_on_every_rank_and_no
     assert all(reason in message and "on rank 0" in message for message, _ in results)
     assert [origin for _, origin in results] == [cause, "NoneType"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+
+
+def hf_memory_job(backend: str, model: str, path: str) -> int:
+    """Bytes by which this rank's peak of memory rises in a Hugging Face save."""
+    opened = open_bridge(model) if backend == "bridge" else open_runtime(model)
+    with opened as runtime:
+        handle = runtime.build_model(forward_only=True)
+        for _ in runtime.export_weights(handle):
+            pass
+        before = reset_peak_memory()
+        runtime.save_checkpoint(handle, path, hf=True)
+        return peak_memory() - before
+
+
+@pytest.mark.shows("checkpoints: a Hugging Face save holds one tensor beside the model, whatever the size of a file")
+@pytest.mark.parametrize("backend", ["native", "bridge"])
+def test_a_hugging_face_save_holds_no_whole_file(ranks: RankPool, tmp_path: Path, backend: str) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 10, "vocab_size": 128}
+    model = write_tiny_qwen3(tmp_path / "model", max_shard_size="1GB", **sizes)
+    whole = (model / "model.safetensors").stat().st_size
+    assert whole > 80 * 2**20
+    rises = ranks.run(hf_memory_job, backend, str(model), str(tmp_path / "out"))
+    assert all(rise < whole / 2 for rise in rises), [rise / whole for rise in rises]

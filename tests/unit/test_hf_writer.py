@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from rl_backend.checkpoint import hf_writer
 from rl_backend.checkpoint.hf_reader import WEIGHTS_INDEX, HFReader
 from rl_backend.checkpoint.hf_writer import write_hf_directory
-from rl_backend.contracts import CheckpointError
+from rl_backend.contracts import CheckpointError, TensorInfo
 
 
 def stored_tensors(path: Path, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
@@ -29,11 +30,22 @@ def stored_tensors(path: Path, dtype: torch.dtype = torch.float32) -> Iterator[t
         buffer.fill_(torch.nan)
 
 
+def write(out: Path, path: Path, source: Path, dtype: torch.dtype = torch.float32, max_shard_bytes: int = 10**9) -> None:
+    """The tensors of ``path``."""
+    infos = [described(name, tensor) for name, tensor in stored_tensors(path, dtype)]
+    write_hf_directory(out, infos, stored_tensors(path, dtype), source, max_shard_bytes=max_shard_bytes)
+
+
+def described(name: str, tensor: Tensor) -> TensorInfo:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorInfo(name=name, shape=tuple(tensor.shape), dtype=dtype, nbytes=tensor.nbytes)
+
+
 @pytest.mark.shows("model: Hugging Face directories out, in shards, complete or not there")
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 100_000, 1])
 def test_transformers_loads_what_was_written(untied_model: Path, tmp_path: Path, max_shard_bytes: int) -> None:
     out = tmp_path / "out"
-    write_hf_directory(out, stored_tensors(untied_model), untied_model, max_shard_bytes=max_shard_bytes)
+    write(out, untied_model, untied_model, max_shard_bytes=max_shard_bytes)
     expected = Qwen3ForCausalLM.from_pretrained(untied_model, dtype="auto").state_dict()
     written, info = Qwen3ForCausalLM.from_pretrained(out, dtype="auto", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -44,7 +56,7 @@ def test_transformers_loads_what_was_written(untied_model: Path, tmp_path: Path,
 
 def test_shards_keep_to_their_size_and_the_index_covers_them(untied_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    write_hf_directory(out, stored_tensors(untied_model), untied_model, max_shard_bytes=100_000)
+    write(out, untied_model, untied_model, max_shard_bytes=100_000)
     files = sorted(out.glob("*.safetensors"))
     assert len(files) > 2
     assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
@@ -55,22 +67,44 @@ def test_shards_keep_to_their_size_and_the_index_covers_them(untied_model: Path,
 
 
 def test_a_single_shard_has_the_usual_name_and_no_index(tied_model: Path, tmp_path: Path) -> None:
-    write_hf_directory(tmp_path / "out", stored_tensors(tied_model), tied_model)
+    write(tmp_path / "out", tied_model, tied_model)
     assert (tmp_path / "out" / "model.safetensors").is_file()
     assert not (tmp_path / "out" / WEIGHTS_INDEX).exists()
 
 
-def test_no_more_than_one_shard_is_in_memory(tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = []
-    original = hf_writer.save_file
+def test_each_tensor_is_on_the_disk_before_the_next_is_taken(tied_model: Path, tmp_path: Path) -> None:
+    taken: list[tuple[str, Tensor]] = []
 
-    def measuring(tensors: dict[str, Tensor], *args: object, **kwargs: object) -> None:
-        sizes.append(sum(value.nbytes for value in tensors.values()))
-        original(tensors, *args, **kwargs)
+    def watched() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in stored_tensors(tied_model):
+            on_disk = {
+                key: value for file in tmp_path.glob(".out.*.tmp/*.safetensors") for key, value in load_file(file).items()
+            }
+            assert all(torch.equal(on_disk[before], whole) for before, whole in taken)
+            taken.append((name, tensor.clone()))
+            yield name, tensor
 
-    monkeypatch.setattr(hf_writer, "save_file", measuring)
-    write_hf_directory(tmp_path / "out", stored_tensors(tied_model), tied_model, max_shard_bytes=80_000)
-    assert len(sizes) > 2 and max(sizes) <= 80_000
+    infos = [described(name, tensor) for name, tensor in stored_tensors(tied_model)]
+    write_hf_directory(tmp_path / "out", infos, watched(), tied_model, max_shard_bytes=80_000)
+    assert len(taken) == len(infos)
+
+
+def test_tensors_may_come_in_any_order_and_with_odd_shapes(tied_model: Path, tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.arange(3, dtype=torch.uint8),
+        "b": torch.randn(3, 5).t(),
+        "c": torch.tensor(2.5, dtype=torch.bfloat16),
+        "d": torch.empty(0, 4),
+        "e": torch.randn(7, dtype=torch.float64),
+        "f": torch.randn(5, dtype=torch.bfloat16),
+    }
+    infos = [described(name, tensor) for name, tensor in tensors.items()]
+    for size in (10**6, 30):
+        out = tmp_path / f"out-{size}"
+        write_hf_directory(out, infos, reversed(tensors.items()), tied_model, max_shard_bytes=size)  # type: ignore[arg-type]
+        found = {name: value for file in out.glob("*.safetensors") for name, value in load_file(file).items()}
+        assert found.keys() == tensors.keys()
+        assert all(torch.equal(found[name], tensors[name]) for name in tensors)
 
 
 @pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
@@ -80,7 +114,7 @@ def test_config_says_the_dtype_that_was_written(tied_model: Path, tmp_path: Path
     config = json.loads((tied_model / "config.json").read_text())
     del config["dtype"]
     (source / "config.json").write_text(json.dumps({**config, field: "float32"}))
-    write_hf_directory(tmp_path / "out", stored_tensors(tied_model, torch.bfloat16), source)
+    write(tmp_path / "out", tied_model, source, dtype=torch.bfloat16)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written == {**config, field: "bfloat16"}
     assert {info.dtype for info in HFReader(tmp_path / "out").infos.values()} == {torch.bfloat16}
@@ -96,7 +130,7 @@ def test_tokenizer_and_generation_files_are_copied_and_weights_are_not(tied_mode
     for name in (*kept, *dropped, "original/consolidated.00.pth", "original/params.json"):
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(name)
-    write_hf_directory(tmp_path / "out", stored_tensors(tied_model), source)
+    write(tmp_path / "out", tied_model, source)
     written = {str(file.relative_to(tmp_path / "out")) for file in (tmp_path / "out").rglob("*") if file.is_file()}
     assert written == {*kept, "config.json", "model.safetensors"}
 
@@ -104,27 +138,44 @@ def test_tokenizer_and_generation_files_are_copied_and_weights_are_not(tied_mode
 def test_an_existing_path_is_refused_and_left_alone(tied_model: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(CheckpointError, match="out exists already; choose a new directory"):
-        write_hf_directory(tmp_path / "out", stored_tensors(tied_model), tied_model)
+        write(tmp_path / "out", tied_model, tied_model)
     assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_a_missing_parent_is_refused(tied_model: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="absent is not a directory; create it first"):
-        write_hf_directory(tmp_path / "absent" / "out", stored_tensors(tied_model), tied_model)
+        write(tmp_path / "absent" / "out", tied_model, tied_model)
 
 
 def test_a_source_without_config_is_refused(tied_model: Path, tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
-        write_hf_directory(tmp_path / "out", stored_tensors(tied_model), tmp_path / "source")
+        write(tmp_path / "out", tied_model, tmp_path / "source")
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("problem", ["no tensors", "one name twice"])
-def test_tensors_that_make_no_model_are_refused(tied_model: Path, tmp_path: Path, problem: str) -> None:
-    tensors = [] if problem == "no tensors" else [("a", torch.ones(2)), ("a", torch.ones(2))]
-    with pytest.raises(CheckpointError, match=r"no tensors to write|'a' came twice"):
-        write_hf_directory(tmp_path / "out", iter(tensors), tied_model)
+ONES = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("announced", "came", "problem"),
+    [
+        ([], [], "no tensors to write"),
+        ([("a", ONES), ("a", ONES)], [], "'a' came twice"),
+        ([("a", ONES)], [("a", ONES), ("a", ONES)], "'a' came twice"),
+        ([("a", ONES)], [("b", ONES)], "'b' came and was not announced"),
+        ([("a", ONES), ("b", ONES)], [("a", ONES)], "1 of 2 tensors did not come, 'b' for one"),
+        ([("a", ONES)], [("a", ONES.view(2, 1))], r"'a' came as float32 \(2, 1\), float32 \(2,\) was announced"),
+        ([("a", ONES)], [("a", ONES.bfloat16())], r"'a' came as bfloat16 \(2,\), float32 \(2,\) was announced"),
+        ([("a", ONES.to(torch.complex64))], [], "'a' has dtype complex64, which is not written"),
+    ],
+)
+def test_tensors_that_are_not_those_announced_are_refused(
+    tied_model: Path, tmp_path: Path, announced: list[tuple[str, Tensor]], came: list[tuple[str, Tensor]], problem: str
+) -> None:
+    infos = [described(name, tensor) for name, tensor in announced]
+    with pytest.raises(CheckpointError, match=problem):
+        write_hf_directory(tmp_path / "out", infos, iter(came), tied_model)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -134,8 +185,9 @@ def test_a_failure_in_the_middle_leaves_nothing_behind(tied_model: Path, tmp_pat
         yield "b", torch.ones(1000)
         raise KeyboardInterrupt
 
+    infos = [described(name, torch.ones(1000)) for name in "abc"]
     with pytest.raises(KeyboardInterrupt):
-        write_hf_directory(tmp_path / "out", failing(), tied_model, max_shard_bytes=1)
+        write_hf_directory(tmp_path / "out", infos, failing(), tied_model, max_shard_bytes=1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -144,7 +196,7 @@ def test_shards_that_do_not_fit_are_one_clear_error_and_leave_nothing_behind(tie
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
         with pytest.raises(CheckpointError, match="nothing was left there"):
-            write_hf_directory(tmp_path / "out", stored_tensors(tied_model), tied_model)
+            write(tmp_path / "out", tied_model, tied_model)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(tmp_path.iterdir()) == []
@@ -156,7 +208,7 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing_behind(
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(hf_writer.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
-        write_hf_directory(tmp_path / "out", stored_tensors(tied_model), tied_model)
+        write(tmp_path / "out", tied_model, tied_model)
     assert list(tmp_path.iterdir()) == []

@@ -252,6 +252,7 @@ class BridgeRuntime(HeldRuntime[BridgeHandle]):
             self._writer.save_hf(
                 handle,
                 Path(path),
+                export.describe_weights(handle, None),
                 lambda: export.export_weights(handle, dtype=None, byte_budget=None, only=None),
                 source=handle.config.hf_path,
                 hf_config=handle.hf_config,

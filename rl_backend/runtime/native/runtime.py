@@ -228,6 +228,7 @@ class NativeRuntime(HeldRuntime[NativeHandle]):
             self._writer.save_hf(
                 handle,
                 Path(path),
+                export.describe_weights(handle, None),
                 lambda: export.export_weights(handle, dtype=None, byte_budget=None, only=None),
                 source=handle.config.hf_path,
                 hf_config=handle.hf_config,

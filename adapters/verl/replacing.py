@@ -1,0 +1,89 @@
+"""A directory that takes the place of an earlier one of its name; whenever a process is killed, one of them is found."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch.distributed as dist
+
+from rl_backend.checkpoint.agreement import raise_on_every_rank
+from rl_backend.checkpoint.durable import rename_synced
+
+
+@contextmanager
+def replacing(path: Path) -> Generator[Path]:
+    """Gives a path to write to, which then takes the place of ``path``. A collective over all ranks.
+
+    What is written there must be flushed. A kill between the two renames leaves both directories under other names, which
+    :func:`found_name` and :func:`finish_replacing` know.
+
+    Raises:
+        CheckpointError: the file system refuses; on every rank, and the earlier directory has its name.
+    """
+    finish_replacing(path)
+    new, old = _new(path), _old(path)
+    if dist.get_rank() == 0:
+        for left_behind in (new, old):
+            shutil.rmtree(left_behind, ignore_errors=True)
+    raise_on_every_rank(None, _all_ranks())
+    yield new
+    problem = None
+    if dist.get_rank() == 0:
+        try:
+            _take_place(path)
+        except OSError as error:
+            problem = f"{new} could not take the place of {path}: {error}"
+    raise_on_every_rank(problem, _all_ranks())
+
+
+def found_name(path: Path) -> Path:
+    """Where the directory ``path`` is: there, or under another name where a kill has left it so. Changes nothing."""
+    if path.exists() or not _old(path).exists():
+        return path
+    return _new(path) if _new(path).exists() else _old(path)
+
+
+def finish_replacing(path: Path) -> None:
+    """Gives a directory its name that a kill has left without it. A collective over all ranks.
+
+    Raises:
+        CheckpointError: the file system refuses; on every rank.
+    """
+    problem = None
+    if dist.get_rank() == 0:
+        found = found_name(path)
+        try:
+            if found != path:
+                rename_synced(found, path)
+        except OSError as error:
+            problem = f"{found} could not be given its name, {path}: {error}; rename it"
+    raise_on_every_rank(problem, _all_ranks())
+
+
+def _take_place(path: Path) -> None:
+    new, old = _new(path), _old(path)
+    if path.exists():
+        path.rename(old)
+    try:
+        rename_synced(new, path)
+    except OSError:
+        if old.exists() and not path.exists():
+            with suppress(OSError):
+                old.rename(path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _new(path: Path) -> Path:
+    return path.with_name(f".{path.name}.new")
+
+
+def _old(path: Path) -> Path:
+    return path.with_name(f".{path.name}.old")
+
+
+def _all_ranks() -> dist.ProcessGroup:
+    return dist.distributed_c10d._get_default_group()

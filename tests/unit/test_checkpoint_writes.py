@@ -1,0 +1,95 @@
+"""What is on the disk when a save is complete: the state of the moment of the save, and flushed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
+from rl_backend.runtime import checkpoint_writer
+from tests.support.native import assert_equal_tensors, open_runtime, optimizer_state, train, weights
+
+
+def test_a_save_in_the_background_has_the_state_of_its_call_however_late_it_is_written(
+    tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, write = threading.Event(), checkpoint_writer.write_training_state
+
+    def write_later(*args: Any) -> None:
+        assert gate.wait(60)
+        write(*args)
+
+    monkeypatch.setattr(checkpoint_writer, "write_training_state", write_later)
+    with open_runtime(tied_model) as runtime:
+        handle = runtime.build_model()
+        train(runtime, handle, 1)
+        before = {**weights(handle), **optimizer_state(handle)}
+        runtime.save_checkpoint(handle, tmp_path / "saved", asynchronous=True)
+        train(runtime, handle, 2, first_seed=1)
+        after = {**weights(handle), **optimizer_state(handle)}
+        assert any(not after[name].equal(before[name]) for name in before)
+        gate.set()
+        runtime.wait_for_checkpoint(handle)
+        runtime.load_checkpoint(handle, tmp_path / "saved")
+        assert_equal_tensors({**weights(handle), **optimizer_state(handle)}, before)
+
+
+class Flushes:
+    """Size of each file and directory when it was flushed last, by inode, and those that had been when a name was given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: dict[int, int] = {}
+        self.before_rename: dict[str, dict[int, int]] = {}
+        flush, rename = os.fsync, os.rename
+
+        def fsync(descriptor: int) -> None:
+            flush(descriptor)
+            facts = os.fstat(descriptor)
+            self.sizes[facts.st_ino] = facts.st_size
+
+        def renamed(source: Any, target: Any) -> None:
+            self.before_rename[str(target)] = dict(self.sizes)
+            rename(source, target)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+        monkeypatch.setattr(os, "rename", renamed)
+
+    def not_flushed(self, path: Path) -> list[str]:
+        """Files below ``path`` that had not been flushed with all of their bytes when ``path`` got its name."""
+        then = self.before_rename[str(path)]
+        files = [entry for entry in path.rglob("*") if entry.is_file()]
+        assert files
+        return [str(file) for file in files if then.get(file.stat().st_ino) != file.stat().st_size]
+
+
+@pytest.mark.shows("checkpoints: every byte is flushed to the disk before a checkpoint gets its name")
+@pytest.mark.parametrize("settings", [{}, {"asynchronous": True}, {"hf": True}], ids=str)
+def test_every_file_is_flushed_before_the_checkpoint_gets_its_name(
+    tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    path = tmp_path / "saved"
+    with open_runtime(tied_model) as runtime:
+        handle = runtime.build_model()
+        flushes = Flushes(monkeypatch)
+        runtime.save_checkpoint(handle, path, **settings)
+        runtime.wait_for_checkpoint(handle)
+    assert flushes.not_flushed(path) == []
+    assert path.stat().st_ino in flushes.before_rename[str(path)]
+    assert tmp_path.stat().st_ino in flushes.sizes
+
+
+def test_every_file_is_flushed_before_a_run_s_checkpoint_gets_its_name(
+    tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = RunCheckpoints(tmp_path / "root")
+    flushes = Flushes(monkeypatch)
+    with open_runtime(tied_model) as runtime:
+        runtime.save_checkpoint(runtime.build_model(), checkpoints.draft(1) / "policy")
+    (checkpoints.draft(1) / "notes.txt").write_text("mine")
+    path = checkpoints.commit(1, {}).path
+    assert flushes.not_flushed(path) == []
+    assert checkpoints.root.stat().st_ino in flushes.sizes
