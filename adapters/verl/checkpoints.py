@@ -10,16 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
-<<<<<<< HEAD
 from adapters.verl.checkpoint_contents import STATE, require_contents
 from rl_backend.checkpoint.agreement import raise_on_every_rank
 from rl_backend.contracts import CheckpointError, ModelHandle, UnsupportedError
-=======
-from adapters.verl.replacing import finish_replacing, found_name, replacing
-from rl_backend.checkpoint.agreement import raise_on_every_rank
-from rl_backend.checkpoint.durable import sync_tree
-from rl_backend.contracts import CheckpointError, ConfigError, ModelHandle, UnsupportedError
->>>>>>> 5531699 (Checkpoints: names that are flushed or taken back, Hugging Face files written tensor by tensor, a full disk by its name)
 from rl_backend.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -83,24 +76,14 @@ class EngineCheckpoints:
             # What is written anew must not count as the old checkpoint that has to go.
             self._kept.previous_saved_paths = [kept for kept in self._kept.previous_saved_paths if kept != str(path)]
             self._kept.ensure_checkpoint_capacity(max_ckpt_to_keep)
-<<<<<<< HEAD
         if self._saves_hf:
-            with _replacing(path / _HF_DIRECTORY) as new:
-=======
-        if "hf_model" in self._save:
             with replacing(path / _HF_DIRECTORY) as new:
->>>>>>> 5531699 (Checkpoints: names that are flushed or taken back, Hugging Face files written tensor by tensor, a full disk by its name)
                 runtime.save_checkpoint(handle, new, hf=True)
                 if self._tokenizer is not None:
                     problem = self._write_tokenizer(new) if first else None
                     raise_on_every_rank(problem, dist.distributed_c10d._get_default_group())
-<<<<<<< HEAD
         if self._saves_state:
-            with _replacing(path / _STATE_DIRECTORY) as new:
-=======
-        if self._save & STATE:
             with replacing(path / _STATE_DIRECTORY) as new:
->>>>>>> 5531699 (Checkpoints: names that are flushed or taken back, Hugging Face files written tensor by tensor, a full disk by its name)
                 runtime.save_checkpoint(handle, new)
         if first:
             self._kept.register_checkpoint(str(path), max_ckpt_to_keep)
@@ -139,12 +122,7 @@ class EngineCheckpoints:
             UnsupportedError: a path on HDFS.
         """
         path = _local(local_path, hdfs_path)
-<<<<<<< HEAD
         if self._loads_state:
-=======
-        if self._load & STATE:
-            finish_replacing(path / _STATE_DIRECTORY)
->>>>>>> 5531699 (Checkpoints: names that are flushed or taken back, Hugging Face files written tensor by tensor, a full disk by its name)
             runtime.load_checkpoint(handle, path / _STATE_DIRECTORY)
 
 
