@@ -11,7 +11,9 @@ import torch.distributed as dist
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
 from adapters.verl.checkpoint_contents import STATE, require_contents
+from adapters.verl.replacing import finish_replacing, found_name, replacing
 from rl_backend.checkpoint.agreement import raise_on_every_rank
+from rl_backend.checkpoint.durable import sync_tree
 from rl_backend.contracts import CheckpointError, ModelHandle, UnsupportedError
 from rl_backend.runtime import Runtime
 
@@ -123,6 +125,7 @@ class EngineCheckpoints:
         """
         path = _local(local_path, hdfs_path)
         if self._loads_state:
+            finish_replacing(path / _STATE_DIRECTORY)
             runtime.load_checkpoint(handle, path / _STATE_DIRECTORY)
 
 

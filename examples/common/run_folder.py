@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 from torch.utils.tensorboard import SummaryWriter
 
@@ -22,6 +22,7 @@ from actors.cluster_watch import cluster_loss
 from actors.prometheus import export_step
 from actors.trace import TraceCollector, TraceSource
 from examples.common.disk import cannot_write, usable_run_dir, written_to
+from examples.common.log_file import LogFile
 from examples.common.run_lock import RunLock
 from examples.common.run_start import CHECKPOINTS, LOGS, RunStart, require_new_run
 from examples.common.run_state import RunState
@@ -29,23 +30,6 @@ from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
 from rl_backend.contracts import BaseConfig, ConfigError, RunFolderError
 from rl_backend.report import write_report
 from rl_backend.report.json_text import json_text
-
-
-def _write_lines(file: TextIO, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-    for sample in samples:
-        file.write(json_text({"step": step, **sample}, ensure_ascii=False) + "\n")
-
-
-def _cut_back(path: Path, size: int) -> TextIO:
-    """Opens a log for the lines after its first ``size`` bytes."""
-    file = path.open("a", buffering=1)
-    if os.fstat(file.fileno()).st_size < size:
-        file.close()
-        raise ConfigError.of(
-            "resume", str(path), f"has lost lines: it had {size} bytes at the checkpoint; go on from that in a new run_dir"
-        )
-    file.truncate(size)
-    return file
 
 
 def _write(path: Path, text: str) -> None:
@@ -133,9 +117,7 @@ class RunFolder:
                 str(self.path),
                 f"another run has saved step {newest} to it meanwhile; begin again to go on from it",
             )
-        self._metrics, self._samples, self._held_out = (
-            _cut_back(self.path / name, start.kept.get(name, 0)) for name in LOGS
-        )
+        self._metrics, self._samples, self._held_out = (LogFile(self.path / name, start.kept.get(name)) for name in LOGS)
         self._facts: dict[str, Any] = {"started": _now(), "resumed": []}
         if start.same_folder:
             earlier = json.loads((self.path / "run.json").read_text())
@@ -155,7 +137,7 @@ class RunFolder:
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """One line of ``metrics.jsonl``, one point per TensorBoard curve and Prometheus gauge, and a step of the trace."""
         with written_to(self.path):
-            self._metrics.write(json_text({"step": step, **metrics}) + "\n")
+            self._metrics.write({"step": step, **metrics})
             for name, value in metrics.items():
                 self._board.add_scalar(name, value, step)
         export_step(str(self.path), step, {name: float(value) for name, value in metrics.items()})
@@ -169,23 +151,19 @@ class RunFolder:
     def log_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """One line of ``samples.jsonl`` per sample; the report shows ``prompt``, ``response`` and ``reward`` of each."""
         with written_to(self.path):
-            _write_lines(self._samples, step, samples)
+            self._samples.write(*({"step": step, **sample} for sample in samples))
 
     def log_held_out(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """One line of ``held_out.jsonl`` per answer to a held-out prompt; step 0 is before training."""
         with written_to(self.path):
-            _write_lines(self._held_out, step, samples)
+            self._held_out.write(*({"step": step, **sample} for sample in samples))
 
-    def sync_logs(self) -> dict[str, int]:
-        """Flushes the logs to the disk; name -> bytes, which :class:`RunStart` keeps of them."""
-        sizes = {}
+    def sync_logs(self) -> dict[str, dict[str, Any]]:
+        """Flushes the logs to the disk; name -> size and digest, which :class:`RunStart` keeps of them."""
+        logs = zip(LOGS, (self._metrics, self._samples, self._held_out), strict=True)
         with written_to(self.path):
             self._board.flush()
-            for name, file in zip(LOGS, (self._metrics, self._samples, self._held_out), strict=True):
-                file.flush()
-                os.fsync(file.fileno())
-                sizes[name] = os.fstat(file.fileno()).st_size
-        return sizes
+            return {name: log.sync().model_dump(mode="json") for name, log in logs}
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """``summary.json``; a later call replaces an earlier one."""

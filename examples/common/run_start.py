@@ -10,9 +10,11 @@ from typing import Any
 
 from examples.common.run_identity import deciding_options, require_same_run
 from examples.common.training_config import TrainingConfig
+from rl_backend.checkpoint.digesting_writer import file_facts
+from rl_backend.checkpoint.manifest import FileFacts
 from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
 from rl_backend.checkpoint.run_manifest import RunCheckpoint, read_run_checkpoint
-from rl_backend.contracts import ConfigError
+from rl_backend.contracts import CheckpointError, ConfigError
 
 CHECKPOINTS = "checkpoints"
 LOGS = ("metrics.jsonl", "samples.jsonl", "held_out.jsonl")
@@ -24,13 +26,13 @@ class RunStart:
 
     Attributes:
         checkpoint: what it goes on from; None at the first step.
-        kept: bytes of each log in the run folder that are of steps taken; of other logs nothing is kept.
+        kept: what each log in the run folder had when the checkpoint was saved; of other logs nothing is kept.
         newest: step of the newest checkpoint in the run folder when this was decided.
         replaces: the folder holds steps of an interrupted run without a checkpoint, which this one takes again.
     """
 
     checkpoint: RunCheckpoint | None = None
-    kept: Mapping[str, int] = field(default_factory=dict)
+    kept: Mapping[str, FileFacts] = field(default_factory=dict)
     newest: int | None = None
     replaces: bool = False
 
@@ -96,7 +98,41 @@ def find_start(config: TrainingConfig) -> RunStart:
             config.resume,
             f"the run in {config.run_dir} has finished its {config.steps} steps; raise steps to go on",
         )
-    return RunStart(checkpoint, checkpoint.state["logs"], newest)
+    return RunStart(checkpoint, _kept_logs(checkpoint, config), newest)
+
+
+def _kept_logs(checkpoint: RunCheckpoint, config: TrainingConfig) -> dict[str, FileFacts]:
+    """Of the run folder's logs, once they are known to be what they were when ``checkpoint`` was saved."""
+    try:
+        kept = {name: FileFacts(**facts) for name, facts in checkpoint.state["logs"].items()}
+    except (TypeError, ConfigError) as error:
+        raise CheckpointError(
+            f"{checkpoint.path} does not say what the logs of its run held ({error}); go on from it in a new run_dir",
+            path=str(checkpoint.path),
+        ) from None
+    for name in LOGS:
+        if name in kept:
+            require_unchanged(Path(config.run_dir) / name, kept[name])
+    return kept
+
+
+def require_unchanged(log: Path, facts: FileFacts) -> None:
+    """Checks that a log begins with the lines that it had when a checkpoint was saved.
+
+    Raises:
+        ConfigError: lines are lost or changed, or it cannot be read.
+    """
+    try:
+        found = file_facts(log, facts.num_bytes)
+    except OSError as error:
+        raise ConfigError.of("resume", str(log), f"cannot be read: {error}") from None
+    if found.num_bytes < facts.num_bytes:
+        problem = f"has lost lines: it had {facts.num_bytes} bytes at the checkpoint and has {found.num_bytes}"
+    elif found != facts:
+        problem = f"is damaged: its first {facts.num_bytes} bytes are not those that it had at the checkpoint"
+    else:
+        return
+    raise ConfigError.of("resume", str(log), f"{problem}; put it right, or go on from the checkpoint in a new run_dir")
 
 
 def require_new_run(path: Path | str) -> None:

@@ -19,11 +19,8 @@ from rl_backend.contracts import CheckpointError, ConfigError, OptimizerConfig
 from rl_backend.runtime import checkpoint_writer
 from rl_backend.runtime.native import NativeRuntime
 from tests.support.bridge_runs import open_bridge
-<<<<<<< HEAD
 from tests.support.disk import full_disk
-=======
 from tests.support.memory import peak_memory, reset_peak_memory
->>>>>>> 5531699 (Checkpoints: names that are flushed or taken back, Hugging Face files written tensor by tensor, a full disk by its name)
 from tests.support.models import write_tiny_qwen3
 from tests.support.native import (
     assert_equal_tensors,

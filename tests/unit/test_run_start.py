@@ -229,8 +229,29 @@ def test_logs_that_have_lost_lines_are_refused(tmp_path: Path) -> None:
     run(config, last=2)
     (tmp_path / "run" / "samples.jsonl").unlink()
     again = config.replace(resume="auto")
-    with pytest.raises(ConfigError, match=r"samples\.jsonl': has lost lines"):
-        RunFolder(again.run_dir, again, start=find_start(again))
+    with pytest.raises(ConfigError, match=r"samples\.jsonl': cannot be read"):
+        find_start(again)
+
+
+@pytest.mark.shows("resume: logs that have been damaged or have lost lines are refused by name")
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
+def test_logs_that_are_damaged_or_shorter_are_refused(tmp_path: Path, name: str) -> None:
+    config = config_of(tmp_path)
+    run(config, last=5)
+    again, log = config.replace(resume="auto"), tmp_path / "run" / name
+    start, text = find_start(again), log.read_text()
+    log.write_text(text.replace("1", "7", 1))
+    with pytest.raises(ConfigError, match=rf"{name}': is damaged: its first \d+ bytes are not those"):
+        find_start(again)
+    with pytest.raises(ConfigError, match="is damaged"):
+        RunFolder(again.run_dir, again, start=start)
+    log.write_text(text[:40])
+    with pytest.raises(ConfigError, match=rf"{name}': has lost lines: it had \d+ bytes .* and has 40"):
+        find_start(again)
+    log.write_text(text)
+    run(again, last=6, start=find_start(again))
+    assert steps_of(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
+    assert find_start(again).step == 6
 
 
 def test_files_that_a_resume_reads_are_on_the_disk_before_they_get_their_names(
