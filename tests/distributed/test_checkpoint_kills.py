@@ -16,18 +16,24 @@ from tests.support.clusters import ROOT
     "resume: two ranks killed in the middle of a save leave the checkpoint before; the partial one is refused"
 )
 def test_ranks_killed_in_a_save_leave_the_checkpoint_before(tied_model: Path, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "tests.support.kill_trials",
-        str(tied_model),
-        str(tmp_path),
-        "--every",
-        "7",
-        "--random",
-        "1",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    require_whole_or_refused(tied_model, tmp_path, "--every", "7", "--random", "1")
+
+
+@pytest.mark.long
+@pytest.mark.shows("resume: so do ranks of both runtimes killed while a save is written in the background")
+@pytest.mark.parametrize(
+    "way", [("--asynchronous",), ("--backend", "bridge"), ("--backend", "bridge", "--asynchronous")], ids=" ".join
+)
+def test_ranks_of_either_runtime_killed_in_a_save_of_either_kind_leave_the_checkpoint_before(
+    tied_model: Path, tmp_path: Path, way: tuple[str, ...]
+) -> None:
+    require_whole_or_refused(tied_model, tmp_path, *way, "--every", "3", "--random", "4")
+
+
+def require_whole_or_refused(model: Path, folder: Path, *options: str) -> None:
+    """After every trial the checkpoint before loads, the newest too, and what is partial is refused."""
+    command = [sys.executable, "-m", "tests.support.kill_trials", str(model), str(folder), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     trials = found["failpoints"] + found["random"]

@@ -10,14 +10,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import ray
 
-from examples import grpo, sft
+from examples import grpo, ppo, sft
 from examples.common.result import RunResult
 from examples.common.run_start import checkpoints_of
+from examples.demo.__main__ import DemoConfig, demo_settings
+from tests.e2e.conftest import LEARNED_STEPS
 from tests.support.clusters import ROOT
 
 START_SECONDS = 150.0
@@ -101,3 +103,31 @@ def test_a_killed_grpo_run_goes_on_as_if_it_had_not_been(learned: tuple[RunResul
         grpo.train(config, on_step=stop_after(last))
     for name in ("metrics.jsonl", "samples.jsonl", "held_out.jsonl"):
         assert lines(tmp_path / "run" / name, last) == lines(reference / name, last), name
+
+
+@pytest.mark.long
+@pytest.mark.shows(
+    "resume: PPO, and GRPO and PPO on the bridge, killed by kill -9 and resumed go on as if they had not been"
+)
+@pytest.mark.parametrize(("algorithm", "backend"), [("ppo", "native"), ("grpo", "bridge"), ("ppo", "bridge")])
+def test_a_killed_run_of_either_runtime_goes_on_as_if_it_had_not_been(
+    task: Path, warm_model: Path, tmp_path: Path, algorithm: Literal["grpo", "ppo"], backend: Literal["native", "bridge"]
+) -> None:
+    last = 6
+    demo = DemoConfig(algorithm=algorithm, backend=backend, steps=LEARNED_STEPS, trace=False)
+    module: Any = {"grpo": grpo, "ppo": ppo}[algorithm]
+    kind: Any = {"grpo": grpo.GRPOConfig, "ppo": ppo.PPOConfig}[algorithm]
+    settings = demo_settings(demo, task, warm_model, tmp_path)
+    if algorithm == "ppo":
+        settings |= {"critic_lr": 1e-3, "kl_coef": 1e-3}
+    settings["run_dir"] = str(tmp_path / "reference")
+    with pytest.raises(StopEarlyError):
+        module.train(kind(**settings), on_step=stop_after(last))
+    settings |= {"run_dir": str(tmp_path / "run"), "save_every": 2, "resume": "auto"}
+    kill_after_a_checkpoint(f"examples.{algorithm}", settings, tmp_path)
+    config = kind(**settings)
+    assert 0 < max(checkpoints_of(config).steps()) < last
+    with pytest.raises(StopEarlyError):
+        module.train(config, on_step=stop_after(last))
+    for name in ("metrics.jsonl", "samples.jsonl", "held_out.jsonl"):
+        assert lines(tmp_path / "run" / name, last) == lines(tmp_path / "reference" / name, last), name

@@ -1,8 +1,9 @@
-"""Saves of two native ranks that are killed, and what is found afterwards.
+"""Saves of two ranks that are killed, and what is found afterwards.
 
 ``python -m tests.support.kill_trials MODEL FOLDER`` prints a JSON object. Each trial loads the checkpoint before, trains a
-step and saves; all ranks end by SIGKILL at one event of the file system, or at a random moment of the save. Ranks are forks
-of a process that has imported everything and computed nothing.
+step and saves, in the background beside another step where that is asked for; all ranks end by SIGKILL at one event of the
+file system, or at a random moment of the save. Ranks are forks of a process that has imported everything and computed
+nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-from rl_backend import NativeConfig, OptimizerConfig, RuntimeConfig, create_runtime
+from rl_backend import BridgeConfig, NativeConfig, OptimizerConfig, RuntimeConfig, create_runtime
 from rl_backend.algorithm import sft_loss
 from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
 from rl_backend.checkpoint.run_manifest import read_run_checkpoint
@@ -43,14 +44,31 @@ class Failpoint(NamedTuple):
     event: int
 
 
-class Trainer:
-    """A native rank with a model that has taken steps, and the checkpoints under ``root``."""
+class Way(NamedTuple):
+    """How is saved.
 
-    def __init__(self, model: Path, root: Path) -> None:
-        optimizer = OptimizerConfig(lr=1e-3)
+    Attributes:
+        backend: native or bridge.
+        asynchronous: files are written while another step is trained.
+    """
+
+    backend: str = "native"
+    asynchronous: bool = False
+
+
+class Trainer:
+    """A rank with a model that has taken steps, and the checkpoints under ``root``."""
+
+    def __init__(self, model: Path, root: Path, way: Way) -> None:
+        options = {"native": NativeConfig, "bridge": BridgeConfig}[way.backend]
         self.runtime: Any = create_runtime(
-            RuntimeConfig(hf_path=str(model), backend_cfg=NativeConfig(device="cpu", optimizer=optimizer))
+            RuntimeConfig(
+                hf_path=str(model),
+                backend=way.backend,
+                backend_cfg=options(device="cpu", optimizer=OptimizerConfig(lr=1e-3)),
+            )
         )
+        self.asynchronous = way.asynchronous
         self.handle = self.runtime.build_model()
         self.store = RunCheckpoints(root, keep_last=2)
 
@@ -71,7 +89,10 @@ class Trainer:
         assert self.runtime.optimizer_step(self.handle).ok
 
     def save(self, step: int, weights: dict[str, str]) -> None:
-        self.runtime.save_checkpoint(self.handle, self.store.draft(step) / "policy")
+        self.runtime.save_checkpoint(self.handle, self.store.draft(step) / "policy", asynchronous=self.asynchronous)
+        if self.asynchronous:
+            self.step()
+            self.runtime.wait_for_checkpoint(self.handle)
         if dist.get_rank() == 0:
             self.store.commit(step, {"weights": weights})
 
@@ -83,9 +104,9 @@ class Trainer:
         return False
 
 
-def save_and_die(rank: int, model: Path, folder: Path, failpoint: Failpoint | None) -> None:
+def save_and_die(rank: int, model: Path, folder: Path, way: Way, failpoint: Failpoint | None) -> None:
     """A rank's part of a trial; it says in ``folder`` when the save begins, and what it took when it comes to its end."""
-    trainer = Trainer(model, folder / "root")
+    trainer = Trainer(model, folder / "root", way)
     last = max(trainer.store.steps(), default=0)
     if last:
         trainer.load(last)
@@ -101,9 +122,9 @@ def save_and_die(rank: int, model: Path, folder: Path, failpoint: Failpoint | No
     (folder / f"saved-{rank}.json").write_text(json.dumps(found))
 
 
-def look(rank: int, model: Path, folder: Path, trials: Sequence[Path], whole: Path) -> None:
+def look(model: Path, folder: Path, way: Way, trials: Sequence[Path], whole: Path) -> None:
     """What a run that starts after each trial finds, on one rank; ``whole`` is a trial that was not killed."""
-    trainer = Trainer(model, folder)
+    trainer = Trainer(model, folder, way)
     weights = read_run_checkpoint(whole / "root" / "latest").state["weights"]
     found = {"previous_loaded": 0, "newest_loaded": 0, "partial": 0, "refused": 0}
     for trial in trials:
@@ -183,11 +204,11 @@ def wait_for(ranks: Sequence[int]) -> bool:
     return True
 
 
-def run_trials(model: Path, folder: Path, every: int, num_random: int, seed: int) -> dict[str, int]:
+def run_trials(model: Path, folder: Path, way: Way, every: int, num_random: int, seed: int) -> dict[str, int]:
     """Kills at each ``every``-th failpoint and at ``num_random`` moments."""
 
     def ranks_of(trial: Path, failpoint: Failpoint | None = None) -> list[int]:
-        return fork_ranks(RANKS, trial / "store", lambda rank: save_and_die(rank, model, trial, failpoint))
+        return fork_ranks(RANKS, trial / "store", lambda rank: save_and_die(rank, model, trial, way, failpoint))
 
     def trial_of(name: str) -> Path:
         shutil.copytree(start / "root", folder / name / "root", symlinks=True, copy_function=os.link)
@@ -215,7 +236,7 @@ def run_trials(model: Path, folder: Path, every: int, num_random: int, seed: int
             os.kill(rank, signal.SIGKILL)
         for rank in ranks:
             os.waitpid(rank, 0)
-    assert wait_for(fork_ranks(1, folder / "store", lambda rank: look(rank, model, folder, trials, whole)))
+    assert wait_for(fork_ranks(1, folder / "store", lambda rank: look(model, folder, way, trials, whole)))
     found: dict[str, int] = json.loads((folder / "found.json").read_text())
     return {"failpoints": len(failpoints), "random": num_random, **found}
 
@@ -224,13 +245,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--backend", choices=("native", "bridge"), default="native")
+    parser.add_argument("--asynchronous", action="store_true")
     parser.add_argument("--every", type=int, default=1, help="of the failpoints, each so many-th")
     parser.add_argument("--random", type=int, default=20, help="kills at random moments")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    found = run_trials(arguments.model, arguments.folder, arguments.every, arguments.random, arguments.seed)
+    way = Way(arguments.backend, arguments.asynchronous)
+    found = run_trials(arguments.model, arguments.folder, way, arguments.every, arguments.random, arguments.seed)
     sys.stdout.write(json.dumps(found) + "\n")
 
 
