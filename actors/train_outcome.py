@@ -6,10 +6,13 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from ray import cloudpickle
 
 from rl_backend.contracts import RLBackendError
+
+_SIGNS = ("gloo/", "CUDA error", "NCCL error", "CUDNN_STATUS_", "CUBLAS_STATUS_EXECUTION_FAILED")
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,13 @@ def with_origin(failure: Failed, rank: int) -> Exception:
 
 
 def breaks_process_group(error: Exception) -> bool:
-    """Whether the error came from a collective, after which the process group is of no more use.
+    """Whether the error came from a collective or a device, after which the process group is of no more use.
 
-    gloo reports lost peers and time-outs as a plain RuntimeError that names its source file.
+    gloo reports lost peers and time-outs as a plain RuntimeError that names its source file. An error of CUDA stays: every
+    later call of the process fails with it, while its peers wait in a collective. Running out of memory does not stay.
     """
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    if isinstance(error, dist.DistError | torch.AcceleratorError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)

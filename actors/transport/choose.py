@@ -6,7 +6,7 @@ from actors.rollout_engines import EngineSet
 from actors.transport.base import PushPlan, Transport
 from actors.transport.cuda_ipc import CudaIpcTransport
 from actors.transport.gloo import GlooTransport
-from actors.transport.nccl import NcclTransport
+from actors.transport.nccl import NcclTransport, devices_of_two
 from actors.transport.shared_memory import SharedMemoryTransport
 from rl_backend.contracts import ConfigError
 
@@ -23,14 +23,17 @@ def make_transport(name: str) -> Transport:
 
 
 def choose_transport(plan: PushPlan, rollout: EngineSet) -> Transport:
-    """CUDA IPC where every engine's GPUs have training ranks, NCCL between GPUs, shared memory on one node, else gloo.
+    """CUDA IPC where every engine's GPUs have training ranks, NCCL where each member has a GPU of its own, shared memory on
+    one node, else gloo.
 
     One node is one Ray node whose processes share one /dev/shm. Two Ray nodes on one machine, as tests and containers make
     them, count as two, although shared memory can be asked for by name where they do share it.
     """
     infos = [rollout.infos[engine] for engine in rollout.engines]
     if plan.device_ids and all(info.device == "cuda" for info in infos):
-        colocated = all(set(info.device_ids) <= set(plan.device_ids) for info in infos)
-        return make_transport("cuda_ipc" if colocated else "nccl")
+        if all(set(info.device_ids) <= set(plan.device_ids) for info in infos):
+            return make_transport("cuda_ipc")
+        if not devices_of_two(plan, rollout):
+            return make_transport("nccl")
     on_node = all((info.node_id, info.host) == (plan.node_id, plan.host) for info in infos)
     return make_transport("shared_memory" if on_node else "gloo")

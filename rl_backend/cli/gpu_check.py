@@ -84,7 +84,8 @@ def _present(module: str) -> bool:
 
 
 def _command(tests: Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "pytest", str(tests), "-m", "gpu", *arguments]
+    # A file that cannot be collected is an error of its own; the others run.
+    return [sys.executable, "-m", "pytest", str(tests), "-m", "gpu", "--continue-on-collection-errors", *arguments]
 
 
 def _say_what_would_run(tests: Path, torch: TorchProbe) -> None:

@@ -158,7 +158,13 @@ def check_overrides(field: str, values: Mapping[str, Any], overrides: Overrides)
 
 def check_in_layout(field: str, values: Mapping[str, Any], parallel: ParallelConfig) -> None:
     """Raises :class:`ConfigError` for fields of the model provider that Megatron would ignore in a layout, or beside another
-    way of balancing experts."""
+    way of balancing experts, or that fail in the first layer."""
+    if values.get("tp_comm_overlap"):
+        raise ConfigError.of(
+            f"{field}['tp_comm_overlap']",
+            values["tp_comm_overlap"],
+            "needs buffers of Transformer Engine (initialize_ub) that the runtime does not make; leave it out",
+        )
     for name, value in values.items():
         for concerns, works, needed in _IN_LAYOUT:
             if value and concerns(name) and not works(parallel):
@@ -171,7 +177,6 @@ def check_in_layout(field: str, values: Mapping[str, Any], parallel: ParallelCon
 _IN_LAYOUT: Sequence[tuple[Callable[[str], bool], Callable[[ParallelConfig], bool], str]] = (
     (lambda name: "pipeline" in name, lambda parallel: parallel.pp > 1, "pp"),
     (lambda name: name == "microbatch_group_size_per_vp_stage", lambda parallel: parallel.vpp > 1, "vpp"),
-    (lambda name: name == "tp_comm_overlap", lambda parallel: parallel.tp > 1, "tp"),
 )
 """Which fields, in which layouts they have an effect, and the size that makes it one."""
 

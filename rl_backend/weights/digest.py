@@ -24,16 +24,27 @@ def tensor_digests(tensors: Sequence[Tensor], threads: int) -> list[str]:
         return list(pool.map(tensor_digest, tensors))
 
 
+CHECKSUM_BYTES = 1 << 26
+"""Of memory that a checksum takes at most."""
+
+
 def device_checksum(tensor: Tensor) -> Tensor:
     """0-d int64 checksum of a contiguous tensor's bytes, computed where the tensor is.
 
     The sum, modulo 2^64, of the bytes as 32-bit words (of single bytes when their number is not a multiple of 4). It finds
-    a lost, torn or foreign part of a transfer; unlike a digest it does not see two words change places.
+    a lost, torn or foreign part of a transfer; unlike a digest it does not see two words change places. Beside the tensor
+    :data:`CHECKSUM_BYTES` are in memory: torch casts what it sums to int64 first.
     """
     flat = tensor.reshape(-1).view(torch.uint8)
-    if flat.numel() % 4 == 0:
-        flat = flat.view(torch.int32)
-    return flat.sum(dtype=torch.int64)
+    words = flat.numel() % 4 == 0
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in flat.split(CHECKSUM_BYTES // (2 if words else 8)) if flat.numel() else ():
+        if words:
+            # In a buffer of many tensors one may begin anywhere, where no view of words can.
+            aligned = part if part.storage_offset() % 4 == 0 else part.clone()
+            part = aligned.view(torch.int32)
+        total += part.sum(dtype=torch.int64)
+    return total
 
 
 def names_of_changed(names: Iterable[str], expected: Iterable[object], found: Iterable[object]) -> list[str]:

@@ -6,17 +6,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
 import torch
 
-from actors import Loss, RankContext, TrainGroup
-from actors.local_ray import init_local_ray
 from rl_backend.contracts import NativeConfig, RuntimeConfig
 from tests.gpu.conftest import MakeRuntime
 from tests.support.losses import nll_loss
 from tests.support.sft_batches import random_token_sequences, sft_micro_batches
 
 pytestmark = pytest.mark.gpu
+
+ray = pytest.importorskip("ray")
+
+from actors import Loss, RankContext, TrainGroup  # noqa: E402
+from actors.local_ray import init_local_ray  # noqa: E402
 
 
 @pytest.fixture

@@ -67,7 +67,7 @@ REFUSED_AT_ONCE: dict[str, tuple[dict[str, Any], str]] = {
     "a kernel of layer norms": ({"override_transformer_config": {"persist_layer_norm": True}}, "have RMSNorm"),
     "overlap without tensor parallelism": (
         {"override_transformer_config": {"tp_comm_overlap": True}},
-        r"\['tp_comm_overlap'\]=True: .*parallel\.tp > 1",
+        r"\['tp_comm_overlap'\]=True: .*initialize_ub",
     ),
     "stages without a pipeline": (
         {"override_transformer_config": {"num_layers_in_first_pipeline_stage": 1}},

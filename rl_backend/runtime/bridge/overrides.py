@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.core.transformer.enums import AttnBackend
 
 from rl_backend.contracts import BridgeConfig, ConfigError
+
+_NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 
 LOCAL_LAYERS: Mapping[str, Any] = {
     "masked_softmax_fusion": False,
@@ -85,4 +88,20 @@ def check_overrides_of_model(options: BridgeConfig, provider: Any, *, transforme
             f"BridgeConfig.override_optimizer_config[{name!r}]",
             value,
             "this model has no norms of queries and keys, so Megatron would ignore it; leave it out",
+        )
+
+
+def require_deterministic_kernels() -> None:
+    """Sets what Transformer Engine reads where attention is built, and without which Megatron refuses to build it.
+
+    Raises:
+        ConfigError: the environment asks for the contrary.
+    """
+    given = os.environ.setdefault(_NONDETERMINISTIC, "0")
+    if given != "0":
+        raise ConfigError.of(
+            "BridgeConfig.override_transformer_config['deterministic_mode']",
+            True,
+            f"the environment has {_NONDETERMINISTIC}={given}, with which Transformer Engine may choose kernels that are "
+            "not; unset it, or set it to 0",
         )

@@ -20,7 +20,12 @@ from rl_backend.contracts import BridgeConfig, ConfigError, Head, RuntimeConfig,
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.installed import has_transformer_engine
 from rl_backend.runtime.bridge.megatron_cpu import SequenceParallelRMSNorm
-from rl_backend.runtime.bridge.overrides import LOCAL_LAYERS, attention_backend, check_overrides_of_model
+from rl_backend.runtime.bridge.overrides import (
+    LOCAL_LAYERS,
+    attention_backend,
+    check_overrides_of_model,
+    require_deterministic_kernels,
+)
 
 _YARN_DEFAULTS: Mapping[str, Any] = {
     "yarn_beta_fast": 32.0,
@@ -95,6 +100,8 @@ def make_provider(bridge: AutoBridge, config: RuntimeConfig, groups: BridgeGroup
         setattr(provider, name, attention_backend(value) if name == "attention_backend" else value)
     if not uses_transformer_engine(groups.device):
         _use_local_layers(provider)
+    elif provider.deterministic_mode:
+        require_deterministic_kernels()
     try:
         provider.finalize()
     except (AssertionError, ValueError) as error:

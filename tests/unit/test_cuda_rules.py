@@ -1,0 +1,204 @@
+"""What holds on GPUs and a CPU can show: checksums, transports, broken devices, and tests that need missing packages."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from actors.train_outcome import breaks_process_group
+from actors.transport import streaming
+from actors.transport.base import PushPlan
+from actors.transport.choose import choose_transport, make_transport
+from rl_backend.cli import gpu_check
+from rl_backend.contracts import BridgeConfig, ConfigError, UnsupportedError
+from rl_backend.weights.digest import CHECKSUM_BYTES, device_checksum
+from tests.support.bridge_runs import open_bridge
+from tests.support.clusters import ROOT
+
+
+class LargestResult(TorchDispatchMode):
+    """Bytes of the largest tensor that an operation has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            self.nbytes = max(self.nbytes, result.untyped_storage().nbytes())
+        # What an operation casts inside is not seen here: a sum in int64 makes its input so first.
+        if func is torch.ops.aten.sum.dim_IntList or func is torch.ops.aten.sum.default:
+            self.nbytes = max(self.nbytes, args[0].numel() * 8)
+        return result
+
+
+@pytest.mark.parametrize("size", [3 * CHECKSUM_BYTES, 3 * CHECKSUM_BYTES // 4 + 1])
+def test_a_checksum_takes_a_bounded_amount_of_memory(size: int) -> None:
+    tensor = torch.zeros(size, dtype=torch.uint8)
+    tensor[:: 2**20] = 3
+    with LargestResult() as largest:
+        checksum = device_checksum(tensor)
+    assert 0 < largest.nbytes <= CHECKSUM_BYTES
+    assert checksum == 3 * len(range(0, size, 2**20))
+
+
+@pytest.mark.parametrize("offset", range(5))
+def test_a_checksum_is_the_same_wherever_in_a_buffer_the_tensor_begins(offset: int) -> None:
+    data = torch.randint(0, 256, (400,), dtype=torch.uint8)
+    buffer = torch.zeros(420, dtype=torch.uint8)
+    buffer[offset : offset + 400] = data
+    assert device_checksum(buffer[offset : offset + 400]) == device_checksum(data)
+
+
+BROKEN = {
+    torch.AcceleratorError("CUDA error: device-side assert triggered"): True,
+    RuntimeError("CUDA error: an illegal memory access was encountered"): True,
+    RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:77, unhandled system error"): True,
+    RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"): True,
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"): False,
+    RuntimeError("shape mismatch"): False,
+    ValueError("CUDA error: in the words of somebody else"): False,
+}
+
+
+@pytest.mark.shows("TrainGroup: an error of CUDA, which stays, breaks the group as a lost peer does")
+@pytest.mark.parametrize("error", BROKEN, ids=str)
+def test_an_error_that_stays_breaks_the_group(error: Exception) -> None:
+    assert breaks_process_group(error) is BROKEN[error]
+
+
+def plan(*devices: str) -> PushPlan:
+    return PushPlan("key", None, "float32", None, 0, (), "a", "host", devices)
+
+
+def engines(*devices: tuple[str, ...], node_id: str = "a") -> Any:
+    infos = {
+        number: SimpleNamespace(node_id=node_id, host="host", device="cuda", device_ids=ids, name=f"engine {number}")
+        for number, ids in enumerate(devices)
+    }
+    return SimpleNamespace(infos=infos, engines=tuple(infos))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "served", "node", "expected"),
+    [
+        (("0", "1"), [("0",), ("1",)], "a", "cuda_ipc"),
+        (("0", "1"), [("2",), ("3",)], "a", "nccl"),
+        (("0", "1"), [("1",), ("2",)], "a", "nccl"),  # rank 1 is no member of the transfer group
+        (("0", "1"), [("0",), ("2",)], "a", "shared_memory"),
+        (("0", "1"), [("0",), ("2",)], "b", "gloo"),
+        (("0",), [("2", "3"), ("3", "4")], "a", "shared_memory"),
+    ],
+)
+def test_nccl_is_chosen_only_where_each_member_has_a_gpu_of_its_own(
+    ranks: tuple[str, ...], served: Any, node: str, expected: str
+) -> None:
+    assert choose_transport(plan(*ranks), engines(*served, node_id=node)).name == expected
+
+
+def test_nccl_with_two_members_on_one_gpu_is_refused_by_name() -> None:
+    for served, members in (
+        ([("5",), ("0",)], "rank 0 of the training group and engine 1 share the GPU 0"),
+        ([("5",), ("5",)], "engine 0 and engine 1 share the GPU 5"),
+    ):
+        with pytest.raises(UnsupportedError, match=members):
+            make_transport("nccl").check(plan("0", "1"), engines(*served))
+    make_transport("nccl").check(plan("0", "1"), engines(("1",), ("2",)))
+
+
+def test_a_push_is_sent_when_what_trains_has_been_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    stream = SimpleNamespace(synchronize=lambda: order.append("computed"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    engine = SimpleNamespace(source=SimpleNamespace(plan=None, checksums={"a": torch.tensor(3)}))
+    engine.send_weights = lambda: order.append("sent")
+    context: Any = SimpleNamespace(state={"key": engine})
+    assert streaming.send_stream(context, plan("0")) == {"a": 3}
+    assert order == ["computed", "sent"]
+
+
+def test_an_overlap_that_nobody_sets_up_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tp_comm_overlap'\]=True: .*initialize_ub"):
+        BridgeConfig(override_transformer_config={"tp_comm_overlap": True})
+
+
+VARIABLE = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+
+
+@pytest.mark.parametrize(("given", "refused"), [(None, False), ("0", False), ("1", True)])
+def test_deterministic_mode_sets_what_transformer_engine_reads(
+    tied_model: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, refused: bool
+) -> None:
+    from rl_backend.runtime.bridge import provider
+
+    monkeypatch.setenv(VARIABLE, given or "")
+    if given is None:
+        monkeypatch.delenv(VARIABLE)
+    options = {"override_transformer_config": {"deterministic_mode": True}}
+    with open_bridge(tied_model, **options) as runtime:
+        groups, config = runtime.groups, runtime.config
+        bridge = provider.open_bridge(str(tied_model))
+        monkeypatch.setattr(provider, "uses_transformer_engine", lambda device: True)
+        if refused:
+            with pytest.raises(ConfigError, match=f"deterministic_mode'.*{VARIABLE}=1"):
+                provider.make_provider(bridge, config, groups, "log_probs")
+        else:
+            provider.make_provider(bridge, config, groups, "log_probs")
+            assert os.environ[VARIABLE] == "0"
+
+
+BLOCK = """
+import importlib.abc, sys
+
+class Blocked(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if any(name == each or name.startswith(each + ".") for each in {names!r}):
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def collected(names: tuple[str, ...], folder: Path) -> subprocess.CompletedProcess[str]:
+    """What gpu-check would run on a machine without these packages."""
+    (folder / "sitecustomize.py").write_text(BLOCK.format(names=names))
+    command = gpu_check._command(ROOT / "tests" / "gpu", "--collect-only", "-q", "--no-header", "-p", "no:cacheprovider")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.shows("gpu-check: the tests that need no missing package run, whichever is missing")
+def test_gpu_tests_are_collected_without_any_optional_package(tmp_path: Path) -> None:
+    result = collected(gpu_check.OPTIONAL, tmp_path)
+    assert result.returncode == 0, result.stdout
+    assert "error" not in result.stdout
+    assert "test_training_on_cuda.py::" in result.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", gpu_check.OPTIONAL)
+def test_gpu_tests_are_collected_without_an_optional_package(tmp_path: Path, name: str) -> None:
+    result = collected((name,), tmp_path)
+    assert result.returncode == 0, result.stdout
+    assert ("test_train_group_on_cuda.py::" in result.stdout) == (name != "ray")
+
+
+def test_a_test_file_that_cannot_be_collected_leaves_the_others_to_run(tmp_path: Path) -> None:
+    folder = tmp_path / "tests" / "gpu"
+    folder.mkdir(parents=True)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    (folder / "test_broken.py").write_text("import there_is_no_such_package\n")
+    (folder / "test_whole.py").write_text(
+        "import pytest\n\n\n@pytest.mark.gpu\ndef test_whole() -> None:\n    assert True\n"
+    )
+    status, outcomes = gpu_check.run_tests(folder, ["-p", "no:cacheprovider"])
+    assert status == 1
+    assert sorted(each["outcome"] for each in outcomes) == ["error", "passed"]
