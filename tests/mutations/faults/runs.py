@@ -13,19 +13,19 @@ _PARITY = "tests/unit/test_parity_command.py"
 FAULTS = [
     Fault(
         "logs-not-cut-back",
-        "examples/common/run_folder.py",
-        "    file.truncate(size)\n",
+        "examples/common/log_file.py",
+        "        self._file.truncate(self._size)\n",
         "",
         (f"{_START}::test_a_run_that_was_killed_goes_on_after_its_newest_checkpoint_and_logs_every_step_once",),
         "steps would be in the metrics twice",
     ),
     Fault(
-        "lost-lines-not-noticed",
-        "examples/common/run_folder.py",
-        "    if os.fstat(file.fileno()).st_size < size:\n",
-        "    if False:\n",
-        (f"{_START}::test_logs_that_have_lost_lines_are_refused",),
-        "a resumed run would have a gap that nobody sees",
+        "changed-lines-not-noticed",
+        "examples/common/run_start.py",
+        "    elif found != facts:\n",
+        "    elif False:\n",
+        (f"{_START}::test_logs_that_are_damaged_or_shorter_are_refused",),
+        "a resumed run would have steps that nobody has taken",
     ),
     Fault(
         "files-named-before-they-are-on-the-disk",

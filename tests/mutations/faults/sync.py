@@ -6,6 +6,8 @@ from tests.mutations.fault import Fault
 
 _WEIGHTS = "tests/unit/test_weights.py"
 
+_CUDA = "tests/unit/test_cuda_rules.py"
+
 FAULTS = [
     Fault(
         "staged-names-not-compared",
@@ -204,5 +206,37 @@ FAULTS = [
         "seeds=sample_seeds(self._seed, 0, len(prompts), self._sampling.n)",
         ("tests/unit/test_sample_stream.py::test_every_batch_has_seeds_of_its_own",),
         "a prompt that comes again would get the same responses",
+    ),
+    Fault(
+        "nccl-chosen-for-two-members-on-one-gpu",
+        "actors/transport/choose.py",
+        "        if not devices_of_two(plan, rollout):\n",
+        "        if True:\n",
+        (f"{_CUDA}::test_nccl_is_chosen_only_where_each_member_has_a_gpu_of_its_own",),
+        "NCCL would refuse the group at the first push",
+    ),
+    Fault(
+        "push-begins-before-the-weights-are-there",
+        "actors/transport/streaming.py",
+        "    torch.cuda.current_stream().synchronize()\n",
+        "",
+        (f"{_CUDA}::test_a_push_is_sent_when_what_trains_has_been_computed",),
+        "engines could be sent weights of half a step",
+    ),
+    Fault(
+        "checksums-of-whole-tensors",
+        "rl_backend/weights/digest.py",
+        "flat.split(CHECKSUM_BYTES // (2 if words else 8))",
+        "flat.split(flat.numel())",
+        (f"{_CUDA}::test_a_checksum_takes_a_bounded_amount_of_memory",),
+        "a push would take twice its largest tensor beside the weights",
+    ),
+    Fault(
+        "cuda-errors-leave-a-group-usable",
+        "actors/train_outcome.py",
+        "isinstance(error, dist.DistError | torch.AcceleratorError)",
+        "isinstance(error, dist.DistError)",
+        (f"{_CUDA}::test_an_error_that_stays_breaks_the_group",),
+        "every later call would wait for the rank whose device is lost",
     ),
 ]
