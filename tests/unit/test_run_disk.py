@@ -20,6 +20,7 @@ from examples.common.run_lock import RunLock
 from examples.common.run_state import RunState
 from examples.demo.task import write_task
 from rl_backend.contracts import BaseConfig, CheckpointError, ConfigError, RunFolderError
+from tests.support.native import open_runtime
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnhandledThreadExceptionWarning", "ignore:.*report.html was not written:UserWarning"
@@ -114,6 +115,21 @@ def test_drawn_samples_name_a_full_disk(small_disk: Path) -> None:
     fill(small_disk)
     with pytest.raises(CheckpointError, match=r"cannot write .*drawn_samples\.pt.*No space left"):
         save_drawn([], small_disk)
+
+
+@pytest.mark.parametrize("settings", [{}, {"asynchronous": True}, {"hf": True}], ids=str)
+def test_a_save_names_a_full_disk_and_leaves_nothing(small_disk: Path, tied_model: Path, settings: dict[str, bool]) -> None:
+    def save() -> None:
+        runtime.save_checkpoint(handle, small_disk / "saved", **settings)
+        runtime.wait_for_checkpoint(handle)
+
+    with open_runtime(tied_model) as runtime:
+        handle = runtime.build_model()
+        (small_disk / "filler").write_bytes(bytes(700 << 10))
+        with pytest.raises(CheckpointError, match=r"No space left on device") as caught:
+            save()
+        assert "unexpected pos" not in str(caught.value)
+        assert [entry.name for entry in small_disk.iterdir()] == ["filler"]
 
 
 def test_a_run_on_a_full_disk_does_not_begin(small_disk: Path) -> None:
