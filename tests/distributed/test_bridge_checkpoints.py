@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.contracts import CheckpointError
+from rl_backend.contracts import CheckpointError, OptimizerConfig
 from rl_backend.runtime.bridge import stored_rows
 from tests.support.bridge_runs import open_bridge
 from tests.support.bridge_state import exported, optimizer_shards, train_bridge
@@ -64,6 +64,26 @@ def test_a_run_resumes_bit_for_bit(
 ) -> None:
     path = str(tmp_path / "checkpoint")
     ranks.run(resume_job, str(tied_model), path, layout, settings, asynchronous, world_size=world_size)
+
+
+def schedule_job(model: str, path: str) -> None:
+    config = OptimizerConfig(lr=1e-3, lr_warmup_steps=4, lr_decay_style="cosine", total_training_steps=20)
+    with open_bridge(model, optimizer=config) as runtime:
+        saved, resumed = runtime.build_model(name="saved"), runtime.build_model(name="resumed")
+        train_bridge(runtime, saved, 1)
+        for _ in range(2):
+            runtime.lr_scheduler_step(saved)
+        runtime.save_checkpoint(saved, path)
+        runtime.load_checkpoint(resumed, path)
+        assert saved.optimizer is not None and resumed.optimizer is not None
+        assert resumed.optimizer.learning_rate == saved.optimizer.learning_rate != 1e-3
+        rates = [[runtime.lr_scheduler_step(handle) for _ in range(4)] for handle in (saved, resumed)]
+        assert rates[0] == rates[1]
+        assert len(set(rates[0])) == 4
+
+
+def test_a_schedule_goes_on_where_it_was(ranks: RankPool, tied_model: Path, tmp_path: Path) -> None:
+    ranks.run(schedule_job, str(tied_model), str(tmp_path / "checkpoint"), world_size=1)
 
 
 def critic_job(model: str, path: str) -> None:
