@@ -176,7 +176,7 @@ FAULTS = [
         f"{_BRIDGE}/runtime.py",
         "torch.manual_seed(config.seed + self.groups.dp_rank)",
         "torch.manual_seed(config.seed)",
-        ("tests/distributed/test_megatron_cpu.py::test_megatron_has_random_states_of_its_own",),
+        ("tests/distributed/test_seeds.py::test_seeds_differ_by_data_parallel_rank_alone[bridge]",),
         "data-parallel ranks would draw the same numbers",
     ),
     Fault(

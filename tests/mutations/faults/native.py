@@ -149,7 +149,7 @@ FAULTS = [
         f"{_NATIVE}/runtime.py",
         "torch.manual_seed(config.seed + self.groups.dp_rank)",
         "torch.manual_seed(config.seed)",
-        (f"{_CHECKPOINTS}::test_random_state_is_each_ranks_own_and_is_restored",),
+        ("tests/distributed/test_seeds.py::test_seeds_differ_by_data_parallel_rank_alone[native]",),
         "data-parallel ranks would draw the same numbers",
     ),
     Fault(
