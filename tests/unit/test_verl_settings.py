@@ -215,7 +215,7 @@ def optimizer_config(**fields: Any) -> Any:
 
 
 SCHEDULES: list[dict[str, Any]] = [
-    {"lr_decay_style": "constant", "lr_warmup_steps": 4, "lr_warmup_init": 1e-3},
+    {"lr_decay_style": "constant", "lr_warmup_steps": 4, "lr_warmup_init": 1e-3, "weight_decay": 0.03},
     {"lr_decay_style": "linear", "min_lr": 1e-4, "lr_warmup_steps": 0, "lr_warmup_steps_ratio": 0.2},
     {"lr_decay_style": "cosine", "lr_decay_steps": 20, "lr_warmup_steps_ratio": 0.5, "weight_decay_incr_style": "cosine"},
     {"lr_decay_style": "WSD", "lr_wsd_decay_style": "cosine", "lr_wsd_decay_steps": 5, "lr_warmup_steps": None},

@@ -8,10 +8,6 @@ _NATIVE = "rl_backend/runtime/native"
 _OPTIMIZER = "tests/unit/test_optimizer.py"
 _RUNTIME = "tests/unit/test_native_runtime.py"
 _CHECKPOINTS = "tests/distributed/test_checkpoints.py"
-_SHARES = (
-    "tests/distributed/test_verl_engine_training.py"
-    "::test_what_changed_in_every_ranks_shares_makes_the_new_weights_of_the_old"
-)
 _PIPELINES = "tests/distributed/test_native_pipelines.py"
 
 FAULTS = [
@@ -225,7 +221,7 @@ FAULTS = [
         f"{_NATIVE}/export.py",
         "yield WeightShard(weight.name, weight.shape, offset, weight.held().to(weight.dtype))",
         "yield WeightShard(weight.name, weight.shape, offset, weight.held())",
-        (f"{_SHARES}[native pp]",),
+        ("tests/unit/test_export_shards.py::test_shares_are_the_weights_in_the_dtype_asked_for",),
         "engines would get float32 where bfloat16 was asked for",
     ),
     Fault(

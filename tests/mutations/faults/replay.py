@@ -17,17 +17,12 @@ FAULTS = [
         "the last token would go to expert 0",
     ),
     Fault(
-        "recomputed-layers-record-again",
+        "layers-recorded-in-reverse",
         "rl_backend/runtime/native/routes.py",
-        """        finally:
-            for hook in hooks:
-                hook.remove()
-        self._layouts[micro_batch] = layout""",
-        """        finally:
-            pass
-        self._layouts[micro_batch] = layout""",
+        "            chosen.append(routing.experts.to(self._model.dtype))\n",
+        "            chosen.insert(0, routing.experts.to(self._model.dtype))\n",
         (f"{_REPLAY}::test_one_rank_replays_what_every_layout_recorded[native]",),
-        "routes of a micro-batch would hold those of others",
+        "layers would have each other's routes",
     ),
     Fault(
         "stages-in-the-order-of-the-ranks",

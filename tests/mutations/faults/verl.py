@@ -28,8 +28,8 @@ FAULTS = [
     Fault(
         "verl-temperature-ignored",
         "adapters/verl/micro_batches.py",
-        '        meta["temperature"] = float(temperature)\n',
-        '        meta["temperature"] = 1.0\n',
+        'sequence_fields["temperature"] = temperature.reshape(len(data))',
+        'sequence_fields["temperature"] = torch.ones(len(data))',
         (f"{_ENGINE}::test_an_engine_gives_transformers_log_probs_and_values_and_exports_its_weights[native]",),
         "log-probs would not be those that were sampled from",
     ),
