@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.forked_ranks import start_forked_rank
 from benchmarks.parity_random import run_random
 from benchmarks.report import machine, read_result, update_result
 from rl_backend.contracts import ConfigError, ParallelConfig, RLBackendError, UnsupportedError
@@ -112,7 +113,7 @@ class Recorder:
         if side.name not in self._records:
             folder = self._folder / side.name.replace(" ", "-")
             try:
-                self._records[side.name] = record_side(self.config(side), "candidate", "cpu", folder)
+                self._records[side.name] = record_side(self.config(side), "candidate", "cpu", folder, start_forked_rank)
             except RLBackendError as error:
                 self._records[side.name] = error
         found = self._records[side.name]
@@ -155,22 +156,30 @@ class Recorder:
 
 
 def run_pairs(only: str, *, go_on: bool) -> bool:
-    """Writes after every cell. Returns whether no cell failed, diverged or hardly learned."""
+    """Writes after every comparison, all of float32 first. Returns whether all cells are good."""
     cells: dict[str, dict[str, Any]] = dict(read_result("parity").get("pairs", {})) if go_on or only else {}
     with tempfile.TemporaryDirectory(prefix="rl-backend-parity-") as folder:
-        for model in MODELS:
-            path = make_model(model, Path(folder) / model)
-            recorders = {dtype: Recorder(path, dtype, make_folder(Path(folder) / f"{model}-{dtype}")) for dtype in DTYPES}
-            for pair in pairs(model):
-                if only not in pair.name or (go_on and is_good(cells.get(pair.name, {}))):
-                    continue
-                cell = recorders["float32"].compare(pair)
-                if "refused" not in cell:
-                    cell["bfloat16"] = recorders["bfloat16"].compare(pair)
-                cells[pair.name] = cell
-                print(f"{pair.name}: {in_words(cell)}", flush=True)
-                update_result("parity", summary(cells))
-    return all(is_good(cell) for name, cell in cells.items() if only in name)
+        models = {name: make_model(name, Path(folder) / name) for name in MODELS}
+        for dtype in DTYPES:
+            for model, path in models.items():
+                recorder = Recorder(path, dtype, make_folder(Path(folder) / f"{model}-{dtype}"))
+                for pair in pairs(model):
+                    if only in pair.name and not (go_on and is_done(cells.get(pair.name, {}), dtype)):
+                        fill(cells, pair, dtype, recorder)
+    return all(is_done(cell, dtype) for name, cell in cells.items() if only in name for dtype in DTYPES)
+
+
+def fill(cells: dict[str, dict[str, Any]], pair: Pair, dtype: DType, recorder: Recorder) -> None:
+    """Adds what ``recorder`` finds to the pair's cell and writes the file; a refusal holds for both dtypes."""
+    if dtype == "bfloat16" and "refused" in cells[pair.name]:
+        return
+    found = recorder.compare(pair)
+    if dtype == "float32":
+        cells[pair.name] = found
+    else:
+        cells[pair.name] |= {dtype: found}
+    print(f"{pair.name} {dtype}: {in_words(found)}", flush=True)
+    update_result("parity", summary(cells))
 
 
 def make_folder(path: Path) -> Path:
@@ -178,12 +187,13 @@ def make_folder(path: Path) -> Path:
     return path
 
 
-def is_good(cell: Mapping[str, Any]) -> bool:
-    """Refused, or within the tolerances of float32 while the loss falls. bfloat16 is only reported."""
+def is_done(cell: Mapping[str, Any], dtype: DType) -> bool:
+    """Refused, or measured; in float32 within the tolerances, with a loss that falls. bfloat16 is only reported."""
     if "refused" in cell:
         return True
-    learned = cell.get("loss_fall", 0.0) >= LEAST_LOSS_FALL
-    return learned and "failed" not in cell and cell["first_divergence"] is None and "failed" not in cell["bfloat16"]
+    if dtype == "bfloat16":
+        return "max_loss_rel_diff" in cell.get(dtype, {})
+    return "max_loss_rel_diff" in cell and cell["first_divergence"] is None and cell["loss_fall"] >= LEAST_LOSS_FALL
 
 
 def summary(cells: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -146,28 +146,39 @@ def _log_probs(reference: SideRecord, candidate: SideRecord, tolerance: float) -
 
 def _gradients(reference: SideRecord, candidate: SideRecord, tolerance: float) -> StageResult:
     ours, theirs = reference.gradients, candidate.gradients
-    least = GRADIENT_FLOOR * math.sqrt(sum(two_norm(gradient) ** 2 for gradient in ours.values()))
+    least = _gradient_floor(reference)
     # Backward computes the last layer first.
     names = reversed(list({**theirs, **ours}))
     differences = [tensor_difference(name, ours.get(name), theirs.get(name), tolerance, least) for name in names]
     return _result("gradient", tolerance, differences)
 
 
+def _gradient_floor(reference: SideRecord) -> float:
+    return GRADIENT_FLOOR * math.sqrt(sum(two_norm(gradient) ** 2 for gradient in reference.gradients.values()))
+
+
 def _weights(reference: SideRecord, candidate: SideRecord, tolerances: Tolerances) -> StageResult:
     names = {**candidate.weights, **reference.weights}
-    return _result("weights", tolerances.weights, [_weight(name, reference, candidate, tolerances) for name in names])
+    least = _gradient_floor(reference)
+    differences = [_weight(name, reference, candidate, tolerances, least) for name in names]
+    return _result("weights", tolerances.weights, differences)
 
 
-def _weight(name: str, reference: SideRecord, candidate: SideRecord, tolerances: Tolerances) -> Difference:
+def _weight(
+    name: str, reference: SideRecord, candidate: SideRecord, tolerances: Tolerances, least_gradient: float
+) -> Difference:
     """Leaves out elements whose gradient is not 0 but so small that its tolerance allows either sign: Adam's first step has
-    one size whatever the gradient's."""
+    one size whatever the gradient's. Where none is left, the weight must be finite."""
     ours, theirs = reference.weights.get(name), candidate.weights.get(name)
     before, gradient = reference.loaded_weights.get(name), reference.gradients.get(name)
     if ours is None or theirs is None or before is None or not ours.shape == theirs.shape == before.shape:
         return tensor_difference(name, ours, theirs, tolerances.weights)
     if gradient is not None and gradient.shape == ours.shape:
         size = gradient.abs()
-        clear = (size == 0) | (size > tolerances.gradients * size.square().mean().sqrt())
+        scale = max(two_norm(gradient), least_gradient) / math.sqrt(max(1, gradient.numel()))
+        clear = (size == 0) | (size > tolerances.gradients * scale)
+        if not bool(clear.any()) and gradient.numel() and math.isfinite(two_norm(theirs)):
+            return Difference(name, 0.0, tolerances.weights, float((theirs - ours).abs().max()))
         ours, theirs, before = ours[clear], theirs[clear], before[clear]
     change = ours.double() - before.double()
     scale = max(two_norm(change), UPDATE_FLOOR * two_norm(ours))

@@ -7,11 +7,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from rl_backend.contracts import ParityError
 from rl_backend.parallel.store import host_store, prefer_loopback, store_environment
@@ -26,20 +26,49 @@ _LOG_LINES = 20
 _JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", *store_environment(0))
 
 
+class RankProcess(Protocol):
+    """What a started rank must have of ``subprocess.Popen``."""
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def poll(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> object: ...
+
+
+type StartRank = Callable[[Sequence[str], Mapping[str, str], Path], RankProcess]
+"""(arguments of :mod:`rl_backend.parity.rank`, environment, file for what it prints) -> the started process."""
+
+
+def start_rank(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> RankProcess:
+    """A new Python."""
+    command = [sys.executable, "-m", "rl_backend.parity.rank", *arguments]
+    with log.open("wb") as stream:
+        return subprocess.Popen(
+            command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT
+        )
+
+
 @dataclass(frozen=True)
 class _Rank:
     index: int
-    process: subprocess.Popen[bytes]
+    process: RankProcess
     output: Path
     log: Path
 
 
-def run_ranks(config: ParityConfig, name: SideName, device: str, folder: Path) -> list[RankRecord]:
+def run_ranks(
+    config: ParityConfig, name: SideName, device: str, folder: Path, start: StartRank = start_rank
+) -> list[RankRecord]:
     """Runs one side, a process for each rank, and returns their records.
 
     Args:
         device: ``cpu`` or ``cuda``.
         folder: for files; must outlive the records.
+        start: starts the process of a rank.
 
     Raises:
         ParityError: a rank failed or died, or the side took longer than ``config.timeout``. No process is left. Its detail
@@ -55,7 +84,8 @@ def run_ranks(config: ParityConfig, name: SideName, device: str, folder: Path) -
     try:
         for index in range(world_size):
             environment = _environment(config, device, index, world_size, store.port)
-            ranks.append(_start(index, folder, [str(config_file), name], environment))
+            output, log = folder / f"rank-{index}.pt", folder / f"rank-{index}.log"
+            ranks.append(_Rank(index, start([str(config_file), name, str(output)], environment, log), output, log))
         _wait(ranks, f"the {name} {config.side(name).runtime!r}", config.timeout)
     finally:
         for rank in ranks:
@@ -63,16 +93,6 @@ def run_ranks(config: ParityConfig, name: SideName, device: str, folder: Path) -
         for rank in ranks:
             rank.process.wait()
     return [RankRecord.load(rank.output) for rank in ranks]
-
-
-def _start(index: int, folder: Path, arguments: Sequence[str], environment: dict[str, str]) -> _Rank:
-    output, log = folder / f"rank-{index}.pt", folder / f"rank-{index}.log"
-    command = [sys.executable, "-m", "rl_backend.parity.rank", *arguments, str(output)]
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT
-        )
-    return _Rank(index, process, output, log)
 
 
 def _environment(config: ParityConfig, device: str, rank: int, world_size: int, port: int) -> dict[str, str]:

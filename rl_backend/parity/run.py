@@ -15,7 +15,7 @@ from rl_backend.parity.batches import make_sequences, plan_batch
 from rl_backend.parity.compare import Comparison, compare
 from rl_backend.parity.config import TRANSFORMERS, ParityConfig, SideName
 from rl_backend.parity.modules import required_modules
-from rl_backend.parity.processes import run_ranks
+from rl_backend.parity.processes import StartRank, run_ranks, start_rank
 from rl_backend.parity.record import SideRecord, merge_ranks
 from rl_backend.parity.tolerances import Tolerances
 
@@ -67,17 +67,20 @@ def run_parity(config: ParityConfig, tolerances: Tolerances, tell: Callable[[str
     return ParityResult(config, device, sum(map(len, sequences)), comparison, versions)
 
 
-def record_side(config: ParityConfig, name: SideName, device: str, folder: Path) -> SideRecord:
+def record_side(
+    config: ParityConfig, name: SideName, device: str, folder: Path, start: StartRank = start_rank
+) -> SideRecord:
     """Runs one side, each rank in a process of its own.
 
     Args:
         device: ``cpu`` or ``cuda``.
         folder: for the record's files; is made, and must outlive the record.
+        start: starts the process of a rank.
 
     Raises:
         ParityError: as :func:`~rl_backend.parity.processes.run_ranks`.
     """
-    ranks = run_ranks(config, name, device, folder)
+    ranks = run_ranks(config, name, device, folder, start)
     return merge_ranks(ranks, plan_batch(config, config.side(name).data_parallel_size))
 
 

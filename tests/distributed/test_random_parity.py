@@ -26,9 +26,9 @@ def test_random_shapes_pass_and_a_stopped_run_continues(tmp_path: Path, monkeypa
     compared: list[int] = []
     compare = parity_random.compare_shape
 
-    def counted(model: Any, seed: int, runtimes: list[str], sides: Any) -> dict[str, Any]:
+    def counted(model: Any, seed: int, runtimes: list[str]) -> dict[str, Any]:
         compared.append(seed)
-        return compare(model, seed, runtimes, sides)
+        return compare(model, seed, runtimes)
 
     monkeypatch.setattr(parity_random, "compare_shape", counted)
     assert parity_random.run_random(1, go_on=True)

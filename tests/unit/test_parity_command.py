@@ -182,6 +182,23 @@ def test_zero_gradients_other_shapes_infinities_and_absent_names_are_divergences
     assert divergence["amount"] == amount
 
 
+@pytest.mark.parametrize(("size", "diverges"), [(1e-9, False), (1e-6, True)])
+def test_a_weight_whose_gradient_is_rounding_may_go_either_way(size: float, diverges: bool) -> None:
+    weights = {"model.norm.weight": torch.full((4,), 0.9)}
+    gradients = {"model.norm.weight": torch.ones(4), "gate.weight": torch.full((4,), size)}
+    before = {"model.norm.weight": torch.ones(4), "gate.weight": torch.ones(4)}
+    sides = [
+        record([1.0], gradients=gradients, loaded_weights=before, weights={**weights, "gate.weight": torch.full((4,), to)})
+        for to in (0.9, 1.1)
+    ]
+    divergence = as_json(result(*sides))["first_divergence"]
+    assert (divergence is not None and divergence["name"] == "gate.weight") is diverges
+    infinite = record(
+        [1.0], gradients=gradients, loaded_weights=before, weights={**weights, "gate.weight": torch.full((4,), math.inf)}
+    )
+    assert as_json(result(sides[0], infinite))["first_divergence"]["name"] == "gate.weight"
+
+
 def test_inner_modules_of_one_side_are_listed_and_layers_of_one_side_are_a_divergence() -> None:
     modules = ("model.norm", "model.layers.0")
     inner = {"model.norm": torch.ones(3, 4), "model.layers.0.mlp": torch.ones(3, 4), "model.layers": torch.ones(3, 4)}
