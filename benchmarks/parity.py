@@ -19,9 +19,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.forked_ranks import start_forked_rank
-from benchmarks.parity_random import run_random
+from benchmarks.parity_random import is_refusal, run_random
 from benchmarks.report import machine, read_result, update_result
-from rl_backend.contracts import ConfigError, ParallelConfig, RLBackendError, UnsupportedError
+from rl_backend.contracts import ParallelConfig, RLBackendError
 from rl_backend.parity import ParityConfig, ParitySide, SideRecord, Tolerances, compare_sides, record_side
 from rl_backend.parity.config import DType
 from rl_backend.parity.report import LEAST_LOSS_FALL
@@ -131,8 +131,8 @@ class Recorder:
                 Tolerances.of(self._dtype),
             )
         except RLBackendError as error:
-            refused = isinstance(error, ConfigError | UnsupportedError) or error.details.get("refused", False)
-            return {"refused" if refused else "failed": str(error)}
+            message = str(error).replace(str(self._model), "MODEL")
+            return {"refused" if is_refusal(error) else "failed": message}
         steps, divergence = comparison.steps, comparison.first_divergence
         return {
             "max_loss_rel_diff": comparison.max_loss_difference,

@@ -69,12 +69,16 @@ def compare_shape(model: RandomModel, seed: int, runtimes: list[str]) -> dict[st
 def _record(config: ParityConfig, folder: Path) -> SideRecord | Outcome:
     try:
         return record_side(config, "candidate", "cpu", folder, start_forked_rank)
-    except (ConfigError, UnsupportedError) as error:
-        return {"outcome": "refused", "refusal": str(error)}
     except RLBackendError as error:
-        if error.details.get("refused", False):
-            return {"outcome": "refused", "refusal": str(error)}
-        return {"outcome": "failed", "error": str(error)[-_ERROR_LENGTH:]}
+        message = str(error).replace(config.model, "MODEL")
+        if is_refusal(error):
+            return {"outcome": "refused", "refusal": message}
+        return {"outcome": "failed", "error": message[-_ERROR_LENGTH:]}
+
+
+def is_refusal(error: RLBackendError) -> bool:
+    """Whether a runtime does not serve the model or layout, here or in the process of a rank."""
+    return isinstance(error, ConfigError | UnsupportedError) or bool(error.details.get("refused", False))
 
 
 def _config(runtime: str, model: Path, seed: int) -> ParityConfig:
