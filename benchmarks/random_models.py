@@ -105,17 +105,19 @@ def _attention(rng: random.Random, family: str, layers: int) -> dict[str, Any]:
 
 
 def _experts(rng: random.Random, family: str, layers: int) -> dict[str, Any]:
+    """One expert whose weight is normalised to 1 is not drawn: the router has no gradient but rounding, which Adam makes as
+    large as any, and chooses experts by it a step later."""
     experts = rng.randint(2, 12)
-    chosen = {"num_experts_per_tok": rng.randint(1, min(4, experts))}
+    top_k = rng.randint(1, min(4, experts))
     if family == "mixtral":
-        return {**chosen, "num_local_experts": experts}
+        return {"num_experts_per_tok": max(2, top_k), "num_local_experts": experts}
     step = rng.choice((1, 1, 1, min(2, layers)))
     dense = [rng.randrange(layers)] if step == 1 and layers > 1 and rng.random() < 0.2 else []
     return {
-        **chosen,
+        "num_experts_per_tok": top_k,
         "num_experts": experts,
         "moe_intermediate_size": rng.randint(8, 90),
-        "norm_topk_prob": rng.random() < 0.7,
+        "norm_topk_prob": rng.random() < 0.7 and top_k > 1,
         "decoder_sparse_step": step,
         "mlp_only_layers": dense,
     }

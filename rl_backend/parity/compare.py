@@ -167,8 +167,8 @@ def _weights(reference: SideRecord, candidate: SideRecord, tolerances: Tolerance
 def _weight(
     name: str, reference: SideRecord, candidate: SideRecord, tolerances: Tolerances, least_gradient: float
 ) -> Difference:
-    """Leaves out elements whose gradient is not 0 but so small that its tolerance allows either sign: Adam's first step has
-    one size whatever the gradient's. Where none is left, the weight must be finite."""
+    """Leaves out elements whose gradient is not 0 on both sides but so small that its tolerance allows either sign: Adam's
+    first step has one size whatever the gradient's. Where none is left, the weight must be finite."""
     ours, theirs = reference.weights.get(name), candidate.weights.get(name)
     before, gradient = reference.loaded_weights.get(name), reference.gradients.get(name)
     if ours is None or theirs is None or before is None or not ours.shape == theirs.shape == before.shape:
@@ -176,7 +176,10 @@ def _weight(
     if gradient is not None and gradient.shape == ours.shape:
         size = gradient.abs()
         scale = max(two_norm(gradient), least_gradient) / math.sqrt(max(1, gradient.numel()))
-        clear = (size == 0) | (size > tolerances.gradients * scale)
+        others = candidate.gradients.get(name)
+        # Rounding may cancel to 0 on one side; what no token reaches is 0 on both.
+        unreached = (size == 0) & (others == 0 if others is not None and others.shape == size.shape else True)
+        clear = unreached | (size > tolerances.gradients * scale)
         if not bool(clear.any()) and gradient.numel() and math.isfinite(two_norm(theirs)):
             return Difference(name, 0.0, tolerances.weights, float((theirs - ours).abs().max()))
         ours, theirs, before = ours[clear], theirs[clear], before[clear]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_backend.contracts import CheckpointError, PackedBatch, RLBackendError, UnsupportedError
+from rl_backend.contracts import PackedBatch, RLBackendError, UnsupportedError
 from tests.support.bridge_runs import open_bridge
 from tests.support.families import load_transformers, pack, random_sequences, run_transformers
 from tests.support.models import write_tiny
@@ -109,7 +109,8 @@ def test_what_megatron_would_ignore_is_refused(case: str, tmp_path: Path) -> Non
 
 
 def test_dense_layers_between_those_with_experts_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="lacks"):
+    message = r"decoder_sparse_step=2, mlp_only_layers=\[3\]: layers \[0, 2, 3\] have no experts"
+    with pytest.raises(UnsupportedError, match=message):
         build(write_moe("qwen3_moe, dense layers between", tmp_path / "model"))
 
 

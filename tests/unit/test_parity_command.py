@@ -199,6 +199,21 @@ def test_a_weight_whose_gradient_is_rounding_may_go_either_way(size: float, dive
     assert as_json(result(sides[0], infinite))["first_divergence"]["name"] == "gate.weight"
 
 
+@pytest.mark.parametrize(("other", "diverges"), [(-1e-8, False), (0.0, True)])
+def test_a_gradient_that_cancels_to_zero_on_one_side_is_rounding(other: float, diverges: bool) -> None:
+    reference, candidate = (
+        record(
+            [1.0],
+            gradients={"model.norm.weight": torch.tensor([1.0, 1.0, 1.0, last])},
+            loaded_weights={"model.norm.weight": torch.ones(4)},
+            weights={"model.norm.weight": torch.tensor([0.9, 0.9, 0.9, to])},
+        )
+        for last, to in ((0.0, 1.0), (other, 1.05))
+    )
+    divergence = as_json(result(reference, candidate))["first_divergence"]
+    assert (divergence is not None and divergence["stage"] == "weights") is diverges
+
+
 def test_inner_modules_of_one_side_are_listed_and_layers_of_one_side_are_a_divergence() -> None:
     modules = ("model.norm", "model.layers.0")
     inner = {"model.norm": torch.ones(3, 4), "model.layers.0.mlp": torch.ones(3, 4), "model.layers": torch.ones(3, 4)}

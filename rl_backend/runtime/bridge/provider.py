@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,15 +25,7 @@ from rl_backend.runtime.bridge.overrides import (
     check_overrides_of_model,
     require_deterministic_kernels,
 )
-
-_YARN_DEFAULTS: Mapping[str, Any] = {
-    "yarn_beta_fast": 32.0,
-    "yarn_beta_slow": 1.0,
-    "yarn_mscale": 1.0,
-    "yarn_mscale_all_dim": 0.0,
-    "yarn_correction_range_round_to_int": True,
-}
-"""What transformers computes with where ``config.json`` does not say; Megatron-Bridge passes on None."""
+from rl_backend.runtime.bridge.same_model import require_same_model
 
 
 def open_bridge(hf_path: str) -> AutoBridge:
@@ -92,7 +83,7 @@ def make_provider(bridge: AutoBridge, config: RuntimeConfig, groups: BridgeGroup
             f"Megatron-Bridge builds {config.hf_path} with {type(provider).__name__}; this runtime trains GPTModelProvider "
             "models only"
         )
-    _require_same_model(bridge.hf_pretrained.config, provider)
+    require_same_model(bridge.hf_pretrained.config, provider)
     _require_layout(options, provider, groups)
     settings = _settings(options, provider, groups.device, head)
     check_overrides_of_model(options, provider, transformer_engine=uses_transformer_engine(groups.device))
@@ -199,43 +190,6 @@ def _require_layout(options: BridgeConfig, provider: Any, groups: BridgeGroups) 
     query_groups = provider.num_query_groups or provider.num_attention_heads
     if query_groups % parallel.tp and not (uses_transformer_engine(groups.device) and parallel.tp % query_groups == 0):
         raise ConfigError.of("BridgeConfig.parallel.tp", parallel.tp, f"does not divide num_key_value_heads={query_groups}")
-
-
-def _require_same_model(hf_config: Any, provider: Any) -> None:
-    """Refuses what ``config.json`` asks for and Megatron-Bridge does not pass on."""
-    rope: dict[str, Any] = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "linear":
-        provider.seq_len_interpolation_factor = float(rope["factor"])
-    if kind == "yarn":
-        for name, default in _YARN_DEFAULTS.items():
-            if getattr(provider, name) is None:
-                setattr(provider, name, default)
-    known = {
-        "default": True,
-        "linear": True,
-        "yarn": provider.position_embedding_type == "yarn" and rope.get("attention_factor") is None,
-        "llama3": provider.rope_scaling
-        and (rope.get("low_freq_factor"), rope.get("high_freq_factor"), rope.get("original_max_position_embeddings"))
-        == (1.0, 4.0, 8192),
-    }
-    if not known.get(kind, False):
-        raise UnsupportedError(
-            f"config.json has rope parameters {rope!r}, which Megatron would compute otherwise or ignore; the native "
-            "runtime may serve it",
-            rope_type=kind,
-        )
-    window = getattr(hf_config, "sliding_window", None)
-    layers = getattr(hf_config, "layer_types", None) or ()
-    slides = window is not None and (any("sliding" in layer for layer in layers) if layers else True)
-    if slides and provider.window_size is None:
-        raise UnsupportedError(
-            f"config.json has sliding_window={window}, which Megatron-Bridge does not pass on; the native runtime may "
-            "serve it",
-            sliding_window=window,
-        )
-    if getattr(provider, "use_mup", False):
-        raise UnsupportedError("the model scales its logits (MuP); the bridge runtime does not")
 
 
 def _use_local_layers(provider: Any) -> None:
