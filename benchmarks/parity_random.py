@@ -46,7 +46,9 @@ def run_random(count: int, *, go_on: bool) -> bool:
             shape |= compare_shape(model, seed, wanted)
         shapes[str(seed)] = shape
         if wanted:
-            update_result("parity", {"random_shapes": _summary(shapes)})
+            # A run that is stopped here loses nothing of an earlier one.
+            later = {name: shape for name, shape in earlier.items() if int(name) > seed}
+            update_result("parity", {"random_shapes": _summary({**shapes, **later})})
             print(f"{seed} {model.family}: " + ", ".join(f"{name} {_in_words(shape[name])}" for name in wanted), flush=True)
     summary = _summary(shapes)
     print(update_result("parity", {"random_shapes": summary}))
