@@ -24,7 +24,7 @@ _STAGES: Mapping[str, Any] = {
 
 
 def make_small(config: DictConfig, model: Path, task: Path, folder: Path) -> str:
-    """Changes ``config`` for a run on ``RANKS`` ranks; returns the parallel dimension that keeps more than one rank.
+    """Changes ``config`` for a run on ``RANKS`` ranks; returns the dimension with two ranks.
 
     Args:
         model: a directory of ``LAYERS`` layers, for every role.
@@ -91,7 +91,8 @@ def _layout(engine: DictConfig) -> str:
     if kept != "pp":
         _set(engine, "virtual_pipeline_model_parallel_size", None)
     _small_stages(engine)
-    return kept
+    vpp = engine.virtual_pipeline_model_parallel_size
+    return kept if vpp in (None, 1) else f"{kept}, vpp={vpp}"
 
 
 def _small_stages(engine: DictConfig) -> None:

@@ -84,7 +84,9 @@ def _try(scripts: list[MegatronScript], backend: str, folder: Path) -> dict[str,
         place.mkdir()
         outcome["small_layout"] = make_small(config, _stand_in(folder, name, LAYERS, weights=True), folder / "task", place)
         OmegaConf.save(config, place / "config.yaml")
-        plan.append({"script": script.command.script, "config": str(place / "config.yaml")})
+        # Megatron keeps one layout in a process.
+        layout = outcome["small_layout"] if backend == "bridge" else ""
+        plan.append({"script": script.command.script, "config": str(place / "config.yaml"), "layout": layout})
     for script_name, found in _train(plan, folder).items():
         if found["problem"] is None:
             outcomes[script_name]["metrics"] = found["metrics"]
@@ -111,18 +113,20 @@ def _paths(script: MegatronScript, model: Path) -> list[str]:
 
 
 def _train(plan: list[dict[str, str]], folder: Path) -> dict[str, dict[str, Any]]:
-    """Runs the plan on ranks, anew after a script that ends or stops them."""
+    """Runs the plan on ranks, anew for each layout and after a script that ends or stops them."""
     found: dict[str, dict[str, Any]] = {}
     while plan:
         results, jobs = folder / "results.jsonl", folder / "plan.json"
         results.write_text("")
-        jobs.write_text(json.dumps(plan))
+        jobs.write_text(json.dumps([job for job in plan if job["layout"] == plan[0]["layout"]]))
         ended = _run_ranks(jobs, results, folder / "ranks.log")
         found |= {each["script"]: each for each in map(json.loads, results.read_text().splitlines())}
+        for job in json.loads(jobs.read_text()):
+            if job["script"] not in found:
+                problem = f"the ranks {ended}: {_last_error(folder / 'ranks.log')}"
+                found[job["script"]] = {"problem": problem, "metrics": {}}
+                break
         plan = [job for job in plan if job["script"] not in found]
-        if plan:
-            found[plan[0]["script"]] = {"problem": f"the ranks {ended}: {_last_error(folder / 'ranks.log')}", "metrics": {}}
-            plan = plan[1:]
     return found
 
 
