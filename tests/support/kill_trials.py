@@ -24,11 +24,11 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-from rl_backend import BridgeConfig, NativeConfig, OptimizerConfig, RuntimeConfig, create_runtime
+from rl_backend import NativeConfig, OptimizerConfig, RuntimeConfig, create_runtime
 from rl_backend.algorithm import sft_loss
 from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
 from rl_backend.checkpoint.run_manifest import read_run_checkpoint
-from rl_backend.contracts import CheckpointError
+from rl_backend.contracts import BridgeConfig, CheckpointError
 from rl_backend.weights.digest import tensor_digest
 from tests.support.kills import kill_at
 from tests.support.sft_batches import random_token_sequences, sft_micro_batches
