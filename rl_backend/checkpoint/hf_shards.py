@@ -46,7 +46,7 @@ class ShardedFiles:
     """The files of a model, in a directory of their own. In memory is one tensor, or less where it can be viewed as bytes.
 
     Args:
-        infos: what is going to be written. They are laid out in this order; they may come in another.
+        infos: what is going to be written, in the order in which files are filled; they may come in another.
         max_shard_bytes: largest size of the tensors in one file; a larger tensor gets a file of its own.
 
     Attributes:
@@ -88,8 +88,9 @@ class ShardedFiles:
         """Writes the header of a file and gives each tensor its place behind it."""
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         starts, end = {}, 0
-        # In a map of the file every tensor begins at a multiple of the size of its elements.
-        for info in sorted(shard, key=lambda info: -_itemsize(info)):
+        # The order of the safetensors library, in which every tensor of a mapped file begins at a multiple of its itemsize.
+        # Readers compute on the mapped memory, and another place of a tensor can change the last bit of what they get.
+        for info in sorted(shard, key=lambda info: (-_itemsize(info), info.name)):
             if info.name in self._places or info.name in starts:
                 raise CheckpointError(f"tensor {info.name!r} came twice", tensor=info.name)
             starts[info.name] = end

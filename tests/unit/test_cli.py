@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -102,7 +103,8 @@ def test_gpu_check_reports_every_outcome_with_its_reason(tmp_path: Path) -> None
 
 
 def test_tests_marked_gpu_are_where_gpu_check_looks() -> None:
-    marked = [file for file in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in file.read_text()]
+    marks = re.compile(r"^\s*(@|pytestmark\b.*)pytest\.mark\.gpu", re.MULTILINE)
+    marked = [file for file in (ROOT / "tests").rglob("test_*.py") if marks.search(file.read_text())]
     assert marked
     assert [file for file in marked if file.parent.name != "gpu" and file != Path(__file__).resolve()] == []
 

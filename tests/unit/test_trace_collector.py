@@ -61,9 +61,6 @@ class AnswersAtOnce:
         self.timeouts: list[float] = []
         self.takes = 0.0
 
-    def is_initialized(self) -> bool:
-        return True
-
     def wait(self, references: list[Any], *, num_returns: int = 1, timeout: float) -> tuple[list[Any], list[Any]]:
         self.timeouts.append(timeout)
         ready = [reference for reference in references if reference.answer is not None][:num_returns]
@@ -79,6 +76,7 @@ class AnswersAtOnce:
 def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[AnswersAtOnce]:
     made = AnswersAtOnce()
     monkeypatch.setattr(trace_module, "ray", made)
+    monkeypatch.setattr(trace_module, "ray_is_usable", lambda: True)
     monkeypatch.setattr(trace_module, "START_SECONDS", 0.1)
     monkeypatch.setattr(trace_module, "CLOSE_SECONDS", 0.1)
     yield made
