@@ -125,7 +125,8 @@ class ShardedFiles:
         with place.file.open("r+b", buffering=0) as stream:
             stream.seek(place.start)
             for part in data.split(_PART) if data.numel() else ():
-                _write_all(stream, memoryview(part.cpu().numpy()))
+                # NumPy takes a tensor's memory for itself: a parameter's could not be offloaded any more.
+                _write_all(stream, memoryview(part.to("cpu", copy=True).numpy()))
         del self._missing[name]
 
 

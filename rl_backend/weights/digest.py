@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -13,7 +14,9 @@ from torch import Tensor
 
 def tensor_digest(tensor: Tensor) -> str:
     """xxh3-64 of a contiguous CPU tensor's bytes, as 16 hexadecimal digits."""
-    return str(xxhash.xxh3_64_hexdigest(tensor.reshape(-1).view(torch.uint8).numpy()))
+    flat = tensor.reshape(-1)
+    # Not through NumPy, which takes a tensor's memory for itself: a parameter's could not be offloaded any more.
+    return str(xxhash.xxh3_64_hexdigest((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()) if flat.nbytes else b""))
 
 
 def tensor_digests(tensors: Sequence[Tensor], threads: int) -> list[str]:

@@ -212,3 +212,11 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing_behind(
     with pytest.raises(CheckpointError, match="No space left on device"):
         write(tmp_path / "out", tied_model, tied_model)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_of_what_was_written_can_be_released(untied_model: Path, tmp_path: Path) -> None:
+    reader = HFReader(untied_model)
+    tensors = {name: reader.read(name).clone() for name in reader.infos}
+    infos = [described(name, tensor) for name, tensor in tensors.items()]
+    write_hf_directory(tmp_path / "out", infos, iter(tensors.items()), untied_model)
+    assert all(tensor.untyped_storage().resizable() for tensor in tensors.values())

@@ -179,3 +179,10 @@ def test_a_dtype_that_torch_does_not_have_is_refused() -> None:
     for name in ("bfloat17", "Tensor", ""):
         with pytest.raises(UnsupportedError, match="not a torch dtype"):
             dtype_from_name(name)
+
+
+def test_memory_of_what_a_digest_was_taken_of_can_be_released() -> None:
+    tensor = torch.arange(12.0)
+    assert tensor_digest(tensor[2:5]) == tensor_digest(tensor[2:5].clone())
+    assert tensor_digest(torch.empty(0)) != tensor_digest(tensor)
+    assert tensor.untyped_storage().resizable()
