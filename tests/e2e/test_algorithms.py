@@ -15,6 +15,8 @@ from examples.common.result import RunResult
 from examples.demo.__main__ import Algorithm, DemoConfig, demo_settings, reinforce
 from tests.support.moe import upcycle
 
+pytestmark = pytest.mark.long
+
 STEPS = 20
 
 
