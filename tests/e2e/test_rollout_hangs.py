@@ -89,15 +89,12 @@ def ended(pid: int) -> bool:
 
 @pytest.mark.parametrize("who", ["describe", "result", "push"])
 def test_an_engine_that_hangs_while_it_samples_is_named_and_ended(group: RolloutGroup, who: str) -> None:
+    sync = WeightSync(WeightSource({"a": torch.zeros(3)}), group)
     pending = group.submit(PROMPTS, SLEEPS)
     pid = stop_one(group)
     started = time.monotonic()
-    waits: dict[str, Callable[[], Any]] = {
-        "describe": group.describe,
-        "result": pending.result,
-        "push": WeightSync(WeightSource({"a": torch.zeros(3)}), group).push,
-    }
-    with pytest.raises(EngineDeadError, match=rf"engine 1 has not answered a call to sample for {LIMIT:g} s"):
+    waits: dict[str, Callable[[], Any]] = {"describe": group.describe, "result": pending.result, "push": sync.push}
+    with sync, pytest.raises(EngineDeadError, match=rf"engine 1 has not answered a call to sample for {LIMIT:g} s"):
         waits[who]()
     assert time.monotonic() - started < LIMIT + 10
     assert group.engines == (0,)
