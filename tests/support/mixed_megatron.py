@@ -15,13 +15,13 @@ def dense_layers(sparse: Sequence[bool]) -> Iterator[None]:
         yield
         return
     # The runtime makes Megatron-Bridge importable without Transformer Engine.
-    from rl_backend.runtime.bridge import provider
+    import rl_backend.runtime.bridge.provider  # noqa: F401
 
     from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry  # isort: skip
     from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping  # isort: skip
     from megatron.bridge.models.qwen.qwen3_moe_bridge import Qwen3MoEBridge  # isort: skip
 
-    known_names, known_settings = Qwen3MoEBridge.mapping_registry, provider._settings
+    known_names, known_provider = Qwen3MoEBridge.mapping_registry, Qwen3MoEBridge.provider_bridge
 
     def names(bridge: Qwen3MoEBridge) -> MegatronMappingRegistry:
         block, stored = "decoder.layers.*.mlp", "model.layers.*.mlp"
@@ -31,8 +31,10 @@ def dense_layers(sparse: Sequence[bool]) -> Iterator[None]:
             GatedMLPMapping(f"{block}.linear_fc1.weight", f"{stored}.gate_proj.weight", f"{stored}.up_proj.weight"),
         )
 
-    def settings(*args: Any) -> dict[str, Any]:
-        return {**known_settings(*args), "moe_layer_freq": [int(has_experts) for has_experts in sparse]}
+    def provider(bridge: Qwen3MoEBridge, pretrained: Any) -> Any:
+        made = known_provider(bridge, pretrained)
+        made.moe_layer_freq = [int(has_experts) for has_experts in sparse]
+        return made
 
-    with patch.object(Qwen3MoEBridge, "mapping_registry", names), patch.object(provider, "_settings", settings):
+    with patch.object(Qwen3MoEBridge, "mapping_registry", names), patch.object(Qwen3MoEBridge, "provider_bridge", provider):
         yield
