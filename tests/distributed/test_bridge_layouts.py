@@ -85,7 +85,7 @@ def test_a_mixture_of_experts_trains_the_same_in_every_layout(
 
 
 @pytest.mark.shows("bridge: losses of routers have one rank's gradients and weights with pp and vpp")
-@pytest.mark.parametrize(("world_size", "layout"), layouts({2: [{"pp": 2}, {"pp": 2, "vpp": 2}]}))
+@pytest.mark.parametrize(("world_size", "layout"), layouts({2: [{"pp": 2}, {"pp": 2, "vpp": 2}], 4: [{"pp": 4}]}))
 def test_router_losses_do_not_depend_on_the_pipeline(
     ranks: RankPool, mixture: Path, mixture_on_one_rank: Run, world_size: int, layout: dict[str, int]
 ) -> None:
@@ -99,6 +99,18 @@ def test_router_losses_do_not_depend_on_the_pipeline(
     without = mixture_on_one_rank.gradients[ROUTER]
     assert relative_difference(expected.gradients[ROUTER], without) > 0.1
     assert_same(whole(ranks.run(train_job, str(mixture), layout, STEPS, settings, world_size=world_size)), expected)
+
+
+@pytest.mark.shows("bridge: gradients of bfloat16 weights are float32, near the exact ones, and the norm is theirs")
+@pytest.mark.parametrize(("world_size", "layout"), layouts({2: [{}, {"tp": 2}, {"pp": 2}], 4: [{"tp": 2, "pp": 2}]}))
+def test_bfloat16_weights_give_gradients_near_the_exact_ones(
+    ranks: RankPool, dense: Path, dense_on_one_rank: Run, world_size: int, layout: dict[str, int]
+) -> None:
+    settings = {"param_dtype": "bfloat16"}
+    run = whole(ranks.run(train_job, str(dense), layout, STEPS, settings, world_size=world_size))
+    assert_near(run.gradients, dense_on_one_rank.gradients, 0.05, dtype=torch.float32)
+    norm = torch.stack([gradient.double().norm() for gradient in run.gradients.values()]).norm().item()
+    assert run.norms[0] == pytest.approx(norm, rel=1e-5)
 
 
 def refusal_job(model: str, layout: dict[str, int]) -> str:

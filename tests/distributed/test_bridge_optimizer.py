@@ -11,14 +11,22 @@ import torch
 import torch.distributed as dist
 
 from rl_backend.contracts import OptimizerConfig
+from rl_backend.runtime.bridge.handle import BridgeHandle
 from tests.support.bridge_runs import open_bridge, poisoned_loss, share, state
 from tests.support.moe import write_moe
 from tests.support.native import micro_batches, token_loss
 from tests.support.rank_pool import RankPool
 
 
+def poison_infinite(handle: BridgeHandle) -> None:
+    """Every gradient of this rank is infinite, and none is NaN; the signs are those that a sum over ranks cancels."""
+    for chunk in handle.chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            buffer.grad_data.fill_(math.inf if dist.get_rank() == 0 else -math.inf)
+
+
 def bad_rank_job(
-    model: str, parallel: Mapping[str, int], param_dtype: str, bad_dp_rank: int
+    model: str, parallel: Mapping[str, int], param_dtype: str, bad_dp_rank: int, infinite: bool = False
 ) -> tuple[bool, float, int, list[str], bool]:
     """A good step, one with a bad data-parallel rank, a good one; what changed in the second, and whether the third ran."""
     optimizer = OptimizerConfig(lr=1e-3, log_num_zeros_in_grad=True)
@@ -28,8 +36,11 @@ def bad_rank_job(
 
         def step(seed: int, *, bad: bool) -> tuple[bool, float, int | None]:
             runtime.zero_grad(handle)
-            loss = poisoned_loss if bad and handle.data_parallel_rank == bad_dp_rank else token_loss
+            poisoned = bad and handle.data_parallel_rank == bad_dp_rank
+            loss = poisoned_loss if poisoned and not infinite else token_loss
             runtime.forward_backward(handle, micro_batches(share(handle), dp_size=size, seed=seed), loss)
+            if poisoned and infinite:
+                poison_infinite(handle)
             return runtime.optimizer_step(handle)
 
         assert step(0, bad=False)[0]
@@ -60,6 +71,21 @@ def test_a_bad_rank_stops_the_step_of_all(
     for ok, norm, version, changed, runs_on in ranks.run(bad_rank_job, str(tied_model), parallel, param_dtype, bad):
         assert not ok
         assert not math.isfinite(norm)
+        assert version == 1
+        assert changed == []
+        assert runs_on
+
+
+@pytest.mark.parametrize(
+    ("parallel", "param_dtype"), [({}, "float32"), ({"tp": 2}, "bfloat16"), ({"pp": 2}, "float32")], ids=str
+)
+def test_an_infinite_gradient_stops_the_step_of_all(
+    ranks: RankPool, tied_model: Path, parallel: dict[str, int], param_dtype: str
+) -> None:
+    bad = 1 if not parallel else 0
+    for ok, norm, version, changed, runs_on in ranks.run(bad_rank_job, str(tied_model), parallel, param_dtype, bad, True):
+        assert not ok
+        assert norm == math.inf
         assert version == 1
         assert changed == []
         assert runs_on
