@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import ray
@@ -17,6 +18,30 @@ def init_local_ray(**options: Any) -> None:
     """
     with _one_machine():
         ray.init(address="local", **options)
+
+
+def join_ray(address: str, **options: Any) -> None:
+    """``ray.init(address=address, **options)``, also where :func:`init_local_ray` of another process started that Ray.
+
+    Ray takes a loopback address for this machine's address in the network, where such a Ray does not answer.
+    """
+    with _one_machine() if _on_loopback_alone(address) else nullcontext():
+        ray.init(address=address, **options)
+
+
+def _on_loopback_alone(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    if host not in ("127.0.0.1", "localhost") or not port.isdigit():
+        return False
+    return _answers(host, int(port)) and not _answers(ray.util.get_node_ip_address(), int(port))
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager

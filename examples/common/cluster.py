@@ -35,7 +35,7 @@ from ray.exceptions import RayError
 
 from actors import RankContext, TrainGroup
 from actors.cluster_watch import ray_is_usable, watch_cluster
-from actors.local_ray import init_local_ray
+from actors.local_ray import init_local_ray, join_ray
 from actors.placement import living_nodes
 from examples.common.disk import usable_run_dir
 from rl_backend.contracts import ConfigError
@@ -68,7 +68,7 @@ def ray_session(ranks: int, engines: int = 0) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if "RAY_ADDRESS" in os.environ:
         try:
-            ray.init(log_to_driver=False, logging_level=logging.ERROR)
+            join_ray(os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level=logging.ERROR)
         except (RayError, ConnectionError, RuntimeError) as error:
             raise ConfigError.of(
                 "RAY_ADDRESS",

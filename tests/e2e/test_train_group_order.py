@@ -152,11 +152,12 @@ def test_threads_of_one_driver_may_share_a_group(group: TrainGroup) -> None:
 def test_another_driver_process_is_refused_until_it_takes_over(group: TrainGroup, tmp_path: Path) -> None:
     (tmp_path / "group.pickle").write_bytes(pickle.dumps(group))
     program = f"""
-import pickle, ray
+import pickle
 from pathlib import Path
+from actors.local_ray import join_ray
 from rl_backend.contracts import OperationOrderError
 from tests.e2e.test_train_group_order import meet
-ray.init(address={ray.get_runtime_context().gcs_address!r}, log_to_driver=False, configure_logging=False)
+join_ray({ray.get_runtime_context().gcs_address!r}, log_to_driver=False, configure_logging=False)
 group = pickle.loads(Path({str(tmp_path / "group.pickle")!r}).read_bytes())
 try:
     group.run_on_ranks(meet, 9, 9)
