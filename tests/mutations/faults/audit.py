@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutations.fault import Fault
 
 _REDUCTIONS = "tests/distributed/test_reductions.py"
-_STATE = "tests/unit/test_saved_state.py"
+_WRITES = "tests/unit/test_checkpoint_writes.py"
 _MODES = "tests/distributed/test_verl_engine_modes.py"
 
 FAULTS = [
@@ -64,7 +64,7 @@ FAULTS = [
         "rl_backend/runtime/checkpoint_writer.py",
         "                tensors = self._buffers.setdefault(handle, HostBuffers()).copy(tensors)\n",
         "                pass\n",
-        (f"{_STATE}::test_a_save_in_the_background_is_of_the_moment_it_was_asked_for",),
+        (f"{_WRITES}::test_a_save_in_the_background_has_the_state_of_its_call_however_late_it_is_written",),
         "a checkpoint would hold weights of two steps",
     ),
     Fault(
@@ -72,7 +72,7 @@ FAULTS = [
         "rl_backend/checkpoint/digesting_writer.py",
         "super().__init__(path, per_thread_copy_ahead=0)",
         "super().__init__(path, per_thread_copy_ahead=0, sync_files=False)",
-        (f"{_STATE}::test_every_file_of_a_checkpoint_is_on_the_disk_before_it_gets_its_name",),
+        (f"{_WRITES}::test_every_file_is_flushed_before_the_checkpoint_gets_its_name",),
         "a power cut would leave a committed checkpoint without its weights",
     ),
     Fault(
@@ -114,7 +114,7 @@ FAULTS = [
         "rl_backend/runtime/native/checkpoints.py",
         "            local.copy_(held[kind, original])\n",
         "            pass\n",
-        (f"{_STATE}::test_a_tied_head_in_a_stage_of_its_own_is_loaded_with_its_embeddings",),
+        ("tests/unit/test_saved_state.py::test_a_tied_head_in_a_stage_of_its_own_is_loaded_with_its_embeddings",),
         "the head of a V would keep its weights of before the load",
     ),
     Fault(
