@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 from examples import grpo, ppo, sft
 from examples.common.drawn_samples import save_drawn
@@ -190,7 +190,11 @@ def test_a_very_long_error_fits_in_the_last_state(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("train", [grpo.train, ppo.train, sft.train])
 @pytest.mark.parametrize("in_use", [True, False])
-def test_the_folder_is_tried_and_locked_before_anything_is_started(tmp_path: Path, train: Any, in_use: bool) -> None:
+def test_the_folder_is_tried_and_locked_before_anything_is_started(
+    tmp_path: Path, train: Any, in_use: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(sys.modules[train.__module__], "ray_session", lambda *counts: started.append(1) or nullcontext())
     write_task(tmp_path / "task", seed=0)
     files = {"model": str(tmp_path / "task/model"), "dataset": str(tmp_path / "task/train.jsonl")}
     kind = {grpo.train: grpo.GRPOConfig, ppo.train: ppo.PPOConfig, sft.train: sft.SFTConfig}[train]
@@ -203,4 +207,4 @@ def test_the_folder_is_tried_and_locked_before_anything_is_started(tmp_path: Pat
         (tmp_path / "run").write_text("")
         with pytest.raises(ConfigError, match=r"run_dir=.*cannot be written"):
             train(config)
-    assert not ray.is_initialized()
+    assert not started
