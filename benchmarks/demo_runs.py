@@ -1,0 +1,126 @@
+"""The demo's task learned in other places than one rank and one engine: pipelines, several ranks and engines, two Ray nodes,
+a submitted job, and with a KL to a reference.
+
+Each run is a process of its own, of the commands that a user would type, from random weights or from the warm start of the
+first; held-out accuracy before and after, and the largest gap of log-probs to vLLM. ``--only NAME`` measures one anew and
+keeps the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import machine, read_result, write_result
+from examples.common.cluster import ray_session
+from examples.demo.__main__ import DemoConfig, demo_settings, warm_start
+from examples.demo.task import write_task
+from tests.support.clusters import HeadNode, TwoNodes
+
+STEPS = 60
+SECONDS = 3600.0
+ZBV = ("--pp", "2", "--vpp", "2", "--backend-options", '{"pipeline_schedule": "zbv"}')
+DEMOS: dict[str, tuple[str, ...]] = {
+    "pp2_1f1b": ("--ranks", "2", "--pp", "2"),
+    "pp2_zbv": ("--ranks", "2", *ZBV),
+    "pp2_zbv_mixture": ("--ranks", "2", "--model", "qwen3_moe", *ZBV),
+    "bridge_pp2": ("--backend", "bridge", "--ranks", "2", "--pp", "2"),
+    "two_ranks_two_engines": ("--ranks", "2", "--engines", "2"),
+}
+"""Options of ``examples.demo``."""
+
+
+def run_demo(folder: Path, options: Sequence[str]) -> dict[str, Any]:
+    """What the demo writes to ``summary.json``."""
+    command = (sys.executable, "-m", "examples.demo", "--run-dir", str(folder), "--steps", str(STEPS), *options)
+    subprocess.run(command, check=True, timeout=SECONDS)
+    return summary_of(folder)
+
+
+def grpo_options(folder: Path, **changes: Any) -> list[str]:
+    """Options of ``examples.grpo`` for the demo's task, from a warm start beside ``folder``, which is made where none is."""
+    config, shared = DemoConfig(steps=STEPS), folder.parent / "shared"
+    task, warm = shared / "task", shared / "warm_start" / "model"
+    if not warm.exists():
+        write_task(task, config.seed)
+        with ray_session(1):
+            warm_start(config, task, shared)
+    settings = {**demo_settings(config, task, warm, folder), "run_dir": folder / "run", "trace": None, "transport": None}
+    settings |= {"shuffle_rewards": None, "backend_options": None, "plugins": None, **changes}
+    return [
+        part
+        for option, value in settings.items()
+        if value is not None
+        for part in (f"--{option.replace('_', '-')}", str(value))
+    ]
+
+
+def two_nodes(folder: Path) -> dict[str, Any]:
+    """A rank on one Ray node and an engine on another, the driver on a third; weights go by gloo."""
+    options = grpo_options(folder)
+    with TwoNodes() as cluster:
+        run = cluster.run("-m", "tests.support.cluster_run", *options, timeout=SECONDS)
+        print(run.stdout)
+        nodes = json.loads((folder / "run" / "nodes.json").read_text())
+        used = [nodes["TrainWorker"], nodes["RolloutEngine"], nodes["driver"]]
+    return {**summary_of(folder / "run"), "nodes_used": len({node for each in used for node in each})}
+
+
+def ray_job(folder: Path) -> dict[str, Any]:
+    """Submitted to a cluster of ``ray start --head`` that wants a token."""
+    options = grpo_options(folder)
+    with HeadNode(cpus=4) as head:
+        submit = ("-m", "examples.ray_job.submit", "--address", head.address, "--python", sys.executable)
+        print(head.run(*submit, "--", "examples.grpo", *options, timeout=SECONDS).stdout)
+    return summary_of(folder / "run")
+
+
+def kl_to_reference(folder: Path) -> dict[str, Any]:
+    """With a third model, the reference, and a KL to it in the loss."""
+    options = grpo_options(folder, kl_coef=1e-3)
+    subprocess.run((sys.executable, "-m", "examples.grpo", *options), check=True, timeout=SECONDS)
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return {**summary_of(folder / "run"), "kl_coef": 1e-3, "kl_last_step": json.loads(lines[-1])["kl"]}
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "summary.json").read_text()))
+
+
+RUNS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    **{name: (lambda folder, options=options: run_demo(folder, options)) for name, options in DEMOS.items()},
+    "two_nodes": two_nodes,
+    "ray_job": ray_job,
+    "kl_to_reference": kl_to_reference,
+}
+
+
+def record(name: str, found: Mapping[str, Any]) -> None:
+    runs = {**read_result("demo_runs").get("runs", {}), name: {**found, "machine": machine()}}
+    least = min(run["accuracy_after"] for run in runs.values())
+    gap = max(run["max_log_prob_gap"] for run in runs.values())
+    write_result("demo_runs", {"steps": STEPS, "least_accuracy_after": least, "max_log_prob_gap": gap, "runs": runs})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=tuple(RUNS), action="append", help="this run (may be given several times)")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        for name in arguments.only or RUNS:
+            started = time.perf_counter()
+            found = RUNS[name](Path(folder) / name)
+            record(name, found)
+            seconds = time.perf_counter() - started
+            print(f"{name}: {found['accuracy_before']:.3f} -> {found['accuracy_after']:.3f}, {seconds:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
