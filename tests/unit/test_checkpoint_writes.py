@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rl_backend.checkpoint.digesting_writer import DigestingWriter
 from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
 from rl_backend.runtime import checkpoint_writer
 from tests.support.native import assert_equal_tensors, open_runtime, optimizer_state, train, weights
@@ -93,3 +94,11 @@ def test_every_file_is_flushed_before_a_run_s_checkpoint_gets_its_name(
     path = checkpoints.commit(1, {}).path
     assert flushes.not_flushed(path) == []
     assert checkpoints.root.stat().st_ino in flushes.sizes
+
+
+def test_a_file_that_is_flushed_by_its_descriptor_has_all_that_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    with DigestingWriter(tmp_path).fs.create_stream(path, "wb") as stream:
+        stream.write(b"few bytes, which a buffer holds")
+        os.fsync(stream.fileno())
+        assert path.read_bytes() == b"few bytes, which a buffer holds"

@@ -110,8 +110,11 @@ def test_zbv_fits_its_order_to_the_costs() -> None:
 
 def test_stages_of_different_size_take_their_own_time() -> None:
     costs = Costs((1.0, 2.0), (3.0, 4.0), (5.0, 6.0))
-    spans = timeline("1f1b", 2, 1, costs).spans
-    assert [[(span.start, span.end) for span in own] for own in spans] == [[(0, 1), (13, 21)], [(1, 3), (3, 13)]]
+    whole = timeline("1f1b", 2, 1, costs)
+    assert [[(span.start, span.end) for span in own] for own in whole.spans] == [[(0, 1), (13, 21)], [(1, 3), (3, 13)]]
+    # Of 2 ranks' 21 units, the first works 9 and the second 12; the first idles 12 of its 21, the second never.
+    assert whole.bubble_makespan == pytest.approx(0.5)
+    assert whole.bubble_span == pytest.approx(12 / 21)
     split = timeline("zb-h1", 2, 1, costs).spans
     assert [[(span.start, span.end) for span in own] for own in split] == [
         [(0, 1), (7, 10), (10, 15)],

@@ -189,6 +189,14 @@ FAULTS = [
         "a save that is said to have failed would be resumed from",
     ),
     Fault(
+        "buffered-bytes-not-flushed",
+        f"{_CHECKPOINT}/digesting_writer.py",
+        "        self._raw.flush()\n        return self._raw.fileno()\n",
+        "        return self._raw.fileno()\n",
+        ("tests/unit/test_checkpoint_writes.py::test_a_file_that_is_flushed_by_its_descriptor_has_all_that_was_written",),
+        "the end of a file would not be on the disk when its checkpoint gets its name",
+    ),
+    Fault(
         "full-disk-hidden-by-torch",
         f"{_CHECKPOINT}/digesting_writer.py",
         "                if stream.error is not None:\n",

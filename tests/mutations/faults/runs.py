@@ -12,6 +12,14 @@ _PARITY = "tests/unit/test_parity_command.py"
 
 FAULTS = [
     Fault(
+        "folder-locked-after-ray-has-started",
+        "examples/sft.py",
+        "        RunLock(config.run_dir) as lock,\n        ray_session(config.ranks),\n",
+        "        ray_session(config.ranks),\n        RunLock(config.run_dir) as lock,\n",
+        (f"{_DISK}::test_the_folder_is_tried_and_locked_before_anything_is_started",),
+        "a folder in use would be noticed when ranks and engines are up",
+    ),
+    Fault(
         "logs-not-cut-back",
         "examples/common/log_file.py",
         "        self._file.truncate(self._size)\n",
