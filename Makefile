@@ -35,7 +35,7 @@ test test-all: setup
 	echo 'ruff format' && $(PY) -m ruff format --check && \
 	echo 'mypy' && $(PY) -m mypy && \
 	echo 'import contracts' && .venv/bin/lint-imports --no-logo && \
-	echo 'pytest' && exec $(PY) -m pytest $(ARGS)
+	echo 'pytest' && exec $(PY) -m tests.lanes $(ARGS)
 
 mutate: setup
 	@cd "$(ROOT)" && PYTHONPATH="$(ROOT)" exec $(PY) -m tests.mutations $(ARGS)

@@ -26,6 +26,9 @@ from tests.support.models import write_tiny_qwen3
 if not torch.accelerator.is_available():
     os.environ.setdefault("VERL_PLATFORM", "cpu")
 
+LONG_SECONDS = 1800
+"""Limit of a test with the marker ``long`` that names none."""
+
 # Tests compute on tensors so small that threads cost more than they save, most of all beside engines and ranks.
 torch.set_num_threads(1)
 
@@ -33,6 +36,8 @@ torch.set_num_threads(1)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
+        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LONG_SECONDS))
         for marker in item.iter_markers("gpu"):
             needed = marker.kwargs.get("count", 1)
             if available < needed:

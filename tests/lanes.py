@@ -1,0 +1,55 @@
+"""The suite as ``make test`` runs it: two pytest processes side by side, and one exit status.
+
+Tests with Ray and vLLM wait for starts and time limits much of their time. The other lane, which computes, fills that.
+Arguments go to both lanes, or to one pytest where they name files.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).parents[1]
+LANES = (("tests/e2e",), ("tests/unit", "tests/golden", "tests/gpu", "tests/distributed"))
+"""Folders of each lane. The output of the first is shown while it runs, the other's when both have ended."""
+NOTHING_SELECTED = 5
+"""pytest's status where no test was selected, as in a lane without tests of the marker that was asked for."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    if any(not argument.startswith("-") and Path(argument.partition("::")[0]).exists() for argument in arguments):
+        return subprocess.call([sys.executable, "-m", "pytest", *arguments], cwd=ROOT)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="lanes-") as folder:
+        shown, kept = (Path(folder) / name for name in ("shown.log", "kept.log"))
+        with subprocess.Popen(["tee", str(shown)], stdin=subprocess.PIPE) as tee, kept.open("w") as output:
+            lanes = [_start(LANES[0], arguments, tee.stdin), _start(LANES[1], arguments, output)]
+            try:
+                statuses = [lane.wait() for lane in lanes]
+            except BaseException:
+                for lane in lanes:
+                    lane.terminate()
+                    lane.wait()
+                raise
+        logs = [log.read_text(errors="replace").rstrip() for log in (shown, kept)]
+    print(logs[1], "", sep="\n")
+    print(*(line for log in logs for line in re.findall(r"^(?:FAILED|ERROR) .*", log, re.MULTILINE)), sep="\n")
+    for folders, log in zip(LANES, logs, strict=True):
+        print(f"{' '.join(folders)}: {log.rpartition('\n')[2].strip('= ')}")
+    print(f"{time.monotonic() - started:.0f} s in all", flush=True)
+    return max((status for status in statuses if status != NOTHING_SELECTED), key=abs, default=NOTHING_SELECTED)
+
+
+def _start(folders: Sequence[str], arguments: Sequence[str], output: IO[Any] | None) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "pytest", *folders, *arguments]
+    return subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
