@@ -17,12 +17,14 @@ from tests.support.models import write_tiny
 from tests.support.moe import write_moe
 from tests.support.native import (
     LENGTHS,
+    VOCAB_SIZE,
     assert_near,
     micro_batches,
     relative_difference,
     token_loss,
 )
 from tests.support.rank_pool import RankPool
+from tests.support.sft_batches import random_token_sequences, sft_micro_batches
 
 STEPS = 2
 ROUTER = "model.layers.1.mlp.gate.weight"
@@ -99,6 +101,27 @@ def test_router_losses_do_not_depend_on_the_pipeline(
     without = mixture_on_one_rank.gradients[ROUTER]
     assert relative_difference(expected.gradients[ROUTER], without) > 0.1
     assert_same(whole(ranks.run(train_job, str(mixture), layout, STEPS, settings, world_size=world_size)), expected)
+
+
+def z_loss_job(model: str, layout: dict[str, int], lengths: list[int]) -> dict[str, torch.Tensor]:
+    """Gradients of the z-loss alone: the loss of the tokens is nothing."""
+    options = {"moe_router_load_balancing_type": "none", "moe_z_loss_coeff": 0.2}
+    with open_bridge(model, layout, override_transformer_config=options) as runtime:
+        handle = runtime.build_model()
+        data = sft_micro_batches(random_token_sequences(lengths, VOCAB_SIZE), 2)
+        runtime.forward_backward(handle, data, lambda output, batch, group: (output.log_probs.sum() * 0.0, {}))
+        return {name: gradient.clone() for name, gradient in runtime.export_gradients(handle)}
+
+
+@pytest.mark.parametrize(("lengths", "padded"), [([6, 6, 6, 6], False), ([5, 7, 3, 9], True)], ids=["even", "padded"])
+def test_the_z_loss_of_tensor_parallel_ranks_is_an_average_of_averages(
+    ranks: RankPool, mixture: Path, lengths: list[int], padded: bool
+) -> None:
+    """One rank's without padding. With it, each half of the positions has its own average (docs/runtime_api.md)."""
+    expected = ranks.run(z_loss_job, str(mixture), {}, lengths, world_size=1)[0]
+    found = ranks.run(z_loss_job, str(mixture), {"tp": 2}, lengths)[0]
+    assert expected[ROUTER].norm() > 0
+    assert (relative_difference(found[ROUTER], expected[ROUTER]) > 1e-5) is padded
 
 
 @pytest.mark.shows("bridge: gradients of bfloat16 weights are float32, near the exact ones, and the norm is theirs")
