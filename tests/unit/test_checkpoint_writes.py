@@ -39,6 +39,32 @@ def test_a_save_in_the_background_has_the_state_of_its_call_however_late_it_is_w
         assert_equal_tensors({**weights(handle), **optimizer_state(handle)}, before)
 
 
+def test_a_second_save_leaves_what_the_first_is_still_writing(
+    tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, write = threading.Event(), checkpoint_writer.write_training_state
+
+    def write_later(*args: Any) -> None:
+        assert gate.wait(60)
+        write(*args)
+
+    monkeypatch.setattr(checkpoint_writer, "write_training_state", write_later)
+    with open_runtime(tied_model) as runtime:
+        handle = runtime.build_model()
+        saved = []
+        opening = threading.Timer(2.0, gate.set)
+        for step in range(2):
+            train(runtime, handle, 1, first_seed=step)
+            saved.append({**weights(handle), **optimizer_state(handle)})
+            runtime.save_checkpoint(handle, tmp_path / f"saved-{step}", asynchronous=True)
+            if step == 0:
+                opening.start()
+        runtime.wait_for_checkpoint(handle)
+        for step, state in enumerate(saved):
+            runtime.load_checkpoint(handle, tmp_path / f"saved-{step}")
+            assert_equal_tensors({**weights(handle), **optimizer_state(handle)}, state)
+
+
 class Flushes:
     """Size of each file and directory when it was flushed last, by inode, and those that had been when a name was given."""
 
