@@ -34,7 +34,7 @@ from tests.support.kills import kill_at
 from tests.support.sft_batches import random_token_sequences, sft_micro_batches
 
 RANKS = 2
-TRIAL_SECONDS = 90.0
+TRIAL_SECONDS = 300.0
 
 
 class Failpoint(NamedTuple):
