@@ -6,7 +6,7 @@ summed first; only a chunk whose sum is not finite (its sum may also have overfl
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,18 +24,23 @@ def has_non_finite(tensor: Tensor) -> bool:
     # A float16 sum overflows at 65504, so its chunks are small enough for ordinary weights to stay below.
     chunk_elements = _CHUNK_ELEMENTS.get(tensor.dtype, _DEFAULT_CHUNK_ELEMENTS)
     chunks = tensor.reshape(-1).split(chunk_elements)
-    sums = torch.stack([chunk.sum() for chunk in chunks])
-    suspects = (~sums.isfinite()).nonzero().flatten().tolist()
+    return non_finite_in(chunks, [chunk.sum() for chunk in chunks])
+
+
+def non_finite_in(chunks: Sequence[Tensor], sums: Sequence[Tensor]) -> bool:
+    """Whether any of the chunks, of which there is at least one, holds NaN or infinity, by the sum of each."""
+    suspects = (~torch.stack(list(sums)).isfinite()).nonzero().flatten().tolist()
     return any(not bool(chunks[index].isfinite().all()) for index in suspects)
 
 
-def check_finite(weights: Iterable[tuple[str, Tensor]], *, engine: str) -> None:
-    """Raises :class:`~rl_backend.contracts.WeightCheckError` that names every tensor with NaN or infinity in it."""
-    bad = [name for name, tensor in weights if has_non_finite(tensor)]
-    if bad:
-        raise WeightCheckError(
-            f"{engine}: weights hold NaN or infinity and were not loaded: {', '.join(bad[:8])}"
-            f"{f' and {len(bad) - 8} more' if len(bad) > 8 else ''}; the trainer's model is damaged: restore a checkpoint",
-            engine=engine,
-            names=bad,
-        )
+def refuse_non_finite(names: Sequence[str], *, engine: str) -> None:
+    """Raises :class:`~rl_backend.contracts.WeightCheckError` unless ``names``, of tensors with NaN or infinity, is empty."""
+    if not names:
+        return
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    raise WeightCheckError(
+        f"{engine}: weights hold NaN or infinity and were not loaded: {', '.join(names[:8])}{more}; the trainer's model is "
+        "damaged: restore a checkpoint",
+        engine=engine,
+        names=list(names),
+    )

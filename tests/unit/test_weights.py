@@ -10,7 +10,6 @@ from rl_backend.contracts import TensorInfo, UnsupportedError, WeightCheckError,
 from rl_backend.weights import (
     ALIGNMENT,
     ExpectedWeights,
-    check_finite,
     check_manifest,
     check_staged,
     dtype_from_name,
@@ -129,7 +128,7 @@ def test_integers_and_empty_tensors_are_finite() -> None:
 def test_tensors_with_bad_values_are_named() -> None:
     bad = torch.tensor([1.0, float("nan")])
     with pytest.raises(WeightCheckError, match="engine 1: weights hold NaN or infinity and were not loaded: b, d;") as error:
-        check_finite([("a", torch.ones(2)), ("b", bad), ("c", torch.ones(2)), ("d", bad)], engine="engine 1")
+        check_staged(*staged({"a": torch.ones(2), "b": bad, "c": torch.ones(2), "d": bad}), engine="engine 1")
     assert error.value.details["names"] == ["b", "d"]
 
 
