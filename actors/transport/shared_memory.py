@@ -116,7 +116,8 @@ def write_segment(
             layout,
             export(context, plan),
             version=plan.version,
-            threads=torch.get_num_threads(),
+            # The engines, which may be on the same cores, check at the same time.
+            threads=max(torch.get_num_threads() // 2, 1),
             staged=parts.add,
         )
 

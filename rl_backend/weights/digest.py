@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -41,7 +40,7 @@ def tensor_digest(tensor: Tensor, pool: Executor | None = None) -> str:
     """
     flat = tensor.reshape(-1)
     start = flat.data_ptr()
-    return join_digests(_each_block(flat.nbytes, lambda block: block_digest(start, block), pool))
+    return join_digests(each_block(flat.nbytes, lambda block: block_digest(start, block), pool))
 
 
 def copy_with_digest(place: Tensor, tensor: Tensor, pool: Executor | None = None) -> str:
@@ -56,7 +55,7 @@ def copy_with_digest(place: Tensor, tensor: Tensor, pool: Executor | None = None
         ctypes.memmove(written + block.start, start + block.start, len(block))
         return block_digest(written, block)
 
-    return join_digests(_each_block(place.nbytes, copy, pool))
+    return join_digests(each_block(place.nbytes, copy, pool))
 
 
 def block_digest(start: int, block: range) -> bytes:
@@ -65,26 +64,18 @@ def block_digest(start: int, block: range) -> bytes:
     return bytes(xxhash.xxh3_64_digest((ctypes.c_char * len(block)).from_address(start + block.start)))
 
 
-def blocks_of(nbytes: int) -> list[range]:
-    """The blocks of that many bytes; the last may be shorter, and no bytes have none."""
-    return [range(first, min(first + BLOCK_BYTES, nbytes)) for first in range(0, nbytes, BLOCK_BYTES)]
-
-
 def join_digests(digests: Iterable[bytes]) -> str:
     """A tensor's digest, of its blocks' digests."""
     return str(xxhash.xxh3_64_hexdigest(b"".join(digests)))
 
 
-def _each_block(nbytes: int, work: Callable[[range], bytes], pool: Executor | None) -> list[bytes]:
-    blocks = blocks_of(nbytes)
+def each_block[T](nbytes: int, work: Callable[[range], T], pool: Executor | None) -> list[T]:
+    """``work`` of each block of that many bytes, in order; the last block may be shorter, and no bytes have none."""
+    blocks = [range(first, min(first + BLOCK_BYTES, nbytes)) for first in range(0, nbytes, BLOCK_BYTES)]
     if pool is None or len(blocks) <= _RUN:
         return [work(block) for block in blocks]
     runs = [blocks[first : first + _RUN] for first in range(0, len(blocks), _RUN)]
-    return [digest for run in pool.map(functools.partial(_work_on, work), runs) for digest in run]
-
-
-def _work_on(work: Callable[[range], bytes], run: list[range]) -> list[bytes]:
-    return [work(block) for block in run]
+    return [result for results in pool.map(lambda run: [work(block) for block in run], runs) for result in results]
 
 
 CHECKSUM_BYTES = 1 << 26

@@ -24,12 +24,8 @@ def has_non_finite(tensor: Tensor) -> bool:
     # A float16 sum overflows at 65504, so its chunks are small enough for ordinary weights to stay below.
     chunk_elements = _CHUNK_ELEMENTS.get(tensor.dtype, _DEFAULT_CHUNK_ELEMENTS)
     chunks = tensor.reshape(-1).split(chunk_elements)
-    return non_finite_in(chunks, [chunk.sum() for chunk in chunks])
-
-
-def non_finite_in(chunks: Sequence[Tensor], sums: Sequence[Tensor]) -> bool:
-    """Whether any of the chunks, of which there is at least one, holds NaN or infinity, by the sum of each."""
-    suspects = (~torch.stack(list(sums)).isfinite()).nonzero().flatten().tolist()
+    sums = torch.stack([chunk.sum() for chunk in chunks])
+    suspects = (~sums.isfinite()).nonzero().flatten().tolist()
     return any(not bool(chunks[index].isfinite().all()) for index in suspects)
 
 

@@ -44,8 +44,8 @@ FAULTS = [
     Fault(
         "staged-values-not-checked",
         "rl_backend/weights/finite.py",
-        "    suspects = (~torch.stack(list(sums)).isfinite()).nonzero().flatten().tolist()\n",
-        "    suspects = torch.stack(list(sums)).isinf().nonzero().flatten().tolist()\n",
+        "    suspects = (~sums.isfinite()).nonzero().flatten().tolist()\n",
+        "    suspects = sums.isinf().nonzero().flatten().tolist()\n",
         (f"{_WEIGHTS}::test_one_bad_value_among_many_is_found",),
         "NaN weights would be served",
     ),
@@ -60,8 +60,8 @@ FAULTS = [
     Fault(
         "last-chunk-not-checked",
         "rl_backend/weights/finite.py",
-        "    return non_finite_in(chunks, [chunk.sum() for chunk in chunks])\n",
-        "    return non_finite_in(chunks, [chunk.sum() for chunk in (chunks[:-1] or chunks)])\n",
+        "    sums = torch.stack([chunk.sum() for chunk in chunks])\n",
+        "    sums = torch.stack([chunk.sum() for chunk in (chunks[:-1] or chunks)])\n",
         (f"{_WEIGHTS}::test_one_bad_value_among_many_is_found",),
         "a NaN at the end of a large tensor would be served",
     ),
