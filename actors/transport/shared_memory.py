@@ -33,10 +33,10 @@ from rl_backend.contracts import RLBackendError, TensorInfo, UnsupportedError, W
 from rl_backend.weights import plan_layout, write_tensors
 
 PART_BYTES = 2**25
-"""Of weights that engines are told of at one time, at least."""
+"""Of weights that engines are told of at one time, at least: a message takes as long as copying some MiB."""
 
-PARTS = 32
-"""Of a push, at most about: a message to an engine takes as long as copying some MiB."""
+_SHARE = 4
+"""A part is a fourth of what is left to stage: few messages, and little to verify once all is staged."""
 
 
 class SharedMemoryTransport(StagedTransport):
@@ -116,8 +116,7 @@ def write_segment(
             layout,
             export(context, plan),
             version=plan.version,
-            # The engines, which may be on the same cores, check at the same time.
-            threads=max(torch.get_num_threads() // 2, 1),
+            threads=torch.get_num_threads(),
             staged=parts.add,
         )
 
@@ -130,18 +129,18 @@ class _StagedParts:
         self._key = key
         self._segment = segment
         self._engines = engines
-        self._bytes = max(PART_BYTES, plan.nbytes // PARTS)
-        self._last = plan.infos[-1].name
+        self._left = plan.nbytes
         self._part: list[TensorInfo] = []
         self._part_bytes = 0
 
     def add(self, info: TensorInfo) -> None:
         self._part.append(info)
         self._part_bytes += info.nbytes
-        if self._part_bytes < self._bytes or info.name == self._last:
+        rest = self._left - self._part_bytes
+        if self._part_bytes < max(PART_BYTES, self._left // _SHARE) or not rest:
             return
         part = WeightManifest(version=self._version, tensors=tuple(self._part))
-        self._part, self._part_bytes = [], 0
+        self._left, self._part, self._part_bytes = rest, [], 0
         for engine in self._engines:
             engine.verify_part.remote(self._key, part, self._segment)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 BLOCK_BYTES = 1 << 20
 """Of a tensor that are read at one time. What else is done with them finds them in the processor's cache."""
 
-_RUN = 4
+_RUN = 2
 """Blocks that a thread takes at one time."""
 
 
