@@ -68,14 +68,15 @@ def test_every_single_byte_of_a_staged_tensor_is_covered_by_its_digest() -> None
     check_staged(buffer, manifest, engine="engine 0")
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.int32, torch.uint8])
-@pytest.mark.parametrize("elements", [-1, 0, 1, 3])
-@pytest.mark.parametrize("blocks", [0, 1, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("elements", [-1, 0, 3])
+@pytest.mark.parametrize("blocks", [0, 1, 3])
 def test_a_copy_and_its_digest_cover_every_byte_around_the_ends_of_blocks(
     dtype: torch.dtype, elements: int, blocks: int
 ) -> None:
-    size = max(blocks * BLOCK_BYTES // dtype.itemsize + elements, 0)
-    tensor = (torch.arange(size) % 251).to(dtype)
+    tensor = (
+        torch.arange(251).to(dtype).repeat(BLOCK_BYTES // 60)[: max(blocks * BLOCK_BYTES // dtype.itemsize + elements, 0)]
+    )
     place = torch.zeros_like(tensor)
     digest = copy_with_digest(place, tensor)
     assert torch.equal(place, tensor)
@@ -83,8 +84,9 @@ def test_a_copy_and_its_digest_cover_every_byte_around_the_ends_of_blocks(
         assert copy_with_digest(torch.zeros_like(tensor), tensor, pool) == tensor_digest(tensor, pool) == digest
         for threads in (None, pool):
             assert inspect_tensor(tensor, threads) == (digest, True)
-            ends = {0, BLOCK_BYTES - 1, BLOCK_BYTES, 4 * BLOCK_BYTES, place.nbytes - 1} & set(range(place.nbytes))
-            for byte in ends:
+            for byte in {0, BLOCK_BYTES - 1, BLOCK_BYTES, place.nbytes - 1}:
+                if byte not in range(place.nbytes):
+                    continue
                 place.view(torch.uint8)[byte] ^= 1
                 assert inspect_tensor(place, threads).digest != digest
                 place.view(torch.uint8)[byte] ^= 1
@@ -105,15 +107,9 @@ def test_what_was_found_intact_is_not_read_again_and_anything_else_is() -> None:
     assert intact == {first.name: first, second.name: second}
     buffer[first.offset] ^= 1
     check_staged(buffer, manifest, engine="engine 0", intact=intact)
-    others = [
-        {},
-        {first.name: second},
-        {first.name: first.replace(digest="0" * 16)},
-        {first.name: first.replace(offset=512)},
-    ]
-    for other in others:
+    for other in (second, first.replace(digest="0" * 16), first.replace(offset=512), first.replace(shape=(5, 7))):
         with pytest.raises(WeightCheckError, match=f"differ from the manifest's digests.*{first.name}"):
-            check_staged(buffer, manifest, engine="engine 0", intact=other)
+            check_staged(buffer, manifest, engine="engine 0", intact={first.name: other})
     assert find_intact(buffer, manifest.tensors[:2]) == {second.name: second}
 
 
