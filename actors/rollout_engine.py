@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ from rl_backend.contracts import (
     ConfigError,
     EngineDeadError,
     EngineDirtyError,
+    RLBackendError,
     RolloutError,
+    TensorInfo,
     UnsupportedError,
     WeightCheckError,
     WeightManifest,
@@ -40,7 +43,7 @@ from rl_backend.contracts import (
     WeightVersionError,
 )
 from rl_backend.trace import TraceBatch, recorder, span
-from rl_backend.weights import check_manifest, check_staged
+from rl_backend.weights import check_manifest, check_staged, find_intact
 
 
 class RolloutEngine:
@@ -69,6 +72,8 @@ class RolloutEngine:
         self._moe_layers: tuple[int, ...] = ()
         self._gloo: dict[str, GlooGroup] = {}
         self._verified: WeightManifest | None = None
+        self._push = self._ended_push = ""
+        self._intact: dict[str, TensorInfo] = {}
         self._failure = ""
 
     def node(self) -> str:
@@ -199,8 +204,33 @@ class RolloutEngine:
         if self._mapped is not None and self._mapped.path == path:
             self._mapped = self._buffer = self._verified = None
 
-    def verify(self, manifest: WeightManifest, segment: Segment) -> float:
+    def verify_part(self, push: str, part: WeightManifest, segment: Segment) -> None:
+        """Checks tensors that a push has staged, while its trainer stages those that come after them.
+
+        What passes is noted for :meth:`verify`, which reads only the rest and says what is wrong with it.
+
+        Args:
+            push: the push's own key.
+            part: the tensors, with offsets and digests.
+        """
+        if push == self._ended_push:
+            return
+        if push != self._push:
+            self._push, self._intact = push, {}
+        self._verified = None
+        with suppress(RLBackendError), span("verify part", "weights", weight_version=part.version, nbytes=part.nbytes):
+            self._check_updatable()
+            # The trainer, which may be on the same cores, works at the same time.
+            threads = max(len(self._cores) // 2, 1)
+            self._intact |= find_intact(self._map(segment), part.tensors, threads=threads)
+
+    def verify(self, manifest: WeightManifest, segment: Segment, push: str = "") -> float:
         """Proves that staged weights can be loaded, without loading them. Returns the seconds that it took.
+
+        Args:
+            manifest: of all tensors.
+            segment: where they are.
+            push: the key under which :meth:`verify_part` has checked some of them.
 
         Raises:
             WeightVersionError: the weights are older than those served.
@@ -209,10 +239,12 @@ class RolloutEngine:
             EngineDirtyError: the engine cannot be updated any more.
         """
         started = time.perf_counter()
-        self._verified = None
+        intact = self._intact if push == self._push else {}
+        self._verified, self._push, self._intact, self._ended_push = None, "", {}, push
         with span("verify", "weights", weight_version=manifest.version, nbytes=manifest.nbytes):
             self._check_manifest(manifest)
-            check_staged(self._map(segment), manifest, engine=self._name, threads=max(len(self._cores), 1))
+            threads = max(len(self._cores), 1)
+            check_staged(self._map(segment), manifest, engine=self._name, threads=threads, intact=intact)
         self._verified = manifest
         return time.perf_counter() - started
 

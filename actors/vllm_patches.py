@@ -39,10 +39,19 @@ def packing_experts_again(model: nn.Module) -> Iterator[None]:
                 method.moe_kernel = kernel
 
 
-def pack_embeddings_again(model: nn.Module) -> None:
-    """Makes the packed copies of embeddings and (tied) heads from the parameters as they are now."""
-    for module in _modules_of(model, UnquantizedEmbeddingMethod):
-        module.quant_method.process_weights_after_loading(module)
+@contextmanager
+def packing_embeddings_again(model: nn.Module) -> Iterator[None]:
+    """Embeddings and heads that vLLM does not pack inside the context are packed at its end, from the parameters of then.
+
+    Of a head that is tied only the embedding is loaded, which is another module.
+    """
+    modules = _modules_of(model, UnquantizedEmbeddingMethod)
+    for module in modules:
+        vars(module).pop("cpu_linear", None)
+    yield
+    for module in modules:
+        if "cpu_linear" not in vars(module):
+            module.quant_method.process_weights_after_loading(module)
 
 
 def bind_stores_to_their_address() -> None:

@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from actors.transport.segment import map_segment
-from actors.vllm_patches import bind_stores_to_their_address, pack_embeddings_again, packing_experts_again
+from actors.vllm_patches import bind_stores_to_their_address, packing_embeddings_again, packing_experts_again
 from rl_backend.contracts import WeightManifest
 from rl_backend.weights import read_tensor
 
@@ -66,6 +66,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
 
     def start_weight_update(self) -> None:
         self._update = ExitStack()
+        self._update.enter_context(packing_embeddings_again(self.model))
         self._update.enter_context(packing_experts_again(self.model))
         initialize_layerwise_reload(self.model)
 
@@ -78,7 +79,6 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         self._update.close()
-        pack_embeddings_again(self.model)
 
     def shutdown(self) -> None:
         self._buffer = None

@@ -38,7 +38,8 @@ class PushReport:
         version: the weight version that every engine of ``engines`` now serves.
         nbytes: bytes of the weights, sent to each engine.
         seconds: of each phase: ``plan``, ``stage``, ``verify``, ``load``, ``resume`` (``stream`` in place of ``stage``,
-            ``verify`` and ``load`` where weights are streamed), and ``total``.
+            ``verify`` and ``load`` where weights are streamed), and ``total``. Through shared memory, ``stage`` is also the
+            time in which engines check what is staged already, and ``verify`` what is left of that.
         transport: the one used.
         engines: numbers of the engines that were updated.
         skipped: engines that were dead or dirty before the push began.
@@ -55,7 +56,8 @@ class PushReport:
 class WeightSync:
     """Publishes the weights of one model to a rollout group.
 
-    From now on the group's engines refuse to sample until the first push.
+    From now on the group's engines refuse to sample until the first push. Staging buffers, as large as the weights, are kept
+    from one push to the next; :meth:`close` frees them.
 
     Args:
         train: a ``TrainGroup``, or a :class:`~actors.weight_sync_source.WeightSource`.
@@ -178,7 +180,7 @@ class WeightSync:
             staged = transport.stage(plan, self._train, rollout)
         with clock.phase("verify"):
             segments = staged.segments
-            raise_failures(rollout.call("verify", staged.manifest, each=lambda engine: (segments[engine],)))
+            raise_failures(rollout.call("verify", staged.manifest, each=lambda engine: (segments[engine], staged.key)))
         with rollout.updating():
             with clock.phase("load"):
                 outcomes = rollout.call("load", plan.version)

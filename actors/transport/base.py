@@ -62,10 +62,12 @@ class Staged:
     Attributes:
         manifest: with offsets and digests.
         segments: engine -> the segment to load from.
+        key: under which engines have checked parts of it already; empty where none has.
     """
 
     manifest: WeightManifest
     segments: Mapping[int, Segment]
+    key: str = ""
 
 
 class Transport(ABC):

@@ -1,12 +1,18 @@
 """Weights through one shared-memory segment, for trainer and engines on one host.
 
 The source rank copies each exported tensor once into a mapping under /dev/shm; engines map the same bytes, verify them and
-hand views of them to vLLM's loaders. The segment stays for the next push, which may write to it because no engine keeps a
-reference to it after it has acknowledged.
+hand views of them to vLLM's loaders. The segment and its mappings stay for the next push, which may write to it because no
+engine keeps a reference to it after it has acknowledged.
+
+While the source rank stages, it tells the engines, part by part, what is in its place already, and they check that part.
+Nobody waits for these messages, and an engine notes only what has passed. When all is staged, ``verify`` checks the rest,
+which is also what a lost or late message has left.
 """
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,8 +29,14 @@ from actors.transport.base import (
 )
 from actors.transport.segment import Segment, SharedSegment
 from actors.weight_sync_source import SourceContext, SourceRanks
-from rl_backend.contracts import RLBackendError, UnsupportedError, WeightManifest, WeightSyncError
+from rl_backend.contracts import RLBackendError, TensorInfo, UnsupportedError, WeightManifest, WeightSyncError
 from rl_backend.weights import plan_layout, write_tensors
+
+PART_BYTES = 2**25
+"""Of weights that engines are told of at one time, at least: a message takes as long as copying some MiB."""
+
+_SHARE = 4
+"""A part is a fourth of what is left to stage: few messages, and little to verify once all is staged."""
 
 
 class SharedMemoryTransport(StagedTransport):
@@ -52,8 +64,9 @@ class SharedMemoryTransport(StagedTransport):
         if self._segment is not None and self._segment != segment:
             rollout.call("forget_segment", self._segment.path)
         self._segment = segment
-        manifest: WeightManifest = from_source(train.run_on_ranks(write_segment, plan))
-        return Staged(manifest, dict.fromkeys(rollout.engines, segment))
+        key = uuid.uuid4().hex
+        manifest: WeightManifest = from_source(train.run_on_ranks(write_segment, plan, key, rollout.actors()))
+        return Staged(manifest, dict.fromkeys(rollout.engines, segment), key)
 
     def close(self, train: SourceRanks, rollout: EngineSet) -> None:
         if self._segment is not None:
@@ -82,17 +95,54 @@ def reserve_segment(context: SourceContext, plan: PushPlan) -> Segment | RLBacke
     return Segment(str(segment.path), segment.nbytes)
 
 
-def write_segment(context: SourceContext, plan: PushPlan) -> WeightManifest | None:
-    """Runs on every rank, a collective: the source rank writes what all export together."""
+def write_segment(
+    context: SourceContext, plan: PushPlan, key: str = "", engines: Sequence[Any] = ()
+) -> WeightManifest | None:
+    """Runs on every rank, a collective: the source rank writes what all export together.
+
+    Args:
+        key: of this push, for the engines.
+        engines: actors that are told of what is staged, while more is.
+    """
     if context.rank != SOURCE_RANK:
         take_part(context, plan)
         return None
     segment: SharedSegment = context.state[plan.key]
+    parts = _StagedParts(plan, key, Segment(str(segment.path), segment.nbytes), engines)
     layout, _ = plan_layout(plan.infos)
     with torch.no_grad():
         return write_tensors(
-            segment.buffer, layout, export(context, plan), version=plan.version, threads=torch.get_num_threads()
+            segment.buffer,
+            layout,
+            export(context, plan),
+            version=plan.version,
+            threads=torch.get_num_threads(),
+            staged=parts.add,
         )
+
+
+class _StagedParts:
+    """Tells engines of what is staged. Not of the last part, which they are asked to verify with all of it."""
+
+    def __init__(self, plan: PushPlan, key: str, segment: Segment, engines: Sequence[Any]) -> None:
+        self._version = plan.version
+        self._key = key
+        self._segment = segment
+        self._engines = engines
+        self._left = plan.nbytes
+        self._part: list[TensorInfo] = []
+        self._part_bytes = 0
+
+    def add(self, info: TensorInfo) -> None:
+        self._part.append(info)
+        self._part_bytes += info.nbytes
+        rest = self._left - self._part_bytes
+        if self._part_bytes < max(PART_BYTES, self._left // _SHARE) or not rest:
+            return
+        part = WeightManifest(version=self._version, tensors=tuple(self._part))
+        self._left, self._part, self._part_bytes = rest, [], 0
+        for engine in self._engines:
+            engine.verify_part.remote(self._key, part, self._segment)
 
 
 def drop_segment(context: SourceContext, key: str) -> None:

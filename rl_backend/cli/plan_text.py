@@ -42,7 +42,10 @@ def as_text(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> str:
     logits = max(rank.logits_chunk for rank in plan.ranks)
     if logits:
         lines.append(f"logits: {unit.of(logits)} {unit.name} at one time, in the workspace")
-    lines.append(f"a weight sync sends {unit.of(plan.sync_bytes)} {unit.name} in {plan.workload.sync_dtype}")
+    lines.append(
+        f"a weight sync sends {unit.of(plan.sync_bytes)} {unit.name} in {plan.workload.sync_dtype}; through shared memory "
+        "or gloo it keeps as much of /dev/shm until it is closed"
+    )
     if device_bytes is not None:
         lines += ["", *_verdict(plan, device_bytes, fitting, unit)]
     return "\n".join(lines)

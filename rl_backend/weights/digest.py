@@ -3,28 +3,79 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
 import xxhash
 from torch import Tensor
 
+BLOCK_BYTES = 1 << 20
+"""Of a tensor that are read at one time. What else is done with them finds them in the processor's cache."""
 
-def tensor_digest(tensor: Tensor) -> str:
-    """xxh3-64 of a contiguous CPU tensor's bytes, as 16 hexadecimal digits."""
-    flat = tensor.reshape(-1)
-    # Not through NumPy, which takes a tensor's memory for itself: a parameter's could not be offloaded any more.
-    return str(xxhash.xxh3_64_hexdigest((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()) if flat.nbytes else b""))
+_RUN = 2
+"""Blocks that a thread takes at one time."""
 
 
-def tensor_digests(tensors: Sequence[Tensor], threads: int) -> list[str]:
-    """:func:`tensor_digest` of each, by up to ``threads`` threads (hashing a large buffer leaves the interpreter lock)."""
-    if threads <= 1 or len(tensors) <= 1:
-        return [tensor_digest(tensor) for tensor in tensors]
+@contextmanager
+def block_threads(threads: int) -> Iterator[Executor | None]:
+    """Threads that share the blocks of a tensor; None where there is only one, which is the caller's own.
+
+    Copying and digesting a block both leave the interpreter lock.
+    """
+    if threads <= 1:
+        yield None
+        return
     with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(tensor_digest, tensors))
+        yield pool
+
+
+def tensor_digest(tensor: Tensor, pool: Executor | None = None) -> str:
+    """Digest of a contiguous CPU tensor's bytes, as 16 hexadecimal digits.
+
+    It is the xxh3-64 of the xxh3-64s of the tensor's blocks of :data:`BLOCK_BYTES`, each as 8 bytes, the highest first. So
+    several threads can work on one tensor.
+    """
+    flat = tensor.reshape(-1)
+    start = flat.data_ptr()
+    return join_digests(each_block(flat.nbytes, lambda block: block_digest(start, block), pool))
+
+
+def copy_with_digest(place: Tensor, tensor: Tensor, pool: Executor | None = None) -> str:
+    """Copies a tensor to a contiguous CPU tensor of its shape and dtype. Returns the digest of what was written."""
+    source = tensor.detach()
+    if source.device.type != "cpu" or not source.is_contiguous() or source.is_neg() or source.is_conj():
+        place.copy_(source, non_blocking=False)
+        return tensor_digest(place, pool)
+    start, written = source.data_ptr(), place.data_ptr()
+
+    def copy(block: range) -> bytes:
+        ctypes.memmove(written + block.start, start + block.start, len(block))
+        return block_digest(written, block)
+
+    return join_digests(each_block(place.nbytes, copy, pool))
+
+
+def block_digest(start: int, block: range) -> bytes:
+    """xxh3-64 of the bytes at the addresses ``start + block.start`` to ``start + block.stop``."""
+    # Not through NumPy, which takes a tensor's memory for itself: a parameter's could not be offloaded any more.
+    return bytes(xxhash.xxh3_64_digest((ctypes.c_char * len(block)).from_address(start + block.start)))
+
+
+def join_digests(digests: Iterable[bytes]) -> str:
+    """A tensor's digest, of its blocks' digests."""
+    return str(xxhash.xxh3_64_hexdigest(b"".join(digests)))
+
+
+def each_block[T](nbytes: int, work: Callable[[range], T], pool: Executor | None) -> list[T]:
+    """``work`` of each block of that many bytes, in order; the last block may be shorter, and no bytes have none."""
+    blocks = [range(first, min(first + BLOCK_BYTES, nbytes)) for first in range(0, nbytes, BLOCK_BYTES)]
+    if pool is None or len(blocks) <= _RUN:
+        return [work(block) for block in blocks]
+    runs = [blocks[first : first + _RUN] for first in range(0, len(blocks), _RUN)]
+    return [result for results in pool.map(lambda run: [work(block) for block in run], runs) for result in results]
 
 
 CHECKSUM_BYTES = 1 << 26

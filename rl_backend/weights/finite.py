@@ -6,7 +6,7 @@ summed first; only a chunk whose sum is not finite (its sum may also have overfl
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -29,13 +29,14 @@ def has_non_finite(tensor: Tensor) -> bool:
     return any(not bool(chunks[index].isfinite().all()) for index in suspects)
 
 
-def check_finite(weights: Iterable[tuple[str, Tensor]], *, engine: str) -> None:
-    """Raises :class:`~rl_backend.contracts.WeightCheckError` that names every tensor with NaN or infinity in it."""
-    bad = [name for name, tensor in weights if has_non_finite(tensor)]
-    if bad:
-        raise WeightCheckError(
-            f"{engine}: weights hold NaN or infinity and were not loaded: {', '.join(bad[:8])}"
-            f"{f' and {len(bad) - 8} more' if len(bad) > 8 else ''}; the trainer's model is damaged: restore a checkpoint",
-            engine=engine,
-            names=bad,
-        )
+def refuse_non_finite(names: Sequence[str], *, engine: str) -> None:
+    """Raises :class:`~rl_backend.contracts.WeightCheckError` unless ``names``, of tensors with NaN or infinity, is empty."""
+    if not names:
+        return
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    raise WeightCheckError(
+        f"{engine}: weights hold NaN or infinity and were not loaded: {', '.join(names[:8])}{more}; the trainer's model is "
+        "damaged: restore a checkpoint",
+        engine=engine,
+        names=list(names),
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 
 import torch
@@ -10,9 +10,10 @@ from torch import Tensor
 
 from rl_backend.contracts import TensorInfo, WeightCheckError, WeightManifest
 from rl_backend.weights.announced import as_announced
-from rl_backend.weights.digest import names_of_changed, overlapping, tensor_digests
+from rl_backend.weights.digest import block_threads, copy_with_digest, names_of_changed, overlapping
 from rl_backend.weights.dtypes import dtype_from_name
-from rl_backend.weights.finite import check_finite
+from rl_backend.weights.finite import refuse_non_finite
+from rl_backend.weights.inspection import inspect_tensor
 
 
 def read_tensor(buffer: Tensor, info: TensorInfo) -> Tensor:
@@ -28,6 +29,7 @@ def write_tensors(
     *,
     version: int,
     threads: int = 1,
+    staged: Callable[[TensorInfo], None] | None = None,
 ) -> WeightManifest:
     """Copies ``weights`` to their places in a (N,) uint8 CPU buffer and digests what was written.
 
@@ -36,38 +38,47 @@ def write_tensors(
         layout: tensors with offsets, in the order in which ``weights`` yields them.
         weights: (name, full tensor) on any device; a tensor may be reused once the next one is taken.
         version: weight version of the manifest.
-        threads: threads that digest.
+        threads: threads that copy and digest.
+        staged: told of each tensor, with its digest, once it is in its place for good.
 
     Raises:
         WeightCheckError: ``weights`` differ from the layout in a name, shape, dtype or number.
     """
-    written: list[Tensor] = []
-    with closing(as_announced(layout, weights)) as announced:
+    written: list[TensorInfo] = []
+    with closing(as_announced(layout, weights)) as announced, block_threads(threads) as pool:
         for info, tensor in announced:
-            place = read_tensor(buffer, info)
-            place.copy_(tensor.detach(), non_blocking=False)
-            written.append(place)
-    digests = tensor_digests(written, threads)
-    return WeightManifest(
-        version=version,
-        tensors=tuple(info.replace(digest=digest) for info, digest in zip(layout, digests, strict=True)),
-    )
+            written.append(info.replace(digest=copy_with_digest(read_tensor(buffer, info), tensor, pool)))
+            if staged is not None:
+                staged(written[-1])
+    return WeightManifest(version=version, tensors=tuple(written))
 
 
-def check_staged(buffer: Tensor, manifest: WeightManifest, *, engine: str, threads: int = 1) -> None:
+def check_staged(
+    buffer: Tensor,
+    manifest: WeightManifest,
+    *,
+    engine: str,
+    threads: int = 1,
+    intact: Mapping[str, TensorInfo] | None = None,
+) -> None:
     """Proves that a (N,) uint8 CPU buffer holds the manifest's tensors, unchanged and finite.
 
     Args:
         engine: who checks, for messages.
         threads: threads that digest.
+        intact: what :func:`find_intact` has found in this buffer since it was written. Those that are the manifest's, in
+            place and digest as well, are not read again.
 
     Raises:
         WeightCheckError: tensors that lie outside the buffer, overlap, have another digest, or hold NaN or infinity.
     """
-    _check_places(buffer, manifest)
-    names = [info.name for info in manifest.tensors]
-    tensors = [read_tensor(buffer, info) for info in manifest.tensors]
-    changed = names_of_changed(names, (info.digest for info in manifest.tensors), tensor_digests(tensors, threads))
+    _check_places(buffer, manifest.tensors)
+    found = intact or {}
+    left = [info for info in manifest.tensors if found.get(info.name) != info]
+    with torch.no_grad(), block_threads(threads) as pool:
+        inspections = [inspect_tensor(read_tensor(buffer, info), pool) for info in left]
+    names = [info.name for info in left]
+    changed = names_of_changed(names, (info.digest for info in left), (one.digest for one in inspections))
     if changed:
         raise WeightCheckError(
             f"{engine}: staged bytes differ from the manifest's digests, nothing was loaded: {', '.join(changed[:8])}; "
@@ -75,12 +86,26 @@ def check_staged(buffer: Tensor, manifest: WeightManifest, *, engine: str, threa
             engine=engine,
             names=changed,
         )
-    with torch.no_grad():
-        check_finite(zip(names, tensors, strict=True), engine=engine)
+    refuse_non_finite([name for name, one in zip(names, inspections, strict=True) if not one.finite], engine=engine)
 
 
-def _check_places(buffer: Tensor, manifest: WeightManifest) -> None:
-    for info in manifest.tensors:
+def find_intact(buffer: Tensor, tensors: Sequence[TensorInfo], *, threads: int = 1) -> dict[str, TensorInfo]:
+    """Those of a push's tensors, by name, that a (N,) uint8 CPU buffer holds with the right digest and finite values.
+
+    For tensors that are staged already while others are not yet; :func:`check_staged` says what is wrong with the rest.
+
+    Raises:
+        WeightCheckError: tensors that lie outside the buffer or overlap.
+    """
+    _check_places(buffer, tensors)
+    with torch.no_grad(), block_threads(threads) as pool:
+        inspections = [inspect_tensor(read_tensor(buffer, info), pool) for info in tensors]
+    pairs = zip(tensors, inspections, strict=True)
+    return {info.name: info for info, one in pairs if one.finite and one.digest == info.digest}
+
+
+def _check_places(buffer: Tensor, tensors: Sequence[TensorInfo]) -> None:
+    for info in tensors:
         size = info.num_elements * dtype_from_name(info.dtype).itemsize
         if info.nbytes != size:
             raise WeightCheckError(
@@ -92,5 +117,5 @@ def _check_places(buffer: Tensor, manifest: WeightManifest) -> None:
                 f"{buffer.numel()} bytes at a multiple of 16",
                 name=info.name,
             )
-    if overlapping((info.offset, info.nbytes) for info in manifest.tensors):
+    if overlapping((info.offset, info.nbytes) for info in tensors):
         raise WeightCheckError("tensors of the manifest overlap in the staging buffer")

@@ -26,11 +26,11 @@ class PatchableEngine(RolloutEngine):
         import actors.vllm_worker as worker
 
         worker.packing_experts_again = patches.packing_experts_again
-        worker.pack_embeddings_again = patches.pack_embeddings_again
+        worker.packing_embeddings_again = patches.packing_embeddings_again
         if patch == "packing_experts_again":
             worker.packing_experts_again = contextlib.nullcontext
-        elif patch == "pack_embeddings_again":
-            worker.pack_embeddings_again = lambda model: None
+        elif patch == "packing_embeddings_again":
+            worker.packing_embeddings_again = contextlib.nullcontext
 
 
 class PatchableGroup(RolloutGroup):
@@ -78,7 +78,7 @@ def test_a_mixture_of_experts_is_pushed_right_into_an_engine_that_started_with_r
         assert gap_after_push_without(None, group, trainer, sync) <= 1e-5
 
 
-@pytest.mark.parametrize("patch", ["packing_experts_again", "pack_embeddings_again"])
+@pytest.mark.parametrize("patch", ["packing_experts_again", "packing_embeddings_again"])
 def test_vllm_serves_old_weights_without_the_patch(
     patch: str, group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
 ) -> None:

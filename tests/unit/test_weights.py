@@ -10,10 +10,10 @@ from rl_backend.contracts import TensorInfo, UnsupportedError, WeightCheckError,
 from rl_backend.weights import (
     ALIGNMENT,
     ExpectedWeights,
-    check_finite,
     check_manifest,
     check_staged,
     dtype_from_name,
+    find_intact,
     find_mismatches,
     has_non_finite,
     plan_layout,
@@ -21,7 +21,8 @@ from rl_backend.weights import (
     tensor_info,
     write_tensors,
 )
-from rl_backend.weights.digest import device_checksum, tensor_digest
+from rl_backend.weights.digest import BLOCK_BYTES, block_threads, copy_with_digest, device_checksum, tensor_digest
+from rl_backend.weights.inspection import inspect_tensor
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -67,6 +68,58 @@ def test_every_single_byte_of_a_staged_tensor_is_covered_by_its_digest() -> None
     check_staged(buffer, manifest, engine="engine 0")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("elements", [-1, 0, 3])
+@pytest.mark.parametrize("blocks", [0, 1, 3])
+def test_a_copy_and_its_digest_cover_every_byte_around_the_ends_of_blocks(
+    dtype: torch.dtype, elements: int, blocks: int
+) -> None:
+    tensor = (
+        torch.arange(251).to(dtype).repeat(BLOCK_BYTES // 60)[: max(blocks * BLOCK_BYTES // dtype.itemsize + elements, 0)]
+    )
+    place = torch.zeros_like(tensor)
+    digest = copy_with_digest(place, tensor)
+    assert torch.equal(place, tensor)
+    with block_threads(3) as pool:
+        assert copy_with_digest(torch.zeros_like(tensor), tensor, pool) == tensor_digest(tensor, pool) == digest
+        for threads in (None, pool):
+            assert inspect_tensor(tensor, threads) == (digest, True)
+            for byte in {0, BLOCK_BYTES - 1, BLOCK_BYTES, place.nbytes - 1}:
+                if byte not in range(place.nbytes):
+                    continue
+                place.view(torch.uint8)[byte] ^= 1
+                assert inspect_tensor(place, threads).digest != digest
+                place.view(torch.uint8)[byte] ^= 1
+
+
+def test_tensors_that_cannot_be_copied_as_bytes_are_written_as_they_read() -> None:
+    turned = torch.arange(24.0).view(4, 6).t()
+    for tensor in (turned, torch.ones(1).expand(7), torch._neg_view(torch.arange(3.0)), torch.arange(8.0)[::2]):
+        place = torch.empty(tensor.shape)
+        assert copy_with_digest(place, tensor) == tensor_digest(tensor.clone(memory_format=torch.contiguous_format))
+        assert torch.equal(place, tensor)
+
+
+def test_what_was_found_intact_is_not_read_again_and_anything_else_is() -> None:
+    buffer, manifest = staged(weights())
+    first, second = manifest.tensors[:2]
+    intact = find_intact(buffer, manifest.tensors[:2])
+    assert intact == {first.name: first, second.name: second}
+    buffer[first.offset] ^= 1
+    check_staged(buffer, manifest, engine="engine 0", intact=intact)
+    for other in (second, first.replace(digest="0" * 16), first.replace(offset=512), first.replace(shape=(5, 7))):
+        with pytest.raises(WeightCheckError, match=f"differ from the manifest's digests.*{first.name}"):
+            check_staged(buffer, manifest, engine="engine 0", intact={first.name: other})
+    assert find_intact(buffer, manifest.tensors[:2]) == {second.name: second}
+
+
+def test_tensors_with_bad_values_or_outside_the_buffer_are_not_found_intact() -> None:
+    buffer, manifest = staged({"good": torch.ones(3), "bad": torch.tensor([1.0, float("nan")])})
+    assert list(find_intact(buffer, manifest.tensors)) == ["good"]
+    with pytest.raises(WeightCheckError, match="does not lie in a staging buffer"):
+        find_intact(buffer[:64], manifest.tensors)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -105,14 +158,17 @@ def test_an_export_that_differs_from_what_it_announced_is_refused(fault: str) ->
 @pytest.mark.parametrize("place", [0, 1_500_000, -1])
 def test_one_bad_value_among_many_is_found(dtype: torch.dtype, bad: float, place: int) -> None:
     tensor = torch.ones(3_000_000, dtype=dtype)
-    assert not has_non_finite(tensor)
-    tensor[place] = bad
-    assert has_non_finite(tensor)
+    assert not has_non_finite(tensor) and inspect_tensor(tensor).finite
+    for value in (bad, -bad):
+        tensor[place] = value
+        assert has_non_finite(tensor) and not inspect_tensor(tensor).finite
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_finite_values_whose_sum_overflows_are_accepted(dtype: torch.dtype) -> None:
-    assert not has_non_finite(torch.full((5000,), torch.finfo(dtype).max, dtype=dtype))
+    for value in (torch.finfo(dtype).max, torch.finfo(dtype).min):
+        largest = torch.full((5000,), value, dtype=dtype)
+        assert not has_non_finite(largest) and inspect_tensor(largest).finite
 
 
 def test_infinities_that_cancel_are_found() -> None:
@@ -122,14 +178,14 @@ def test_infinities_that_cancel_are_found() -> None:
 
 
 def test_integers_and_empty_tensors_are_finite() -> None:
-    assert not has_non_finite(torch.arange(5))
-    assert not has_non_finite(torch.zeros(0))
+    for tensor in (torch.arange(5), torch.full((5,), -1), torch.zeros(0)):
+        assert not has_non_finite(tensor) and inspect_tensor(tensor).finite
 
 
 def test_tensors_with_bad_values_are_named() -> None:
     bad = torch.tensor([1.0, float("nan")])
     with pytest.raises(WeightCheckError, match="engine 1: weights hold NaN or infinity and were not loaded: b, d;") as error:
-        check_finite([("a", torch.ones(2)), ("b", bad), ("c", torch.ones(2)), ("d", bad)], engine="engine 1")
+        check_staged(*staged({"a": torch.ones(2), "b": bad, "c": torch.ones(2), "d": bad}), engine="engine 1")
     assert error.value.details["names"] == ["b", "d"]
 
 
