@@ -60,9 +60,9 @@ class RunFolder:
 
     ``report.html`` is written when the run ends, however it ends, and now and then before. It is made of ``config.json``,
     ``metrics.jsonl``, ``samples.jsonl``, ``held_out.jsonl``, ``summary.json`` and ``run.json`` (``state`` is running,
-    finished, failed, interrupted or killed); ``rl-backend report DIR`` makes it again. Beside them are TensorBoard events and, with
-    ``trace``, ``trace.json`` for Perfetto. Where Ray runs, each step's metrics are also exported to Prometheus. ``run.json``
-    says how a run ended on a full disk too.
+    finished, failed, interrupted or killed); ``rl-backend report DIR`` makes it again. Beside them are TensorBoard events
+    and, with ``trace``, ``trace.json`` for Perfetto. Where Ray runs, each step's metrics are also exported to Prometheus.
+    ``run.json`` says how a run ended on a full disk too.
 
     A run that goes on from a checkpoint in the folder finds its logs cut back to that step, and so has each step once.
 

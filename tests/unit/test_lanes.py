@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -30,22 +31,29 @@ def test_goes_on(started):
     (started / "pid").write_text(str(os.getpid()))
     time.sleep(300)
 """
-RUN = "import sys, pathlib; from tests import lanes; lanes.ROOT = pathlib.Path(sys.argv[1]); {}; sys.exit(lanes.main(sys.argv[2:]))"
+RUN = """
+import sys
+from pathlib import Path
+from tests import lanes
+
+lanes.ROOT, lanes.LANES = Path(sys.argv[1]), (("one",), ("two",))
+sys.exit(lanes.main(sys.argv[2:]))
+"""
 
 
-@pytest.mark.parametrize("files", [False, True], ids=["lanes", "files"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "files"),
+    [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGINT, True)],
+    ids=["Ctrl-C", "SIGTERM", "Ctrl-C for files"],
+)
 def test_an_interrupted_suite_runs_the_ends_of_its_fixtures(tmp_path: Path, number: int, files: bool) -> None:
-    if files and number == signal.SIGTERM:
-        pytest.skip("lanes has become that one pytest")
     folders = ("one",) if files else ("one", "two")
     for name in folders:
         (tmp_path / name).mkdir()
         (tmp_path / name / "test_of_lane.py").write_text(TEST)
-    code = RUN.format("lanes.LANES = (('one',), ('two',))")
     arguments = ["-p", "no:cacheprovider", *([str(tmp_path / "one")] if files else [])]
     with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path), *arguments],
+        [sys.executable, "-c", RUN, str(tmp_path), *arguments],
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -66,10 +74,8 @@ def test_an_interrupted_suite_runs_the_ends_of_its_fixtures(tmp_path: Path, numb
                     os.kill(int((tmp_path / name / "pid").read_text()), 0)
             assert process.returncode == 143 or number == signal.SIGINT
         finally:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
 
 
 def test_the_lanes_hold_every_folder_of_tests() -> None:
