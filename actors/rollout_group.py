@@ -58,6 +58,8 @@ class RolloutGroup(EngineSet):
         self._actors: dict[int, Any] = {}
         self._infos: dict[int, EngineInfo] = {}
         self._lost: dict[int, RLBackendError] = {}
+        self._restarting = {engine: threading.Lock() for engine in range(config.num_engines)}
+        self._closed = False
         self._sampling = Sampling(config.sampling_timeout)
         self._placement = EnginePlacement(config, scheduling)
         try:
@@ -144,20 +146,28 @@ class RolloutGroup(EngineSet):
         _raise_first(self.call("require_push"))
 
     def restart(self, engine: int) -> EngineInfo:
-        """Replaces an engine, dead, dirty or healthy, by a new one; its weights are those of the model directory."""
+        """Replaces an engine, dead, dirty or healthy, by a new one; its weights are those of the model directory.
+
+        Threads that restart the same engine do so one after the other.
+
+        Raises:
+            ConfigError: no such engine.
+            RolloutError: the new engine did not start, or the group is closed.
+        """
         if engine not in range(self.config.num_engines):
             raise ConfigError.of("engine", engine, f"the group has engines 0 to {self.config.num_engines - 1}")
-        with self._lock:
-            if engine in self._actors:
-                _end([self._actors.pop(engine)])
-            self._lost[engine] = EngineDeadError(f"{engine_name(engine)} was ended by a restart that did not complete")
-        try:
-            self._start([engine])
-        except RLBackendError as error:
-            self._lost[engine] = error
-            raise
-        del self._lost[engine]
-        return self._infos[engine]
+        with self._restarting[engine]:
+            with self._lock:
+                if engine in self._actors:
+                    _end([self._actors.pop(engine)])
+                self._lost[engine] = EngineDeadError(f"{engine_name(engine)} was ended by a restart that did not complete")
+            try:
+                self._start([engine])
+            except RLBackendError as error:
+                self._lost[engine] = error
+                raise
+            self._lost.pop(engine, None)
+            return self._infos[engine]
 
     def sleep(self, level: int = 1) -> None:
         """Frees the engines' GPU memory for training: level 1 keeps the weights in host memory, 2 drops them.
@@ -179,6 +189,7 @@ class RolloutGroup(EngineSet):
 
     def close(self) -> None:
         """Ends every engine."""
+        self._closed = True
         actors = list(self._actors.values())
         self._actors.clear()
         if ray_is_usable():
@@ -210,6 +221,11 @@ class RolloutGroup(EngineSet):
         with self._lock:
             self._infos.update(outcomes)
             self._actors.update(actors)
+        if self._closed:  # by another thread, which may not have seen them
+            for engine, actor in actors.items():
+                self._actors.pop(engine, None)
+                ray.kill(actor)
+            raise RolloutError(f"the rollout group was closed while {', '.join(names.values())} started")
 
     def _make_actor(self, engine: int) -> Any:
         actor = ray.remote(self.engine_class).options(**self._placement.options(engine))

@@ -6,25 +6,32 @@ Arguments go to both lanes, or to one pytest where they name files.
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any
 
 ROOT = Path(__file__).parents[1]
 LANES = (("tests/e2e",), ("tests/unit", "tests/golden", "tests/gpu", "tests/distributed"))
 """Folders of each lane. The output of the first is shown while it runs, the other's when both have ended."""
+END_SECONDS = 60.0
+"""How long the lanes may take to end once they are interrupted."""
 NOTHING_SELECTED = 5
 """pytest's status where no test was selected, as in a lane without tests of the marker that was asked for."""
 
 
 def main(arguments: Sequence[str]) -> int:
     if any(not argument.startswith("-") and Path(argument.partition("::")[0]).exists() for argument in arguments):
-        return subprocess.call([sys.executable, "-m", "pytest", *arguments], cwd=ROOT)
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, "-m", "pytest", *arguments])
+    signal.signal(signal.SIGTERM, _leave)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lanes-") as folder:
         shown, kept = (Path(folder) / name for name in ("shown.log", "kept.log"))
@@ -32,10 +39,12 @@ def main(arguments: Sequence[str]) -> int:
             lanes = [_start(LANES[0], arguments, tee.stdin), _start(LANES[1], arguments, output)]
             try:
                 statuses = [lane.wait() for lane in lanes]
+            except KeyboardInterrupt:
+                # The terminal has sent it to the lanes as well, which now end what their tests have started.
+                _end(lanes, ask=False)
+                raise
             except BaseException:
-                for lane in lanes:
-                    lane.terminate()
-                    lane.wait()
+                _end(lanes, ask=True)
                 raise
         logs = [log.read_text(errors="replace").rstrip() for log in (shown, kept)]
     print(logs[1], "", sep="\n")
@@ -44,6 +53,25 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{' '.join(folders)}: {log.rpartition('\n')[2].strip('= ')}")
     print(f"{time.monotonic() - started:.0f} s in all", flush=True)
     return max((status for status in statuses if status != NOTHING_SELECTED), key=abs, default=NOTHING_SELECTED)
+
+
+def _leave(number: int, _: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # a second one must not cut the end of the lanes short
+    raise SystemExit(128 + number)
+
+
+def _end(lanes: Sequence[subprocess.Popen[bytes]], *, ask: bool) -> None:
+    """Waits for fixtures to end Ray and vLLM: pytest runs them on SIGINT, and not on SIGTERM."""
+    if ask:
+        for lane in lanes:
+            lane.send_signal(signal.SIGINT)
+    deadline = time.monotonic() + END_SECONDS
+    for lane in lanes:
+        try:
+            lane.wait(max(deadline - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            lane.kill()
+            lane.wait()
 
 
 def _start(folders: Sequence[str], arguments: Sequence[str], output: IO[Any] | None) -> subprocess.Popen[bytes]:

@@ -90,6 +90,8 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 row = json.loads(line)
             except ValueError as error:
                 raise BatchError(f"{where}: not JSON: {error}") from None
+            except RecursionError:
+                raise BatchError(f"{where}: nested too deeply") from None
             if not isinstance(row, dict):
                 raise BatchError(f"{where}: a {type(row).__name__}; expected one JSON object per line")
             yield where, row

@@ -58,11 +58,12 @@ def score_value(result: float | Mapping[str, Any]) -> float:
     """The number in what a reward function returned.
 
     Raises:
-        BatchError: no ``score`` in a mapping, not a number, or not finite.
+        BatchError: no ``score`` in a mapping, not a real number, or not finite.
     """
     score = result.get("score") if isinstance(result, Mapping) else result
-    if not isinstance(score, SupportsFloat):
-        raise BatchError(f"the reward function returned {reprlib.repr(result)}; expected a number or a mapping with 'score'")
+    # float() of a complex number of numpy or torch is its real part.
+    if not isinstance(score, SupportsFloat) or "complex" in str(getattr(score, "dtype", "")):
+        raise BatchError(f"the reward function returned {_shown(result)}; expected a real number or a mapping with 'score'")
     try:
         number = float(score)
     except OverflowError:
@@ -70,11 +71,24 @@ def score_value(result: float | Mapping[str, Any]) -> float:
     except Exception as error:  # arrays and tensors of several numbers, and classes of the user's, raise any type
         kind = type(score).__name__
         raise BatchError(
-            f"the reward function returned {reprlib.repr(result)}, a {kind}, which is not one number: {error}"
+            f"the reward function returned {_shown(result)}, a {kind}, which is not one number: {error}"
         ) from error
     if not math.isfinite(number):
-        raise BatchError(f"the reward function returned {reprlib.repr(result)}; a score must be finite and fit in a float")
+        raise BatchError(f"the reward function returned {_shown(result)}; a score must be finite and fit in a float")
     return number
+
+
+class _ShortRepr(reprlib.Repr):
+    """Short texts of any value; Python refuses to write whole numbers of more than 4300 digits."""
+
+    def repr_int(self, x: int, level: int) -> str:
+        bits = x.bit_length()
+        return f"<int of {bits} bits>" if bits > _MOST_BITS else super().repr_int(x, level)
+
+
+_MOST_BITS = 1024
+"""No whole number of more bits fits in a float."""
+_shown = _ShortRepr().repr
 
 
 def _import_module(spec: str, name: str) -> ModuleType:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ from actors.cluster_watch import ray_is_usable, watch_cluster
 from actors.local_ray import init_local_ray, join_ray
 from actors.placement import living_nodes
 from examples.common.disk import usable_run_dir
+from examples.common.termination import RunTerminated, raised_on_sigterm
 from rl_backend.contracts import ConfigError
 
 
@@ -56,15 +58,33 @@ def ray_session(ranks: int, engines: int = 0) -> Iterator[None]:
     """Connects to the cluster of ``RAY_ADDRESS``, or starts Ray here for that many training ranks and engines.
 
     Ray that is started here listens on the loopback address alone, and is told of enough CPUs for ranks and engines to
-    reserve all cores each, because training and sampling take turns.
+    reserve all cores each, because training and sampling take turns. Within the session SIGTERM raises
+    :class:`~examples.common.termination.RunTerminated`.
 
     Raises:
         ConfigError: no cluster answers at ``RAY_ADDRESS``, or it refuses this process's token.
         ClusterLostError: Ray's servers ended meanwhile; see :func:`~actors.cluster_watch.watch_cluster`.
     """
     if ray.is_initialized():
-        yield
+        with raised_on_sigterm():
+            yield
         return
+    try:
+        _start_or_join(ranks, engines)
+    except SystemExit as error:
+        if error.code == signal.SIGTERM:  # Ray's own answer to it, from the beginning of ray.init
+            raise RunTerminated from None
+        raise
+    with raised_on_sigterm():
+        try:
+            with watch_cluster():
+                yield
+        finally:
+            if ray_is_usable():
+                ray.shutdown()
+
+
+def _start_or_join(ranks: int, engines: int) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if "RAY_ADDRESS" in os.environ:
         try:
@@ -84,12 +104,6 @@ def ray_session(ranks: int, engines: int = 0) -> Iterator[None]:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
-    try:
-        with watch_cluster():
-            yield
-    finally:
-        if ray_is_usable():
-            ray.shutdown()
 
 
 class Share(NamedTuple):

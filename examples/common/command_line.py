@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from examples.common.json_file import read_object
+from examples.common.termination import EXIT_TERMINATED, RunTerminated
 from rl_backend.contracts import BaseConfig, ClusterLostError, ConfigError, RLBackendError
 
 
@@ -34,16 +35,14 @@ def parse_config[C: BaseConfig](config_type: type[C], description: str, argument
     if "config" in given:
         path = Path(given.pop("config"))
         try:
-            values = json.loads(path.read_text())
+            values = read_object(path)
         except (OSError, ValueError) as error:
-            raise ConfigError.of("--config", str(path), f"cannot be read: {error}") from None
-        if not isinstance(values, dict):
-            raise ConfigError.of("--config", str(path), "is not a JSON object of options")
+            raise ConfigError.of("--config", str(path), f"cannot be read as options: {error}") from None
     return config_type(**{**values, **{name: None if value == "none" else value for name, value in given.items()}})
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Runs ``main``; an error of ours becomes one message and exit status 2."""
+    """Runs ``main``; an error of ours becomes one message and exit status 2, Ctrl-C status 130, SIGTERM status 143."""
     try:
         main()
     except RLBackendError as error:
@@ -54,6 +53,9 @@ def run_command(main: Callable[[], None]) -> None:
             sys.stderr.flush()
             os._exit(2)
         raise SystemExit(2) from None
+    except RunTerminated:
+        print("stopped by SIGTERM", file=sys.stderr)
+        raise SystemExit(EXIT_TERMINATED) from None
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         raise SystemExit(130) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,11 @@ from typing import Any
 
 from actors import SamplingConfig
 from adapters.verl.reward import RewardFunction, load_reward_function
+from examples.common.json_file import read_object
 from examples.common.prompts import Prompt, endless_batches, load_prompts, load_tokenizer
 from examples.common.rl_config import RLConfig
 from examples.common.router_replay import require_experts
+from rl_backend.contracts import ConfigError
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,18 @@ def stop_token_ids(model: str, tokenizer: Any) -> tuple[int, ...]:
     """What ends a response: the tokenizer's end-of-text token and those that ``generation_config.json`` names.
 
     Chat models end a turn with another token than a text.
+
+    Raises:
+        ConfigError: that file is damaged.
     """
     path = Path(model) / "generation_config.json"
-    named = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-    ids = named if isinstance(named, list) else [] if named is None else [named]
+    try:
+        named = read_object(path).get("eos_token_id") if path.exists() else None
+        ids = named if isinstance(named, list) else [] if named is None else [named]
+        if not all(type(token) is int for token in ids):
+            raise ValueError(f"eos_token_id={named!r}, expected a token id or a list of them")
+    except (OSError, ValueError) as error:
+        raise ConfigError.of(
+            "model", model, f"generation_config.json cannot be used: {error}; put it right or remove it"
+        ) from None
     return tuple(dict.fromkeys([tokenizer.eos_token_id, *ids]))

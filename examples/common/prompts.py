@@ -23,11 +23,20 @@ class Prompt:
 
 
 def load_tokenizer(model: str) -> Any:
-    """The tokenizer of a local Hugging Face directory; it must name an end-of-text token."""
+    """The tokenizer of a local Hugging Face directory; it must name an end-of-text token.
+
+    Raises:
+        ConfigError: there is none, its files are damaged, or it does not name one.
+    """
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError.of("model", model, f"has no tokenizer that can be loaded: {error}") from None
+    except Exception as error:  # a damaged tokenizer.json or tokenizer_config.json raises any type in transformers
+        raise ConfigError.of(
+            "model",
+            model,
+            f"has no tokenizer that can be loaded, {type(error).__name__}: {error}; check tokenizer.json and "
+            "tokenizer_config.json",
+        ) from error
     # Without its files transformers makes one of the class that config.json stands for, with special tokens alone.
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         raise ConfigError.of("model", model, "has no tokenizer with any text; add tokenizer.json and tokenizer_config.json")

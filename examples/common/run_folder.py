@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -18,16 +17,18 @@ from typing import Any, Self
 
 from torch.utils.tensorboard import SummaryWriter
 
-from actors.cluster_watch import cluster_loss
+from actors.cluster_watch import cluster_loss, last_words
 from actors.prometheus import export_step
 from actors.trace import TraceCollector, TraceSource
 from examples.common.disk import cannot_write, usable_run_dir, written_to
 from examples.common.log_file import LogFile
 from examples.common.run_lock import RunLock
-from examples.common.run_start import CHECKPOINTS, LOGS, RunStart, require_new_run
+from examples.common.run_start import CHECKPOINTS, LOGS, RunStart, read_file_of_run, require_new_run
 from examples.common.run_state import RunState
+from examples.common.run_watch import RunWatch
+from examples.common.termination import RunTerminated, termination
 from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
-from rl_backend.contracts import BaseConfig, ConfigError, RunFolderError
+from rl_backend.contracts import BaseConfig, ClusterLostError, ConfigError, RunFolderError
 from rl_backend.report import write_report
 from rl_backend.report.json_text import json_text
 
@@ -59,9 +60,9 @@ class RunFolder:
 
     ``report.html`` is written when the run ends, however it ends, and now and then before. It is made of ``config.json``,
     ``metrics.jsonl``, ``samples.jsonl``, ``held_out.jsonl``, ``summary.json`` and ``run.json`` (``state`` is running,
-    finished, failed or interrupted); ``rl-backend report DIR`` makes it again. Beside them are TensorBoard events and, with
-    ``trace``, ``trace.json`` for Perfetto. Where Ray runs, each step's metrics are also exported to Prometheus. ``run.json``
-    says how a run ended on a full disk too.
+    finished, failed, interrupted or killed); ``rl-backend report DIR`` makes it again. Beside them are TensorBoard events
+    and, with ``trace``, ``trace.json`` for Perfetto. Where Ray runs, each step's metrics are also exported to Prometheus.
+    ``run.json`` says how a run ended on a full disk too.
 
     A run that goes on from a checkpoint in the folder finds its logs cut back to that step, and so has each step once.
 
@@ -95,6 +96,7 @@ class RunFolder:
         self.path = Path(path).resolve()
         self._lock = lock or RunLock(self.path)
         self._state = RunState(self.path)
+        self._watch = RunWatch(self.path)
         try:
             with usable_run_dir(self.path):
                 self._open(config, start)
@@ -103,9 +105,11 @@ class RunFolder:
             if self._state.running:
                 with suppress(OSError):
                     self._write_end(error)
+            self._watch.close()
             self._lock.release()
             raise
         self._report_seconds = report_seconds
+        last_words.append(self._write_end)
         self._last_log = time.monotonic_ns()
         self._next_report = time.monotonic() + report_seconds if report_seconds else math.inf
 
@@ -120,13 +124,21 @@ class RunFolder:
         self._metrics, self._samples, self._held_out = (LogFile(self.path / name, start.kept.get(name)) for name in LOGS)
         self._facts: dict[str, Any] = {"started": _now(), "resumed": []}
         if start.same_folder:
-            earlier = json.loads((self.path / "run.json").read_text())
-            resumed = [*earlier.get("resumed", []), {"after_step": start.step, "at": _now()}]
-            self._facts = {"started": earlier["started"], "resumed": resumed}
+            earlier = read_file_of_run(self.path, "run.json")
+            started, resumed = earlier.get("started"), earlier.get("resumed", [])
+            if not (isinstance(started, str) and isinstance(resumed, list)):
+                raise ConfigError.of(
+                    "run_dir",
+                    str(self.path),
+                    "run.json of the run in it does not say when it started and was resumed; put the file right, or go on "
+                    "from the checkpoint in a new run_dir",
+                )
+            self._facts = {"started": started, "resumed": [*resumed, {"after_step": start.step, "at": _now()}]}
         options = config.model_dump_json(indent=2) + "\n"
         if not start.same_folder:
             _write(self.path / "config.json", options)  # first: it says where the run began
         self._write_state("running")
+        self._watch.start()
         if start.same_folder:
             # After the state: they would be the options of a run that has finished.
             _write(self.path / "config.json", options)
@@ -179,6 +191,7 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        last_words.remove(self._write_end)
         refused: dict[str, OSError] = {}
         logs = (self._metrics, self._samples, self._held_out, self._board)
         # TensorBoard's writer says what its thread has lost when it is flushed, not when it is closed.
@@ -188,8 +201,8 @@ class RunFolder:
             except OSError as problem:
                 refused[str(problem)] = problem
         lost = RunFolderError(cannot_write(self.path, "; ".join(refused)), path=str(self.path)) if refused else None
-        # A call into Ray that the loss of Ray has ended raises whatever comes of that.
-        ended_by = (error and cluster_loss()) or error or lost
+        # A call into Ray that a signal or the loss of Ray has ended raises whatever comes of that.
+        ended_by = (error and (termination() or cluster_loss())) or error or lost
         try:
             self._write_end(ended_by)
         except OSError as problem:
@@ -198,8 +211,11 @@ class RunFolder:
             if self._trace is not None:
                 self._keep_or_drop(self._trace, TraceCollector.close)
         finally:
-            self._report()
-            self._lock.release()
+            try:
+                self._report()
+            finally:
+                self._watch.close()
+                self._lock.release()
         if lost is not None and error is None:
             raise lost
         if lost is not None and error is not None and not isinstance(error, RunFolderError):
@@ -208,6 +224,8 @@ class RunFolder:
     def _keep_or_drop(self, trace: TraceCollector, use: Callable[[TraceCollector], None]) -> None:
         try:
             use(trace)
+        except ClusterLostError:
+            raise
         except Exception as error:  # noqa: BLE001, a run of days must not end for its trace
             self._trace = None
             with suppress(Exception):  # what broke it may break its end; the first error is the one to tell
@@ -219,6 +237,8 @@ class RunFolder:
         started = time.monotonic()
         try:
             write_report(self.path)
+        except ClusterLostError:
+            raise
         except Exception as error:  # noqa: BLE001, a run of days must not end for a picture of it
             message = f"{self.path}/report.html was not written, {type(error).__name__}: {error}"
             warnings.warn(f"{message}; `rl-backend report {self.path} --debug` shows where", stacklevel=2)
@@ -231,13 +251,15 @@ class RunFolder:
             self._write_state("finished")
             return
         state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        self._write_state(state, f"{type(error).__name__}: {error}".rstrip(": "))
+        text = str(error) if isinstance(error, RunTerminated) else f"{type(error).__name__}: {error}".rstrip(": ")
+        self._write_state(state, text)
 
     def _write_state(self, state: str, error: str | None = None) -> None:
         facts = {
             "state": state,
             "error": error,
             **self._facts,
+            "process": self._watch.process,
             "ended": None if state == "running" else _now(),
             "command": [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]],
         }

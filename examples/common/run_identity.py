@@ -69,8 +69,15 @@ def require_same_run(config: TrainingConfig, checkpoint: RunCheckpoint) -> None:
             raise ConfigError.of("resume", config.resume, f"{path} is of a run of {saved['example']}, this is one of {name}")
         options: dict[str, Any] = saved["options"]
         contents: dict[str, Any] = saved["contents"]
+        if not (isinstance(options, dict) and isinstance(contents, dict)):
+            raise TypeError("its options and contents are not objects")
     except KeyError as error:
         raise CheckpointError(f"{path} is of another program: its state has no {error}; give it to that one") from None
+    except (TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} is damaged, its state does not say of which run it is ({error}); go on from another checkpoint",
+            path=str(path),
+        ) from None
     here = deciding_options(config)
     for option in here | options:
         if options.get(option) != here.get(option):

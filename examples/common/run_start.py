@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from examples.common.disk import usable_run_dir
+from examples.common.json_file import read_object
 from examples.common.run_identity import deciding_options, require_same_run
 from examples.common.training_config import TrainingConfig
 from rl_backend.checkpoint.digesting_writer import file_facts
@@ -47,8 +50,20 @@ class RunStart:
         return bool(self.kept)
 
     def state(self, part: str) -> Mapping[str, Any]:
-        """What a part of the loop has saved; empty at the first step."""
-        return {} if self.checkpoint is None else self.checkpoint.state[part]
+        """What a part of the loop has saved; empty at the first step.
+
+        Raises:
+            CheckpointError: the checkpoint has no such part.
+        """
+        if self.checkpoint is None:
+            return {}
+        saved = self.checkpoint.state.get(part)
+        if not isinstance(saved, Mapping):
+            raise CheckpointError(
+                f"{self.checkpoint.path} has no usable {part!r} in its state; go on from another checkpoint",
+                path=str(self.checkpoint.path),
+            )
+        return saved
 
     def describe(self) -> list[str]:
         """For the first line that a run prints."""
@@ -64,6 +79,8 @@ def find_start(config: TrainingConfig) -> RunStart:
         CheckpointError: a checkpoint that is damaged, or none.
     """
     own = checkpoints_of(config)
+    with usable_run_dir(config.run_dir), suppress(FileNotFoundError, NotADirectoryError):
+        os.stat(config.run_dir)
     if config.resume is None:
         require_new_run(config.run_dir)
         return RunStart()
@@ -92,7 +109,7 @@ def find_start(config: TrainingConfig) -> RunStart:
             config.resume,
             f"{config.run_dir} has later checkpoints, of step {newest} too; remove them, or go on in a new run_dir",
         )
-    if _has_finished(config.run_dir) and _read(config.run_dir, "config.json").get("steps") == config.steps:
+    if _has_finished(config.run_dir) and read_file_of_run(config.run_dir, "config.json").get("steps") == config.steps:
         raise ConfigError.of(
             "resume",
             config.resume,
@@ -105,9 +122,10 @@ def _kept_logs(checkpoint: RunCheckpoint, config: TrainingConfig) -> dict[str, F
     """Of the run folder's logs, once they are known to be what they were when ``checkpoint`` was saved."""
     try:
         kept = {name: FileFacts(**facts) for name, facts in checkpoint.state["logs"].items()}
-    except (TypeError, ConfigError) as error:
+    except (AttributeError, KeyError, TypeError, ConfigError) as error:
+        problem = f"{type(error).__name__}: {error}"
         raise CheckpointError(
-            f"{checkpoint.path} does not say what the logs of its run held ({error}); go on from it in a new run_dir",
+            f"{checkpoint.path} does not say what the logs of its run held ({problem}); go on from it in a new run_dir",
             path=str(checkpoint.path),
         ) from None
     for name in LOGS:
@@ -136,9 +154,11 @@ def require_unchanged(log: Path, facts: FileFacts) -> None:
 
 
 def require_new_run(path: Path | str) -> None:
-    """Raises :class:`ConfigError` when ``path`` holds a run that has taken a step."""
-    metrics = Path(path) / LOGS[0]
-    if (metrics.exists() and metrics.stat().st_size) or RunCheckpoints(Path(path) / CHECKPOINTS).steps():
+    """Raises :class:`ConfigError` when ``path`` holds a run that has taken a step, or cannot be a folder."""
+    with usable_run_dir(path):
+        metrics = Path(path) / LOGS[0]
+        used = (metrics.exists() and metrics.stat().st_size) or RunCheckpoints(Path(path) / CHECKPOINTS).steps()
+    if used:
         raise ConfigError.of(
             "run_dir", str(path), "holds another run; choose a new directory, remove it, or continue it with resume=auto"
         )
@@ -157,7 +177,7 @@ def _may_be_replaced(config: TrainingConfig) -> bool:
     """
     if not (Path(config.run_dir) / "config.json").exists():
         return False
-    earlier = _read(config.run_dir, "config.json")
+    earlier = read_file_of_run(config.run_dir, "config.json")
     began, begins = _origin(earlier.get("resume")), _origin(config.resume)
     metrics = Path(config.run_dir) / LOGS[0]
     has_steps = metrics.exists() and metrics.stat().st_size > 0
@@ -175,11 +195,20 @@ def _may_be_replaced(config: TrainingConfig) -> bool:
         raise ConfigError.of(
             "run_dir", config.run_dir, "holds a run that has finished, without a checkpoint; choose another"
         )
-    if deciding_options(type(config)(**earlier)) != deciding_options(config):
+    if deciding_options(_earlier_config(config, earlier)) != deciding_options(config):
         raise ConfigError.of(
             "run_dir", config.run_dir, "holds a run with other options, without a checkpoint; choose another, or remove it"
         )
     return True
+
+
+def _earlier_config[C: TrainingConfig](config: C, earlier: Mapping[str, Any]) -> C:
+    try:
+        return type(config)(**earlier)
+    except ConfigError as error:
+        raise ConfigError.of(
+            "run_dir", config.run_dir, f"config.json of the run in it cannot be used: {error}; choose a new run_dir"
+        ) from None
 
 
 def _origin(resume: str | None) -> Path | None:
@@ -188,13 +217,21 @@ def _origin(resume: str | None) -> Path | None:
 
 
 def _has_finished(run_dir: str) -> bool:
-    return _read(run_dir, "run.json").get("state") == "finished"
+    return read_file_of_run(run_dir, "run.json").get("state") == "finished"
 
 
-def _read(run_dir: str, name: str) -> dict[str, Any]:
+def read_file_of_run(run_dir: Path | str, name: str) -> dict[str, Any]:
+    """The object in ``config.json`` or ``run.json`` of a run's folder.
+
+    Raises:
+        ConfigError: it is missing or damaged.
+    """
     file = Path(run_dir) / name
     try:
-        found: dict[str, Any] = json.loads(file.read_text())
+        return read_object(file)
     except (OSError, ValueError) as error:
-        raise ConfigError.of("run_dir", run_dir, f"{name} of the run in it cannot be read: {error}") from None
-    return found
+        raise ConfigError.of(
+            "run_dir",
+            str(run_dir),
+            f"{name} of the run in it cannot be read: {error}; put the file right, or choose a new run_dir",
+        ) from None

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from actors import Sample
+from actors.cluster_watch import cluster_loss
 from adapters.verl.reward import RewardFunction, score_value
 from examples.common.prompts import Prompt
+from examples.common.termination import raise_if_terminated
 from rl_backend.contracts import BatchError
 
 
@@ -27,9 +29,13 @@ def _score(text: str, prompt: Prompt, reward: RewardFunction) -> float:
             extra_info=example.extra_info,
         )
     except SystemExit as error:
+        raise_if_terminated()
         raise BatchError(
             f"the reward function ended the process, {error!r}, on the response {text!r}; have it return a number"
         ) from error
+    raise_if_terminated()
+    if (loss := cluster_loss()) is not None:  # which the reward function may have caught
+        raise loss
     return score_value(result)
 
 

@@ -64,7 +64,7 @@ def _read_object(data: RunData, name: str) -> dict[str, Any]:
         value = json.loads((data.path / name).read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         data.problems.append(f"{name}: {error}")
         return {}
     if not isinstance(value, dict):

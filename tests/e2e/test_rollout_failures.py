@@ -6,16 +6,21 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
 from actors import rollout_placement
+from actors.engine_cores import NodePlace
 from actors.rollout_config import RolloutConfig, SamplingConfig
+from actors.rollout_engine import RolloutEngine
 from actors.rollout_engines import EngineSet
 from actors.rollout_group import RolloutGroup
+from actors.rollout_messages import EngineInfo
 from actors.transport.base import PushPlan, StreamingTransport
 from actors.transport.shared_memory import SharedMemoryTransport
 from actors.weight_sync import WeightSync
@@ -247,6 +252,52 @@ def test_a_wrong_shape_that_reaches_the_loader_makes_the_engine_dirty(
         sync.push()
     assert sync.push().engines == (1,)
     assert_serves(group, trainer, trainer.source.version, {1})
+
+
+class EngineWithoutModel(RolloutEngine):
+    """Starts slowly, and loads nothing."""
+
+    def start(self, place: NodePlace) -> EngineInfo:
+        time.sleep(1.0)
+        facts = {"name": self._name, "pid": os.getpid(), "node_id": self.node(), "node_ip": "", "host": "", "device": "cpu"}
+        sizes = {"workers": 1, "device_ids": (), "vocab_size": 8, "max_model_len": 8, "version": 0}
+        return EngineInfo(**facts, **sizes, cores=(), dtype="float32", state="serving")  # type: ignore[arg-type]
+
+
+class GroupWithoutModel(RolloutGroup):
+    engine_class = EngineWithoutModel
+
+
+def ended(pid: int) -> bool:
+    deadline = time.monotonic() + 30
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def test_threads_that_restart_one_engine_leave_one_process_of_it(ray_cluster: None, untied_model: Path) -> None:
+    with GroupWithoutModel(RolloutConfig(model_path=str(untied_model), device="cpu")) as group:
+        pids = {group.infos[0].pid}
+        with ThreadPoolExecutor(3) as threads:
+            pids |= {info.pid for info in threads.map(group.restart, [0, 0, 0])}
+        assert group.engines == (0,)
+        assert len(pids) == 4
+        assert all(ended(pid) for pid in pids - {group.infos[0].pid})
+        assert not group.lost_engines
+
+
+def test_an_engine_that_restarts_while_the_group_is_closed_is_ended(ray_cluster: None, untied_model: Path) -> None:
+    group = GroupWithoutModel(RolloutConfig(model_path=str(untied_model), device="cpu"))
+    with ThreadPoolExecutor(1) as threads:
+        restart = threads.submit(group.restart, 0)
+        while not group.lost_engines:
+            time.sleep(0.01)
+        group.close()
+        with pytest.raises(RolloutError, match="the rollout group was closed while engine 0 started"):
+            restart.result()
+    assert group.engines == ()
 
 
 def test_more_gpus_than_are_free_are_refused_at_once_with_both_numbers(

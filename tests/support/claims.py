@@ -13,16 +13,18 @@ ROOT = Path(__file__).resolve().parents[2]
 START, END = "<!-- what works: from tests -->", "<!-- end -->"
 
 
-def claims(root: Path = ROOT) -> dict[str, list[str]]:
-    """Claim -> test files that show it, both in order of appearance."""
-    found: dict[str, list[str]] = defaultdict(list)
+def claims(root: Path = ROOT) -> dict[str, dict[str, bool]]:
+    """Claim -> test files that show it, in order of appearance, and whether they do so in ``make test-all`` alone."""
+    found: dict[str, dict[str, bool]] = defaultdict(dict)
     for path in sorted((root / "tests").rglob("test_*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        tree = ast.parse(path.read_text())
+        long_file = any(_is_long(node.value) for node in tree.body if isinstance(node, ast.Assign))
+        for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
+                long = long_file or any(map(_is_long, node.decorator_list))
                 for claim in filter(None, map(_claim, node.decorator_list)):
                     name = str(path.relative_to(root))
-                    if name not in found[claim]:
-                        found[claim].append(name)
+                    found[claim][name] = found[claim].get(name, True) and long
     return dict(found)
 
 
@@ -31,7 +33,10 @@ def table(root: Path = ROOT) -> str:
     rows = ["| area | what works | shown by |", "|---|---|---|"]
     for claim, files in sorted(claims(root).items()):
         area, _, text = claim.partition(": ")
-        links = ", ".join(f"[{Path(name).stem.removeprefix('test_')}]({name})" for name in files)
+        links = ", ".join(
+            f"[{Path(name).stem.removeprefix('test_')}]({name}){' (`make test-all`)' if long else ''}"
+            for name, long in files.items()
+        )
         rows.append(f"| {area} | {text} | {links} |")
     return "\n".join(rows)
 
@@ -42,6 +47,11 @@ def readme_with_table(root: Path = ROOT) -> str:
     head, rest = text.split(START)
     _, tail = rest.split(END)
     return f"{head}{START}\n{table(root)}\n{END}{tail}"
+
+
+def _is_long(mark: ast.expr) -> bool:
+    """Of a decorator, or of what a file gives ``pytestmark``."""
+    return any(ast.unparse(node) == "pytest.mark.long" for node in ast.walk(mark) if isinstance(node, ast.Attribute))
 
 
 def _claim(decorator: ast.expr) -> str | None:

@@ -276,6 +276,28 @@ def test_a_model_without_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("tokenizer.json", "{}"), ("tokenizer.json", "{"), ("tokenizer_config.json", "[]"), ("tokenizer_config.json", "{")],
+)
+def test_a_damaged_tokenizer_is_refused_by_name(tmp_path: Path, name: str, text: str) -> None:
+    write_tiny("qwen3", tmp_path)
+    character_tokenizer().save_pretrained(tmp_path)
+    load_tokenizer(str(tmp_path))
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=r"model=.*has no tokenizer that can be loaded, \w+: .*check tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"eos_token_id": "end"}', '{"eos_token_id": [1, [2]]}', "[" * 100_000], ids=len
+)
+def test_a_damaged_generation_config_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"model=.*generation_config\.json cannot be used: .*put it right or remove it"):
+        stop_token_ids(str(tmp_path), character_tokenizer())
+
+
 def test_a_reward_that_ends_the_process_is_an_error_of_the_run() -> None:
     def reward(**_: Any) -> float:
         raise SystemExit

@@ -8,7 +8,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from examples.common.models import Update, update_metrics
 from examples.common.run_folder import RunFolder
@@ -42,6 +44,34 @@ def test_numbers_that_are_not_finite_come_back_from_standard_json() -> None:
     assert as_number(None) is None
     with pytest.raises(TypeError):
         json_text({"path": Path("x")})
+
+
+def test_numbers_of_numpy_and_torch_are_numbers() -> None:
+    given = {
+        "a": np.float32(0.5),
+        "b": [np.int64(3), np.bool_(True)],
+        "c": torch.tensor(2),
+        "d": np.float32("nan"),
+        "e": np.array(1.5),
+    }
+    assert standard_json(json_text(given)) == {"a": 0.5, "b": [3, True], "c": 2, "d": "NaN", "e": 1.5}
+    with pytest.raises(TypeError):
+        json_text(np.ones(2))
+
+
+def test_half_of_a_surrogate_pair_can_be_written_and_read_back(tmp_path: Path) -> None:
+    given = {"text \udc00": "a \ud83d b", "whole": "\U0001f600 é \\ud83d"}
+    for ensure_ascii in (True, False):
+        text = json_text(given, ensure_ascii=ensure_ascii)
+        assert standard_json(text.encode().decode()) == given
+    with RunFolder(tmp_path, Options()) as folder:
+        folder.log(1, {"reward": np.float32(0.5), "tokens": np.int64(3)})
+        folder.log_samples(1, [{"prompt": "a", "response": "\ud83d", "reward": np.float64(1)}])
+    data = read_run(tmp_path)
+    assert data.problems == []
+    assert data.metrics["reward"].values == (0.5,)
+    assert data.first_samples[0]["response"] == "\ud83d"
+    assert (tmp_path / "report.html").exists()
 
 
 @pytest.mark.shows("reading a run: files are standard JSON whatever the numbers, and the report reads them back")

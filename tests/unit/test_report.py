@@ -204,6 +204,8 @@ def test_damage_is_named_and_half_a_last_line_is_not(tmp_path: Path) -> None:
     (folder / "summary.json").write_text("[")
     problems = [line.text for line in report(folder).one("section", class_="problems").all("li")]
     assert problems[0].startswith("summary.json: ")
+    (folder / "summary.json").write_text("[" * 100_000)
+    assert report(folder).one("section", class_="problems").all("li")[0].text.startswith("summary.json: ")
     assert problems[1] == "metrics.jsonl: 2 line(s) are not an object with a step, the first is line 1"
 
 

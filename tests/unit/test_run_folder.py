@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,10 @@ import pytest
 from examples.common import run_folder
 from examples.common.clock import Clock
 from examples.common.run_folder import RunFolder
-from rl_backend.contracts import BaseConfig, ConfigError
+from rl_backend.contracts import BaseConfig, ClusterLostError, ConfigError
 from rl_backend.trace import ChromeTraceWriter, recorder
 from tests.support.chrome_trace import check_trace
+from tests.support.clusters import ROOT
 from tests.support.page import read_page
 
 
@@ -146,3 +149,37 @@ def test_laps_of_a_clock_are_seconds_and_events_of_the_trace() -> None:
     ]
     assert clock.seconds["seconds/sample"] == pytest.approx((events[0].duration + events[2].duration) / 1e9)
     assert [event.start for event in events[1:]] == [event.start + event.duration for event in events[:2]]
+
+
+FORCED_END = """
+import signal, sys, time
+from actors import cluster_watch
+from examples.common.run_folder import RunFolder
+from rl_backend.contracts import BaseConfig
+
+cluster_watch.END_SECONDS = 0.1
+watch = cluster_watch._Watch.__new__(cluster_watch._Watch)
+watch._family, watch._ours, watch._reason, watch._told = {}, False, "", False
+watch._stopped = cluster_watch.threading.Event()
+signal.signal(signal.SIGINT, lambda *_: None)  # of a run that does not hear of it
+with RunFolder(sys.argv[1], BaseConfig()):
+    cluster_watch.threading.Thread(target=watch._end, args=("its raylet has ended",)).start()
+    time.sleep(300)
+"""
+
+
+def test_a_run_that_hangs_when_ray_is_lost_says_so_before_it_is_ended(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", FORCED_END, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 2
+    found = state(tmp_path)
+    assert found[0] == "failed" and str(found[1]).startswith("ClusterLostError: Ray is lost: its raylet has ended")
+
+
+def test_the_loss_of_ray_is_not_taken_for_a_trouble_with_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> Path:
+        raise ClusterLostError("Ray is lost")
+
+    with RunFolder(tmp_path, Options(), report_seconds=1e-9) as folder, monkeypatch.context() as patch:
+        patch.setattr(run_folder, "write_report", fail)
+        with pytest.raises(ClusterLostError):
+            folder.log(1, {"reward": 0.5})

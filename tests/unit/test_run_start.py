@@ -292,3 +292,63 @@ def test_what_stands_where_a_result_goes_is_kept_under_another_name(tmp_path: Pa
         *("model", "model.1", "model.2"),
         *("trace.1.json", "trace.2.json", "trace.json"),
     ]
+
+
+DAMAGED_JSON = ["[]", "7", "{", "[" * 100_000]
+
+
+def short(value: object) -> str:
+    return str(value)[:12]
+
+
+@pytest.mark.parametrize("name", ["config.json", "run.json"])
+@pytest.mark.parametrize("text", DAMAGED_JSON, ids=short)
+def test_a_damaged_file_of_the_run_is_named_when_it_is_resumed(tmp_path: Path, name: str, text: str) -> None:
+    for finished, save_every in ((True, 2), (True, 0), (False, 0)):
+        config = config_of(tmp_path, resume="auto", save_every=save_every, run_dir=f"{tmp_path}/{finished}-{save_every}")
+        run(config, last=2, finish=finished)
+        if name == "config.json" and save_every:
+            (Path(config.run_dir) / "run.json").write_text('{"state": "finished"}')
+        (Path(config.run_dir) / name).write_text(text)
+        with pytest.raises(ConfigError, match=rf"run_dir=.*{name} of the run in it cannot be read: .*; put the file right"):
+            find_start(config)
+
+
+def test_a_file_of_the_run_without_what_a_resume_needs_is_named(tmp_path: Path) -> None:
+    config = config_of(tmp_path, resume="auto")
+    run(config, last=2)
+    start = find_start(config)
+    (tmp_path / "run" / "run.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"run\.json of the run in it does not say when it started"):
+        RunFolder(config.run_dir, config, start=start)
+    without = config_of(tmp_path, resume="auto", save_every=0, run_dir=str(tmp_path / "without"))
+    run(without, last=2)
+    (tmp_path / "without" / "config.json").write_text('{"steps": "many"}')
+    with pytest.raises(ConfigError, match=r"config\.json of the run in it cannot be used: .*; choose a new run_dir"):
+        find_start(without)
+
+
+@pytest.mark.parametrize("part", ["logs", "run"])
+@pytest.mark.parametrize(
+    "value", [None, [], 7, {"metrics.jsonl": []}, {"example": "GRPOConfig", "options": [], "contents": []}]
+)
+def test_a_state_that_another_program_saved_is_refused(tmp_path: Path, part: str, value: Any) -> None:
+    config = config_of(tmp_path, resume="auto")
+    run(config, last=2)
+    store = checkpoints_of(config)
+    saved = store.latest()
+    assert saved is not None
+    state = {**saved.state, part: value} if value is not None else {k: v for k, v in saved.state.items() if k != part}
+    (store.draft(4) / "policy").mkdir(parents=True)
+    (store.draft(4) / "policy" / "manifest.json").write_text("{}")
+    store.commit(4, state)
+    with pytest.raises(CheckpointError, match=r"step-00000004 (does not say|is of another program|is damaged)"):
+        find_start(config)
+    with pytest.raises(CheckpointError, match="has no usable 'batches' in its state; go on from another"):
+        RunStart(saved).state("batches")
+
+
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_a_folder_whose_name_is_too_long_is_refused_by_name(tmp_path: Path, resume: str | None) -> None:
+    with pytest.raises(ConfigError, match=r"run_dir=.*File name too long"):
+        find_start(config_of(tmp_path, resume=resume, run_dir=str(tmp_path / ("x" * 300))))

@@ -114,6 +114,13 @@ def test_a_line_that_is_not_json_is_refused(tmp_path: Path) -> None:
         read_examples(path)
 
 
+def test_a_line_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"prompt": ' + "[" * 100_000 + "\n")
+    with pytest.raises(BatchError, match="line 1: nested too deeply"):
+        read_examples(path)
+
+
 def test_media_are_refused_but_an_empty_media_column_is_not(tmp_path: Path) -> None:
     row = {"prompt": "x", "answer": "1"}
     assert len(read_examples(write_jsonl(tmp_path / "a.jsonl", [{**row, "images": []}]))) == 1
@@ -231,7 +238,22 @@ def test_a_result_without_a_finite_score_is_refused(result: Any) -> None:
         score_value(result)
 
 
-@pytest.mark.parametrize("result", [True, 1, 1.0, {"score": 1, "acc": True}])
+@pytest.mark.parametrize(
+    "result", [10**5000, -(10**5000), {"score": 10**5000}, [{"score": 10**5000}]], ids=lambda result: type(result).__name__
+)
+def test_whole_numbers_that_python_does_not_write_are_refused_by_their_size(result: Any) -> None:
+    with pytest.raises(BatchError, match=r"the reward function returned .*<int of 16610 bits>"):
+        score_value(result)
+
+
+@pytest.mark.filterwarnings("error")  # numpy only warns that a part is lost
+@pytest.mark.parametrize("result", [1 + 2j, np.complex128(1 + 2j), {"score": np.array(1 + 0j)}, torch.tensor(1 + 0j)])
+def test_complex_numbers_are_no_scores(result: Any) -> None:
+    with pytest.raises(BatchError, match=r"the reward function returned .*; expected a real number"):
+        score_value(result)
+
+
+@pytest.mark.parametrize("result", [True, 1, 1.0, {"score": 1, "acc": True}, np.float32(1), np.int64(1), torch.tensor(1)])
 def test_numbers_and_mappings_with_a_score_are_scores(result: Any) -> None:
     assert score_value(result) == 1.0
 

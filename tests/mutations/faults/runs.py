@@ -46,7 +46,7 @@ FAULTS = [
     Fault(
         "a-run-that-has-finished-goes-on",
         "examples/common/run_start.py",
-        'if _has_finished(config.run_dir) and _read(config.run_dir, "config.json").get("steps") == config.steps:',
+        'if _has_finished(config.run_dir) and read_file_of_run(config.run_dir, "config.json").get("steps") == config.steps:',
         "if False:",
         (f"{_START}::test_a_run_that_has_finished_goes_on_only_with_more_steps",),
         "a finished run would be opened again for nothing",

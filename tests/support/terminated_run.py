@@ -1,0 +1,89 @@
+"""A run that is still going on when this process gets SIGTERM: in a reward function, or in a call to Ray.
+
+python -m tests.support.terminated_run WHERE FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+import ray
+
+from actors import Sample
+from adapters.verl.dataset import PromptExample
+from examples.common.cluster import ray_session
+from examples.common.command_line import run_command
+from examples.common.prompts import Prompt
+from examples.common.run_folder import RunFolder
+from examples.common.scoring import score
+from examples.common.termination import raised_on_sigterm
+from rl_backend.contracts import BaseConfig
+
+
+class Options(BaseConfig):
+    steps: int = 3
+
+
+class NoTokenizer:
+    def batch_decode(self, responses: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
+        return ["12"] * len(responses)
+
+
+def work(where: str) -> None:
+    """Goes on for minutes."""
+    sys.stdout.write("works\n")
+    sys.stdout.flush()
+    if where == "ray":
+        ray.wait([sleep.remote()], timeout=300)
+    elif where == "driver":
+        time.sleep(300)
+    else:
+        sample = Sample(0, 0, [1], [2], [], "stop", (), 0)
+        score(
+            [sample], [Prompt(PromptExample("p", "a", "source"), [1])], NoTokenizer(), getattr(sys.modules[__name__], where)
+        )
+
+
+@ray.remote
+def sleep() -> None:
+    time.sleep(300)
+
+
+def reward(**_: Any) -> float:
+    time.sleep(300)
+    return 1.0
+
+
+def reward_that_catches_all(**_: Any) -> float:
+    with suppress(BaseException):  # as a bare except of a user's
+        time.sleep(300)
+    return 1.0
+
+
+def reward_that_exits(**_: Any) -> float:
+    try:
+        time.sleep(300)
+    except BaseException:  # noqa: BLE001, as users write it
+        sys.exit(3)
+    return 1.0
+
+
+def main() -> None:
+    where, folder = sys.argv[1:]
+    with ray_session(1) if where == "ray" else raised_on_sigterm(), RunFolder(folder, Options()):
+        if where == "twice":
+            try:
+                work("driver")
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.2)
+        work(where)
+
+
+if __name__ == "__main__":
+    run_command(main)
