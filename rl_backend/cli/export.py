@@ -73,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = [math.prod(shape) * DTYPES[dtype].itemsize for shape in weights.shapes.values()]
     say = _Progress(quiet=arguments.json)
     say.line(_describe(weights))
+    say.line(f"configuration and tokenizer from {source}")
     with exit_on_sigterm():
         stored = sum(facts.num_bytes for facts in weights.manifest.files.values())
         say.start(f"verifying {len(weights.manifest.files)} files", stored)

@@ -102,6 +102,13 @@ HOSTILE = [
 ]
 
 
+def hostile_source(checkpoint: Path, folder: Path) -> None:
+    """The manifest says that the model began from another folder of the machine."""
+    manifest = TrainingManifest.read_sealed(checkpoint / MANIFEST_NAME)
+    changed = manifest.replace(runtime_config={**manifest.runtime_config, "hf_path": str(folder)})
+    (checkpoint / MANIFEST_NAME).write_text(changed.sealed_text())
+
+
 def reseal(checkpoint: Path) -> None:
     """Digests of a model's checkpoint as they must be, and of the run's that it is in."""
     _reseal(checkpoint, MANIFEST_NAME, TrainingManifest)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from examples.common.drawn_samples import FILE_NAME, load_drawn
+from rl_backend.checkpoint.hf_other_files import other_files
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, TrainingManifest, read_manifest
 from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
@@ -18,7 +21,7 @@ from rl_backend.checkpoint.run_manifest import RUN_FILE, RunManifest, read_run_c
 from rl_backend.checkpoint.training_weights import TrainingWeights
 from rl_backend.cli.main import main
 from rl_backend.contracts import CheckpointError
-from tests.support.hostile import HOSTILE, Command, hostile_tensor, reseal, with_files
+from tests.support.hostile import HOSTILE, Command, hostile_source, hostile_tensor, reseal, with_files
 from tests.support.models import write_tiny_qwen3
 from tests.support.native import assert_equal_tensors, open_runtime, train, weights
 
@@ -79,6 +82,14 @@ def test_samples_that_would_run_a_command_are_refused_by_name(tmp_path: Path) ->
     assert not (tmp_path / "mark").exists()
 
 
+# Registry credentials; a model's without sizes; and of another size.
+STOLEN_CONFIGS = {
+    "credentials": '{"auths": {"registry": "TOKEN"}}',
+    "no sizes": '{"model_type": "qwen3"}',
+    "no layers": '{"model_type": "qwen3", "vocab_size": 128, "hidden_size": 64}',
+    "another size": '{"model_type": "qwen3", "vocab_size": 128, "hidden_size": 65, "num_hidden_layers": 2}',
+}
+
 NAMES = {
     "../../../../../../../../../../etc/passwd": "leads out of the folder",
     "/etc/passwd": "is an absolute name",
@@ -99,6 +110,50 @@ def test_a_name_that_leads_out_of_the_folder_is_refused_unread(step: Path, name:
         with pytest.raises(CheckpointError, match=NAMES[name]) as caught:
             read()
         assert repr(name) in str(caught.value)
+
+
+@pytest.mark.shows("export: a checkpoint that names another folder than its model's has none of its files copied")
+@pytest.mark.parametrize("content", STOLEN_CONFIGS)
+def test_a_checkpoint_chooses_no_folder_whose_files_are_exported(
+    step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    private = tmp_path / "private"
+    private.mkdir()
+    (private / "config.json").write_text(STOLEN_CONFIGS[content])
+    (private / "id_key").write_text("PRIVATE")
+    hostile_source(step / "policy", private)
+    TrainingWeights(step / "policy").verify()  # its seals are right
+    assert main(["export", "--checkpoint", str(step / "policy"), "--out", str(tmp_path / "out")]) == 2
+    assert re.search(rf"{private} is (refused|of another model): its config\.json has", capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_lies_beside_the_files_of_a_model_is_not_exported(
+    saved: Path, step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = shutil.copytree(saved.parent.parent / "model", tmp_path / "mine")
+    (mine / "tokenizer.json").write_text("{}")
+    (mine / "id_key").write_text("PRIVATE")
+    (mine / "train.py").write_text("PRIVATE")
+    hostile_source(step / "policy", mine)
+    out = tmp_path / "out"
+    assert main(["export", "--checkpoint", str(step / "policy"), "--out", str(out)]) == 0
+    assert f"configuration and tokenizer from {mine}" in capsys.readouterr().out
+    assert {file.name for file in out.iterdir()} == {
+        *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
+    }
+
+
+def test_a_source_with_a_link_out_of_it_is_refused_by_name(
+    saved: Path, step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = shutil.copytree(saved.parent.parent / "model", tmp_path / "theirs")
+    (tmp_path / "secret").write_text("PRIVATE")
+    (theirs / "tokenizer.json").symlink_to(tmp_path / "secret")
+    hostile_source(step / "policy", theirs)
+    assert main(["export", "--checkpoint", str(step / "policy"), "--out", str(tmp_path / "out")]) == 2
+    assert "tokenizer.json is a link out of it" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -147,4 +202,7 @@ def test_the_links_of_the_hub_s_cache_are_followed(untied_model: Path, tmp_path:
         blob = repository / "blobs" / file.name.replace(".", "")
         file.rename(blob)
         file.symlink_to(Path("../../blobs") / blob.name)
-    assert HFReader(snapshot).infos == HFReader(untied_model).infos
+    (tmp_path / "link").symlink_to(snapshot)
+    for path in (snapshot, Path(os.path.relpath(snapshot)), tmp_path / "link"):
+        assert HFReader(path).infos == HFReader(untied_model).infos
+        assert {"generation_config.json"} <= other_files(path).keys()
