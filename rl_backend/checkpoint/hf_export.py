@@ -108,12 +108,11 @@ def _require_same_model(weights: TrainingWeights, config: Mapping[str, Any], sou
                 path=str(source),
                 field=field,
             )
-    embedding = (config["vocab_size"], config["hidden_size"])
-    if embedding not in weights.shapes.values():
+    vocab_size, hidden_size = config["vocab_size"], config["hidden_size"]
+    if (vocab_size, hidden_size) not in weights.shapes.values():
         raise CheckpointError(
-            f"{source} is of another model: its config.json has vocab_size={embedding[0]!r} and hidden_size={embedding[1]!r}, "
-            f"and the model in {weights.path} has no weight of that shape; give the directory that the run began from, or a "
-            "copy",
+            f"{source} is of another model: its config.json has vocab_size={vocab_size!r} and hidden_size={hidden_size!r}, "
+            f"the model in {weights.path} has no such weight; give the directory that the run began from, or a copy",
             path=str(source),
             field="vocab_size",
         )

@@ -24,10 +24,10 @@ _TEMPLATES = "additional_chat_templates"
 
 
 def other_files(source: Path) -> dict[str, Path]:
-    """Tokenizer, chat templates, generation and preprocessor settings, model card and licence: name below ``source`` -> file.
+    """Tokenizer, chat templates, generation and preprocessor settings, model card, licence: name below ``source`` -> file.
 
-    Python files are among them where a configuration has an ``auto_map``, which names classes in them. Every other name is
-    left out: what lies beside a model is not known to be part of it. So is what is no regular file.
+    Python files are among them where a configuration has an ``auto_map``, which names classes in them. Every other name,
+    and what is no regular file, is left out: what lies beside a model is not known to be part of it.
 
     Raises:
         CheckpointError: one of them, or ``config.json``, is a link out of ``source``. Links inside of the cache of

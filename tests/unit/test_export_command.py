@@ -199,8 +199,9 @@ DAMAGE: Mapping[str, tuple[Callable[[Path], Any], str]] = {
     "no manifest": (lambda path: (path / MANIFEST_NAME).unlink(), r"has no manifest\.json, so it is no training checkpoint"),
     "weights that are not stored": (
         lambda path: change_manifest(path, parameters={"model.embed_tokens.weight": (1, 2)}),
-        r"has 0 elements of model\.embed_tokens\.weight, 2 in shape",
+        r"has it in shape \(\d+, \d+\), model\.model\.embed_tokens\.weight was expected in shape \(1, 2\)",
     ),
+    "no weights": (lambda path: change_manifest(path, parameters={}), r"policy is damaged: its manifest lists no weights"),
     "another runtime's order": (
         lambda path: change_manifest(path, private=("decoder.weight",)),
         r"has 1 weights in an order that only the native runtime reads, decoder\.weight for one",

@@ -21,7 +21,7 @@ from rl_backend.checkpoint.run_manifest import RUN_FILE, RunManifest, read_run_c
 from rl_backend.checkpoint.training_weights import TrainingWeights
 from rl_backend.cli.main import main
 from rl_backend.contracts import CheckpointError
-from tests.support.hostile import HOSTILE, Command, hostile_source, hostile_tensor, reseal, with_files
+from tests.support.hostile import FALSE, FOUND_WHILE_READING, HOSTILE, Command, hostile_source, reseal, with_files
 from tests.support.models import write_tiny_qwen3
 from tests.support.native import assert_equal_tensors, open_runtime, train, weights
 
@@ -52,6 +52,25 @@ def test_a_checkpoint_that_would_run_a_command_is_refused_by_name(
     mark, policy = tmp_path / "mark", step / "policy"
     reason = attack(policy, mark)
     reseal(policy)
+    assert_refused(saved, step, tmp_path / "out", capsys, reason, keeps_weights=attack not in FOUND_WHILE_READING)
+    assert not mark.exists(), "the command has run"
+
+
+@pytest.mark.shows("checkpoints: one whose list of pieces leaves out, doubles or mislabels weights is refused by name")
+@pytest.mark.parametrize("attack", FALSE, ids=lambda attack: attack.__name__)
+def test_a_checkpoint_that_has_other_tensors_than_it_says_is_refused_by_name(
+    saved: Path, step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], attack: Callable[[Path], str]
+) -> None:
+    reason = attack(step / "policy")
+    reseal(step / "policy")
+    assert_refused(saved, step, tmp_path / "out", capsys, reason, keeps_weights=attack not in FOUND_WHILE_READING)
+
+
+def assert_refused(
+    saved: Path, step: Path, out: Path, capsys: pytest.CaptureFixture[str], reason: str, *, keeps_weights: bool
+) -> None:
+    """By every path that reads the policy of ``step``, with ``reason`` and before weights change."""
+    policy = step / "policy"
     read_run_checkpoint(step)  # its seals are right
     with open_runtime(saved.parent.parent / "model") as runtime:
         for forward_only in (False, True):
@@ -59,15 +78,14 @@ def test_a_checkpoint_that_would_run_a_command_is_refused_by_name(
             held = weights(handle)
             with pytest.raises(CheckpointError, match=reason):
                 runtime.load_checkpoint(handle, policy)
-            if attack is not hostile_tensor:
+            if keeps_weights:
                 assert_equal_tensors(weights(handle), held)
     with pytest.raises(CheckpointError, match=reason):
         dict(TrainingWeights(policy).tensors(torch.float32))
     for given in (step, policy):
-        assert main(["export", "--checkpoint", str(given), "--out", str(tmp_path / "out")]) == 2
+        assert main(["export", "--checkpoint", str(given), "--out", str(out)]) == 2
         assert str(policy) in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-    assert not mark.exists(), "the command has run"
+    assert not out.exists()
 
 
 def test_what_is_refused_does_run_where_nobody_looks(step: Path, tmp_path: Path) -> None:
