@@ -116,6 +116,8 @@ NAMES = {
     "": "is no name of a file",
     ".": "is no name of a file",
     "a\0b": "is no name of a file",
+    "./a": "must be written 'a'",
+    "a//b": "is no name of a file|must be written 'a/b'",
 }
 
 
@@ -186,6 +188,15 @@ def test_a_link_out_of_the_folder_is_refused_by_name(step: Path, tmp_path: Path,
     read = TrainingWeights if file.parent.name == "policy" else read_run_checkpoint
     with pytest.raises(CheckpointError, match=f"{file.name} is a link out of it, to {elsewhere}"):
         read(file.parent)
+
+
+def test_links_that_lead_to_each_other_are_refused_by_name(step: Path) -> None:
+    file = step / "policy" / "__0_0.distcp"
+    file.unlink()
+    file.symlink_to("other")
+    (step / "policy" / "other").symlink_to(file.name)
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp cannot be followed to a file"):
+        TrainingWeights(step / "policy")
 
 
 def test_a_link_inside_of_the_folder_and_one_to_the_folder_are_followed(step: Path) -> None:
