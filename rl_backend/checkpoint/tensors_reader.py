@@ -104,11 +104,11 @@ class TensorsReader(FileSystemReader):
         return done
 
     def _piece(self, stream: IO[bytes], index: MetadataIndex, place: _StorageInfo) -> Tensor:
-        piece = torch.load(self._slice_file(stream, place), map_location="cpu", weights_only=True)
+        piece: Tensor = torch.load(self._slice_file(stream, place), map_location="cpu", weights_only=True)
         told = self.metadata.state_dict_metadata[index.fqn]
         assert isinstance(told, TensorStorageMetadata), "others are refused when they are converted"
         expected = _described(told.properties.dtype, self._sizes[index])
-        found = _described(piece.dtype, piece.shape) if isinstance(piece, Tensor) else type(piece).__name__
+        found = _described(piece.dtype, piece.shape) if isinstance(piece, Tensor) else str(type(piece))
         if found != expected:
             raise ValueError(f"it has {found} of {index.fqn} where {METADATA_FILE} says {expected}")
         return piece

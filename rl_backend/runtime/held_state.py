@@ -103,13 +103,10 @@ def load_state(
 
 def _stored_problem(reader: TensorsReader, tensors: StateTensors) -> str | None:
     for name, value in tensors.items():
-        if isinstance(value, Tensor):
-            shape, dtype = tuple(value.shape), value.dtype
-        else:
-            shape = tuple(value.whole_size)
-            dtype = next((piece.dtype for piece in value.pieces.values()), None)
+        held = [value] if isinstance(value, Tensor) else list(value.pieces.values())
+        shape = value.shape if isinstance(value, Tensor) else value.whole_size
         try:
-            reader.require_stored(name, shape, dtype)
+            reader.require_stored(name, tuple(shape), held[0].dtype if held else None)
         except CheckpointError as error:
             return error.message
     return None
