@@ -11,14 +11,20 @@ import hmac
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
 from rl_backend.contracts import RLBackendError
 
 HANDSHAKE_SECONDS = 10.0
-"""How long either end waits for the other's proof."""
+"""How long a handshake may take, from the connection to the other's proof."""
+MOST_PENDING = 256
+"""Connections to one gate that have proved nothing yet. One more waits until one proves itself or gives up its place."""
+PLACE_SECONDS = 1.0
+"""How long a connection keeps its place among those while others wait for one."""
 
+_ACCEPT_PAUSE = 0.1
 _NONCE = 32
 _CHUNK = 2**16
 _JOINER, _GATE = b"rl_backend joiner", b"rl_backend gate"
@@ -36,22 +42,32 @@ class Listener:
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
         self.port: int = self._listener.getsockname()[1]
         self._serve = serve
+        self._closed = threading.Event()
         threading.Thread(target=self._accept, name=f"accept {host}:{self.port}", daemon=True).start()
 
     def close(self) -> None:
         """Takes no more connections; those that are open stay."""
+        self._closed.set()
         with suppress(OSError):
             # Closing alone leaves accept() waiting, and the port with it.
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed.is_set():
+            connection = None
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+                self._make_room(connection)
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            except (OSError, RuntimeError):
+                # No descriptor, memory or thread is free, or the other end has gone: the next one may find more.
+                if connection is not None:
+                    connection.close()
+                self._closed.wait(_ACCEPT_PAUSE)
+
+    def _make_room(self, connection: socket.socket) -> None:
+        """Called before a connection is served."""
 
 
 class Gate(Listener):
@@ -65,24 +81,49 @@ class Gate(Listener):
     def __init__(self, host: str, target: tuple[str, int], secret: bytes) -> None:
         self._target = target
         self._secret = secret
+        self._pending: dict[socket.socket, float] = {}
+        self._place_freed = threading.Condition()
         super().__init__(host, self._admit)
+
+    def _make_room(self, connection: socket.socket) -> None:
+        with self._place_freed:
+            while len(self._pending) >= MOST_PENDING:
+                oldest, since = next(iter(self._pending.items()))
+                left = since + PLACE_SECONDS - time.monotonic()
+                if left <= 0:
+                    del self._pending[oldest]
+                    with suppress(OSError):
+                        # Its thread sees the end and closes it.
+                        oldest.shutdown(socket.SHUT_RDWR)
+                else:
+                    self._place_freed.wait(left)
+            self._pending[connection] = time.monotonic()
 
     def _admit(self, joiner: socket.socket) -> None:
         try:
-            joiner.settimeout(HANDSHAKE_SECONDS)
-            asked = secrets.token_bytes(_NONCE)
-            joiner.sendall(asked)
-            answer = _receive(joiner, 2 * _NONCE)
-            nonce, proof = answer[:_NONCE], answer[_NONCE:]
-            if not hmac.compare_digest(proof, _proof(self._secret, _JOINER, asked, nonce)):
-                joiner.close()
-                return
-            joiner.sendall(_proof(self._secret, _GATE, asked, nonce))
-            inside = socket.create_connection(self._target, timeout=HANDSHAKE_SECONDS)
+            inside = self._shake_hands(joiner)
         except OSError:
+            inside = None
+        finally:
+            with self._place_freed:
+                self._pending.pop(joiner, None)
+                self._place_freed.notify()
+        if inside is None:
             joiner.close()
-            return
-        _join(joiner, inside)
+        else:
+            _join(joiner, inside)
+
+    def _shake_hands(self, joiner: socket.socket) -> socket.socket | None:
+        deadline = time.monotonic() + HANDSHAKE_SECONDS
+        joiner.settimeout(HANDSHAKE_SECONDS)
+        asked = secrets.token_bytes(_NONCE)
+        joiner.sendall(asked)
+        answer = _receive(joiner, 2 * _NONCE, deadline)
+        nonce, proof = answer[:_NONCE], answer[_NONCE:]
+        if not hmac.compare_digest(proof, _proof(self._secret, _JOINER, asked, nonce)):
+            return None
+        joiner.sendall(_proof(self._secret, _GATE, asked, nonce))
+        return socket.create_connection(self._target, timeout=HANDSHAKE_SECONDS)
 
 
 class Doorway(Listener):
@@ -121,10 +162,11 @@ def pass_gate(gate: tuple[str, int], secret: bytes) -> socket.socket:
             f"{where} cannot be reached ({error}); a firewall between the nodes must let free ports through"
         ) from error
     nonce = secrets.token_bytes(_NONCE)
+    deadline = time.monotonic() + HANDSHAKE_SECONDS
     try:
-        asked = _receive(connection, _NONCE)
+        asked = _receive(connection, _NONCE, deadline)
         connection.sendall(nonce + _proof(secret, _JOINER, asked, nonce))
-        answer = _receive(connection, len(_proof(b"", b"", b"", b"")))
+        answer = _receive(connection, len(_proof(b"", b"", b"", b"")), deadline)
     except OSError as error:
         connection.close()
         raise RLBackendError(f"{where} turned this process away: it has another secret, or has ended ({error})") from error
@@ -138,9 +180,13 @@ def _proof(secret: bytes, role: bytes, asked: bytes, nonce: bytes) -> bytes:
     return hmac.digest(secret, role + asked + nonce, "sha256")
 
 
-def _receive(connection: socket.socket, count: int) -> bytes:
+def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
     received = b""
     while len(received) < count:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"its {count} bytes did not come in {HANDSHAKE_SECONDS:g} s")
+        connection.settimeout(left)
         part = connection.recv(count - len(received))
         if not part:
             raise ConnectionResetError("the connection was closed")

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ DEMOS: dict[str, tuple[str, ...]] = {
 """Options of ``examples.demo``."""
 
 
-def run_demo(folder: Path, options: Sequence[str]) -> dict[str, Any]:
+def run_demo(options: Sequence[str], folder: Path) -> dict[str, Any]:
     """What the demo writes to ``summary.json``."""
     command = (sys.executable, "-m", "examples.demo", "--run-dir", str(folder), "--steps", str(STEPS), *options)
     subprocess.run(command, check=True, timeout=SECONDS)
@@ -95,7 +96,7 @@ def summary_of(folder: Path) -> dict[str, Any]:
 
 
 RUNS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    **{name: (lambda folder, options=options: run_demo(folder, options)) for name, options in DEMOS.items()},
+    **{name: partial(run_demo, options) for name, options in DEMOS.items()},
     "two_nodes": two_nodes,
     "ray_job": ray_job,
     "kl_to_reference": kl_to_reference,

@@ -30,6 +30,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.report import RESULTS, machine, write_result
 from benchmarks.verl_trainers import Backend, run_part
+from rl_backend.parallel.ports import with_free_port
 
 BACKENDS: tuple[Backend, ...] = ("native", "bridge")
 PARTS = ("overhead", "sft", "grpo", "ppo", "grpo_R2", "grpo_R3", "rollout_gap", "resume", "resume_ppo", "layouts")
@@ -39,7 +40,11 @@ SEQUENCES, LENGTH, MICRO_BATCH_TOKENS, MEASURED_STEPS = 8, 256, 512, 3
 
 def overhead(backend: Backend) -> dict[str, Any]:
     """``TrainingWorker`` in this process: the adapter's fraction, and seconds of each step."""
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29571")
+    return with_free_port("127.0.0.1", partial(_overhead, backend))
+
+
+def _overhead(backend: Backend, port: int) -> dict[str, Any]:
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     from verl.trainer.config import CheckpointConfig
     from verl.utils import tensordict_utils as tu
     from verl.workers.config import HFModelConfig, McoreOptimizerConfig

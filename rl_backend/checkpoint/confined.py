@@ -1,4 +1,4 @@
-"""Names that a manifest gives for files of its folder."""
+"""Names and links that must stay inside of a folder."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ def name_problem(name: str, depth: int = 1) -> str | None:
         return "is an absolute name"
     if ".." in parts:
         return "leads out of the folder"
-    if len(parts) > depth or str(PurePosixPath(name)) != name:
+    if len(parts) > depth:
         return "is no name of a file beside it" if depth == 1 else f"has more than {depth} levels"
+    if str(PurePosixPath(name)) != name:
+        return f"must be written {str(PurePosixPath(name))!r}"
     return None
 
 
@@ -33,10 +35,17 @@ def require_inside(folder: Path, name: str) -> Path:
     """``folder / name``, once it is known that no link on the way leads out of ``folder``.
 
     Raises:
-        CheckpointError: one does. ``folder`` itself may be a link.
+        CheckpointError: one does, or links lead to each other. ``folder`` itself may be a link.
     """
     file = folder / name
-    root, found = folder.resolve(), file.resolve()
+    try:
+        root, found = folder.resolve(), file.resolve()
+    except (OSError, RuntimeError) as error:  # pathlib raises RuntimeError for links that lead to each other
+        raise CheckpointError(
+            f"{folder} is refused: {name} cannot be followed to a file ({error}); put a copy of the file in its place",
+            path=str(folder),
+            name=name,
+        ) from None
     if not found.is_relative_to(root):
         raise CheckpointError(
             f"{folder} is refused: {name} is a link out of it, to {found}; put a copy of the file in its place if you "
@@ -45,3 +54,16 @@ def require_inside(folder: Path, name: str) -> Path:
             name=name,
         )
     return file
+
+
+def require_inside_model(directory: Path, name: str) -> Path:
+    """:func:`require_inside` for a Hugging Face directory; a snapshot in huggingface_hub's cache links into its repository.
+
+    Raises:
+        CheckpointError: a link on the way leads out.
+    """
+    snapshot = directory.resolve()
+    repository = snapshot.parent.parent
+    if snapshot.parent.name == "snapshots" and (repository / "blobs").is_dir():
+        return require_inside(repository, f"snapshots/{snapshot.name}/{name}")
+    return require_inside(directory, name)

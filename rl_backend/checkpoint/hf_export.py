@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from rl_backend.checkpoint.hf_critic import critic_config
+from rl_backend.checkpoint.hf_other_files import other_files
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.checkpoint.hf_writer import DEFAULT_SHARD_BYTES, write_hf_directory
 from rl_backend.checkpoint.training_weights import TrainingWeights
 from rl_backend.contracts import CheckpointError, TensorInfo
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
+_FIELDS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
 
 
 def source_of(weights: TrainingWeights, given: Path | str | None = None) -> Path:
@@ -27,7 +29,8 @@ def source_of(weights: TrainingWeights, given: Path | str | None = None) -> Path
         given: None takes the directory that the run began from.
 
     Raises:
-        CheckpointError: it is not there, has no ``config.json``, or is of a model with other sizes.
+        CheckpointError: it is not there, has a link that leads out of it, or its ``config.json`` does not say that it is of
+            this model. A manifest may name any folder of this machine, so one that leaves the question open is refused.
     """
     began_from = weights.manifest.runtime_config.get("hf_path")
     source = Path(given if given is not None else str(began_from))
@@ -39,6 +42,7 @@ def source_of(weights: TrainingWeights, given: Path | str | None = None) -> Path
             path=str(source),
         )
     _require_same_model(weights, read_hf_config(source), source)
+    other_files(source)
     return source
 
 
@@ -86,13 +90,29 @@ def _require_same_model(weights: TrainingWeights, config: Mapping[str, Any], sou
     if layers:
         saved["num_hidden_layers"] = max(layers) + 1
     for name, shape in weights.shapes.items():
-        if name.endswith("embed_tokens.weight"):
+        if name.endswith("embed_tokens.weight") and len(shape) == 2:
             saved["vocab_size"], saved["hidden_size"] = shape
-    for field, value in saved.items():
-        if config.get(field, value) != value:
+    for field in _FIELDS:
+        found = config.get(field)
+        if found is None:
             raise CheckpointError(
-                f"{source} is of another model: its config.json has {field}={config[field]!r}, the model in {weights.path} "
-                f"has {value!r}; give the directory that the run began from, or a copy",
+                f"{source} is refused: its config.json has no {field}, so it is not known to be of the model in "
+                f"{weights.path}; give the directory that the run began from, or a copy, as source",
                 path=str(source),
                 field=field,
             )
+        if found != saved.get(field, found):
+            raise CheckpointError(
+                f"{source} is of another model: its config.json has {field}={found!r}, the model in {weights.path} "
+                f"has {saved[field]!r}; give the directory that the run began from, or a copy",
+                path=str(source),
+                field=field,
+            )
+    vocab_size, hidden_size = config["vocab_size"], config["hidden_size"]
+    if (vocab_size, hidden_size) not in weights.shapes.values():
+        raise CheckpointError(
+            f"{source} is of another model: its config.json has vocab_size={vocab_size!r} and hidden_size={hidden_size!r}, "
+            f"the model in {weights.path} has no such weight; give the directory that the run began from, or a copy",
+            path=str(source),
+            field="vocab_size",
+        )

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rl_backend.checkpoint.confined import name_problem, require_inside
+from rl_backend.checkpoint.confined import name_problem, require_inside_model
 from rl_backend.contracts import CheckpointError
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -117,10 +117,7 @@ class HFReader:
 
 def _weight_files(directory: Path, weight_map: Mapping[str, str] | None) -> list[Path]:
     if weight_map is not None:
-        inside = _hub_repository(directory)
-        files = [
-            require_inside(inside, str(directory.relative_to(inside) / name)) for name in sorted(set(weight_map.values()))
-        ]
+        files = [require_inside_model(directory, name) for name in sorted(set(weight_map.values()))]
     elif (directory / SINGLE_FILE).is_file():
         files = [directory / SINGLE_FILE]
     else:
@@ -139,13 +136,6 @@ def _weight_files(directory: Path, weight_map: Mapping[str, str] | None) -> list
     return files
 
 
-def _hub_repository(directory: Path) -> Path:
-    """What files may be links into: ``directory``, or of a snapshot in the cache of huggingface_hub its repository."""
-    absolute = directory.absolute()
-    in_cache = absolute.parent.name == "snapshots" and (absolute.parent.parent / "blobs").is_dir()
-    return absolute.parent.parent if in_cache else directory
-
-
 def _read_weight_map(index: Path) -> dict[str, str]:
     weight_map = _read_json_object(index, "fetch it again").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -161,7 +151,7 @@ def _read_json_object(file: Path, remedy: str) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{file} is missing; {remedy}", path=str(file)) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read as JSON ({error}); {remedy}", path=str(file)) from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} holds a {type(content).__name__}; expected a JSON object; {remedy}", path=str(file))

@@ -12,16 +12,12 @@ from pathlib import Path
 from torch import Tensor
 
 from rl_backend.checkpoint.durable import rename_synced, sync_tree
+from rl_backend.checkpoint.hf_other_files import other_files
 from rl_backend.checkpoint.hf_reader import WEIGHTS_INDEX, read_hf_config
 from rl_backend.checkpoint.hf_shards import ShardedFiles
 from rl_backend.contracts import CheckpointError, TensorInfo
 
 DEFAULT_SHARD_BYTES = 5 * 2**30
-
-_WEIGHT_SUFFIXES = (
-    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".gguf", ".onnx", ".nemo"),
-    *(".h5", ".tflite", ".msgpack", ".npz", ".ot", ".pdparams"),
-)
 
 
 def write_hf_directory(
@@ -44,13 +40,14 @@ def write_hf_directory(
         infos: what ``tensors`` gives: Hugging Face names, shapes and dtypes, in the order in which files are filled.
         tensors: Hugging Face name -> tensor on any device; each is written before the next is taken.
         source_dir: the Hugging Face directory that the model came from; its configuration, tokenizer, chat templates,
-            generation settings, model card and code are copied, its weights and other folders are not.
+            generation settings, model card and code are copied, and nothing else: see
+            :func:`~rl_backend.checkpoint.hf_other_files.other_files`.
         config: written to ``config.json`` in place of that of ``source_dir``.
         max_shard_bytes: largest size of one file; a larger tensor gets a file of its own.
 
     Raises:
-        CheckpointError: ``path`` exists or its parent does not, no ``config.json`` in ``source_dir``, tensors that are not
-            those of ``infos``, or the disk is full.
+        CheckpointError: ``path`` exists or its parent does not, no ``config.json`` in ``source_dir``, a link in it that
+            leads out, tensors that are not those of ``infos``, or the disk is full.
     """
     target, source = Path(path), Path(source_dir)
     if target.exists():
@@ -58,6 +55,7 @@ def write_hf_directory(
     if not target.parent.is_dir():
         raise CheckpointError(f"{target.parent} is not a directory; create it first", path=str(target))
     written_config = read_hf_config(source) if config is None else config
+    copied = _other_files(source, target)
     temporary = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
     try:
         temporary.mkdir()
@@ -67,7 +65,9 @@ def write_hf_directory(
             if len(set(files.weight_map.values())) > 1:
                 content = {"metadata": {"total_size": files.total_bytes}, "weight_map": files.weight_map}
                 _write_json(temporary / WEIGHTS_INDEX, content)
-            _copy_other_files(source, temporary)
+            for name, file in copied.items():
+                (temporary / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, temporary / name)
             _write_json(temporary / "config.json", _with_dtype(written_config, _usual_dtype(infos)))
             sync_tree(temporary)
             if target.exists():
@@ -81,13 +81,11 @@ def write_hf_directory(
         raise CheckpointError(f"writing {target} failed ({error}); {left}", path=str(target)) from error
 
 
-def _copy_other_files(source: Path, directory: Path) -> None:
-    for entry in source.iterdir():
-        weights = entry.suffix in _WEIGHT_SUFFIXES or entry.name.endswith(".index.json")
-        if entry.is_file() and not weights and not entry.name.startswith("."):
-            shutil.copyfile(entry, directory / entry.name)
-        elif entry.is_dir() and entry.name == "additional_chat_templates":
-            shutil.copytree(entry, directory / entry.name)
+def _other_files(source: Path, target: Path) -> dict[str, Path]:
+    try:
+        return other_files(source)
+    except OSError as error:
+        raise CheckpointError(f"{source} cannot be read ({error}); nothing was written", path=str(target)) from error
 
 
 def _usual_dtype(infos: Sequence[TensorInfo]) -> str:

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -24,11 +23,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.futures import Future
 
 from rl_backend.checkpoint.confined import require_inside
-from rl_backend.checkpoint.load_problem import load_problem, may_run
+from rl_backend.checkpoint.coverage import covers_once
+from rl_backend.checkpoint.load_problem import may_run
 from rl_backend.checkpoint.manifest import FileFacts
 from rl_backend.contracts import CheckpointError
 
@@ -45,59 +43,32 @@ _NAMES = frozenset(
         ("pathlib", "PosixPath"),
     }
 )
+_MOST = 2**63
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
-class TensorsReader(FileSystemReader):
-    """Reads the tensors of a checkpoint. What is stored where is read once, and nothing in a file is run.
+def stored_metadata(path: Path, files: Mapping[str, FileFacts]) -> Metadata:
+    """What is stored where. Every element of every tensor is in exactly one piece, and each piece has its place.
 
     Args:
         path: the checkpoint's directory.
-        files: of its manifest; data is read from no others.
-
-    Attributes:
-        metadata: what is stored where.
+        files: of its manifest; the only ones in which pieces may be.
 
     Raises:
-        CheckpointError: ``.metadata`` is damaged, asks for anything to be run, or names other files.
+        CheckpointError: ``.metadata`` is damaged, asks for anything to be run, names other files, or has pieces that overlap
+            or leave out a part of a tensor.
     """
-
-    def __init__(self, path: Path, files: Mapping[str, FileFacts]) -> None:
-        super().__init__(path)
-        if METADATA_FILE not in files:
-            raise CheckpointError(
-                f"{path} is damaged: its manifest does not list {METADATA_FILE}; take an earlier checkpoint",
-                path=str(path),
-                name=METADATA_FILE,
-            )
-        try:
-            data = require_inside(path, METADATA_FILE).read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"{path / METADATA_FILE} cannot be read: {error}", path=str(path)) from None
-        self.metadata = _Conversion(path, files).metadata(_records(path, data))
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Raises :class:`CheckpointError` with the file's name where it holds no tensors that can be read."""
-        stored: dict[MetadataIndex, _StorageInfo] = self.metadata.storage_data
-        by_file: dict[str, list[Any]] = {}
-        for item in plan.items:
-            by_file.setdefault(stored[item.storage_index].relative_path, []).append(item)
-        for name, items in by_file.items():
-            file = require_inside(Path(self.path), name)
-            try:
-                super().read_data(LoadPlan(items), planner)
-            except Exception as error:
-                raise CheckpointError(
-                    f"{file} is refused, {load_problem(error)}; take an earlier checkpoint",
-                    path=str(self.path),
-                    name=name,
-                ) from error
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+    if METADATA_FILE not in files:
+        raise CheckpointError(
+            f"{path} is damaged: its manifest does not list {METADATA_FILE}; take an earlier checkpoint",
+            path=str(path),
+            name=METADATA_FILE,
+        )
+    try:
+        data = require_inside(path, METADATA_FILE).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path / METADATA_FILE} cannot be read: {error}", path=str(path)) from None
+    return _Conversion(path, files).metadata(_records(path, data))
 
 
 class _Record:
@@ -158,14 +129,18 @@ class _Conversion:
 
     def metadata(self, record: Any) -> Metadata:
         fields = self._fields(record, "Metadata")
-        tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+        tensors = {
             self._text(name): self._tensor(self._text(name), each)
             for name, each in self._of(dict, fields.get("state_dict_metadata")).items()
         }
         stored = {
             self._index(index): self._place(each) for index, each in self._of(dict, fields.get("storage_data")).items()
         }
-        return Metadata(tensors, storage_data=stored, storage_meta=StorageMeta())
+        for name, tensor in tensors.items():
+            for chunk in tensor.chunks:
+                if MetadataIndex(name, chunk.offsets) not in stored:
+                    self._refuse(f"it has no place for the piece of {name} at {tuple(chunk.offsets)}")
+        return Metadata(dict(tensors), storage_data=stored, storage_meta=StorageMeta())
 
     def _tensor(self, name: str, record: Any) -> TensorStorageMetadata:
         if _kind(record) != "TensorStorageMetadata":
@@ -177,7 +152,16 @@ class _Conversion:
         told = properties.state if isinstance(properties, _Record) else None
         if _kind(properties) != "TensorProperties" or not isinstance(told, tuple) or not told:
             self._refuse(f"{name} has no properties")
+        self._require_cover(name, size, chunks)
         return TensorStorageMetadata(TensorProperties(self._of(torch.dtype, told[0])), size, chunks)
+
+    def _require_cover(self, name: str, size: torch.Size, chunks: list[ChunkStorageMetadata]) -> None:
+        try:
+            covered = covers_once(size, [(chunk.offsets, chunk.sizes) for chunk in chunks])
+        except ValueError as error:
+            self._refuse(f"{name} has pieces that are not checked: {error}")
+        if not covered:
+            self._refuse(f"the pieces of {name} overlap, or leave out a part of {tuple(size)}")
 
     def _chunk(self, name: str, record: Any, whole: torch.Size) -> ChunkStorageMetadata:
         fields = self._fields(record, "ChunkStorageMetadata")
@@ -203,7 +187,7 @@ class _Conversion:
         if file not in self._files or file == METADATA_FILE:
             self._refuse(f"it places tensors in {file!r}, which is no file of this checkpoint")
         if fields.get("transform_descriptors"):
-            self._refuse(f"it wants {fields['transform_descriptors']!r} to be applied to {file}")
+            self._refuse(f"it wants a {_kind(fields['transform_descriptors'])} to be applied to {file}")
         if self._count(start) + self._count(length) > self._files[file].num_bytes:
             self._refuse(f"it places a tensor behind the end of {file}")
         return _StorageInfo(file, self._count(start), self._count(length))
@@ -222,8 +206,10 @@ class _Conversion:
         return self._of(str, value)
 
     def _count(self, value: Any) -> int:
-        if type(value) is not int or value < 0:
-            self._refuse(f"it has {_kind(value)} {value!r:.40} in the place of a count")
+        if type(value) is not int or not 0 <= value < _MOST:
+            # Python writes no number of thousands of digits.
+            shown = f"{value!r:.40}" if type(value) is not int or abs(value) < _MOST else "a number beyond 64 bits"
+            self._refuse(f"it has {_kind(value)} {shown} in the place of a count")
         return value
 
     def _of[T](self, kind: type[T], value: Any) -> T:

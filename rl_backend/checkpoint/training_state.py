@@ -20,7 +20,7 @@ from rl_backend.checkpoint.digesting_writer import DigestingWriter, file_facts
 from rl_backend.checkpoint.durable import rename_synced, sync
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, TrainingManifest, read_manifest
 from rl_backend.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner, TensorPieces
-from rl_backend.checkpoint.stored_metadata import TensorsReader
+from rl_backend.checkpoint.tensors_reader import TensorsReader
 from rl_backend.contracts import CheckpointError, Head
 
 logger = logging.getLogger(__name__)

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from rl_backend.checkpoint.digesting_writer import file_facts
 from rl_backend.checkpoint.manifest import read_manifest
-from rl_backend.checkpoint.stored_metadata import METADATA_FILE, TensorsReader
+from rl_backend.checkpoint.stored_metadata import METADATA_FILE
+from rl_backend.checkpoint.tensors_reader import TensorsReader
 from rl_backend.contracts import CheckpointError
 
 PREFIX = "model."
@@ -49,10 +49,12 @@ class TrainingWeights:
                 path=str(self.path),
             )
         self.shapes = dict(self.manifest.parameters)
+        if not self.shapes:
+            raise CheckpointError(f"{self.path} is damaged: its manifest lists no weights", path=str(self.path))
         self._verify(METADATA_FILE)
         self._reader = TensorsReader(self.path, self.manifest.files)
         for name, shape in self.shapes.items():
-            self._require_whole(name, shape)
+            self._reader.require_stored(PREFIX + name, shape, torch.float32)
 
     def verify(self, progress: Callable[[int], None] = lambda num_bytes: None) -> None:
         """Reads every file and compares it with its digest.
@@ -106,19 +108,6 @@ class TrainingWeights:
         if found != self.manifest.files.get(name):
             raise CheckpointError(
                 f"{self.path} is damaged: {name} has other bytes than were written; take an earlier checkpoint",
-                path=str(self.path),
-                name=name,
-            )
-
-    def _require_whole(self, name: str, shape: tuple[int, ...]) -> None:
-        stored = self._reader.metadata.state_dict_metadata.get(PREFIX + name)
-        found = 0
-        if isinstance(stored, TensorStorageMetadata) and tuple(stored.size) == shape:
-            found = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
-        if found != math.prod(shape):
-            raise CheckpointError(
-                f"{self.path} is damaged: it has {found} elements of {name}, {math.prod(shape)} in shape {shape} were "
-                "expected; take an earlier checkpoint",
                 path=str(self.path),
                 name=name,
             )

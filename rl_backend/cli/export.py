@@ -12,11 +12,13 @@ import torch
 
 from rl_backend.checkpoint.hf_export import export_checkpoint, source_of
 from rl_backend.checkpoint.hf_writer import DEFAULT_SHARD_BYTES
+from rl_backend.checkpoint.manifest import MANIFEST_NAME
 from rl_backend.checkpoint.run_checkpoints import LATEST, RunCheckpoints
 from rl_backend.checkpoint.run_manifest import RUN_FILE, read_run_checkpoint
 from rl_backend.checkpoint.training_weights import TrainingWeights
 from rl_backend.cli.errors import CommandError
 from rl_backend.cli.signals import exit_on_sigterm
+from rl_backend.contracts import CheckpointError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MIB, GIB = 2**20, 2**30
@@ -69,10 +71,11 @@ def run(arguments: argparse.Namespace) -> int:
     if out.resolve().is_relative_to(weights.path.resolve()):
         raise CommandError(f"--out {out}: is inside of the checkpoint; choose a directory elsewhere")
     source = source_of(weights, arguments.source)
-    dtype = arguments.dtype or weights.manifest.runtime_config.get("backend_cfg", {}).get("param_dtype", "float32")
+    dtype = arguments.dtype or _run_dtype(weights)
     sizes = [math.prod(shape) * DTYPES[dtype].itemsize for shape in weights.shapes.values()]
     say = _Progress(quiet=arguments.json)
     say.line(_describe(weights))
+    say.line(f"configuration and tokenizer from {source}")
     with exit_on_sigterm():
         stored = sum(facts.num_bytes for facts in weights.manifest.files.values())
         say.start(f"verifying {len(weights.manifest.files)} files", stored)
@@ -138,6 +141,20 @@ def _model_directory(path: Path, name: str | None) -> Path:
     if name is not None:
         raise CommandError(f"--name {name}: is for a checkpoint of a run; {path} has no {RUN_FILE}")
     return path
+
+
+def _run_dtype(weights: TrainingWeights) -> str:
+    settings = weights.manifest.runtime_config.get("backend_cfg", {})
+    dtype = settings.get("param_dtype", "float32") if isinstance(settings, dict) else settings
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        field = "param_dtype" if isinstance(settings, dict) else "backend_cfg"
+        raise CheckpointError(
+            f"{weights.path / MANIFEST_NAME} has {field}={dtype!r:.80} in its runtime_config, which is not among "
+            f"{', '.join(DTYPES)}; choose one with --dtype",
+            path=str(weights.path),
+            field=field,
+        )
+    return dtype
 
 
 def _describe(weights: TrainingWeights) -> str:

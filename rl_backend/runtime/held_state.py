@@ -13,7 +13,9 @@ from torch import Tensor
 
 from rl_backend.checkpoint.agreement import raise_on_every_rank
 from rl_backend.checkpoint.manifest import TrainingManifest
+from rl_backend.checkpoint.tensors_reader import TensorsReader
 from rl_backend.checkpoint.training_state import StateTensors, open_training_state, read_training_state
+from rl_backend.contracts import CheckpointError
 from rl_backend.runtime.held import HeldHandle
 from rl_backend.runtime.random_sources import Differs, RankLayout, source_rank
 
@@ -88,6 +90,7 @@ def load_state(
     filled = tensors()
     origins = _origins(handle, manifest, filled, differs)
     loaded = {name: value for name, value in filled.items() if origins[name] in saved or not name.startswith(RANDOM)}
+    raise_on_every_rank(_stored_problem(reader, {origins[name]: value for name, value in loaded.items()}), group)
     try:
         read_training_state(reader, {origins[name]: value for name, value in loaded.items()}, group)
     except BaseException:
@@ -96,6 +99,17 @@ def load_state(
     handle.damaged = handle.broken = ""
     handle.weight_version = manifest.weight_version
     return manifest, loaded
+
+
+def _stored_problem(reader: TensorsReader, tensors: StateTensors) -> str | None:
+    for name, value in tensors.items():
+        held = [value] if isinstance(value, Tensor) else list(value.pieces.values())
+        shape = value.shape if isinstance(value, Tensor) else value.whole_size
+        try:
+            reader.require_stored(name, tuple(shape), held[0].dtype if held else None)
+        except CheckpointError as error:
+            return error.message
+    return None
 
 
 def _origins(

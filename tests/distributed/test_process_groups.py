@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from rl_backend.contracts import ConfigError
+from rl_backend.contracts import ConfigError, ParallelConfig
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT
 from rl_backend.runtime.native import NativeRuntime
 from tests.support.native import make_config, train
@@ -70,6 +72,36 @@ def timeouts_job(model: str) -> list[timedelta]:
 def test_all_collectives_wait_equally_long_for_a_slow_rank(ranks: RankPool, tied_model: Path) -> None:
     (timeouts,) = ranks.run(timeouts_job, str(tied_model), init_group=False, world_size=1)
     assert timeouts == [COLLECTIVE_TIMEOUT] * 2
+
+
+def failing_group_job() -> list[bool]:
+    """Whether Megatron's groups and the default group are there after a failure to make the last group."""
+    from megatron.core import parallel_state
+
+    from rl_backend.runtime.bridge import groups
+
+    new_group = dist.new_group
+
+    def fails(*arguments: Any, **options: Any) -> Any:
+        if sys._getframe(1).f_code is groups.open_groups.__code__:
+            raise RuntimeError("no port is left")
+        return new_group(*arguments, **options)
+
+    dist.new_group = fails
+    try:
+        with pytest.raises(RuntimeError, match="no port is left"):
+            groups.open_groups(ParallelConfig(), torch.device("cpu"))
+    finally:
+        dist.new_group = new_group
+    left = [parallel_state.is_initialized(), dist.is_initialized()]
+    for _ in range(2):
+        groups.close_groups(groups.open_groups(ParallelConfig(), torch.device("cpu")))
+        left += [parallel_state.is_initialized(), dist.is_initialized()]
+    return left
+
+
+def test_groups_of_the_bridge_that_were_not_all_made_are_left(ranks: RankPool) -> None:
+    assert ranks.run(failing_group_job, init_group=False, world_size=1) == [[False] * 6]
 
 
 def foreign_group_job(model: str) -> bool:

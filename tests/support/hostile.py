@@ -1,17 +1,19 @@
-"""Checkpoints that somebody has made to run a command or to read other files, with seals that fit."""
+"""Checkpoints that somebody has made to run a command, to read other files or to be loaded in part, with seals that fit."""
 
 from __future__ import annotations
 
 import io
 import os
 import pickle
+import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
 
 from rl_backend.checkpoint.digesting_writer import file_facts
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, TrainingManifest
@@ -96,10 +98,122 @@ def hostile_place(checkpoint: Path, mark: Path) -> str:
     return r"places tensors in '\.\./\w+/__\d_0\.distcp', which is no file of this checkpoint"
 
 
+def _falsify(checkpoint: Path, change: Callable[[Metadata, str], object]) -> str:
+    """Has ``change`` alter ``.metadata``; its second argument is the name of the embeddings, a matrix in one piece."""
+    with (checkpoint / ".metadata").open("rb") as stream:
+        metadata = pickle.load(stream)
+    name = "model.model.embed_tokens.weight"
+    change(metadata, name)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    return re.escape(name)
+
+
+def false_half(checkpoint: Path) -> str:
+    """A half of a weight has no piece."""
+
+    def change(metadata: Metadata, name: str) -> None:
+        tensor = metadata.state_dict_metadata[name]
+        tensor.chunks = [_piece(0, tensor.size[0] // 2, tensor.size[1])]
+
+    return rf"the pieces of {_falsify(checkpoint, change)} overlap, or leave out a part of \(128, 64\)"
+
+
+def false_nothing(checkpoint: Path) -> str:
+    """A weight has no pieces."""
+    name = _falsify(checkpoint, lambda metadata, name: metadata.state_dict_metadata[name].chunks.clear())
+    return rf"the pieces of {name} overlap, or leave out a part"
+
+
+def false_overlap(checkpoint: Path) -> str:
+    """One half of a weight has two pieces, the other none."""
+
+    def change(metadata: Metadata, name: str) -> None:
+        tensor = metadata.state_dict_metadata[name]
+        tensor.chunks = [_piece(0, tensor.size[0] // 2, tensor.size[1])] * 2
+
+    return rf"the pieces of {_falsify(checkpoint, change)} overlap, or leave out a part"
+
+
+def false_place(checkpoint: Path) -> str:
+    """The piece of a weight is nowhere."""
+
+    def change(metadata: Metadata, name: str) -> None:
+        metadata.storage_data = {index: place for index, place in metadata.storage_data.items() if index.fqn != name}
+
+    return rf"has no place for the piece of {_falsify(checkpoint, change)} at \(0, 0\)"
+
+
+def false_whole_dtype(checkpoint: Path) -> str:
+    """A weight is said to be integers."""
+
+    def change(metadata: Metadata, name: str) -> None:
+        metadata.state_dict_metadata[name].properties.dtype = torch.int8
+
+    return rf"has it as int8, {_falsify(checkpoint, change)} was expected as float32"
+
+
+def false_dtype(checkpoint: Path) -> str:
+    """A weight is said to be rounded."""
+
+    def change(metadata: Metadata, name: str) -> None:
+        metadata.state_dict_metadata[name].properties.dtype = torch.bfloat16
+
+    name = _falsify(checkpoint, change)
+    return rf"has float32 \(128, 64\) of {name} where \.metadata says bfloat16 \(128, 64\)"
+
+
+def false_shape(checkpoint: Path) -> str:
+    """A weight is said to be smaller than the model's."""
+
+    def change(metadata: Metadata, name: str) -> None:
+        tensor = metadata.state_dict_metadata[name]
+        tensor.size = torch.Size([64, 64])
+        tensor.chunks = [_piece(0, 64, 64)]
+
+    return rf"has it in shape \(64, 64\), {_falsify(checkpoint, change)} was expected in shape \(128, 64\)"
+
+
+def false_data(checkpoint: Path) -> str:
+    """The pieces of two weights of other sizes stand for each other."""
+
+    def change(metadata: Metadata, name: str) -> None:
+        other = next(index for index in metadata.storage_data if index.fqn == "model.model.norm.weight")
+        own = next(index for index in metadata.storage_data if index.fqn == name)
+        metadata.storage_data[own] = metadata.storage_data[other]
+
+    name = _falsify(checkpoint, change)
+    return rf"has float32 \(64,\) of {name} where \.metadata says float32 \(128, 64\)"
+
+
+def false_count(checkpoint: Path) -> str:
+    """A length has more digits than Python writes."""
+
+    def change(metadata: Metadata, name: str) -> None:
+        for place in metadata.storage_data.values():
+            place.length = -(10**5000)
+
+    _falsify(checkpoint, change)
+    return r"has int a number beyond 64 bits in the place of a count"
+
+
+FALSE = [
+    *(false_half, false_nothing, false_overlap, false_place),
+    *(false_whole_dtype, false_dtype, false_shape, false_data, false_count),
+]
+FOUND_WHILE_READING = [hostile_tensor, false_dtype, false_data]
+"""Those that only the data itself shows: a load of them has begun."""
+
 HOSTILE = [
     *(hostile_metadata, hostile_field, hostile_builtins, hostile_attribute),
     *(hostile_object, hostile_tensor, hostile_place),
 ]
+
+
+def hostile_source(checkpoint: Path, folder: Path) -> None:
+    """The manifest says that the model began from another folder of the machine."""
+    manifest = TrainingManifest.read_sealed(checkpoint / MANIFEST_NAME)
+    changed = manifest.replace(runtime_config={**manifest.runtime_config, "hf_path": str(folder)})
+    (checkpoint / MANIFEST_NAME).write_text(changed.sealed_text())
 
 
 def reseal(checkpoint: Path) -> None:
@@ -125,6 +239,10 @@ def with_files(folder: Path, name: str, kind: type[TrainingManifest] | type[RunM
     text = whole.model_dump_json(indent=1)
     seal = xxhash.xxh3_64_hexdigest(text.encode())
     (folder / name).write_text(text.replace('"digest": ""', f'"digest": "{seal}"', 1))
+
+
+def _piece(start: int, rows: int, columns: int) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size([start, 0]), torch.Size([rows, columns]))
 
 
 def _put_archive(file: Path, mark: Path) -> None:

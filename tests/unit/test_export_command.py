@@ -183,6 +183,11 @@ def change_manifest(path: Path, **changes: Any) -> None:
     (path / MANIFEST_NAME).write_text(manifest.replace(**changes).sealed_text())
 
 
+def with_settings(path: Path, settings: object) -> None:
+    config = TrainingManifest.model_validate_json((path / MANIFEST_NAME).read_text()).runtime_config
+    change_manifest(path, runtime_config={**config, "backend_cfg": settings})
+
+
 def flip(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -199,7 +204,16 @@ DAMAGE: Mapping[str, tuple[Callable[[Path], Any], str]] = {
     "no manifest": (lambda path: (path / MANIFEST_NAME).unlink(), r"has no manifest\.json, so it is no training checkpoint"),
     "weights that are not stored": (
         lambda path: change_manifest(path, parameters={"model.embed_tokens.weight": (1, 2)}),
-        r"has 0 elements of model\.embed_tokens\.weight, 2 in shape",
+        r"has it in shape \(\d+, \d+\), model\.model\.embed_tokens\.weight was expected in shape \(1, 2\)",
+    ),
+    "no weights": (lambda path: change_manifest(path, parameters={}), r"policy is damaged: its manifest lists no weights"),
+    "an unknown dtype": (
+        lambda path: with_settings(path, {"param_dtype": "int8"}),
+        r"manifest\.json has param_dtype='int8' in its runtime_config, which is not among float32, bfloat16",
+    ),
+    "settings of another kind": (
+        lambda path: with_settings(path, []),
+        r"manifest\.json has backend_cfg=\[\] in its runtime_config",
     ),
     "another runtime's order": (
         lambda path: change_manifest(path, private=("decoder.weight",)),

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import hmac
+import os
+import resource
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -105,6 +112,105 @@ def test_who_says_nothing_does_not_hold_up_the_others(point: MeetingPoint, monke
     assert store_at(path.port).add("count", 1) == 1
     for connection in silent:
         connection.close()
+
+
+def test_a_gate_outlives_a_time_without_descriptors(point: MeetingPoint) -> None:
+    gate = (point.meeting.host, point.meeting.port)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Sockets of the joiners are there before the limit; only the gate needs more.
+    joiners = [socket.socket() for _ in range(4)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+    filled = []
+    try:
+        with suppress(OSError):
+            while True:
+                filled.append(os.dup(0))
+        for joiner in joiners:
+            joiner.connect(gate)
+        time.sleep(0.3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in filled:
+            os.close(descriptor)
+        for joiner in joiners:
+            joiner.close()
+    pass_gate(gate, point.meeting.secret).close()
+
+
+@pytest.mark.parametrize("number", [errno.ENFILE, errno.ECONNABORTED, errno.ENOBUFS])
+def test_a_connection_that_cannot_be_taken_is_not_the_gate_s_end(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = threading.Event()
+    accept = socket.socket.accept
+
+    def fails_once(listener: socket.socket) -> tuple[socket.socket, Any]:
+        if not failed.is_set():
+            failed.set()
+            raise OSError(number, os.strerror(number))
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", fails_once)
+    with socket.create_server((LOOPBACK, 0)) as inside:
+        gate = Gate(ELSEWHERE, inside.getsockname()[:2], b"secret")
+        pass_gate((ELSEWHERE, gate.port), b"secret").close()
+        gate.close()
+    assert failed.is_set()
+
+
+def dribble(connection: socket.socket, stop: threading.Event) -> None:
+    """Sends a byte at a time, each well before a limit on one byte."""
+    with suppress(OSError):
+        while not stop.wait(0.05):
+            connection.sendall(b"x")
+
+
+def test_who_speaks_slowly_is_turned_away_in_time(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actors.gate, "HANDSHAKE_SECONDS", 0.5)
+    stop = threading.Event()
+    with socket.create_connection((point.meeting.host, point.meeting.port), timeout=5) as joiner:
+        assert len(joiner.recv(32)) == 32
+        talker = threading.Thread(target=dribble, args=(joiner, stop))
+        talker.start()
+        began = time.monotonic()
+        with suppress(ConnectionResetError):
+            assert joiner.recv(1) == b""
+        took = time.monotonic() - began
+        stop.set()
+        talker.join()
+    assert 0.3 < took < 2.5, "64 bytes at this pace take 3.2 s"
+
+
+def test_a_gate_that_speaks_slowly_is_left_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actors.gate, "HANDSHAKE_SECONDS", 0.5)
+    stop = threading.Event()
+    with socket.create_server((LOOPBACK, 0)) as impostor:
+        talker = threading.Thread(target=lambda: dribble(impostor.accept()[0], stop))
+        talker.start()
+        began = time.monotonic()
+        with pytest.raises(RLBackendError, match=r"turned this process away.*(timed out|did not come in 0\.5 s)"):
+            pass_gate(impostor.getsockname()[:2], b"secret")
+        assert time.monotonic() - began < 1.4, "32 bytes at this pace take 1.6 s"
+        stop.set()
+        talker.join()
+
+
+def test_a_crowd_that_says_nothing_gives_up_its_places(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actors.gate, "MOST_PENDING", 8)
+    monkeypatch.setattr(actors.gate, "PLACE_SECONDS", 0.2)
+    gate = (point.meeting.host, point.meeting.port)
+    before = threading.active_count()
+    silent = [socket.create_connection(gate, timeout=5) for _ in range(40)]
+    pass_gate(gate, point.meeting.secret).close()
+    assert threading.active_count() - before <= 10
+    for connection in silent:
+        connection.close()
+
+
+def test_a_crowd_with_the_secret_is_let_in_whole(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actors.gate, "MOST_PENDING", 4)
+    gate = (point.meeting.host, point.meeting.port)
+    with ThreadPoolExecutor(32) as members:
+        for connection in members.map(lambda _: pass_gate(gate, point.meeting.secret), range(64)):
+            connection.close()
 
 
 def test_a_gate_that_is_gone_is_an_error_that_says_so() -> None:

@@ -256,3 +256,9 @@ def test_loading_takes_at_most_the_shard_and_the_largest_tensor(tmp_path: Path) 
         slack = 4 * 2**20
         assert shard_bytes <= measured["peak"] + slack
         assert measured["peak"] <= shard_bytes + tensor_bytes + slack
+
+
+def test_a_config_that_is_nested_beyond_reading_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"a": ' * 200_000 + "1" + "}" * 200_000)
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read as JSON"):
+        read_hf_config(tmp_path)

@@ -120,19 +120,49 @@ def test_config_says_the_dtype_that_was_written(tied_model: Path, tmp_path: Path
     assert {info.dtype for info in HFReader(tmp_path / "out").infos.values()} == {torch.bfloat16}
 
 
-def test_tokenizer_and_generation_files_are_copied_and_weights_are_not(tied_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("coded", [True, False])
+def test_the_model_s_other_files_are_copied_and_everything_else_is_not(
+    tied_model: Path, tmp_path: Path, coded: bool
+) -> None:
     source = tmp_path / "source"
     source.mkdir()
-    (source / "config.json").write_text((tied_model / "config.json").read_text())
+    config = json.loads((tied_model / "config.json").read_text())
+    code = {"auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"}} if coded else {}
+    (source / "config.json").write_text(json.dumps({**config, **code}))
     kept = ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "merges.txt", "chat_template.jinja"]
-    kept += ["README.md", "LICENSE", "modeling_mine.py", "additional_chat_templates/tools.jinja"]
+    kept += ["README.md", "LICENSE", "preprocessor_config.json", "additional_chat_templates/tools.jinja"]
     dropped = ["old.safetensors", "pytorch_model.bin", "rust_model.ot", WEIGHTS_INDEX, ".gitattributes"]
+    dropped += ["id_rsa", "notes.txt", "credentials.json", "additional_chat_templates/notes.txt"]
+    (kept if coded else dropped).append("modeling_mine.py")
     for name in (*kept, *dropped, "original/consolidated.00.pth", "original/params.json"):
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(name)
     write(tmp_path / "out", tied_model, source)
     written = {str(file.relative_to(tmp_path / "out")) for file in (tmp_path / "out").rglob("*") if file.is_file()}
     assert written == {*kept, "config.json", "model.safetensors"}
+
+
+def test_a_link_out_of_the_source_is_refused_before_anything_is_written(tied_model: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text((tied_model / "config.json").read_text())
+    (tmp_path / "secret").write_text("secret")
+    (source / "merges.txt").symlink_to("../secret")
+    with pytest.raises(CheckpointError, match=r"merges\.txt is a link out of it, to .*secret"):
+        write(tmp_path / "out", tied_model, source)
+    (source / "merges.txt").unlink()
+    (source / "additional_chat_templates").symlink_to(tmp_path)
+    (tmp_path / "secret.jinja").write_text("secret")
+    with pytest.raises(CheckpointError, match=r"additional_chat_templates/secret\.jinja is a link out of it"):
+        write(tmp_path / "out", tied_model, source)
+    (source / "additional_chat_templates").unlink()
+    (source / "vocab.json").write_text("{}")
+    (source / "tokenizer.json").symlink_to("vocab.json")
+    os.mkfifo(source / "vocab.txt")
+    write(tmp_path / "out", tied_model, source)
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert not (tmp_path / "out" / "tokenizer.json").is_symlink()
+    assert not (tmp_path / "out" / "vocab.txt").exists()
 
 
 def test_an_existing_path_is_refused_and_left_alone(tied_model: Path, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from examples.common.drawn_samples import FILE_NAME, load_drawn
+from rl_backend.checkpoint.hf_other_files import other_files
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, TrainingManifest, read_manifest
 from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
@@ -18,7 +21,7 @@ from rl_backend.checkpoint.run_manifest import RUN_FILE, RunManifest, read_run_c
 from rl_backend.checkpoint.training_weights import TrainingWeights
 from rl_backend.cli.main import main
 from rl_backend.contracts import CheckpointError
-from tests.support.hostile import HOSTILE, Command, hostile_tensor, reseal, with_files
+from tests.support.hostile import FALSE, FOUND_WHILE_READING, HOSTILE, Command, hostile_source, reseal, with_files
 from tests.support.models import write_tiny_qwen3
 from tests.support.native import assert_equal_tensors, open_runtime, train, weights
 
@@ -49,6 +52,25 @@ def test_a_checkpoint_that_would_run_a_command_is_refused_by_name(
     mark, policy = tmp_path / "mark", step / "policy"
     reason = attack(policy, mark)
     reseal(policy)
+    assert_refused(saved, step, tmp_path / "out", capsys, reason, keeps_weights=attack not in FOUND_WHILE_READING)
+    assert not mark.exists(), "the command has run"
+
+
+@pytest.mark.shows("checkpoints: one whose list of pieces leaves out, doubles or mislabels weights is refused by name")
+@pytest.mark.parametrize("attack", FALSE, ids=lambda attack: attack.__name__)
+def test_a_checkpoint_that_has_other_tensors_than_it_says_is_refused_by_name(
+    saved: Path, step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], attack: Callable[[Path], str]
+) -> None:
+    reason = attack(step / "policy")
+    reseal(step / "policy")
+    assert_refused(saved, step, tmp_path / "out", capsys, reason, keeps_weights=attack not in FOUND_WHILE_READING)
+
+
+def assert_refused(
+    saved: Path, step: Path, out: Path, capsys: pytest.CaptureFixture[str], reason: str, *, keeps_weights: bool
+) -> None:
+    """By every path that reads the policy of ``step``, with ``reason`` and before weights change."""
+    policy = step / "policy"
     read_run_checkpoint(step)  # its seals are right
     with open_runtime(saved.parent.parent / "model") as runtime:
         for forward_only in (False, True):
@@ -56,15 +78,14 @@ def test_a_checkpoint_that_would_run_a_command_is_refused_by_name(
             held = weights(handle)
             with pytest.raises(CheckpointError, match=reason):
                 runtime.load_checkpoint(handle, policy)
-            if attack is not hostile_tensor:
+            if keeps_weights:
                 assert_equal_tensors(weights(handle), held)
     with pytest.raises(CheckpointError, match=reason):
         dict(TrainingWeights(policy).tensors(torch.float32))
     for given in (step, policy):
-        assert main(["export", "--checkpoint", str(given), "--out", str(tmp_path / "out")]) == 2
+        assert main(["export", "--checkpoint", str(given), "--out", str(out)]) == 2
         assert str(policy) in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-    assert not mark.exists(), "the command has run"
+    assert not out.exists()
 
 
 def test_what_is_refused_does_run_where_nobody_looks(step: Path, tmp_path: Path) -> None:
@@ -79,6 +100,14 @@ def test_samples_that_would_run_a_command_are_refused_by_name(tmp_path: Path) ->
     assert not (tmp_path / "mark").exists()
 
 
+# Registry credentials; a model's without sizes; and of another size.
+STOLEN_CONFIGS = {
+    "credentials": '{"auths": {"registry": "TOKEN"}}',
+    "no sizes": '{"model_type": "qwen3"}',
+    "no layers": '{"model_type": "qwen3", "vocab_size": 128, "hidden_size": 64}',
+    "another size": '{"model_type": "qwen3", "vocab_size": 128, "hidden_size": 65, "num_hidden_layers": 2}',
+}
+
 NAMES = {
     "../../../../../../../../../../etc/passwd": "leads out of the folder",
     "/etc/passwd": "is an absolute name",
@@ -87,6 +116,8 @@ NAMES = {
     "": "is no name of a file",
     ".": "is no name of a file",
     "a\0b": "is no name of a file",
+    "./a": "must be written 'a'",
+    "a//b": "is no name of a file|must be written 'a/b'",
 }
 
 
@@ -101,6 +132,50 @@ def test_a_name_that_leads_out_of_the_folder_is_refused_unread(step: Path, name:
         assert repr(name) in str(caught.value)
 
 
+@pytest.mark.shows("export: a checkpoint that names another folder than its model's has none of its files copied")
+@pytest.mark.parametrize("content", STOLEN_CONFIGS)
+def test_a_checkpoint_chooses_no_folder_whose_files_are_exported(
+    step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    private = tmp_path / "private"
+    private.mkdir()
+    (private / "config.json").write_text(STOLEN_CONFIGS[content])
+    (private / "id_key").write_text("PRIVATE")
+    hostile_source(step / "policy", private)
+    TrainingWeights(step / "policy").verify()  # its seals are right
+    assert main(["export", "--checkpoint", str(step / "policy"), "--out", str(tmp_path / "out")]) == 2
+    assert re.search(rf"{private} is (refused|of another model): its config\.json has", capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_lies_beside_the_files_of_a_model_is_not_exported(
+    saved: Path, step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = shutil.copytree(saved.parent.parent / "model", tmp_path / "mine")
+    (mine / "tokenizer.json").write_text("{}")
+    (mine / "id_key").write_text("PRIVATE")
+    (mine / "train.py").write_text("PRIVATE")
+    hostile_source(step / "policy", mine)
+    out = tmp_path / "out"
+    assert main(["export", "--checkpoint", str(step / "policy"), "--out", str(out)]) == 0
+    assert f"configuration and tokenizer from {mine}" in capsys.readouterr().out
+    assert {file.name for file in out.iterdir()} == {
+        *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
+    }
+
+
+def test_a_source_with_a_link_out_of_it_is_refused_by_name(
+    saved: Path, step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = shutil.copytree(saved.parent.parent / "model", tmp_path / "theirs")
+    (tmp_path / "secret").write_text("PRIVATE")
+    (theirs / "tokenizer.json").symlink_to(tmp_path / "secret")
+    hostile_source(step / "policy", theirs)
+    assert main(["export", "--checkpoint", str(step / "policy"), "--out", str(tmp_path / "out")]) == 2
+    assert "tokenizer.json is a link out of it" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     "name", ["policy/.metadata", "policy/__0_0.distcp", "policy/manifest.json", "run.json", "notes.txt"]
 )
@@ -113,6 +188,15 @@ def test_a_link_out_of_the_folder_is_refused_by_name(step: Path, tmp_path: Path,
     read = TrainingWeights if file.parent.name == "policy" else read_run_checkpoint
     with pytest.raises(CheckpointError, match=f"{file.name} is a link out of it, to {elsewhere}"):
         read(file.parent)
+
+
+def test_links_that_lead_to_each_other_are_refused_by_name(step: Path) -> None:
+    file = step / "policy" / "__0_0.distcp"
+    file.unlink()
+    file.symlink_to("other")
+    (step / "policy" / "other").symlink_to(file.name)
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp cannot be followed to a file"):
+        TrainingWeights(step / "policy")
 
 
 def test_a_link_inside_of_the_folder_and_one_to_the_folder_are_followed(step: Path) -> None:
@@ -147,4 +231,7 @@ def test_the_links_of_the_hub_s_cache_are_followed(untied_model: Path, tmp_path:
         blob = repository / "blobs" / file.name.replace(".", "")
         file.rename(blob)
         file.symlink_to(Path("../../blobs") / blob.name)
-    assert HFReader(snapshot).infos == HFReader(untied_model).infos
+    (tmp_path / "link").symlink_to(snapshot)
+    for path in (snapshot, Path(os.path.relpath(snapshot)), tmp_path / "link"):
+        assert HFReader(path).infos == HFReader(untied_model).infos
+        assert {"generation_config.json"} <= other_files(path).keys()

@@ -73,7 +73,11 @@ def open_groups(parallel: ParallelConfig, device: torch.device) -> BridgeGroups:
     try:
         dp_size = parallel.data_parallel_size(dist.get_world_size())
         _join_model_parallel(parallel, device)
-        host_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        try:
+            host_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        except BaseException:
+            _leave_model_parallel()
+            raise
     except BaseException:
         leave_default_group()
         raise
@@ -95,11 +99,15 @@ def close_groups(groups: BridgeGroups) -> None:
     if not dist.is_initialized():
         return
     dist.destroy_process_group(groups.host_group)
+    _leave_model_parallel()
+    leave_default_group()
+
+
+def _leave_model_parallel() -> None:
     _state.users -= 1
     if _state.users == 0:
         _state.parallel = None
         _destroy_model_parallel()
-    leave_default_group()
 
 
 def _destroy_model_parallel() -> None:

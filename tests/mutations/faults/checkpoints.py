@@ -165,6 +165,22 @@ FAULTS = [
         "a checkpoint would have files outside of its folder read",
     ),
     Fault(
+        "cover-of-pieces-not-checked",
+        f"{_CHECKPOINT}/stored_metadata.py",
+        "        if not covered:\n",
+        "        if False:\n",
+        (f"{_HOSTILE}::test_a_checkpoint_that_has_other_tensors_than_it_says_is_refused_by_name[false_overlap]",),
+        "uninitialised memory would be exported as weights",
+    ),
+    Fault(
+        "any-folder-exported",
+        f"{_CHECKPOINT}/hf_export.py",
+        "        if found is None:\n",
+        "        if False:\n",
+        (f"{_HOSTILE}::test_a_checkpoint_chooses_no_folder_whose_files_are_exported[credentials]",),
+        "a checkpoint of a stranger would choose whose files are copied",
+    ),
+    Fault(
         "links-out-of-the-folder-followed",
         f"{_CHECKPOINT}/confined.py",
         "    if not found.is_relative_to(root):\n",

@@ -1,0 +1,122 @@
+"""Reading the tensors of a checkpoint, which are known to be what they are said to be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from rl_backend.checkpoint.confined import require_inside
+from rl_backend.checkpoint.load_problem import load_problem
+from rl_backend.checkpoint.manifest import FileFacts
+from rl_backend.checkpoint.stored_metadata import METADATA_FILE, stored_metadata
+from rl_backend.contracts import CheckpointError
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class TensorsReader(FileSystemReader):
+    """Reads the tensors of a checkpoint. What is stored where is read once, and nothing in a file is run.
+
+    Every element of every tensor is known to be stored exactly once, and what is read to be what ``.metadata`` says.
+
+    Args:
+        path: the checkpoint's directory.
+        files: of its manifest; data is read from no others.
+
+    Attributes:
+        metadata: what is stored where.
+
+    Raises:
+        CheckpointError: as :func:`~rl_backend.checkpoint.stored_metadata.stored_metadata`.
+    """
+
+    def __init__(self, path: Path, files: Mapping[str, FileFacts]) -> None:
+        super().__init__(path)
+        self.metadata = stored_metadata(path, files)
+        self._sizes = {
+            MetadataIndex(name, chunk.offsets): chunk.sizes
+            for name, tensor in self.metadata.state_dict_metadata.items()
+            if isinstance(tensor, TensorStorageMetadata)
+            for chunk in tensor.chunks
+        }
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+    def require_stored(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
+        """Checks what is stored of a tensor before any of it is read.
+
+        Args:
+            dtype: of what will hold it: a floating one takes any usual one, others must be the same. None is not compared.
+
+        Raises:
+            CheckpointError: there is no such tensor, or it has another shape or dtype.
+        """
+        stored = self.metadata.state_dict_metadata.get(name)
+        if not isinstance(stored, TensorStorageMetadata):
+            self._refuse(name, "does not have it", f"in shape {shape}")
+        if tuple(stored.size) != shape:
+            self._refuse(name, f"has it in shape {tuple(stored.size)}", f"in shape {shape}")
+        found = stored.properties.dtype
+        if dtype is not None and found != dtype and not (found in _FLOATS and dtype in _FLOATS):
+            self._refuse(name, f"has it as {_name(found)}", f"as {_name(dtype)}")
+
+    def _refuse(self, name: str, found: str, expected: str) -> NoReturn:
+        raise CheckpointError(
+            f"{self.path} is damaged: its {METADATA_FILE} {found}, {name} was expected {expected}; take an earlier "
+            "checkpoint",
+            path=str(self.path),
+            name=name,
+        )
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Raises :class:`CheckpointError` with the file's name where it holds other tensors than ``.metadata`` says."""
+        stored: dict[MetadataIndex, _StorageInfo] = self.metadata.storage_data
+        by_file: dict[str, list[Any]] = {}
+        for item in plan.items:
+            by_file.setdefault(stored[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            file = require_inside(Path(self.path), name)
+            try:
+                with file.open("rb") as stream:
+                    for item in items:
+                        piece = self._piece(stream, item.storage_index, stored[item.storage_index])
+                        part = zip(item.storage_offsets, item.lengths, strict=True)
+                        target = planner.resolve_tensor(item)
+                        target.detach().copy_(piece[tuple(slice(start, start + length) for start, length in part)])
+                        planner.commit_tensor(item, target)
+            except Exception as error:
+                raise CheckpointError(
+                    f"{file} is refused, {load_problem(error)}; take an earlier checkpoint",
+                    path=str(self.path),
+                    name=name,
+                ) from error
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _piece(self, stream: IO[bytes], index: MetadataIndex, place: _StorageInfo) -> Tensor:
+        piece: Tensor = torch.load(self._slice_file(stream, place), map_location="cpu", weights_only=True)
+        told = self.metadata.state_dict_metadata[index.fqn]
+        assert isinstance(told, TensorStorageMetadata), "others are refused when they are converted"
+        expected = _described(told.properties.dtype, self._sizes[index])
+        found = _described(piece.dtype, piece.shape) if isinstance(piece, Tensor) else str(type(piece))
+        if found != expected:
+            raise ValueError(f"it has {found} of {index.fqn} where {METADATA_FILE} says {expected}")
+        return piece
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _described(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{_name(dtype)} {tuple(shape)}"

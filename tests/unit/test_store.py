@@ -1,0 +1,86 @@
+"""Where the store of a job that the environment describes listens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+
+import psutil
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from rl_backend.contracts import ConfigError
+from rl_backend.parallel.ports import with_free_port
+from rl_backend.parallel.store import job_store
+from tests.support.listening import Listening, listening_sockets
+
+TIMEOUT = timedelta(seconds=10)
+
+
+@pytest.fixture
+def describe(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
+    """Sets the environment of a job of one rank, without what gloo and NCCL are told."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "restored at the end")
+        monkeypatch.delenv(name)
+
+    def set_variables(host: str, port: int) -> None:
+        for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": host, "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+
+    return set_variables
+
+
+def sockets_at(port: int) -> list[Listening]:
+    return [each for each in listening_sockets([psutil.Process()]) if each.port == port]
+
+
+@pytest.mark.shows("security: the store of a job with a loopback MASTER_ADDR listens on that address alone")
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2"])
+def test_a_job_of_this_machine_alone_has_its_store_on_the_loopback_address(
+    describe: Callable[[str, int], None], host: str
+) -> None:
+    def meet(port: int) -> None:
+        describe(host, port)
+        store, rank, world_size = job_store(TIMEOUT)
+        assert (rank, world_size) == (0, 1)
+        assert [each.address for each in sockets_at(port)] == ["127.0.0.1" if host == "localhost" else host]
+        store.set("key", "value")
+        other = TCPStore(host, port, is_master=False, timeout=TIMEOUT)
+        assert other.num_keys() >= 1
+        assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+
+    with_free_port("127.0.0.1", meet)
+
+
+def test_a_job_that_other_machines_may_join_has_its_store_where_they_reach_it(describe: Callable[[str, int], None]) -> None:
+    def meet(port: int) -> None:
+        describe("0.0.0.0", port)
+        store, _, _ = job_store(TIMEOUT)
+        store.set("key", "value")
+        assert not sockets_at(port)[0].out_of_reach
+        assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+    with_free_port("127.0.0.1", meet)
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_a_store_that_this_process_serves_already_is_shared(describe: Callable[[str, int], None], ours_first: bool) -> None:
+    def meet(port: int) -> None:
+        describe("127.0.0.1", port)
+        makers = [lambda: job_store(TIMEOUT)[0], lambda: next(rendezvous("env://", timeout=TIMEOUT))[0]]
+        first, second = [make() for make in (makers if ours_first else reversed(makers))]
+        first.set("one", "1")
+        second.set("two", "2")
+        assert len(sockets_at(port)) == 1
+        assert job_store(TIMEOUT)[0].set("three", "3") is None
+
+    with_free_port("127.0.0.1", meet)
+
+
+def test_an_address_where_nothing_can_listen_is_named(describe: Callable[[str, int], None]) -> None:
+    describe("127.0.0.1", 70_000)
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR=127\.0\.0\.1, MASTER_PORT=70000: the store cannot listen there"):
+        job_store(TIMEOUT)
