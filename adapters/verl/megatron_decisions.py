@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from adapters.verl.pipeline_stages import STAGE_FIELDS
+from adapters.verl.pipeline_stages import STAGE_FIELDS, STAGE_SWITCHES
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,13 @@ class MegatronField:
     chooses_kernel: bool = False
     at_rest: tuple[object, ...] = ()
     only: bool = False
+
+
+def same(value: object, other: object) -> bool:
+    """Whether two values of a field are one: 0 is 0.0, but neither False nor None."""
+    if isinstance(value, bool) or isinstance(other, bool) or value is None or other is None:
+        return value is other
+    return value == other
 
 
 _PASSED_ON = "`BridgeConfig.override_transformer_config`"
@@ -48,7 +55,7 @@ def _only(text: str, *values: object) -> MegatronField:
 
 
 _DROPOUT = MegatronField("only 0.0: models have no dropout", _PASSED_ON, at_rest=(0.0,))
-_STAGES = MegatronField("`NativeConfig.pipeline_layers`, counted as Megatron counts", _PASSED_ON, at_rest=(None, False))
+_COUNTED = "`NativeConfig.pipeline_layers`, counted as Megatron counts"
 
 TRANSFORMER: Mapping[str, MegatronField] = {
     **dict.fromkeys(
@@ -117,7 +124,10 @@ TRANSFORMER: Mapping[str, MegatronField] = {
     "dsa_indexer_use_sparse_loss": MegatronField(
         "no meaning: read with dsa_indexer_loss_coeff only", "no meaning: read with dsa_indexer_loss_coeff only", True
     ),
-    **dict.fromkeys(STAGE_FIELDS, _STAGES),
+    **{
+        name: MegatronField(_COUNTED, _PASSED_ON, at_rest=(False if name in STAGE_SWITCHES else None,))
+        for name in STAGE_FIELDS
+    },
 }
 """Of ``override_transformer_config``, without the fields of recomputation."""
 
@@ -131,7 +141,7 @@ DDP: Mapping[str, MegatronField] = {
 }
 """Of ``override_ddp_config``."""
 
-_FLOAT32 = _only("masters, moments and gradients are float32", "fp32", "float32", "32")
+_FLOAT32 = _only("masters, moments and gradients are float32", "fp32", "float32", "32", "torch.float32")
 _HOST = "with optimizer_offload_fraction=1 as `optimizer_offload`: the state is on the host but while it trains"
 OPTIMIZER: Mapping[str, MegatronField] = {
     "optimizer_cpu_offload": MegatronField(_HOST, _HOST),

@@ -97,7 +97,7 @@ def test_values_that_ask_for_nothing_change_nothing(
         ("override_ddp_config", "overlap_grad_reduce", True, "set backend=bridge", None),
         ("override_optimizer_config", "exp_avg_dtype", "bf16", "float32", "float32"),
         ("override_optimizer_config", "optimizer_offload_fraction", 1, "optimizer_offload=True", "optimizer_offload=True"),
-        ("override_optimizer_config", "decoupled_weight_decay", True, "neither runtime", "neither runtime"),
+        ("override_optimizer_config", "decoupled_weight_decay", False, "neither runtime", "neither runtime"),
     ],
 )
 def test_a_field_that_a_runtime_cannot_honour_is_refused_with_what_can(
