@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -73,9 +74,13 @@ def backend_options(
     optimizer_overrides = {name: value for name, value in given.items() if name not in ADAM}
     if backend == "bridge" and engine.full_determinism:
         overrides["deterministic_mode"] = True
-    translate = bridge_options if backend == "bridge" else native_options
     facts = model_facts(model.hf_config, has_experts=has_experts(model), dtype=engine.dtype)
-    translated = translate(overrides, engine.override_ddp_config or {}, optimizer_overrides, facts, parallel)
+    dictionaries = (overrides, engine.override_ddp_config or {}, optimizer_overrides)
+    if backend == "bridge":
+        device = _device() if chosen.get("device", "auto") == "auto" else chosen["device"]
+        translated = bridge_options(*dictionaries, facts, parallel, transformer_engine=_has_transformer_engine(device))
+    else:
+        translated = native_options(*dictionaries, facts, parallel)
     for name in [name for name in translated if name in chosen]:
         raise ConfigError.of(
             f"RLBackendEngineConfig.backend_options[{name!r}]", chosen[name], "decided by override_transformer_config too"
@@ -122,6 +127,10 @@ def _device() -> str:
 
     name: str = get_device_name()
     return name
+
+
+def _has_transformer_engine(device: str) -> bool:
+    return device != "cpu" and importlib.util.find_spec("transformer_engine") is not None
 
 
 def _transformer_overrides(model: HFModelConfig, engine: McoreEngineConfig) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -122,7 +122,9 @@ QAT: Mapping[str, Decision] = {
 
 OPTIMIZER: Mapping[str, Decision] = {
     "_target_": _HYDRA,
-    "optimizer": _refused("AdamW is the one optimizer", "adam"),
+    "optimizer": _refused(
+        "the one optimizer is Adam with decoupled weight decay, AdamW, which is Megatron's `adam`", "adam", "adamw", "AdamW"
+    ),
     "lr": _mapped("`OptimizerConfig.lr`"),
     "min_lr": _mapped("`OptimizerConfig.min_lr`; not read by the style constant"),
     "lr_warmup_init": _mapped("`OptimizerConfig.lr_warmup_init`; read by a warm-up"),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from adapters.verl.pipeline_stages import STAGE_FIELDS, STAGE_SWITCHES
+from rl_backend.contracts.bridge_overrides import NEEDS_TRANSFORMER_ENGINE
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ _ALL_TO_ALL = MegatronField(
 )
 
 
-def _kernel() -> MegatronField:
-    return MegatronField("no meaning: chooses a kernel of Megatron's for the same results", _PASSED_ON, chooses_kernel=True)
+def _kernel(bridge: str) -> MegatronField:
+    return MegatronField("no meaning: chooses a kernel of Megatron's for the same results", bridge, chooses_kernel=True)
 
 
 def _decided_by(what: str) -> MegatronField:
@@ -58,24 +59,16 @@ _DROPOUT = MegatronField("only 0.0: models have no dropout", _PASSED_ON, at_rest
 _COUNTED = "`NativeConfig.pipeline_layers`, counted as Megatron counts"
 
 TRANSFORMER: Mapping[str, MegatronField] = {
-    **dict.fromkeys(
-        (
-            "apply_rope_fusion",
-            "bias_activation_fusion",
-            "bias_dropout_fusion",
-            "deallocate_pipeline_outputs",
-            "gradient_accumulation_fusion",
-            "masked_softmax_fusion",
-            "moe_grouped_gemm",
-            "moe_permute_fusion",
-            "moe_router_fusion",
-            "tp_comm_overlap",
-        ),
-        _kernel(),
-    ),
+    **{
+        name: _kernel(f"{_PASSED_ON}; refused where Transformer Engine cannot be used")
+        for name in NEEDS_TRANSFORMER_ENGINE
+        if name != "attention_backend"
+    },
+    **dict.fromkeys(("deallocate_pipeline_outputs", "tp_comm_overlap"), _kernel(_PASSED_ON)),
     "attention_backend": MegatronField(
         "no meaning: chooses a kernel of Megatron's for the same results",
-        f"`flash`, verl's default, and `auto` leave the choice to Megatron; others: {_PASSED_ON}",
+        f"`flash`, verl's default, and `auto` leave the choice to Megatron; others: {_PASSED_ON}; refused where Transformer "
+        "Engine cannot be used",
         chooses_kernel=True,
         at_rest=("flash", "auto"),
     ),
@@ -142,10 +135,13 @@ DDP: Mapping[str, MegatronField] = {
 """Of ``override_ddp_config``."""
 
 _FLOAT32 = _only("masters, moments and gradients are float32", "fp32", "float32", "32", "torch.float32")
-_HOST = "with optimizer_offload_fraction=1 as `optimizer_offload`: the state is on the host but while it trains"
+_HOST = (
+    "with optimizer_offload_fraction=1 as `optimizer_offload`: the state is on the host but while it trains; refused "
+    "without a fraction, where Megatron offloads nothing"
+)
 OPTIMIZER: Mapping[str, MegatronField] = {
-    "optimizer_cpu_offload": MegatronField(_HOST, _HOST),
-    "optimizer_offload_fraction": _only("with optimizer_cpu_offload only, whole", 0, 1, None),
+    "optimizer_cpu_offload": MegatronField(_HOST, _HOST, at_rest=(False,)),
+    "optimizer_offload_fraction": _only("1 with optimizer_cpu_offload only; a part of the state is refused", 0, None),
     "overlap_cpu_optimizer_d2h_h2d": MegatronField(
         "no meaning: when Megatron copies; results are the same", "no meaning: when Megatron copies", chooses_kernel=True
     ),

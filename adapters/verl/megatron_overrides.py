@@ -78,8 +78,13 @@ def bridge_options(
     optimizer: Mapping[str, Any],
     facts: ModelFacts,
     parallel: ParallelConfig,
+    *,
+    transformer_engine: bool = True,
 ) -> dict[str, Any]:
     """Fields of ``BridgeConfig``: the dictionaries without what asks for nothing.
+
+    Args:
+        transformer_engine: whether layers can be Transformer Engine's here.
 
     Raises:
         ConfigError: a field that neither Megatron nor this runtime can honour.
@@ -105,9 +110,10 @@ def bridge_options(
         # Megatron's default, and its absence: neither is anything without a coefficient.
         asked.pop(_BALANCING)
     if not facts.has_experts:
-        for name in [name for name in asked if name.startswith("moe_") and asked[name] in (False, None)]:
-            del asked[name]
+        asked = _without_experts(asked)
     _require_known(TRANSFORMER_FIELD, asked, allowed)
+    if not transformer_engine:
+        _require_no_kernels(asked)
     ddp, optimizer = (
         _asked(DDP_FIELD, ddp, DDP, parallel, facts),
         _asked(OPTIMIZER_FIELD, optimizer, OPTIMIZER, parallel, facts),
@@ -115,6 +121,24 @@ def bridge_options(
     _require_known(DDP_FIELD, ddp, bridge_overrides.DDP.allowed)
     _require_known(OPTIMIZER_FIELD, optimizer, bridge_overrides.OPTIMIZER.allowed)
     return {"override_transformer_config": asked, "override_ddp_config": ddp, "override_optimizer_config": optimizer}
+
+
+def _without_experts(asked: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in asked.items():
+        if name.startswith("moe_") and value not in (False, None):
+            raise ConfigError.of(f"{TRANSFORMER_FIELD}[{name!r}]", value, "this model has no experts; remove it")
+    return {name: value for name, value in asked.items() if not name.startswith("moe_")}
+
+
+def _require_no_kernels(asked: Mapping[str, Any]) -> None:
+    for name in bridge_overrides.NEEDS_TRANSFORMER_ENGINE:
+        if asked.get(name):
+            raise ConfigError.of(
+                f"{TRANSFORMER_FIELD}[{name!r}]",
+                asked[name],
+                "chooses a kernel of Transformer Engine, which runs on CUDA with the package transformer-engine, and not "
+                "here; leave it out, or set backend=native, where it has no meaning",
+            )
 
 
 def optimizer_on_host(overrides: Mapping[str, Any] | None) -> bool:
@@ -132,10 +156,16 @@ def optimizer_on_host(overrides: Mapping[str, Any] | None) -> bool:
                 field, fraction, f"read with {_OFFLOAD}=True only; set it, or megatron.optimizer_offload=True"
             )
         return False
-    if fraction not in (None, 0, 1):
+    if fraction is None:
+        raise ConfigError.of(
+            f"{OPTIMIZER_FIELD}[{_OFFLOAD!r}]",
+            given[_OFFLOAD],
+            f"Megatron offloads none of the state with {_FRACTION} at its default, 0; set that to 1, or "
+            "megatron.optimizer_offload=True",
+        )
+    if fraction not in (0, 1):
         raise ConfigError.of(field, fraction, "the optimizer's state is offloaded whole; set 1, or 0 for none of it")
-    # Megatron's default offloads nothing.
-    return fraction == 1
+    return bool(fraction == 1)
 
 
 def _asked(
