@@ -38,7 +38,7 @@ def test_an_offload_without_a_fraction_is_refused_because_megatron_offloads_noth
         given(dense, "native", "override_optimizer_config", {"optimizer_cpu_offload": True})
 
 
-@pytest.mark.parametrize("name", [name for name in bridge_overrides.NEEDS_TRANSFORMER_ENGINE if "fusion" in name])
+@pytest.mark.parametrize("name", [name for name in bridge_overrides.NEEDS_TRANSFORMER_ENGINE if name != "attention_backend"])
 def test_a_kernel_of_transformer_engine_is_refused_only_where_it_cannot_be_used(
     name: str, experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
