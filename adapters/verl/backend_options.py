@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from adapters.verl.megatron_overrides import TRANSFORMER_FIELD, ModelFacts, bridge_options, native_options
+from adapters.verl.megatron_overrides import TRANSFORMER_FIELD, bridge_options, native_options
+from adapters.verl.model_facts import model_facts
 from rl_backend.contracts import ConfigError, ParallelConfig
 
 if TYPE_CHECKING:
@@ -71,9 +73,14 @@ def backend_options(
     given = (optimizer.override_optimizer_config if optimizer else None) or {}
     optimizer_overrides = {name: value for name, value in given.items() if name not in ADAM}
     if backend == "bridge" and engine.full_determinism:
-        overrides.setdefault("deterministic_mode", True)
-    translate = bridge_options if backend == "bridge" else native_options
-    translated = translate(overrides, engine.override_ddp_config or {}, optimizer_overrides, _facts(model), parallel)
+        overrides["deterministic_mode"] = True
+    facts = model_facts(model.hf_config, has_experts=has_experts(model), dtype=engine.dtype)
+    dictionaries = (overrides, engine.override_ddp_config or {}, optimizer_overrides)
+    if backend == "bridge":
+        device = _device() if chosen.get("device", "auto") == "auto" else chosen["device"]
+        translated = bridge_options(*dictionaries, facts, parallel, transformer_engine=_has_transformer_engine(device))
+    else:
+        translated = native_options(*dictionaries, facts, parallel)
     for name in [name for name in translated if name in chosen]:
         raise ConfigError.of(
             f"RLBackendEngineConfig.backend_options[{name!r}]", chosen[name], "decided by override_transformer_config too"
@@ -83,14 +90,6 @@ def backend_options(
         options | recompute
         if backend == "bridge"
         else {**options, "activation_checkpointing": _native_checkpointing(recompute)}
-    )
-
-
-def _facts(model: HFModelConfig) -> ModelFacts:
-    return ModelFacts(
-        getattr(model.hf_config, "model_type", None),
-        getattr(model.hf_config, "num_hidden_layers", None),
-        has_experts(model),
     )
 
 
@@ -130,10 +129,14 @@ def _device() -> str:
     return name
 
 
+def _has_transformer_engine(device: str) -> bool:
+    return device != "cpu" and importlib.util.find_spec("transformer_engine") is not None
+
+
 def _transformer_overrides(model: HFModelConfig, engine: McoreEngineConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """Megatron's fields of recomputation, and the others that ask for something."""
     given = dict(engine.override_transformer_config or {})
-    asked = {name: value for name, value in given.items() if name not in _AT_REST or value != _AT_REST[name]}
+    asked = {name: value for name, value in given.items() if name not in _AT_REST or value not in (None, _AT_REST[name])}
     recompute = {name: asked.pop(name) for name in _RECOMPUTE if name in asked}
     granularity = recompute.get("recompute_granularity")
     if granularity == "selective" and given.get("recompute_modules") is not None:

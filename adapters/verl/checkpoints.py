@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
+from adapters.verl.background_saves import PendingSave, begin_role, record_step, trainer_records
 from adapters.verl.checkpoint_contents import STATE, require_contents
-from adapters.verl.replacing import finish_replacing, found_name, replacing
+from adapters.verl.replacing import exists_on_rank_0, finish_replacing, found_name, replacing
 from rl_backend.checkpoint.agreement import raise_on_every_rank
 from rl_backend.checkpoint.durable import sync_tree
 from rl_backend.contracts import CheckpointError, ModelHandle, UnsupportedError
@@ -33,6 +34,9 @@ class EngineCheckpoints:
             Hugging Face directory.
         tokenizer: :func:`own_tokenizer`, whose files take the place of those in the model's directory.
         sharded: verl's ``use_dist_checkpointing``: ``model`` is in the training state alone.
+        asynchronous: verl's ``async_save``: the training state is written in the background, the Hugging Face directory, for
+            which all ranks gather weights, before ``save`` returns. As in verl's engine, rank 0 then writes verl's record of
+            the latest step, and old checkpoints go, once the files are committed on every rank: at the next call.
 
     Raises:
         ConfigError: other contents.
@@ -45,6 +49,7 @@ class EngineCheckpoints:
         tokenizer: Any = None,
         *,
         sharded: bool = False,
+        asynchronous: bool = False,
     ) -> None:
         require_contents("save_contents", save_contents, sharded=sharded)
         require_contents("load_contents", load_contents, sharded=sharded)
@@ -53,6 +58,8 @@ class EngineCheckpoints:
         self._loads_state = load_contents >= STATE
         self._loads_hf = bool(load_contents) and not self._loads_state
         self._tokenizer = tokenizer
+        self._asynchronous = asynchronous
+        self._pending: PendingSave | None = None
 
     @cached_property
     def _kept(self) -> BaseCheckpointManager:
@@ -65,30 +72,86 @@ class EngineCheckpoints:
         local_path: str,
         hdfs_path: str | None,
         max_ckpt_to_keep: int | None,
+        *,
+        step: int = 0,
+        last_step: int = 0,
     ) -> None:
         """Writes ``local_path``. What it has of an earlier save is there until the new one is complete.
 
+        Args:
+            step: verl's ``global_step``.
+            last_step: nothing is left in the background after this one, because verl then ends the processes.
+
         Raises:
-            CheckpointError: a rank could not write; on every rank.
+            CheckpointError: a rank could not write this save or the one before; on every rank.
             UnsupportedError: a path on HDFS.
         """
+        self.finish(runtime, handle)
         path = _local(local_path, hdfs_path)
         first = dist.get_rank() == 0
+        records = self._asynchronous and not trainer_records(path)
+        background = records and self._saves_state and not 0 < last_step <= step
         if first:
             # What is written anew must not count as the old checkpoint that has to go.
             self._kept.previous_saved_paths = [kept for kept in self._kept.previous_saved_paths if kept != str(path)]
-            self._kept.ensure_checkpoint_capacity(max_ckpt_to_keep)
+            self._kept.ensure_checkpoint_capacity(None if background else max_ckpt_to_keep)
+        if records:
+            begin_role(path)
         if self._saves_hf:
             with replacing(path / _HF_DIRECTORY) as new:
                 runtime.save_checkpoint(handle, new, hf=True)
                 if self._tokenizer is not None:
                     problem = self._write_tokenizer(new) if first else None
                     raise_on_every_rank(problem, dist.distributed_c10d._get_default_group())
+        if background:
+            self._begin(runtime, handle, PendingSave(path, step, max_ckpt_to_keep, None))
+            return
         if self._saves_state:
             with replacing(path / _STATE_DIRECTORY) as new:
                 runtime.save_checkpoint(handle, new)
-        if first:
-            self._kept.register_checkpoint(str(path), max_ckpt_to_keep)
+        self._committed(path, step, max_ckpt_to_keep, records=records)
+
+    def _begin(self, runtime: Runtime[Any], handle: ModelHandle, save: PendingSave) -> None:
+        directory = save.path / _STATE_DIRECTORY
+        finish_replacing(directory)
+        if exists_on_rank_0(directory):
+            save.replaces = replacing(directory)
+            directory = save.replaces.__enter__()
+        runtime.save_checkpoint(handle, directory, asynchronous=True)
+        self._pending = save
+
+    def poll(self, runtime: Runtime[Any], handle: ModelHandle) -> None:
+        """Finishes a save in the background if it is written. A collective over all ranks.
+
+        Raises:
+            CheckpointError: see :meth:`finish`.
+        """
+        if self._pending is not None and self._pending.is_done(runtime, handle):
+            self.finish(runtime, handle)
+
+    def finish(self, runtime: Runtime[Any], handle: ModelHandle) -> None:
+        """Waits for a save in the background, records it and lets old ones go. A collective over all ranks.
+
+        Raises:
+            CheckpointError: it failed; on every rank. verl's record and the old checkpoints are as they were.
+        """
+        save, self._pending = self._pending, None
+        if save is not None:
+            save.commit(runtime, handle)
+            self._committed(save.path, save.step, save.keep, records=True)
+
+    def _committed(self, path: Path, step: int, keep: int | None, *, records: bool) -> None:
+        problem = None
+        if dist.get_rank() == 0:
+            try:
+                if records:
+                    record_step(path, step)
+            except OSError as error:
+                problem = f"verl's record of step {step} could not be written: {error}"
+            else:
+                self._kept.register_checkpoint(str(path), keep)
+        if records:
+            raise_on_every_rank(problem, dist.distributed_c10d._get_default_group())
 
     def _write_tokenizer(self, directory: Path) -> str | None:
         try:
@@ -123,6 +186,7 @@ class EngineCheckpoints:
             CheckpointError: see :meth:`~rl_backend.runtime.Runtime.load_checkpoint`.
             UnsupportedError: a path on HDFS.
         """
+        self.finish(runtime, handle)
         path = _local(local_path, hdfs_path)
         if self._loads_state:
             finish_replacing(path / _STATE_DIRECTORY)

@@ -67,6 +67,7 @@ class RuntimeEngine(BaseEngine):
             self.settings.load_contents,
             own_tokenizer(model_config),
             sharded=engine_config.use_dist_checkpointing,
+            asynchronous=bool(checkpoint_config and checkpoint_config.async_save),
         )
         if self.settings.full_determinism:
             enable_full_determinism(self.settings.runtime.seed)
@@ -85,7 +86,7 @@ class RuntimeEngine(BaseEngine):
     def _build(self, hf_path: str | None) -> None:
         settings = self.settings
         if self._handle is not None:
-            self._runtime.close()
+            self.close()
             self._runtime = create_runtime(settings.runtime)
         optimizer = None
         if not settings.forward_only:
@@ -145,24 +146,21 @@ class RuntimeEngine(BaseEngine):
             :func:`~adapters.verl.outputs.as_verl_output`); elsewhere an empty dictionary.
         """
         with self.time.batch():
+            self._checkpoints.poll(self._runtime, self.handle)
             replay = router_replay(data, self.settings.router_replay, forward_only=forward_only)
-            routes = self._routes() if replay == "replay" else None
-            batch = cut_batch(
-                data,
-                self._runtime.place,
-                multiple=self.handle.micro_batch_multiple,
-                cp_size=self.settings.runtime.backend_cfg.parallel.cp,
-                routes=routes,
+            place, cp_size = self._runtime.place, self.settings.runtime.backend_cfg.parallel.cp
+            routes = (
+                BatchRoutes(self.settings.router_replay, len(self.handle.routed_layers.sparse))
+                if replay == "replay"
+                else None
             )
+            batch = cut_batch(data, place, multiple=self.handle.micro_batch_multiple, cp_size=cp_size, routes=routes)
             loss = None if loss_function is None else MicroBatchLoss(loss_function, self.time)
             with self.time.runtime():
                 result = self._runtime.forward_backward(
                     self.handle, batch.packed, loss, forward_only=forward_only, router_replay=replay
                 )
             return as_verl_output(result, batch, loss) if self.is_mp_src_rank_with_outputs() else {}
-
-    def _routes(self) -> BatchRoutes:
-        return BatchRoutes(self.settings.router_replay, len(self.handle.routed_layers.sparse))
 
     @override
     def optimizer_zero_grad(self) -> None:
@@ -214,9 +212,7 @@ class RuntimeEngine(BaseEngine):
     ) -> tuple[Iterator[tuple[str, Tensor]], None]:
         """Every weight under its Hugging Face name, whole, in verl's ``dtype``, on every rank in one order.
 
-        Args:
-            layered_summon, base_sync_done: of no effect: weights are gathered a few at a time, and there is no adapter whose
-                base could be synchronised apart.
+        Both arguments are of no effect: weights are gathered a few at a time, and no adapter has a base to send apart.
         """
         self.move("device", model=True, optimizer=False, grad=False)
         largest = max(each.nbytes for each in self._runtime.weight_infos(self.handle, dtype=self._export_dtype))
@@ -254,8 +250,11 @@ class RuntimeEngine(BaseEngine):
         **_: Any,
     ) -> None:
         self.move("device", model=True, optimizer=True, grad=False)
+        last = getattr(self._optimizer_config, "total_training_steps", 0)
         try:
-            self._checkpoints.save(self._runtime, self.handle, local_path, hdfs_path, max_ckpt_to_keep)
+            self._checkpoints.save(
+                self._runtime, self.handle, local_path, hdfs_path, max_ckpt_to_keep, step=global_step, last_step=last
+            )
         finally:
             self._rest()
 
@@ -263,11 +262,7 @@ class RuntimeEngine(BaseEngine):
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True, **_: Any
     ) -> None:
-        """Restores what ``save_checkpoint`` wrote.
-
-        Args:
-            del_local_after_load: of copies that were fetched from elsewhere, which there are none of.
-        """
+        """Restores what ``save_checkpoint`` wrote; nothing was fetched that ``del_local_after_load`` could delete."""
         weights = self._checkpoints.hf_directory(local_path, hdfs_path)
         if weights is not None:
             self._build(str(weights))
@@ -277,8 +272,12 @@ class RuntimeEngine(BaseEngine):
         self._rest()
 
     def close(self) -> None:
-        """Frees the model and the process groups. verl ends the process instead."""
-        self._runtime.close()
+        """Finishes a save in the background, frees the model and the process groups. verl ends the process instead."""
+        try:
+            if self._handle is not None:
+                self._checkpoints.finish(self._runtime, self._handle)
+        finally:
+            self._runtime.close()
 
     def _rest(self) -> None:
         """Puts parts where they are outside of modes."""

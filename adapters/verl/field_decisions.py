@@ -122,7 +122,9 @@ QAT: Mapping[str, Decision] = {
 
 OPTIMIZER: Mapping[str, Decision] = {
     "_target_": _HYDRA,
-    "optimizer": _refused("AdamW is the one optimizer", "adam"),
+    "optimizer": _refused(
+        "the one optimizer is Adam with decoupled weight decay, AdamW, which is Megatron's `adam`", "adam", "adamw", "AdamW"
+    ),
     "lr": _mapped("`OptimizerConfig.lr`"),
     "min_lr": _mapped("`OptimizerConfig.min_lr`; not read by the style constant"),
     "lr_warmup_init": _mapped("`OptimizerConfig.lr_warmup_init`; read by a warm-up"),
@@ -238,7 +240,11 @@ CHECKPOINT: Mapping[str, Decision] = {
         "extra: the training state, which has the weights too"
     ),
     "load_contents": _mapped("optimizer and extra: the training state; model or hf_model alone: the weights"),
-    "async_save": _refused("verl's record of the latest checkpoint would be ahead of the files", False),
+    "async_save": _mapped(
+        "the training state is written in the background, `huggingface/` before the save returns. With main_ppo, verl's "
+        "record names a step once its files are committed. A save of the last step waits, and so does one of SFT, whose "
+        "trainer records at once"
+    ),
     "strict": _no_meaning("an export always has every weight, which is what it asks to check"),
     "save_lora_only": _refused(_LORA, False),
     "mbridge_config": _refused("of the legacy package mbridge", {}),

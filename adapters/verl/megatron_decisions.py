@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from adapters.verl.pipeline_stages import STAGE_FIELDS
+from adapters.verl.pipeline_stages import STAGE_FIELDS, STAGE_SWITCHES
+from rl_backend.contracts.bridge_overrides import NEEDS_TRANSFORMER_ENGINE
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,13 @@ class MegatronField:
     only: bool = False
 
 
+def same(value: object, other: object) -> bool:
+    """Whether two values of a field are one: 0 is 0.0, but neither False nor None."""
+    if isinstance(value, bool) or isinstance(other, bool) or value is None or other is None:
+        return value is other
+    return value == other
+
+
 _PASSED_ON = "`BridgeConfig.override_transformer_config`"
 _OTHER_KERNELS = "no meaning: of MindSpeed, or of models that neither runtime has"
 _ALL_TO_ALL = MegatronField(
@@ -34,8 +42,8 @@ _ALL_TO_ALL = MegatronField(
 )
 
 
-def _kernel() -> MegatronField:
-    return MegatronField("no meaning: chooses a kernel of Megatron's for the same results", _PASSED_ON, chooses_kernel=True)
+def _kernel(bridge: str) -> MegatronField:
+    return MegatronField("no meaning: chooses a kernel of Megatron's for the same results", bridge, chooses_kernel=True)
 
 
 def _decided_by(what: str) -> MegatronField:
@@ -48,27 +56,19 @@ def _only(text: str, *values: object) -> MegatronField:
 
 
 _DROPOUT = MegatronField("only 0.0: models have no dropout", _PASSED_ON, at_rest=(0.0,))
-_STAGES = MegatronField("`NativeConfig.pipeline_layers`, counted as Megatron counts", _PASSED_ON, at_rest=(None, False))
+_COUNTED = "`NativeConfig.pipeline_layers`, counted as Megatron counts"
 
 TRANSFORMER: Mapping[str, MegatronField] = {
-    **dict.fromkeys(
-        (
-            "apply_rope_fusion",
-            "bias_activation_fusion",
-            "bias_dropout_fusion",
-            "deallocate_pipeline_outputs",
-            "gradient_accumulation_fusion",
-            "masked_softmax_fusion",
-            "moe_grouped_gemm",
-            "moe_permute_fusion",
-            "moe_router_fusion",
-            "tp_comm_overlap",
-        ),
-        _kernel(),
-    ),
+    **{
+        name: _kernel(f"{_PASSED_ON}; refused where Transformer Engine cannot be used")
+        for name in NEEDS_TRANSFORMER_ENGINE
+        if name != "attention_backend"
+    },
+    **dict.fromkeys(("deallocate_pipeline_outputs", "tp_comm_overlap"), _kernel(_PASSED_ON)),
     "attention_backend": MegatronField(
         "no meaning: chooses a kernel of Megatron's for the same results",
-        f"`flash`, verl's default, and `auto` leave the choice to Megatron; others: {_PASSED_ON}",
+        f"`flash`, verl's default, and `auto` leave the choice to Megatron; others: {_PASSED_ON}; refused where Transformer "
+        "Engine cannot be used",
         chooses_kernel=True,
         at_rest=("flash", "auto"),
     ),
@@ -117,7 +117,10 @@ TRANSFORMER: Mapping[str, MegatronField] = {
     "dsa_indexer_use_sparse_loss": MegatronField(
         "no meaning: read with dsa_indexer_loss_coeff only", "no meaning: read with dsa_indexer_loss_coeff only", True
     ),
-    **dict.fromkeys(STAGE_FIELDS, _STAGES),
+    **{
+        name: MegatronField(_COUNTED, _PASSED_ON, at_rest=(False if name in STAGE_SWITCHES else None,))
+        for name in STAGE_FIELDS
+    },
 }
 """Of ``override_transformer_config``, without the fields of recomputation."""
 
@@ -131,11 +134,14 @@ DDP: Mapping[str, MegatronField] = {
 }
 """Of ``override_ddp_config``."""
 
-_FLOAT32 = _only("masters, moments and gradients are float32", "fp32", "float32", "32")
-_HOST = "with optimizer_offload_fraction=1 as `optimizer_offload`: the state is on the host but while it trains"
+_FLOAT32 = _only("masters, moments and gradients are float32", "fp32", "float32", "32", "torch.float32")
+_HOST = (
+    "with optimizer_offload_fraction=1 as `optimizer_offload`: the state is on the host but while it trains; refused "
+    "without a fraction, where Megatron offloads nothing"
+)
 OPTIMIZER: Mapping[str, MegatronField] = {
-    "optimizer_cpu_offload": MegatronField(_HOST, _HOST),
-    "optimizer_offload_fraction": _only("with optimizer_cpu_offload only, whole", 0, 1, None),
+    "optimizer_cpu_offload": MegatronField(_HOST, _HOST, at_rest=(False,)),
+    "optimizer_offload_fraction": _only("1 with optimizer_cpu_offload only; a part of the state is refused", 0, None),
     "overlap_cpu_optimizer_d2h_h2d": MegatronField(
         "no meaning: when Megatron copies; results are the same", "no meaning: when Megatron copies", chooses_kernel=True
     ),

@@ -11,7 +11,8 @@ from rl_backend.contracts import ConfigError
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
 LAYOUT = "pipeline_model_parallel_layout"
-STAGE_FIELDS = (FIRST, LAST, EMBEDDING, LOSS, LAYOUT)
+STAGE_SWITCHES = (EMBEDDING, LOSS)
+STAGE_FIELDS = (FIRST, LAST, *STAGE_SWITCHES, LAYOUT)
 
 
 def stage_layers(where: str, fields: Mapping[str, Any], num_layers: int, pp: int, vpp: int) -> tuple[int, ...] | None:
@@ -26,6 +27,7 @@ def stage_layers(where: str, fields: Mapping[str, Any], num_layers: int, pp: int
     """
     if not fields:
         return None
+    require_types(where, fields)
     if pp == 1:
         name, value = next(iter(fields.items()))
         raise ConfigError.of(f"{where}[{name!r}]", value, "needs stages; set pipeline_model_parallel_size above 1")
@@ -37,6 +39,15 @@ def stage_layers(where: str, fields: Mapping[str, Any], num_layers: int, pp: int
         raise ConfigError(f"{where}: {', '.join(fields)} exclude each other in Megatron; keep one kind")
     sizes = _accounted(where, fields, num_layers, pp) if EMBEDDING in fields or LOSS in fields else None
     return _interleaved(where, fields, sizes or _uneven(where, fields, num_layers, pp), vpp)
+
+
+def require_types(where: str, fields: Mapping[str, Any]) -> None:
+    """Raises :class:`ConfigError` for a number of layers that is none, or a switch that is neither on nor off."""
+    for name, value in fields.items():
+        if name in (FIRST, LAST) and not (type(value) is int and value > 0):
+            raise ConfigError.of(f"{where}[{name!r}]", value, "expected a number of layers, 1 or more, or null")
+        if name in STAGE_SWITCHES and not isinstance(value, bool):
+            raise ConfigError.of(f"{where}[{name!r}]", value, "expected True or False")
 
 
 def _uneven(where: str, fields: Mapping[str, Any], num_layers: int, pp: int) -> list[int]:

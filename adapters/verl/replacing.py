@@ -46,6 +46,13 @@ def found_name(path: Path) -> Path:
     return _new(path) if _new(path).exists() else _old(path)
 
 
+def exists_on_rank_0(path: Path) -> bool:
+    """Rank 0's answer, on every rank. A collective over all ranks."""
+    found = [path.exists()]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
 def finish_replacing(path: Path) -> None:
     """Gives a directory its name that a kill has left without it. A collective over all ranks.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -116,6 +117,19 @@ TRANSFORMER = Overrides(
 )
 """Of Megatron-Bridge's model provider, which is a ``TransformerConfig``."""
 
+NEEDS_TRANSFORMER_ENGINE = (
+    "apply_rope_fusion",
+    "attention_backend",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "gradient_accumulation_fusion",
+    "masked_softmax_fusion",
+    "moe_grouped_gemm",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+)
+"""Those of ``TRANSFORMER`` that choose a kernel which only layers of Transformer Engine have."""
+
 DDP = Overrides(
     allowed=(
         "overlap_grad_reduce",
@@ -142,6 +156,8 @@ def check_overrides(field: str, values: Mapping[str, Any], overrides: Overrides)
     """Raises :class:`ConfigError` for a field that may not be set, or that Megatron would ignore beside the others."""
     for name, value in values.items():
         here = f"{field}[{name!r}]"
+        if any(isinstance(each, float) and not math.isfinite(each) for each in _listed(value)):
+            raise ConfigError.of(here, value, "expected a finite number")
         if name in overrides.elsewhere:
             raise ConfigError.of(here, value, f"this is decided by {overrides.elsewhere[name]}")
         if name not in overrides.allowed:
@@ -181,15 +197,24 @@ _IN_LAYOUT: Sequence[tuple[Callable[[str], bool], Callable[[ParallelConfig], boo
 """Which fields, in which layouts they have an effect, and the size that makes it one."""
 
 
+_BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing")
+"""Megatron's ways to balance experts; it takes another name for one that adds no loss."""
+
+
 def _check_balancing(field: str, values: Mapping[str, Any]) -> None:
     kind, coefficient = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
     kinds, coefficients = _listed(values.get(kind, "none")), _listed(values.get(coefficient, 0.0))
+    if set(map(str, kinds)) - set(_BALANCING):
+        raise ConfigError.of(f"{field}[{kind!r}]", values[kind], f"expected one of {', '.join(map(repr, _BALANCING))}")
+    for weight in coefficients:
+        if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float)):
+            raise ConfigError.of(f"{field}[{coefficient!r}]", values[coefficient], "expected a number")
     if len(kinds) != len(coefficients):
         raise ConfigError.of(
             f"{field}[{coefficient!r}]", values.get(coefficient), f"expected one number for each of {kind}={kinds}"
         )
     for each, weight in zip(kinds, coefficients, strict=True):
-        adds_loss = "aux_loss" in str(each)
+        adds_loss = str(each).endswith("aux_loss")
         if weight and not adds_loss:
             raise ConfigError.of(
                 f"{field}[{coefficient!r}]",

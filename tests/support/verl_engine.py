@@ -36,6 +36,7 @@ def open_engine(
     optimizer: Mapping[str, Any] | None = None,
     contents: tuple[str, ...] = ("model", "optimizer", "extra"),
     router_replay: str = "disabled",
+    async_save: bool = False,
     **engine: Any,
 ) -> Iterator[RuntimeEngine]:
     """An engine that verl's registry would build from these configurations, initialised."""
@@ -62,7 +63,7 @@ def open_engine(
         HFModelConfig(path=str(model), load_tokenizer=False, model_type=head),
         config,
         None if config.forward_only else McoreOptimizerConfig(**optimizer),
-        CheckpointConfig(save_contents=list(contents), load_contents=list(contents)),
+        CheckpointConfig(save_contents=list(contents), load_contents=list(contents), async_save=async_save),
     )
     try:
         made.initialize()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import BridgeConfig, ConfigError, ParallelConfig, RuntimeConfig, UnsupportedError
+from rl_backend.contracts.bridge_overrides import NEEDS_TRANSFORMER_ENGINE, TRANSFORMER
 from rl_backend.runtime.bridge import installed
 from tests.support.bridge_runs import open_bridge
 from tests.support.models import write_tiny
@@ -74,6 +76,23 @@ REFUSED_AT_ONCE: dict[str, tuple[dict[str, Any], str]] = {
         r"parallel\.pp > 1",
     ),
     "half of an overlap": ({"override_ddp_config": {"overlap_param_gather": True}}, "without 'overlap_grad_reduce'"),
+    "a coefficient that is no number": (
+        {"override_transformer_config": {"moe_aux_loss_coeff": math.nan, "moe_router_load_balancing_type": "aux_loss"}},
+        r"\['moe_aux_loss_coeff'\]=nan: expected a finite number",
+    ),
+    "a coefficient of a list that is no number": (
+        {"override_transformer_config": {"moe_aux_loss_coeff": [math.inf], "moe_router_load_balancing_type": ["aux_loss"]}},
+        "expected a finite number",
+    ),
+    "a router loss that is no number": ({"override_transformer_config": {"moe_z_loss_coeff": math.nan}}, "finite number"),
+    "a coefficient in text": (
+        {"override_transformer_config": {"moe_aux_loss_coeff": "0.1", "moe_router_load_balancing_type": "aux_loss"}},
+        r"\['moe_aux_loss_coeff'\]='0.1': expected a number",
+    ),
+    "a way of balancing that Megatron does not have": (
+        {"override_transformer_config": {"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "my_aux_losses"}},
+        r"\['moe_router_load_balancing_type'\]='my_aux_losses': expected one of 'none', 'aux_loss'",
+    ),
     "skipping by size": ({"override_optimizer_config": {"grad_norm_skip_threshold": 3.0}}, "not finite only"),
     "no distributed optimizer": ({"override_ddp_config": {"use_distributed_optimizer": False}}, "the runtime"),
     "a method without granularity": ({"recompute_method": "block"}, "recompute_granularity='full'"),
@@ -142,6 +161,14 @@ def test_overrides_of_megatrons_own_attention_are_refused_where_it_is_not_used()
             continue
         with pytest.raises(ConfigError, match=r"\['attention_softmax_in_fp32'\]=False: Transformer Engine's attention"):
             check_overrides_of_model(options, provider, transformer_engine=True)
+
+
+def test_kernels_of_transformer_engine_are_those_that_local_layers_do_without() -> None:
+    installed.import_megatron()
+    from rl_backend.runtime.bridge.overrides import LOCAL_LAYERS
+
+    without = {name for name in TRANSFORMER.allowed if name in LOCAL_LAYERS} - {"tp_comm_overlap"}
+    assert {*NEEDS_TRANSFORMER_ENGINE} == without | {"attention_backend"}
 
 
 def test_values_that_ask_for_nothing_are_taken() -> None:

@@ -188,16 +188,30 @@ def test_fields_of_megatron_reach_the_bridge(dense: Path) -> None:
         "engine__backend": "bridge",
         "engine__full_determinism": True,
         "engine__override_ddp_config__overlap_grad_reduce": True,
-        f"{OVERRIDES}apply_rope_fusion": True,
+        f"{OVERRIDES}hidden_dropout": 0.1,
         "optimizer__override_optimizer_config__apply_wd_to_qk_layernorm": True,
     }
     options = settings(changed(role_configs("actor", dense), **values)).runtime.backend_cfg
     assert isinstance(options, BridgeConfig)
     assert options.override_ddp_config == {"overlap_grad_reduce": True}
-    assert options.override_transformer_config == {"apply_rope_fusion": True, "deterministic_mode": True}
+    assert options.override_transformer_config == {"hidden_dropout": 0.1, "deterministic_mode": True}
     assert options.override_optimizer_config == {"apply_wd_to_qk_layernorm": True}
     reference = settings(changed(role_configs("actor", dense), **values, engine__forward_only=True)).runtime.backend_cfg
     assert isinstance(reference, BridgeConfig) and reference.override_optimizer_config == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "taken"), [("adam", True), ("adamw", True), ("AdamW", True), ("sgd", False), ("muon", False)]
+)
+def test_names_of_adam_with_decoupled_decay_are_taken_and_other_optimizers_refused(
+    name: str, taken: bool, dense: Path
+) -> None:
+    actor = role_configs("actor", dense)
+    if taken:
+        assert settings(changed(actor, optimizer__optimizer=name)) == settings(actor)
+        return
+    with pytest.raises(ConfigError, match=f"optimizer='{name}': the one optimizer is Adam with decoupled weight decay"):
+        settings(changed(actor, optimizer__optimizer=name))
 
 
 def test_a_trained_model_needs_megatrons_optimizer_configuration_and_a_reference_none(dense: Path) -> None:

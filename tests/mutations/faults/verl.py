@@ -121,7 +121,7 @@ FAULTS = [
     Fault(
         "verl-old-checkpoints-kept",
         "adapters/verl/checkpoints.py",
-        "            self._kept.ensure_checkpoint_capacity(max_ckpt_to_keep)\n",
+        "            self._kept.ensure_checkpoint_capacity(None if background else max_ckpt_to_keep)\n",
         "",
         (f"{_TRAINING}::test_weights_alone_are_kept_as_many_times_as_asked_and_loaded",),
         "max_ckpt_to_keep would be ignored",

@@ -1,0 +1,152 @@
+"""What decides about Megatron's fields beside a user: ``config.json``, the layout and the dtype of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
+"""Model types of which it is known that they have none of ``_ABSENT``."""
+
+_ABSENT: Mapping[str, Any] = {
+    **dict.fromkeys(
+        (
+            "apply_residual_connection_post_layernorm",
+            "attention_output_gate",
+            "heterogeneous_block_specs",
+            "is_hybrid_model",
+            "layernorm_zero_centered_gamma",
+            "moe_apply_probs_on_input",
+            "moe_shared_expert_gate",
+            "mtp_detach_heads",
+            "mtp_standalone",
+            "mtp_use_repeated_layer",
+            "multi_latent_attention",
+            "qk_l2_norm",
+            "rotary_interleaved",
+            "use_mup",
+        ),
+        False,
+    ),
+    **dict.fromkeys(
+        (
+            "activation_func_clamp_value",
+            "experimental_attention_variant",
+            "linear_attention_freq",
+            "moe_latent_size",
+            "moe_router_group_topk",
+            "moe_router_num_groups",
+            "moe_router_topk_limited_devices",
+            "moe_router_topk_scaling_factor",
+            "moe_shared_expert_intermediate_size",
+            "mrope_section",
+            "mtp_hybrid_override_pattern",
+            "mtp_num_layers",
+            "no_rope_freq",
+            "softmax_scale",
+            "window_attn_skip_freq",
+        ),
+        None,
+    ),
+    "glu_linear_offset": 0.0,
+    "moe_router_score_function": "softmax",
+    "softmax_type": "vanilla",
+}
+_READ = (
+    "activation_func",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "ffn_hidden_size",
+    "gated_linear_unit",
+    "hidden_size",
+    "kv_channels",
+    "layernorm_epsilon",
+    "moe_ffn_hidden_size",
+    "moe_layer_freq",
+    "moe_router_pre_softmax",
+    "moe_router_topk",
+    "num_attention_heads",
+    "num_layers",
+    "num_moe_experts",
+    "num_query_groups",
+    "qk_layernorm",
+    "window_size",
+)
+_DTYPE = ("bf16", "fp16", "params_dtype")
+DECIDED = frozenset({*_ABSENT, *_READ, *_DTYPE})
+"""Fields whose default in Megatron says nothing about this model."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What decides beside the fields.
+
+    Attributes:
+        model_type: of ``config.json``.
+        num_layers: None where ``config.json`` does not say.
+        has_experts: whether there are routers.
+        decided: field of ``DECIDED`` -> its value here; without those that are not known of this model.
+    """
+
+    model_type: str | None
+    num_layers: int | None
+    has_experts: bool
+    decided: Mapping[str, Any] = field(default_factory=dict)
+
+
+def model_facts(hf_config: Any, *, has_experts: bool, dtype: str) -> ModelFacts:
+    """Of transformers' configuration and of verl's ``dtype``."""
+    return ModelFacts(
+        getattr(hf_config, "model_type", None),
+        getattr(hf_config, "num_hidden_layers", None),
+        has_experts,
+        {
+            "bf16": dtype == "bfloat16",
+            "fp16": False,
+            "params_dtype": f"torch.{dtype}",
+            **_sizes(hf_config, has_experts),
+            **_structure(hf_config, has_experts),
+        },
+    )
+
+
+def _sizes(config: Any, has_experts: bool) -> dict[str, Any]:
+    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    found = {
+        "num_layers": getattr(config, "num_hidden_layers", None),
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_query_groups": getattr(config, "num_key_value_heads", None) or heads,
+        "ffn_hidden_size": getattr(config, "intermediate_size", None),
+        "kv_channels": getattr(config, "head_dim", None) or (hidden // heads if hidden and heads else None),
+        "layernorm_epsilon": getattr(config, "rms_norm_eps", None),
+    }
+    if has_experts:
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        found["num_moe_experts"] = next(filter(None, (getattr(config, name, None) for name in names)), None)
+        found["moe_router_topk"] = getattr(config, "num_experts_per_tok", None)
+        found["moe_ffn_hidden_size"] = getattr(config, "moe_intermediate_size", None)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _structure(config: Any, has_experts: bool) -> dict[str, Any]:
+    kind = getattr(config, "model_type", None)
+    if kind not in _FAMILIES:
+        return {}
+    found = {**_ABSENT, "gated_linear_unit": True, "qk_layernorm": kind in ("qwen3", "qwen3_moe")}
+    biased = bool(getattr(config, "attention_bias", False))
+    found["add_qkv_bias"] = biased or kind == "qwen2"
+    if not biased and not getattr(config, "mlp_bias", False):
+        found["add_bias_linear"] = False
+    if getattr(config, "sliding_window", None) is None:
+        found["window_size"] = None
+    if not has_experts:
+        # Without routers these name nothing.
+        return {**found, "num_moe_experts": None, "moe_ffn_hidden_size": None, "moe_router_pre_softmax": False}
+    if not getattr(config, "mlp_only_layers", None) and getattr(config, "decoder_sparse_step", 1) == 1:
+        found["moe_layer_freq"] = 1
+    if kind == "mixtral" or getattr(config, "norm_topk_prob", False):
+        # Megatron's softmax of the chosen scores is the normalised softmax of all.
+        found["moe_router_pre_softmax"] = False
+    return found
