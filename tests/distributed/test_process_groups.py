@@ -80,6 +80,7 @@ def failing_group_job() -> list[bool]:
 
     from rl_backend.runtime.bridge import groups
 
+    os.environ.pop("WORLD_SIZE")
     new_group = dist.new_group
 
     def fails(*arguments: Any, **options: Any) -> Any:
@@ -91,13 +92,15 @@ def failing_group_job() -> list[bool]:
     try:
         with pytest.raises(RuntimeError, match="no port is left"):
             groups.open_groups(ParallelConfig(), torch.device("cpu"))
+        dist.new_group = new_group
+        left = [parallel_state.is_initialized(), dist.is_initialized()]
+        for _ in range(2):
+            groups.close_groups(groups.open_groups(ParallelConfig(), torch.device("cpu")))
+            left += [parallel_state.is_initialized(), dist.is_initialized()]
+        return left
     finally:
         dist.new_group = new_group
-    left = [parallel_state.is_initialized(), dist.is_initialized()]
-    for _ in range(2):
-        groups.close_groups(groups.open_groups(ParallelConfig(), torch.device("cpu")))
-        left += [parallel_state.is_initialized(), dist.is_initialized()]
-    return left
+        os.environ["WORLD_SIZE"] = "1"
 
 
 def test_groups_of_the_bridge_that_were_not_all_made_are_left(ranks: RankPool) -> None:
