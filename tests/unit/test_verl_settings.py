@@ -169,7 +169,6 @@ def test_gradient_checkpointing_is_honoured(
         ("model__lora__adapter_path", "x", r"HFModelConfig\.lora\.adapter_path='x': LoRA is not offered"),
         ("model__tiled_mlp__enabled", True, r"HFModelConfig\.tiled_mlp\.enabled=True"),
         ("model__mtp__enable", True, r"HFModelConfig\.mtp\.enable=True: multi-token prediction"),
-        ("checkpoint__async_save", True, r"CheckpointConfig\.async_save=True"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(path: str, value: Any, message: str, dense: Path) -> None:
