@@ -3,7 +3,8 @@
 Each run first changes every weight. One side is ``WeightSync.push()``, with all its checks. The other writes one safetensors
 file and calls vLLM's ``reload_weights``, in two ways. ``disk`` saves over the same file each time, as a loop does that only
 wants the weights in the engine. ``disk_kept`` saves to a new directory and removes the one before afterwards, outside the
-timing, as a loop does that must not lose its last save; pages for a second file have to be found then. The limit is what no
+timing, as a loop does that must not lose its last save; pages for a second file have to be found then. What the kernel
+still has to write to the disk is waited for outside of the timing. The limit is what no
 push through memory can do without: one copy of the weights into shared memory and vLLM's own load from it, with nothing
 checked. Runs are interleaved and the figures are medians; after every kind of update the engine's log-probs are compared
 with the trainer's. ``python -m benchmarks.weight_sync`` writes ``results/weight_sync.json``.
@@ -144,6 +145,8 @@ class Trainer:
         saved = time.perf_counter()
         raise_failures(self.rollout.call("reload_from_disk", str(directory)))
         ended = time.perf_counter()
+        # The kernel writes to the disk later, on cores of whatever is measured next.
+        os.sync()
         self.disk_phases[way].append({"save": saved - started, "reload": ended - saved})
         return ended - started
 
