@@ -86,7 +86,7 @@ def committed(tmp_path: Path) -> list[str]:
 
 def step(saver: RunSaver, number: int) -> None:
     saver.save(number, Clock())
-    saver.commit(number, {"mine": number})
+    saver.commit(number, {"mine": {"step": number}})
 
 
 def test_a_save_in_the_background_is_committed_after_the_step_in_which_its_last_model_is_written(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_save_in_the_background_is_committed_after_the_step_in_which_its_last_
         saver.finish()
     assert committed(tmp_path) == ["step-00000004", "step-00000005"]
     start = find_start(config.replace(steps=9, resume="auto"))
-    assert (start.step, start.state("mine")) == (5, 5)
+    assert (start.step, start.state("mine")) == (5, {"step": 5})
     longer = config.replace(steps=9, resume="auto")
     with RunFolder(config.run_dir, longer, start=start, report_seconds=0) as folder:
         RunSaver(longer, folder, models, start)
@@ -199,7 +199,7 @@ def test_nothing_is_committed_without_the_loops_state_or_without_one_of_the_mode
         def work(saver: RunSaver, has_state: bool = has_state) -> None:
             saver.save(2, Clock())
             if has_state:
-                saver.commit(2, {"mine": 2})
+                saver.commit(2, {"mine": {"step": 2}})
             group.write()
             failed.writing.clear()
 
