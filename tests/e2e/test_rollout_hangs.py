@@ -43,7 +43,7 @@ class EngineWithoutVllm(RolloutEngine):
         time.sleep(sampling.max_new_tokens)
         return Generated(self._version, [[Response([1], [0.0], "length")] for _ in requests], None)
 
-    def verify(self, manifest: WeightManifest, segment: Segment) -> float:
+    def verify(self, manifest: WeightManifest, segment: Segment, push: str = "") -> float:
         self._verified = manifest
         time.sleep(0.2)
         return 0.2
