@@ -9,34 +9,34 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from actors.loss import Loss as Loss
-    from actors.rollout_config import RolloutConfig as RolloutConfig
-    from actors.rollout_config import SamplingConfig as SamplingConfig
-    from actors.rollout_group import RolloutGroup as RolloutGroup
-    from actors.rollout_sample import Sample as Sample
-    from actors.rollout_sample import sample_seeds as sample_seeds
-    from actors.train_context import HandleRef as HandleRef
-    from actors.train_context import RankContext as RankContext
-    from actors.train_group import TrainGroup as TrainGroup
-    from actors.train_operation import GroupFuture as GroupFuture
-    from actors.weight_sync import PushReport as PushReport
-    from actors.weight_sync import WeightSync as WeightSync
-    from actors.weight_sync_source import WeightSource as WeightSource
+    from actors.rollout.config import RolloutConfig as RolloutConfig
+    from actors.rollout.config import SamplingConfig as SamplingConfig
+    from actors.rollout.group import RolloutGroup as RolloutGroup
+    from actors.rollout.sample import Sample as Sample
+    from actors.rollout.sample import sample_seeds as sample_seeds
+    from actors.sync.push import PushReport as PushReport
+    from actors.sync.push import WeightSync as WeightSync
+    from actors.sync.source import WeightSource as WeightSource
+    from actors.train.context import HandleRef as HandleRef
+    from actors.train.context import RankContext as RankContext
+    from actors.train.future import GroupFuture as GroupFuture
+    from actors.train.group import TrainGroup as TrainGroup
+    from actors.train.loss import Loss as Loss
 
 _MODULES = {
-    "GroupFuture": "actors.train_operation",
-    "HandleRef": "actors.train_context",
-    "Loss": "actors.loss",
-    "PushReport": "actors.weight_sync",
-    "RankContext": "actors.train_context",
-    "RolloutConfig": "actors.rollout_config",
-    "RolloutGroup": "actors.rollout_group",
-    "Sample": "actors.rollout_sample",
-    "SamplingConfig": "actors.rollout_config",
-    "TrainGroup": "actors.train_group",
-    "WeightSource": "actors.weight_sync_source",
-    "WeightSync": "actors.weight_sync",
-    "sample_seeds": "actors.rollout_sample",
+    "GroupFuture": "actors.train.future",
+    "HandleRef": "actors.train.context",
+    "Loss": "actors.train.loss",
+    "PushReport": "actors.sync.push",
+    "RankContext": "actors.train.context",
+    "RolloutConfig": "actors.rollout.config",
+    "RolloutGroup": "actors.rollout.group",
+    "Sample": "actors.rollout.sample",
+    "SamplingConfig": "actors.rollout.config",
+    "TrainGroup": "actors.train.group",
+    "WeightSource": "actors.sync.source",
+    "WeightSync": "actors.sync.push",
+    "sample_seeds": "actors.rollout.sample",
 }
 
 __all__ = [

@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from actors import HandleRef, Loss, RankContext, RolloutConfig, RolloutGroup, SamplingConfig, TrainGroup, sample_seeds
-from actors.local_ray import init_local_ray
+from actors.cluster.local_ray import init_local_ray
 from benchmarks.report import interleave, machine, medians, read_result, write_result
 from examples.common.models import Model
 from examples.common.router_replay import RouterReplayMode

@@ -27,13 +27,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from actors.local_ray import init_local_ray
-from actors.rollout_config import RolloutConfig, SamplingConfig
-from actors.rollout_engine import RolloutEngine
-from actors.rollout_group import RolloutGroup
-from actors.transport.base import raise_failures
-from actors.weight_sync import PushReport, WeightSync
-from actors.weight_sync_source import WeightSource
+from actors.cluster.local_ray import init_local_ray
+from actors.rollout.config import RolloutConfig, SamplingConfig
+from actors.rollout.engine import RolloutEngine
+from actors.rollout.group import RolloutGroup
+from actors.sync.push import PushReport, WeightSync
+from actors.sync.source import WeightSource
+from actors.sync.transport.base import raise_failures
 from benchmarks.report import interleave, machine, medians, require_sleeping_threads, write_result
 from rl_backend.contracts import WeightManifest
 from rl_backend.weights import plan_layout, read_tensor, tensor_info

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from actors import Loss, RolloutGroup, TrainGroup, WeightSync
-from actors.trace import TraceSource
+from actors.run.trace import TraceSource
 from examples.common.clock import Clock
 from examples.common.cluster import Share, ray_session, require_paths, share_cluster
 from examples.common.collect import Collector

@@ -35,9 +35,9 @@ import torch
 from ray.exceptions import RayError
 
 from actors import RankContext, TrainGroup
-from actors.cluster_watch import ray_is_usable, watch_cluster
-from actors.local_ray import init_local_ray, join_ray
-from actors.placement import living_nodes
+from actors.cluster.local_ray import init_local_ray, join_ray
+from actors.cluster.placement import living_nodes
+from actors.cluster.watch import ray_is_usable, watch_cluster
 from examples.common.disk import usable_run_dir
 from examples.common.termination import RunTerminated, raised_on_sigterm
 from rl_backend.contracts import ConfigError
@@ -63,7 +63,7 @@ def ray_session(ranks: int, engines: int = 0) -> Iterator[None]:
 
     Raises:
         ConfigError: no cluster answers at ``RAY_ADDRESS``, or it refuses this process's token.
-        ClusterLostError: Ray's servers ended meanwhile; see :func:`~actors.cluster_watch.watch_cluster`.
+        ClusterLostError: Ray's servers ended meanwhile; see :func:`~actors.cluster.watch.watch_cluster`.
     """
     if ray.is_initialized():
         with raised_on_sigterm():

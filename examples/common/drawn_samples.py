@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from actors import Sample
-from actors.rollout_routes import Routes
-from actors.rollout_sample import VersionSpan
+from actors.rollout.routes import Routes
+from actors.rollout.sample import VersionSpan
 from rl_backend.checkpoint.load_problem import load_problem
 from rl_backend.contracts import CheckpointError
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from actors import RolloutConfig, SamplingConfig
-from actors.weight_sync import TransportName
+from actors.sync.push import TransportName
 from examples.common.cluster import Share, resolve_dtype
 from examples.common.router_replay import RouterReplayMode
 from examples.common.training_config import TrainingConfig

@@ -17,9 +17,9 @@ from typing import Any, Self
 
 from torch.utils.tensorboard import SummaryWriter
 
-from actors.cluster_watch import cluster_loss, last_words
-from actors.prometheus import export_step
-from actors.trace import TraceCollector, TraceSource
+from actors.cluster.prometheus import export_step
+from actors.cluster.watch import cluster_loss, last_words
+from actors.run.trace import TraceCollector, TraceSource
 from examples.common.disk import cannot_write, usable_run_dir, written_to
 from examples.common.log_file import LogFile
 from examples.common.run_lock import RunLock

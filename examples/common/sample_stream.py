@@ -63,7 +63,7 @@ class SampleStream:
             self._go_to(start)
 
     def next(self, more: int | None = None) -> SampledBatch:
-        """The next batch; waits for it, and raises what :meth:`~actors.rollout_group.RolloutGroup.generate` raises.
+        """The next batch; waits for it, and raises what :meth:`~actors.rollout.group.RolloutGroup.generate` raises.
 
         Args:
             more: batches that will certainly be asked for after this one, where that is less than ``ahead``.

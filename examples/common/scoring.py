@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from actors import Sample
-from actors.cluster_watch import cluster_loss
+from actors.cluster.watch import cluster_loss
 from adapters.verl.reward import RewardFunction, score_value
 from examples.common.prompts import Prompt
 from examples.common.termination import raise_if_terminated

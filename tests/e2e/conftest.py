@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import ray
 
-from actors.local_ray import init_local_ray
-from actors.rollout_config import RolloutConfig
-from actors.rollout_group import RolloutGroup
-from actors.weight_sync import WeightSync
+from actors.cluster.local_ray import init_local_ray
+from actors.rollout.config import RolloutConfig
+from actors.rollout.group import RolloutGroup
+from actors.sync.push import WeightSync
 from examples.common.result import RunResult
 from examples.demo.__main__ import DemoConfig, reinforce, warm_start
 from examples.demo.task import write_task

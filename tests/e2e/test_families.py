@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from actors import HandleRef, Loss, RankContext, RolloutConfig, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
-from actors.rollout_engine import RolloutEngine
+from actors.rollout.engine import RolloutEngine
 from rl_backend.cli.main import main
 from rl_backend.contracts import BatchError, NativeConfig, OptimizerConfig, RuntimeConfig, TokenSequence, UnsupportedError
 from rl_backend.primitive.router import Router
@@ -66,7 +66,7 @@ class StartingEngine(RolloutEngine):
     """An engine in whose process another can be started."""
 
     def start_another(self, config: RolloutConfig) -> None:
-        from actors.vllm_process import start_vllm
+        from actors.rollout.vllm.process import start_vllm
 
         start_vllm(config, "cpu")
 

@@ -8,9 +8,9 @@ import psutil
 import pytest
 
 from actors import TrainGroup
-from actors.rollout_config import RolloutConfig
-from actors.rollout_group import RolloutGroup
-from actors.weight_sync import WeightSync
+from actors.rollout.config import RolloutConfig
+from actors.rollout.group import RolloutGroup
+from actors.sync.push import WeightSync
 from rl_backend.contracts import NativeConfig, RuntimeConfig
 from tests.support.listening import family, listening_sockets
 

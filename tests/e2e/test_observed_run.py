@@ -13,8 +13,8 @@ import pytest
 import ray
 
 from actors import HandleRef, Loss, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
-from actors.prometheus import METRICS
-from actors.trace import TraceCollector
+from actors.cluster.prometheus import METRICS
+from actors.run.trace import TraceCollector
 from examples.common.clock import Clock
 from examples.common.run_folder import RunFolder
 from rl_backend.contracts import BaseConfig, ConfigError, NativeConfig, OptimizerConfig, RuntimeConfig

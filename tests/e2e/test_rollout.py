@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from actors.rollout_config import SamplingConfig
-from actors.rollout_group import RolloutGroup
-from actors.rollout_sample import sample_seeds
-from actors.weight_sync import WeightSync
+from actors.rollout.config import SamplingConfig
+from actors.rollout.group import RolloutGroup
+from actors.rollout.sample import sample_seeds
+from actors.sync.push import WeightSync
 from rl_backend.contracts import BatchError, UnsupportedError
 from tests.support.rollout import ReferenceTrainer
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from actors.rollout_config import RolloutConfig, SamplingConfig
-from actors.rollout_sample import sample_seed, sample_seeds
+from actors.rollout.config import RolloutConfig, SamplingConfig
+from actors.rollout.sample import sample_seed, sample_seeds
 from rl_backend.contracts import ConfigError
 
 

@@ -14,17 +14,17 @@ import psutil
 import pytest
 import ray
 
-from actors import rollout_placement
-from actors.engine_cores import NodePlace
-from actors.rollout_config import RolloutConfig, SamplingConfig
-from actors.rollout_engine import RolloutEngine
-from actors.rollout_engines import EngineSet
-from actors.rollout_group import RolloutGroup
-from actors.rollout_messages import EngineInfo
-from actors.transport.base import PushPlan, StreamingTransport
-from actors.transport.shared_memory import SharedMemoryTransport
-from actors.weight_sync import WeightSync
-from actors.weight_sync_source import SourceRanks
+from actors.rollout import placement as rollout_placement
+from actors.rollout.config import RolloutConfig, SamplingConfig
+from actors.rollout.cores import NodePlace
+from actors.rollout.engine import RolloutEngine
+from actors.rollout.engines import EngineSet
+from actors.rollout.group import RolloutGroup
+from actors.rollout.messages import EngineInfo
+from actors.sync.push import WeightSync
+from actors.sync.source import SourceRanks
+from actors.sync.transport.base import PushPlan, StreamingTransport
+from actors.sync.transport.shared_memory import SharedMemoryTransport
 from rl_backend.contracts import ConfigError, EngineDeadError, EngineDirtyError, RolloutError, TensorInfo, UnsupportedError
 from tests.support.rollout import ReferenceTrainer
 

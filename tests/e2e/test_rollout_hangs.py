@@ -15,14 +15,14 @@ import pytest
 import ray
 import torch
 
-from actors.engine_cores import NodePlace
-from actors.rollout_config import RolloutConfig, SamplingConfig
-from actors.rollout_engine import RolloutEngine
-from actors.rollout_group import RolloutGroup
-from actors.rollout_messages import EngineInfo, Generated, Request, Response
-from actors.transport.segment import Segment
-from actors.weight_sync import WeightSync
-from actors.weight_sync_source import WeightSource
+from actors.rollout.config import RolloutConfig, SamplingConfig
+from actors.rollout.cores import NodePlace
+from actors.rollout.engine import RolloutEngine
+from actors.rollout.group import RolloutGroup
+from actors.rollout.messages import EngineInfo, Generated, Request, Response
+from actors.sync.push import WeightSync
+from actors.sync.source import WeightSource
+from actors.wire.segment import Segment
 from rl_backend.contracts import EngineDeadError, WeightManifest
 
 LIMIT = 4.0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from actors import HandleRef, Loss, RankContext, TrainGroup
-from actors.train_outcome import RemoteTraceback
+from actors.train.outcome import RemoteTraceback
 from rl_backend.contracts import (
     BatchError,
     HandleError,

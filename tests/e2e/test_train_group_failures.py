@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from actors import RankContext, TrainGroup
-from actors.train_outcome import RemoteTraceback
+from actors.train.outcome import RemoteTraceback
 from rl_backend.contracts import (
     BatchError,
     ConfigError,

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from actors.rollout_config import RolloutConfig, SamplingConfig
-from actors.rollout_engine import RolloutEngine
-from actors.rollout_group import RolloutGroup
-from actors.weight_sync import WeightSync
+from actors.rollout.config import RolloutConfig, SamplingConfig
+from actors.rollout.engine import RolloutEngine
+from actors.rollout.group import RolloutGroup
+from actors.sync.push import WeightSync
 from tests.support.rollout import ReferenceTrainer, write_tiny_qwen3_moe
 
 PROMPTS = [[5, 6, 7, 8], list(range(10, 60))]
@@ -22,8 +22,8 @@ class PatchableEngine(RolloutEngine):
     """An engine in whose process a patch can be left out."""
 
     def leave_out(self, patch: str | None) -> None:
-        import actors.vllm_patches as patches
-        import actors.vllm_worker as worker
+        import actors.rollout.vllm.patches as patches
+        import actors.rollout.vllm.worker as worker
 
         worker.packing_experts_again = patches.packing_experts_again
         worker.packing_embeddings_again = patches.packing_embeddings_again

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.rollout_config import SamplingConfig
-from actors.rollout_engines import EngineSet
-from actors.rollout_group import RolloutGroup
-from actors.transport.base import PushPlan, Staged
-from actors.transport.choose import make_transport
-from actors.transport.shared_memory import SharedMemoryTransport, reserve_segment, write_segment
-from actors.weight_sync import TransportName, WeightSync
-from actors.weight_sync_source import SourceRanks, WeightSource
+from actors.rollout.config import SamplingConfig
+from actors.rollout.engines import EngineSet
+from actors.rollout.group import RolloutGroup
+from actors.sync.push import TransportName, WeightSync
+from actors.sync.source import SourceRanks, WeightSource
+from actors.sync.transport.base import PushPlan, Staged
+from actors.sync.transport.choose import make_transport
+from actors.sync.transport.shared_memory import SharedMemoryTransport, reserve_segment, write_segment
 from rl_backend.contracts import (
     ConfigError,
     RolloutError,

@@ -12,11 +12,11 @@ import pytest
 from torch import Tensor
 
 from actors import RankContext, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
-from actors.transport import shared_memory
-from actors.transport.base import PushPlan, Staged
-from actors.transport.segment import DIRECTORY, Segment, remove_stale_segments
-from actors.transport.shared_memory import SharedMemoryTransport
-from actors.weight_sync_source import WeightSource
+from actors.sync.source import WeightSource
+from actors.sync.transport import shared_memory
+from actors.sync.transport.base import PushPlan, Staged
+from actors.sync.transport.shared_memory import SharedMemoryTransport
+from actors.wire.segment import DIRECTORY, Segment, remove_stale_segments
 from rl_backend.contracts import GroupFailedError, NativeConfig, RuntimeConfig, TensorInfo, WeightCheckError
 from tests.support.rollout import ReferenceTrainer
 

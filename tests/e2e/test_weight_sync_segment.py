@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from actors.transport.segment import DIRECTORY, SharedSegment, map_segment, remove_stale_segments
+from actors.wire.segment import DIRECTORY, SharedSegment, map_segment, remove_stale_segments
 from rl_backend.contracts import WeightSyncError
 
 _OWNER = """
-from actors.transport.segment import SharedSegment
+from actors.wire.segment import SharedSegment
 segment = SharedSegment(4096)
 print(segment.path, flush=True)
 input()

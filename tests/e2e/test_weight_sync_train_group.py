@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from actors import HandleRef, Loss, RolloutConfig, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
-from actors.transport.segment import DIRECTORY
+from actors.wire.segment import DIRECTORY
 from rl_backend.contracts import NativeConfig, OptimizerConfig, RuntimeConfig, TokenSequence, WeightVersionError
 from tests.support.sft_batches import random_token_sequences
 

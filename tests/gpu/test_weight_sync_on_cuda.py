@@ -18,7 +18,7 @@ from tests.gpu.conftest import MakeRuntime
 from tests.support.sft_batches import random_token_sequences, sft_micro_batches
 
 if TYPE_CHECKING:
-    from actors.rollout_group import RolloutGroup
+    from actors.rollout.group import RolloutGroup
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +36,7 @@ def ray_on_gpus() -> Iterator[None]:
         pytest.skip("the GPU build of vllm is not installed")
     import ray
 
-    from actors.local_ray import init_local_ray
+    from actors.cluster.local_ray import init_local_ray
 
     init_local_ray(include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield
@@ -62,7 +62,7 @@ def test_after_a_push_the_engine_samples_with_the_trainers_weights(
     transport: str, engine: RolloutGroup, untied_model: Path, make_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from actors import SamplingConfig, WeightSync
-    from actors.weight_sync_source import WeightSource
+    from actors.sync.source import WeightSource
 
     if transport == "nccl":
         # The engine has the first GPU; NCCL needs the trainer on another.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from actors.rollout_sample import Sample
-from actors.weight_sync_source import WeightSource
+from actors.rollout.sample import Sample
+from actors.sync.source import WeightSource
 
 
 def write_tiny_qwen3_moe(path: Path) -> Path:

@@ -4,8 +4,8 @@ import pickle
 
 import pytest
 
-from actors.train_order import Driver, OperationHeader, OperationLedger, OperationSequence
-from actors.train_outcome import RemoteTraceback, failed, with_origin
+from actors.train.order import Driver, OperationHeader, OperationLedger, OperationSequence
+from actors.train.outcome import RemoteTraceback, failed, with_origin
 from rl_backend.contracts import BatchError, OperationOrderError, RLBackendError
 
 FIRST, SECOND = Driver("1", "the first driver"), Driver("2", "the second driver")

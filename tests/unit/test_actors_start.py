@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actors.train_start import start_ranks
+from actors.train.start import start_ranks
 from rl_backend.contracts import ConfigError, RuntimeConfig
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from actors import Sample, SamplingConfig
-from actors.rollout_sample import VersionSpan
+from actors.rollout.sample import VersionSpan
 from adapters.verl.dataset import PromptExample
 from examples.common.clock import Clock
 from examples.common.collect import Collector, TrainingBatch

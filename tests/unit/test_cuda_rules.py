@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from actors.train_outcome import breaks_process_group
-from actors.transport import streaming
-from actors.transport.base import PushPlan
-from actors.transport.choose import choose_transport, make_transport
+from actors.sync.transport import streaming
+from actors.sync.transport.base import PushPlan
+from actors.sync.transport.choose import choose_transport, make_transport
+from actors.train.outcome import breaks_process_group
 from rl_backend.cli import gpu_check
 from rl_backend.contracts import BridgeConfig, ConfigError, UnsupportedError
 from rl_backend.weights.digest import CHECKSUM_BYTES, device_checksum

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from actors import engine_cores
-from actors.engine_cores import NodePlace, choose_cores
-from actors.network import interface_of
-from actors.rollout_config import RolloutConfig
-from actors.rollout_placement import places_on_nodes
+from actors.cluster.network import interface_of
+from actors.rollout import cores as engine_cores
+from actors.rollout.config import RolloutConfig
+from actors.rollout.cores import NodePlace, choose_cores
+from actors.rollout.placement import places_on_nodes
 from rl_backend.contracts import ConfigError
 
 

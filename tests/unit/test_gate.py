@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-import actors.gate
-from actors.gate import Doorway, Gate, pass_gate
-from actors.meeting import Meeting, MeetingPoint, PathToMeeting
-from actors.network import meeting_address
+import actors.cluster.gate
+from actors.cluster.gate import Doorway, Gate, pass_gate
+from actors.cluster.meeting import Meeting, MeetingPoint, PathToMeeting
+from actors.cluster.network import meeting_address
 from rl_backend.contracts import RLBackendError
 from rl_backend.parallel.store import LOOPBACK
 
@@ -96,7 +96,7 @@ def test_a_proof_that_was_overheard_is_worth_nothing(point: MeetingPoint) -> Non
     heard: list[bytes] = []
     with socket.create_connection(gate, timeout=5) as first:
         asked, nonce = first.recv(32), secrets.token_bytes(32)
-        heard.append(nonce + actors.gate._proof(point.meeting.secret, b"rl_backend joiner", asked, nonce))
+        heard.append(nonce + actors.cluster.gate._proof(point.meeting.secret, b"rl_backend joiner", asked, nonce))
         first.sendall(heard[0])
         assert len(first.recv(32)) == 32
     with socket.create_connection(gate, timeout=5) as second:
@@ -164,7 +164,7 @@ def dribble(connection: socket.socket, stop: threading.Event) -> None:
 
 
 def test_who_speaks_slowly_is_turned_away_in_time(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actors.gate, "HANDSHAKE_SECONDS", 0.5)
+    monkeypatch.setattr(actors.cluster.gate, "HANDSHAKE_SECONDS", 0.5)
     stop = threading.Event()
     with socket.create_connection((point.meeting.host, point.meeting.port), timeout=5) as joiner:
         assert len(joiner.recv(32)) == 32
@@ -180,7 +180,7 @@ def test_who_speaks_slowly_is_turned_away_in_time(point: MeetingPoint, monkeypat
 
 
 def test_a_gate_that_speaks_slowly_is_left_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actors.gate, "HANDSHAKE_SECONDS", 0.5)
+    monkeypatch.setattr(actors.cluster.gate, "HANDSHAKE_SECONDS", 0.5)
     stop = threading.Event()
     with socket.create_server((LOOPBACK, 0)) as impostor:
         talker = threading.Thread(target=lambda: dribble(impostor.accept()[0], stop))
@@ -194,8 +194,8 @@ def test_a_gate_that_speaks_slowly_is_left_in_time(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_crowd_that_says_nothing_gives_up_its_places(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actors.gate, "MOST_PENDING", 8)
-    monkeypatch.setattr(actors.gate, "PLACE_SECONDS", 0.2)
+    monkeypatch.setattr(actors.cluster.gate, "MOST_PENDING", 8)
+    monkeypatch.setattr(actors.cluster.gate, "PLACE_SECONDS", 0.2)
     gate = (point.meeting.host, point.meeting.port)
     before = threading.active_count()
     silent = [socket.create_connection(gate, timeout=5) for _ in range(40)]
@@ -206,7 +206,7 @@ def test_a_crowd_that_says_nothing_gives_up_its_places(point: MeetingPoint, monk
 
 
 def test_a_crowd_with_the_secret_is_let_in_whole(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actors.gate, "MOST_PENDING", 4)
+    monkeypatch.setattr(actors.cluster.gate, "MOST_PENDING", 4)
     gate = (point.meeting.host, point.meeting.port)
     with ThreadPoolExecutor(32) as members:
         for connection in members.map(lambda _: pass_gate(gate, point.meeting.secret), range(64)):

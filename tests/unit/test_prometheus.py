@@ -7,8 +7,8 @@ import re
 import pytest
 import ray
 
-from actors import prometheus
-from actors.prometheus import METRICS, count, export_step, set_gauge
+from actors.cluster import prometheus
+from actors.cluster.prometheus import METRICS, count, export_step, set_gauge
 from tests.support.claims import ROOT
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import ray
 
-from actors import rollout_placement
-from actors.rollout_config import RolloutConfig
-from actors.rollout_placement import EnginePlacement
-from actors.transport.base import PushPlan
-from actors.transport.choose import choose_transport
+from actors.rollout import placement as rollout_placement
+from actors.rollout.config import RolloutConfig
+from actors.rollout.placement import EnginePlacement
+from actors.sync.transport.base import PushPlan
+from actors.sync.transport.choose import choose_transport
 from rl_backend.contracts import ConfigError
 
 

@@ -153,7 +153,7 @@ def test_laps_of_a_clock_are_seconds_and_events_of_the_trace() -> None:
 
 FORCED_END = """
 import signal, sys, time
-from actors import cluster_watch
+from actors.cluster import watch as cluster_watch
 from examples.common.run_folder import RunFolder
 from rl_backend.contracts import BaseConfig
 

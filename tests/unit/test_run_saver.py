@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from actors import Sample
-from actors.rollout_sample import VersionSpan
+from actors.rollout.sample import VersionSpan
 from examples.common.clock import Clock
 from examples.common.drawn_samples import StreamPosition
 from examples.common.models import Model

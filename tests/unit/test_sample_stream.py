@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from actors import Sample, SamplingConfig
-from actors.rollout_routes import Routes
-from actors.rollout_sample import VersionSpan
+from actors.rollout.routes import Routes
+from actors.rollout.sample import VersionSpan
 from adapters.verl.dataset import PromptExample
 from examples.common.drawn_samples import StreamPosition, load_drawn, save_drawn
 from examples.common.prompts import Prompt

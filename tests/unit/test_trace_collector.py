@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from ray.exceptions import RayError, RayTaskError
 
-from actors import trace as trace_module
-from actors.trace import COLLECT_SECONDS, TraceCollector
+from actors.run import trace as trace_module
+from actors.run.trace import COLLECT_SECONDS, TraceCollector
 from rl_backend.trace import Event, TraceBatch, recorder
 from rl_backend.trace.recorder import clock_identity
 from tests.support.chrome_trace import check_trace

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.transport.base import PushPlan, describe_export, make_plan
-from actors.transport.streaming import ExportSource
-from actors.weight_sync_source import WeightSource
+from actors.sync.source import WeightSource
+from actors.sync.transport.base import PushPlan, describe_export, make_plan
+from actors.sync.transport.streaming import ExportSource
 from rl_backend.contracts import WeightCheckError, WeightSyncError
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, 3), "c": torch.full((2, 3), -2.0)}
@@ -21,7 +21,7 @@ class Exports:
 
     def __init__(self, order: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         # Ray is not running, and a push of plain tensors needs only the name of its node.
-        monkeypatch.setattr("actors.transport.base.ray.get_runtime_context", lambda: self)
+        monkeypatch.setattr("actors.sync.transport.base.ray.get_runtime_context", lambda: self)
         reads = 0
 
         def weights() -> Iterator[tuple[str, Tensor]]:
@@ -67,7 +67,7 @@ def test_a_stream_ends_before_the_first_tensor_that_is_not_the_one_announced(
 
 
 def test_a_receiver_refuses_tensors_that_arrive_under_each_others_names() -> None:
-    from actors.vllm_streaming import CheckedLoad
+    from actors.rollout.vllm.streaming import CheckedLoad
     from rl_backend.weights.digest import device_checksum
 
     class Model:

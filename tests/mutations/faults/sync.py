@@ -27,7 +27,7 @@ FAULTS = [
     ),
     Fault(
         "streams-do-not-compare-names",
-        "actors/transport/streaming.py",
+        "actors/sync/transport/streaming.py",
         "in as_announced(self.plan.infos, export(self.context, self.plan)):",
         "in zip(self.plan.infos, (weight for _, weight in export(self.context, self.plan)), strict=False):",
         ("tests/unit/test_weight_streams.py::test_a_stream_ends_before_the_first_tensor_that_is_not_the_one_announced",),
@@ -123,7 +123,7 @@ FAULTS = [
     ),
     Fault(
         "segments-of-living-processes-removed",
-        "actors/transport/segment.py",
+        "actors/wire/segment.py",
         'or _start_time(int(match["pid"])) == match["start"]:',
         "or False:",
         (
@@ -133,7 +133,7 @@ FAULTS = [
     ),
     Fault(
         "short-segments-are-mapped",
-        "actors/transport/segment.py",
+        "actors/wire/segment.py",
         "    if size < nbytes:\n",
         "    if size < 0:\n",
         ("tests/e2e/test_weight_sync_segment.py::test_a_segment_that_is_not_there_or_too_short_is_refused",),
@@ -141,7 +141,7 @@ FAULTS = [
     ),
     Fault(
         "operations-out-of-order-run",
-        "actors/train_order.py",
+        "actors/train/order.py",
         "        if header.number != self.started + 1:\n",
         "        if header.number <= self.started:\n",
         ("tests/unit/test_actors_order.py::test_an_operation_out_of_order_is_refused",),
@@ -149,7 +149,7 @@ FAULTS = [
     ),
     Fault(
         "operations-behind-a-failure-run",
-        "actors/train_order.py",
+        "actors/train/order.py",
         "        if self._failed is not None and header.acknowledged < self._failed[0]:\n",
         "        if self._failed is not None and header.acknowledged < 0:\n",
         ("tests/unit/test_actors_order.py::test_nothing_runs_after_a_failure_until_the_driver_has_seen_it",),
@@ -157,7 +157,7 @@ FAULTS = [
     ),
     Fault(
         "another-driver-operates-the-group",
-        "actors/train_order.py",
+        "actors/train/order.py",
         "        if driver.id != self._owner.id:\n            return self._owner\n",
         "",
         (
@@ -241,7 +241,7 @@ FAULTS = [
     ),
     Fault(
         "nccl-chosen-for-two-members-on-one-gpu",
-        "actors/transport/choose.py",
+        "actors/sync/transport/choose.py",
         "        if not devices_of_two(plan, rollout):\n",
         "        if True:\n",
         (f"{_CUDA}::test_nccl_is_chosen_only_where_each_member_has_a_gpu_of_its_own",),
@@ -249,7 +249,7 @@ FAULTS = [
     ),
     Fault(
         "push-begins-before-the-weights-are-there",
-        "actors/transport/streaming.py",
+        "actors/sync/transport/streaming.py",
         "    torch.cuda.current_stream().synchronize()\n",
         "",
         (f"{_CUDA}::test_a_push_is_sent_when_what_trains_has_been_computed",),
@@ -265,7 +265,7 @@ FAULTS = [
     ),
     Fault(
         "cuda-errors-leave-a-group-usable",
-        "actors/train_outcome.py",
+        "actors/train/outcome.py",
         "isinstance(error, dist.DistError | torch.AcceleratorError)",
         "isinstance(error, dist.DistError)",
         (f"{_CUDA}::test_an_error_that_stays_breaks_the_group",),

@@ -1,0 +1,1 @@
+"""Rollout groups: vLLM engines in Ray actors, and the samples that they return."""

@@ -1,0 +1,166 @@
+"""Calling Ray actors that run engines: every call answers, refuses or is found dead."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from actors.cluster import prometheus
+from rl_backend.contracts import EngineDeadError, RLBackendError, RolloutError
+
+
+def outcome_of(reference: Any, engine: str) -> Any:
+    """The result of a finished call, or, returned and not raised, the error that it ended with.
+
+    A dead actor becomes an :class:`~rl_backend.contracts.EngineDeadError`.
+    """
+    try:
+        return ray.get(reference, timeout=0)
+    except RayActorError as error:
+        return EngineDeadError(f"{engine} is dead: its process ended ({_reason(error)}); restart it", engine=engine)
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, RLBackendError):
+            return cause
+        return RolloutError(f"{engine} failed with {type(cause).__name__}: {cause}\n{error}", engine=engine)
+    except RayError as error:
+        return EngineDeadError(f"{engine} is dead: {type(error).__name__}: {_reason(error)}; restart it", engine=engine)
+
+
+@dataclass
+class _Queue:
+    """The sampling calls of one engine.
+
+    Attributes:
+        calls: not known to have ended, in order.
+        since: ``time.monotonic()`` when the first of them was first seen to be the first.
+    """
+
+    calls: list[Any]
+    since: float
+
+
+class Sampling:
+    """Calls that sample, by engine. An engine serves one call at a time, so that later ones wait behind them.
+
+    Args:
+        limit: seconds for one call, after which the engine counts as dead: a process that hangs never answers, and Ray
+            reports only those that end.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._queues: dict[int, _Queue] = {}
+
+    def add(self, engine: int, reference: Any) -> None:
+        """A call that was just started."""
+        with self._lock:
+            queue = self._refreshed(engine)
+            if not queue.calls:
+                queue.since = time.monotonic()
+            self._keep(engine, [*queue.calls, reference])
+
+    def wait(self, engines: Collection[int]) -> dict[int, EngineDeadError]:
+        """Waits for the calls made up to now; the error of each engine whose call takes longer than the limit.
+
+        The calls of an engine that dies end with it.
+        """
+        with self._lock:
+            waiting = {call: engine for engine in engines for call in self._refreshed(engine).calls}
+        hanging: dict[int, EngineDeadError] = {}
+        while waiting:
+            ready, overdue = self.wait_for_first(waiting, None, fetch=False)
+            if overdue is not None:
+                engine = waiting[ready]
+                hanging[engine] = overdue
+                waiting = {call: other for call, other in waiting.items() if other != engine}
+            else:
+                del waiting[ready]
+        return hanging
+
+    def wait_for_first(
+        self, calls: Mapping[Any, int], timeout: float | None, *, fetch: bool = True
+    ) -> tuple[Any, EngineDeadError | None]:
+        """The first call that has ended; or one of an engine that took longer than the limit, with the error.
+
+        Args:
+            calls: reference -> engine.
+            timeout: seconds to wait.
+            fetch: a call has ended when its result is on this node.
+
+        Raises:
+            GetTimeoutError: none has, within ``timeout``.
+        """
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            with self._lock:
+                left = {engine: self._left(engine) for engine in set(calls.values())}
+            seconds = max(min(deadline - time.monotonic(), *left.values()), 0.0)
+            done, _ = ray.wait(
+                list(calls), num_returns=1, timeout=None if math.isinf(seconds) else seconds, fetch_local=fetch
+            )
+            if done:
+                return done[0], None
+            if time.monotonic() >= deadline and timeout is not None:
+                raise GetTimeoutError(f"no engine answered for {timeout:g} s")
+            with self._lock:
+                overdue = [engine for engine in left if self._left(engine) <= 0]
+            for call, engine in calls.items():
+                if engine in overdue:
+                    return call, self._overdue(engine)
+
+    def _left(self, engine: int) -> float:
+        queue = self._refreshed(engine)
+        return queue.since + self._limit - time.monotonic() if queue.calls else math.inf
+
+    def _refreshed(self, engine: int) -> _Queue:
+        """The engine's queue without the calls that have ended; whenever one has, the next has its whole time."""
+        queue = self._queues.setdefault(engine, _Queue([], time.monotonic()))
+        if queue.calls:
+            _, running = ray.wait(queue.calls, num_returns=len(queue.calls), timeout=0, fetch_local=False)
+            if len(running) < len(queue.calls):
+                queue.since = time.monotonic()
+                self._keep(engine, running)
+        return queue
+
+    def _keep(self, engine: int, calls: list[Any]) -> None:
+        self._queues[engine].calls = calls
+        prometheus.set_gauge("rl_backend_rollout_queue", len(calls), engine=str(engine))
+
+    def _overdue(self, engine: int) -> EngineDeadError:
+        name = f"engine {engine}"
+        return EngineDeadError(
+            f"{name} has not answered a call to sample for {self._limit:g} s (RolloutConfig.sampling_timeout): its process "
+            "hangs and is ended; restart it, or raise the limit if its samples may take longer",
+            engine=name,
+            sampling_timeout=self._limit,
+        )
+
+
+def collect(calls: Mapping[int, Any], names: Mapping[int, str], timeout: float) -> dict[int, Any]:
+    """Waits until every call has ended and returns each one's outcome (see :func:`outcome_of`).
+
+    An engine that has not answered after ``timeout`` seconds counts as dead.
+    """
+    done, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout) if calls else ([], [])
+    ended = set(done)
+    return {
+        engine: outcome_of(reference, names[engine])
+        if reference in ended
+        else EngineDeadError(f"{names[engine]} did not answer for {timeout:g} s; restart it", engine=names[engine])
+        for engine, reference in calls.items()
+    }
+
+
+def _reason(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    # Of an actor that could not be made, Ray's text ends with the error that it raised.
+    return lines[-1] if "creation task" in lines[0] else lines[0]

@@ -1,0 +1,282 @@
+"""A group of vLLM engines that sample as one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, Self
+
+import ray
+
+from actors.cluster.watch import ray_is_usable
+from actors.rollout.calls import Sampling, collect
+from actors.rollout.config import RolloutConfig, SamplingConfig
+from actors.rollout.engine import RolloutEngine
+from actors.rollout.engines import EngineSet, FixedEngines, engine_name
+from actors.rollout.messages import EngineInfo, Request
+from actors.rollout.pending import PendingSamples
+from actors.rollout.placement import EnginePlacement, places_on_nodes
+from actors.rollout.sample import Sample
+from rl_backend.contracts import BatchError, ConfigError, EngineDeadError, RLBackendError, RolloutError
+
+CLOSE_SECONDS = 2.0
+"""How long an engine that is ended may take to free its shared memory; one that is sampling does not answer."""
+
+
+class RolloutGroup(EngineSet):
+    """Starts ``config.num_engines`` engines, each a Ray actor, and samples over all of them.
+
+    An engine that dies raises :class:`~rl_backend.contracts.EngineDeadError` once, in the call that it was serving, and one
+    whose weight update fails raises :class:`~rl_backend.contracts.EngineDirtyError`, in the push; later calls go to the
+    engines that are left, until :meth:`restart`. When none is left, every call raises.
+
+    Args:
+        config: the engines.
+        scheduling: for each engine a Ray scheduling strategy, for example a bundle of a placement group that it shares with
+            training; None reserves GPUs and ``config.cores_per_engine`` for them where Ray has them free.
+
+    Raises:
+        ConfigError: a configuration that cannot work here, or a model that is not on an engine's node.
+        UnsupportedError: the cluster does not have the GPUs or CPUs.
+        RolloutError: an engine that did not start.
+    """
+
+    engine_class: type[RolloutEngine] = RolloutEngine
+
+    def __init__(self, config: RolloutConfig, *, scheduling: Sequence[Any] | None = None) -> None:
+        if not ray.is_initialized():
+            raise RolloutError("Ray is not running in this process: call ray.init() first")
+        if scheduling is not None and len(scheduling) != config.num_engines:
+            raise ConfigError.of(
+                "scheduling", len(scheduling), f"expected one strategy for each of {config.num_engines} engines"
+            )
+        self.config = config
+        self._require_push = config.require_push
+        self._lock = threading.Lock()
+        self._actors: dict[int, Any] = {}
+        self._infos: dict[int, EngineInfo] = {}
+        self._lost: dict[int, RLBackendError] = {}
+        self._restarting = {engine: threading.Lock() for engine in range(config.num_engines)}
+        self._closed = False
+        self._sampling = Sampling(config.sampling_timeout)
+        self._placement = EnginePlacement(config, scheduling)
+        try:
+            self._start(range(config.num_engines))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def lost_engines(self) -> dict[int, RLBackendError]:
+        """Engines that died, are dirty or did not restart, with the error that says so."""
+        return dict(self._lost)
+
+    @property
+    def infos(self) -> dict[int, EngineInfo]:
+        """What each engine said when it started; also one that is being restarted."""
+        return dict(self._infos)
+
+    def _members(self) -> dict[int, tuple[Any, EngineInfo]]:
+        actors, infos = dict(self._actors), dict(self._infos)
+        return {engine: (actor, infos[engine]) for engine, actor in actors.items()}
+
+    def _lose(self, engine: int, actor: Any, error: RLBackendError) -> None:
+        """Says nothing about an engine that was restarted since. The first reason why one died is kept."""
+        if self._actors.get(engine) is actor and not isinstance(self._lost.get(engine), EngineDeadError):
+            self._lost[engine] = error
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        *,
+        seeds: Sequence[int] | None = None,
+        require_version: int | None = None,
+        timeout: float | None = None,
+    ) -> list[Sample]:
+        """Samples ``sampling.n`` responses of each prompt; prompt by prompt, in the caller's order.
+
+        Args:
+            prompts: token ids; each prompt is shorter than the engines' ``max_model_len``.
+            seeds: one for each sample, in the order of the result (see :func:`~actors.rollout.sample.sample_seeds`). With
+                seeds a sample depends neither on the number of engines nor on batching.
+            require_version: refuse weights that are older.
+            timeout: seconds to wait.
+
+        Raises:
+            BatchError: an empty or too long prompt, an unknown token id, a wrong number of seeds.
+            EngineDeadError: an engine died while it served this call, or none is left.
+            EngineDirtyError: an engine whose last weight update failed.
+            WeightVersionError: an engine's weights are older than ``require_version``.
+        """
+        return self.submit(prompts, sampling, seeds=seeds, require_version=require_version).result(timeout)
+
+    def submit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        *,
+        seeds: Sequence[int] | None = None,
+        require_version: int | None = None,
+    ) -> PendingSamples:
+        """:meth:`generate` without waiting. A push that comes later waits for it, so its weights are those of now."""
+        self._check(prompts, sampling, seeds)
+        with self._lock:
+            actors = self._living()
+            note = partial(self._note_call, actors)
+            pending = PendingSamples(prompts, sampling.n, note, self._sampling)
+            for (engine, actor), share in zip(actors.items(), _shares(len(prompts), len(actors)), strict=True):
+                if share:
+                    requests = [request for prompt in share for request in _requests(prompt, prompts, sampling.n, seeds)]
+                    reference = actor.generate.remote(requests, sampling, require_version)
+                    pending.add(reference, engine, share)
+                    self._sampling.add(engine, reference)
+        return pending
+
+    def fixed(self) -> FixedEngines:
+        """The engines of this moment, for what must go to the same processes from beginning to end."""
+        members, lost = self._members(), self.lost_engines
+        return FixedEngines(self.config, members, lost, lock=self._lock, sampling=self._sampling, lose=self._lose)
+
+    def attach_weight_sync(self) -> None:
+        """From now on engines refuse to sample until weights have been pushed; also those restarted later."""
+        self._require_push = True
+        _raise_first(self.call("require_push"))
+
+    def restart(self, engine: int) -> EngineInfo:
+        """Replaces an engine, dead, dirty or healthy, by a new one; its weights are those of the model directory.
+
+        Threads that restart the same engine do so one after the other.
+
+        Raises:
+            ConfigError: no such engine.
+            RolloutError: the new engine did not start, or the group is closed.
+        """
+        if engine not in range(self.config.num_engines):
+            raise ConfigError.of("engine", engine, f"the group has engines 0 to {self.config.num_engines - 1}")
+        with self._restarting[engine]:
+            with self._lock:
+                if engine in self._actors:
+                    _end([self._actors.pop(engine)])
+                self._lost[engine] = EngineDeadError(f"{engine_name(engine)} was ended by a restart that did not complete")
+            try:
+                self._start([engine])
+            except RLBackendError as error:
+                self._lost[engine] = error
+                raise
+            self._lost.pop(engine, None)
+            return self._infos[engine]
+
+    def sleep(self, level: int = 1) -> None:
+        """Frees the engines' GPU memory for training: level 1 keeps the weights in host memory, 2 drops them.
+
+        Raises:
+            UnsupportedError: on a CPU, or without ``sleep_mode``.
+        """
+        _raise_first(self.call("sleep", level))
+
+    def wake_up(self) -> None:
+        """Takes the GPU memory back."""
+        _raise_first(self.call("wake_up"))
+
+    def describe(self) -> dict[int, EngineInfo]:
+        """Fresh facts about every living engine."""
+        outcomes = self.call("describe")
+        _raise_first(outcomes)
+        return outcomes
+
+    def close(self) -> None:
+        """Ends every engine."""
+        self._closed = True
+        actors = list(self._actors.values())
+        self._actors.clear()
+        if ray_is_usable():
+            _end(actors)
+            self._placement.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self, engines: Sequence[int]) -> None:
+        actors = {engine: self._make_actor(engine) for engine in engines}
+        names = {engine: engine_name(engine) for engine in engines}
+        try:
+            nodes = collect(
+                {engine: actor.node.remote() for engine, actor in actors.items()}, names, self.config.start_timeout
+            )
+            _raise_first(nodes)
+            places = places_on_nodes({**{engine: info.node_id for engine, info in self._infos.items()}, **nodes})
+            calls = {engine: actor.start.remote(places[engine]) for engine, actor in actors.items()}
+            outcomes = collect(calls, names, self.config.start_timeout)
+            _raise_first(outcomes)
+        except BaseException:
+            for actor in actors.values():
+                ray.kill(actor)
+            raise
+        with self._lock:
+            self._infos.update(outcomes)
+            self._actors.update(actors)
+        if self._closed:  # by another thread, which may not have seen them
+            for engine, actor in actors.items():
+                self._actors.pop(engine, None)
+                ray.kill(actor)
+            raise RolloutError(f"the rollout group was closed while {', '.join(names.values())} started")
+
+    def _make_actor(self, engine: int) -> Any:
+        actor = ray.remote(self.engine_class).options(**self._placement.options(engine))
+        return actor.remote(self.config, engine, self._placement.device, self._require_push)
+
+    def _note_call(self, actors: dict[int, Any], engine: int, outcome: Any) -> None:
+        self._note(engine, actors[engine], outcome)
+
+    def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[int] | None) -> None:
+        if not prompts:
+            raise BatchError("prompts is empty; expected at least one prompt")
+        info = next(iter(self._infos.values()))
+        for index, prompt in enumerate(prompts):
+            if not 0 < len(prompt) < info.max_model_len:
+                raise BatchError(
+                    f"prompt {index} has {len(prompt)} tokens; expected 1 to {info.max_model_len - 1} "
+                    f"(max_model_len={info.max_model_len} holds prompt and response)",
+                    prompt=index,
+                )
+            if min(prompt) < 0 or max(prompt) >= info.vocab_size:
+                raise BatchError(
+                    f"prompt {index} has token ids from {min(prompt)} to {max(prompt)}; expected 0 to {info.vocab_size - 1}",
+                    prompt=index,
+                )
+        if seeds is not None and len(seeds) != len(prompts) * sampling.n:
+            raise BatchError(
+                f"{len(seeds)} seeds for {len(prompts)} prompts with n={sampling.n}; expected {len(prompts) * sampling.n}"
+            )
+
+
+def _end(actors: Sequence[Any]) -> None:
+    """Kills actors, which runs no exit handlers, once they have freed their shared memory."""
+    if actors:
+        ray.wait([actor.close.remote() for actor in actors], num_returns=len(actors), timeout=CLOSE_SECONDS)
+    for actor in actors:
+        ray.kill(actor)
+
+
+def _requests(prompt: int, prompts: Sequence[Sequence[int]], n: int, seeds: Sequence[int] | None) -> list[Request]:
+    if seeds is None:
+        return [Request(prompts[prompt], n, None)]
+    return [Request(prompts[prompt], 1, seed) for seed in seeds[prompt * n : (prompt + 1) * n]]
+
+
+def _shares(count: int, engines: int) -> list[range]:
+    """Consecutive prompts for each engine, as evenly as possible."""
+    bounds = [count * engine // engines for engine in range(engines + 1)]
+    return [range(start, end) for start, end in pairwise(bounds)]
+
+
+def _raise_first(outcomes: dict[int, Any]) -> None:
+    for outcome in outcomes.values():
+        if isinstance(outcome, RLBackendError):
+            raise outcome

@@ -1,0 +1,81 @@
+"""What a rollout group and its engines say to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Self
+
+from actors.rollout.routes import ExpertIds
+
+type EngineState = Literal["serving", "paused", "dirty", "asleep"]
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What an engine says about itself.
+
+    Attributes:
+        workers: processes that hold a part of the model.
+        node_id: Ray's, of the node that it runs on.
+        host: equal for processes that share memory.
+        cores: numbers of the cores that it runs on; empty on CUDA.
+        device_ids: of CUDA devices, their UUIDs; empty on a CPU.
+        version: of the weights served; ``UNVERSIONED`` before the first push.
+        moe_layers: with ``RolloutConfig.return_routed_experts``, the numbers of the layers that have experts.
+    """
+
+    name: str
+    pid: int
+    node_id: str
+    node_ip: str
+    host: str
+    cores: tuple[int, ...]
+    device: str
+    dtype: str
+    workers: int
+    device_ids: tuple[str, ...]
+    vocab_size: int
+    max_model_len: int
+    version: int
+    state: EngineState
+    moe_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt with ``n`` responses; ``seed`` needs ``n`` = 1."""
+
+    prompt_ids: Sequence[int]
+    n: int
+    seed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One response as the engine returns it."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: Literal["stop", "length"]
+
+    @classmethod
+    def of(cls, completion: Any) -> Self:
+        """From vLLM's ``CompletionOutput``."""
+        flat = completion.logprobs
+        log_probs = [] if flat is None else [flat.logprobs[start] for start in flat.start_indices]
+        return cls(list(completion.token_ids), log_probs, "stop" if completion.finish_reason == "stop" else "length")
+
+
+class Generated(NamedTuple):
+    """What one call of an engine returns.
+
+    Attributes:
+        version: of the weights.
+        responses: of each request.
+        routes: of all responses, see :func:`~actors.rollout.routes.pack_routes`; None where none are asked for.
+    """
+
+    version: int
+    responses: list[list[Response]]
+    routes: ExpertIds | None

@@ -1,0 +1,91 @@
+"""What rollout engines return."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+import xxhash
+
+from actors.rollout.routes import Routes
+from rl_backend.contracts import BatchError, TokenSequence, WeightVersionError, route_fields
+
+
+class VersionSpan(NamedTuple):
+    """``tokens`` consecutive response tokens that were computed with weights of ``version``."""
+
+    version: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One response.
+
+    Attributes:
+        prompt_index, sample_index: which prompt of the call, and which of its ``n`` responses.
+        prompt_ids, response_ids: token ids; the response ends with the stop token if there was one.
+        log_probs: of each response token; empty when not asked for.
+        finish_reason: ``stop`` for a stop token, ``length`` for ``max_new_tokens`` or the engine's ``max_model_len``.
+        version_spans: in order, and adding up to the response's tokens.
+        engine: number of the engine in its group.
+        routes: with ``RolloutConfig.return_routed_experts``, the experts of its tokens.
+    """
+
+    prompt_index: int
+    sample_index: int
+    prompt_ids: list[int]
+    response_ids: list[int]
+    log_probs: list[float]
+    finish_reason: Literal["stop", "length"]
+    version_spans: tuple[VersionSpan, ...]
+    engine: int
+    routes: Routes | None = field(default=None, compare=False)
+
+    @property
+    def weight_versions(self) -> list[int]:
+        """The weight version of every response token."""
+        return [span.version for span in self.version_spans for _ in range(span.tokens)]
+
+    def with_routes(self, sequence: TokenSequence) -> TokenSequence:
+        """Adds the sample's routes to its sequence, as :mod:`rl_backend.contracts.routed_experts` has them.
+
+        They are for the layers with experts alone: a replay needs ``meta["routed_experts_layers"] = "moe"``. The last token
+        has none. The weight versions of routes and sample go along, and a replay refuses them where they differ.
+
+        Raises:
+            BatchError: the sample has no routes, or ``sequence`` is not its prompt and response.
+            WeightVersionError: the response was made by weights of several versions, and its routes by one.
+        """
+        if self.routes is None:
+            raise BatchError("the sample has no routes; ask for them with RolloutConfig(return_routed_experts=True)")
+        if len(sequence) != len(self.routes.experts) + 1:
+            raise BatchError(
+                f"a sequence of {len(sequence)} tokens; the sample's routes are for the first {len(self.routes.experts)} of "
+                f"{len(self.routes.experts) + 1}: give its own prompt and response"
+            )
+        versions = sorted({span.version for span in self.version_spans})
+        if len(versions) > 1:
+            raise WeightVersionError(
+                f"the sample was made with weights of versions {versions}, its routes with {self.routes.weight_version}; "
+                "replay needs samples of one version",
+                versions=versions,
+            )
+        # The array lies in Ray's object store, which nobody may write to and torch knows no read-only tensors.
+        experts = torch.from_numpy(self.routes.experts.copy())
+        computed, sampled = (torch.tensor(version) for version in (self.routes.weight_version, versions[0]))
+        return sequence.with_fields(
+            route_fields(experts, len(sequence)), {"routed_experts_version": computed, "weight_version": sampled}
+        )
+
+
+def sample_seed(run_seed: int, step: int, prompt: int, sample: int) -> int:
+    """Seed of one request, in [0, 2^63): xxh3-64 of the four whole numbers. Independent of engines and batching."""
+    return int(xxhash.xxh3_64_intdigest(struct.pack("<4q", run_seed, step, prompt, sample))) >> 1
+
+
+def sample_seeds(run_seed: int, step: int, num_prompts: int, n: int) -> list[int]:
+    """Seeds of a whole call, prompt by prompt, ``n`` samples each."""
+    return [sample_seed(run_seed, step, prompt, sample) for prompt in range(num_prompts) for sample in range(n)]

@@ -1,0 +1,1 @@
+"""The part that runs inside the process of a vLLM engine."""

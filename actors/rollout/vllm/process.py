@@ -1,0 +1,116 @@
+"""Starting vLLM inside the current process: cores, environment, arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from typing import Any
+
+import torch
+
+from actors.cluster.cpu_threads import thread_environment
+from actors.cluster.network import use_interface
+from actors.rollout.config import RolloutConfig
+from rl_backend.contracts import ConfigError, UnsupportedError
+from rl_backend.parallel.store import LOOPBACK
+
+_GIB = 2**30
+_HUGE_PAGES = "glibc.malloc.hugetlb=1"
+
+
+def process_environment(device: str) -> dict[str, str]:
+    """Environment variables that must be there before the engine's process starts.
+
+    A weight update on a CPU allocates every packed weight anew; with huge pages that costs a small part of the page faults.
+    """
+    if device != "cpu":
+        return {}
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    huge_pages = {"GLIBC_TUNABLES": ":".join(filter(None, (tunables, _HUGE_PAGES))), "THP_MEM_ALLOC_ENABLE": "1"}
+    return {**huge_pages, **thread_environment()}
+
+
+def prepare_process(device: str, cores: tuple[int, ...], workers: int) -> None:
+    """Sets what must be set before vLLM is imported. ``cores`` is empty on CUDA, else a multiple of ``workers`` long."""
+    if "vllm" in sys.modules:
+        raise ConfigError(
+            "vllm was imported before its engine's environment was set; start engines in processes of their own"
+        )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    # All processes of an engine are on this machine.
+    os.environ.setdefault("VLLM_HOST_IP", LOOPBACK)
+    use_interface(LOOPBACK)
+    if device != "cpu":
+        return
+    available = os.sched_getaffinity(0)
+    if not set(cores) <= available:
+        raise ConfigError.of("RolloutConfig.cores", cores, f"this process may only use cores {sorted(available)}")
+    # Threads inherit the affinity of the thread that starts them, so this comes before the first parallel region.
+    os.sched_setaffinity(0, cores)
+    per_worker = len(cores) // workers
+    torch.set_num_threads(per_worker)
+    groups = [cores[start : start + per_worker] for start in range(0, len(cores), per_worker)]
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, group)) for group in groups)
+    os.environ["OMP_NUM_THREADS"] = str(per_worker)
+
+
+def start_vllm(config: RolloutConfig, device: str) -> Any:
+    """A ``vllm.LLM`` in this process, ready to sample and to have its weights updated.
+
+    Raises:
+        ConfigError: an unknown name in ``engine_args``.
+        UnsupportedError: the vLLM that is installed is not built for ``device``, or routed experts are asked of a model that
+            has none.
+    """
+    from vllm import LLM
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    from actors.rollout.vllm.worker import BACKEND
+
+    if device != current_platform.device_type:
+        raise UnsupportedError(
+            f"RolloutConfig.device={device!r}: the vLLM that is installed runs on {current_platform.device_type!r}; "
+            "install the build for this device"
+        )
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    unknown = sorted(set(config.engine_args) - known)
+    if unknown:
+        raise ConfigError.of("RolloutConfig.engine_args", unknown, "vllm.EngineArgs has no such argument")
+    arguments: dict[str, Any] = {
+        "model": config.model_path,
+        "dtype": config.dtype,
+        "load_format": config.load_format,
+        "tensor_parallel_size": config.tensor_parallel,
+        "max_model_len": config.max_model_len,
+        "max_num_batched_tokens": config.batched_tokens,
+        "enforce_eager": config.enforce_eager,
+        "enable_prefix_caching": config.prefix_caching,
+        "enable_return_routed_experts": config.return_routed_experts,
+        "seed": config.seed,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": "actors.rollout.vllm.worker.WorkerExtension",
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "distributed_executor_backend": "mp" if config.tensor_parallel > 1 else "uni",
+        **config.engine_args,
+    }
+    if device == "cpu":
+        arguments["kv_cache_memory_bytes"] = int((config.kv_cache_gib or 1.0) * _GIB)
+        # A request with a seed of its own, prefilled in pieces, ends vLLM 0.30's CPU engine.
+        arguments["enable_chunked_prefill"] = False
+    else:
+        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+        arguments["enable_sleep_mode"] = config.sleep_mode
+        if config.kv_cache_gib is not None:
+            arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * _GIB)
+    if config.return_routed_experts and not EngineArgs(**arguments).create_model_config().is_moe:
+        raise UnsupportedError(
+            f"RolloutConfig.return_routed_experts=True: {config.model_path} has no experts; leave it out for a dense model"
+        )
+    return LLM(**arguments)

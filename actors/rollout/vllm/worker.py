@@ -1,0 +1,151 @@
+"""What runs inside vLLM's worker processes: the receiving end of staged weights, in vLLM's own weight-transfer interface.
+
+vLLM imports this module because its configuration names :class:`WorkerExtension`; the import registers the engines and
+keeps the workers' stores to themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCaptureSource
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+from actors.rollout.vllm.patches import bind_stores_to_their_address, packing_embeddings_again, packing_experts_again
+from actors.wire.segment import map_segment
+from rl_backend.contracts import WeightManifest
+from rl_backend.weights import read_tensor
+
+BACKEND = "rl_backend"
+"""Name under which vLLM's ``WeightTransferConfig`` finds :class:`SwitchingWeightTransferEngine`."""
+
+_KINDS = {
+    "nccl": "actors.rollout.vllm.streaming.CheckedNcclWeightTransferEngine",
+    "cuda_ipc": "actors.rollout.vllm.streaming.CheckedIpcWeightTransferEngine",
+    "staged": "actors.rollout.vllm.worker.StagedWeightTransferEngine",
+}
+
+
+@dataclass
+class StagedInitInfo(WeightTransferInitInfo):
+    """Where the staging segment is."""
+
+    path: str
+    nbytes: int
+
+
+@dataclass
+class StagedUpdateInfo(WeightTransferUpdateInfo):
+    """What lies in it, as the JSON of a :class:`~rl_backend.contracts.WeightManifest` that the engine has verified."""
+
+    manifest: str
+
+
+class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo]):
+    """Loads a verified staging segment: views of the mapping go straight into vLLM's own loaders."""
+
+    init_info_cls = StagedInitInfo
+    update_info_cls = StagedUpdateInfo
+    _buffer: Tensor | None = None
+
+    def init_transfer_engine(self, init_info: StagedInitInfo) -> None:
+        self._buffer = map_segment(init_info.path, init_info.nbytes)
+
+    def start_weight_update(self) -> None:
+        self._update = ExitStack()
+        self._update.enter_context(packing_embeddings_again(self.model))
+        self._update.enter_context(packing_experts_again(self.model))
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: StagedUpdateInfo) -> None:
+        if self._buffer is None:
+            raise RuntimeError("init_transfer_engine() was not called: there is no staging segment")
+        buffer, manifest = self._buffer, WeightManifest.model_validate_json(update_info.manifest)
+        self.model.load_weights((info.name, read_tensor(buffer, info)) for info in manifest.tensors)
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._update.close()
+
+    def shutdown(self) -> None:
+        self._buffer = None
+
+
+class SwitchingWeightTransferEngine(WeightTransferEngine[WeightTransferInitInfo, WeightTransferUpdateInfo]):
+    """Hands everything to the engine that the last ``init_weight_transfer_engine`` message chose by its ``kind``.
+
+    vLLM fixes its transfer engine when it starts; a transport is chosen when weights are pushed.
+    """
+
+    init_info_cls = WeightTransferInitInfo
+    update_info_cls = WeightTransferUpdateInfo
+    _active: WeightTransferEngine[Any, Any] | None = None
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> WeightTransferInitInfo:
+        settings = dict(init_dict)
+        engine_class = resolve_obj_by_qualname(_KINDS[settings.pop("kind")])
+        if self._active is not None:
+            self._active.shutdown()
+        self._active = engine_class(self.config, self.vllm_config, self.device, self.model)
+        return self._engine.parse_init_info(settings)
+
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
+        self._engine.init_transfer_engine(init_info)
+
+    def start_weight_update(self) -> None:
+        self._engine.start_weight_update()
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> WeightTransferUpdateInfo:
+        return self._engine.parse_update_info(update_dict)
+
+    def receive_weights(self, update_info: WeightTransferUpdateInfo) -> None:
+        self._engine.receive_weights(update_info)
+
+    def finish_weight_update(self) -> None:
+        self._engine.finish_weight_update()
+
+    def shutdown(self) -> None:
+        if self._active is not None:
+            self._active.shutdown()
+
+    @property
+    def _engine(self) -> WeightTransferEngine[Any, Any]:
+        if self._active is None:
+            raise RuntimeError("init_weight_transfer_engine() comes before any weight update")
+        return self._active
+
+
+class WorkerExtension:
+    """Methods added to vLLM's worker."""
+
+    model_runner: Any
+
+    def describe_parameters(self) -> tuple[list[str], Mapping[str, list[str]]]:
+        """The names of the model's parameters, and which checkpoint modules are fused into which module."""
+        model: torch.nn.Module = self.model_runner.get_model()
+        names = [name for name, _ in model.named_parameters()]
+        return names, dict(getattr(model, "packed_modules_mapping", {}))
+
+    def moe_layers(self) -> list[int]:
+        """Numbers of the layers whose routers vLLM captures, as its capture finds them."""
+        model: torch.nn.Module = self.model_runner.get_model()
+        routed = (MoERunner, RoutedExpertsCaptureSource)
+        return sorted({int(module.layer_id) for module in model.modules() if isinstance(module, routed)})
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, SwitchingWeightTransferEngine)
+    bind_stores_to_their_address()

@@ -1,0 +1,1 @@
+"""Weight sync: trained weights into running engines."""

@@ -1,0 +1,228 @@
+"""Publishing a trainer's weights to rollout engines."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from actors.cluster import prometheus
+from actors.rollout.engines import EngineSet
+from actors.rollout.group import RolloutGroup
+from actors.sync.source import SourceRanks
+from actors.sync.transport.base import (
+    PushPlan,
+    StagedTransport,
+    StreamingTransport,
+    Transport,
+    describe_export,
+    make_plan,
+    raise_failures,
+)
+from actors.sync.transport.choose import choose_transport, make_transport
+from actors.train.context import HandleRef
+from rl_backend.contracts import RLBackendError, UnsupportedError, WeightSyncError
+from rl_backend.trace import span
+
+type TransportName = Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"]
+
+
+@dataclass(frozen=True)
+class PushReport:
+    """What a push did.
+
+    Attributes:
+        version: the weight version that every engine of ``engines`` now serves.
+        nbytes: bytes of the weights, sent to each engine.
+        seconds: of each phase: ``plan``, ``stage``, ``verify``, ``load``, ``resume`` (``stream`` in place of ``stage``,
+            ``verify`` and ``load`` where weights are streamed), and ``total``. Through shared memory, ``stage`` is also the
+            time in which engines check what is staged already, and ``verify`` what is left of that.
+        transport: the one used.
+        engines: numbers of the engines that were updated.
+        skipped: engines that were dead or dirty before the push began.
+    """
+
+    version: int
+    nbytes: int
+    seconds: dict[str, float]
+    transport: str
+    engines: tuple[int, ...]
+    skipped: tuple[int, ...]
+
+
+class WeightSync:
+    """Publishes the weights of one model to a rollout group.
+
+    From now on the group's engines refuse to sample until the first push. Staging buffers, as large as the weights, are kept
+    from one push to the next; :meth:`close` frees them.
+
+    Args:
+        train: a ``TrainGroup``, or a :class:`~actors.sync.source.WeightSource`.
+        rollout: the engines.
+        handle: which model of the training group; None for a :class:`~actors.sync.source.WeightSource`.
+        transport: ``auto`` takes CUDA IPC where trainer and engine share a GPU, NCCL where both have one, shared memory on
+            one Ray node and gloo otherwise; ``PushReport.transport`` says which.
+        byte_budget: largest number of bytes that the export gathers at one time, and of a bucket where weights are streamed;
+            holds the largest tensor.
+
+    Raises:
+        UnsupportedError: ``handle`` is a critic, which no engine can load.
+    """
+
+    def __init__(
+        self,
+        train: SourceRanks,
+        rollout: RolloutGroup,
+        handle: Any = None,
+        *,
+        transport: TransportName = "auto",
+        byte_budget: int | None = None,
+    ) -> None:
+        if isinstance(handle, HandleRef) and handle.head != "log_probs":
+            raise UnsupportedError(
+                f"model {handle.name!r} has head={handle.head!r}: an engine samples from log-probs; push the policy",
+                name=handle.name,
+                head=handle.head,
+            )
+        self._train = train
+        self._rollout = rollout
+        self._handle = handle
+        self._byte_budget = byte_budget
+        self._key = f"weight_sync_{uuid.uuid4().hex}"
+        self._requested = transport
+        self._transport: Transport | None = None if transport == "auto" else make_transport(transport)
+        self._chosen_for: dict[int, int] = {}
+        rollout.attach_weight_sync()
+
+    def push(self) -> PushReport:
+        """Brings every living engine to the trainer's weight version.
+
+        Staged transports verify names, shapes, dtypes, digests and finite values on every engine before any engine loads.
+        No engine samples again until all have answered.
+
+        Raises:
+            ConfigError: ``byte_budget`` does not hold the largest tensor; nothing was started.
+            WeightVersionError: an engine serves newer weights; all serve on.
+            WeightCheckError: the weights are not what an engine can load, or are damaged; all serve on with the old ones.
+            EngineDeadError: an engine died during the push.
+            EngineDirtyError: an engine failed after its first load and must be restarted; the others serve the new weights.
+            WeightSyncError: the transport failed before anything was loaded.
+        """
+        with span("push", "push") as traced:
+            report = self._push()
+            traced.add(weight_version=report.version, nbytes=report.nbytes, transport=report.transport)
+        for phase, seconds in report.seconds.items():
+            prometheus.observe("rl_backend_push_seconds", seconds, phase=phase, transport=report.transport)
+        prometheus.count("rl_backend_pushes_total", 1, transport=report.transport)
+        return report
+
+    def _push(self) -> PushReport:
+        clock = _Clock()
+        rollout = self._rollout.fixed()
+        skipped = tuple(rollout.lost_engines)
+        with clock.phase("plan"):
+            plan = self._plan()
+            clock.version = plan.version
+            transport = self._choose(plan, rollout)
+            transport.check(plan, rollout)
+        if isinstance(transport, StagedTransport):
+            engines = self._push_staged(transport, plan, rollout, clock)
+        elif isinstance(transport, StreamingTransport):
+            engines = self._push_streaming(transport, plan, rollout, clock)
+        else:
+            raise TypeError(f"{type(transport).__name__} is neither a StagedTransport nor a StreamingTransport")
+        return PushReport(plan.version, plan.nbytes, clock.seconds(), transport.name, engines, skipped)
+
+    def close(self) -> None:
+        """Frees staging buffers and connections; the engines keep their weights, and a later push makes new ones."""
+        if self._transport is not None:
+            transport, self._transport, self._chosen_for = self._transport, None, {}
+            transport.close(self._train, self._rollout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            self.close()
+        except RLBackendError as closing:
+            if error is None:
+                raise
+            error.add_note(f"WeightSync.close() failed as well: {closing}")
+
+    def _choose(self, plan: PushPlan, rollout: EngineSet) -> Transport:
+        """The transport of this push; with ``auto``, chosen anew when the engines are others."""
+        if self._requested != "auto":
+            self._transport = self._transport or make_transport(self._requested)
+            return self._transport
+        engines = {engine: rollout.infos[engine].pid for engine in rollout.engines}
+        if self._transport is None or engines != self._chosen_for:
+            chosen = choose_transport(plan, rollout)
+            if self._transport is None or self._transport.name != chosen.name:
+                self.close()
+                self._transport = chosen
+            self._chosen_for = engines
+        return self._transport
+
+    def _plan(self) -> PushPlan:
+        dtype = self._rollout.config.dtype
+        results = self._train.run_on_ranks(describe_export, self._key, self._handle, dtype, self._byte_budget)
+        plan = make_plan(results)
+        if not plan.infos:
+            raise WeightSyncError("the trainer has no weights to export")
+        return plan
+
+    def _push_staged(self, transport: StagedTransport, plan: PushPlan, rollout: EngineSet, clock: _Clock) -> tuple[int, ...]:
+        with clock.phase("stage"):
+            staged = transport.stage(plan, self._train, rollout)
+        with clock.phase("verify"):
+            segments = staged.segments
+            raise_failures(rollout.call("verify", staged.manifest, each=lambda engine: (segments[engine], staged.key)))
+        with rollout.updating():
+            with clock.phase("load"):
+                outcomes = rollout.call("load", plan.version)
+            with clock.phase("resume"):
+                return self._resume(outcomes, rollout)
+
+    def _push_streaming(
+        self, transport: StreamingTransport, plan: PushPlan, rollout: EngineSet, clock: _Clock
+    ) -> tuple[int, ...]:
+        raise_failures(rollout.call("check_manifest", plan.manifest))
+        with rollout.updating():
+            with clock.phase("stream"):
+                outcomes = transport.stream(plan, self._train, rollout)
+            with clock.phase("resume"):
+                return self._resume(outcomes, rollout)
+
+    def _resume(self, outcomes: dict[int, Any], rollout: EngineSet) -> tuple[int, ...]:
+        """Every engine has answered: those that loaded serve again; raises when one did not."""
+        for engine, outcome in outcomes.items():
+            rollout.note(engine, outcome)
+        resumed = rollout.call("resume") if rollout.engines else {}
+        raise_failures(outcomes)
+        raise_failures(resumed)
+        return tuple(outcomes)
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self._started = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        with span(name, "push") as traced:
+            try:
+                yield
+            finally:
+                self._seconds[name] = time.perf_counter() - started
+                if self.version is not None:
+                    traced.add(weight_version=self.version)
+
+    def seconds(self) -> dict[str, float]:
+        return {**self._seconds, "total": time.perf_counter() - self._started}

@@ -1,0 +1,108 @@
+"""Where pushed weights come from: a training group, or plain tensors of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Concatenate, Protocol
+
+import torch
+from torch import Tensor
+
+from rl_backend.contracts import ConfigError, TensorInfo
+from rl_backend.weights import tensor_info
+
+
+class SourceHandle(Protocol):
+    """What a push reads of a model handle."""
+
+    @property
+    def weight_version(self) -> int: ...
+
+
+class SourceContext(Protocol):
+    """What a push sees inside a rank; :class:`~actors.train.context.RankContext` is one.
+
+    Attributes:
+        state: kept by the rank from one push to the next.
+    """
+
+    rank: int
+    world_size: int
+    state: dict[str, Any]
+
+    @property
+    def runtime(self) -> Any: ...
+
+    def handle(self, ref: Any) -> Any: ...
+
+
+class SourceRanks(Protocol):
+    """What a push needs of a training group: to run a function on every rank, as one operation."""
+
+    def run_on_ranks[**P, R](
+        self, function: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]: ...
+
+
+class WeightSource:
+    """Plain tensors as the trainer's side of a push, for those who train without a ``TrainGroup``.
+
+    Args:
+        weights: Hugging Face name -> full tensor, or a function that yields such pairs, called once for each push.
+        version: weight version of the next push; advance it after every optimizer step.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor] | Callable[[], Iterator[tuple[str, Tensor]]], version: int = 0) -> None:
+        if version < 0:
+            raise ConfigError.of("version", version, "a weight version is a whole number from 0")
+        self._weights = weights
+        self.version = version
+        self._context = _LocalContext(self)
+
+    def run_on_ranks[**P, R](self, function: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Runs ``function(context, *args, **kwargs)`` here: this process is the only rank."""
+        return [function(self._context, *args, **kwargs)]
+
+    def tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor), floating-point ones converted to ``dtype``."""
+        pairs = self._weights() if callable(self._weights) else self._weights.items()
+        for name, tensor in pairs:
+            full = tensor.detach()
+            yield name, full.to(dtype) if dtype is not None and full.is_floating_point() else full
+
+
+class _LocalContext:
+    rank = 0
+    world_size = 1
+
+    def __init__(self, source: WeightSource) -> None:
+        self.state: dict[str, Any] = {}
+        self.runtime = _LocalRuntime(source)
+        self._handle = _LocalHandle(source)
+
+    def handle(self, ref: None) -> SourceHandle:
+        if ref is not None:
+            raise ConfigError.of("handle", ref, "a WeightSource is one model; leave the handle out")
+        return self._handle
+
+
+class _LocalHandle:
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+
+    @property
+    def weight_version(self) -> int:
+        return self._source.version
+
+
+class _LocalRuntime:
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+
+    def weight_infos(self, handle: SourceHandle, *, dtype: torch.dtype | None = None) -> tuple[TensorInfo, ...]:
+        return tuple(tensor_info(name, tensor) for name, tensor in self._source.tensors(dtype))
+
+    def export_weights(
+        self, handle: SourceHandle, *, dtype: torch.dtype | None = None, byte_budget: int | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        yield from self._source.tensors(dtype)

@@ -1,0 +1,187 @@
+"""What the GPU transports share: vLLM's own trainer-side engines, driven inside the ranks. Has not been run: needs CUDA.
+
+vLLM's trainer-side engine runs on every rank and sends from rank 0. It reads the weights from vLLM's kind of weight source
+and tells the engines what to do through a client; here the source is the runtime's export, and the client calls the rollout
+engines' Ray actors. Beginning and finishing an update belong to the driver, which waits for every engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+import torch
+from torch import Tensor
+
+from actors.rollout.engines import EngineSet
+from actors.sync.source import SourceContext, SourceRanks
+from actors.sync.transport.base import SOURCE_RANK, PushPlan, StreamingTransport, export, from_source
+from rl_backend.contracts import UnsupportedError, WeightSyncError
+from rl_backend.parallel.ports import with_free_port
+from rl_backend.weights import as_announced, dtype_from_name
+from rl_backend.weights.digest import device_checksum
+
+DEFAULT_BYTE_BUDGET = 2**30
+"""Bytes of a bucket when the weight sync has no ``byte_budget``; more where a tensor is larger."""
+
+
+ANSWER_SECONDS = 600.0
+"""How long an engine may take to join a transfer, or to load what was sent to it."""
+
+
+@dataclass
+class EngineClient:
+    """vLLM's ``VLLMWeightSyncClient`` over the actors of a rollout group.
+
+    Attributes:
+        kind: transport, as the workers know it.
+        actors: in the order of their ranks in the transfer group.
+        workers: processes of one engine.
+    """
+
+    kind: str
+    actors: list[Any]
+    workers: int
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        calls = []
+        for position, actor in enumerate(self.actors):
+            settings = {"kind": self.kind, **init_info}
+            if "rank_offset" in settings:
+                settings["rank_offset"] += position * self.workers
+            calls.append(actor.init_transfer.remote(settings))
+        done, hanging = ray.wait(calls, num_returns=len(calls), timeout=ANSWER_SECONDS)
+        if hanging:
+            raise _no_answer(self.kind, len(hanging), "joined the transfer")
+        ray.get(done)
+
+    def start_weight_update(self) -> None:
+        """Every engine has begun already."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # A failed engine keeps its error for the driver, which asks every engine at the end of the push.
+        calls = [actor.update.remote(update_info) for actor in self.actors]
+        _, hanging = ray.wait(calls, num_returns=len(calls), timeout=ANSWER_SECONDS)
+        if hanging:
+            raise _no_answer(self.kind, len(hanging), "answered the update")
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """The driver finishes when every engine has confirmed its checksums."""
+
+
+@dataclass
+class ExportSource:
+    """vLLM's ``WeightSource`` over a runtime's export; keeps the checksum of every tensor that it yields.
+
+    Engines have agreed to the plan, so they are told to expect what it says. An export that differs from it ends the push
+    (:func:`~rl_backend.weights.as_announced`).
+    """
+
+    context: SourceContext
+    plan: PushPlan
+    checksums: dict[str, Tensor] = field(default_factory=dict)
+
+    def metadata(self) -> list[Any]:
+        from vllm.distributed.weight_transfer.base import ParamMeta
+
+        return [ParamMeta(info.name, dtype_from_name(info.dtype), info.shape) for info in self.plan.infos]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        self.checksums = {}
+        for info, tensor in as_announced(self.plan.infos, export(self.context, self.plan)):
+            # vLLM packs several tensors before it sends them, the export may reuse one for the next.
+            whole = tensor.detach().clone(memory_format=torch.contiguous_format)
+            if self.context.rank == SOURCE_RANK:
+                self.checksums[info.name] = device_checksum(whole)
+            yield info.name, whole
+
+
+class VllmStreamingTransport(StreamingTransport):
+    """A transport built on one of vLLM's trainer-side engines."""
+
+    def __init__(self) -> None:
+        self._members: dict[int, int] = {}
+        self._key = ""
+
+    def require_cuda(self, plan: PushPlan, rollout: EngineSet) -> None:
+        """Raises :class:`~rl_backend.contracts.UnsupportedError` unless both sides are on CUDA."""
+        on_cpu = [rollout.infos[engine].name for engine in rollout.engines if rollout.infos[engine].device != "cuda"]
+        if not plan.device_ids:
+            on_cpu.insert(0, "the training group")
+        if on_cpu:
+            raise UnsupportedError(
+                f"transport={self.name!r} moves weights between CUDA devices, but {', '.join(on_cpu)} has none; use "
+                "transport='shared_memory' on one host or 'gloo' across hosts"
+            )
+
+    def send(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> dict[str, Any]:
+        try:
+            return {"checksums": from_source(train.run_on_ranks(send_stream, plan))}
+        except BaseException:
+            self._members = {}
+            raise
+
+    def close(self, train: SourceRanks, rollout: EngineSet) -> None:
+        if self._members:
+            train.run_on_ranks(close_stream, self._key)
+            self._members = {}
+
+    def connect(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> None:
+        members = {engine: rollout.infos[engine].pid for engine in rollout.engines}
+        if members == self._members:
+            return
+        self._key = plan.key
+        client = EngineClient(self.name, rollout.actors(), rollout.config.tensor_parallel)
+        train.run_on_ranks(open_stream, plan, client)
+        self._members = members
+
+
+def _no_answer(transport: str, engines: int, what: str) -> WeightSyncError:
+    return WeightSyncError(
+        f"transport={transport!r}: {engines} engines have not {what} for {ANSWER_SECONDS:g} s; restart them and push again",
+        transport=transport,
+    )
+
+
+def open_stream(context: SourceContext, plan: PushPlan, client: EngineClient) -> None:
+    """Runs on every rank: makes vLLM's trainer-side engine."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    # A tensor travels in one bucket.
+    budget = max(plan.byte_budget or DEFAULT_BYTE_BUDGET, *(info.nbytes for info in plan.infos))
+    source = ExportSource(context, plan)
+
+    def open_nccl(port: int) -> Any:
+        size = 1 + len(client.actors) * client.workers
+        init_info = NCCLTrainerInitInfo(
+            master_address=host, master_port=port, world_size=size, packed_buffer_size_bytes=budget, rank=context.rank
+        )
+        return WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=source)
+
+    if client.kind == "nccl":
+        host = ray.util.get_node_ip_address()
+        context.state[plan.key] = with_free_port(host, open_nccl)
+    else:
+        init_info = IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=budget, rank=context.rank)
+        context.state[plan.key] = WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=source)
+
+
+def send_stream(context: SourceContext, plan: PushPlan) -> dict[str, int]:
+    """Runs on every rank, a collective: sends, and returns the source rank's checksums."""
+    engine = context.state[plan.key]
+    engine.source.plan = plan
+    # vLLM reads the weights in streams of its own, which do not wait for what this one still writes of them.
+    torch.cuda.current_stream().synchronize()
+    engine.send_weights()
+    return {name: int(checksum) for name, checksum in engine.source.checksums.items()}
+
+
+def close_stream(context: SourceContext, key: str) -> None:
+    """Runs on every rank: ends vLLM's trainer-side engine."""
+    engine = context.state.pop(key, None)
+    if engine is not None:
+        engine.shutdown()

@@ -1,0 +1,1 @@
+"""Training groups: one Ray actor per rank, and operations that all ranks run."""
