@@ -53,7 +53,10 @@ def load_job(model: str, path: str) -> tuple[dict[str, Tensor], list[tuple[float
     with open_runtime(model, optimizer=OPTIMIZER, seed=7) as runtime:
         handle = runtime.build_model()
         train(runtime, handle, 1, first_seed=9)
+        with runtime.train_mode(handle):
+            runtime.forward_backward(handle, micro_batches(((0, 1), (2, 3)), seed=9), token_loss)
         runtime.load_checkpoint(handle, path)
+        assert all(parameter.grad is None for parameter in handle.parameters.values())
         state = {**weights(handle), **optimizer_state(handle)}
         version = handle.weight_version
         curve = train(runtime, handle, 3, first_seed=2)

@@ -64,6 +64,8 @@ def test_the_number_of_micro_batches_is_the_least_that_the_tokens_allow() -> Non
 def test_a_multiple_of_micro_batches_is_the_least_multiple_or_refused() -> None:
     assert plan_micro_batches([10] * 12, 2, 60, multiple_of=2).num_micro_batches == 2
     assert plan_micro_batches([10] * 12, 2, 20, multiple_of=2).num_micro_batches == 4
+    # Two micro-batches would hold this many tokens, and no two of these sequences; three would do.
+    assert plan_micro_batches([35, 35, 35, 5], 1, 60, multiple_of=2).num_micro_batches == 4
     with pytest.raises(BatchError, match=r"3 sequences for 1 .* at least 4, one for each of 4 micro-batches"):
         plan_micro_batches([10] * 3, 1, 60, multiple_of=4)
     with pytest.raises(BatchError, match=r"into 4 micro-batches .* the most in multiples of 4"):

@@ -60,6 +60,7 @@ def test_a_checksum_is_the_same_wherever_in_a_buffer_the_tensor_begins(offset: i
 
 BROKEN = {
     torch.AcceleratorError("CUDA error: device-side assert triggered"): True,
+    torch.AcceleratorError("HIP error: an illegal memory access was encountered"): True,
     RuntimeError("CUDA error: an illegal memory access was encountered"): True,
     RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:77, unhandled system error"): True,
     RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"): True,

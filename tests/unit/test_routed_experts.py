@@ -91,6 +91,16 @@ def test_routes_that_are_not_of_this_model_are_refused(case: str) -> None:
         check_routes(refused, LAYERS)
 
 
+@pytest.mark.parametrize("experts", [(4, 1, 4), (4, 4, 1), (1, 4, 4)])
+def test_an_expert_is_found_twice_wherever_it_stands(experts: tuple[int, ...]) -> None:
+    of_three = RoutedLayers(num_experts=6, top_k=3, sparse=(True, True))
+    found = torch.tensor([[4, 1, 2]], dtype=torch.int16).repeat(5, 2, 1)
+    check_routes(batch(found), of_three)
+    found[3, 1] = torch.tensor(experts)
+    with pytest.raises(BatchError, match="expert 4 twice for one token in layer 1 "):
+        check_routes(batch(found), of_three)
+
+
 def test_what_is_masked_or_of_a_dense_layer_may_hold_anything() -> None:
     mask = torch.tensor([True, True, False, True, True])
     check_routes(batch(changed(9, 2, 1, 0), routed_experts_mask=mask), LAYERS)

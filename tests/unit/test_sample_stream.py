@@ -31,13 +31,16 @@ class Engines:
         self.seeds: list[Sequence[int]] = []
         self.may_answer = threading.Event()
         self.may_answer.set()
+        self.idle = True
         self.error: Exception | None = None
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, *, seeds: Sequence[int]) -> list[Sample]:
+        self.idle = False
         version = self.version
         self.begun.append(prompts[0][0])
         self.seeds.append(seeds)
         assert self.may_answer.wait(10)
+        self.idle = True
         if self.error:
             raise self.error
         spans = (VersionSpan(version, 1),)
@@ -184,6 +187,33 @@ def test_a_push_waits_for_the_batch_that_is_being_sampled_and_holds_back_the_nex
         assert second.samples[0].version_spans[0].version == 0
         assert third.samples[0].version_spans[0].version in (0, 7)
         assert fourth.samples[0].version_spans[0].version == 7
+
+
+def test_a_push_waits_for_whichever_batch_is_being_sampled() -> None:
+    engines = Engines()
+    with stream_of(engines, ahead=2) as stream:
+        stream.next()
+        deadline = time.monotonic() + 10
+        while len(engines.begun) < 3 or not engines.idle:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        engines.may_answer.clear()
+        stream.next()  # begins the fourth, while the third is ready for the next step
+        while len(engines.begun) < 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        pushed = threading.Event()
+
+        def push() -> None:
+            with stream.between_batches():
+                pushed.set()
+
+        thread = threading.Thread(target=push)
+        thread.start()
+        assert not pushed.wait(0.2)
+        engines.may_answer.set()
+        assert pushed.wait(10)
+        thread.join()
 
 
 def test_an_engine_that_dies_is_reported_by_the_step_that_needs_the_batch() -> None:

@@ -230,6 +230,11 @@ def test_every_mismatch_is_reported_by_name_at_once() -> None:
     )
 
 
+def test_one_part_of_a_fused_group_is_named_as_such() -> None:
+    offered = (expected().required["k"], expected().required["norm"])
+    assert "half of a fused group: k came without q, v" in "; ".join(find_mismatches(offered, expected()))
+
+
 def test_a_dtype_that_torch_does_not_have_is_refused() -> None:
     assert dtype_from_name("bfloat16") is torch.bfloat16
     for name in ("bfloat17", "Tensor", ""):

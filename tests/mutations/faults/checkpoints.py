@@ -175,8 +175,8 @@ FAULTS = [
     Fault(
         "any-folder-exported",
         f"{_CHECKPOINT}/hf_export.py",
-        "        if found is None:\n",
-        "        if False:\n",
+        "    _require_same_model(weights, read_hf_config(source), source)\n",
+        "",
         (f"{_HOSTILE}::test_a_checkpoint_chooses_no_folder_whose_files_are_exported[credentials]",),
         "a checkpoint of a stranger would choose whose files are copied",
     ),

@@ -53,7 +53,7 @@ FAULTS = [
         "rl_backend/contracts/routed_experts.py",
         "    if repeats and bool(torch.stack(repeats).any()):\n",
         "    if repeats and bool(torch.stack(repeats).all()):\n",
-        (f"{_ROUTED}::test_routes_that_are_not_of_this_model_are_refused",),
+        (f"{_ROUTED}::test_an_expert_is_found_twice_wherever_it_stands",),
         "one expert would count twice",
     ),
     Fault(
