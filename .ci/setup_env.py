@@ -21,12 +21,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from setup_browser import find_or_install_browser
 from setup_pip import GIB, LOG, PYTHON, ROOT, VENV, SetupError, Step, explain, last_lines, run_pip
 
 STATE = VENV / "setup.json"
 PARTIAL_STATE = VENV / "setup.partial"
 NEEDED_GIB = {"cpu": {"environment": 8, "downloads": 4}, "gpu": {"environment": 14, "downloads": 8}}
-INPUTS = ("constraints.txt", "pyproject.toml", ".ci/setup.sh", ".ci/setup_env.py", ".ci/setup_pip.py")
+_SCRIPTS = ("setup.sh", "setup_env.py", "setup_pip.py", "setup_browser.py")
+INPUTS = ("constraints.txt", "pyproject.toml", *(f".ci/{name}" for name in _SCRIPTS))
 
 
 def main() -> int:
@@ -72,6 +74,7 @@ def set_up() -> None:
         )
     with Step("Checking that it imports"):
         check_imports()
+    find_or_install_browser()
     write_state(kind, finished=True)
     print(f"Set-up done in {time.monotonic() - started:.0f} s", flush=True)
 

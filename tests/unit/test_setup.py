@@ -53,7 +53,13 @@ def setup_pip(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.fixture
-def setup_env(project: Path, setup_pip: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def setup_browser(project: Path, setup_pip: Any) -> Iterator[Any]:
+    yield load(project, "setup_browser")
+    del sys.modules["setup_browser"]
+
+
+@pytest.fixture
+def setup_env(project: Path, setup_browser: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("DEVICE", "cpu")
     yield load(project, "setup_env")
     del sys.modules["setup_env"]
@@ -305,3 +311,49 @@ def test_help_lists_the_targets_from_any_folder(project: Path) -> None:
 def test_ci_runs_the_test_command(project: Path) -> None:
     assert "exec make test" in (project / ".ci" / "run").read_text()
     assert os.access(project / ".ci" / "run", os.X_OK)
+
+
+APT_GET = """
+echo "$@" >> {folder}/asked
+[ "$1" = update ] && exit 100
+{install}
+"""
+
+
+@pytest.mark.parametrize(
+    ("install", "is_root", "said"),
+    [
+        ("printf '#!/bin/sh\n' > {folder}/chromium; chmod +x {folder}/chromium", True, None),
+        ("echo 'E: Unable to locate package chromium'; exit 100", True, "Unable to locate package chromium"),
+        ("exit 0", True, "apt-get installed no browser"),
+        ("exit 0", False, "takes root"),
+        (None, True, "has no apt-get"),
+    ],
+    ids=["installed", "no such package", "nothing came", "no root", "another system"],
+)
+def test_a_browser_is_installed_where_it_can_be_and_otherwise_set_up_says_so(
+    setup_browser: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    install: str | None,
+    is_root: bool,
+    said: str | None,
+) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("sh", "chmod"):
+        (tools / name).symlink_to(shutil.which(name) or f"/bin/{name}")
+    if install is not None:
+        write_command(tools / "apt-get", APT_GET.format(folder=tools, install=install.format(folder=tools)))
+    monkeypatch.setenv("PATH", str(tools))
+    monkeypatch.setattr(os, "geteuid", lambda: 0 if is_root else 1000)
+    setup_browser.find_or_install_browser()
+    printed = capsys.readouterr().out
+    if said is None:
+        assert "skipped" not in printed
+        assert (tools / "asked").read_text().splitlines()[-1].endswith("chromium")
+        setup_browser.find_or_install_browser()
+        assert len((tools / "asked").read_text().splitlines()) == 2  # one that is there is not installed again
+    else:
+        assert said in printed and "will be skipped" in printed
