@@ -30,8 +30,8 @@ from torch.multiprocessing.spawn import start_processes
 from benchmarks import post_validation
 from benchmarks.report import RESULTS, machine, write_result
 from benchmarks.timed_model import HIDDEN, TimedPass
-from rl_backend.parallel.pipeline import SCHEDULES, Action, Costs, Schedule, Span, Timeline, make_schedule, simulate
-from rl_backend.parallel.pipeline.executor import PipelineExecutor
+from rl_backend.pipeline import SCHEDULES, Action, Costs, Schedule, Span, Timeline, make_schedule, simulate
+from rl_backend.pipeline.executor import PipelineExecutor
 
 PP = 4
 MICRO_BATCHES = (8, 16)

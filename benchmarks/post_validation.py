@@ -24,7 +24,7 @@ from rl_backend.contracts import (
     RuntimeConfig,
     StepResult,
 )
-from rl_backend.parallel.pipeline import Costs, make_schedule, simulate
+from rl_backend.pipeline import Costs, make_schedule, simulate
 from rl_backend.runtime.native import NativeHandle, NativeRuntime
 
 SCHEDULES = ("zb-h2", "zbv")

@@ -96,7 +96,7 @@ class TrainOperations:
             sequences: a list, or a TensorDict with jagged fields (see :mod:`rl_backend.data.tensordict`), on the CPU.
             loss: a :class:`~actors.train.loss.Loss`, or any callable that can be pickled. It is pickled at each call, and
                 sent to the ranks when the pickle is not one of the last few. None if a forward-only pass wants only outputs.
-            meta: as ``PackedBatch.meta``; see :func:`~rl_backend.data.dispatch.pack_plan` for what is added.
+            meta: as ``PackedBatch.meta``; see :func:`~rl_backend.data.packing.pack_plan` for what is added.
             max_tokens_per_micro_batch: at most the configuration's, which None takes.
             router_replay: as in :meth:`~rl_backend.runtime.Runtime.forward_backward`; what is recorded is the output
                 ``routed_experts``.

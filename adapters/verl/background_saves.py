@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from verl.utils.checkpoint.checkpoint_manager import get_checkpoint_tracker_filename
 
-from rl_backend.checkpoint.agreement import raise_on_every_rank
 from rl_backend.checkpoint.durable import rename_synced
+from rl_backend.checkpoint.training_state import raise_on_every_rank
 from rl_backend.contracts import CheckpointError, ModelHandle
 from rl_backend.runtime import Runtime
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from rl_backend.checkpoint.agreement import raise_on_every_rank
 from rl_backend.checkpoint.durable import rename_synced
+from rl_backend.checkpoint.training_state import raise_on_every_rank
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from actors import Sample
 from actors.rollout.routes import Routes
 from actors.rollout.sample import VersionSpan
-from rl_backend.checkpoint.load_problem import load_problem
+from rl_backend.checkpoint.stored_metadata import load_problem
 from rl_backend.contracts import CheckpointError
 
 FILE_NAME = "drawn_samples.pt"

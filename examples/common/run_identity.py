@@ -12,8 +12,8 @@ import xxhash
 
 from examples.common.cluster import resolve_dtype
 from examples.common.training_config import TrainingConfig
-from rl_backend.checkpoint.digesting_writer import file_facts
 from rl_backend.checkpoint.run_manifest import RunCheckpoint
+from rl_backend.checkpoint.state_files import file_facts
 from rl_backend.contracts import BACKEND_CONFIGS, CheckpointError, ConfigError
 
 _EXECUTION = frozenset(

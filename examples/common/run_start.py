@@ -13,10 +13,10 @@ from examples.common.disk import usable_run_dir
 from examples.common.json_file import read_object
 from examples.common.run_identity import deciding_options, require_same_run
 from examples.common.training_config import TrainingConfig
-from rl_backend.checkpoint.digesting_writer import file_facts
 from rl_backend.checkpoint.manifest import FileFacts
 from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
 from rl_backend.checkpoint.run_manifest import RunCheckpoint, read_run_checkpoint
+from rl_backend.checkpoint.state_files import file_facts
 from rl_backend.contracts import CheckpointError, ConfigError
 
 CHECKPOINTS = "checkpoints"

@@ -4,12 +4,23 @@ from rl_backend.algorithm.advantages import (
     ADVANTAGE_ESTIMATORS,
     AdvantageEstimator,
     dr_grpo_advantages,
+    groups_with_signal,
     grpo_advantages,
+    reinforce_plus_plus_advantages,
+    reinforce_plus_plus_baseline_advantages,
     rloo_advantages,
 )
-from rl_backend.algorithm.aggregation import LOSS_AGG_MODES, LossAggMode, aggregate_loss, aggregation_terms
-from rl_backend.algorithm.gae import explained_variance, gae_advantages
-from rl_backend.algorithm.groups import groups_with_signal
+from rl_backend.algorithm.aggregation import (
+    LOSS_AGG_MODES,
+    LossAggMode,
+    aggregate_loss,
+    aggregation_terms,
+    broadcast_to_tokens,
+    masked_sum,
+    sum_by_sequence,
+    token_mean_metric,
+    zero_masked,
+)
 from rl_backend.algorithm.importance import (
     IMPORTANCE_LEVELS,
     ImportanceLevel,
@@ -17,16 +28,10 @@ from rl_backend.algorithm.importance import (
     sequences_without_veto,
     truncated_importance_weights,
 )
-from rl_backend.algorithm.kl import KL_TYPES, kl_penalty
-from rl_backend.algorithm.masking import masked_sum, token_mean_metric, zero_masked
-from rl_backend.algorithm.policy import SURROGATES, Surrogate, cispo_loss, grpo_loss, gspo_loss, policy_loss
-from rl_backend.algorithm.reinforce import reinforce_plus_plus_advantages, reinforce_plus_plus_baseline_advantages
-from rl_backend.algorithm.rewards import kl_in_reward, overlong_penalty, token_rewards
-from rl_backend.algorithm.sequences import broadcast_to_tokens, sum_by_sequence
-from rl_backend.algorithm.sft import sft_loss
+from rl_backend.algorithm.policy import SURROGATES, Surrogate, cispo_loss, grpo_loss, gspo_loss, policy_loss, sft_loss
+from rl_backend.algorithm.rewards import KL_TYPES, kl_in_reward, kl_penalty, overlong_penalty, token_rewards
 from rl_backend.algorithm.surrogates import cispo_policy_loss, clipped_policy_loss, gspo_policy_loss
-from rl_backend.algorithm.value import value_loss
-from rl_backend.algorithm.whitening import masked_whiten
+from rl_backend.algorithm.value import explained_variance, gae_advantages, masked_whiten, value_loss
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",

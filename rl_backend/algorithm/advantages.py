@@ -1,15 +1,128 @@
-"""Advantages from one reward per response, relative to the other responses to its prompt."""
+"""Advantages from one reward per response, relative to its group or to the batch."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from rl_backend.algorithm.groups import group_rewards, result_dtype
-from rl_backend.contracts import ConfigError
+from rl_backend.algorithm.aggregation import broadcast_to_tokens, check_packed
+from rl_backend.algorithm.value import gae_advantages, masked_whiten
+from rl_backend.contracts import BatchError, ConfigError
+
+
+@dataclass(frozen=True, eq=False)
+class RewardGroups:
+    """How each of N responses stands to its group; (N,) and float64 unless said otherwise.
+
+    Attributes:
+        size: responses in its group.
+        centered: the reward less the group's mean, exactly 0 where all rewards of the group are equal; the reward itself
+            where a response is alone.
+        std: unbiased standard deviation of its group; 1 where a response is alone.
+        equal: bool, all rewards of the group are equal.
+    """
+
+    size: Tensor
+    centered: Tensor
+    std: Tensor
+    equal: Tensor
+
+
+def group_rewards(
+    rewards: Tensor | Sequence[float],
+    group_size: int | None = None,
+    group_ids: Tensor | Sequence[Hashable] | None = None,
+) -> RewardGroups:
+    """Checks rewards and groups, and compares each reward with its group.
+
+    Args:
+        rewards: (N,) numbers.
+        group_size: responses per prompt, when those of one prompt stand next to each other.
+        group_ids: (N,) labels, equal for responses to one prompt, in any order. Exactly one of the two is given.
+
+    Raises:
+        BatchError: a reward that is not finite, or groups that do not fit N.
+        ConfigError: both or none of ``group_size`` and ``group_ids``.
+    """
+    scores = finite_rewards(rewards)
+    groups = _group_indices(scores, group_size, group_ids)
+    count = torch.bincount(groups).to(torch.float64)
+    zeros = torch.zeros_like(count)
+    alone = (count == 1)[groups]
+    highest = zeros.scatter_reduce(0, groups, scores, "amax", include_self=False)
+    lowest = zeros.scatter_reduce(0, groups, scores, "amin", include_self=False)
+    equal = (highest == lowest)[groups]
+
+    mean = zeros.index_add(0, groups, scores) / count
+    # A mean of equal numbers is off by rounding, which a division by a standard deviation near 0 would magnify.
+    centered = torch.where(equal, 0.0, scores - mean[groups])
+    std = (zeros.index_add(0, groups, centered.square()) / (count - 1).clamp(min=1)).sqrt()
+    return RewardGroups(count[groups], torch.where(alone, scores, centered), torch.where(alone, 1.0, std[groups]), equal)
+
+
+def groups_with_signal(
+    rewards: Tensor | Sequence[float],
+    *,
+    group_size: int | None = None,
+    group_ids: Tensor | Sequence[Hashable] | None = None,
+) -> Tensor:
+    """(N,) bool: False for every response of a group whose rewards are all equal, which gives no gradient.
+
+    The filter of dynamic sampling: a loop keeps the other groups and samples further prompts in place of these. A response
+    alone in its group is kept, because its advantage is its reward.
+
+    Source: DAPO, https://arxiv.org/abs/2503.14476, section 3.2; verl filters groups by a standard deviation of 0.
+
+    Args:
+        rewards, group_size, group_ids: as in :func:`~rl_backend.algorithm.advantages.grpo_advantages`.
+
+    Raises:
+        BatchError, ConfigError: as :func:`~rl_backend.algorithm.advantages.grpo_advantages`.
+    """
+    groups = group_rewards(rewards, group_size, group_ids)
+    return (groups.size == 1) | ~groups.equal
+
+
+def finite_rewards(rewards: Tensor | Sequence[float]) -> Tensor:
+    """(N,) float64; raises :class:`BatchError` for another shape or a reward that is not finite."""
+    given = torch.as_tensor(rewards)
+    if given.dim() != 1:
+        raise BatchError(f"rewards has shape {tuple(given.shape)}; expected (N,): one number per response")
+    scores = given.to(torch.float64)
+    not_finite = torch.nonzero(~torch.isfinite(scores)).flatten().tolist()
+    if not_finite:
+        raise BatchError(f"rewards[{not_finite[0]}] is {given[not_finite[0]].item()}; every reward must be finite")
+    return scores
+
+
+def result_dtype(rewards: Tensor | Sequence[float]) -> torch.dtype:
+    """The dtype of ``rewards``; float32 when they are not floating."""
+    given = torch.as_tensor(rewards).dtype
+    return given if given.is_floating_point else torch.float32
+
+
+def _group_indices(scores: Tensor, group_size: int | None, group_ids: Tensor | Sequence[Hashable] | None) -> Tensor:
+    """(N,) int64 numbers from 0, on the device of ``scores``."""
+    responses = scores.shape[0]
+    if (group_size is None) == (group_ids is None):
+        raise ConfigError("give exactly one of group_size and group_ids", group_size=group_size)
+    if group_size is not None:
+        if group_size < 1:
+            raise ConfigError.of("group_size", group_size, "must be at least 1")
+        if responses % group_size:
+            raise BatchError(f"{responses} rewards are not a multiple of group_size={group_size}")
+        return torch.arange(responses, device=scores.device) // group_size
+    assert group_ids is not None
+    labels = group_ids.tolist() if isinstance(group_ids, Tensor) else list(group_ids)
+    if len(labels) != responses:
+        raise BatchError(f"{len(labels)} group_ids for {responses} rewards")
+    numbers: dict[Hashable, int] = {}
+    return torch.tensor([numbers.setdefault(label, len(numbers)) for label in labels], dtype=torch.int64).to(scores.device)
 
 
 class AdvantageEstimator(Protocol):
@@ -100,4 +213,56 @@ ADVANTAGE_ESTIMATORS: Mapping[str, AdvantageEstimator] = MappingProxyType(
     {"grpo": grpo_advantages, "dr_grpo": dr_grpo_advantages, "rloo": rloo_advantages}
 )
 """By name, the estimators that give one number per response. Those that give one per token take other arguments:
-:mod:`rl_backend.algorithm.gae` and :mod:`rl_backend.algorithm.reinforce`."""
+:mod:`rl_backend.algorithm.value` and :mod:`rl_backend.algorithm.advantages`."""
+
+
+def reinforce_plus_plus_advantages(token_rewards: Tensor, loss_mask: Tensor, seq_lens: Tensor, gamma: float = 1.0) -> Tensor:
+    """The discounted sum of the rewards from each token on, whitened over the batch: (T,).
+
+    With a KL penalty in ``token_rewards`` (:func:`~rl_backend.algorithm.rewards.kl_in_reward`, estimator ``k1``) this is
+    the paper's; its advantages differ from token to token. The batch must be whole, see
+    :func:`~rl_backend.algorithm.value.masked_whiten`.
+
+    Sources: REINFORCE++, https://arxiv.org/abs/2501.03262; verl's ``compute_reinforce_plus_plus_outcome_advantage``.
+
+    Args, Returns, Raises:
+        as :func:`~rl_backend.algorithm.value.gae_advantages`; BatchError with fewer than two selected tokens.
+    """
+    # Without a critic and with lambda 1, an advantage is the return.
+    returns, _ = gae_advantages(token_rewards, torch.zeros_like(token_rewards), loss_mask, seq_lens, gamma, 1.0)
+    return masked_whiten(returns, loss_mask)
+
+
+def reinforce_plus_plus_baseline_advantages(
+    rewards: Tensor | Sequence[float],
+    loss_mask: Tensor,
+    seq_lens: Tensor,
+    *,
+    group_size: int | None = None,
+    group_ids: Tensor | Sequence[Hashable] | None = None,
+) -> Tensor:
+    """``reward - mean(group)`` at every response token, whitened over the tokens of the batch: (T,).
+
+    All selected tokens of a response have the same advantage, but its scale depends on every response's length, because
+    the whitening counts tokens. The reward of a response alone in its group is not centred, as in verl.
+
+    Sources: REINFORCE++-baseline, https://arxiv.org/abs/2501.03262; verl's
+    ``compute_reinforce_plus_plus_baseline_outcome_advantage``.
+
+    Args:
+        rewards: (B,) numbers, one per response, in the order of ``seq_lens``.
+        loss_mask: (T,); selects where it is not 0.
+        seq_lens: (B,) int64 on the CPU.
+        group_size, group_ids: as in :func:`~rl_backend.algorithm.advantages.grpo_advantages`.
+
+    Returns:
+        (T,) on the device of ``loss_mask``, 0 where that is 0; in the dtype of ``rewards``, float32 when they are not
+        floating.
+
+    Raises:
+        BatchError: a reward that is not finite, shapes or groups that do not fit, or fewer than two selected tokens.
+        ConfigError: both or none of ``group_size`` and ``group_ids``.
+    """
+    check_packed(seq_lens, loss_mask=loss_mask)
+    centered = group_rewards(rewards, group_size, group_ids).centered.to(loss_mask.device)
+    return masked_whiten(broadcast_to_tokens(centered, seq_lens), loss_mask).to(result_dtype(rewards))

@@ -1,4 +1,6 @@
-"""From one loss per token to the loss of a micro-batch, over denominators of the whole batch.
+"""Packed tokens: what losses read, reductions by mask and sequence, and the loss of a micro-batch.
+
+Losses per token become that of a micro-batch over denominators of the whole batch.
 
 The sum over any split into micro-batches, averaged over data-parallel ranks, is the same loss with the same gradient.
 """
@@ -8,11 +10,124 @@ from __future__ import annotations
 import math
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
-from rl_backend.algorithm.masking import masked_sum, zero_masked
-from rl_backend.algorithm.sequences import sum_by_sequence
-from rl_backend.contracts import BatchError, ConfigError, PackedBatch
+from rl_backend.contracts import BatchError, ConfigError, ModelOutput, PackedBatch
+
+
+def zero_masked(values: Tensor, loss_mask: Tensor) -> Tensor:
+    """``values`` with 0 where ``loss_mask`` is 0.
+
+    Apply it to the inputs of an expression: a NaN that is masked only in the result still reaches the gradient, as 0 * NaN.
+
+    Args:
+        values: (T,) floating.
+        loss_mask: (T,) bool, integer or floating.
+    """
+    return torch.where(loss_mask != 0, values, 0.0)
+
+
+def masked_sum(values: Tensor, loss_mask: Tensor) -> Tensor:
+    """0-d: sum of ``values * loss_mask``, where values at masked positions are never read."""
+    return (zero_masked(values, loss_mask) * loss_mask).sum()
+
+
+def token_mean_metric(values: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean of ``values`` over the selected tokens as a metric: (sum, weight), both 0-d and detached."""
+    return masked_sum(values.detach(), loss_mask), loss_mask.sum().to(values.dtype)
+
+
+def sum_by_sequence(values: Tensor, seq_lens: Tensor) -> Tensor:
+    """(T,) -> (B,): the sum over each sequence's tokens; differentiable.
+
+    One sum per sequence instead of a scatter, because atomic additions on a GPU differ from run to run.
+
+    Args:
+        values: (T,).
+        seq_lens: (B,) int64 on the CPU with sum T.
+    """
+    return torch.stack([part.sum() for part in torch.split(values, seq_lens.tolist())])
+
+
+def broadcast_to_tokens(values: Tensor, seq_lens: Tensor) -> Tensor:
+    """(B,) -> (T,): each sequence's value at all of its tokens.
+
+    Args:
+        values: (B,) on any device.
+        seq_lens: (B,) int64 on the CPU.
+
+    Raises:
+        BatchError: ``values`` is not one number per sequence.
+    """
+    if values.shape != seq_lens.shape:
+        raise BatchError(
+            f"values has shape {tuple(values.shape)}; expected one number for each of the {seq_lens.shape[0]} sequences"
+        )
+    tokens = int(seq_lens.sum())
+    return torch.repeat_interleave(values, seq_lens.to(values.device), output_size=tokens)
+
+
+def check_packed(seq_lens: Tensor, **tensors: Tensor) -> None:
+    """Raises :class:`BatchError` for a tensor, given by its name, that is not (T,) with T the sum of ``seq_lens``."""
+    tokens = int(seq_lens.sum())
+    for name, tensor in tensors.items():
+        if tensor.shape != (tokens,):
+            raise BatchError(f"{name} has shape {tuple(tensor.shape)}; expected ({tokens},), the sum of seq_lens", name=name)
+
+
+def check_finite(loss_mask: Tensor, **tensors: Tensor) -> None:
+    """Raises :class:`BatchError` for a (T,) tensor, given by its name, that is not finite where ``loss_mask`` is not 0."""
+    for name, tensor in tensors.items():
+        bad = torch.nonzero((loss_mask != 0) & ~torch.isfinite(tensor)).flatten().tolist()
+        if bad:
+            raise BatchError(
+                f"{name}[{bad[0]}] is {tensor[bad[0]].item()}; every selected token needs a finite one", name=name
+            )
+
+
+def required_log_probs(model_output: ModelOutput) -> Tensor:
+    """``model_output.log_probs``; raises :class:`BatchError` when the model did not give them."""
+    if model_output.log_probs is None:
+        raise BatchError("the model output has no log_probs; this loss needs a model with a language-model head")
+    return model_output.log_probs
+
+
+def required_values(model_output: ModelOutput) -> Tensor:
+    """``model_output.values``; raises :class:`BatchError` when the model did not give them."""
+    if model_output.values is None:
+        raise BatchError("the model output has no values; this loss needs a critic: build_model(head='values')")
+    return model_output.values
+
+
+def differentiable_entropy(model_output: ModelOutput) -> Tensor:
+    """``model_output.entropy``, with a gradient wherever ``log_probs`` has one; raises :class:`BatchError` otherwise."""
+    entropy = model_output.entropy
+    if entropy is None:
+        raise BatchError("entropy_coef needs the entropy; set meta['calculate_entropy'] to True in every micro-batch")
+    if required_log_probs(model_output).requires_grad and not entropy.requires_grad:
+        raise BatchError("entropy_coef needs an entropy with a gradient; this model gives it without one")
+    return entropy
+
+
+def token_advantages(data: PackedBatch) -> Tensor:
+    """(T,): the token field ``advantages``, or else the sequence field of that name, (B,), at all tokens.
+
+    Raises:
+        BatchError: neither is there, or the shape is not (T,) or (B,).
+    """
+    if "advantages" not in data.token_fields and "advantages" in data.sequence_fields:
+        return broadcast_to_tokens(data.sequence_fields["advantages"], data.seq_lens)
+    return token_vector(data, "advantages")
+
+
+def token_vector(data: PackedBatch, name: str) -> Tensor:
+    """A token field that must be (T,); raises :class:`BatchError` when it is missing or has more dimensions."""
+    value = data.token_field(name)
+    if value.dim() != 1:
+        raise BatchError(f"token field {name!r} has shape {tuple(value.shape)}; expected (T,)", name=name)
+    return value
+
 
 type LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 

@@ -14,8 +14,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from rl_backend.algorithm.masking import zero_masked
-from rl_backend.algorithm.sequences import broadcast_to_tokens, sum_by_sequence
+from rl_backend.algorithm.aggregation import broadcast_to_tokens, sum_by_sequence, zero_masked
 from rl_backend.contracts import ConfigError
 
 type ImportanceLevel = Literal["token", "sequence"]

@@ -1,4 +1,4 @@
-"""The loss of a policy, composed of the parts in this package, and its usual forms by name."""
+"""Losses of a policy: composed of the parts in this package, by their usual names, and supervised."""
 
 from __future__ import annotations
 
@@ -10,16 +10,24 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from rl_backend.algorithm.aggregation import aggregate_loss, aggregation_terms, check_loss_agg_mode
+from rl_backend.algorithm.aggregation import (
+    aggregate_loss,
+    aggregation_terms,
+    check_loss_agg_mode,
+    differentiable_entropy,
+    required_log_probs,
+    token_advantages,
+    token_mean_metric,
+    token_vector,
+    zero_masked,
+)
 from rl_backend.algorithm.importance import (
     check_importance_options,
     masked_importance_weights,
     sequences_without_veto,
     truncated_importance_weights,
 )
-from rl_backend.algorithm.inputs import differentiable_entropy, required_log_probs, token_advantages, token_vector
-from rl_backend.algorithm.kl import check_kl_type, kl_penalty
-from rl_backend.algorithm.masking import token_mean_metric, zero_masked
+from rl_backend.algorithm.rewards import check_kl_type, kl_penalty
 from rl_backend.algorithm.surrogates import check_clip_options, cispo_policy_loss, clipped_policy_loss, gspo_policy_loss
 from rl_backend.contracts import ConfigError, MetricValue, ModelOutput, PackedBatch
 
@@ -67,7 +75,7 @@ def policy_loss(
         clip_ratio_c: dual clip, of ``ppo`` alone; None switches it off.
         loss_agg_mode, loss_scale_factor: see :func:`~rl_backend.algorithm.aggregation.aggregation_terms`.
         kl_coef: may be annealed to 0, where no reference is needed.
-        kl_type: see :func:`~rl_backend.algorithm.kl.kl_penalty`.
+        kl_type: see :func:`~rl_backend.algorithm.rewards.kl_penalty`.
         tis_cap: see :func:`~rl_backend.algorithm.importance.truncated_importance_weights`.
         mis_bounds: see :func:`~rl_backend.algorithm.importance.masked_importance_weights`; instead of ``tis_cap``.
         importance_level: ``token`` or ``sequence``, of either.
@@ -189,3 +197,29 @@ def _importance_weights(
     if veto is not None:
         weights = weights * sequences_without_veto(*tensors, veto=veto)
     return weights
+
+
+def sft_loss(
+    model_output: ModelOutput,
+    data: PackedBatch,
+    dp_group: Any = None,
+    *,
+    loss_agg_mode: str = "token-mean",
+    loss_scale_factor: float | None = None,
+) -> tuple[Tensor, Mapping[str, MetricValue]]:
+    """Negative log-likelihood of the tokens that ``loss_mask`` selects; a :class:`~rl_backend.contracts.LossFn`.
+
+    ``token-mean`` is verl's ``sft_loss``. Reads the token field ``loss_mask`` and the denominators of
+    :func:`~rl_backend.algorithm.aggregation.aggregate_loss` from ``data.meta``. ``dp_group`` is not needed, since these
+    are counted over all ranks.
+
+    Metrics: ``nll``, the mean over the selected tokens, nats.
+
+    Raises:
+        BatchError: a missing field, output or denominator.
+        ConfigError: ``loss_agg_mode`` or ``loss_scale_factor``.
+    """
+    log_probs = required_log_probs(model_output)
+    loss_mask = data.token_field("loss_mask")
+    loss = aggregate_loss(-log_probs, loss_mask, data, loss_agg_mode, loss_scale_factor=loss_scale_factor)
+    return loss, {"nll": token_mean_metric(-log_probs, loss_mask)}

@@ -11,8 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from rl_backend.algorithm.masking import token_mean_metric, zero_masked
-from rl_backend.algorithm.sequences import broadcast_to_tokens, sum_by_sequence
+from rl_backend.algorithm.aggregation import broadcast_to_tokens, sum_by_sequence, token_mean_metric, zero_masked
 from rl_backend.contracts import ConfigError
 
 type MetricPair = tuple[Tensor, Tensor]

@@ -1,11 +1,12 @@
-"""Rectangular pieces of a tensor: how a rank's part of a flat buffer stands in a checkpoint that any layout can load."""
+"""Copies of a training state in host memory, in buffers that the next copy uses again."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Size, Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
@@ -113,3 +114,41 @@ class PiecesLoadPlanner(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         found = self.state_dict[index.fqn]
         return found.piece(index) if isinstance(found, TensorPieces) else super().lookup_tensor(index)
+
+
+class HostBuffers:
+    """Host memory for one model's state; pinned for what is on a GPU, so that it is copied at the speed of the bus.
+
+    It stays allocated from one copy to the next: memory that is touched for the first time takes several times as long to
+    write to as memory that is there.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+
+    def copy(self, tensors: Mapping[str, Tensor | TensorPieces]) -> dict[str, Tensor | TensorPieces]:
+        """Copies, valid until the next call. Pieces that another rank writes are left out."""
+        devices = set[torch.device]()
+        copies: dict[str, Tensor | TensorPieces] = {}
+        for name, tensor in tensors.items():
+            if isinstance(tensor, TensorPieces):
+                pieces = {
+                    offsets: self._copied((name, offsets), piece, devices)
+                    for offsets, piece in tensor.pieces.items()
+                    if tensor.writes
+                }
+                copies[name] = TensorPieces(tensor.whole_size, pieces, writes=tensor.writes)
+            else:
+                copies[name] = self._copied((name, ()), tensor.detach(), devices)
+        for device in devices:
+            torch.accelerator.current_stream(device).synchronize()
+        return copies
+
+    def _copied(self, key: tuple[str, tuple[int, ...]], tensor: Tensor, devices: set[torch.device]) -> Tensor:
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._buffers[key] = buffer
+        if tensor.device.type != "cpu":
+            devices.add(tensor.device)
+        return buffer.copy_(tensor, non_blocking=True)

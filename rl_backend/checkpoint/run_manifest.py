@@ -10,9 +10,8 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from rl_backend.checkpoint.confined import require_inside, require_names
-from rl_backend.checkpoint.digesting_writer import file_facts
-from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts
-from rl_backend.checkpoint.sealed import SealedConfig
+from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, SealedConfig
+from rl_backend.checkpoint.state_files import file_facts
 from rl_backend.contracts import CheckpointError
 
 RUN_FILE = "run.json"

@@ -15,13 +15,27 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from rl_backend.checkpoint.agreement import raise_on_every_rank
-from rl_backend.checkpoint.digesting_writer import DigestingWriter, file_facts
 from rl_backend.checkpoint.durable import rename_synced, sync
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, TrainingManifest, read_manifest
 from rl_backend.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner, TensorPieces
-from rl_backend.checkpoint.tensors_reader import TensorsReader
+from rl_backend.checkpoint.state_files import DigestingWriter, TensorsReader, file_facts
 from rl_backend.contracts import CheckpointError, Head
+
+
+def raise_on_every_rank(problem: str | None, group: dist.ProcessGroup, cause: BaseException | None = None) -> None:
+    """A collective over ``group`` (gloo): raises :class:`CheckpointError` on every rank if any rank has a problem.
+
+    Args:
+        cause: what the error on this rank is raised from.
+    """
+    problems: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(problems, problem, group=group)
+    found = {rank: text for rank, text in enumerate(problems) if text is not None}
+    if found:
+        distinct = dict.fromkeys(found.values())
+        where = "" if len(found) == len(problems) else f" (on rank {', '.join(map(str, found))})"
+        raise CheckpointError("; ".join(distinct) + where, ranks=sorted(found)) from cause
+
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from rl_backend.cli.errors import CommandError
 from rl_backend.cli.picture import Picture
 from rl_backend.cli.schedule_chart import draw_schedule
 from rl_backend.contracts import BatchError, ConfigError
-from rl_backend.parallel.pipeline import SCHEDULES, Costs, Schedule, Timeline, make_schedule, simulate
+from rl_backend.pipeline import SCHEDULES, Costs, Schedule, Timeline, make_schedule, simulate
 from rl_backend.report.html import Html, tag
 from rl_backend.report.numbers import short
 

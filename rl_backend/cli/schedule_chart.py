@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from rl_backend.cli.picture import Picture, Rectangle, Text
-from rl_backend.parallel.pipeline import Kind, Schedule, Span, Timeline
+from rl_backend.pipeline import Kind, Schedule, Span, Timeline
 from rl_backend.report.numbers import linear_axis, short
 
 LEFT, RIGHT, TOP, BOTTOM = 64, 78, 76, 30

@@ -11,8 +11,8 @@ from typing import Any
 from rl_backend.cli.errors import CommandError
 from rl_backend.cli.picture import Picture
 from rl_backend.cli.schedule_chart import draw_schedule
-from rl_backend.parallel.pipeline.measured import MeasuredPass, median_pass, read_passes
-from rl_backend.parallel.pipeline.simulate import Timeline
+from rl_backend.pipeline.measured import MeasuredPass, median_pass, read_passes
+from rl_backend.pipeline.simulate import Timeline
 from rl_backend.report.numbers import short
 
 TRACE = "trace.json"

@@ -1,8 +1,7 @@
 """From a caller's sequences to balanced, packed micro-batches, and back to the caller's order."""
 
 from rl_backend.data.balance import MicroBatchPlan, plan_micro_batches
-from rl_backend.data.dispatch import pack_plan, prepare_micro_batches, restore_order
-from rl_backend.data.packing import check_same_fields, pack
+from rl_backend.data.packing import check_same_fields, pack, pack_plan, prepare_micro_batches, restore_order
 
 __all__ = [
     "MicroBatchPlan",

@@ -1,4 +1,4 @@
-"""Sequences laid end to end."""
+"""Sequences laid end to end in micro-batches, split over data-parallel ranks, and outputs put back into order."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts import BatchError, PackedBatch, TokenSequence
+from rl_backend.data.balance import MicroBatchPlan, plan_micro_batches
 
 type FieldKind = Literal["token", "sequence"]
 
@@ -85,3 +86,81 @@ def _layout(kind: FieldKind, layout: tuple[tuple[int, ...], torch.dtype, torch.d
     shape, dtype, device = layout
     sizes = ", ".join(["L", *map(str, shape)] if kind == "token" else map(str, shape))
     return f"shape ({sizes}), dtype {dtype}, device {device}"
+
+
+def prepare_micro_batches(
+    sequences: Sequence[TokenSequence], dp_size: int, max_tokens: int, meta: Mapping[str, Any] | None = None
+) -> list[list[PackedBatch]]:
+    """Plans and packs: the result's entry r holds the micro-batches of data-parallel rank r.
+
+    The plan follows from the lengths alone: ``plan_micro_batches`` with the same lengths, ``dp_size`` and ``max_tokens`` is
+    the one used here, and what ``restore_order`` needs.
+
+    Raises:
+        BatchError: as :func:`~rl_backend.data.balance.plan_micro_batches` and :func:`pack_plan`.
+    """
+    check_same_fields(sequences)
+    return pack_plan(sequences, plan_micro_batches([len(s) for s in sequences], dp_size, max_tokens), meta)
+
+
+def pack_plan(
+    sequences: Sequence[TokenSequence], plan: MicroBatchPlan, meta: Mapping[str, Any] | None = None
+) -> list[list[PackedBatch]]:
+    """Packs every micro-batch of a plan.
+
+    The ``meta`` of each holds the caller's and: ``batch_num_tokens`` (float, sum of the token field ``loss_mask`` over all
+    sequences of all ranks; absent without that field), ``global_batch_size`` (sequences of all ranks), ``dp_size`` and
+    ``num_micro_batches`` (of one rank). A ``batch_num_tokens`` or ``global_batch_size`` of the caller's takes precedence:
+    gradients that add up over several calls share the denominators of all of them.
+
+    Raises:
+        BatchError: fields that differ between sequences, a ``loss_mask`` that is not 0 at a sequence's last position (it
+            predicts nothing), a plan for another number of sequences, or a ``dp_size`` or ``num_micro_batches`` in ``meta``.
+    """
+    check_same_fields(sequences)
+    if plan.num_sequences != len(sequences):
+        raise BatchError(f"the plan is for {plan.num_sequences} sequences; got {len(sequences)}")
+    given = dict(meta or {})
+    for name in ("dp_size", "num_micro_batches"):
+        if name in given:
+            raise BatchError(f"meta[{name!r}]={given[name]!r}: set by dispatch, leave it out", name=name)
+    facts: dict[str, Any] = {"global_batch_size": len(sequences)}
+    if "loss_mask" in sequences[0].token_fields:
+        _check_last_positions(sequences)
+        facts["batch_num_tokens"] = float(sum(float(s.token_fields["loss_mask"].sum()) for s in sequences))
+    shared = {**facts, **given, "dp_size": plan.dp_size, "num_micro_batches": plan.num_micro_batches}
+    return [
+        [pack([sequences[index] for index in micro_batch], shared) for micro_batch in rank] for rank in plan.micro_batches
+    ]
+
+
+def restore_order[T](plan: MicroBatchPlan, per_rank: Sequence[Sequence[T]]) -> list[T]:
+    """One value per sequence, from ranks to the caller's order.
+
+    Args:
+        per_rank: [data-parallel rank] -> one value per sequence of that rank, in the order of its micro-batches.
+
+    Raises:
+        BatchError: another number of ranks, or of values on a rank, than the plan's.
+    """
+    if len(per_rank) != plan.dp_size:
+        raise BatchError(f"values of {len(per_rank)} ranks; the plan has {plan.dp_size}")
+    ordered: dict[int, T] = {}
+    for rank, values in enumerate(per_rank):
+        indices = plan.rank_indices(rank)
+        if len(values) != len(indices):
+            raise BatchError(f"rank {rank} has {len(values)} values for {len(indices)} sequences", rank=rank)
+        ordered.update(zip(indices, values, strict=True))
+    return [ordered[index] for index in range(plan.num_sequences)]
+
+
+def _check_last_positions(sequences: Sequence[TokenSequence]) -> None:
+    for index, sequence in enumerate(sequences):
+        last = sequence.token_fields["loss_mask"][-1]
+        if bool((last != 0).any()):
+            raise BatchError(
+                f"loss_mask of sequence {index} is {last.tolist()} at its last position, which predicts no token; it must "
+                "be 0 (TokenSequence.from_prompt_and_response places masks)",
+                index=index,
+                name="loss_mask",
+            )

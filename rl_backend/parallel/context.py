@@ -1,14 +1,127 @@
-"""Context parallelism: attention over sequences whose tokens several ranks share."""
+"""Context parallelism: which tokens a rank has, and attention over sequences that several ranks share."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.parallel.collectives import all_gather
-from rl_backend.parallel.token_layout import TokenLayout
 from rl_backend.primitive.attention import Segments, packed_attention
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """One rank's N of the T tokens of a micro-batch, on the model's device. N is the same on every rank.
+
+    Attributes:
+        index: (N,) int64 into the T tokens, -1 for padding.
+        position_ids: (N,) int64 within each sequence; padding at a sequence's end counts on.
+        places: (T,) int64, where each token is in the N rows of every rank, one rank's after the other's.
+        padding: (N,) bool, None where there is none.
+        segments: which of the keys of all ranks the N tokens attend to.
+    """
+
+    index: Tensor
+    position_ids: Tensor
+    places: Tensor
+    padding: Tensor | None
+    segments: Segments
+
+    def take(self, x: Tensor, fill: float) -> Tensor:
+        """(T, ...) -> (N, ...): this rank's tokens, with ``fill`` for padding."""
+        if self.padding is None:
+            return x[self.index]
+        rows = x[self.index.clamp(min=0)]
+        return rows.masked_fill_(self.padding.view(-1, *(1,) * (x.dim() - 1)), fill)
+
+
+def lay_out_tokens(
+    seq_lens: Sequence[int], *, cp_size: int, cp_rank: int, multiple: int = 1, device: torch.device | None = None
+) -> TokenLayout:
+    """The tokens of rank ``cp_rank`` of ``cp_size``, in the order of the sequences.
+
+    Each sequence is padded to a multiple of ``2 * cp_size`` and cut into ``2 * cp_size`` chunks. Rank r has chunk r and
+    chunk ``2 * cp_size - 1 - r``, so that the causal mask leaves every rank the same work (Llama 3, arXiv 2407.21783,
+    section 3.3.2). With one rank nothing is padded or cut.
+
+    Args:
+        seq_lens: B lengths of at least 1.
+        multiple: of what N shall be: sequence parallelism shares the rows out over that many tensor-parallel ranks. One more
+            sequence, of padding, fills up.
+    """
+    lengths, sequences = torch.tensor(seq_lens), torch.arange(len(seq_lens))
+    chunk_lens, chunks_of_rank = (lengths, 1) if cp_size == 1 else (-(-lengths // (2 * cp_size)), 2)
+    row_counts = chunks_of_rank * chunk_lens
+    num_rows = int(row_counts.sum())
+    filler = torch.arange(-num_rows % multiple)
+    cut = _Cut(cp_size, num_rows + len(filler), chunk_lens, _starts(row_counts))
+
+    # The two chunks of the last rank are neighbours, which makes them one segment.
+    first_chunks = [cp_rank] if cp_rank == cp_size - 1 else [cp_rank, 2 * cp_size - 1 - cp_rank]
+    of_segment = sequences.repeat_interleave(len(first_chunks))
+    query_lens = row_counts[of_segment] // len(first_chunks)
+    first_queries = torch.tensor(first_chunks).repeat(len(seq_lens)) * chunk_lens[of_segment]
+    key_lens = first_queries + query_lens
+    key_index = cut.places(of_segment.repeat_interleave(key_lens), _ranges(torch.zeros_like(key_lens), key_lens))
+
+    of_row = sequences.repeat_interleave(row_counts)
+    position_ids = _ranges(first_queries, query_lens)
+    index = torch.where(position_ids < lengths[of_row], position_ids + _starts(lengths)[of_row], -1)
+    places = cut.places(sequences.repeat_interleave(lengths), _ranges(torch.zeros_like(lengths), lengths))
+
+    if len(filler):
+        position_ids, index = torch.cat((position_ids, filler)), torch.cat((index, torch.full_like(filler, -1)))
+        key_index = torch.cat((key_index, cp_rank * cut.num_rows + num_rows + filler))
+        query_lens, key_lens = (torch.cat((lens, torch.tensor([len(filler)]))) for lens in (query_lens, key_lens))
+    padding = index < 0
+    return TokenLayout(
+        index=index.to(device),
+        position_ids=position_ids.to(device),
+        places=places.to(device),
+        padding=padding.to(device) if bool(padding.any()) else None,
+        segments=Segments(
+            query_lens=tuple(query_lens.tolist()),
+            key_lens=tuple(key_lens.tolist()),
+            cu_queries=_cumulative(query_lens).to(device),
+            cu_keys=_cumulative(key_lens).to(device),
+            key_index=None if cp_size == 1 else key_index.to(device),
+        ),
+    )
+
+
+class _Cut(NamedTuple):
+    """How sequences lie on the ranks."""
+
+    cp_size: int
+    num_rows: int  # of each rank
+    chunk_lens: Tensor  # (B,)
+    first_rows: Tensor  # (B,) of each sequence on every rank
+
+    def places(self, sequences: Tensor, positions: Tensor) -> Tensor:
+        """Where the tokens at ``positions`` of ``sequences`` are in the rows of every rank, one rank's after the other's."""
+        chunk_lens = self.chunk_lens[sequences]
+        chunks = positions // chunk_lens
+        late = chunks >= self.cp_size
+        ranks = torch.where(late, 2 * self.cp_size - 1 - chunks, chunks)
+        return ranks * self.num_rows + self.first_rows[sequences] + positions % chunk_lens + late * chunk_lens
+
+
+def _starts(lens: Tensor) -> Tensor:
+    return lens.cumsum(0) - lens
+
+
+def _cumulative(lens: Tensor) -> Tensor:
+    return torch.cat((lens.new_zeros(1), lens.cumsum(0))).to(torch.int32)
+
+
+def _ranges(starts: Tensor, lens: Tensor) -> Tensor:
+    """The numbers from each start on, as many as its length says, end to end."""
+    return torch.arange(int(lens.sum())) + (starts - _starts(lens)).repeat_interleave(lens)
 
 
 class ContextParallelAttention:

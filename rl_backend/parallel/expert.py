@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.contracts import ConfigError
-from rl_backend.parallel.all_to_all import all_to_all_rows
+from rl_backend.parallel.collectives import all_to_all_rows
 from rl_backend.primitive.dispatch import ExpertOrder, ExpertTokens, copy_rows, sort_by_expert, spread_evenly, sum_rows
 from rl_backend.primitive.router import Routing
 

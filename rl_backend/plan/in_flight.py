@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from rl_backend.parallel.pipeline import Action, Kind
+from rl_backend.pipeline import Action, Kind
 from rl_backend.plan.stage_memory import StageMemory
 
 

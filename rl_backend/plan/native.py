@@ -13,7 +13,7 @@ from rl_backend.contracts import NativeConfig, RuntimeConfig
 from rl_backend.model import ModelStage
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.imagined import imagined_rank
-from rl_backend.parallel.pipeline import Action, make_schedule
+from rl_backend.pipeline import Action, make_schedule
 from rl_backend.plan.in_flight import InFlight, most_in_flight, without_pipeline
 from rl_backend.plan.memory import RankMemory
 from rl_backend.plan.shards import ParameterSize, ShardedStage, sync_bucket_bytes, weights_to_sync

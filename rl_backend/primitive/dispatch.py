@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_backend.primitive.router import Routing
-from rl_backend.primitive.router_balance import count_sorted
+from rl_backend.primitive.router import Routing, count_sorted
 
 
 class ExpertTokens(NamedTuple):

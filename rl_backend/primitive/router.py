@@ -1,13 +1,15 @@
-"""Choosing experts for tokens and weighting what they return."""
+"""Routers: choosing experts for tokens, weighting what they return, and keeping them evenly used."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 _TINY = 1e-20
 """Keeps a sum of sigmoid scores that all underflow from dividing by 0; no other sum is changed by it."""
@@ -26,7 +28,7 @@ class RouterSettings:
         normalise: divide the weights of each token by their sum.
         scaling_factor: what the weights are multiplied by at the end.
         expert_bias: add a bias to the scores in the choice, and only there (Wang et al., arXiv 2408.15664). It is no
-            trained parameter; see :func:`rl_backend.primitive.router_balance.balanced_expert_bias`.
+            trained parameter; see :func:`rl_backend.primitive.router.balanced_expert_bias`.
     """
 
     num_experts: int
@@ -111,3 +113,155 @@ def expert_weights(logits: Tensor, experts: Tensor, settings: RouterSettings) ->
 
 def _scores(logits: Tensor, score: Literal["softmax", "sigmoid"]) -> Tensor:
     return logits.softmax(-1) if score == "softmax" else logits.sigmoid()
+
+
+class RouterLossCoefficients(NamedTuple):
+    """Attributes:
+    load_balancing: what :func:`load_balancing_loss` is multiplied by.
+    z: what :func:`router_z_loss` is multiplied by.
+    """
+
+    load_balancing: float = 0.0
+    z: float = 0.0
+
+
+class ExpertUse(NamedTuple):
+    """What the tokens of a micro-batch, padding left out, chose; without a gradient.
+
+    Attributes:
+        counts: (E,) int64, how often each expert was chosen.
+        num_tokens: 0-d int64.
+    """
+
+    counts: Tensor
+    num_tokens: Tensor
+
+
+def expert_use(
+    experts: Tensor, num_experts: int, padding: Tensor | None = None, group: dist.ProcessGroup | None = None
+) -> ExpertUse:
+    """What (T, top_k) choices come to.
+
+    Args:
+        padding: (T,) bool, tokens that do not count.
+        group: ranks that have the other tokens of the micro-batch, whose choices are added. A collective over them.
+    """
+    num_tokens = experts.new_full((1,), experts.shape[0])
+    if padding is not None:
+        num_tokens = num_tokens - padding.sum()
+    use = torch.cat((tokens_per_expert(experts, num_experts, padding), num_tokens))
+    if group is not None:
+        dist.all_reduce(use, group=group)
+    return ExpertUse(use[:-1], use[-1])
+
+
+def tokens_per_expert(experts: Tensor, num_experts: int, padding: Tensor | None = None) -> Tensor:
+    """How often each expert was chosen; (T, top_k) int64 -> (E,) int64.
+
+    Args:
+        padding: (T,) bool, tokens that do not count.
+    """
+    if padding is not None:
+        experts = experts.masked_fill(padding[:, None], num_experts)
+    return count_sorted(experts.flatten().sort().values, num_experts)
+
+
+def count_sorted(ordered: Tensor, num_experts: int) -> Tensor:
+    """How often each expert stands in (N,) ascending numbers; (E,) int64. Unlike bincount it never waits for a device."""
+    ends = torch.searchsorted(ordered, torch.arange(num_experts, device=ordered.device), right=True)
+    return ends.diff(prepend=ends.new_zeros(1))
+
+
+def load_balancing_loss(
+    routing: Routing, settings: RouterSettings, padding: Tensor | None = None, use: ExpertUse | None = None
+) -> Tensor:
+    """``E * sum_e f_e * P_e`` over the tokens of a micro-batch; 0-d, 1 when all experts are used alike.
+
+    ``f_e`` is the part of the choices that fell on expert e, without a gradient, and ``P_e`` the mean over tokens of the
+    score of e, scores of a token adding up to 1 (Switch Transformer, Fedus et al., arXiv 2101.03961, equations 4 to 6, for
+    ``top_k`` = 1; for more, as Megatron-Core's ``switch_load_balancing_loss_func``. transformers' ``aux_loss`` takes all
+    layers together and is ``top_k`` times as large).
+
+    Args:
+        padding: (T,) bool, tokens that do not count.
+        use: of the whole micro-batch, where these are only some of its tokens; the loss is then their share, and the shares
+            add up to it.
+    """
+    if use is None:
+        use = expert_use(routing.experts, settings.num_experts, padding)
+    if settings.score == "softmax":
+        scores = routing.logits.softmax(-1)
+    else:
+        sigmoid = routing.logits.sigmoid()
+        scores = sigmoid / (sigmoid.sum(-1, keepdim=True) + 1e-20)
+    fractions = use.counts.to(scores.dtype) / (use.num_tokens * settings.top_k)
+    return settings.num_experts * torch.dot(fractions, _without(padding, scores).sum(0) / use.num_tokens)
+
+
+def router_z_loss(logits: Tensor, padding: Tensor | None = None, use: ExpertUse | None = None) -> Tensor:
+    """``mean over tokens of logsumexp(logits) ** 2`` (ST-MoE, Zoph et al., arXiv 2202.08906, equation 5); (T, E) -> 0-d.
+
+    Args:
+        padding, use: as in :func:`load_balancing_loss`.
+    """
+    squares = _without(padding, logits.logsumexp(-1).square())
+    if use is None:
+        return squares.sum() / (squares.numel() if padding is None else (~padding).sum())
+    return squares.sum() / use.num_tokens
+
+
+def _without(padding: Tensor | None, values: Tensor) -> Tensor:
+    return values if padding is None else values.masked_fill(padding.view(-1, *(1,) * (values.dim() - 1)), 0.0)
+
+
+def with_router_losses(
+    routing: Routing,
+    settings: RouterSettings,
+    coefficients: RouterLossCoefficients,
+    loss_weight: float,
+    padding: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Routing:
+    """The same routing, whose weights bring the gradient of the losses into the backward pass, times ``loss_weight``.
+
+    The value of the loss that is differentiated does not change.
+
+    Args:
+        padding: (T,) bool, tokens that do not count.
+        group: ranks that have the other tokens of the micro-batch. The losses are those of all of its tokens, and the
+            gradients of the ranks add up to theirs.
+    """
+    if coefficients == RouterLossCoefficients() or not torch.is_grad_enabled():
+        return routing
+    use = expert_use(routing.experts, settings.num_experts, padding, group)
+    losses = routing.logits.new_zeros(())
+    if coefficients.load_balancing:
+        losses = losses + coefficients.load_balancing * load_balancing_loss(routing, settings, padding, use)
+    if coefficients.z:
+        losses = losses + coefficients.z * router_z_loss(routing.logits, padding, use)
+    return routing._replace(weights=_WithLoss.apply(routing.weights, loss_weight * losses))
+
+
+def balanced_expert_bias(expert_bias: Tensor, counts: Tensor, rate: float) -> Tensor:
+    """The bias after one step of loss-free balancing: ``b_e + rate * sign(mean count - count_e)``.
+
+    Wang et al., arXiv 2408.15664, algorithm 1.
+
+    Args:
+        expert_bias: (E,).
+        counts: (E,) tokens of the whole batch, of all micro-batches and ranks, that chose each expert.
+        rate: the paper takes 0.001 for sigmoid scores.
+    """
+    counts = counts.to(expert_bias.dtype)
+    return expert_bias + rate * torch.sign(counts.mean() - counts)
+
+
+class _WithLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, loss: Tensor) -> Tensor:
+        return weights.view_as(weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.new_ones(())

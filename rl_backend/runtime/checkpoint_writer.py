@@ -12,14 +12,13 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.checkpoint.agreement import raise_on_every_rank
-from rl_backend.checkpoint.hf_critic import critic_config
-from rl_backend.checkpoint.hf_writer import write_hf_directory
-from rl_backend.checkpoint.host_buffers import HostBuffers
+from rl_backend.checkpoint.hf_writer import critic_config, write_hf_directory
 from rl_backend.checkpoint.manifest import TrainingManifest
+from rl_backend.checkpoint.pieces import HostBuffers
 from rl_backend.checkpoint.training_state import (
     StateTensors,
     discard_directory,
+    raise_on_every_rank,
     reserve_directory,
     write_training_state,
 )

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.checkpoint.agreement import raise_on_every_rank
 from rl_backend.checkpoint.manifest import TrainingManifest
-from rl_backend.checkpoint.tensors_reader import TensorsReader
-from rl_backend.checkpoint.training_state import StateTensors, open_training_state, read_training_state
+from rl_backend.checkpoint.state_files import TensorsReader
+from rl_backend.checkpoint.training_state import StateTensors, open_training_state, raise_on_every_rank, read_training_state
 from rl_backend.contracts import CheckpointError
 from rl_backend.runtime.held import HeldHandle
 from rl_backend.runtime.random_sources import Differs, RankLayout, source_rank

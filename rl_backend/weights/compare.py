@@ -1,11 +1,71 @@
-"""Whether what a trainer offers is what an engine can load."""
+"""What a trainer announces, what its export yields and what an engine can load: the same, or refused."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rl_backend.contracts import TensorInfo, WeightCheckError, WeightManifest
+import torch
+from torch import Tensor
+
+from rl_backend.contracts import TensorInfo, UnsupportedError, WeightCheckError, WeightManifest
+
+
+def name_of_dtype(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` -> ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """``"bfloat16"`` -> ``torch.bfloat16``; raises :class:`~rl_backend.contracts.UnsupportedError` for any other name."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedError(f"dtype {name!r} is not a torch dtype; expected a name such as 'float32' or 'bfloat16'")
+    return dtype
+
+
+def tensor_info(name: str, tensor: Tensor) -> TensorInfo:
+    """Name, shape, dtype and bytes of a full tensor; no offset, no digest."""
+    return TensorInfo(name=name, shape=tuple(tensor.shape), dtype=name_of_dtype(tensor.dtype), nbytes=tensor.nbytes)
+
+
+def as_announced(infos: Sequence[TensorInfo], weights: Iterable[tuple[str, Tensor]]) -> Generator[tuple[TensorInfo, Tensor]]:
+    """Each of ``infos`` with its tensor, before anything is done with the tensor.
+
+    Whoever receives weights places them by what was announced. Two tensors of one size that change places would arrive
+    with right digests under each other's names.
+
+    Args:
+        infos: the tensors in the order announced.
+        weights: (name, full tensor), a collective's generator in general. It is closed when it differs, or when this
+            generator is closed, which tells the other ranks.
+
+    Raises:
+        WeightCheckError: ``weights`` differ from ``infos`` in a name, shape, dtype or number.
+    """
+    iterator = iter(weights)
+    try:
+        for place, info in enumerate(infos):
+            name, tensor = next(iterator, (None, None))
+            if name is None or tensor is None:
+                raise WeightCheckError(f"the export ended before {info.name}; {place} of {len(infos)} tensors came")
+            found = (name, tuple(tensor.shape), name_of_dtype(tensor.dtype))
+            if found != (info.name, info.shape, info.dtype):
+                raise WeightCheckError(
+                    f"the export yielded {found}, but announced {(info.name, info.shape, info.dtype)}; nothing of it was "
+                    "sent: the runtime's weight_infos and export_weights must agree in names and order",
+                    name=name,
+                    announced=info.name,
+                )
+            yield info, tensor
+        extra = next(iterator, None)
+        if extra is not None:
+            raise WeightCheckError(f"the export yielded {extra[0]} after the {len(infos)} tensors that it announced")
+    finally:
+        close = getattr(iterator, "close", None)
+        if close is not None:
+            close()
+
 
 _SHOWN = 8
 

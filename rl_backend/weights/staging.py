@@ -1,4 +1,4 @@
-"""Writing weights into a staging buffer, and proving that a buffer holds what its manifest says."""
+"""Staging buffers: where tensors lie, writing them, and proving that a buffer holds what its manifest says."""
 
 from __future__ import annotations
 
@@ -9,11 +9,26 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts import TensorInfo, WeightCheckError, WeightManifest
-from rl_backend.weights.announced import as_announced
+from rl_backend.weights.compare import as_announced, dtype_from_name
 from rl_backend.weights.digest import block_threads, copy_with_digest, names_of_changed, overlapping
-from rl_backend.weights.dtypes import dtype_from_name
-from rl_backend.weights.finite import refuse_non_finite
-from rl_backend.weights.inspection import inspect_tensor
+from rl_backend.weights.finite import inspect_tensor, refuse_non_finite
+
+ALIGNMENT = 64
+"""Bytes. A multiple of every dtype's size and of a cache line, so that a view of the buffer is an ordinary tensor."""
+
+
+def plan_layout(tensors: Iterable[TensorInfo]) -> tuple[tuple[TensorInfo, ...], int]:
+    """Gives every tensor an aligned offset, in order.
+
+    Returns:
+        The tensors with ``offset`` set, and the bytes that the buffer needs (at least one alignment unit).
+    """
+    placed: list[TensorInfo] = []
+    end = 0
+    for tensor in tensors:
+        placed.append(tensor.replace(offset=end))
+        end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    return tuple(placed), max(end, ALIGNMENT)
 
 
 def read_tensor(buffer: Tensor, info: TensorInfo) -> Tensor:

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.checkpoint.hf_shards import ShardedFiles
-from rl_backend.checkpoint.host_buffers import HostBuffers
+from rl_backend.checkpoint.hf_writer import ShardedFiles
 from rl_backend.checkpoint.manifest import read_manifest
+from rl_backend.checkpoint.pieces import HostBuffers
 from rl_backend.contracts import CheckpointError, ConfigError, OptimizerConfig
 from rl_backend.runtime import checkpoint_writer
 from rl_backend.runtime.native import NativeRuntime

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rl_backend.parallel.context import ContextParallelAttention, gather_outputs
-from rl_backend.parallel.token_layout import lay_out_tokens
+from rl_backend.parallel.context import ContextParallelAttention, gather_outputs, lay_out_tokens
 from rl_backend.primitive.attention import Segments, packed_attention
 from rl_backend.primitive.rope import Rotary, apply_rotary, rotary_cos_sin
 from tests.support.rank_pool import RankPool

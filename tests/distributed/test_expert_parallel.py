@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rl_backend.contracts import ConfigError
-from rl_backend.parallel.all_to_all import all_to_all_rows
+from rl_backend.parallel.collectives import all_to_all_rows
 from rl_backend.parallel.expert import AllToAllDispatcher
-from rl_backend.primitive.experts import SwiGLUExperts
-from rl_backend.primitive.moe import MoE
-from rl_backend.primitive.router import RouterSettings
-from rl_backend.primitive.router_balance import RouterLossCoefficients
+from rl_backend.primitive.feed_forward import MoE, SwiGLUExperts
+from rl_backend.primitive.router import RouterLossCoefficients, RouterSettings
 from tests.support.rank_pool import RankPool
 
 HIDDEN, INTERMEDIATE, EXPERTS = 8, 12, 8

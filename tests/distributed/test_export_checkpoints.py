@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.checkpoint.training_weights import TrainingWeights
+from rl_backend.checkpoint.hf_export import TrainingWeights
 from rl_backend.runtime.base import Runtime
 from tests.support.bridge_runs import open_bridge
 from tests.support.bridge_state import train_bridge

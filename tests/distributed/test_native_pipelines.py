@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rl_backend.contracts import BatchError, ConfigError
-from rl_backend.parallel.pipeline.catalog import make_schedule
-from rl_backend.parallel.pipeline.executor import PipelineExecutor
+from rl_backend.pipeline.catalog import make_schedule
+from rl_backend.pipeline.executor import PipelineExecutor
 from rl_backend.runtime.native import pipeline
 from tests.distributed.test_native_layouts import SPLIT, Run, assert_same, run_layout
 from tests.support.models import write_tiny

@@ -105,7 +105,7 @@ def failed_job(model: str, folder: str) -> tuple[str, str | None, bool]:
     write = checkpoint_writer.write_training_state
 
     def broken(temporary: Path, path: Path, tensors: Any, manifest: Any, group: Any) -> None:
-        from rl_backend.checkpoint.agreement import raise_on_every_rank
+        from rl_backend.checkpoint.training_state import raise_on_every_rank
 
         raise_on_every_rank("no space left" if dist.get_rank() == 1 else None, group)
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_backend.primitive.grouped_linear import _GroupByGroup, _has_kernel, grouped_linear
-from rl_backend.primitive.moe import MoE
+from rl_backend.primitive.feed_forward import MoE, _GroupByGroup, _has_kernel, grouped_linear
 from rl_backend.primitive.router import RouterSettings
 from tests.gpu.conftest import MakeRuntime
 from tests.support.moe import write_moe

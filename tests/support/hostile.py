@@ -15,9 +15,9 @@ import torch
 import xxhash
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
 
-from rl_backend.checkpoint.digesting_writer import file_facts
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, TrainingManifest
 from rl_backend.checkpoint.run_manifest import RUN_FILE, RunManifest
+from rl_backend.checkpoint.state_files import file_facts
 
 
 class Command:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from rl_backend.parallel.pipeline import COMPUTATIONS, SENDS, Action, Kind, Schedule
+from rl_backend.pipeline import COMPUTATIONS, SENDS, Action, Kind, Schedule
 
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rl_backend.checkpoint.digesting_writer import DigestingWriter
 from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
+from rl_backend.checkpoint.state_files import DigestingWriter
 from rl_backend.runtime import checkpoint_writer
 from tests.support.native import assert_equal_tensors, open_runtime, optimizer_state, train, weights
 

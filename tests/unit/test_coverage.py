@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from rl_backend.checkpoint.coverage import MOST_SPLIT_DIMENSIONS, covers_once
 from rl_backend.checkpoint.pieces import boxes
+from rl_backend.checkpoint.stored_metadata import MOST_SPLIT_DIMENSIONS, covers_once
 
 type Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 

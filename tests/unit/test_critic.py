@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from rl_backend.checkpoint.hf_critic import critic_config
+from rl_backend.checkpoint.hf_writer import critic_config
 from rl_backend.contracts import CheckpointError, ConfigError, OptimizerConfig, UnsupportedError
 from rl_backend.model import find_model
 from rl_backend.primitive.value_head import ValueHead

@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from examples.common.drawn_samples import FILE_NAME, load_drawn
-from rl_backend.checkpoint.hf_other_files import other_files
-from rl_backend.checkpoint.hf_reader import HFReader
+from rl_backend.checkpoint.hf_export import TrainingWeights
+from rl_backend.checkpoint.hf_reader import HFReader, other_files
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, TrainingManifest, read_manifest
 from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
 from rl_backend.checkpoint.run_manifest import RUN_FILE, RunManifest, read_run_checkpoint
-from rl_backend.checkpoint.training_weights import TrainingWeights
 from rl_backend.cli.main import main
 from rl_backend.contracts import CheckpointError
 from tests.support.hostile import FALSE, FOUND_WHILE_READING, HOSTILE, Command, hostile_source, reseal, with_files

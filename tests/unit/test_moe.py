@@ -15,12 +15,15 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBl
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from rl_backend.primitive.dispatch import LocalDispatcher
-from rl_backend.primitive.grouped_linear import _GroupByGroup, _GroupedMatmul, _has_kernel, grouped_linear
-from rl_backend.primitive.moe import MoE
-from rl_backend.primitive.router import Router, RouterSettings, Routing, choose_experts, expert_weights
-from rl_backend.primitive.router_balance import (
+from rl_backend.primitive.feed_forward import MoE, _GroupByGroup, _GroupedMatmul, _has_kernel, grouped_linear
+from rl_backend.primitive.router import (
+    Router,
     RouterLossCoefficients,
+    RouterSettings,
+    Routing,
     balanced_expert_bias,
+    choose_experts,
+    expert_weights,
     load_balancing_loss,
     router_z_loss,
     tokens_per_expert,

@@ -107,7 +107,7 @@ BAD_IMPORTS = {
     "rl_backend/contracts/errors.py": "import rl_backend.runtime.base",
     "rl_backend/model/registry.py": "import rl_backend.runtime.registry",
     "rl_backend/primitive/rope.py": "def f() -> None:\n    import ray",
-    "rl_backend/algorithm/kl.py": "import rl_backend.cli.machine",
+    "rl_backend/algorithm/rewards.py": "import rl_backend.cli.machine",
     "rl_backend/data/packing.py": "import rl_backend.model.registry",
     "rl_backend/__init__.py": "import actors",
     "actors/__init__.py": "import adapters",

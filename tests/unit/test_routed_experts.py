@@ -22,10 +22,8 @@ from rl_backend.contracts import (
     route_fields,
 )
 from rl_backend.model.moe.model import MoELayer
-from rl_backend.primitive.experts import SwiGLUExperts
-from rl_backend.primitive.moe import MoE
-from rl_backend.primitive.router import RouterSettings
-from rl_backend.primitive.router_balance import RouterLossCoefficients
+from rl_backend.primitive.feed_forward import MoE, SwiGLUExperts
+from rl_backend.primitive.router import RouterLossCoefficients, RouterSettings
 from tests.support.bridge_runs import open_bridge
 from tests.support.moe import write_moe
 from tests.support.native import deal, micro_batches, open_runtime, token_loss

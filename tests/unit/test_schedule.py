@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rl_backend.contracts import ConfigError
-from rl_backend.parallel.pipeline import SCHEDULES, Action, Costs, Kind, Timeline, make_schedule, simulate
+from rl_backend.pipeline import SCHEDULES, Action, Costs, Kind, Timeline, make_schedule, simulate
 
 SIZES = [(p, times * p) for p in (4, 8) for times in (1, 2, 4)]
 

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from rl_backend.cli.main import main
-from rl_backend.parallel.pipeline import SCHEDULES
+from rl_backend.pipeline import SCHEDULES
 
 ZBV = ("schedule", "--schedule", "zbv", "--pp", "4", "--microbatches", "8")
 

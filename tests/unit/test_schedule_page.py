@@ -9,7 +9,7 @@ import pytest
 
 from rl_backend.cli.main import main
 from rl_backend.contracts import BatchError
-from rl_backend.parallel.pipeline import SCHEDULES, make_schedule, simulate
+from rl_backend.pipeline import SCHEDULES, make_schedule, simulate
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = (DOCS / "schedules.md").read_text()

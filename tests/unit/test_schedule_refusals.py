@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rl_backend.contracts import BatchError, ConfigError
-from rl_backend.parallel.pipeline import SCHEDULES, make_schedule, require_stages
+from rl_backend.pipeline import SCHEDULES, make_schedule, require_stages
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from rl_backend.cli.main import main
-from rl_backend.parallel.pipeline import COMPUTATIONS, Costs, make_schedule, simulate
-from rl_backend.parallel.pipeline.measured import SPAN_NAMES, read_passes, span_arguments
+from rl_backend.pipeline import COMPUTATIONS, Costs, make_schedule, simulate
+from rl_backend.pipeline.measured import SPAN_NAMES, read_passes, span_arguments
 from rl_backend.trace.chrome import ChromeTraceWriter
 
 MILLISECOND = 1000.0

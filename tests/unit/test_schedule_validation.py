@@ -11,7 +11,7 @@ from itertools import islice
 import pytest
 
 from rl_backend.contracts import ScheduleError
-from rl_backend.parallel.pipeline import SCHEDULES, Action, Costs, Kind, Schedule, make_schedule, validate
+from rl_backend.pipeline import SCHEDULES, Action, Costs, Kind, Schedule, make_schedule, validate
 from tests.support.pipeline import NotRunnableError, run_with_tokens
 
 SIZES = {1: (1, 3), 2: (1, 2, 4, 5), 3: (2, 3, 6, 7), 4: (1, 4, 8, 9)}

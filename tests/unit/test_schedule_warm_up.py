@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rl_backend.parallel.pipeline.actions import COMPUTATIONS, RECEIVES, Action, Kind
-from rl_backend.parallel.pipeline.catalog import SCHEDULES, make_schedule
-from rl_backend.parallel.pipeline.dependencies import event_graph, in_order
-from rl_backend.parallel.pipeline.schedule import Schedule
-from rl_backend.parallel.pipeline.warm_up import plan_warm_up
+from rl_backend.pipeline.catalog import SCHEDULES, make_schedule
+from rl_backend.pipeline.dependencies import event_graph, in_order
+from rl_backend.pipeline.schedule import COMPUTATIONS, RECEIVES, Action, Kind, Schedule, plan_warm_up
 
 
 def abandoned(schedule: Schedule) -> list[tuple[Action, ...]]:

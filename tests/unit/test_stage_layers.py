@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rl_backend.parallel.pipeline.layers import split_layers
+from rl_backend.pipeline.schedule import split_layers
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rl_backend.parallel.token_layout import TokenLayout, lay_out_tokens
+from rl_backend.parallel.context import TokenLayout, lay_out_tokens
 
 LAYOUTS = [(cp_size, multiple) for cp_size in (1, 2, 4) for multiple in (1, 2, 4)]
 

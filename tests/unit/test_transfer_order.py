@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rl_backend.parallel.pipeline import Costs, make_schedule, simulate
+from rl_backend.pipeline import Costs, make_schedule, simulate
 
 
 @pytest.mark.parametrize("micro_batches", [2, 4])

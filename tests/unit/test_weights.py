@@ -22,7 +22,7 @@ from rl_backend.weights import (
     write_tensors,
 )
 from rl_backend.weights.digest import BLOCK_BYTES, block_threads, copy_with_digest, device_checksum, tensor_digest
-from rl_backend.weights.inspection import inspect_tensor
+from rl_backend.weights.finite import inspect_tensor
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 

@@ -11,8 +11,8 @@ from rl_backend.contracts import BatchError, Head, ModelOutput
 from rl_backend.model.dense.architecture import DenseArchitecture
 from rl_backend.model.registry import ModelInput, ModelStage
 from rl_backend.primitive.attention import Attend, Segments, packed_attention
+from rl_backend.primitive.feed_forward import SwiGLU
 from rl_backend.primitive.log_prob import NextToken, next_token_log_probs
-from rl_backend.primitive.mlp import SwiGLU
 from rl_backend.primitive.norm import RMSNorm
 from rl_backend.primitive.rope import apply_rotary, rotary_cos_sin
 from rl_backend.primitive.value_head import ValueHead

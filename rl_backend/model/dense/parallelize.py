@@ -12,7 +12,7 @@ from rl_backend.model.dense.model import DenseAttention, DenseDecoder, DenseLaye
 from rl_backend.parallel.context import ContextParallelAttention
 from rl_backend.parallel.fsdp import apply_fsdp, checkpoint_layers
 from rl_backend.parallel.tensor import TensorParallel
-from rl_backend.primitive.mlp import SwiGLU
+from rl_backend.primitive.feed_forward import SwiGLU
 
 if TYPE_CHECKING:
     from rl_backend.parallel.groups import ParallelGroups
@@ -70,7 +70,7 @@ def split_decoder(module: DenseDecoder, groups: ParallelGroups) -> None:
 
 
 def split_feed_forward(mlp: object, tensor: TensorParallel) -> None:
-    """Splits the intermediate features of a :class:`~rl_backend.primitive.mlp.SwiGLU`."""
+    """Splits the intermediate features of a :class:`~rl_backend.primitive.feed_forward.SwiGLU`."""
     assert isinstance(mlp, SwiGLU)
     tensor.gather_input(mlp)
     tensor.column(mlp.gate_proj)

@@ -19,8 +19,8 @@ class MoEOptions(ModelOptions):
     data-parallel ranks. They act on the gradients; the loss that is reported is the caller's alone.
 
     Attributes:
-        router_aux_loss_coef: of :func:`rl_backend.primitive.router_balance.load_balancing_loss`.
-        router_z_loss_coef: of :func:`rl_backend.primitive.router_balance.router_z_loss`.
+        router_aux_loss_coef: of :func:`rl_backend.primitive.router.load_balancing_loss`.
+        router_z_loss_coef: of :func:`rl_backend.primitive.router.router_z_loss`.
     """
 
     router_aux_loss_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)

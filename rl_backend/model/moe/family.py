@@ -16,7 +16,7 @@ from rl_backend.model.moe.model import MoEDecoder
 from rl_backend.model.moe.parallelize import parallelize
 from rl_backend.model.moe.weights import ExpertNames, weight_names
 from rl_backend.model.registry import BuildSettings, ModelFamily
-from rl_backend.primitive.router_balance import RouterLossCoefficients
+from rl_backend.primitive.router import RouterLossCoefficients
 
 
 def moe_family(name: str, parse_config: Callable[[Mapping[str, Any]], MoEArchitecture], experts: ExpertNames) -> ModelFamily:

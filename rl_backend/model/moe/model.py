@@ -9,12 +9,12 @@ from rl_backend.model.dense.model import DenseDecoder, DenseLayer
 from rl_backend.model.moe.architecture import MoEArchitecture
 from rl_backend.model.registry import ModelInput, ModelStage
 from rl_backend.primitive.attention import Segments
-from rl_backend.primitive.moe import MoE
-from rl_backend.primitive.router_balance import RouterLossCoefficients
+from rl_backend.primitive.feed_forward import MoE
+from rl_backend.primitive.router import RouterLossCoefficients
 
 
 class MoELayer(DenseLayer):
-    """A layer whose feed-forward block is a :class:`~rl_backend.primitive.moe.MoE`.
+    """A layer whose feed-forward block is a :class:`~rl_backend.primitive.feed_forward.MoE`.
 
     Attributes:
         place: number among the layers of the whole model that have one.

@@ -11,8 +11,7 @@ from rl_backend.model.dense.parallelize import shard_decoder, split_decoder, spl
 from rl_backend.model.moe.model import MoEDecoder, MoELayer
 from rl_backend.parallel.expert import AllToAllDispatcher
 from rl_backend.parallel.tensor import TensorParallel, distribute_experts
-from rl_backend.primitive.experts import SwiGLUExperts
-from rl_backend.primitive.moe import MoE
+from rl_backend.primitive.feed_forward import MoE, SwiGLUExperts
 
 if TYPE_CHECKING:
     from rl_backend.parallel.groups import ParallelGroups

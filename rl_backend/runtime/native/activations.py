@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from rl_backend.contracts import PackedBatch, UnsupportedError, stored_tensors
 from rl_backend.parallel.collectives import all_gather
-from rl_backend.parallel.context import gather_outputs
+from rl_backend.parallel.context import TokenLayout, gather_outputs
 from rl_backend.parallel.groups import ParallelGroups
-from rl_backend.parallel.token_layout import TokenLayout
 from rl_backend.runtime.module_outputs import module_paths, record_outputs
 from rl_backend.runtime.native.batch import lay_out
 from rl_backend.runtime.native.forward_backward import run_micro_batches

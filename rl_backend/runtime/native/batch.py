@@ -9,9 +9,8 @@ from torch import Tensor
 
 from rl_backend.contracts import ModelOutput, PackedBatch, RoutedLayers
 from rl_backend.model import ModelInput
-from rl_backend.parallel.context import gather_outputs
+from rl_backend.parallel.context import TokenLayout, gather_outputs, lay_out_tokens
 from rl_backend.parallel.groups import ParallelGroups
-from rl_backend.parallel.token_layout import TokenLayout, lay_out_tokens
 from rl_backend.primitive.attention import Segments
 from rl_backend.runtime.router_replay import routes_to_replay
 

@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_backend.contracts import ForwardResult, LossFn, MetricValue, ModelOutput, NativeConfig, PackedBatch, merge_metrics
-from rl_backend.parallel.pipeline.actions import Action
-from rl_backend.parallel.pipeline.catalog import make_schedule, require_micro_batches
-from rl_backend.parallel.pipeline.executor import PipelineExecutor
-from rl_backend.parallel.pipeline.measured import SPAN_NAMES, span_arguments
-from rl_backend.parallel.pipeline.schedule import Schedule
 from rl_backend.parallel.shards import local_tensor
+from rl_backend.pipeline.catalog import make_schedule, require_micro_batches
+from rl_backend.pipeline.executor import PipelineExecutor
+from rl_backend.pipeline.measured import SPAN_NAMES, span_arguments
+from rl_backend.pipeline.schedule import Action, Schedule
 from rl_backend.runtime.losses import as_metrics, check_loss, detached
 from rl_backend.runtime.native import fsdp_state
 from rl_backend.runtime.native.batch import RankBatch, lay_out

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_backend.contracts import NativeConfig, PackedBatch, RoutedLayers, UnsupportedError
-from rl_backend.parallel.token_layout import TokenLayout
+from rl_backend.parallel.context import TokenLayout
 from rl_backend.primitive.router import Router, Routing
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.stages import model_stages

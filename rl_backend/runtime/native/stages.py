@@ -6,8 +6,8 @@ from typing import Any
 
 from rl_backend.contracts import ConfigError, NativeConfig
 from rl_backend.model import ModelFamily, ModelStage
-from rl_backend.parallel.pipeline.catalog import Algorithm, require_stages
-from rl_backend.parallel.pipeline.layers import split_layers
+from rl_backend.pipeline.catalog import Algorithm, require_stages
+from rl_backend.pipeline.schedule import split_layers
 
 
 def schedule_name(config: NativeConfig) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rl_backend.contracts import BatchError, ForwardResult, LossFn, PackedBatch
-from rl_backend.parallel.pipeline.executor import EmptyStages, PipelineExecutor
+from rl_backend.pipeline.executor import EmptyStages, PipelineExecutor
 from rl_backend.runtime import held_state
 from rl_backend.runtime.batch_checks import checksum, kind_of_pass
 from rl_backend.runtime.native.agreement import Agreement, Terms

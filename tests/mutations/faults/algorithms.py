@@ -22,7 +22,7 @@ FAULTS = [
     ),
     Fault(
         "grpo-biased-deviation",
-        f"{_ALGORITHM}/groups.py",
+        f"{_ALGORITHM}/advantages.py",
         "/ (count - 1).clamp(min=1)).sqrt()",
         "/ count).sqrt()",
         (f"{_ADVANTAGES}::test_a_group_is_centred_and_divided_by_its_unbiased_deviation",),
@@ -38,7 +38,7 @@ FAULTS = [
     ),
     Fault(
         "responses-dealt-to-groups-in-turn",
-        f"{_ALGORITHM}/groups.py",
+        f"{_ALGORITHM}/advantages.py",
         "torch.arange(responses, device=scores.device) // group_size",
         "torch.arange(responses, device=scores.device) % (responses // group_size)",
         (f"{_ADVANTAGES}::test_a_group_is_centred_and_divided_by_its_unbiased_deviation",),
@@ -46,7 +46,7 @@ FAULTS = [
     ),
     Fault(
         "gae-next-value-is-the-present-one",
-        f"{_ALGORITHM}/gae.py",
+        f"{_ALGORITHM}/value.py",
         "torch.nn.functional.pad(state_values[:, 1:], (0, 1))",
         "state_values",
         (f"{_TOKENS}::test_gae_is_the_discounted_sum_of_temporal_differences",),
@@ -54,7 +54,7 @@ FAULTS = [
     ),
     Fault(
         "gae-without-lambda",
-        f"{_ALGORITHM}/gae.py",
+        f"{_ALGORITHM}/value.py",
         "deltas[:, column] + gamma * lam * following",
         "deltas[:, column] + gamma * following",
         (f"{_TOKENS}::test_gae_is_the_discounted_sum_of_temporal_differences",),
@@ -78,7 +78,7 @@ FAULTS = [
     ),
     Fault(
         "whitening-counts-masked-tokens",
-        f"{_ALGORITHM}/whitening.py",
+        f"{_ALGORITHM}/value.py",
         "chosen = values.detach()[loss_mask != 0].to(torch.float64)",
         "chosen = values.detach().to(torch.float64)",
         (f"{_TOKENS}::test_whitened_values_have_mean_0_and_variance_1_over_selected_tokens_of_the_whole_batch",),
@@ -174,7 +174,7 @@ FAULTS = [
     ),
     Fault(
         "k3-without-its-linear-term",
-        f"{_ALGORITHM}/kl.py",
+        f"{_ALGORITHM}/rewards.py",
         "(negated.exp() - negated - 1.0)",
         "(negated.exp() - 1.0)",
         ("tests/unit/test_algorithm_verl.py::test_kl_and_its_gradient_equal_verls",),
@@ -234,7 +234,7 @@ FAULTS = [
     ),
     Fault(
         "outputs-in-the-order-of-the-ranks",
-        "rl_backend/data/dispatch.py",
+        "rl_backend/data/packing.py",
         "return [ordered[index] for index in range(plan.num_sequences)]",
         "return list(ordered.values())",
         ("tests/unit/test_data_dispatch.py::test_splitting_a_batch_and_restoring_the_order_gives_back_every_sequence",),
@@ -242,7 +242,7 @@ FAULTS = [
     ),
     Fault(
         "token-count-of-one-rank",
-        "rl_backend/data/dispatch.py",
+        "rl_backend/data/packing.py",
         'shared = {**facts, **given, "dp_size": plan.dp_size,',
         'shared = {**facts, **given, "dp_size": 1,',
         ("tests/unit/test_data_dispatch.py::test_every_micro_batch_knows_the_whole_batch",),

@@ -69,7 +69,7 @@ FAULTS = [
     ),
     Fault(
         "model-data-not-flushed",
-        "rl_backend/checkpoint/digesting_writer.py",
+        "rl_backend/checkpoint/state_files.py",
         "super().__init__(path, per_thread_copy_ahead=0)",
         "super().__init__(path, per_thread_copy_ahead=0, sync_files=False)",
         (f"{_WRITES}::test_every_file_is_flushed_before_the_checkpoint_gets_its_name",),
@@ -103,7 +103,7 @@ FAULTS = [
     ),
     Fault(
         "simulated-transfers-overtake-each-other",
-        "rl_backend/parallel/pipeline/dependencies.py",
+        "rl_backend/pipeline/dependencies.py",
         "    for queue in queues.values():\n",
         "    for queue in ():\n",
         ("tests/unit/test_transfer_order.py::test_a_transfer_waits_for_the_one_before_it_in_its_direction",),

@@ -22,7 +22,7 @@ FAULTS = [
     ),
     Fault(
         "seal-not-compared",
-        f"{_CHECKPOINT}/sealed.py",
+        f"{_CHECKPOINT}/manifest.py",
         '_DIGEST.format(""), 1)) != found.digest:',
         '_DIGEST.format(""), 1)) is None:',
         (f"{_DAMAGED}[change_manifest]",),
@@ -30,7 +30,7 @@ FAULTS = [
     ),
     Fault(
         "one-failing-rank-is-not-heard",
-        f"{_CHECKPOINT}/agreement.py",
+        f"{_CHECKPOINT}/training_state.py",
         "    if found:\n",
         "    if dist.get_rank(group) in found:\n",
         (f"{_DAMAGED}[remove_file]", f"{_CHECKPOINTS}::test_a_rank_that_cannot_copy_its_state_fails_the_save_on_every_rank"),
@@ -118,7 +118,7 @@ FAULTS = [
     ),
     Fault(
         "hugging-face-shard-not-emptied",
-        f"{_CHECKPOINT}/hf_shards.py",
+        f"{_CHECKPOINT}/hf_writer.py",
         "        if shard and size + info.nbytes > max_shard_bytes:\n",
         "        if shard and size > max_shard_bytes:\n",
         (f"{_WRITER}::test_shards_keep_to_their_size_and_the_index_covers_them",),
@@ -134,7 +134,7 @@ FAULTS = [
     ),
     Fault(
         "tensors-of-an-export-at-the-start-of-their-file",
-        f"{_CHECKPOINT}/hf_shards.py",
+        f"{_CHECKPOINT}/hf_writer.py",
         "            stream.seek(place.start)\n",
         "            stream.seek(8)\n",
         (f"{_WRITER}::test_transformers_loads_what_was_written",),
@@ -142,7 +142,7 @@ FAULTS = [
     ),
     Fault(
         "tensors-that-do-not-come-are-zeros",
-        f"{_CHECKPOINT}/hf_shards.py",
+        f"{_CHECKPOINT}/hf_writer.py",
         "        if self._missing:\n",
         "        if False:\n",
         (f"{_WRITER}::test_tensors_that_are_not_those_announced_are_refused",),
@@ -206,7 +206,7 @@ FAULTS = [
     ),
     Fault(
         "buffered-bytes-not-flushed",
-        f"{_CHECKPOINT}/digesting_writer.py",
+        f"{_CHECKPOINT}/state_files.py",
         "        self._raw.flush()\n        return self._raw.fileno()\n",
         "        return self._raw.fileno()\n",
         ("tests/unit/test_checkpoint_writes.py::test_a_file_that_is_flushed_by_its_descriptor_has_all_that_was_written",),
@@ -214,7 +214,7 @@ FAULTS = [
     ),
     Fault(
         "full-disk-hidden-by-torch",
-        f"{_CHECKPOINT}/digesting_writer.py",
+        f"{_CHECKPOINT}/state_files.py",
         "                if stream.error is not None:\n",
         "                if False:\n",
         (f"{_CHECKPOINTS}::test_a_rank_that_cannot_write_fails_the_save_on_every_rank_and_nothing_is_left[itself]",),

@@ -64,7 +64,7 @@ FAULTS = [
     ),
     Fault(
         "context-chunks-not-balanced",
-        "rl_backend/parallel/token_layout.py",
+        "rl_backend/parallel/context.py",
         "else [cp_rank, 2 * cp_size - 1 - cp_rank]",
         "else [cp_rank, cp_size + cp_rank]",
         ("tests/unit/test_token_layout.py::test_every_token_is_on_one_rank_and_places_finds_it",),
@@ -72,7 +72,7 @@ FAULTS = [
     ),
     Fault(
         "context-keys-end-one-chunk-early",
-        "rl_backend/parallel/token_layout.py",
+        "rl_backend/parallel/context.py",
         "key_lens = first_queries + query_lens",
         "key_lens = first_queries + query_lens // 2",
         ("tests/unit/test_token_layout.py::test_the_keys_of_a_segment_are_its_sequence_up_to_its_last_query",),
@@ -96,7 +96,7 @@ FAULTS = [
     ),
     Fault(
         "positions-count-on-over-chunks",
-        "rl_backend/parallel/token_layout.py",
+        "rl_backend/parallel/context.py",
         "position_ids = _ranges(first_queries, query_lens)",
         "position_ids = _ranges(torch.zeros_like(first_queries), query_lens)",
         ("tests/unit/test_token_layout.py::test_every_token_is_on_one_rank_and_places_finds_it",),
@@ -120,7 +120,7 @@ FAULTS = [
     ),
     Fault(
         "all-to-all-without-a-gradient",
-        "rl_backend/parallel/all_to_all.py",
+        "rl_backend/parallel/collectives.py",
         "return _exchange(grad, ctx.received, ctx.sent, ctx.group), None, None, None",
         "return _exchange(grad, ctx.received, ctx.sent, ctx.group).zero_(), None, None, None",
         ("tests/distributed/test_expert_parallel.py::test_rows_go_to_the_ranks_they_are_for_and_their_gradients_come_back",),

@@ -94,7 +94,7 @@ FAULTS = [
     ),
     Fault(
         "expert-bias-fills-full-experts",
-        "rl_backend/primitive/router_balance.py",
+        "rl_backend/primitive/router.py",
         "expert_bias + rate * torch.sign(counts.mean() - counts)",
         "expert_bias + rate * torch.sign(counts - counts.mean())",
         (f"{_MOE_TESTS}::test_loss_free_balancing_lowers_the_bias_of_experts_with_more_than_the_mean",),
@@ -102,7 +102,7 @@ FAULTS = [
     ),
     Fault(
         "balancing-loss-counts-padding",
-        "rl_backend/primitive/router_balance.py",
+        "rl_backend/primitive/router.py",
         "torch.dot(fractions, _without(padding, scores).sum(0) / use.num_tokens)",
         "torch.dot(fractions, scores.sum(0) / use.num_tokens)",
         (f"{_MOE_TESTS}::test_padding_does_not_count_in_the_losses",),
@@ -110,7 +110,7 @@ FAULTS = [
     ),
     Fault(
         "balancing-loss-of-one-ranks-tokens",
-        "rl_backend/primitive/router_balance.py",
+        "rl_backend/primitive/router.py",
         "        dist.all_reduce(use, group=group)\n",
         "        pass\n",
         (
@@ -121,7 +121,7 @@ FAULTS = [
     ),
     Fault(
         "router-losses-not-in-the-gradient",
-        "rl_backend/primitive/router_balance.py",
+        "rl_backend/primitive/router.py",
         "return grad, grad.new_ones(())",
         "return grad, grad.new_zeros(())",
         (f"{_MOE_TESTS}::test_router_losses_enter_the_gradients_and_not_the_output",),
@@ -137,7 +137,7 @@ FAULTS = [
     ),
     Fault(
         "experts-weights-without-a-gradient",
-        "rl_backend/primitive/experts.py",
+        "rl_backend/primitive/feed_forward.py",
         "grad_weights = (grad_up * up).sum(-1)",
         "grad_weights = torch.zeros_like(weights)",
         (f"{_MOE_TESTS}::test_gradients_of_a_mixture_are_those_of_finite_differences",),
@@ -145,7 +145,7 @@ FAULTS = [
     ),
     Fault(
         "shared-expert-without-its-gate",
-        "rl_backend/primitive/moe.py",
+        "rl_backend/primitive/feed_forward.py",
         "shared = torch.sigmoid(self.shared_expert_gate(x)) * shared",
         "shared = 1.0 * shared",
         (f"{_MOE_TESTS}::test_a_shared_expert_with_a_gate_equals_qwen2_moe",),

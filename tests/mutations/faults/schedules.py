@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from tests.mutations.fault import Fault
 
-_PIPELINE = "rl_backend/parallel/pipeline"
+_PIPELINE = "rl_backend/pipeline"
 _SCHEDULE = "tests/unit/test_schedule.py"
 _VALIDATION = "tests/unit/test_schedule_validation.py"
 
 FAULTS = [
     Fault(
         "one-forward-pass-too-few-ahead",
-        f"{_PIPELINE}/orders/one_forward_one_backward.py",
+        f"{_PIPELINE}/orders.py",
         "            ahead=pp_size - rank,\n",
         "            ahead=max(pp_size - rank - 1, 1),\n",
         (f"{_SCHEDULE}::test_1f1b_and_its_interleaved_form_have_the_bubble_of_the_formula",),
@@ -19,7 +19,7 @@ FAULTS = [
     ),
     Fault(
         "interleaved-runs-further-ahead",
-        f"{_PIPELINE}/orders/one_forward_one_backward.py",
+        f"{_PIPELINE}/orders.py",
         "return 2 * (pp_size - rank - 1) + (stages_per_rank - 1) * pp_size + 1",
         "return 2 * (pp_size - rank - 1) + stages_per_rank * pp_size + 1",
         (
@@ -31,7 +31,7 @@ FAULTS = [
     ),
     Fault(
         "zb-h1-puts-nothing-off",
-        f"{_PIPELINE}/orders/zero_bubble.py",
+        f"{_PIPELINE}/orders.py",
         "ahead=pp_size - rank, put_off=rank)",
         "ahead=pp_size - rank, put_off=0)",
         (f"{_SCHEDULE}::test_zb_h1_and_zb_h2_have_the_bubbles_of_the_formulas",),
@@ -104,7 +104,7 @@ FAULTS = [
     ),
     Fault(
         "full-backward-costs-as-much-as-a-half",
-        f"{_PIPELINE}/costs.py",
+        f"{_PIPELINE}/simulate.py",
         "return _of_stage(self.backward_input, action.stage) + _of_stage(self.backward_weight, action.stage)",
         "return _of_stage(self.backward_input, action.stage)",
         (f"{_SCHEDULE}::test_stages_of_different_size_take_their_own_time",),
@@ -142,7 +142,7 @@ FAULTS = [
     ),
     Fault(
         "middle-stages-not-favoured",
-        f"{_PIPELINE}/layers.py",
+        f"{_PIPELINE}/schedule.py",
         "favoured = [*range(1, num_stages - 1), 0, num_stages - 1][:more]",
         "favoured = [*range(num_stages)][:more]",
         ("tests/unit/test_stage_layers.py::test_layers_that_do_not_divide_go_to_stages_in_the_middle",),
@@ -150,7 +150,7 @@ FAULTS = [
     ),
     Fault(
         "v-turns-at-the-wrong-rank",
-        f"{_PIPELINE}/placement.py",
+        f"{_PIPELINE}/schedule.py",
         "return (*range(pp_size), *reversed(range(pp_size)))",
         "return (*range(pp_size), *range(pp_size))",
         (f"{_SCHEDULE}::test_stages_are_where_the_placement_says",),

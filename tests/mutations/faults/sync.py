@@ -11,7 +11,7 @@ _CUDA = "tests/unit/test_cuda_rules.py"
 FAULTS = [
     Fault(
         "staged-names-not-compared",
-        "rl_backend/weights/announced.py",
+        "rl_backend/weights/compare.py",
         "            if found != (info.name, info.shape, info.dtype):\n",
         "            if found[1:] != (info.shape, info.dtype):\n",
         (f"{_WEIGHTS}::test_an_export_that_differs_from_what_it_announced_is_refused",),
@@ -19,7 +19,7 @@ FAULTS = [
     ),
     Fault(
         "surplus-tensors-of-an-export-ignored",
-        "rl_backend/weights/announced.py",
+        "rl_backend/weights/compare.py",
         "        if extra is not None:\n",
         "        if False:\n",
         (f"{_WEIGHTS}::test_an_export_that_differs_from_what_it_announced_is_refused",),
@@ -67,7 +67,7 @@ FAULTS = [
     ),
     Fault(
         "negative-infinity-not-checked",
-        "rl_backend/weights/inspection.py",
+        "rl_backend/weights/finite.py",
         "        and np.frombuffer(memory, bits.unsigned).max() < bits.sign | bits.infinity\n",
         "",
         (f"{_WEIGHTS}::test_one_bad_value_among_many_is_found",),

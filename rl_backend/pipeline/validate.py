@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 from rl_backend.contracts import ScheduleError
-from rl_backend.parallel.pipeline.actions import RECEIVES, SENDS, Action, Kind
-from rl_backend.parallel.pipeline.dependencies import Arrival, Event, event_graph, in_order
-from rl_backend.parallel.pipeline.schedule import Schedule
+from rl_backend.pipeline.dependencies import Arrival, Event, event_graph, in_order
+from rl_backend.pipeline.schedule import RECEIVES, SENDS, Action, Kind, Schedule
 
 MOST_NAMED = 4
 """Actions that one error names."""

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from rl_backend.contracts import ScheduleError
-from rl_backend.parallel.pipeline.actions import COMPUTATIONS, RECEIVES, SENDS, Action, Kind
+from rl_backend.pipeline.schedule import COMPUTATIONS, RECEIVES, SENDS, Action, Kind
 
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 MOST_NAMED = 8

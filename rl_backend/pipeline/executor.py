@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.parallel.pipeline.actions import SENDS, Action, Kind
-from rl_backend.parallel.pipeline.schedule import Schedule
+from rl_backend.pipeline.schedule import SENDS, Action, Kind, Schedule
 from rl_backend.primitive.deferred import WeightGradients, put_off_weight_gradients
 
 type _Place = tuple[int, int]

@@ -1,21 +1,53 @@
-"""The schedules by name: what each needs, and how it is made."""
+"""The schedules by name: what each needs, how it is made, and where its sends and receives go."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from rl_backend.contracts import BatchError, ConfigError
-from rl_backend.parallel.pipeline.actions import Kind
-from rl_backend.parallel.pipeline.communication import with_communication
-from rl_backend.parallel.pipeline.costs import Costs
-from rl_backend.parallel.pipeline.orders import dualpipev, one_forward_one_backward, zbv, zero_bubble
-from rl_backend.parallel.pipeline.orders.greedy import greedy_order
-from rl_backend.parallel.pipeline.placement import loop_placement, v_placement
-from rl_backend.parallel.pipeline.schedule import Order, Schedule
-from rl_backend.parallel.pipeline.timing import shortest
-from rl_backend.parallel.pipeline.validate import validate
+from rl_backend.pipeline import orders
+from rl_backend.pipeline.greedy import greedy_order
+from rl_backend.pipeline.schedule import Action, Kind, Order, Schedule, loop_placement, v_placement
+from rl_backend.pipeline.simulate import Costs, end_times, shortest
+from rl_backend.pipeline.validate import validate
+
+SEND = {
+    Kind.FORWARD: Kind.SEND_ACTIVATION,
+    Kind.BACKWARD: Kind.SEND_GRADIENT,
+    Kind.BACKWARD_INPUT: Kind.SEND_GRADIENT,
+}
+
+
+def with_communication(order: Order, placement: Sequence[int], costs: Costs) -> tuple[tuple[Action, ...], ...]:
+    """The actions of each rank: its computations, what it sends to other ranks and what it receives from them.
+
+    A result is sent right after its computation. Its receive is posted before what the receiver is expected to compute at
+    that moment, so that the transfer need not wait for the end of it. As both ends keep the order of the moments, no two
+    ranks can wait for each other, whatever the computations take in fact.
+
+    Raises:
+        ScheduleError: the computations wait for each other.
+    """
+    ends = end_times(order, placement, costs)
+    clocks = [[ends[action] for action in own] for own in order]
+    gaps: list[list[list[Action]]] = [[[] for _ in range(len(own) + 1)] for own in order]
+    for action in sorted(ends, key=lambda action: (ends[action], action.stage)):
+        if action.kind not in SEND:
+            continue
+        send = Action(SEND[action.kind], action.stage, action.micro_batch)
+        receive = send.other_end
+        if not 0 <= receive.stage < len(placement) or placement[receive.stage] == placement[send.stage]:
+            continue
+        for end in (send, receive):
+            rank = placement[end.stage]
+            gaps[rank][bisect_right(clocks[rank], ends[action])].append(end)
+    return tuple(
+        tuple(action for index, gap in enumerate(of_rank) for action in (*gap, *own[index : index + 1]))
+        for of_rank, own in zip(gaps, order, strict=True)
+    )
 
 
 @dataclass(frozen=True)
@@ -48,38 +80,38 @@ class Algorithm:
 SCHEDULES = {
     "1f1b": Algorithm(
         placement="loop",
-        orders=lambda p, m, v, costs: [one_forward_one_backward.one_forward_one_backward(p, m)],
-        bound=lambda p, m, v: one_forward_one_backward.bound_of_one_forward_one_backward(p, m),
+        orders=lambda p, m, v, costs: [orders.one_forward_one_backward(p, m)],
+        bound=lambda p, m, v: orders.bound_of_one_forward_one_backward(p, m),
         splits_backward=False,
     ),
     "interleaved-1f1b": Algorithm(
         placement="loop",
-        orders=lambda p, m, v, costs: [one_forward_one_backward.interleaved(p, m, v)],
-        bound=one_forward_one_backward.bound_of_interleaved,
+        orders=lambda p, m, v, costs: [orders.interleaved(p, m, v)],
+        bound=orders.bound_of_interleaved,
         stages_per_rank=None,
         whole_groups=True,
         splits_backward=False,
     ),
     "zb-h1": Algorithm(
         placement="loop",
-        orders=lambda p, m, v, costs: [zero_bubble.zb_h1(p, m)],
-        bound=lambda p, m, v: zero_bubble.bound_of_zb_h1(p, m),
+        orders=lambda p, m, v, costs: [orders.zb_h1(p, m)],
+        bound=lambda p, m, v: orders.bound_of_zb_h1(p, m),
     ),
     "zb-h2": Algorithm(
         placement="loop",
-        orders=lambda p, m, v, costs: [zero_bubble.zb_h2(p, m), zero_bubble.zb_h1(p, m)],
-        bound=lambda p, m, v: zero_bubble.bound_of_zb_h2(p, m),
+        orders=lambda p, m, v, costs: [orders.zb_h2(p, m), orders.zb_h1(p, m)],
+        bound=lambda p, m, v: orders.bound_of_zb_h2(p, m),
     ),
     "zbv": Algorithm(
         placement="v",
-        orders=lambda p, m, v, costs: zbv.orders_for_zbv(p, m, costs),
-        bound=lambda p, m, v: zbv.bound_of_zbv(p, m),
+        orders=lambda p, m, v, costs: orders.orders_for_zbv(p, m, costs),
+        bound=lambda p, m, v: orders.bound_of_zbv(p, m),
         stages_per_rank=2,
     ),
     "dualpipev": Algorithm(
         placement="v",
-        orders=lambda p, m, v, costs: [dualpipev.dualpipev(p, m)],
-        bound=lambda p, m, v: dualpipev.bound_of_dualpipev(p, m),
+        orders=lambda p, m, v, costs: [orders.dualpipev(p, m)],
+        bound=lambda p, m, v: orders.bound_of_dualpipev(p, m),
         stages_per_rank=2,
         micro_batches_per_rank=2,
     ),

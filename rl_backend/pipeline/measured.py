@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_backend.contracts import BatchError, ConfigError
-from rl_backend.parallel.pipeline.actions import COMPUTATIONS, Action, Kind
-from rl_backend.parallel.pipeline.catalog import make_schedule
-from rl_backend.parallel.pipeline.costs import Costs
-from rl_backend.parallel.pipeline.schedule import Schedule
-from rl_backend.parallel.pipeline.simulate import Span, Timeline, simulate
+from rl_backend.pipeline.catalog import make_schedule
+from rl_backend.pipeline.schedule import COMPUTATIONS, Action, Kind, Schedule
+from rl_backend.pipeline.simulate import Costs, Span, Timeline, simulate
 from rl_backend.trace import read_trace
 
 SPAN_NAMES = {

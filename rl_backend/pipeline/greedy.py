@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from rl_backend.contracts import ScheduleError
-from rl_backend.parallel.pipeline.actions import Action, Kind
-from rl_backend.parallel.pipeline.costs import Costs
-from rl_backend.parallel.pipeline.dependencies import inputs_of
+from rl_backend.pipeline.dependencies import inputs_of
+from rl_backend.pipeline.schedule import Action, Kind
+from rl_backend.pipeline.simulate import Costs
 
 
 class _Candidate(NamedTuple):

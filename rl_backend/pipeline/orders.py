@@ -1,0 +1,260 @@
+"""Orders of computations, by algorithm.
+
+- 1F1B, and interleaved 1F1B with several stages per rank, with full backward passes (arXiv 2104.04473, section 2.2).
+- ZB-H1 and ZB-H2, the handcrafted zero-bubble schedules (arXiv 2401.10241, sections 2.1 and 2.2). In both, all ranks hold
+  equally many activations: those that wait for the backward pass for the inputs, fewer the later the rank, and those whose
+  backward pass for the weights is put off, more the later the rank.
+- DualPipeV: DualPipe (arXiv 2412.19437, section 3.2.1) folded into a V, as DeepSeek's repository DualPipe describes it. Its
+  steady state pairs the forward pass of one stage of a rank with the backward pass of the other, so that communication
+  inside the one (of experts, say) can be hidden behind the other. A schedule has the two one after the other.
+- ZBV: zero bubble with 1F1B's activations, two stages per rank in a V (arXiv 2401.10241, section 6; arXiv 2405.15362).
+  Forward, backward for inputs and backward for weights of both stages alternate in the steady state. As in section 3.1 of
+  the former, several heuristics are tried for the given costs and the best result is taken.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+
+from rl_backend.pipeline.greedy import greedy_order
+from rl_backend.pipeline.schedule import Action, Kind, v_placement
+from rl_backend.pipeline.simulate import Costs
+
+
+def one_forward_one_backward(pp_size: int, num_micro_batches: int) -> list[list[Action]]:
+    """Rank r runs ``pp_size - r`` forward passes ahead, then one backward pass for each forward pass."""
+    return [
+        _alternate(
+            [Action(Kind.FORWARD, rank, micro_batch) for micro_batch in range(num_micro_batches)],
+            [Action(Kind.BACKWARD, rank, micro_batch) for micro_batch in range(num_micro_batches)],
+            ahead=pp_size - rank,
+        )
+        for rank in range(pp_size)
+    ]
+
+
+def interleaved(pp_size: int, num_micro_batches: int, stages_per_rank: int) -> list[list[Action]]:
+    """Groups of ``pp_size`` micro-batches go through each of a rank's stages in turn, rank r having ``r + i * pp_size``."""
+    group = pp_size * stages_per_rank
+    steps = range(num_micro_batches * stages_per_rank)
+    forward = [(step % group // pp_size, step // group * pp_size + step % pp_size) for step in steps]
+    return [
+        _alternate(
+            [Action(Kind.FORWARD, rank + chunk * pp_size, micro_batch) for chunk, micro_batch in forward],
+            [
+                Action(Kind.BACKWARD, rank + (stages_per_rank - 1 - chunk) * pp_size, micro_batch)
+                for chunk, micro_batch in forward
+            ],
+            ahead=_ahead(pp_size, stages_per_rank, rank),
+        )
+        for rank in range(pp_size)
+    ]
+
+
+def bound_of_one_forward_one_backward(pp_size: int, num_micro_batches: int) -> list[int]:
+    """Activations of each rank: those of the forward passes that it runs ahead."""
+    return [min(num_micro_batches, pp_size - rank) for rank in range(pp_size)]
+
+
+def bound_of_interleaved(pp_size: int, num_micro_batches: int, stages_per_rank: int) -> list[int]:
+    """Activations of each rank: those of the forward passes that it runs ahead."""
+    most = num_micro_batches * stages_per_rank
+    return [min(most, _ahead(pp_size, stages_per_rank, rank)) for rank in range(pp_size)]
+
+
+def _ahead(pp_size: int, stages_per_rank: int, rank: int) -> int:
+    return 2 * (pp_size - rank - 1) + (stages_per_rank - 1) * pp_size + 1
+
+
+def _alternate(forward: Sequence[Action], backward: Sequence[Action], ahead: int) -> list[Action]:
+    """``ahead`` forward passes, then a backward and a forward pass in turn as long as there are any."""
+    order = list(forward[:ahead])
+    for step, action in enumerate(backward):
+        order += [action, *forward[ahead + step : ahead + step + 1]]
+    return order
+
+
+def zb_h1(pp_size: int, num_micro_batches: int) -> list[list[Action]]:
+    """1F1B with the backward pass for the weights put off by r micro-batches on rank r.
+
+    For p ranks, W at most F and B, and ``m >= p`` each rank idles for ``(p - 1) * (F + B - W)`` (table 2).
+    """
+    return [_order(rank, num_micro_batches, ahead=pp_size - rank, put_off=rank) for rank in range(pp_size)]
+
+
+def zb_h2(pp_size: int, num_micro_batches: int) -> list[list[Action]]:
+    """As many forward passes ahead as fit in until the first gradient is back.
+
+    For p ranks and ``m >= 2p - 1`` a rank idles for ``max(0, (p - 1) * (F + B - 2W))`` between its first start and its
+    last end (table 2).
+    """
+    return [_order(rank, num_micro_batches, ahead=2 * (pp_size - rank) - 1, put_off=2 * rank) for rank in range(pp_size)]
+
+
+def bound_of_zb_h1(pp_size: int, num_micro_batches: int) -> list[int]:
+    """Activations of each rank: p."""
+    return [min(num_micro_batches, pp_size)] * pp_size
+
+
+def bound_of_zb_h2(pp_size: int, num_micro_batches: int) -> list[int]:
+    """Activations of each rank: 2p - 1."""
+    return [min(num_micro_batches, 2 * pp_size - 1)] * pp_size
+
+
+def _order(stage: int, num_micro_batches: int, *, ahead: int, put_off: int) -> list[Action]:
+    order = [Action(Kind.FORWARD, stage, micro_batch) for micro_batch in range(min(ahead, num_micro_batches))]
+    for micro_batch in range(num_micro_batches):
+        order.append(Action(Kind.BACKWARD_INPUT, stage, micro_batch))
+        if micro_batch >= put_off:
+            order.append(Action(Kind.BACKWARD_WEIGHT, stage, micro_batch - put_off))
+        if micro_batch + ahead < num_micro_batches:
+            order.append(Action(Kind.FORWARD, stage, micro_batch + ahead))
+    first_left = max(0, num_micro_batches - put_off)
+    return order + [Action(Kind.BACKWARD_WEIGHT, stage, left) for left in range(first_left, num_micro_batches)]
+
+
+def dualpipev(pp_size: int, num_micro_batches: int) -> list[list[Action]]:
+    """The eight phases of each rank; needs ``num_micro_batches >= 2 * pp_size``."""
+    return [_rank_order(pp_size, num_micro_batches, rank) for rank in range(pp_size)]
+
+
+def bound_of_dualpipev(pp_size: int, num_micro_batches: int) -> list[int]:
+    """Activations of each rank: 2p + 1."""
+    return [2 * pp_size + 1] * pp_size
+
+
+class _DualPipeRank:
+    """A rank's order as it grows: each call appends the next micro-batch of its first (0) or last (1) stage."""
+
+    def __init__(self, rank: int, pp_size: int) -> None:
+        self.order: list[Action] = []
+        self._stages = (rank, 2 * pp_size - 1 - rank)
+        self._next: Counter[tuple[bool, int]] = Counter()
+        self._put_off: deque[Action] = deque()
+
+    def forward(self, chunk: int) -> None:
+        self._append(Kind.FORWARD, chunk)
+
+    def backward(self, chunk: int, *, split: bool = False) -> None:
+        action = self._append(Kind.BACKWARD_INPUT if split else Kind.BACKWARD, chunk)
+        if split:
+            self._put_off.append(action._replace(kind=Kind.BACKWARD_WEIGHT))
+
+    def weights(self) -> None:
+        """The oldest backward pass for the weights that was put off."""
+        self.order.append(self._put_off.popleft())
+
+    def _append(self, kind: Kind, chunk: int) -> Action:
+        key = kind is Kind.FORWARD, chunk
+        action = Action(kind, self._stages[chunk], self._next[key])
+        self._next[key] += 1
+        self.order.append(action)
+        return action
+
+
+def _rank_order(pp_size: int, num_micro_batches: int, rank: int) -> list[Action]:
+    after = pp_size - rank - 1
+    steps = _DualPipeRank(rank, pp_size)
+    for _ in range(2 * after):
+        steps.forward(0)
+    for _ in range(rank + 1):
+        steps.forward(0)
+        steps.forward(1)
+    for _ in range(after):
+        steps.backward(1, split=True)
+        steps.weights()
+        steps.forward(1)
+    for _ in range(num_micro_batches - 2 * pp_size + rank + 1):
+        steps.forward(0)
+        steps.backward(1)
+        steps.forward(1)
+        steps.backward(0)
+    for _ in range(after):
+        steps.backward(1)
+        steps.forward(1)
+        steps.backward(0)
+    # From the middle on, the backward passes for the weights wait for the gaps of the phase after it.
+    for step in range(2 * (rank + 1)):
+        steps.backward((step + 1) % 2, split=step > rank)
+    for _ in range(after):
+        steps.weights()
+        steps.backward(0, split=True)
+    for _ in range(rank + 1):
+        steps.weights()
+    return steps.order
+
+
+FORWARD, INPUT, WEIGHT = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+
+
+def orders_for_zbv(pp_size: int, num_micro_batches: int, costs: Costs) -> Iterator[list[list[Action]]]:
+    """Orders to choose from: a fixed one, the same with a greedy end, and two that are all greedy.
+
+    The fixed one has no bubble inside any rank when all costs are equal and there are at least ``2 * pp_size - 1``
+    micro-batches; with fewer, or with other costs, another is often shorter.
+    """
+    begun = [_until_last_forward(pp_size, num_micro_batches, rank) for rank in range(pp_size)]
+    yield [_finished(own, (rank, 2 * pp_size - 1 - rank), num_micro_batches) for rank, own in enumerate(begun)]
+    placement = v_placement(pp_size)
+    bound = bound_of_zbv(pp_size, num_micro_batches)
+    nothing: list[list[Action]] = [[] for _ in range(pp_size)]
+    yield greedy_order(placement, num_micro_batches, costs, bound, begun, (FORWARD, INPUT, WEIGHT))
+    yield greedy_order(placement, num_micro_batches, costs, bound, nothing, (FORWARD, INPUT, WEIGHT))
+    yield greedy_order(placement, num_micro_batches, costs, bound, nothing, (INPUT, FORWARD, WEIGHT))
+
+
+def bound_of_zbv(pp_size: int, num_micro_batches: int) -> list[int]:
+    """Activations of each rank: 2p, as much as 1F1B's p of stages twice as large."""
+    return [2 * min(pp_size, num_micro_batches)] * pp_size
+
+
+class _ZBVRank:
+    """A rank's order as it grows; steps of micro-batches that do not exist are left out."""
+
+    def __init__(self, stages: tuple[int, int], num_micro_batches: int, order: Sequence[Action] = ()) -> None:
+        self.order = list(order)
+        self._stages = stages
+        self._num_micro_batches = num_micro_batches
+        self._done = Counter((action.kind, action.stage) for action in order)
+
+    def add(self, chunk: int, *kinds: Kind) -> None:
+        """The next micro-batch of a rank's first (0) or last (1) stage."""
+        for kind in kinds:
+            if self.left(kind, chunk):
+                done = self._done[kind, self._stages[chunk]]
+                self.order.append(Action(kind, self._stages[chunk], done))
+                self._done[kind, self._stages[chunk]] += 1
+
+    def left(self, kind: Kind, chunk: int) -> int:
+        return self._num_micro_batches - self._done[kind, self._stages[chunk]]
+
+
+def _until_last_forward(pp_size: int, num_micro_batches: int, rank: int) -> list[Action]:
+    """Warm-up within the bound, then the steady state: one of each kind of each stage in turn."""
+    steps = _ZBVRank((rank, 2 * pp_size - 1 - rank), num_micro_batches)
+    for _ in range(2 * (pp_size - rank) - 1):
+        steps.add(0, FORWARD)
+    for _ in range(rank):
+        steps.add(1, FORWARD)
+        steps.add(0, FORWARD)
+    for _ in range(pp_size - rank):
+        steps.add(1, FORWARD, INPUT, WEIGHT)
+    while steps.left(FORWARD, 0) or steps.left(FORWARD, 1):
+        steps.add(0, FORWARD, INPUT, WEIGHT)
+        steps.add(1, FORWARD, INPUT, WEIGHT)
+    return steps.order
+
+
+def _finished(begun: Sequence[Action], stages: tuple[int, int], num_micro_batches: int) -> list[Action]:
+    """What is left: inputs of both stages in turn, then of the first, with the weights of it in the gaps."""
+    steps = _ZBVRank(stages, num_micro_batches, begun)
+    while steps.left(INPUT, 1):
+        steps.add(0, INPUT)
+        steps.add(1, INPUT)
+    while steps.left(INPUT, 0):
+        steps.add(0, INPUT, WEIGHT)
+    for chunk in (1, 0):
+        while steps.left(WEIGHT, chunk):
+            steps.add(chunk, WEIGHT)
+    return steps.order

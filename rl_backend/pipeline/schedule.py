@@ -1,0 +1,238 @@
+"""A pipeline schedule: a list of actions for each rank; stages, their layers and ranks; and its warm-up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from rl_backend.contracts import ConfigError
+
+
+class Kind(StrEnum):
+    """What an action does; the value is its name in print.
+
+    The backward pass of a stage is either one ``BACKWARD``, or a ``BACKWARD_INPUT``, which the stage before waits for, and
+    a ``BACKWARD_WEIGHT`` at any time after it. Sends and receives are posted: only the computation that needs what is
+    received waits for it.
+    """
+
+    FORWARD = "F"
+    BACKWARD = "BW"
+    BACKWARD_INPUT = "B"
+    BACKWARD_WEIGHT = "W"
+    SEND_ACTIVATION = "SEND_F"
+    RECEIVE_ACTIVATION = "RECV_F"
+    SEND_GRADIENT = "SEND_B"
+    RECEIVE_GRADIENT = "RECV_B"
+
+
+COMPUTATIONS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+SENDS = frozenset({Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT})
+RECEIVES = frozenset({Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT})
+
+_OTHER_END = {
+    Kind.SEND_ACTIVATION: (Kind.RECEIVE_ACTIVATION, 1),
+    Kind.RECEIVE_ACTIVATION: (Kind.SEND_ACTIVATION, -1),
+    Kind.SEND_GRADIENT: (Kind.RECEIVE_GRADIENT, -1),
+    Kind.RECEIVE_GRADIENT: (Kind.SEND_GRADIENT, 1),
+}
+
+
+class Action(NamedTuple):
+    """One entry of a rank's list.
+
+    Attributes:
+        stage: the one that acts: a send's sender, a receive's receiver.
+        micro_batch: from 0.
+    """
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+    @property
+    def other_end(self) -> Action:
+        """The receive of this send, or the send of this receive."""
+        kind, step = _OTHER_END[self.kind]
+        return Action(kind, self.stage + step, self.micro_batch)
+
+    def __str__(self) -> str:
+        """Stage, kind, micro-batch: ``3F0`` is the forward pass of stage 3 on the first micro-batch."""
+        return f"{self.stage}{self.kind.value}{self.micro_batch}"
+
+
+def loop_placement(pp_size: int, stages_per_rank: int) -> tuple[int, ...]:
+    """Rank of each stage when rank r has the stages ``r + i * pp_size``."""
+    return tuple(stage % pp_size for stage in range(pp_size * stages_per_rank))
+
+
+def v_placement(pp_size: int) -> tuple[int, ...]:
+    """Rank of each stage when rank r has the stages r and ``2 * pp_size - 1 - r``: rank 0 has the first and the last."""
+    return (*range(pp_size), *reversed(range(pp_size)))
+
+
+def split_layers(num_layers: int, num_stages: int, sizes: Sequence[int] | None = None) -> list[range]:
+    """The layers of each stage.
+
+    Where the layers do not divide evenly, stages in the middle get one more: the first also has the embeddings, and the last
+    the head.
+
+    Args:
+        sizes: layers of each stage; None divides them evenly.
+
+    Raises:
+        ConfigError: fewer layers than stages, or ``sizes`` that are not of these layers and stages.
+    """
+    if sizes is None:
+        if num_layers < num_stages:
+            raise ConfigError.of(
+                "ParallelConfig.pp",
+                num_stages,
+                f"pp * vpp stages need as many layers, the model has {num_layers}; use at most {num_layers} stages",
+            )
+        each, more = divmod(num_layers, num_stages)
+        favoured = [*range(1, num_stages - 1), 0, num_stages - 1][:more]
+        sizes = [each + (stage in favoured) for stage in range(num_stages)]
+    elif len(sizes) != num_stages or sum(sizes) != num_layers or min(sizes) < 1:
+        raise ConfigError.of(
+            "NativeConfig.pipeline_layers",
+            tuple(sizes),
+            f"expected {num_stages} numbers, one for each of pp * vpp stages, each at least 1, that add up to the model's "
+            f"{num_layers} layers; these are {len(sizes)} that add up to {sum(sizes)}",
+        )
+    return [range(start, end) for start, end in pairwise(accumulate(sizes, initial=0))]
+
+
+class WarmUp(NamedTuple):
+    """The beginning of a schedule: forward passes before each rank's first loss and first backward pass.
+
+    Attributes:
+        lengths: for each rank how many of its actions.
+        left_over: for each rank, in order, the other ends of sends and receives that peers have posted by then and this rank
+            has not. With them every transfer is complete, so that the pass can end here on all ranks.
+    """
+
+    lengths: tuple[int, ...]
+    left_over: tuple[tuple[Action, ...], ...]
+
+
+def plan_warm_up(actions: Sequence[Sequence[Action]], num_stages: int) -> WarmUp:
+    """Finds the longest beginning that waits for nothing after it.
+
+    Args:
+        actions: for each rank what it does, in order.
+    """
+    lengths = [_first_result(own, num_stages) for own in actions]
+    while True:
+        begun = _begun(actions, lengths)
+        shorter = [
+            next((i for i, action in enumerate(own[:length]) if not _is_fed(action, begun)), length)
+            for own, length in zip(actions, lengths, strict=True)
+        ]
+        if shorter == lengths:
+            break
+        lengths = shorter
+    posted = {action.other_end for action in begun if action.kind not in COMPUTATIONS}
+    left_over = (
+        tuple(action for action in own[length:] if action in posted) for own, length in zip(actions, lengths, strict=True)
+    )
+    return WarmUp(tuple(lengths), tuple(left_over))
+
+
+def _first_result(own: Sequence[Action], num_stages: int) -> int:
+    """Where the first loss, or the first backward pass, is computed."""
+    last = num_stages - 1
+    results = (
+        i
+        for i, action in enumerate(own)
+        if action.kind in COMPUTATIONS and (action.kind is not Kind.FORWARD or action.stage == last)
+    )
+    return next(results, len(own))
+
+
+def _begun(actions: Sequence[Sequence[Action]], lengths: Sequence[int]) -> set[Action]:
+    return {action for own, length in zip(actions, lengths, strict=True) for action in own[:length]}
+
+
+def _is_fed(action: Action, begun: set[Action]) -> bool:
+    """Whether what a forward pass takes is made and sent in the beginning; other actions wait for nothing."""
+    if action.kind is not Kind.FORWARD or action.stage == 0:
+        return True
+    receive = Action(Kind.RECEIVE_ACTIVATION, action.stage, action.micro_batch)
+    before = Action(Kind.FORWARD, action.stage - 1, action.micro_batch)
+    return before in begun and (receive not in begun or receive.other_end in begun)
+
+
+Order = Sequence[Sequence[Action]]
+"""The computations of each rank, in order, without sends and receives."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One training step, or with ``forward_only`` one evaluation, of a model in stages.
+
+    Attributes:
+        name: of the algorithm.
+        num_micro_batches: of each stage.
+        placement: rank of each stage.
+        actions: for each rank what it does, in order.
+        activation_bound: for each rank the most activations, in stages times micro-batches, that it may hold; one is held
+            from its forward pass to the end of its backward pass for the weights.
+        forward_only: there is no backward pass, and no activation is held.
+    """
+
+    name: str
+    num_micro_batches: int
+    placement: tuple[int, ...]
+    actions: tuple[tuple[Action, ...], ...]
+    activation_bound: tuple[int, ...]
+    forward_only: bool = False
+
+    @property
+    def pp_size(self) -> int:
+        """Number of ranks."""
+        return len(self.actions)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def stages_per_rank(self) -> int:
+        return self.num_stages // self.pp_size
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank, in the order of the model."""
+        return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
+
+    @cached_property
+    def peak_activations(self) -> tuple[int, ...]:
+        """For each rank the most activations that it holds at once, in stages times micro-batches."""
+        return tuple(_peak(actions) if not self.forward_only else 0 for actions in self.actions)
+
+    @cached_property
+    def warm_up(self) -> WarmUp:
+        """What each rank can do before it is known whether the pass counts."""
+        return plan_warm_up(self.actions, self.num_stages)
+
+    def __str__(self) -> str:
+        """The computations of each rank on a line."""
+        return "\n".join(
+            f"{rank}: {' '.join(str(action) for action in actions if action.kind in COMPUTATIONS)}"
+            for rank, actions in enumerate(self.actions)
+        )
+
+
+def _peak(actions: Sequence[Action]) -> int:
+    held = peak = 0
+    for action in actions:
+        if action.kind is Kind.FORWARD:
+            held += 1
+            peak = max(peak, held)
+        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            held -= 1
+    return peak

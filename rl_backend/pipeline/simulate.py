@@ -1,0 +1,199 @@
+"""Times of a schedule: costs of actions, the choice of an order by them, and timeline and bubble on paper."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from rl_backend.contracts import ConfigError
+from rl_backend.pipeline.dependencies import Arrival, Event, event_graph, in_order, inputs_of
+from rl_backend.pipeline.schedule import COMPUTATIONS, Action, Kind, Order, Schedule
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times in any one unit; the defaults are those for which the zero-bubble schedules were made.
+
+    Attributes:
+        forward, backward_input, backward_weight: of one micro-batch in one stage: one number for all stages, or one for
+            each. A full backward pass takes the sum of the last two.
+        communication: from the end of a computation until its result is on another rank.
+
+    Raises:
+        ConfigError: a time that is not finite, is negative, or is 0 where something is computed.
+    """
+
+    forward: float | Sequence[float] = 1.0
+    backward_input: float | Sequence[float] = 1.0
+    backward_weight: float | Sequence[float] = 1.0
+    communication: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            may_be_zero = field.name == "communication"
+            for time in value if isinstance(value, Sequence) else (value,):
+                if not math.isfinite(time) or time < 0 or (time == 0 and not may_be_zero):
+                    raise ConfigError.of(f"Costs.{field.name}", time, f"must be {'0 or more' if may_be_zero else 'above 0'}")
+
+    def of(self, action: Action) -> float:
+        """Time of a computation."""
+        match action.kind:
+            case Kind.FORWARD:
+                return _of_stage(self.forward, action.stage)
+            case Kind.BACKWARD_INPUT:
+                return _of_stage(self.backward_input, action.stage)
+            case Kind.BACKWARD_WEIGHT:
+                return _of_stage(self.backward_weight, action.stage)
+            case Kind.BACKWARD:
+                return _of_stage(self.backward_input, action.stage) + _of_stage(self.backward_weight, action.stage)
+        raise ValueError(f"{action} is not a computation")
+
+    def require_stages(self, num_stages: int) -> None:
+        """Raises :class:`ConfigError` unless times given for each stage are as many as there are stages."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Sequence) and len(value) != num_stages:
+                raise ConfigError.of(f"Costs.{field.name}", value, f"has {len(value)} times for {num_stages} stages")
+
+
+def _of_stage(cost: float | Sequence[float], stage: int) -> float:
+    return cost[stage] if isinstance(cost, Sequence) else cost
+
+
+def end_times(order: Order, placement: Sequence[int], costs: Costs) -> Mapping[Action, float]:
+    """When each computation ends if each starts as soon as its rank is free and its inputs have arrived.
+
+    Raises:
+        ScheduleError: the computations wait for each other.
+    """
+    before = {action: previous for own in order for previous, action in zip((None, *own), own, strict=False)}
+    inputs = {action: inputs_of(action, before) for action in before}
+    graph: dict[Event, list[Event]] = {
+        action: [*inputs[action], *([previous] if previous is not None else [])] for action, previous in before.items()
+    }
+    ends: dict[Action, float] = {}
+    for action in in_order(graph):
+        assert isinstance(action, Action)
+        previous = before[action]
+        start = 0.0 if previous is None else ends[previous]
+        for one in inputs[action]:
+            delay = costs.communication if placement[one.stage] != placement[action.stage] else 0.0
+            start = max(start, ends[one] + delay)
+        ends[action] = start + costs.of(action)
+    return ends
+
+
+def shortest(orders: Iterable[Order], placement: Sequence[int], costs: Costs) -> Order:
+    """The order with the shortest makespan, and of equal ones that with the least idle time inside a rank.
+
+    An order that nothing can be better than ends the search.
+    """
+    best: tuple[tuple[float, float], Order] | None = None
+    for order in orders:
+        times, perfect = _times(order, placement, costs)
+        if best is None or times < best[0]:
+            best = times, order
+        if perfect:
+            break
+    if best is None:
+        raise ValueError("no order to choose from")
+    return best[1]
+
+
+def _times(order: Order, placement: Sequence[int], costs: Costs) -> tuple[tuple[float, float], bool]:
+    """Makespan and longest idle time inside a rank, and whether every rank starts as early as it can and never idles."""
+    ends = end_times(order, placement, costs)
+    makespan = max(ends[own[-1]] for own in order)
+    idle = [ends[own[-1]] - ends[own[0]] + costs.of(own[0]) - sum(map(costs.of, own)) for own in order]
+    # Rounded, so that the order of additions does not decide.
+    return (round(makespan, 9), round(max(idle), 9)), max(idle) < 1e-9 * makespan
+
+
+class Span(NamedTuple):
+    """A computation and when it ran, in the unit of the costs."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each rank computed what.
+
+    Attributes:
+        spans: of each rank, in order.
+        peak_activations: of each rank, in stages times micro-batches.
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+    peak_activations: tuple[int, ...]
+
+    @property
+    def makespan(self) -> float:
+        """From the first start to the last end over all ranks."""
+        return max(own[-1].end for own in self.spans) - min(own[0].start for own in self.spans)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """For each rank the time in which it computed."""
+        return tuple(sum(span.end - span.start for span in own) for own in self.spans)
+
+    @property
+    def bubble_makespan(self) -> float:
+        """Share of all ranks' time, from the first start to the last end anywhere, in which they idle.
+
+        What a step costs that waits for all ranks, as for the norm of all gradients.
+        """
+        return max(0.0, 1.0 - sum(self.busy) / (self.makespan * len(self.spans)))
+
+    @property
+    def bubble_span(self) -> float:
+        """Largest share over the ranks in which one idles between its own first start and last end.
+
+        What a step costs when a rank that is done goes on with the next one.
+        """
+        return max(
+            max(0.0, 1.0 - busy / (own[-1].end - own[0].start)) for busy, own in zip(self.busy, self.spans, strict=True)
+        )
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """Runs a schedule on paper.
+
+    A computation starts when its rank is free and what it needs has arrived. A transfer starts when both ends are posted and
+    the one before it in the same direction between the two ranks has ended; it takes ``costs.communication`` and no rank's
+    time.
+
+    Args:
+        costs: 1 for each computation and nothing for communication by default.
+
+    Raises:
+        ConfigError: costs for another number of stages.
+        ScheduleError: ranks wait for each other.
+    """
+    costs = costs or Costs()
+    costs.require_stages(schedule.num_stages)
+    graph = event_graph(schedule.actions, schedule.placement, one_queue_per_rank=False)
+    ends: dict[Event, float] = {}
+    for event in in_order(graph):
+        start = max((ends[before] for before in graph[event]), default=0.0)
+        ends[event] = start + _duration(event, costs)
+    return Timeline(
+        spans=tuple(
+            tuple(
+                Span(action, ends[action] - costs.of(action), ends[action]) for action in own if action.kind in COMPUTATIONS
+            )
+            for own in schedule.actions
+        ),
+        peak_activations=schedule.peak_activations,
+    )
+
+
+def _duration(event: Event, costs: Costs) -> float:
+    if isinstance(event, Arrival):
+        return costs.communication
+    return costs.of(event) if event.kind in COMPUTATIONS else 0.0

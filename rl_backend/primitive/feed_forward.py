@@ -1,0 +1,247 @@
+"""Feed-forward blocks: SwiGLU, and a mixture of them with all experts in two packed weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from rl_backend.primitive.deferred import weight_gradient
+from rl_backend.primitive.dispatch import LocalDispatcher, TokenDispatcher, spread_evenly
+from rl_backend.primitive.router import Router, RouterLossCoefficients, RouterSettings, Routing, with_router_losses
+
+
+class SwiGLU(nn.Module):
+    """``down(silu(gate(x)) * up(x))`` (Shazeer, 2020); (..., hidden_size) -> (..., hidden_size)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+_ALIGNMENT = 16
+_KERNEL_CAPABILITIES = (9, 10)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """``x[rows of e] @ weight[e].T`` for every group e.
+
+    bfloat16 on CUDA devices of compute capability 9 and 10 takes torch's grouped matmul, which does not wait for the device;
+    everything else copies ``counts`` to the host and takes one product for each group. The gradient of a group without rows
+    is 0. That of the weight can be put off, see :mod:`rl_backend.primitive.deferred`.
+
+    Args:
+        x: (N, in_features), rows of group 0 first.
+        weight: (E, out_features, in_features), of the dtype of ``x``.
+        counts: (E,) int64, rows of each group; N in all.
+
+    Returns:
+        (N, out_features)
+    """
+    function = _GroupedMatmul if _has_kernel(x, weight) else _GroupByGroup
+    product: Tensor = function.apply(x, weight, counts)
+    return product
+
+
+def _has_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch's grouped matmul runs as one kernel: rows must be aligned; other devices go group by group."""
+    if not x.is_cuda or x.dtype != torch.bfloat16 or weight.dtype != x.dtype:
+        return False
+    aligned = all(size * x.element_size() % _ALIGNMENT == 0 for size in weight.shape[1:])
+    return aligned and torch.cuda.get_device_capability(x.device)[0] in _KERNEL_CAPABILITIES
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        ends = counts.cumsum(0, dtype=torch.int32)
+        ctx.save_for_backward(x, weight, counts, ends)
+        ctx.weight = weight
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, counts, ends = ctx.saved_tensors
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        grad = grad.contiguous()
+        grad_x = F.grouped_mm(grad, weight, offs=ends) if needs_x else None
+
+        def of_weight() -> Tensor:
+            # torch does not say what a product over no rows leaves behind.
+            return F.grouped_mm(grad.t(), x, offs=ends).masked_fill_((counts == 0)[:, None, None], 0.0)
+
+        return grad_x, weight_gradient(ctx.weight, of_weight) if needs_weight else None, None
+
+
+class _GroupByGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight = weight
+        # The meta device has no counts.
+        ctx.counts = spread_evenly(x.shape[0], weight.shape[0]) if counts.is_meta else counts.tolist()
+        out = x.new_empty(x.shape[0], weight.shape[1])
+        for group, rows in _filled_groups(ctx.counts):
+            torch.mm(x[rows], weight[group].t(), out=out[rows])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        groups = _filled_groups(ctx.counts)
+        grad_x = None
+        if needs_x:
+            grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+            for group, rows in groups:
+                torch.mm(grad[rows], weight[group], out=grad_x[rows])
+
+        def of_weight() -> Tensor:
+            grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+            for group, rows in groups:
+                torch.mm(grad[rows].t(), x[rows], out=grad_weight[group])
+            for group, count in enumerate(ctx.counts):
+                if count == 0:
+                    grad_weight[group].zero_()
+            return grad_weight
+
+        return grad_x, weight_gradient(ctx.weight, of_weight) if needs_weight else None, None
+
+
+def _filled_groups(counts: list[int]) -> list[tuple[int, slice]]:
+    groups, start = [], 0
+    for group, count in enumerate(counts):
+        if count:
+            groups.append((group, slice(start, start + count)))
+        start += count
+    return groups
+
+
+class SwiGLUExperts(nn.Module):
+    """E gated feed-forward blocks, ``down(silu(gate(x)) * up(x))``, on the tokens that a router gave them.
+
+    Attributes:
+        gate_up_proj: (E, 2, intermediate_size, hidden_size): ``[e, 0]`` is the gate of expert e, ``[e, 1]`` its
+            up-projection. Experts and intermediate features are dimensions of their own, so that each can be sharded.
+        down_proj: (E, hidden_size, intermediate_size).
+        dispatcher: what brings tokens to the experts; replace it where they are on several ranks.
+    """
+
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(num_experts, 2, intermediate_size, hidden_size))
+        self.down_proj = nn.Parameter(torch.zeros(num_experts, hidden_size, intermediate_size))
+        self.dispatcher: TokenDispatcher = LocalDispatcher(num_experts)
+
+    def forward(self, x: Tensor, routing: Routing) -> Tensor:
+        """(T, hidden_size) -> (T, hidden_size): the weighted sum of what each token's experts return."""
+        tokens = self.dispatcher.dispatch(x, routing)
+        gate_up = grouped_linear(tokens.rows, self.gate_up_proj.flatten(1, 2), tokens.counts)
+        # The down-projection is linear: weighting what goes in costs less than weighting what comes out.
+        hidden: Tensor = _WeightedSwiGLU.apply(gate_up, tokens.weights)
+        return self.dispatcher.combine(grouped_linear(hidden, self.down_proj, tokens.counts), tokens)
+
+    def extra_repr(self) -> str:
+        experts, _, intermediate_size, hidden_size = self.gate_up_proj.shape
+        return f"{experts} experts, hidden_size={hidden_size}, intermediate_size={intermediate_size}"
+
+
+class _WeightedSwiGLU(torch.autograd.Function):
+    """``silu(gate) * up * weight``; (N, 2 * size) and (N,) -> (N, size). Keeps its inputs alone, computes in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up, weights)
+        gate, up = gate_up.to(weights.dtype).chunk(2, dim=-1)
+        return F.silu(gate).mul_(up).mul_(weights[:, None]).to(gate_up.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate_up, weights = ctx.saved_tensors
+        gate, up = gate_up.to(weights.dtype).chunk(2, dim=-1)
+        grad = grad.to(weights.dtype)
+        activated = F.silu(gate)
+        grad_gate_up = torch.empty(gate_up.shape, dtype=weights.dtype, device=gate_up.device)
+        grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
+        torch.mul(grad, activated, out=grad_up)
+        grad_weights = (grad_up * up).sum(-1)
+        grad_up.mul_(weights[:, None])
+        grad_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate)).mul_(weights[:, None])
+        return grad_gate_up.to(gate_up.dtype), grad_weights
+
+
+class MoE(nn.Module):
+    """Each token goes through ``top_k`` of E experts and, where there are any, through the shared ones.
+
+    Routing and applying are two steps, so that a choice of experts can be kept, or come from elsewhere.
+
+    Args:
+        intermediate_size: of one expert.
+        shared_intermediate_size: of the experts that see every token, taken together (DeepSeekMoE, arXiv 2401.06066,
+            section 3.2); 0 for none.
+        shared_gate: multiply their output by ``sigmoid(x @ shared_expert_gate)``, as Qwen2-MoE does.
+        coefficients: of the router's losses.
+
+    Attributes:
+        token_group: ranks over which the tokens of a micro-batch are spread, for the router's losses; None where this one
+            has all of them.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        router: RouterSettings,
+        *,
+        shared_intermediate_size: int = 0,
+        shared_gate: bool = False,
+        coefficients: RouterLossCoefficients = RouterLossCoefficients(),  # noqa: B008 - immutable
+    ) -> None:
+        super().__init__()
+        self.coefficients = coefficients
+        self.token_group: dist.ProcessGroup | None = None
+        self.gate = Router(hidden_size, router)
+        self.experts = SwiGLUExperts(router.num_experts, hidden_size, intermediate_size)
+        self.shared_expert = SwiGLU(hidden_size, shared_intermediate_size) if shared_intermediate_size else None
+        self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False) if shared_gate else None
+
+    def forward(
+        self, x: Tensor, loss_weight: float = 1.0, padding: Tensor | None = None, experts: Tensor | None = None
+    ) -> Tensor:
+        """(T, hidden_size) -> (T, hidden_size).
+
+        Args:
+            loss_weight: what the router's losses of these tokens count for.
+            padding: (T,) bool, tokens that do not count in the router's losses.
+            experts: as in :meth:`~rl_backend.primitive.router.Router.forward`.
+        """
+        return self.apply_experts(x, self.route(x, loss_weight, experts, padding))
+
+    def route(
+        self, x: Tensor, loss_weight: float = 1.0, experts: Tensor | None = None, padding: Tensor | None = None
+    ) -> Routing:
+        """Chooses experts, or takes those of ``experts``, and weights them."""
+        routing: Routing = self.gate(x, experts)
+        return with_router_losses(routing, self.gate.settings, self.coefficients, loss_weight, padding, self.token_group)
+
+    def apply_experts(self, x: Tensor, routing: Routing) -> Tensor:
+        """What the experts make of (T, hidden_size)."""
+        routed: Tensor = self.experts(x, routing)
+        if self.shared_expert is None:
+            return routed
+        shared: Tensor = self.shared_expert(x)
+        if self.shared_expert_gate is not None:
+            shared = torch.sigmoid(self.shared_expert_gate(x)) * shared
+        return routed + shared
