@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,11 @@ from torch.autograd.function import once_differentiable
 all_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """(output, input, group=): the inputs of all ranks one after the other, without a backward pass."""
 _reduce_scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def sum_over(group: dist.ProcessGroup) -> Callable[[Tensor], object]:
+    """What adds a tensor up over the ranks of ``group``, in place and without a backward pass; a collective over them."""
+    return partial(dist.all_reduce, group=group)
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup, *, sum_gradients: bool) -> Tensor:

@@ -8,16 +8,17 @@ exports know what a rank holds, but modules compute with the rank's own part: no
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from rl_backend.parallel.collectives import all_gather, reduce_scatter
+from rl_backend.parallel.collectives import all_gather, reduce_scatter, sum_over
 from rl_backend.parallel.shards import chunk
 from rl_backend.primitive.log_prob import NextToken, VocabularyShard, next_token_log_probs
 
@@ -111,7 +112,7 @@ class TensorParallel:
 
     def vocabulary_head(self, vocab_size: int) -> Callable[..., NextToken]:
         """:func:`~rl_backend.primitive.log_prob.next_token_log_probs` for (N / tp, hidden_size) and a split weight."""
-        shard = VocabularyShard(self.group, self._first_row(vocab_size), vocab_size)
+        shard = vocabulary_shard(self.group, self._first_row(vocab_size), vocab_size)
 
         @wraps(next_token_log_probs)
         def log_probs(hidden: Tensor, weight: Tensor, *args: Any, **options: Any) -> NextToken:
@@ -136,6 +137,12 @@ class TensorParallel:
 
     def _first_row(self, rows: int) -> int:
         return int(chunk(slice(0, rows), self.size, self.rank).start)
+
+
+def vocabulary_shard(group: dist.ProcessGroup, start: int, vocab_size: int) -> VocabularyShard:
+    """This rank's part of a vocabulary that is split over the ranks of ``group``; see :class:`VocabularyShard`."""
+    largest = partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=group)
+    return VocabularyShard(start, vocab_size, largest, sum_over(group))
 
 
 def distribute_experts(experts: nn.Module, mesh: DeviceMesh, dimensions: Mapping[str, tuple[int, int]]) -> None:

@@ -19,7 +19,7 @@ from rl_backend.plan.memory import RankMemory
 from rl_backend.plan.shards import ParameterSize, ShardedStage, sync_bucket_bytes, weights_to_sync
 from rl_backend.plan.stage_memory import Stage, StageMemory, measure_stage
 from rl_backend.plan.workload import Workload
-from rl_backend.primitive.log_prob import logits_chunk_bytes
+from rl_backend.primitive.tiles import logits_chunk_bytes
 from rl_backend.runtime.native.build import build_module
 from rl_backend.runtime.native.description import ModelDescription, describe_model
 from rl_backend.runtime.native.stages import algorithm, model_stages, schedule_name

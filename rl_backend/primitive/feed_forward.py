@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -195,8 +195,8 @@ class MoE(nn.Module):
         coefficients: of the router's losses.
 
     Attributes:
-        token_group: ranks over which the tokens of a micro-batch are spread, for the router's losses; None where this one
-            has all of them.
+        sum_over_ranks: adds a tensor up, in place, over the ranks that share the tokens of a micro-batch, for the router's
+            losses; None where this one has all of them.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.coefficients = coefficients
-        self.token_group: dist.ProcessGroup | None = None
+        self.sum_over_ranks: Callable[[Tensor], object] | None = None
         self.gate = Router(hidden_size, router)
         self.experts = SwiGLUExperts(router.num_experts, hidden_size, intermediate_size)
         self.shared_expert = SwiGLU(hidden_size, shared_intermediate_size) if shared_intermediate_size else None
@@ -234,7 +234,7 @@ class MoE(nn.Module):
     ) -> Routing:
         """Chooses experts, or takes those of ``experts``, and weights them."""
         routing: Routing = self.gate(x, experts)
-        return with_router_losses(routing, self.gate.settings, self.coefficients, loss_weight, padding, self.token_group)
+        return with_router_losses(routing, self.gate.settings, self.coefficients, loss_weight, padding, self.sum_over_ranks)
 
     def apply_experts(self, x: Tensor, routing: Routing) -> Tensor:
         """What the experts make of (T, hidden_size)."""

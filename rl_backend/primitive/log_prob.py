@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_backend.contracts import BatchError
+from rl_backend.primitive.tiles import Tile, Tokens, add_matmul, buffers_for, vocabulary_slices, wide
 
 IGNORE_LABEL = -100
 """Label of a position that predicts nothing."""
-
-_TILE_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
 
 
 class NextToken(NamedTuple):
@@ -31,14 +30,15 @@ class VocabularyShard(NamedTuple):
     """One rank's part of a vocabulary that is split over ranks, in their order.
 
     Attributes:
-        group: the ranks.
         start: first token of this rank's part.
         vocab_size: tokens of the whole vocabulary.
+        largest_over_ranks, sum_over_ranks: reduce a tensor over all ranks of the split, in place.
     """
 
-    group: dist.ProcessGroup
     start: int
     vocab_size: int
+    largest_over_ranks: Callable[[Tensor], object]
+    sum_over_ranks: Callable[[Tensor], object]
 
 
 def next_token_log_probs(
@@ -89,54 +89,6 @@ def _check_on_host(labels: Tensor, vocab_size: int, temperature: Tensor | float)
         raise BatchError(f"temperature has a value of {float(temperature.min())}: each must be positive")
 
 
-class _Tile(NamedTuple):
-    """Some tokens by some of the vocabulary: what exists at one time."""
-
-    hidden: Tensor  # (tokens, hidden_size)
-    weight: Tensor  # (words, hidden_size)
-    column: Tensor  # (tokens, 1) int64: the label's column, 0 where it lies in another tile
-    inside: Tensor  # (tokens,) bool: whether the label lies in this tile
-    temperature: Tensor | None  # (tokens, 1)
-
-    @classmethod
-    def of(cls, tokens: _Tokens, chunk: slice, weight: Tensor, words: slice) -> _Tile:
-        column = tokens.labels[chunk] - (tokens.start + words.start)
-        inside = (column >= 0) & (column < words.stop - words.start)
-        temperature = tokens.temperature[chunk] if tokens.temperature is not None else None
-        return cls(tokens.hidden[chunk], weight[words], column.where(inside, 0)[:, None], inside, temperature)
-
-    def logits(self, buffer: Tensor) -> Tensor:
-        out = buffer[: self.hidden.shape[0] * self.weight.shape[0]].view(self.hidden.shape[0], self.weight.shape[0])
-        _matmul(self.hidden, self.weight.t(), out)
-        return out if self.temperature is None else out.div_(self.temperature)
-
-
-class _Tokens(NamedTuple):
-    """The tokens that take part."""
-
-    hidden: Tensor  # (N, hidden_size)
-    labels: Tensor  # (N,)
-    temperature: Tensor | None  # (N, 1); None stands for 1
-    start: int  # token of the first row of the weight
-
-    @classmethod
-    def select(
-        cls, hidden: Tensor, labels: Tensor, temperature: Tensor | float, active: Tensor, shard: VocabularyShard | None
-    ) -> tuple[_Tokens, Tensor]:
-        """The tokens where ``active`` and their positions."""
-        # On the meta device, which knows no labels, all tokens count.
-        positions = torch.arange(len(active), device="meta") if active.is_meta else active.nonzero().squeeze(1)
-        if not isinstance(temperature, Tensor):
-            chosen = None if temperature == 1.0 else hidden.new_full((1, 1), temperature, dtype=_wide(hidden.dtype))
-            temperatures = None if chosen is None else chosen.expand(positions.shape[0], 1)
-        else:
-            temperatures = temperature.to(hidden.device, _wide(hidden.dtype))[positions][:, None]
-        return cls(hidden[positions], labels[positions], temperatures, shard.start if shard else 0), positions
-
-    def chunks(self, size: int) -> list[slice]:
-        return _slices(self.hidden.shape[0], size)
-
-
 class _NextTokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -149,9 +101,9 @@ class _NextTokenLogProbs(torch.autograd.Function):
         calculate_entropy: bool,
         shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor]:
-        tokens, positions = _Tokens.select(hidden, labels, temperature, labels != IGNORE_LABEL, shard)
-        dtype = _wide(hidden.dtype)
-        buffers = _buffers(tokens, weight, chunk_tokens, count=2 if calculate_entropy else 1)
+        tokens, positions = Tokens.select(hidden, labels, temperature, labels != IGNORE_LABEL, _first_row(shard))
+        dtype = wide(hidden.dtype)
+        buffers = buffers_for(tokens, weight, chunk_tokens, count=2 if calculate_entropy else 1)
         sums = [
             _sum_over_vocabulary(tokens, chunk, weight, chunk_tokens, buffers, calculate_entropy)
             for chunk in tokens.chunks(chunk_tokens)
@@ -178,7 +130,7 @@ class _NextTokenLogProbs(torch.autograd.Function):
         if ctx.calculate_entropy:
             active |= grad_entropy != 0
         active &= labels != IGNORE_LABEL
-        tokens, positions = _Tokens.select(hidden, labels, ctx.temperature, active, ctx.shard)
+        tokens, positions = Tokens.select(hidden, labels, ctx.temperature, active, _first_row(ctx.shard))
         gradient = _Gradient(
             grad_log_probs[positions][:, None],
             grad_entropy[positions][:, None] if ctx.calculate_entropy else None,
@@ -193,19 +145,24 @@ class _NextTokenLogProbs(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None, None
 
 
+def _first_row(shard: VocabularyShard | None) -> int:
+    return 0 if shard is None else shard.start
+
+
 def _sum_over_vocabulary(
-    tokens: _Tokens, chunk: slice, weight: Tensor, chunk_tokens: int, buffers: list[Tensor], calculate_entropy: bool
+    tokens: Tokens, chunk: slice, weight: Tensor, chunk_tokens: int, buffers: list[Tensor], calculate_entropy: bool
 ) -> Tensor:
     """(tokens, 4): m, s, u and the logit of the label of one chunk, in one pass over this rank's vocabulary.
 
     m is the largest logit so far, s = sum exp(x - m) and u = sum exp(x - m) (x - m).
     """
-    largest = tokens.hidden.new_full((chunk.stop - chunk.start, 1), -torch.inf, dtype=_wide(tokens.hidden.dtype))
+    largest = tokens.hidden.new_full((chunk.stop - chunk.start, 1), -torch.inf, dtype=wide(tokens.hidden.dtype))
     total, weighted, label_logits = (torch.zeros_like(largest) for _ in range(3))
-    for words in _vocabulary_slices(tokens, weight, chunk_tokens):
-        tile = _Tile.of(tokens, chunk, weight, words)
+    for words in vocabulary_slices(tokens, weight, chunk_tokens):
+        tile = Tile.of(tokens, chunk, weight, words)
         logits = tile.logits(buffers[0])
         label_logits += logits.gather(1, tile.column).masked_fill_(~tile.inside[:, None], 0.0)
+        # What has been added up for a smaller maximum is scaled down to the new one, so that no exponential overflows.
         previous, largest = largest, torch.maximum(largest, logits.amax(1, keepdim=True))
         shift = previous - largest
         scale = shift.exp()
@@ -225,12 +182,13 @@ def _finish_sums(partial: Tensor, shard: VocabularyShard | None, calculate_entro
     """Log-normaliser, logit of the label and entropy: log Z = m + log s, the entropy is log s - u / s."""
     largest, total, weighted, label_logits = partial.unbind(1)
     if shard is not None:
+        # Each rank's sums refer to its own maximum; scaled to the one of all ranks they can be added up.
         here, largest = largest, largest.clone()
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
+        shard.largest_over_ranks(largest)
         shift = here - largest
         scale = shift.exp()
         sums = torch.stack([total * scale, _shifted(weighted, total, shift) * scale, label_logits])
-        dist.all_reduce(sums, group=shard.group)
+        shard.sum_over_ranks(sums)
         total, weighted, label_logits = sums
     log_total = total.log()
     entropy = log_total - weighted / total if calculate_entropy else torch.zeros_like(total)
@@ -250,7 +208,7 @@ class _Gradient(NamedTuple):
     entropy_value: Tensor
     log_normalizer: Tensor
 
-    def of_logits(self, chunk: slice, tile: _Tile, buffers: list[Tensor]) -> Tensor:
+    def of_logits(self, chunk: slice, tile: Tile, buffers: list[Tensor]) -> Tensor:
         """Gradient of the loss with respect to a tile's logits before the division by the temperature.
 
         d log p_y / d x_v = [v = y] - p_v and d H / d x_v = -p_v (log p_v + H).
@@ -271,87 +229,27 @@ class _Gradient(NamedTuple):
 
 
 def _backward(
-    tokens: _Tokens, weight: Tensor, gradient: _Gradient, chunk_tokens: int, need_hidden: bool, need_weight: bool
+    tokens: Tokens, weight: Tensor, gradient: _Gradient, chunk_tokens: int, need_hidden: bool, need_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    dtype = _wide(weight.dtype)
+    dtype = wide(weight.dtype)
     grad_tokens = torch.zeros_like(tokens.hidden, dtype=dtype) if need_hidden else None
     grad_weight = torch.empty_like(weight) if need_weight else None
     chunks = tokens.chunks(chunk_tokens)
     if not chunks and grad_weight is not None:
         grad_weight.zero_()
-    buffers = _buffers(tokens, weight, chunk_tokens, count=1 if gradient.entropy is None else 2)
-    for words in _vocabulary_slices(tokens, weight, chunk_tokens) if chunks else ():
+    buffers = buffers_for(tokens, weight, chunk_tokens, count=1 if gradient.entropy is None else 2)
+    for words in vocabulary_slices(tokens, weight, chunk_tokens) if chunks else ():
         direct = grad_weight is not None and grad_weight.dtype == dtype
         target = grad_weight[words] if direct and grad_weight is not None else None
         if need_weight and not direct:
             target = torch.empty_like(weight[words], dtype=dtype)
         for chunk in chunks:
-            tile = _Tile.of(tokens, chunk, weight, words)
+            tile = Tile.of(tokens, chunk, weight, words)
             grad_logits = gradient.of_logits(chunk, tile, buffers).to(weight.dtype)
             if grad_tokens is not None:
-                _add_matmul(grad_tokens[chunk], grad_logits, tile.weight, beta=1)
+                add_matmul(grad_tokens[chunk], grad_logits, tile.weight, beta=1)
             if target is not None:
-                _add_matmul(target, grad_logits.t(), tile.hidden, beta=0 if chunk.start == 0 else 1)
+                add_matmul(target, grad_logits.t(), tile.hidden, beta=0 if chunk.start == 0 else 1)
         if grad_weight is not None and target is not None and not direct:
             grad_weight[words] = target
     return grad_tokens, grad_weight
-
-
-def _matmul(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """``a @ b`` into ``out``, which may be wider than the factors."""
-    if a.dtype == out.dtype:
-        torch.mm(a, b, out=out)
-    elif a.is_cuda:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
-    else:
-        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
-
-
-def _add_matmul(out: Tensor, a: Tensor, b: Tensor, *, beta: int) -> None:
-    """``out = beta * out + a @ b``, accumulated in the dtype of ``out``."""
-    if a.dtype == out.dtype:
-        out.addmm_(a, b, beta=beta)
-    elif a.is_cuda:
-        product = torch.mm(a, b, out_dtype=out.dtype)
-        out.copy_(product) if beta == 0 else out.add_(product)
-    else:
-        out.addmm_(a.to(out.dtype), b.to(out.dtype), beta=beta)
-
-
-def _buffers(tokens: _Tokens, weight: Tensor, chunk_tokens: int, count: int) -> list[Tensor]:
-    rows = min(chunk_tokens, tokens.hidden.shape[0])
-    size = _tile_elements(rows, weight.shape[0], weight.device.type)
-    return [weight.new_empty(size, dtype=_wide(weight.dtype)) for _ in range(count)]
-
-
-def _vocabulary_slices(tokens: _Tokens, weight: Tensor, rows: int) -> list[slice]:
-    return _slices(weight.shape[0], _tile_words(min(rows, tokens.hidden.shape[0]), weight.device.type))
-
-
-def logits_chunk_bytes(
-    num_tokens: int, vocab_size: int, chunk_tokens: int, *, calculate_entropy: bool, device_type: str = "cuda"
-) -> int:
-    """Bytes of the logits that exist at one time in :func:`next_token_log_probs`, for parameters of 32 bits or less.
-
-    Args:
-        vocab_size: rows of the weight on one rank.
-    """
-    elements = _tile_elements(min(chunk_tokens, num_tokens), vocab_size, device_type)
-    return elements * torch.float32.itemsize * (2 if calculate_entropy else 1)
-
-
-def _tile_elements(rows: int, vocab_size: int, device_type: str) -> int:
-    return rows * min(vocab_size, _tile_words(rows, device_type))
-
-
-def _tile_words(rows: int, device_type: str) -> int:
-    elements = _TILE_ELEMENTS.get(device_type, _TILE_ELEMENTS["cuda"])
-    return max(elements // max(rows, 1), 256)
-
-
-def _slices(total: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -138,20 +138,23 @@ class ExpertUse(NamedTuple):
 
 
 def expert_use(
-    experts: Tensor, num_experts: int, padding: Tensor | None = None, group: dist.ProcessGroup | None = None
+    experts: Tensor,
+    num_experts: int,
+    padding: Tensor | None = None,
+    sum_over_ranks: Callable[[Tensor], object] | None = None,
 ) -> ExpertUse:
     """What (T, top_k) choices come to.
 
     Args:
         padding: (T,) bool, tokens that do not count.
-        group: ranks that have the other tokens of the micro-batch, whose choices are added. A collective over them.
+        sum_over_ranks: adds a tensor up, in place, over the ranks that have the other tokens of the micro-batch.
     """
     num_tokens = experts.new_full((1,), experts.shape[0])
     if padding is not None:
         num_tokens = num_tokens - padding.sum()
     use = torch.cat((tokens_per_expert(experts, num_experts, padding), num_tokens))
-    if group is not None:
-        dist.all_reduce(use, group=group)
+    if sum_over_ranks is not None:
+        sum_over_ranks(use)
     return ExpertUse(use[:-1], use[-1])
 
 
@@ -220,7 +223,7 @@ def with_router_losses(
     coefficients: RouterLossCoefficients,
     loss_weight: float,
     padding: Tensor | None = None,
-    group: dist.ProcessGroup | None = None,
+    sum_over_ranks: Callable[[Tensor], object] | None = None,
 ) -> Routing:
     """The same routing, whose weights bring the gradient of the losses into the backward pass, times ``loss_weight``.
 
@@ -228,12 +231,12 @@ def with_router_losses(
 
     Args:
         padding: (T,) bool, tokens that do not count.
-        group: ranks that have the other tokens of the micro-batch. The losses are those of all of its tokens, and the
-            gradients of the ranks add up to theirs.
+        sum_over_ranks: adds a tensor up, in place, over the ranks that have the other tokens of the micro-batch. The losses
+            are those of all of its tokens, and the gradients of the ranks add up to theirs.
     """
     if coefficients == RouterLossCoefficients() or not torch.is_grad_enabled():
         return routing
-    use = expert_use(routing.experts, settings.num_experts, padding, group)
+    use = expert_use(routing.experts, settings.num_experts, padding, sum_over_ranks)
     losses = routing.logits.new_zeros(())
     if coefficients.load_balancing:
         losses = losses + coefficients.load_balancing * load_balancing_loss(routing, settings, padding, use)

@@ -146,7 +146,7 @@ def loss_job() -> tuple[Tensor, Tensor]:
     rank = dist.get_rank()
     tokens, mixes, paddings = padded_tokens(dist.get_world_size())
     moe = loss_moe()
-    moe.token_group = dist.group.WORLD
+    moe.sum_over_ranks = dist.all_reduce
     x = tokens[rank].requires_grad_()
     padding = paddings[rank] if paddings[rank].any() else None
     (checkpoint(moe, x, 0.5, padding, use_reentrant=False) * mixes[rank]).sum().backward()

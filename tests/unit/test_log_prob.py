@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts import BatchError
-from rl_backend.primitive import log_prob
+from rl_backend.primitive import tiles
 from rl_backend.primitive.log_prob import NextToken, next_token_log_probs
 
 T, H, V = 21, 8, 1500
@@ -17,7 +17,7 @@ T, H, V = 21, 8, 1500
 
 @pytest.fixture(autouse=True)
 def several_vocabulary_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(log_prob._TILE_ELEMENTS, "cpu", 400 * 5)
+    monkeypatch.setitem(tiles._TILE_ELEMENTS, "cpu", 400 * 5)
 
 
 def make_inputs(dtype: torch.dtype = torch.float64, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,7 +70,7 @@ def test_values_and_gradients_equal_a_full_softmax(
 def test_a_shorter_last_chunk_fits_the_memory_of_the_others(
     monkeypatch: pytest.MonkeyPatch, calculate_entropy: bool
 ) -> None:
-    monkeypatch.setitem(log_prob._TILE_ELEMENTS, "cpu", 2**21)
+    monkeypatch.setitem(tiles._TILE_ELEMENTS, "cpu", 2**21)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1512, 4, generator=generator)
     weight = torch.randn(5000, 4, generator=generator)
@@ -110,13 +110,13 @@ def test_tokens_without_an_upstream_gradient_are_not_computed_again(monkeypatch:
     hidden, weight, labels = make_inputs(torch.float32)
     output = next_token_log_probs(hidden, weight, labels)
     rows: list[int] = []
-    original = log_prob._matmul
+    original = tiles._matmul
 
     def counting(a: Tensor, b: Tensor, out: Tensor) -> None:
         rows.append(a.shape[0])
         original(a, b, out)
 
-    monkeypatch.setattr(log_prob, "_matmul", counting)
+    monkeypatch.setattr(tiles, "_matmul", counting)
     (output.log_probs * (torch.arange(T) >= 15)).sum().backward()
     assert set(rows) == {5}
     assert (hidden.grad[:15] == 0).all()
@@ -171,7 +171,7 @@ def test_a_frozen_weight_gets_no_gradient_and_the_hidden_states_still_do() -> No
 
 @pytest.mark.shows("model: full-vocabulary logits are never kept")
 def test_full_vocabulary_logits_are_neither_saved_nor_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(log_prob._TILE_ELEMENTS, "cpu", 2**21)
+    monkeypatch.setitem(tiles._TILE_ELEMENTS, "cpu", 2**21)
     hidden, weight, labels = make_inputs(torch.float32)
     saved: list[int] = []
 
@@ -180,13 +180,13 @@ def test_full_vocabulary_logits_are_neither_saved_nor_made_at_once(monkeypatch: 
         return tensor
 
     largest: list[int] = []
-    original = log_prob._matmul
+    original = tiles._matmul
 
     def measuring(a: Tensor, b: Tensor, out: Tensor) -> None:
         largest.append(out.numel())
         original(a, b, out)
 
-    monkeypatch.setattr(log_prob, "_matmul", measuring)
+    monkeypatch.setattr(tiles, "_matmul", measuring)
     with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         output = next_token_log_probs(hidden, weight, labels, chunk_tokens=4, calculate_entropy=True)
     output.log_probs.sum().backward()

@@ -9,6 +9,7 @@ from torch import nn
 from rl_backend.contracts import NativeConfig
 from rl_backend.model.dense.parallelize import shard_decoder, split_decoder, split_feed_forward
 from rl_backend.model.moe.model import MoEDecoder, MoELayer
+from rl_backend.parallel.collectives import sum_over
 from rl_backend.parallel.expert import AllToAllDispatcher
 from rl_backend.parallel.tensor import TensorParallel, distribute_experts
 from rl_backend.primitive.feed_forward import MoE, SwiGLUExperts
@@ -41,7 +42,7 @@ def parallelize(module: nn.Module, groups: ParallelGroups, config: NativeConfig)
 def _split_mixture(moe: MoE, groups: ParallelGroups) -> None:
     """Experts over ep and etp; the router, and what gates shared experts, on every rank for its own tokens."""
     if groups.token_group.size() > 1:
-        moe.token_group = groups.token_group
+        moe.sum_over_ranks = sum_over(groups.token_group)
     if groups.expert_group.size() > 1:
         _split_experts(moe.experts, groups)
     if groups.tp_group.size() == 1:

@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 
 from rl_backend.contracts import ModelOutput
+from rl_backend.parallel.tensor import vocabulary_shard
 from rl_backend.primitive.log_prob import VocabularyShard, next_token_log_probs
 from rl_backend.primitive.value_head import ValueHead
 from rl_backend.runtime.bridge.batch import LaidOut
@@ -90,7 +91,7 @@ class OutputProcessor:
 
     def _shard(self, weight: Tensor) -> VocabularyShard | None:
         group = self._groups.pg.tp
-        return None if group.size() == 1 else VocabularyShard(group, self._first_row(weight), self._vocab_size)
+        return None if group.size() == 1 else vocabulary_shard(group, self._first_row(weight), self._vocab_size)
 
 
 class CriticOutputLayer(nn.Module):

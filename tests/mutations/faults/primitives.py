@@ -11,7 +11,7 @@ _MOE_TESTS = "tests/unit/test_moe.py"
 FAULTS = [
     Fault(
         "log-probs-without-temperature",
-        _LOG_PROB,
+        "rl_backend/primitive/tiles.py",
         "return out if self.temperature is None else out.div_(self.temperature)",
         "return out",
         (f"{_LOG_PROB_TESTS}::test_values_and_gradients_equal_a_full_softmax",),
@@ -63,7 +63,7 @@ FAULTS = [
     Fault(
         "vocabulary-shards-not-summed",
         _LOG_PROB,
-        "        dist.all_reduce(sums, group=shard.group)\n",
+        "        shard.sum_over_ranks(sums)\n",
         "",
         ("tests/distributed/test_native_layouts.py::test_dense_layouts_train_as_one_rank[2-ranks-tp2]",),
         "each tensor-parallel rank would normalise over its own words",
@@ -111,7 +111,7 @@ FAULTS = [
     Fault(
         "balancing-loss-of-one-ranks-tokens",
         "rl_backend/primitive/router.py",
-        "        dist.all_reduce(use, group=group)\n",
+        "        sum_over_ranks(use)\n",
         "        pass\n",
         (
             "tests/distributed/test_expert_parallel.py::test_router_losses_are_those_of_all_tokens_and_of_no_padding[2]",

@@ -1,0 +1,124 @@
+"""Tiles of logits: some tokens by some of the vocabulary, in memory that every tile uses again."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_TILE_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
+"""Logits of a tile: on a CPU what its cache holds."""
+
+
+class Tile(NamedTuple):
+    """Some tokens by some of the vocabulary: what exists at one time."""
+
+    hidden: Tensor  # (tokens, hidden_size)
+    weight: Tensor  # (words, hidden_size)
+    column: Tensor  # (tokens, 1) int64: the label's column, 0 where it lies in another tile
+    inside: Tensor  # (tokens,) bool: whether the label lies in this tile
+    temperature: Tensor | None  # (tokens, 1)
+
+    @classmethod
+    def of(cls, tokens: Tokens, chunk: slice, weight: Tensor, words: slice) -> Tile:
+        column = tokens.labels[chunk] - (tokens.start + words.start)
+        inside = (column >= 0) & (column < words.stop - words.start)
+        temperature = tokens.temperature[chunk] if tokens.temperature is not None else None
+        return cls(tokens.hidden[chunk], weight[words], column.where(inside, 0)[:, None], inside, temperature)
+
+    def logits(self, buffer: Tensor) -> Tensor:
+        out = buffer[: self.hidden.shape[0] * self.weight.shape[0]].view(self.hidden.shape[0], self.weight.shape[0])
+        _matmul(self.hidden, self.weight.t(), out)
+        return out if self.temperature is None else out.div_(self.temperature)
+
+
+class Tokens(NamedTuple):
+    """The tokens that take part."""
+
+    hidden: Tensor  # (N, hidden_size)
+    labels: Tensor  # (N,)
+    temperature: Tensor | None  # (N, 1); None stands for 1
+    start: int  # token of the first row of the weight
+
+    @classmethod
+    def select(
+        cls, hidden: Tensor, labels: Tensor, temperature: Tensor | float, active: Tensor, start: int
+    ) -> tuple[Tokens, Tensor]:
+        """The tokens where ``active`` and their positions; ``start`` is the token of the first row of the weight."""
+        # On the meta device, which knows no labels, all tokens count.
+        positions = torch.arange(len(active), device="meta") if active.is_meta else active.nonzero().squeeze(1)
+        if not isinstance(temperature, Tensor):
+            chosen = None if temperature == 1.0 else hidden.new_full((1, 1), temperature, dtype=wide(hidden.dtype))
+            temperatures = None if chosen is None else chosen.expand(positions.shape[0], 1)
+        else:
+            temperatures = temperature.to(hidden.device, wide(hidden.dtype))[positions][:, None]
+        return cls(hidden[positions], labels[positions], temperatures, start), positions
+
+    def chunks(self, size: int) -> list[slice]:
+        return _slices(self.hidden.shape[0], size)
+
+
+def _matmul(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """``a @ b`` into ``out``, which may be wider than the factors."""
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    elif a.is_cuda:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+
+
+def add_matmul(out: Tensor, a: Tensor, b: Tensor, *, beta: int) -> None:
+    """``out = beta * out + a @ b``, accumulated in the dtype of ``out``."""
+    if a.dtype == out.dtype:
+        out.addmm_(a, b, beta=beta)
+    elif a.is_cuda:
+        product = torch.mm(a, b, out_dtype=out.dtype)
+        out.copy_(product) if beta == 0 else out.add_(product)
+    else:
+        out.addmm_(a.to(out.dtype), b.to(out.dtype), beta=beta)
+
+
+def buffers_for(tokens: Tokens, weight: Tensor, chunk_tokens: int, count: int) -> list[Tensor]:
+    """Memory for the logits of a tile, ``count`` times; every tile uses it again."""
+    rows = min(chunk_tokens, tokens.hidden.shape[0])
+    size = _tile_elements(rows, weight.shape[0], weight.device.type)
+    return [weight.new_empty(size, dtype=wide(weight.dtype)) for _ in range(count)]
+
+
+def vocabulary_slices(tokens: Tokens, weight: Tensor, rows: int) -> list[slice]:
+    """The vocabulary in slices whose logits, for ``rows`` tokens, the cache holds."""
+    return _slices(weight.shape[0], _tile_words(min(rows, tokens.hidden.shape[0]), weight.device.type))
+
+
+def logits_chunk_bytes(
+    num_tokens: int, vocab_size: int, chunk_tokens: int, *, calculate_entropy: bool, device_type: str = "cuda"
+) -> int:
+    """Bytes of the logits that exist at one time, for parameters of 32 bits or less.
+
+    See :func:`~rl_backend.primitive.log_prob.next_token_log_probs`.
+
+    Args:
+        vocab_size: rows of the weight on one rank.
+    """
+    elements = _tile_elements(min(chunk_tokens, num_tokens), vocab_size, device_type)
+    return elements * torch.float32.itemsize * (2 if calculate_entropy else 1)
+
+
+def _tile_elements(rows: int, vocab_size: int, device_type: str) -> int:
+    return rows * min(vocab_size, _tile_words(rows, device_type))
+
+
+def _tile_words(rows: int, device_type: str) -> int:
+    elements = _TILE_ELEMENTS.get(device_type, _TILE_ELEMENTS["cuda"])
+    return max(elements // max(rows, 1), 256)
+
+
+def _slices(total: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums over the vocabulary are computed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
