@@ -1,9 +1,53 @@
-"""Names in the file system that are there after a power cut, or not at all."""
+"""Names in the file system that are there after a power cut, or not at all: drafts, flushing, renaming, discarding."""
 
 from __future__ import annotations
 
+import logging
 import os
+import shutil
+import uuid
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+def draft_of(path: Path) -> Path:
+    """A free hidden name beside ``path``, to write to before :func:`commit_draft`. Nothing is made."""
+    return path.with_name(f".{path.name}.incomplete-{uuid.uuid4().hex[:8]}")
+
+
+def commit_draft(draft: Path, path: Path) -> None:
+    """Gives a complete and flushed draft its name, in one step.
+
+    Raises:
+        OSError: ``path`` exists, or the file system refuses; see :func:`rename_synced`.
+    """
+    # A rename would replace an empty directory that has appeared there since the draft was begun.
+    if path.exists():
+        raise FileExistsError(f"{path} was made by another process while the draft was written")
+    rename_synced(draft, path)
+
+
+def discard_draft(draft: Path) -> None:
+    """Removes what a failed save has written, if anything; what cannot be removed is warned of."""
+    shutil.rmtree(draft, ignore_errors=True)
+    if draft.exists():
+        logger.warning("the incomplete %s could not be removed", draft)
+
+
+def write_synced(file: Path, text: str) -> None:
+    """Writes a file and flushes it; its name is flushed with its directory."""
+    with file.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Writes a file in the place of an earlier one: who is killed meanwhile leaves the earlier one."""
+    new = file.with_name(f".{file.name}.new")
+    write_synced(new, text)
+    new.replace(file)
 
 
 def sync(path: Path) -> None:
@@ -38,3 +82,8 @@ def rename_synced(old: Path, new: Path) -> None:
         except OSError as again:
             error.add_note(f"{new} stays, as it could not be renamed back: {again}")
         raise
+
+
+def with_notes(error: OSError) -> str:
+    """The text of an error and of its notes, for messages."""
+    return "; ".join([str(error), *getattr(error, "__notes__", ())])

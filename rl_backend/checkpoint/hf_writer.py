@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from io import FileIO
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rl_backend.checkpoint.durable import rename_synced, sync_tree
+from rl_backend.checkpoint.durable import commit_draft, discard_draft, draft_of, sync_tree
 from rl_backend.checkpoint.hf_reader import SINGLE_FILE, WEIGHTS_INDEX, other_files, read_hf_config
 from rl_backend.contracts import CheckpointError, TensorInfo
 
@@ -213,25 +212,23 @@ def write_hf_directory(
         raise CheckpointError(f"{target.parent} is not a directory; create it first", path=str(target))
     written_config = read_hf_config(source) if config is None else config
     copied = _other_files(source, target)
-    temporary = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
+    draft = draft_of(target)
     try:
-        temporary.mkdir()
+        draft.mkdir()
         try:
-            files = ShardedFiles(temporary, infos, max_shard_bytes)
+            files = ShardedFiles(draft, infos, max_shard_bytes)
             files.write(tensors)
             if len(set(files.weight_map.values())) > 1:
                 content = {"metadata": {"total_size": files.total_bytes}, "weight_map": files.weight_map}
-                _write_json(temporary / WEIGHTS_INDEX, content)
+                _write_json(draft / WEIGHTS_INDEX, content)
             for name, file in copied.items():
-                (temporary / name).parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, temporary / name)
-            _write_json(temporary / "config.json", _with_dtype(written_config, _usual_dtype(infos)))
-            sync_tree(temporary)
-            if target.exists():
-                raise CheckpointError(f"{target} was created by another process meanwhile", path=str(target))
-            rename_synced(temporary, target)
+                (draft / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, draft / name)
+            _write_json(draft / "config.json", _with_dtype(written_config, _usual_dtype(infos)))
+            sync_tree(draft)
+            commit_draft(draft, target)
         except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
+            discard_draft(draft)
             raise
     except OSError as error:
         left = "; ".join(getattr(error, "__notes__", ())) or "nothing was left there"

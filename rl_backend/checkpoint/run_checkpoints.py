@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 import uuid
@@ -12,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_backend.checkpoint.durable import rename_synced, sync
+from rl_backend.checkpoint.durable import rename_synced, sync, with_notes, write_synced
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts
 from rl_backend.checkpoint.run_manifest import RUN_FILE, RunCheckpoint, RunManifest, read_run_checkpoint
 from rl_backend.checkpoint.state_files import file_facts
@@ -100,15 +99,11 @@ class RunCheckpoints:
         kept = _json_state(state, draft)
         try:
             manifest = RunManifest(step=step, state=kept, files=_saved_files(draft))
-            with (draft / RUN_FILE).open("w") as stream:
-                stream.write(manifest.sealed_text())
-                stream.flush()
-                os.fsync(stream.fileno())
+            write_synced(draft / RUN_FILE, manifest.sealed_text())
             sync(draft)
             rename_synced(draft, path)
         except OSError as error:
-            notes = "; ".join([str(error), *getattr(error, "__notes__", ())])
-            raise CheckpointError(f"cannot commit {path}: {notes}", path=str(path)) from error
+            raise CheckpointError(f"cannot commit {path}: {with_notes(error)}", path=str(path)) from error
         try:
             self._point_latest_to(path)
         except OSError as error:

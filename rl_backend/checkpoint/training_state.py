@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import shutil
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,7 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from rl_backend.checkpoint.durable import rename_synced, sync
+from rl_backend.checkpoint.durable import commit_draft, discard_draft, draft_of, sync, with_notes, write_synced
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, TrainingManifest, read_manifest
 from rl_backend.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner, TensorPieces
 from rl_backend.checkpoint.state_files import DigestingWriter, TensorsReader, file_facts
@@ -37,72 +33,43 @@ def raise_on_every_rank(problem: str | None, group: dist.ProcessGroup, cause: Ba
         raise CheckpointError("; ".join(distinct) + where, ranks=sorted(found)) from cause
 
 
-logger = logging.getLogger(__name__)
-
 type StateTensors = Mapping[str, Tensor | TensorPieces]
 
 
-def reserve_directory(path: Path, group: dist.ProcessGroup) -> Path:
-    """Checks that ``path`` is free and makes a hidden directory beside it to write into. A collective over ``group``.
+def reserve_draft(path: Path, group: dist.ProcessGroup) -> Path:
+    """Checks that ``path`` is free and makes a draft of it. A collective over ``group``.
 
     Raises:
         CheckpointError: ``path`` exists, or the directory cannot be made; on every rank.
     """
-    problem, name = None, ""
+    problem, drafts = None, [draft_of(path)]
     if dist.get_rank(group) == 0:
-        name = f".{path.name}.incomplete-{uuid.uuid4().hex[:8]}"
         if path.exists():
             problem = f"{path} exists; a checkpoint is written to a new directory, choose another path"
         else:
             try:
-                (path.parent / name).mkdir(parents=True)
+                drafts[0].mkdir(parents=True)
             except OSError as error:
                 problem = f"cannot make a directory beside {path}: {error}"
     raise_on_every_rank(problem, group)
-    names = [name]
-    dist.broadcast_object_list(names, group_src=0, group=group)
-    return path.parent / names[0]
-
-
-def commit_directory(temporary: Path, path: Path, group: dist.ProcessGroup) -> None:
-    """Gives a complete directory its name, in one step. A collective over ``group``.
-
-    Raises:
-        CheckpointError: ``path`` exists, or the name could not be given and flushed; on every rank.
-    """
-    problem = None
-    if dist.get_rank(group) == 0:
-        try:
-            # rename would replace an empty directory that has appeared at ``path`` since it was reserved.
-            if path.exists():
-                raise FileExistsError(f"{path} was made by another process while the checkpoint was written")
-            rename_synced(temporary, path)
-        except OSError as error:
-            problem = "; ".join([f"cannot complete {path}: {error}", *getattr(error, "__notes__", ())])
-    raise_on_every_rank(problem, group)
-
-
-def discard_directory(temporary: Path, group: dist.ProcessGroup) -> None:
-    """Removes what a failed save has written. Not a collective."""
-    if dist.get_rank(group) == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if temporary.exists():
-            logger.warning("the incomplete checkpoint %s could not be removed", temporary)
+    dist.broadcast_object_list(drafts, group_src=0, group=group)
+    return drafts[0]
 
 
 def write_training_state(
-    temporary: Path, path: Path, tensors: StateTensors, manifest: TrainingManifest, group: dist.ProcessGroup
+    draft: Path, path: Path, tensors: StateTensors, manifest: TrainingManifest, group: dist.ProcessGroup
 ) -> None:
-    """Writes every rank's part and the manifest into ``temporary``, then renames it to ``path``. A collective.
+    """Writes every rank's part and the manifest into ``draft``, then renames it to ``path``. A collective.
 
     Args:
-        temporary: from :func:`reserve_directory`.
+        draft: from :func:`reserve_draft`.
         tensors: those of one name must be equal on all ranks, or pieces of one tensor.
 
     Raises:
         CheckpointError: a rank could not write; on every rank, and ``path`` does not exist.
     """
-    writer = DigestingWriter(temporary)
+    first = dist.get_rank(group) == 0
+    writer = DigestingWriter(draft)
     try:
         try:
             save(dict(tensors), storage_writer=writer, planner=PiecesSavePlanner(), process_group=group)
@@ -110,11 +77,11 @@ def write_training_state(
             _raise_interrupt(error, group)
             raise CheckpointError(f"{path} could not be written: {_causes(error)}", path=str(path)) from error
         written = _all_written(writer.written, group)
-        problem = _write_manifest(temporary, manifest.replace(files=written)) if dist.get_rank(group) == 0 else None
+        problem = _complete(draft, path, manifest.replace(files=written)) if first else None
         raise_on_every_rank(problem, group)
-        commit_directory(temporary, path, group)
     except BaseException:
-        discard_directory(temporary, group)
+        if first:
+            discard_draft(draft)
         raise
 
 
@@ -186,15 +153,16 @@ def _all_written(written: dict[str, FileFacts], group: dist.ProcessGroup) -> dic
     return {name: facts for part in parts for name, facts in sorted(part.items())}
 
 
-def _write_manifest(directory: Path, manifest: TrainingManifest) -> str | None:
+def _complete(draft: Path, path: Path, manifest: TrainingManifest) -> str | None:
     try:
-        with (directory / MANIFEST_NAME).open("w") as stream:
-            stream.write(manifest.sealed_text())
-            stream.flush()
-            os.fsync(stream.fileno())
-        sync(directory)
+        write_synced(draft / MANIFEST_NAME, manifest.sealed_text())
+        sync(draft)
     except Exception as error:  # noqa: BLE001 - raised by the caller, on every rank
-        return f"cannot write {directory / MANIFEST_NAME}: {type(error).__name__}: {error}"
+        return f"cannot write {draft / MANIFEST_NAME}: {type(error).__name__}: {error}"
+    try:
+        commit_draft(draft, path)
+    except OSError as error:
+        return f"cannot complete {path}: {with_notes(error)}"
     return None
 
 

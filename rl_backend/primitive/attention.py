@@ -15,7 +15,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from rl_backend.primitive.blocked_attention import blocked_attention
 
-_BLOCK = 512
+_WINDOWED_BLOCK = 512
 
 
 def windowed_attention(
@@ -29,12 +29,12 @@ def windowed_attention(
     heads = query.shape[1]
     if query.is_cuda and key.shape[1] != heads:
         # The memory-efficient kernel takes no groups.
-        key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
+        key, value = _repeat_heads(key, heads), _repeat_heads(value, heads)
     outputs = []
     query_origin = key_origin = 0
     for queries, keys in zip(query_lens, key_lens, strict=True):
-        for start in range(keys - queries, keys, _BLOCK):
-            stop, first = min(start + _BLOCK, keys), max(0, start - window + 1)
+        for start in range(keys - queries, keys, _WINDOWED_BLOCK):
+            stop, first = min(start + _WINDOWED_BLOCK, keys), max(0, start - window + 1)
             outputs.append(
                 F.scaled_dot_product_attention(
                     _batched(query, query_origin, query_origin + stop - start),

@@ -12,14 +12,14 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import Tensor
 
+from rl_backend.checkpoint.durable import discard_draft
 from rl_backend.checkpoint.hf_writer import critic_config, write_hf_directory
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.pieces import HostBuffers
 from rl_backend.checkpoint.training_state import (
     StateTensors,
-    discard_directory,
     raise_on_every_rank,
-    reserve_directory,
+    reserve_draft,
     write_training_state,
 )
 from rl_backend.contracts import (
@@ -130,7 +130,7 @@ class CheckpointWriter:
             CheckpointError: a rank could not save, or ``extra`` cannot be written as JSON; on every rank.
         """
         self.wait(handle)
-        temporary = reserve_directory(path, self._group)
+        draft = reserve_draft(path, self._group)
         problem, cause = None, None
         try:
             kept = _as_json(extra or {})
@@ -143,10 +143,11 @@ class CheckpointWriter:
         try:
             raise_on_every_rank(problem, self._group, cause)
         except CheckpointError:
-            discard_directory(temporary, self._group)
+            if dist.get_rank(self._group) == 0:
+                discard_draft(draft)
             raise
         if not asynchronous:
-            write_training_state(temporary, path, tensors, manifest, self._group)
+            write_training_state(draft, path, tensors, manifest, self._group)
             return
         if self._thread is None:
             # Collectives of the thread must not meet those of the caller.
@@ -154,7 +155,7 @@ class CheckpointWriter:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         assert self._background_group is not None, "made with the thread"
         self._saves[handle] = self._thread.submit(
-            write_training_state, temporary, path, tensors, manifest, self._background_group
+            write_training_state, draft, path, tensors, manifest, self._background_group
         )
 
     def save_hf(

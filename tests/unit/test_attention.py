@@ -11,7 +11,6 @@ from torch import Tensor
 
 from rl_backend.primitive import attention
 from rl_backend.primitive import blocked_attention as blocked
-from rl_backend.primitive import windowed_attention as windows
 from rl_backend.primitive.attention import Segments, packed_attention
 from rl_backend.primitive.blocked_attention import blocked_attention
 
@@ -95,11 +94,11 @@ def test_short_segments_of_equal_lengths_in_any_order_are_attended_alone(
 @ALL_LENGTHS
 @pytest.mark.parametrize("window", [1, 3, 64, 100, 1000])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
-@pytest.mark.parametrize("implementation", [windows.windowed_attention, attention._windowed_and_whole])
+@pytest.mark.parametrize("implementation", [attention.windowed_attention, attention._windowed_and_whole])
 def test_a_window_hides_all_but_the_last_tokens(
     monkeypatch: pytest.MonkeyPatch, implementation: Attention, window: int, heads: int, kv_heads: int, lengths: Lengths
 ) -> None:
-    monkeypatch.setattr(windows, "_BLOCK", 48)
+    monkeypatch.setattr(attention, "_WINDOWED_BLOCK", 48)
     assert_as_defined(implementation, heads, kv_heads, lengths, [window])
 
 
@@ -111,7 +110,7 @@ def test_segments_that_fit_into_the_window_do_not_pay_for_it(monkeypatch: pytest
         query: Tensor, key: Tensor, value: Tensor, query_lens: Sequence[int], key_lens: Sequence[int], window: int
     ) -> Tensor:
         seen.extend(key_lens)
-        return windows.windowed_attention(query, key, value, query_lens, key_lens, window)
+        return attention.windowed_attention(query, key, value, query_lens, key_lens, window)
 
     monkeypatch.setattr(attention, "windowed_attention", windowed)
     packed_attention(*make_qkv(4, 2, lengths), segments_of(lengths), 64)

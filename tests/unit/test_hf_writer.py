@@ -78,7 +78,9 @@ def test_each_tensor_is_on_the_disk_before_the_next_is_taken(tied_model: Path, t
     def watched() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in stored_tensors(tied_model):
             on_disk = {
-                key: value for file in tmp_path.glob(".out.*.tmp/*.safetensors") for key, value in load_file(file).items()
+                key: value
+                for file in tmp_path.glob(".out.incomplete-*/*.safetensors")
+                for key, value in load_file(file).items()
             }
             assert all(torch.equal(on_disk[before], whole) for before, whole in taken)
             taken.append((name, tensor.clone()))

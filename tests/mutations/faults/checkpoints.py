@@ -231,7 +231,7 @@ FAULTS = [
     Fault(
         "failed-export-is-left-behind",
         f"{_CHECKPOINT}/hf_writer.py",
-        "            shutil.rmtree(temporary, ignore_errors=True)\n            raise\n",
+        "            discard_draft(draft)\n            raise\n",
         "            raise\n",
         (f"{_WRITER}::test_a_failure_in_the_middle_leaves_nothing_behind",),
         "hidden directories would fill the disk",
@@ -250,8 +250,8 @@ FAULTS = [
     Fault(
         "saves-do-not-wait-for-each-other",
         "rl_backend/runtime/checkpoint_writer.py",
-        "        self.wait(handle)\n        temporary = reserve_directory(path, self._group)\n",
-        "        temporary = reserve_directory(path, self._group)\n",
+        "        self.wait(handle)\n        draft = reserve_draft(path, self._group)\n",
+        "        draft = reserve_draft(path, self._group)\n",
         ("tests/unit/test_checkpoint_writes.py::test_a_second_save_leaves_what_the_first_is_still_writing",),
         "the next save would write into the buffers of one that is being written",
     ),
