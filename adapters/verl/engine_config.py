@@ -1,4 +1,4 @@
-"""The class to name as ``_target_`` where verl has ``McoreEngineConfig``.
+"""The class to name as ``_target_`` where verl has ``McoreEngineConfig``, and the engine that a configuration chooses.
 
 ``actor_rollout_ref.actor.megatron._target_=adapters.verl.engine_config.RLBackendEngineConfig`` makes verl run that role on
 :mod:`adapters.verl.engine`. Importing this module, as Hydra and unpickling do, registers the engines.
@@ -6,13 +6,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import logging
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl.workers.config import McoreEngineConfig
 
-from adapters.verl.registration import register_config_class
+from adapters.verl.registration import VENDOR_VARIABLE, register_config_class
 from adapters.verl.settings import require_engine_config
+from rl_backend.contracts import ConfigError, UnsupportedError
+
+_ENGINES = {"language_model": "LanguageModelEngine", "value_model": "ValueModelEngine"}
+"""verl's model type -> class in :mod:`adapters.verl.engine`."""
+
+_VERLS_ENGINES = {"language_model": "MegatronEngineWithLMHead", "value_model": "MegatronEngineWithValueHead"}
+
+logger = logging.getLogger(__name__)
+# verl's root logger shows warnings only; the line that names the engine is to be seen.
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 
 @dataclass
@@ -41,4 +55,54 @@ class RLBackendEngineConfig(McoreEngineConfig):
         require_engine_config(self)
 
 
-register_config_class()
+def choose_engine(model_type: str, engine_config: Any, backend: str | None) -> tuple[type, Any]:
+    """The engine's class and the configuration that it takes.
+
+    Args:
+        backend: for verl's own configuration class; None builds verl's own engine from it.
+
+    Raises:
+        ConfigError: verl's own configuration class on a device that verl's Megatron engine does not have.
+        UnsupportedError: verl's Megatron engine cannot be imported here.
+    """
+    if not isinstance(engine_config, RLBackendEngineConfig):
+        if backend is None:
+            return _verls_engine(model_type), engine_config
+        values = {each.name: getattr(engine_config, each.name) for each in dataclasses.fields(engine_config)}
+        engine_config = RLBackendEngineConfig(**values, backend=backend)
+        reason = f"{VENDOR_VARIABLE}={os.getenv(VENDOR_VARIABLE)}"
+    else:
+        reason = "the configuration's class is RLBackendEngineConfig"
+    engine: type = getattr(importlib.import_module("adapters.verl.engine"), _ENGINES[model_type])
+    if _is_first_rank():
+        logger.info("verl engine: rl_backend's %s, backend %s, because %s", engine.__name__, engine_config.backend, reason)
+    return engine, engine_config
+
+
+def _verls_engine(model_type: str) -> type:
+    from verl.utils.device import get_device_name
+
+    if get_device_name() != "cuda":
+        raise ConfigError.of(
+            "engine_config",
+            "McoreEngineConfig",
+            f"verl's Megatron engine does not run on {get_device_name()}; set _target_ of this role to "
+            "adapters.verl.engine_config.RLBackendEngineConfig",
+        )
+    engine: type | None = getattr(importlib.import_module("verl.workers.engine"), _VERLS_ENGINES[model_type], None)
+    if engine is None:
+        raise UnsupportedError(
+            f"verl's {_VERLS_ENGINES[model_type]} cannot be imported here; see verl's warning for the cause"
+        )
+    if _is_first_rank():
+        logger.info("verl engine: verl's own %s, because the configuration's class is verl's", engine.__name__)
+    return engine
+
+
+def _is_first_rank() -> bool:
+    import torch.distributed as dist
+
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+register_config_class(choose_engine)

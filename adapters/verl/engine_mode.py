@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, Protocol
 
 from verl.workers.engine.base import BaseEngineCtx
 
-if TYPE_CHECKING:
-    from adapters.verl.engine import RuntimeEngine
+from adapters.verl.settings import EngineSettings
+
+
+class EngineInModes(Protocol):
+    """What a mode needs of :class:`~adapters.verl.engine.RuntimeEngine`."""
+
+    settings: EngineSettings
+    mode: str | None
+
+    def runtime_mode(self, mode: Any) -> AbstractContextManager[None]: ...
+
+    def move(self, where: Literal["cpu", "device"], *, model: bool, optimizer: bool, grad: bool) -> None: ...
+
+    def optimizer_zero_grad(self) -> None: ...
 
 
 class EngineMode(BaseEngineCtx):
@@ -20,9 +32,9 @@ class EngineMode(BaseEngineCtx):
         zero_grad_on_exit: drop gradients after training; after an error they are dropped in any case.
     """
 
-    engine: RuntimeEngine
+    engine: EngineInModes
 
-    def __init__(self, engine: RuntimeEngine, mode: str, **options: Any) -> None:
+    def __init__(self, engine: EngineInModes, mode: str, **options: Any) -> None:
         super().__init__(engine, mode, **options)
         self._outer_mode: str | None = None
         self._undo = ExitStack()

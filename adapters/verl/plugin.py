@@ -3,9 +3,19 @@
 ``VERL_USE_EXTERNAL_MODULES=adapters.verl.plugin`` does the same without it, and does not swallow errors.
 """
 
+from typing import Any
+
 from adapters.verl import cpu_platform, run_config
 from adapters.verl.registration import register_vendors
 
+
+def _choose_engine(model_type: str, engine_config: Any, backend: str | None) -> tuple[type, Any]:
+    # Imported where an engine is built: it takes verl's configurations and its engines along.
+    from adapters.verl.engine_config import choose_engine
+
+    return choose_engine(model_type, engine_config, backend)
+
+
 cpu_platform.register()
-register_vendors()
+register_vendors(_choose_engine)
 run_config.register()

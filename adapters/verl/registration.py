@@ -5,9 +5,6 @@ The class of the engine's configuration decides, and where that is verl's the en
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -16,47 +13,46 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from rl_backend.contracts import ConfigError, RegistryError, UnsupportedError
+from rl_backend.contracts import RegistryError, UnsupportedError
 
 VENDOR_VARIABLE = "VERL_ENGINE_VENDOR"
 VENDORS = {"rl_backend": "native", "rl_backend_bridge": "bridge"}
 """Value of ``VERL_ENGINE_VENDOR`` -> backend for verl's own configuration class, which has no field for it."""
 
-ENGINES = {"language_model": "LanguageModelEngine", "value_model": "ValueModelEngine"}
-"""verl's model type -> class in :mod:`adapters.verl.engine`."""
+MODEL_TYPES = ("language_model", "value_model")
+"""What engines are registered for."""
 
-_VERLS_ENGINES = {"language_model": "MegatronEngineWithLMHead", "value_model": "MegatronEngineWithValueHead"}
+type ChooseEngine = Callable[[str, Any, str | None], tuple[type, Any]]
+"""(verl's model type, configuration, backend for verl's own class) -> the engine's class and its configuration:
+:func:`adapters.verl.engine_config.choose_engine`, which only a process that builds an engine imports."""
+
 _STRATEGY = "megatron"
 _DEVICES = ("cpu", "cuda")
 _REGISTRY_MODULE = "verl.workers.engine.base"
 
-logger = logging.getLogger(__name__)
-# verl's root logger shows warnings only; this line is to be seen.
-logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
-
-def register_vendors() -> None:
+def register_vendors(choose: ChooseEngine) -> None:
     """Makes ``VERL_ENGINE_VENDOR`` accept the names in :data:`VENDORS`; without one of them verl chooses as before."""
-    _when_registry_is_imported(_register_vendors)
+    _when_registry_is_imported(lambda base: _register_vendors(base, choose))
 
 
-def register_config_class() -> None:
+def register_config_class(choose: ChooseEngine) -> None:
     """Makes verl build our engines from an ``RLBackendEngineConfig``, and its own from its own class.
 
     Raises:
         RegistryError: another package's engine has the place in verl's registry that this process would look into.
         UnsupportedError: the device is neither ``cpu`` nor ``cuda``.
     """
-    _when_registry_is_imported(_register_config_class)
+    _when_registry_is_imported(lambda base: _register_config_class(base, choose))
 
 
-def _register_vendors(base: ModuleType) -> None:
+def _register_vendors(base: ModuleType, choose: ChooseEngine) -> None:
     for vendor, backend in VENDORS.items():
         for device in _DEVICES:
-            _register(base, device, vendor, backend)
+            _register(base, device, vendor, backend, choose)
 
 
-def _register_config_class(base: ModuleType) -> None:
+def _register_config_class(base: ModuleType, choose: ChooseEngine) -> None:
     # verl looks here first, before what is registered for the device alone.
     device = os.getenv("VERL_ENGINE_DEVICE") or base.get_device_name()
     vendor = os.getenv(VENDOR_VARIABLE) or base.get_vendor()
@@ -64,13 +60,13 @@ def _register_config_class(base: ModuleType) -> None:
         raise UnsupportedError(
             f"RLBackendEngineConfig on the device {device!r}: the runtimes are for {' and '.join(_DEVICES)}", device=device
         )
-    _register_vendors(base)
+    _register_vendors(base, choose)
     if vendor not in VENDORS:
-        _register(base, device, vendor, None)
+        _register(base, device, vendor, None, choose)
 
 
-def _register(base: ModuleType, device: str, vendor: str, backend: str | None) -> None:
-    for model_type in ENGINES:
+def _register(base: ModuleType, device: str, vendor: str, backend: str | None, choose: ChooseEngine) -> None:
+    for model_type in MODEL_TYPES:
         known = base.EngineRegistry._engines.get(model_type, {}).get(_STRATEGY, {}).get((device, vendor))
         if known is not None:
             if getattr(known, "rl_backend_chooses", False):
@@ -82,10 +78,10 @@ def _register(base: ModuleType, device: str, vendor: str, backend: str | None) -
                 model_type=model_type,
                 vendor=vendor,
             )
-        base.EngineRegistry.register(model_type, _STRATEGY, device, vendor)(_chooser(base, model_type, backend))
+        base.EngineRegistry.register(model_type, _STRATEGY, device, vendor)(_chooser(base, model_type, backend, choose))
 
 
-def _chooser(base: ModuleType, model_type: str, backend: str | None) -> type:
+def _chooser(base: ModuleType, model_type: str, backend: str | None, choose: ChooseEngine) -> type:
     """What stands in verl's registry: a class whose instances are engines of the chosen class."""
 
     class ChosenEngine(base.BaseEngine):  # type: ignore[name-defined]
@@ -93,62 +89,10 @@ def _chooser(base: ModuleType, model_type: str, backend: str | None) -> type:
         backend_for_verls_class = backend
 
         def __new__(cls, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> Any:
-            engine, config = choose_engine(model_type, engine_config, backend)
+            engine, config = choose(model_type, engine_config, backend)
             return engine(model_config, config, optimizer_config, checkpoint_config)
 
     return ChosenEngine
-
-
-def choose_engine(model_type: str, engine_config: Any, backend: str | None) -> tuple[type, Any]:
-    """The engine's class and the configuration that it takes.
-
-    Args:
-        backend: for verl's own configuration class; None builds verl's own engine from it.
-
-    Raises:
-        ConfigError: verl's own configuration class on a device that verl's Megatron engine does not have.
-        UnsupportedError: verl's Megatron engine cannot be imported here.
-    """
-    from adapters.verl.engine_config import RLBackendEngineConfig
-
-    if not isinstance(engine_config, RLBackendEngineConfig):
-        if backend is None:
-            return _verls_engine(model_type), engine_config
-        values = {each.name: getattr(engine_config, each.name) for each in dataclasses.fields(engine_config)}
-        engine_config = RLBackendEngineConfig(**values, backend=backend)
-        reason = f"{VENDOR_VARIABLE}={os.getenv(VENDOR_VARIABLE)}"
-    else:
-        reason = "the configuration's class is RLBackendEngineConfig"
-    engine: type = getattr(importlib.import_module("adapters.verl.engine"), ENGINES[model_type])
-    if _is_first_rank():
-        logger.info("verl engine: rl_backend's %s, backend %s, because %s", engine.__name__, engine_config.backend, reason)
-    return engine, engine_config
-
-
-def _verls_engine(model_type: str) -> type:
-    from verl.utils.device import get_device_name
-
-    if get_device_name() != "cuda":
-        raise ConfigError.of(
-            "engine_config",
-            "McoreEngineConfig",
-            f"verl's Megatron engine does not run on {get_device_name()}; set _target_ of this role to "
-            "adapters.verl.engine_config.RLBackendEngineConfig",
-        )
-    engine: type | None = getattr(importlib.import_module("verl.workers.engine"), _VERLS_ENGINES[model_type], None)
-    if engine is None:
-        raise UnsupportedError(
-            f"verl's {_VERLS_ENGINES[model_type]} cannot be imported here; see verl's warning for the cause"
-        )
-    if _is_first_rank():
-        logger.info("verl engine: verl's own %s, because the configuration's class is verl's", engine.__name__)
-    return engine
-
-
-def _is_first_rank() -> bool:
-    import torch.distributed as dist
-
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _when_registry_is_imported(action: Callable[[ModuleType], None]) -> None:
