@@ -33,7 +33,7 @@ def require_sleeping_threads(module: str) -> None:
     """Starts ``python -m module`` again in place of this process, unless OpenMP threads that wait already sleep.
 
     OpenMP reads ``OMP_WAIT_POLICY`` when it is loaded. Threads that spin instead take the time of whatever else runs, which
-    is then counted to what is measured. As :func:`~actors.cluster.cpu_threads.thread_environment` does for actors.
+    is then counted to what is measured. As :func:`~actors.cluster.placement.thread_environment` does for actors.
     """
     if os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"

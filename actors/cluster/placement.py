@@ -1,7 +1,8 @@
-"""Cores and GPUs for the members of a group."""
+"""Cores and GPUs for the members of a group, and how threads share them."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,17 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rl_backend.contracts import ConfigError, UnsupportedError
 
+
+def thread_environment() -> dict[str, str]:
+    """Variables for the environment of a process that does not exist yet.
+
+    Threads that wait sleep instead of spinning. A spinning thread holds the core that the one it waits for needs as soon as
+    another process works on the same cores, and a step then takes many times as long. A value that the driver's environment
+    has is kept.
+    """
+    return {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
+
+
 type PlacementStrategy = Literal["pack", "spread"]
 
 
@@ -31,7 +43,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Placement:
+class Reservation:
     """Reserved resources; ``slots[rank]`` is the rank's."""
 
     group: PlacementGroup
@@ -48,7 +60,7 @@ class Placement:
 
 def reserve(
     *, num_ranks: int, cores_per_rank: int, gpus_per_rank: float, strategy: PlacementStrategy, name: str, timeout: float
-) -> Placement:
+) -> Reservation:
     """Reserves one bundle per rank; ranks on one node get consecutive numbers.
 
     Args:
@@ -71,7 +83,7 @@ def reserve(
         raise ConfigError.of("placement", strategy, "expected 'pack' or 'spread'")
     bundle: dict[str, float] = {"CPU": cores_per_rank, **({"GPU": gpus_per_rank} if gpus_per_rank else {})}
     group = reserve_bundles(f"training group {name!r}", "rank", bundle, num_ranks, strategy, timeout, name=name)
-    return Placement(group, _slots(group, num_ranks))
+    return Reservation(group, _slots(group, num_ranks))
 
 
 def reserve_bundles(

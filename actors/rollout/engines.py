@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from actors.rollout.calls import Sampling, collect
+from actors.rollout.calls import SamplingCalls, collect
 from actors.rollout.config import RolloutConfig
 from actors.rollout.messages import EngineInfo
 from rl_backend.contracts import EngineDeadError, EngineDirtyError, RLBackendError, RolloutError
@@ -25,7 +25,7 @@ class EngineSet(ABC):
 
     config: RolloutConfig
     _lock: threading.Lock
-    _sampling: Sampling
+    _sampling: SamplingCalls
 
     @abstractmethod
     def _members(self) -> dict[int, tuple[Any, EngineInfo]]:
@@ -166,7 +166,7 @@ class FixedEngines(EngineSet):
         lost: Mapping[int, RLBackendError],
         *,
         lock: threading.Lock,
-        sampling: Sampling,
+        sampling: SamplingCalls,
         lose: Callable[[int, Any, RLBackendError], None],
     ) -> None:
         self.config = config

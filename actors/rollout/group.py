@@ -11,12 +11,11 @@ from typing import Any, Self
 import ray
 
 from actors.cluster.watch import ray_is_usable
-from actors.rollout.calls import Sampling, collect
+from actors.rollout.calls import PendingSamples, SamplingCalls, collect
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.engine import RolloutEngine
 from actors.rollout.engines import EngineSet, FixedEngines, engine_name
 from actors.rollout.messages import EngineInfo, Request
-from actors.rollout.pending import PendingSamples
 from actors.rollout.placement import EnginePlacement, places_on_nodes
 from actors.rollout.sample import Sample
 from rl_backend.contracts import BatchError, ConfigError, EngineDeadError, RLBackendError, RolloutError
@@ -60,7 +59,7 @@ class RolloutGroup(EngineSet):
         self._lost: dict[int, RLBackendError] = {}
         self._restarting = {engine: threading.Lock() for engine in range(config.num_engines)}
         self._closed = False
-        self._sampling = Sampling(config.sampling_timeout)
+        self._sampling = SamplingCalls(config.sampling_timeout)
         self._placement = EnginePlacement(config, scheduling)
         try:
             self._start(range(config.num_engines))

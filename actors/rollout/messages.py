@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
 
-from actors.rollout.routes import ExpertIds
+from actors.rollout.sample import ExpertIds
 
 type EngineState = Literal["serving", "paused", "dirty", "asleep"]
 
@@ -73,7 +73,7 @@ class Generated(NamedTuple):
     Attributes:
         version: of the weights.
         responses: of each request.
-        routes: of all responses, see :func:`~actors.rollout.routes.pack_routes`; None where none are asked for.
+        routes: of all responses, see :func:`~actors.rollout.sample.pack_routes`; None where none are asked for.
     """
 
     version: int

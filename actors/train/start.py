@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 from ray import cloudpickle
 
-from actors.cluster.cpu_threads import thread_environment
-from actors.cluster.network import meeting_address
-from actors.cluster.placement import Placement, PlacementStrategy, reserve
+from actors.cluster.meeting import meeting_address
+from actors.cluster.placement import PlacementStrategy, Reservation, reserve, thread_environment
 from actors.train.order import Driver
 from actors.train.ranks import GroupMembers, TrainRanks
 from actors.train.worker import TrainActor
@@ -50,7 +49,7 @@ def start_ranks(
 
 def _start(
     config: RuntimeConfig,
-    placed: Placement,
+    placed: Reservation,
     group_id: str,
     name: str,
     cores: int,
@@ -117,7 +116,7 @@ def _process_environment(cores: int, gpus: float) -> dict[str, str]:
     return threads if gpus else {**threads, **thread_environment(), "CUDA_VISIBLE_DEVICES": ""}
 
 
-def _rank_environment(rank: int, num_ranks: int, placed: Placement, gpus: float) -> Mapping[str, str]:
+def _rank_environment(rank: int, num_ranks: int, placed: Reservation, gpus: float) -> Mapping[str, str]:
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),

@@ -11,8 +11,7 @@ import ray
 import torch
 from ray import ObjectRef, cloudpickle
 
-from actors.cluster.meeting import Meeting, MeetingPoint, PathToMeeting
-from actors.cluster.network import node_address, use_interface
+from actors.cluster.meeting import Meeting, MeetingPoint, PathToMeeting, node_address, use_interface
 from actors.train.context import RankContext
 from actors.train.observed import observed
 from actors.train.order import Driver, OperationHeader, OperationLedger, OperationSequence

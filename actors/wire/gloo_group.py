@@ -16,8 +16,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from actors.cluster.meeting import Meeting, PathToMeeting
-from actors.cluster.network import node_address
+from actors.cluster.meeting import Meeting, PathToMeeting, node_address
 from rl_backend.contracts import TensorInfo
 from rl_backend.parallel.store import LOOPBACK
 from rl_backend.weights import read_tensor

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from actors import Sample
-from actors.rollout.routes import Routes
-from actors.rollout.sample import VersionSpan
+from actors.rollout.sample import Routes, VersionSpan
 from rl_backend.checkpoint.stored_metadata import load_problem
 from rl_backend.contracts import CheckpointError
 

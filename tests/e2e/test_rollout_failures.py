@@ -16,11 +16,11 @@ import ray
 
 from actors.rollout import placement as rollout_placement
 from actors.rollout.config import RolloutConfig, SamplingConfig
-from actors.rollout.cores import NodePlace
 from actors.rollout.engine import RolloutEngine
 from actors.rollout.engines import EngineSet
 from actors.rollout.group import RolloutGroup
 from actors.rollout.messages import EngineInfo
+from actors.rollout.placement import NodePlace
 from actors.sync.push import WeightSync
 from actors.sync.source import SourceRanks
 from actors.sync.transport.base import PushPlan, StreamingTransport

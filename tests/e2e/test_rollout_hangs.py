@@ -16,10 +16,10 @@ import ray
 import torch
 
 from actors.rollout.config import RolloutConfig, SamplingConfig
-from actors.rollout.cores import NodePlace
 from actors.rollout.engine import RolloutEngine
 from actors.rollout.group import RolloutGroup
 from actors.rollout.messages import EngineInfo, Generated, Request, Response
+from actors.rollout.placement import NodePlace
 from actors.sync.push import WeightSync
 from actors.sync.source import WeightSource
 from actors.wire.segment import Segment

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from actors.sync.transport import streaming
+from actors.sync.push import choose_transport, make_transport
+from actors.sync.transport import gpu
 from actors.sync.transport.base import PushPlan
-from actors.sync.transport.choose import choose_transport, make_transport
 from actors.train.outcome import breaks_process_group
 from rl_backend.cli import gpu_check
 from rl_backend.contracts import BridgeConfig, ConfigError, UnsupportedError
@@ -122,7 +122,7 @@ def test_a_push_is_sent_when_what_trains_has_been_computed(monkeypatch: pytest.M
     engine = SimpleNamespace(source=SimpleNamespace(plan=None, checksums={"a": torch.tensor(3)}))
     engine.send_weights = lambda: order.append("sent")
     context: Any = SimpleNamespace(state={"key": engine})
-    assert streaming.send_stream(context, plan("0")) == {"a": 3}
+    assert gpu.send_stream(context, plan("0")) == {"a": 3}
     assert order == ["computed", "sent"]
 
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from actors.cluster.network import interface_of
-from actors.rollout import cores as engine_cores
+from actors.cluster.meeting import interface_of
+from actors.rollout import placement
 from actors.rollout.config import RolloutConfig
-from actors.rollout.cores import NodePlace, choose_cores
-from actors.rollout.placement import places_on_nodes
+from actors.rollout.placement import NodePlace, choose_cores, places_on_nodes
 from rl_backend.contracts import ConfigError
 
 
@@ -21,7 +20,7 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Numbers that no machine has, so that no engine holds them; what is claimed is given back."""
     cores = [100_000, 100_001, 100_002, 100_003]
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(cores))
-    monkeypatch.setattr(engine_cores, "_claims", claims := [])
+    monkeypatch.setattr(placement, "_claims", claims := [])
     yield cores
     for claim in claims:
         claim.close()
@@ -36,7 +35,7 @@ def test_engines_of_other_groups_on_a_node_take_other_cores_until_there_are_none
     assert choose_cores(pairs, 0, NodePlace()) == tuple(four_cores[:2])
     assert choose_cores(pairs, 0, NodePlace()) == tuple(four_cores[2:])
     assert choose_cores(pairs, 0, NodePlace()) == tuple(four_cores[:2])
-    engine_cores._claims[2].close()
+    placement._claims[2].close()
     assert choose_cores(single, 0, NodePlace()) == (four_cores[2],)
 
 

@@ -21,8 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import actors.cluster.gate
 from actors.cluster.gate import Doorway, Gate, pass_gate
-from actors.cluster.meeting import Meeting, MeetingPoint, PathToMeeting
-from actors.cluster.network import meeting_address
+from actors.cluster.meeting import Meeting, MeetingPoint, PathToMeeting, meeting_address
 from rl_backend.contracts import RLBackendError
 from rl_backend.parallel.store import LOOPBACK
 

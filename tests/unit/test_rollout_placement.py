@@ -11,8 +11,8 @@ import ray
 from actors.rollout import placement as rollout_placement
 from actors.rollout.config import RolloutConfig
 from actors.rollout.placement import EnginePlacement
+from actors.sync.push import choose_transport
 from actors.sync.transport.base import PushPlan
-from actors.sync.transport.choose import choose_transport
 from rl_backend.contracts import ConfigError
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors.rollout.routes import Routes, pack_routes, split_routes
-from actors.rollout.sample import Sample, VersionSpan
+from actors.rollout.sample import Routes, Sample, VersionSpan, pack_routes, split_routes
 from rl_backend.contracts import BatchError, RolloutError, TokenSequence, WeightVersionError
 
 MOE_LAYERS = (0, 2)

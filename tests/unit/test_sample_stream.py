@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from actors import Sample, SamplingConfig
-from actors.rollout.routes import Routes
-from actors.rollout.sample import VersionSpan
+from actors.rollout.sample import Routes, VersionSpan
 from adapters.verl.dataset import PromptExample
 from examples.common.drawn_samples import StreamPosition, load_drawn, save_drawn
 from examples.common.prompts import Prompt

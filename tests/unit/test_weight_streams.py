@@ -10,7 +10,7 @@ from torch import Tensor
 
 from actors.sync.source import WeightSource
 from actors.sync.transport.base import PushPlan, describe_export, make_plan
-from actors.sync.transport.streaming import ExportSource
+from actors.sync.transport.gpu import ExportSource
 from rl_backend.contracts import WeightCheckError, WeightSyncError
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, 3), "c": torch.full((2, 3), -2.0)}

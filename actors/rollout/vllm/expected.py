@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
-from rl_backend.contracts import CheckpointError, TensorInfo
+from rl_backend.checkpoint.hf_reader import HFReader
+from rl_backend.contracts import TensorInfo
 from rl_backend.weights import ExpectedWeights, dtype_from_name
 
 
@@ -22,19 +20,19 @@ def expected_weights(
     from (a tied ``lm_head.weight``, stored buffers) is optional, provided that the others account for every parameter.
 
     Args:
-        model_path: Hugging Face directory with safetensors, of which only the headers are read.
+        model_path: Hugging Face directory with safetensors, of which only the headers are read, even with
+            ``load_format='dummy'``.
         dtype: the engine's dtype.
         parameters: names of vLLM's own parameters.
         packed_modules: vLLM's ``packed_modules_mapping``, for example ``{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}``.
 
     Raises:
-        CheckpointError: the directory has no safetensors.
+        CheckpointError: the directory has no safetensors, or they are truncated or corrupt.
     """
-    shapes = read_shapes(Path(model_path))
     itemsize = dtype_from_name(dtype).itemsize
     infos = {
-        name: TensorInfo(name=name, shape=shape, dtype=dtype, nbytes=math.prod(shape) * itemsize)
-        for name, shape in shapes.items()
+        name: TensorInfo(name=name, shape=stored.shape, dtype=dtype, nbytes=math.prod(stored.shape) * itemsize)
+        for name, stored in HFReader(model_path).infos.items()
     }
     fused_into = {part: whole for whole, parts in packed_modules.items() for part in parts}
     targets = {name: _target(name, fused_into) for name in infos}
@@ -49,40 +47,6 @@ def expected_weights(
         optional={name: info for name, info in infos.items() if name not in required},
         fused_groups=tuple(tuple(group) for group in groups.values() if len(group) > 1),
     )
-
-
-def read_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor in a directory's safetensors, in the order of files and headers."""
-    index = model_path / "model.safetensors.index.json"
-    if index.is_file():
-        files = [model_path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    else:
-        files = sorted(model_path.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(
-            f"{model_path} has no *.safetensors: a rollout engine needs their headers to know which weights it expects, "
-            "also with load_format='dummy'",
-            path=str(model_path),
-        )
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        for name, entry in _header(file).items():
-            if name != "__metadata__":
-                shapes[name] = tuple(entry["shape"])
-    return shapes
-
-
-def _header(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise CheckpointError(f"{file} is missing, but the directory's index names it", path=str(file))
-    with file.open("rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        text = stream.read(size)
-    try:
-        header: dict[str, Any] = json.loads(text)
-    except ValueError:
-        raise CheckpointError(f"{file} is not a safetensors file: its header cannot be read", path=str(file)) from None
-    return header
 
 
 def _target(name: str, fused_into: Mapping[str, str]) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from actors.cluster.cpu_threads import thread_environment
-from actors.cluster.network import use_interface
+from actors.cluster.meeting import use_interface
+from actors.cluster.placement import thread_environment
 from actors.rollout.config import RolloutConfig
 from rl_backend.contracts import ConfigError, UnsupportedError
 from rl_backend.parallel.store import LOOPBACK

@@ -11,8 +11,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from actors.cluster.meeting import MeetingPoint
-from actors.cluster.network import meeting_address, node_address
+from actors.cluster.meeting import MeetingPoint, meeting_address, node_address
 from actors.rollout.engines import EngineSet
 from actors.sync.source import SourceContext, SourceRanks
 from actors.sync.transport.base import (

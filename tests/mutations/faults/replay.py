@@ -109,7 +109,7 @@ FAULTS = [
     ),
     Fault(
         "routes-of-samples-begin-at-the-first-again",
-        "actors/rollout/routes.py",
+        "actors/rollout/sample.py",
         "ends = np.cumsum([length - 1 for length in lengths])",
         "ends = np.cumsum([length for length in lengths])",
         ("tests/unit/test_rollout_routes.py::test_routes_of_several_samples_travel_as_one_array_without_the_dense_layers",),
@@ -117,7 +117,7 @@ FAULTS = [
     ),
     Fault(
         "routes-of-dense-layers-sent",
-        "actors/rollout/routes.py",
+        "actors/rollout/sample.py",
         "parts.append(routes[:, list(moe_layers)])",
         "parts.append(routes[:, : len(moe_layers)])",
         ("tests/unit/test_rollout_routes.py::test_routes_of_several_samples_travel_as_one_array_without_the_dense_layers",),

@@ -27,7 +27,7 @@ FAULTS = [
     ),
     Fault(
         "streams-do-not-compare-names",
-        "actors/sync/transport/streaming.py",
+        "actors/sync/transport/gpu.py",
         "in as_announced(self.plan.infos, export(self.context, self.plan)):",
         "in zip(self.plan.infos, (weight for _, weight in export(self.context, self.plan)), strict=False):",
         ("tests/unit/test_weight_streams.py::test_a_stream_ends_before_the_first_tensor_that_is_not_the_one_announced",),
@@ -241,7 +241,7 @@ FAULTS = [
     ),
     Fault(
         "nccl-chosen-for-two-members-on-one-gpu",
-        "actors/sync/transport/choose.py",
+        "actors/sync/push.py",
         "        if not devices_of_two(plan, rollout):\n",
         "        if True:\n",
         (f"{_CUDA}::test_nccl_is_chosen_only_where_each_member_has_a_gpu_of_its_own",),
@@ -249,7 +249,7 @@ FAULTS = [
     ),
     Fault(
         "push-begins-before-the-weights-are-there",
-        "actors/sync/transport/streaming.py",
+        "actors/sync/transport/gpu.py",
         "    torch.cuda.current_stream().synchronize()\n",
         "",
         (f"{_CUDA}::test_a_push_is_sent_when_what_trains_has_been_computed",),

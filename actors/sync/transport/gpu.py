@@ -1,4 +1,9 @@
-"""What the GPU transports share: vLLM's own trainer-side engines, driven inside the ranks. Has not been run: needs CUDA.
+"""Weights between GPUs, over NCCL or CUDA IPC, on vLLM's own transfer engines. Has not been run: needs CUDA.
+
+- ``nccl``: the source rank and every worker of every engine form one NCCL group; buckets of ``byte_budget`` bytes are
+  packed, broadcast, checked and loaded. A rank that dies leaves the others waiting in NCCL, as in any NCCL job.
+- ``cuda_ipc``: for colocated training, where every GPU of every engine also has a training rank. Each rank packs buckets
+  into one buffer on its GPU; the engine's worker on that GPU maps it, checks and loads it.
 
 vLLM's trainer-side engine runs on every rank and sends from rank 0. It reads the weights from vLLM's kind of weight source
 and tells the engines what to do through a client; here the source is the runtime's export, and the client calls the rollout
@@ -185,3 +190,47 @@ def close_stream(context: SourceContext, key: str) -> None:
     engine = context.state.pop(key, None)
     if engine is not None:
         engine.shutdown()
+
+
+class NcclTransport(VllmStreamingTransport):
+    """See the module."""
+
+    name = "nccl"
+    kills_abandoned = True
+
+    def check(self, plan: PushPlan, rollout: EngineSet) -> None:
+        self.require_cuda(plan, rollout)
+        for device, members in devices_of_two(plan, rollout).items():
+            raise UnsupportedError(
+                f"transport='nccl': {' and '.join(members)} share the GPU {device}, which members of an NCCL group cannot; "
+                "use transport='cuda_ipc' where every engine shares GPUs with training ranks, else 'shared_memory' on one "
+                "host or 'gloo'",
+                device=device,
+            )
+
+
+def devices_of_two(plan: PushPlan, rollout: EngineSet) -> dict[str, list[str]]:
+    """UUIDs of GPUs that more than one member of the transfer group has -> the members: the source rank and the engines."""
+    members: dict[str, list[str]] = {plan.device_ids[SOURCE_RANK]: [f"rank {SOURCE_RANK} of the training group"]}
+    for engine in rollout.engines:
+        info = rollout.infos[engine]
+        for device in info.device_ids:
+            members.setdefault(device, []).append(info.name)
+    return {device: names for device, names in members.items() if len(names) > 1}
+
+
+class CudaIpcTransport(VllmStreamingTransport):
+    """See the module."""
+
+    name = "cuda_ipc"
+
+    def check(self, plan: PushPlan, rollout: EngineSet) -> None:
+        self.require_cuda(plan, rollout)
+        for engine in rollout.engines:
+            info = rollout.infos[engine]
+            missing = set(info.device_ids) - set(plan.device_ids)
+            if missing:
+                raise UnsupportedError(
+                    f"transport='cuda_ipc': {info.name} uses GPUs without a training rank ({', '.join(sorted(missing))}); "
+                    "use transport='nccl'"
+                )
