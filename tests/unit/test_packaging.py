@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -130,6 +132,71 @@ def test_import_contracts_hold_here_and_name_each_violating_import(tmp_path: Pat
         importer = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         imported = statement.split()[-1]
         assert re.search(rf"{re.escape(importer)} -> {re.escape(imported)}\b", broken.stdout), f"{importer} -> {imported}"
+
+
+KNOWN_CIRCLES = {
+    ("rl_backend.runtime.native.build", "rl_backend.runtime.native.runtime"): "the handle is built from its runtime",
+    ("rl_backend.runtime.bridge.build", "rl_backend.runtime.bridge.runtime"): "the handle is built from its runtime",
+    ("rl_backend.runtime.bridge.activations", "rl_backend.runtime.bridge.build"): "parts of a handle know the whole one",
+    ("rl_backend.runtime.bridge.routes", "rl_backend.runtime.bridge.handle"): "parts of a handle know the whole one",
+    (
+        "rl_backend.runtime.bridge.optimizer_state",
+        "rl_backend.runtime.bridge.handle",
+    ): "parts of a handle know the whole one",
+    ("rl_backend.cli.doctor_text", "rl_backend.cli.doctor"): "what is printed is named where it is found",
+    ("actors.train.future", "actors.train.operations"): "an operation and what it returns name each other",
+}
+"""(importer, imported) -> why they still import each other."""
+
+
+def imports_of_each_file(root: Path) -> dict[str, set[str]]:
+    """Module -> the modules of this repository that it imports, anywhere in its file."""
+    files = {
+        ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): file
+        for package in PACKAGES
+        for file in (root / package).rglob("*.py")
+    }
+    imports: dict[str, set[str]] = {module: set() for module in files}
+    for module, file in files.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                named = [(alias.name, alias.name) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                named = [(f"{node.module}.{alias.name}", node.module) for alias in node.names]
+            else:
+                continue
+            imports[module] |= {found for names in named if (found := next(filter(files.__contains__, names), None))}
+        imports[module].discard(module)
+    return imports
+
+
+def first_circle(imports: dict[str, set[str]]) -> list[str]:
+    """Modules of which each imports the next, and the last the first; empty where there are none."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        return list(reversed(error.args[1]))
+    return []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    imports = imports_of_each_file(ROOT)
+    for importer, imported in KNOWN_CIRCLES:
+        assert imported in imports[importer], f"{importer} does not import {imported} any more: take it from KNOWN_CIRCLES"
+        imports[importer].remove(imported)
+    assert first_circle(imports) == []
+
+
+@pytest.mark.parametrize("statement", ["import actors.sync.push", "def f() -> None:\n    from actors.sync import push"])
+def test_a_circle_of_files_is_found_inside_of_functions_too(statement: str, tmp_path: Path) -> None:
+    source = copy_sources(tmp_path, names=PACKAGES)
+    with (source / "actors/wire/segment.py").open("a") as stream:
+        stream.write(f"\n{statement}\n")
+    imports = imports_of_each_file(source)
+    for importer, imported in KNOWN_CIRCLES:
+        imports[importer].remove(imported)
+    circle = first_circle(imports)
+    assert circle[0] == circle[-1] and {"actors.wire.segment", "actors.sync.push"} <= set(circle)
 
 
 BACKEND_WITHOUT_OPTIONAL_PACKAGES = """
