@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from verl.utils.checkpoint.checkpoint_manager import get_checkpoint_tracker_filename
 
-from rl_backend.checkpoint.durable import rename_synced
+from rl_backend.checkpoint.durable import rename_synced, write_synced
 from rl_backend.checkpoint.training_state import raise_on_every_rank
 from rl_backend.contracts import CheckpointError, ModelHandle
 from rl_backend.runtime import Runtime
@@ -84,7 +84,7 @@ def record_step(path: Path, step: int) -> None:
         return
     record = Path(get_checkpoint_tracker_filename(str(path.parent.parent)))
     new = record.with_name(f".{record.name}.new")
-    new.write_text(str(step))
+    write_synced(new, str(step))
     rename_synced(new, record)
 
 

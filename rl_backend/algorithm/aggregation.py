@@ -134,6 +134,13 @@ type LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-m
 LOSS_AGG_MODES: tuple[str, ...] = get_args(LossAggMode.__value__)
 
 
+def check_not_negative(**options: float) -> None:
+    """Raises :class:`ConfigError` for an option, given by its name, that is negative or not finite."""
+    for name, value in options.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise ConfigError.of(name, value, "must be a finite number, 0 or above")
+
+
 def check_loss_agg_mode(mode: str, loss_scale_factor: float | None) -> None:
     """Raises :class:`ConfigError` for an unknown mode, or a scale factor that is missing, unused or not positive."""
     if mode not in LOSS_AGG_MODES:

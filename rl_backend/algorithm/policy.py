@@ -14,6 +14,7 @@ from rl_backend.algorithm.aggregation import (
     aggregate_loss,
     aggregation_terms,
     check_loss_agg_mode,
+    check_not_negative,
     differentiable_entropy,
     required_log_probs,
     token_advantages,
@@ -104,8 +105,7 @@ def policy_loss(
     check_loss_agg_mode(loss_agg_mode, loss_scale_factor)
     check_kl_type(kl_type)
     check_importance_options(tis_cap, mis_bounds, importance_level, importance_veto)
-    if not (math.isfinite(kl_coef) and kl_coef >= 0):
-        raise ConfigError.of("kl_coef", kl_coef, "must be a finite number, 0 or above")
+    check_not_negative(kl_coef=kl_coef)
     if not math.isfinite(entropy_coef):
         raise ConfigError.of("entropy_coef", entropy_coef, "must be a finite number")
 

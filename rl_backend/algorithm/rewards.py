@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from rl_backend.algorithm.advantages import finite_rewards, result_dtype
-from rl_backend.algorithm.aggregation import check_packed, zero_masked
+from rl_backend.algorithm.aggregation import check_not_negative, check_packed, zero_masked
 from rl_backend.contracts import BatchError, ConfigError
 
 _ESTIMATORS = {
@@ -127,8 +126,7 @@ def kl_in_reward(
         ConfigError: ``kl_coef`` or ``kl_type``.
         BatchError: shapes that differ.
     """
-    if not (math.isfinite(kl_coef) and kl_coef >= 0):
-        raise ConfigError.of("kl_coef", kl_coef, "must be a finite number, 0 or above")
+    check_not_negative(kl_coef=kl_coef)
     check_kl_type(kl_type)
     for name, tensor in (("log_probs", log_probs), ("ref_log_probs", ref_log_probs), ("loss_mask", loss_mask)):
         if tensor.dim() != 1 or tensor.shape != rewards.shape:
@@ -160,8 +158,7 @@ def overlong_penalty(
         raise ConfigError.of(
             "buffer_tokens", buffer_tokens, f"must be within [1, max_response_tokens={max_response_tokens}]"
         )
-    if not (math.isfinite(penalty) and penalty >= 0):
-        raise ConfigError.of("penalty", penalty, "must be a finite number, 0 or above")
+    check_not_negative(penalty=penalty)
     lengths = torch.as_tensor(response_lengths)
     if lengths.dim() != 1:
         raise BatchError(f"response_lengths has shape {tuple(lengths.shape)}; expected (N,): one number per response")

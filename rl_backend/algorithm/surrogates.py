@@ -11,7 +11,13 @@ import math
 import torch
 from torch import Tensor
 
-from rl_backend.algorithm.aggregation import broadcast_to_tokens, sum_by_sequence, token_mean_metric, zero_masked
+from rl_backend.algorithm.aggregation import (
+    broadcast_to_tokens,
+    check_not_negative,
+    sum_by_sequence,
+    token_mean_metric,
+    zero_masked,
+)
 from rl_backend.contracts import ConfigError
 
 type MetricPair = tuple[Tensor, Tensor]
@@ -19,9 +25,7 @@ type MetricPair = tuple[Tensor, Tensor]
 
 def check_clip_options(clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float | None = None) -> None:
     """Raises :class:`ConfigError` for a negative or infinite clip ratio, or ``clip_ratio_c`` that is not above 1."""
-    for name, value in (("clip_ratio_low", clip_ratio_low), ("clip_ratio_high", clip_ratio_high)):
-        if not (math.isfinite(value) and value >= 0):
-            raise ConfigError.of(name, value, "must be a finite number, 0 or above")
+    check_not_negative(clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high)
     if clip_ratio_c is not None and not (math.isfinite(clip_ratio_c) and clip_ratio_c > 1):
         raise ConfigError.of("clip_ratio_c", clip_ratio_c, "must be a finite number above 1; None switches dual clip off")
 

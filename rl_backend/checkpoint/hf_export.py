@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from rl_backend.checkpoint.hf_reader import other_files, read_hf_config
 from rl_backend.checkpoint.hf_writer import DEFAULT_SHARD_BYTES, critic_config, write_hf_directory
 from rl_backend.checkpoint.manifest import read_manifest
-from rl_backend.checkpoint.state_files import TensorsReader, file_facts
+from rl_backend.checkpoint.state_files import TensorsReader, require_written
 from rl_backend.checkpoint.stored_metadata import METADATA_FILE
 from rl_backend.contracts import CheckpointError, TensorInfo
 
@@ -54,7 +54,7 @@ class TrainingWeights:
         self.shapes = dict(self.manifest.parameters)
         if not self.shapes:
             raise CheckpointError(f"{self.path} is damaged: its manifest lists no weights", path=str(self.path))
-        self._verify(METADATA_FILE)
+        require_written(self.path, METADATA_FILE, self.manifest.files.get(METADATA_FILE))
         self._reader = TensorsReader(self.path, self.manifest.files)
         for name, shape in self.shapes.items():
             self._reader.require_stored(PREFIX + name, shape, torch.float32)
@@ -69,7 +69,7 @@ class TrainingWeights:
             CheckpointError: a file has other bytes than were written.
         """
         for name, facts in self.manifest.files.items():
-            self._verify(name)
+            require_written(self.path, name, facts)
             progress(facts.num_bytes)
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -102,18 +102,6 @@ class TrainingWeights:
             raise CheckpointError(
                 f"{name} cannot be read from {self.path}: {causes}", path=str(self.path), name=name
             ) from error
-
-    def _verify(self, name: str) -> None:
-        try:
-            found = file_facts(self.path / name)
-        except OSError as error:
-            raise CheckpointError(f"{self.path / name} cannot be read: {error}", path=str(self.path), name=name) from error
-        if found != self.manifest.files.get(name):
-            raise CheckpointError(
-                f"{self.path} is damaged: {name} has other bytes than were written; take an earlier checkpoint",
-                path=str(self.path),
-                name=name,
-            )
 
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rl_backend.checkpoint.confined import name_problem, require_inside_model
 from rl_backend.contracts import CheckpointError
+from rl_backend.contracts.errors import listed
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -167,11 +168,6 @@ def _open(file: Path) -> Iterator[Any]:
         raise CheckpointError(
             f"{file} is truncated or corrupt, or cannot be read ({error}); fetch or write it again", path=str(file)
         ) from error
-
-
-def listed(names: list[str]) -> str:
-    """The first of ``names`` and how many more there are, for messages."""
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 _SETTINGS = (

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from rl_backend.checkpoint.hf_reader import FLOAT_DTYPES, HFReader, listed
+from rl_backend.checkpoint.hf_reader import FLOAT_DTYPES, HFReader
 from rl_backend.contracts import VALUE_HEAD_WEIGHTS, CheckpointError, WeightName, stored_names, stored_tensors
+from rl_backend.contracts.errors import listed
 from rl_backend.parallel.shards import local_region, local_tensor
 
 LM_HEAD = "lm_head.weight"

@@ -164,6 +164,11 @@ class TrainingManifest(SealedConfig):
                 )
 
 
+def damaged(path: Path, name: str, what: str) -> CheckpointError:
+    """The error that says what is wrong with a file of the checkpoint ``path``."""
+    return CheckpointError(f"{path} is damaged: {what}; take an earlier checkpoint", path=str(path), name=name)
+
+
 def read_manifest(path: Path) -> TrainingManifest:
     """The manifest of a checkpoint directory.
 

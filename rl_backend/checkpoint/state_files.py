@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NoReturn, cast
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from rl_backend.checkpoint.confined import require_inside
-from rl_backend.checkpoint.manifest import FileFacts
+from rl_backend.checkpoint.manifest import FileFacts, damaged
 from rl_backend.checkpoint.stored_metadata import METADATA_FILE, load_problem, stored_metadata
 from rl_backend.contracts import CheckpointError
 
@@ -107,18 +107,21 @@ class DigestingWriter(FileSystemWriter):
 def file_facts(file: Path, limit: int | None = None) -> FileFacts:
     """Size and digest of a file, or of its first ``limit`` bytes, read in pieces."""
     digest, size = xxhash.xxh3_64(), 0
-    for chunk in _chunks(file, limit):
-        digest.update(chunk)
-        size += len(chunk)
+    with file.open("rb") as stream:
+        while chunk := stream.read(_CHUNK if limit is None else min(limit - size, _CHUNK)):
+            digest.update(chunk)
+            size += len(chunk)
     return FileFacts(num_bytes=size, xxh3=digest.hexdigest())
 
 
-def _chunks(file: Path, limit: int | None) -> Iterator[bytes]:
-    left = _CHUNK if limit is None else limit
-    with file.open("rb") as stream:
-        while chunk := stream.read(min(left, _CHUNK)):
-            yield chunk
-            left -= 0 if limit is None else len(chunk)
+def require_written(path: Path, name: str, facts: FileFacts | None) -> None:
+    """Raises :class:`CheckpointError` unless ``name`` in the checkpoint ``path`` has the bytes that were written."""
+    try:
+        found = file_facts(path / name)
+    except OSError as error:
+        raise CheckpointError(f"{path / name} cannot be read: {error}", path=str(path), name=name) from error
+    if found != facts:
+        raise damaged(path, name, f"{name} has other bytes than were written")
 
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -172,12 +175,7 @@ class TensorsReader(FileSystemReader):
             self._refuse(name, f"has it as {_name(found)}", f"as {_name(dtype)}")
 
     def _refuse(self, name: str, found: str, expected: str) -> NoReturn:
-        raise CheckpointError(
-            f"{self.path} is damaged: its {METADATA_FILE} {found}, {name} was expected {expected}; take an earlier "
-            "checkpoint",
-            path=str(self.path),
-            name=name,
-        )
+        raise damaged(Path(self.path), name, f"its {METADATA_FILE} {found}, {name} was expected {expected}")
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Raises :class:`CheckpointError` with the file's name where it holds other tensors than ``.metadata`` says."""

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from rl_backend.checkpoint.confined import require_inside
-from rl_backend.checkpoint.manifest import FileFacts
+from rl_backend.checkpoint.manifest import FileFacts, damaged
 from rl_backend.contracts import CheckpointError
 
 MOST_SPLIT_DIMENSIONS = 8
@@ -118,11 +118,7 @@ def stored_metadata(path: Path, files: Mapping[str, FileFacts]) -> Metadata:
             or leave out a part of a tensor.
     """
     if METADATA_FILE not in files:
-        raise CheckpointError(
-            f"{path} is damaged: its manifest does not list {METADATA_FILE}; take an earlier checkpoint",
-            path=str(path),
-            name=METADATA_FILE,
-        )
+        raise damaged(path, METADATA_FILE, f"its manifest does not list {METADATA_FILE}")
     try:
         data = require_inside(path, METADATA_FILE).read_bytes()
     except OSError as error:
@@ -172,12 +168,8 @@ def _records(path: Path, data: bytes) -> Any:
     except CheckpointError:
         raise
     except Exception as error:  # pickle raises errors of any type for damaged data
-        raise CheckpointError(
-            f"{path} is damaged: its {METADATA_FILE} cannot be read: {type(error).__name__}: {error}; take an earlier "
-            "checkpoint",
-            path=str(path),
-            name=METADATA_FILE,
-        ) from error
+        problem = f"its {METADATA_FILE} cannot be read: {type(error).__name__}: {error}"
+        raise damaged(path, METADATA_FILE, problem) from error
 
 
 class _Conversion:
@@ -277,11 +269,7 @@ class _Conversion:
         return value
 
     def _refuse(self, reason: str) -> NoReturn:
-        raise CheckpointError(
-            f"{self._path} is damaged: its {METADATA_FILE} is refused, {reason}; take an earlier checkpoint",
-            path=str(self._path),
-            name=METADATA_FILE,
-        )
+        raise damaged(self._path, METADATA_FILE, f"its {METADATA_FILE} is refused, {reason}")
 
 
 def _kind(value: Any) -> str:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from rl_backend.checkpoint.durable import commit_draft, discard_draft, draft_of, sync, with_notes, write_synced
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, TrainingManifest, read_manifest
 from rl_backend.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner, TensorPieces
-from rl_backend.checkpoint.state_files import DigestingWriter, TensorsReader, file_facts
+from rl_backend.checkpoint.state_files import DigestingWriter, TensorsReader, require_written
 from rl_backend.contracts import CheckpointError, Head
 
 
@@ -138,12 +138,7 @@ def read_training_state(reader: TensorsReader, tensors: StateTensors, group: dis
 def _require_digests(manifest: TrainingManifest, path: Path, group: dist.ProcessGroup) -> None:
     """Each rank reads its share of the files; raises :class:`CheckpointError` for one with other bytes than were written."""
     for name in sorted(manifest.files)[dist.get_rank(group) :: dist.get_world_size(group)]:
-        if file_facts(path / name) != manifest.files[name]:
-            raise CheckpointError(
-                f"{path} is damaged: {name} has other bytes than were written; take an earlier checkpoint",
-                path=str(path),
-                name=name,
-            )
+        require_written(path, name, manifest.files[name])
 
 
 def _all_written(written: dict[str, FileFacts], group: dist.ProcessGroup) -> dict[str, FileFacts]:

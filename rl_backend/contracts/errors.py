@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 
@@ -23,6 +24,11 @@ class RLBackendError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (type(self), self.message, self.details))
+
+
+def listed(items: Sequence[object], most: int = 4) -> str:
+    """The first of ``items`` and how many more there are, for messages."""
+    return ", ".join(map(str, items[:most])) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
 def _rebuild[E: RLBackendError](cls: type[E], message: str, details: dict[str, Any]) -> E:

@@ -28,6 +28,10 @@ def pack(sequences: Sequence[TokenSequence], meta: Mapping[str, Any] | None = No
         BatchError: no sequences, or fields whose names, shapes or dtypes differ between sequences; names the odd one.
     """
     check_same_fields(sequences)
+    return _packed(sequences, meta)
+
+
+def _packed(sequences: Sequence[TokenSequence], meta: Mapping[str, Any] | None) -> PackedBatch:
     first = sequences[0]
     return PackedBatch(
         input_ids=torch.cat([sequence.input_ids for sequence in sequences]),
@@ -130,7 +134,7 @@ def pack_plan(
         facts["batch_num_tokens"] = float(sum(float(s.token_fields["loss_mask"].sum()) for s in sequences))
     shared = {**facts, **given, "dp_size": plan.dp_size, "num_micro_batches": plan.num_micro_batches}
     return [
-        [pack([sequences[index] for index in micro_batch], shared) for micro_batch in rank] for rank in plan.micro_batches
+        [_packed([sequences[index] for index in micro_batch], shared) for micro_batch in rank] for rank in plan.micro_batches
     ]
 
 

@@ -6,11 +6,9 @@ from collections import Counter
 from collections.abc import Iterable
 
 from rl_backend.contracts import ScheduleError
+from rl_backend.contracts.errors import listed
 from rl_backend.pipeline.dependencies import Arrival, Event, event_graph, in_order
 from rl_backend.pipeline.schedule import RECEIVES, SENDS, Action, Kind, Schedule
-
-MOST_NAMED = 4
-"""Actions that one error names."""
 
 
 def validate(schedule: Schedule) -> None:
@@ -47,7 +45,7 @@ def _check_placement(schedule: Schedule) -> None:
         stages = schedule.stages_of(rank)
         for action in own:
             if action.stage not in stages:
-                raise _error(schedule, f"rank {rank} has {action}, and only the stages {_list(stages)}")
+                raise _error(schedule, f"rank {rank} has {action}, and only the stages {listed(stages)}")
             if not 0 <= action.micro_batch < schedule.num_micro_batches:
                 raise _error(schedule, f"rank {rank} has {action}, and there are {schedule.num_micro_batches} micro-batches")
 
@@ -55,7 +53,7 @@ def _check_placement(schedule: Schedule) -> None:
 def _check_complete(schedule: Schedule) -> None:
     counts = Counter(action for own in schedule.actions for action in own)
     if repeated := [action for action, count in counts.items() if count > 1]:
-        raise _error(schedule, f"more than once: {_list(repeated)}")
+        raise _error(schedule, f"more than once: {listed(repeated)}")
     expected = {
         action
         for stage in range(schedule.num_stages)
@@ -64,10 +62,10 @@ def _check_complete(schedule: Schedule) -> None:
     }
     missing = sorted((action for action in expected if action not in counts), key=_place)
     if missing:
-        raise _error(schedule, f"missing: {_list(missing)}")
+        raise _error(schedule, f"missing: {listed(missing)}")
     surplus = sorted((action for action in counts if action not in expected), key=_place)
     if surplus:
-        raise _error(schedule, f"not needed: {_list(surplus)}")
+        raise _error(schedule, f"not needed: {listed(surplus)}")
 
 
 def _expected(schedule: Schedule, stage: int, micro_batch: int, *, split: bool) -> Iterable[Action]:
@@ -111,12 +109,6 @@ def _with_rank(schedule: Schedule, event: Event) -> str:
 
 def _place(action: Action) -> tuple[int, int, str]:
     return action.micro_batch, action.stage, action.kind.value
-
-
-def _list(items: Iterable[object]) -> str:
-    named = [str(item) for item in items]
-    more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
-    return ", ".join(named[:MOST_NAMED]) + more
 
 
 def _error(schedule: Schedule, what: str) -> ScheduleError:

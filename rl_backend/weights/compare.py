@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts import TensorInfo, UnsupportedError, WeightCheckError, WeightManifest
+from rl_backend.contracts.errors import listed
 
 
 def name_of_dtype(dtype: torch.dtype) -> str:
@@ -99,11 +100,11 @@ def find_mismatches(offered: Sequence[TensorInfo], expected: ExpectedWeights) ->
     in_halves = {name for group in halves for name in group}
     missing = [name for name in expected.required if name not in names and name not in in_halves]
     if missing:
-        problems.append(f"missing: {_list(missing)}")
+        problems.append(f"missing: {listed(missing, _SHOWN)}")
     known = {**expected.required, **expected.optional}
     unknown = [tensor.name for tensor in offered if tensor.name not in known]
     if unknown:
-        problems.append(f"unknown to the engine: {_list(unknown)}")
+        problems.append(f"unknown to the engine: {listed(unknown, _SHOWN)}")
     present = [tensor for tensor in offered if tensor.name in known]
     shapes = [
         f"{tensor.name} is {tensor.shape}, the engine has {known[tensor.name].shape}"
@@ -111,14 +112,14 @@ def find_mismatches(offered: Sequence[TensorInfo], expected: ExpectedWeights) ->
         if tensor.shape != known[tensor.name].shape
     ]
     if shapes:
-        problems.append(f"wrong shape: {_list(shapes)}")
+        problems.append(f"wrong shape: {listed(shapes, _SHOWN)}")
     dtypes = [
         f"{tensor.name} is {tensor.dtype}, the engine takes {known[tensor.name].dtype}"
         for tensor in present
         if tensor.dtype != known[tensor.name].dtype
     ]
     if dtypes:
-        problems.append(f"wrong dtype: {_list(dtypes)}")
+        problems.append(f"wrong dtype: {listed(dtypes, _SHOWN)}")
     return problems
 
 
@@ -132,8 +133,3 @@ def check_manifest(manifest: WeightManifest, expected: ExpectedWeights, *, engin
             version=manifest.version,
             problems=problems,
         )
-
-
-def _list(items: Sequence[str]) -> str:
-    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return ", ".join(items[:_SHOWN]) + more

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts import WeightCheckError
+from rl_backend.contracts.errors import listed
 from rl_backend.weights.digest import block_digest, each_block, join_digests, tensor_digest
 
 
@@ -86,9 +87,8 @@ def refuse_non_finite(names: Sequence[str], *, engine: str) -> None:
     """Raises :class:`~rl_backend.contracts.WeightCheckError` unless ``names``, of tensors with NaN or infinity, is empty."""
     if not names:
         return
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     raise WeightCheckError(
-        f"{engine}: weights hold NaN or infinity and were not loaded: {', '.join(names[:8])}{more}; the trainer's model is "
+        f"{engine}: weights hold NaN or infinity and were not loaded: {listed(names, 8)}; the trainer's model is "
         "damaged: restore a checkpoint",
         engine=engine,
         names=list(names),
