@@ -56,6 +56,7 @@ def lay_out_tokens(
     """
     lengths, sequences = torch.tensor(seq_lens), torch.arange(len(seq_lens))
     chunk_lens, chunks_of_rank = (lengths, 1) if cp_size == 1 else (-(-lengths // (2 * cp_size)), 2)
+    # Every rank has as many rows of a sequence, so that gathering needs no sizes.
     row_counts = chunks_of_rank * chunk_lens
     num_rows = int(row_counts.sum())
     filler = torch.arange(-num_rows % multiple)
@@ -66,6 +67,7 @@ def lay_out_tokens(
     of_segment = sequences.repeat_interleave(len(first_chunks))
     query_lens = row_counts[of_segment] // len(first_chunks)
     first_queries = torch.tensor(first_chunks).repeat(len(seq_lens)) * chunk_lens[of_segment]
+    # Keys after a segment's last query are hidden by the causal mask, so they are not gathered for it.
     key_lens = first_queries + query_lens
     key_index = cut.places(of_segment.repeat_interleave(key_lens), _ranges(torch.zeros_like(key_lens), key_lens))
 
@@ -74,6 +76,7 @@ def lay_out_tokens(
     index = torch.where(position_ids < lengths[of_row], position_ids + _starts(lengths)[of_row], -1)
     places = cut.places(sequences.repeat_interleave(lengths), _ranges(torch.zeros_like(lengths), lengths))
 
+    # What fills up is a segment of its own: it attends to itself, and nobody to it.
     if len(filler):
         position_ids, index = torch.cat((position_ids, filler)), torch.cat((index, torch.full_like(filler, -1)))
         key_index = torch.cat((key_index, cp_rank * cut.num_rows + num_rows + filler))

@@ -64,6 +64,7 @@ class AllToAllDispatcher:
             sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
 
         choices, places = order.choices, order.places
+        # Each part of an expert needs all of its tokens, so every block of copies is sent once to each of its ranks.
         if self.etp_size > 1:
             blocks = choices.split(sent[:: self.etp_size])
             choices = torch.cat([block for block in blocks for _ in range(self.etp_size)])
@@ -73,6 +74,7 @@ class AllToAllDispatcher:
         weights = copy_rows(routing.weights.reshape(-1, 1), choices, places.view(-1, self.etp_size))
         weights = all_to_all_rows(weights, sent, received, self.group)
 
+        # Rows arrive by sending rank; sorted by expert, each expert's are neighbours and one product serves them.
         num_local = counts.shape[1]
         experts = torch.arange(num_local, device=x.device).repeat(len(received))
         experts = experts.repeat_interleave(arriving.flatten(), output_size=sum(received))

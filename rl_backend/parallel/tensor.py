@@ -51,6 +51,7 @@ class TensorParallel:
         views: dict[str, View] = {}
         if linear.bias is not None:
             _distribute(linear, "bias", self.mesh, [Replicate()])
+            # The outputs of the ranks are added up, and the bias must be in the sum once.
             counted = float(self.rank == 0)
             views["bias"] = lambda bias: bias * counted
         compute_on_local(linear, views)
@@ -102,6 +103,7 @@ class TensorParallel:
             weight = embedding.weight
             rows = input - start
             elsewhere = (rows < 0) | (rows >= weight.shape[0])
+            # A rank without rows takes part all the same: its weight has a gradient as on the other ranks.
             if weight.shape[0] == 0:
                 return weight.new_zeros((*rows.shape, weight.shape[1])) + weight.sum()
             return F.embedding(rows.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[:, None], 0.0)

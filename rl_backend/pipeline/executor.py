@@ -160,6 +160,7 @@ class PipelineExecutor:
             self.peak_activations = max(self.peak_activations, len(self._activations) + len(self._put_off))
         if stage + 1 < self._schedule.num_stages:
             assert output is not None, "only the last stage returns nothing"
+            # Each stage is a graph of its own; gradients cross from one to the other as tensors.
             self._hidden[stage + 1, micro_batch] = output.detach()
 
     def _backward(self, action: Action) -> None:
@@ -193,6 +194,7 @@ class PipelineExecutor:
         self._post_send(action, tensor.contiguous())
 
     def _post_send(self, action: Action, tensor: Tensor) -> None:
+        # A tensor must live until its transfer has ended.
         self._departing = [(work, sent) for work, sent in self._departing if not work.is_completed()]
         work = dist.isend(tensor, group=self._group, group_dst=self._schedule.placement[action.other_end.stage])
         assert work is not None, "this rank is in the group"

@@ -48,6 +48,7 @@ def greedy_order(
         if chosen is None:
             raise ScheduleError("the order that is begun cannot be continued: each rank waits for another")
         state.run(rank, chosen)
+        # What ran can only have opened the way for its own stage and those beside it.
         neighbours = range(max(0, chosen.action.stage - 1), min(len(placement), chosen.action.stage + 2))
         for changed in {placement[stage] for stage in neighbours}:
             next_of[changed] = state.best(changed)
@@ -102,6 +103,7 @@ class _State:
         self.orders[rank].append(action)
         self._ends[action] = self._clock[rank] = candidate.start + self._costs.of(action)
         self._done[action.kind, action.stage] += 1
+        # An activation is held from its forward pass to the end of its backward pass for the weights.
         self._held[rank] += (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD_WEIGHT)
 
     def _open(self, rank: int) -> Iterator[Action]:
