@@ -14,9 +14,9 @@ _DAMAGED = f"{_CHECKPOINTS}::test_an_incomplete_checkpoint_is_refused_on_every_r
 FAULTS = [
     Fault(
         "digests-not-compared",
-        f"{_CHECKPOINT}/training_state.py",
-        "        if file_facts(path / name) != manifest.files[name]:\n",
-        "        if file_facts(path / name).num_bytes != manifest.files[name].num_bytes:\n",
+        f"{_CHECKPOINT}/state_files.py",
+        "    if found != facts:\n",
+        "    if facts is None or found.num_bytes != facts.num_bytes:\n",
         (f"{_DAMAGED}[flip_in_tensors]",),
         "a flipped bit on a disk would be trained on",
     ),
