@@ -12,9 +12,9 @@ from rl_backend.cli.errors import CommandError
 from rl_backend.cli.layout_options import SIZES
 from rl_backend.cli.plan_text import GIB, as_json, as_text
 from rl_backend.contracts import BatchError, CheckpointError, ConfigError, RuntimeConfig
+from rl_backend.contracts.operations import PARTS
 from rl_backend.contracts.runtime_config import PipelineSchedule
 from rl_backend.plan import Workload, make_plan, suggest_layout
-from rl_backend.runtime.placement import PARTS
 
 EXIT_DOES_NOT_FIT = 1
 NATIVE = ("pipeline_schedule", "activation_checkpointing", "reduce_dtype")

@@ -117,6 +117,11 @@ class RuntimeConfig(BaseConfig):
     max_tokens_per_micro_batch: int = Field(default=8192, ge=1)
     backend_cfg: SerializeAsAny[BackendConfig] = Field(default_factory=dict, validate_default=True)
 
+    def options[B: BackendConfig](self, kind: type[B]) -> B:
+        """``backend_cfg`` by its type, for a runtime that knows which one ``backend`` names."""
+        assert isinstance(self.backend_cfg, kind), "RuntimeConfig resolves backend_cfg by backend"
+        return self.backend_cfg
+
     @field_validator("plugins")
     @classmethod
     def _import_plugins(cls, plugins: tuple[str, ...]) -> tuple[str, ...]:

@@ -38,8 +38,7 @@ def bridge_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
         UnsupportedError: a model that the native runtime does not have, or options that change what is counted here.
         BatchError: a number of micro-batches that the pipeline schedule does not take.
     """
-    options = config.backend_cfg
-    assert isinstance(options, BridgeConfig), "RuntimeConfig resolves backend_cfg by backend"
+    options = config.options(BridgeConfig)
     _require_countable(options)
     native = _as_native(options)
     model = describe_model(config.hf_path, native, workload.head)

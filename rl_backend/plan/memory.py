@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from rl_backend.runtime.placement import Part
+from rl_backend.contracts.operations import Part
 
 type Phase = Literal["training", "optimizer_step", "log_probs", "weight_sync", "rollout"]
 PHASES: tuple[Phase, ...] = ("training", "optimizer_step", "log_probs", "weight_sync", "rollout")

@@ -56,8 +56,7 @@ def native_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
         BatchError: a number of micro-batches that the pipeline schedule does not take.
         ConfigError: a ``byte_budget`` smaller than the largest tensor.
     """
-    native = config.backend_cfg
-    assert isinstance(native, NativeConfig), "RuntimeConfig resolves backend_cfg by backend"
+    native = config.options(NativeConfig)
     model = describe_model(config.hf_path, native, workload.head)
     actions = rank_actions(native, workload.num_micro_batches)
     accumulates = workload.num_micro_batches > 1 or schedule_name(native) is not None

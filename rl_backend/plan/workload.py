@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from rl_backend.contracts import ConfigError, Head, PackedBatch
 from rl_backend.contracts.base_config import BaseConfig
-from rl_backend.runtime.placement import Part
+from rl_backend.contracts.operations import Part
 
 
 class Workload(BaseConfig):

@@ -1,6 +1,6 @@
 """Runtimes: the atomic operations of distributed training behind one interface."""
 
-from rl_backend.runtime.base import RankPlace, Runtime
+from rl_backend.runtime.interface import RankPlace, Runtime
 from rl_backend.runtime.registry import check_config, create_runtime, register_runtime
 from rl_backend.runtime.router_replay import RouterReplay
 

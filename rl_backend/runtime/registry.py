@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_backend.contracts import BACKEND_CONFIGS, BackendConfig, Registry, RuntimeConfig
-from rl_backend.runtime.base import Runtime
+from rl_backend.runtime.interface import Runtime
 
 type RuntimeFactory = Callable[[RuntimeConfig], Runtime[Any]]
 
@@ -27,7 +27,7 @@ def register_runtime(
     Args:
         name: the value of ``RuntimeConfig.backend``.
         config_type: type of ``RuntimeConfig.backend_cfg`` for it.
-        factory: usually the :class:`~rl_backend.runtime.base.Runtime` subclass.
+        factory: usually the :class:`~rl_backend.runtime.interface.Runtime` subclass.
         check: raises for a model directory, which exists, that the runtime cannot lay out as the configuration says. It runs
             before any rank is started.
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.checkpoint.hf_export import TrainingWeights
-from rl_backend.runtime.base import Runtime
+from rl_backend.runtime.interface import Runtime
 from tests.support.bridge_runs import open_bridge
 from tests.support.bridge_state import train_bridge
 from tests.support.moe import write_moe

@@ -18,7 +18,7 @@ def places_job(model: str, backend: str) -> list[list[bool]]:
     """Whether each part is on the device: at rest, in training, in evaluation, at rest, and when verl asks for the model."""
 
     def places() -> list[bool]:
-        return [engine.handle.placement.on_device(part) for part in PARTS]
+        return [engine.handle.offload.on_device(part) for part in PARTS]
 
     with open_engine(model, backend=backend, param_offload=True, optimizer_offload=True) as engine:
         found = [places()]

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rl_backend.contracts import StepResult
+from rl_backend.contracts.operations import PARTS
 from rl_backend.runtime.bridge.handle import BridgeHandle
 from rl_backend.runtime.bridge.runtime import BridgeRuntime
 from rl_backend.runtime.native import NativeHandle, NativeRuntime
-from rl_backend.runtime.placement import PARTS
 from tests.support.bridge_runs import open_bridge
 from tests.support.bridge_state import optimizer_shards
 from tests.support.native import assert_equal_tensors, deal, micro_batches, open_runtime, optimizer_state, token_loss
@@ -126,6 +126,6 @@ def live_bytes(handle: Any = None) -> int:
         each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors if each.device.type != "meta"
     }
     for part in PARTS if handle is not None else ():
-        for moved in handle.placement._moved.get(part, ()):
+        for moved in handle.offload._moved.get(part, ()):
             sizes.pop(moved.host.untyped_storage()._cdata, None)
     return sum(sizes.values())

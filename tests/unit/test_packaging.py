@@ -106,7 +106,7 @@ def test_every_part_of_the_backend_and_every_room_of_the_actors_has_a_place_in_t
 
 BAD_IMPORTS = {
     "actors/wire/segment.py": "import actors.rollout.config",
-    "rl_backend/contracts/errors.py": "import rl_backend.runtime.base",
+    "rl_backend/contracts/errors.py": "import rl_backend.runtime.interface",
     "rl_backend/model/registry.py": "import rl_backend.runtime.registry",
     "rl_backend/primitive/rope.py": "def f() -> None:\n    import ray",
     "rl_backend/algorithm/rewards.py": "import rl_backend.cli.machine",

@@ -7,7 +7,7 @@ import itertools
 import torch
 
 from rl_backend.contracts import ParallelConfig
-from rl_backend.runtime.random_sources import RankLayout, source_rank
+from rl_backend.runtime.saved_state import RankLayout, source_rank
 
 RANKS = 8
 LAYOUTS = [

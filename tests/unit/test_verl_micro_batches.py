@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from adapters.verl.micro_batches import cut_batch
-from rl_backend.runtime.base import RankPlace
+from rl_backend.runtime.interface import RankPlace
 from tests.support.verl_batches import make_batch, rows
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,18 +25,15 @@ from rl_backend.runtime.bridge.outputs import CriticOutputLayer, OutputProcessor
 from rl_backend.runtime.bridge.overrides import override
 from rl_backend.runtime.bridge.provider import make_provider, open_bridge, takes_packed_sequences
 from rl_backend.runtime.bridge.routes import connect_routers
-from rl_backend.runtime.placement import Placement
-
-if TYPE_CHECKING:
-    from rl_backend.runtime.bridge.runtime import BridgeRuntime
+from rl_backend.runtime.interface import Runtime
+from rl_backend.runtime.offload import Offload
 
 
 def build_handle(
-    owner: BridgeRuntime, config: RuntimeConfig, groups: BridgeGroups, *, forward_only: bool, name: str, head: Head
+    owner: Runtime[Any], config: RuntimeConfig, groups: BridgeGroups, *, forward_only: bool, name: str, head: Head
 ) -> BridgeHandle:
     """Builds the model of ``config.hf_path``. A collective: Megatron spreads weights from one rank of each group."""
-    options = config.backend_cfg
-    assert isinstance(options, BridgeConfig), "RuntimeConfig resolves backend_cfg by backend"
+    options = config.options(BridgeConfig)
     hf_config = read_hf_config(config.hf_path)
     bridge = open_bridge(config.hf_path)
     provider = make_provider(bridge, config, groups, head)
@@ -102,7 +99,7 @@ def build_handle(
         converter=WeightConverter(
             unwrap_model(list(chunks)), bridge, model_bridge, groups.pg, head=head, hf_path=config.hf_path
         ),
-        placement=Placement(name, groups.device),
+        offload=Offload(name, groups.device),
     )
 
 

@@ -16,16 +16,16 @@ from torch import Tensor
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.pieces import TensorPieces
 from rl_backend.checkpoint.training_state import StateTensors
-from rl_backend.runtime import held_state
+from rl_backend.runtime import saved_state
 from rl_backend.runtime.bridge.export import finish_parameter_gathers
 from rl_backend.runtime.bridge.handle import BridgeHandle
 from rl_backend.runtime.bridge.optimizer_state import ParameterState, num_steps, parameter_states, set_num_steps
 from rl_backend.runtime.bridge.sharding import Placed, pieces_of, placed_tensors
 from rl_backend.runtime.bridge.stored_rows import StoredNames
-from rl_backend.runtime.random_sources import Differs
+from rl_backend.runtime.saved_state import Differs
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_TRACKED = f"{held_state.RANDOM}megatron."
+_TRACKED = f"{saved_state.RANDOM}megatron."
 
 
 def all_tensors(handle: BridgeHandle) -> StateTensors:
@@ -48,8 +48,8 @@ def all_tensors(handle: BridgeHandle) -> StateTensors:
 def training_manifest(handle: BridgeHandle) -> TrainingManifest:
     """Everything of the training state that is not a tensor."""
     optimizer = handle.trainer("training state")
-    progress = held_state.Progress(optimizer.num_schedule_steps, num_steps(optimizer.megatron))
-    return held_state.training_manifest(handle, _shapes(handle), progress, private=_names(handle).private)
+    progress = saved_state.Progress(optimizer.num_schedule_steps, num_steps(optimizer.megatron))
+    return saved_state.training_manifest(handle, _shapes(handle), progress, private=_names(handle).private)
 
 
 def load_training_checkpoint(handle: BridgeHandle, path: Path) -> TrainingManifest:
@@ -59,7 +59,7 @@ def load_training_checkpoint(handle: BridgeHandle, path: Path) -> TrainingManife
         return _uneven_steps(manifest, path) if handle.optimizer else None
 
     group = handle.groups.host_group
-    manifest, loaded = held_state.load_state(
+    manifest, loaded = saved_state.load_state(
         handle, path, _shapes(handle), lambda: all_tensors(handle), group, problem=problem, differs=_differs
     )
     if handle.optimizer is not None:
@@ -94,14 +94,14 @@ def _copy_masters(handle: BridgeHandle) -> None:
 
 def _random_state(handle: BridgeHandle) -> dict[str, Tensor]:
     """States of torch's generators and of Megatron's under names that no two ranks share."""
-    states = held_state.random_state(handle.groups.device)
+    states = saved_state.random_state(handle.groups.device)
     for name, state in get_cuda_rng_tracker().get_states().items():
         states[_tracked(name)] = _bytes(state)
     return states
 
 
 def _restore_random_state(handle: BridgeHandle, tensors: StateTensors) -> None:
-    held_state.restore_random_state(tensors, handle.groups.device)
+    saved_state.restore_random_state(tensors, handle.groups.device)
     tracker = get_cuda_rng_tracker()
     ours = tracker.get_states()
     for name, state in ours.items():

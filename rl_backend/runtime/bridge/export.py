@@ -89,4 +89,4 @@ def start_conversions(buckets: Sequence[Sequence[Conversion]], converted: Conver
     def gather(bucket: Sequence[Conversion]) -> Iterator[tuple[str, Tensor]]:
         return (item for conversion in bucket for item in converted(conversion))
 
-    return start_stream(buckets, gather, groups.all_ranks, groups.device)
+    return start_stream(buckets, gather, groups.world_group, groups.device)

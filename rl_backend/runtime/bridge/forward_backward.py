@@ -17,7 +17,7 @@ from rl_backend.runtime.bridge.batch import LaidOut, common_shape, lay_out_packe
 from rl_backend.runtime.bridge.handle import BridgeHandle
 from rl_backend.runtime.bridge.outputs import as_model_output
 from rl_backend.runtime.bridge.routes import PassRoutes
-from rl_backend.runtime.losses import as_metrics, check_loss, detached
+from rl_backend.runtime.pass_checks import as_metrics, check_loss, detached
 from rl_backend.runtime.router_replay import RouterReplay
 from rl_backend.trace.device import device_span
 
@@ -57,7 +57,10 @@ def run_micro_batches(
         vp_size=handle.groups.parallel.vpp if handle.groups.parallel.vpp > 1 else None,
     )
     iterators = [iter(enumerate(laid_out)) for _ in handle.chunks]
-    with PassRoutes(handle, router_replay) as routes:
+    sequence_parallel = handle.provider.sequence_parallel
+    with PassRoutes(
+        handle.routers, handle.chunks, handle.groups, router_replay, sequence_parallel=sequence_parallel
+    ) as routes:
         schedule(
             forward_step_func=_forward_step(handle, loss_fn, len(data), results, forward_only, observe, routes),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],

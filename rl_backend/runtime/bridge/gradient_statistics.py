@@ -78,7 +78,7 @@ class GradientReader:
         rows = mine
         if self._groups.world_size > 1:
             rows = mine.new_empty(self._groups.world_size, 2)
-            all_gather_into(rows, mine, group=self._groups.all_ranks)
+            all_gather_into(rows, mine, group=self._groups.world_group)
         squares, zeros_everywhere = (math.fsum(column) for column in rows.T.tolist())
         norm = math.sqrt(squares) if math.isfinite(squares) else squares
         return GradientStatistics(norm, int(zeros_everywhere) if self._count_zeros else None)

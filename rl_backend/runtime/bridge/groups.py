@@ -27,7 +27,7 @@ class BridgeGroups:
         world_size: ranks of the job.
         dp_rank, dp_size: place among the ranks that see different data.
         dp_group: their group.
-        all_ranks: the group of every rank.
+        world_group: every rank.
         host_group: every rank over gloo, for collectives on the CPU from any one thread at a time; never used by forward,
             backward or the optimizer.
     """
@@ -39,8 +39,14 @@ class BridgeGroups:
     dp_rank: int
     dp_size: int
     dp_group: dist.ProcessGroup
-    all_ranks: dist.ProcessGroup
+    world_group: dist.ProcessGroup
     host_group: dist.ProcessGroup
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup:
+        """The ranks that see the same data."""
+        group: dist.ProcessGroup = self.pg.mp
+        return group
 
     @property
     def is_last_stage(self) -> bool:
@@ -89,7 +95,7 @@ def open_groups(parallel: ParallelConfig, device: torch.device) -> BridgeGroups:
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=dp_size,
         dp_group=parallel_state.get_data_parallel_group(),
-        all_ranks=dist.distributed_c10d._get_default_group(),
+        world_group=dist.distributed_c10d._get_default_group(),
         host_group=host_group,
     )
 

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
-from torch import nn
+from torch import Tensor, nn
 
 from rl_backend.contracts import BridgeConfig, RoutedLayers
+from rl_backend.contracts.operations import Part
 from rl_backend.runtime.bridge.conversion import WeightConverter
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.optimizer import BridgeOptimizer
+from rl_backend.runtime.bridge.optimizer_state import part_tensors
 from rl_backend.runtime.bridge.outputs import OutputProcessor
 from rl_backend.runtime.bridge.routes import ModelRouters
-from rl_backend.runtime.held import HeldHandle
-from rl_backend.runtime.placement import Placement
+from rl_backend.runtime.handle import GuardedHandle
+from rl_backend.runtime.offload import Offload
 
 
 @dataclass(eq=False, kw_only=True)
-class BridgeHandle(HeldHandle[BridgeOptimizer]):
+class BridgeHandle(GuardedHandle[BridgeOptimizer]):
     """One model of a :class:`~rl_backend.runtime.bridge.BridgeRuntime`.
 
     Attributes:
@@ -31,12 +33,9 @@ class BridgeHandle(HeldHandle[BridgeOptimizer]):
         provider: what the model was built from; Megatron's ``TransformerConfig`` of it.
         chunks: this rank's model chunks, one per virtual stage; in Megatron's DDP when trained.
         processor: what the last stage computes from hidden states.
-        vocab_size: ``vocab_size`` of ``config.json``.
-        max_length: longest sequence, in tokens; None where the model sets no limit.
         packs_sequences: attention takes packed sequences; otherwise micro-batches are padded.
         routers: of this rank's layers with experts; None for a model without.
         converter: its parameters as Hugging Face tensors.
-        placement: where each part is.
         has_gradients: a backward pass has run since the last ``zero_grad``.
     """
 
@@ -46,18 +45,14 @@ class BridgeHandle(HeldHandle[BridgeOptimizer]):
     provider: Any
     chunks: Sequence[MegatronModule]
     processor: OutputProcessor
-    vocab_size: int
-    max_length: int | None
     packs_sequences: bool
     routers: ModelRouters | None
     converter: WeightConverter
-    placement: Placement
     has_gradients: bool = False
 
     @property
     def options(self) -> BridgeConfig:
-        assert isinstance(self.config.backend_cfg, BridgeConfig), "RuntimeConfig resolves backend_cfg by backend"
-        return self.config.backend_cfg
+        return self.config.options(BridgeConfig)
 
     @property
     def routed_layers(self) -> RoutedLayers | None:
@@ -69,6 +64,9 @@ class BridgeHandle(HeldHandle[BridgeOptimizer]):
         """This rank's ``GPTModel`` chunks without their wrappers."""
         models: list[nn.Module] = unwrap_model(list(self.chunks))
         return models
+
+    def part_tensors(self) -> Mapping[Part, Sequence[Tensor]]:
+        return part_tensors(self.chunks, None if self.optimizer is None else self.optimizer.megatron)
 
     def roots(self) -> Iterable[nn.Module]:
         return self.chunks
@@ -84,4 +82,4 @@ class BridgeHandle(HeldHandle[BridgeOptimizer]):
         self.chunks = ()
         self.provider = self.bridge = self.model_bridge = None
         self.converter.release()
-        self.placement = Placement(self.name, self.groups.device)
+        self.offload = Offload(self.name, self.groups.device)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from rl_backend.runtime.placement import Part
-
-if TYPE_CHECKING:
-    from rl_backend.runtime.bridge.handle import BridgeHandle
+from rl_backend.contracts.operations import Part
 
 
 class ParameterState(NamedTuple):
@@ -84,21 +81,23 @@ def set_num_steps(megatron: Any, steps: int) -> None:
                 group["step"] = steps
 
 
-def part_tensors(handle: BridgeHandle) -> dict[Part, list[Tensor]]:
-    """This rank's tensors of each part that the handle has.
+def part_tensors(chunks: Sequence[Any], megatron: Any | None) -> dict[Part, list[Tensor]]:
+    """This rank's tensors of each part that a model has.
+
+    Args:
+        chunks: the model.
+        megatron: its ``MegatronOptimizer``; None without one.
 
     Parameters, and gradients, of one dtype share a buffer. In float32 the optimizer's masters are views of the parameters:
     they go with the model.
     """
-    parts: dict[Part, list[Tensor]] = {
-        "model": [parameter.detach() for chunk in handle.chunks for parameter in chunk.parameters()]
-    }
-    if handle.optimizer is not None:
-        buffers = [buffer for chunk in handle.chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+    parts: dict[Part, list[Tensor]] = {"model": [parameter.detach() for chunk in chunks for parameter in chunk.parameters()]}
+    if megatron is not None:
+        buffers = [buffer for chunk in chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
         parts["grad"] = [buffer.grad_data for buffer in buffers]
         held = [
             tensor
-            for part in distributed_optimizers(handle.optimizer.megatron)
+            for part in distributed_optimizers(megatron)
             for parameter in (parameter for group in part.optimizer.param_groups for parameter in group["params"])
             for tensor in [parameter, *part.optimizer.state[parameter].values()]
             if isinstance(tensor, Tensor)

@@ -70,8 +70,7 @@ def make_provider(bridge: AutoBridge, config: RuntimeConfig, groups: BridgeGroup
         ConfigError: an override that Megatron does not have or that cannot hold here, or a layout that Megatron refuses.
         UnsupportedError: what Megatron would ignore or cannot do on this device.
     """
-    options = config.backend_cfg
-    assert isinstance(options, BridgeConfig), "RuntimeConfig resolves backend_cfg by backend"
+    options = config.options(BridgeConfig)
     try:
         provider = bridge.to_megatron_provider(load_weights=False)
     except (TypeError, ValueError, KeyError, AttributeError) as error:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,6 @@ from rl_backend.contracts import PackedBatch, RoutedLayers, UnsupportedError
 from rl_backend.runtime.bridge.batch import LaidOut
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.router_replay import RouterReplay, gather_rows, gather_stages, require_routers, routes_to_replay
-
-if TYPE_CHECKING:
-    from rl_backend.runtime.bridge.handle import BridgeHandle
 
 
 class LayerRoutes(MegatronReplay):
@@ -112,16 +109,20 @@ def _sparse(provider: Any) -> tuple[bool, ...]:
     return tuple(bool(each) for each in frequency)
 
 
-def require_replayable(handle: BridgeHandle, router_replay: RouterReplay) -> None:
+def require_replayable(model: str, layers: RoutedLayers | None, provider: Any, router_replay: RouterReplay) -> None:
     """Refuses a model without routers, and a configuration in which Megatron would route otherwise than this module says.
+
+    Args:
+        model: for messages.
+        layers: its layers with experts; None without.
+        provider: what the model was built from.
 
     Raises:
         BatchError, UnsupportedError: as :func:`~rl_backend.runtime.router_replay.require_routers`; names the setting.
     """
-    require_routers(router_replay, handle.routed_layers, handle.name)
+    require_routers(router_replay, layers, model)
     if router_replay == "off":
         return
-    provider = handle.provider
     balancing = provider.moe_router_load_balancing_type
     kinds = {balancing} if isinstance(balancing, str) else set(balancing)
     balances = any("aux_loss" in kind for kind in kinds) and _any_positive(provider.moe_aux_loss_coeff)
@@ -151,11 +152,26 @@ def _any_positive(coefficients: float | Sequence[float]) -> bool:
 
 
 class PassRoutes:
-    """What one ``forward_backward`` does about routes. A context: routers choose for themselves again when it is left."""
+    """What one ``forward_backward`` does about routes. A context: routers choose for themselves again when it is left.
 
-    def __init__(self, handle: BridgeHandle, router_replay: RouterReplay) -> None:
-        self._handle = handle
-        self._routers = None if router_replay == "off" else handle.routers
+    Args:
+        chunks: the model.
+        sequence_parallel: tensor-parallel ranks have a part of the tokens each.
+    """
+
+    def __init__(
+        self,
+        routers: ModelRouters | None,
+        chunks: Sequence[Any],
+        groups: BridgeGroups,
+        router_replay: RouterReplay,
+        *,
+        sequence_parallel: bool,
+    ) -> None:
+        self._routers = None if router_replay == "off" else routers
+        self._chunks = chunks
+        self._groups = groups
+        self._sequence_parallel = sequence_parallel
         self._replays = router_replay == "replay"
         self._bound: dict[int, Tensor | None] = {}
         """Chunk -> routes of the micro-batch that it works on: (rows, layers with experts of the model, top_k)."""
@@ -204,7 +220,7 @@ class PassRoutes:
 
     def outputs(self, data: Sequence[PackedBatch]) -> dict[str, list[Tensor]]:
         """``routed_experts`` on source ranks, when routes are recorded; then a collective over the pipeline."""
-        routers, groups = self._routers, self._handle.groups
+        routers, groups = self._routers, self._groups
         if routers is None or self._replays:
             return {}
         stages = [
@@ -216,14 +232,14 @@ class PassRoutes:
         return {"routed_experts": routes} if groups.has_outputs else {}
 
     def _index(self, chunk: Any) -> int:
-        return next(number for number, each in enumerate(self._handle.chunks) if each is chunk)
+        return next(number for number, each in enumerate(self._chunks) if each is chunk)
 
     def _bind(self, chunk: int, routes: Tensor | None) -> None:
         assert self._routers is not None, "only models with routers have bound chunks"
         self._bound[chunk] = routes
         first = sum(map(len, self._routers.chunks[:chunk]))
         layers = self._routers.chunks[chunk]
-        places = self._routers.places[self._handle.groups.pg.pp.rank()][first : first + len(layers)]
+        places = self._routers.places[self._groups.pg.pp.rank()][first : first + len(layers)]
         for place, each in zip(places, layers, strict=True):
             each.replayed = None if routes is None else routes[:, place]
 
@@ -232,9 +248,9 @@ class PassRoutes:
         routes = routes_to_replay(laid_out.batch, routers.layers)
         rows = routes.new_full((laid_out.shape[0] * laid_out.shape[1], *routes.shape[1:]), -1)
         rows[laid_out.places] = routes
-        if not self._handle.provider.sequence_parallel:
+        if not self._sequence_parallel:
             return rows
-        group = self._handle.groups.pg.tp
+        group = self._groups.pg.tp
         mine: Tensor = rows.chunk(group.size())[group.rank()]
         return mine
 
@@ -246,6 +262,6 @@ class PassRoutes:
             chosen.append(each.recorded.to(routers.layers.dtype))
             each.recorded = None
         rows = torch.stack(chosen, dim=1)
-        if self._handle.provider.sequence_parallel:
-            rows = gather_rows(rows, self._handle.groups.pg.tp)
+        if self._sequence_parallel:
+            rows = gather_rows(rows, self._groups.pg.tp)
         return rows.index_select(0, laid_out.places)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl_backend.contracts import BatchError
 from rl_backend.parallel.groups import ParallelGroups
-from rl_backend.runtime.batch_checks import (
+from rl_backend.runtime.pass_checks import (
     different_in_replica,
     different_kinds,
     problem_between_ranks,
@@ -30,7 +30,7 @@ class Terms(NamedTuple):
     Attributes:
         refused: nothing runs.
         forward_only: nothing runs before all ranks have agreed.
-        kind, checksum: as in :mod:`~rl_backend.runtime.batch_checks`.
+        kind, checksum: as in :mod:`~rl_backend.runtime.pass_checks`.
         hidden_rows: for each micro-batch, the rows of hidden states between this rank and its neighbours.
     """
 

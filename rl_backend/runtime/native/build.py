@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,20 +24,18 @@ from rl_backend.contracts import (
 from rl_backend.model import BuildSettings, ModelFamily, ModelStage
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.primitive.deferred import put_off_in_linear_layers
+from rl_backend.runtime.interface import Runtime
 from rl_backend.runtime.native.description import describe_model
 from rl_backend.runtime.native.gather import model_layouts
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.layout import check_model_layout
 from rl_backend.runtime.native.optimizer import NativeOptimizer
 from rl_backend.runtime.native.stages import algorithm, micro_batch_multiple, model_stages
-from rl_backend.runtime.placement import Placement
-
-if TYPE_CHECKING:
-    from rl_backend.runtime.native.runtime import NativeRuntime
+from rl_backend.runtime.offload import Offload
 
 
 def build_handle(
-    owner: NativeRuntime,
+    owner: Runtime[Any],
     config: RuntimeConfig,
     groups: ParallelGroups,
     *,
@@ -50,8 +48,7 @@ def build_handle(
     The parameters of a trained model are float32. A forward-only model keeps its parameters in ``param_dtype``, which is
     what a trained one computes with after each gather, so both give the same outputs from the same weights.
     """
-    native = config.backend_cfg
-    assert isinstance(native, NativeConfig), "RuntimeConfig resolves backend_cfg by backend"
+    native = config.options(NativeConfig)
     family, architecture, hf_config, settings = described = describe_model(config.hf_path, native, head)
     check_model_layout(family, architecture, native)
     parts = model_stages(family, architecture, native, groups.pp_group.rank())
@@ -103,7 +100,7 @@ def build_handle(
         optimizer=None
         if forward_only
         else NativeOptimizer(native.optimizer, parameters, names, groups, copies=stage_copies),
-        placement=Placement(name, groups.device),
+        offload=Offload(name, groups.device),
     )
 
 

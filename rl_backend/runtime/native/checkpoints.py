@@ -15,7 +15,7 @@ from rl_backend.checkpoint.pieces import TensorPieces
 from rl_backend.checkpoint.training_state import StateTensors
 from rl_backend.contracts import stored_tensors
 from rl_backend.parallel.shards import Region, local_region, local_tensor, owns
-from rl_backend.runtime import held_state
+from rl_backend.runtime import saved_state
 from rl_backend.runtime.native import fsdp_state
 from rl_backend.runtime.native.handle import NativeHandle
 
@@ -29,13 +29,12 @@ def load_training_checkpoint(handle: NativeHandle, path: Path) -> TrainingManife
         fsdp_state.reshard(handle.model)
         return all_tensors(handle)
 
-    manifest, loaded = held_state.load_state(handle, path, _shapes(handle), tensors, handle.groups.host_group)
+    manifest, loaded = saved_state.load_state(handle, path, _shapes(handle), tensors, handle.groups.host_group)
     _fill_copies(handle)
     if handle.optimizer is not None:
         _restore_steps(handle, manifest)
         handle.optimizer.restore_schedule(manifest.schedule_steps)
-        _drop_gradients(handle)
-        held_state.restore_random_state(loaded, handle.groups.device)
+        saved_state.restore_random_state(loaded, handle.groups.device)
     return manifest
 
 
@@ -51,13 +50,13 @@ def all_tensors(handle: NativeHandle) -> StateTensors:
             continue
         tensors |= _pieces(handle, kind, name, tensor)
     if handle.optimizer is not None:
-        tensors |= held_state.random_state(handle.groups.device)
+        tensors |= saved_state.random_state(handle.groups.device)
     return tensors
 
 
 def training_manifest(handle: NativeHandle) -> TrainingManifest:
     """Everything of the training state that is not a tensor. A collective."""
-    return held_state.training_manifest(handle, _shapes(handle), _progress(handle))
+    return saved_state.training_manifest(handle, _shapes(handle), _progress(handle))
 
 
 def _held_tensors(handle: NativeHandle) -> Iterator[tuple[str, str, Tensor]]:
@@ -88,7 +87,7 @@ def _piece(whole: tuple[int, ...], local: Tensor, region: Region, writes: bool) 
     return TensorPieces(whole, {offsets: local} if local.numel() else {}, writes=writes)
 
 
-def _progress(handle: NativeHandle) -> held_state.Progress:
+def _progress(handle: NativeHandle) -> saved_state.Progress:
     """AdamW counts steps for each parameter: one without a gradient does not take part. Of use on rank 0."""
     group = handle.groups.host_group
     parts: list[dict[str, int]] = [{}] * dist.get_world_size(group)
@@ -96,7 +95,7 @@ def _progress(handle: NativeHandle) -> held_state.Progress:
     steps = {name: count for part in parts for name, count in part.items()}
     usual = Counter(steps.values()).most_common(1)[0][0] if steps else 0
     fewer = {name: count for name, count in steps.items() if count != usual}
-    return held_state.Progress(handle.trainer("training state").schedule.num_steps, usual, fewer)
+    return saved_state.Progress(handle.trainer("training state").schedule.num_steps, usual, fewer)
 
 
 def _steps(handle: NativeHandle) -> dict[str, int]:
@@ -126,13 +125,6 @@ def _fill_copies(handle: NativeHandle) -> None:
         original = handle.stage_copies.get(name)
         if original is not None and original in handle.parameters:
             local.copy_(held[kind, original])
-
-
-def _drop_gradients(handle: NativeHandle) -> None:
-    for parameter in handle.parameters.values():
-        parameter.grad = None
-    fsdp_state.drop_unreduced_gradients(handle.model)
-    handle.placement.forget("grad")
 
 
 def _shapes(handle: NativeHandle) -> dict[str, tuple[int, ...]]:

@@ -16,11 +16,11 @@ from rl_backend.contracts import (
     PackedBatch,
     merge_metrics,
 )
-from rl_backend.runtime.losses import as_metrics, check_loss, detached
 from rl_backend.runtime.native import fsdp_state
 from rl_backend.runtime.native.batch import lay_out
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.routes import PassRoutes
+from rl_backend.runtime.pass_checks import as_metrics, check_loss, detached
 from rl_backend.runtime.router_replay import RouterReplay
 from rl_backend.trace.device import device_span
 

@@ -9,26 +9,26 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl_backend.contracts import PendingStepResult, RoutedLayers, StepResult, WeightName
+from rl_backend.contracts import NativeConfig, PendingStepResult, RoutedLayers, StepResult, WeightName
+from rl_backend.contracts.operations import Part
 from rl_backend.model import ModelFamily
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import local_tensor
-from rl_backend.runtime.held import HeldHandle
+from rl_backend.runtime.handle import GuardedHandle
+from rl_backend.runtime.native import fsdp_state
 from rl_backend.runtime.native.gather import TensorLayout
 from rl_backend.runtime.native.optimizer import NativeOptimizer
 from rl_backend.runtime.native.pending_step import PendingStep
-from rl_backend.runtime.placement import Part, Placement
+from rl_backend.runtime.offload import Offload
 
 
 @dataclass(eq=False, kw_only=True)
-class NativeHandle(HeldHandle[NativeOptimizer]):
+class NativeHandle(GuardedHandle[NativeOptimizer]):
     """One model of a :class:`~rl_backend.runtime.native.NativeRuntime`.
 
     Attributes:
         groups: mesh, device and process groups.
         family, architecture: what was built.
-        vocab_size: ``vocab_size`` of ``config.json``.
-        max_length: longest sequence, in tokens; None where the family sets no limit.
         model: the module, sharded; with a pipeline, all stages of this rank.
         stages: number -> module, of the stages that this rank has; empty without a pipeline.
         stage_copies: parameter of the last stage that is a copy -> the parameter of the first that it is a copy of.
@@ -36,7 +36,6 @@ class NativeHandle(HeldHandle[NativeOptimizer]):
         parameters: name in the module -> parameter of this rank, in export order, copies last.
         weight_names: name in the module -> Hugging Face name or names of the whole model, in the same order, without copies.
         layouts: of all of them, those of other stages too.
-        placement: where each part is.
         num_passes: passes that a pipeline has begun, by which a trace tells them apart.
         pending: with post-validation, the last step until a collective on all ranks has settled it.
     """
@@ -44,8 +43,6 @@ class NativeHandle(HeldHandle[NativeOptimizer]):
     groups: ParallelGroups
     family: ModelFamily
     architecture: Any
-    vocab_size: int
-    max_length: int | None
     model: nn.Module
     stages: Mapping[int, nn.Module]
     stage_copies: Mapping[str, str]
@@ -53,7 +50,6 @@ class NativeHandle(HeldHandle[NativeOptimizer]):
     parameters: Mapping[str, nn.Parameter]
     weight_names: Mapping[str, WeightName]
     layouts: Mapping[str, TensorLayout]
-    placement: Placement
     num_passes: int = 0
     pending: PendingStep | None = None
 
@@ -88,7 +84,8 @@ class NativeHandle(HeldHandle[NativeOptimizer]):
         return was_plain
 
     def _settle(self, pending: PendingStep) -> StepResult:
-        if pending.result is None and pending.settle().ok:
+        # The atom counts a step whose result it returns; this one has been returned as pending.
+        if pending.result is None and pending.settle().ok and pending.is_taken:
             self._weight_version += 1
         return pending.settle()
 
@@ -96,6 +93,17 @@ class NativeHandle(HeldHandle[NativeOptimizer]):
     def routed_layers(self) -> RoutedLayers | None:
         """Its layers with experts; None where the family does not replay routes."""
         return None if self.family.routed_layers is None else self.family.routed_layers(self.architecture)
+
+    @property
+    def options(self) -> NativeConfig:
+        return self.config.options(NativeConfig)
+
+    def drop_gradients(self) -> None:
+        """Drops all gradients, those that no rank has reduced yet and those in host memory too."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        fsdp_state.drop_unreduced_gradients(self.model)
+        self.offload.forget("grad")
 
     def part_tensors(self) -> dict[Part, list[Tensor]]:
         """This rank's tensors of each part that the handle has."""
@@ -116,4 +124,4 @@ class NativeHandle(HeldHandle[NativeOptimizer]):
         self.parameters = {}
         self.model = nn.Module()
         self.stages = {}
-        self.placement = Placement(self.name, self.groups.device)
+        self.offload = Offload(self.name, self.groups.device)

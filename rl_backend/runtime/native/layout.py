@@ -13,10 +13,10 @@ from rl_backend.runtime.native.stages import algorithm, model_stages
 
 def check_config(config: RuntimeConfig) -> None:
     """:func:`check_model_layout` of the directory ``config.hf_path``."""
-    assert isinstance(config.backend_cfg, NativeConfig), "RuntimeConfig resolves backend_cfg by backend"
+    native = config.options(NativeConfig)
     hf_config = read_hf_config(config.hf_path)
-    family = find_model(config.backend_cfg.model, hf_config)
-    check_model_layout(family, family.parse_config(hf_config), config.backend_cfg)
+    family = find_model(native.model, hf_config)
+    check_model_layout(family, family.parse_config(hf_config), native)
 
 
 def check_model_layout(family: ModelFamily, architecture: Any, native: NativeConfig) -> None:

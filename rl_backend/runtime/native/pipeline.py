@@ -11,19 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl_backend.contracts import ForwardResult, LossFn, MetricValue, ModelOutput, NativeConfig, PackedBatch, merge_metrics
+from rl_backend.contracts import ForwardResult, LossFn, MetricValue, ModelOutput, PackedBatch, merge_metrics
 from rl_backend.parallel.shards import local_tensor
 from rl_backend.pipeline.catalog import make_schedule, require_micro_batches
 from rl_backend.pipeline.executor import PipelineExecutor
 from rl_backend.pipeline.measured import SPAN_NAMES, span_arguments
 from rl_backend.pipeline.schedule import Action, Schedule
-from rl_backend.runtime.losses import as_metrics, check_loss, detached
 from rl_backend.runtime.native import fsdp_state
 from rl_backend.runtime.native.batch import RankBatch, lay_out
 from rl_backend.runtime.native.forward_backward import abandoned_on_error
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.routes import PassRoutes
 from rl_backend.runtime.native.stages import schedule_name
+from rl_backend.runtime.pass_checks import as_metrics, check_loss, detached
 from rl_backend.runtime.router_replay import RouterReplay
 from rl_backend.trace.device import device_span
 
@@ -124,18 +124,14 @@ def _make_schedule(name: str, pp_size: int, stages_per_rank: int, num_micro_batc
 
 def empty_hidden(handle: NativeHandle, rows: int) -> Tensor:
     """Uninitialised hidden states between two stages, (rows, hidden_size)."""
-    native = handle.config.backend_cfg
-    assert isinstance(native, NativeConfig), "RuntimeConfig resolves backend_cfg by backend"
-    dtype = getattr(torch, native.param_dtype)
+    dtype = getattr(torch, handle.options.param_dtype)
     return torch.empty(rows, handle.hf_config["hidden_size"], dtype=dtype, device=handle.groups.device)
 
 
 def _name_and_ranks(handle: NativeHandle) -> tuple[str, int]:
-    native = handle.config.backend_cfg
-    assert isinstance(native, NativeConfig), "RuntimeConfig resolves backend_cfg by backend"
-    name = schedule_name(native)
+    name = schedule_name(handle.options)
     assert name is not None, "a handle with stages has a schedule"
-    return name, native.parallel.pp
+    return name, handle.options.parallel.pp
 
 
 class _Stages:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_backend.contracts import NativeConfig, PackedBatch, RoutedLayers, UnsupportedError
+from rl_backend.contracts import PackedBatch, RoutedLayers, UnsupportedError
 from rl_backend.parallel.context import TokenLayout
 from rl_backend.primitive.router import Router, Routing
 from rl_backend.runtime.native.handle import NativeHandle
@@ -138,7 +138,6 @@ def _places_on_ranks(handle: NativeHandle, routers: RoutedLayers) -> list[list[i
     place = {layer: index for index, layer in enumerate(routers.layers)}
     if not handle.stages:
         return [list(place.values())]
-    native = handle.config.backend_cfg
-    assert isinstance(native, NativeConfig), "RuntimeConfig resolves backend_cfg by backend"
+    native = handle.options
     ranks = [model_stages(handle.family, handle.architecture, native, rank) for rank in range(native.parallel.pp)]
     return [[place[layer] for stage in stages.values() for layer in stage.layers if layer in place] for stages in ranks]

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from rl_backend.contracts import BatchError, ForwardResult, LossFn, PackedBatch
 from rl_backend.pipeline.executor import EmptyStages, PipelineExecutor
-from rl_backend.runtime import held_state
-from rl_backend.runtime.batch_checks import checksum, kind_of_pass
+from rl_backend.runtime import saved_state
 from rl_backend.runtime.native.agreement import Agreement, Terms
 from rl_backend.runtime.native.forward_backward import abandoned_on_error
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.pipeline import PipelinePass, empty_hidden, pass_schedule
+from rl_backend.runtime.pass_checks import checksum, kind_of_pass
 from rl_backend.runtime.router_replay import RouterReplay
 
 
@@ -73,7 +73,7 @@ def _warmed_up(handle: NativeHandle, one: PipelinePass, agreement: Agreement) ->
     Raises:
         BatchError: on every rank, when one refuses its data.
     """
-    random = held_state.random_state(handle.groups.device)
+    random = saved_state.random_state(handle.groups.device)
     with abandoned_on_error(handle, forward_only=False):
         one.warm_up()
         was_plain = handle.settle_everywhere()
@@ -86,7 +86,7 @@ def _warmed_up(handle: NativeHandle, one: PipelinePass, agreement: Agreement) ->
         raise problem
     if was_plain:
         return one.result()
-    held_state.restore_random_state(random, handle.groups.device)
+    saved_state.restore_random_state(random, handle.groups.device)
     return None
 
 

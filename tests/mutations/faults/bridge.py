@@ -40,7 +40,7 @@ FAULTS = [
     Fault(
         "bridge-norm-of-one-rank",
         f"{_BRIDGE}/gradient_statistics.py",
-        "            all_gather_into(rows, mine, group=self._groups.all_ranks)\n",
+        "            all_gather_into(rows, mine, group=self._groups.world_group)\n",
         "            rows.copy_(mine.expand_as(rows))\n",
         ("tests/distributed/test_bridge_norms.py::test_the_norm_and_zeros_are_those_of_the_gradients",),
         "ranks would clip by different norms, and one could step while another does not",

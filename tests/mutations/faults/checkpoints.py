@@ -38,7 +38,7 @@ FAULTS = [
     ),
     Fault(
         "weight-version-not-loaded",
-        "rl_backend/runtime/held_state.py",
+        "rl_backend/runtime/saved_state.py",
         "    handle.weight_version = manifest.weight_version\n",
         "",
         (f"{_CHECKPOINTS}::test_training_goes_on_exactly_where_it_was_on_any_number_of_ranks[2-2-False]",),
@@ -46,7 +46,7 @@ FAULTS = [
     ),
     Fault(
         "random-state-not-loaded",
-        "rl_backend/runtime/held_state.py",
+        "rl_backend/runtime/saved_state.py",
         'state = tensors.get(f"{RANDOM}{kind}.{dist.get_rank()}")',
         "state = None",
         (f"{_CHECKPOINTS}::test_random_state_is_each_ranks_own_and_is_restored",),
@@ -54,7 +54,7 @@ FAULTS = [
     ),
     Fault(
         "a-load-that-fails-leaves-no-mark",
-        "rl_backend/runtime/held_state.py",
+        "rl_backend/runtime/saved_state.py",
         '        handle.damaged = f"loading {path} failed in the middle"\n',
         "",
         ("tests/unit/test_load_failures.py::test_a_load_that_fails_in_the_middle_leaves_a_model_that_is_refused",),
@@ -257,18 +257,18 @@ FAULTS = [
     ),
     Fault(
         "offloaded-part-comes-back-empty",
-        "rl_backend/runtime/placement.py",
+        "rl_backend/runtime/offload.py",
         "                _bytes(each.storage).copy_(each.host, non_blocking=True)\n",
         "                pass\n",
-        ("tests/unit/test_placement.py::test_tensors_that_share_a_storage_move_once_and_stay_views",),
+        ("tests/unit/test_offload.py::test_tensors_that_share_a_storage_move_once_and_stay_views",),
         "weights would be garbage after a trip to the host",
     ),
     Fault(
         "offload-frees-nothing",
-        "rl_backend/runtime/placement.py",
+        "rl_backend/runtime/offload.py",
         "        for each in moved:\n            each.storage.resize_(0)\n        self._moved[part] = moved\n",
         "        self._moved[part] = moved\n",
-        ("tests/unit/test_placement.py::test_a_part_that_leaves_frees_its_memory_and_no_other",),
+        ("tests/unit/test_offload.py::test_a_part_that_leaves_frees_its_memory_and_no_other",),
         "offloading would save no memory",
     ),
 ]

@@ -93,9 +93,9 @@ FAULTS = [
     ),
     Fault(
         "version-advances-without-a-step",
-        f"{_NATIVE}/runtime.py",
-        "        result = optimizer.step(handle.name)\n        if result.ok:\n",
-        "        result = optimizer.step(handle.name)\n        if True:\n",
+        "rl_backend/runtime/guarded.py",
+        "PendingStepResult) and result.ok:\n",
+        "PendingStepResult):\n",
         (
             "tests/distributed/test_failures.py::test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all[1-float32-nan]",
             f"{_OPTIMIZER}::test_a_non_finite_gradient_changes_nothing_and_says_which",
@@ -114,8 +114,8 @@ FAULTS = [
     ),
     Fault(
         "zero-grad-keeps-unreduced-gradients",
-        f"{_NATIVE}/runtime.py",
-        "            parameter.grad = None\n        fsdp_state.drop_unreduced_gradients(handle.model)\n",
+        f"{_NATIVE}/handle.py",
+        "            parameter.grad = None\n        fsdp_state.drop_unreduced_gradients(self.model)\n",
         "            parameter.grad = None\n",
         (
             "tests/distributed/test_failures.py::test_a_pass_that_fails_in_the_middle_leaves_nothing_behind_after_zero_grad[2-{}-backward]",
@@ -198,9 +198,9 @@ FAULTS = [
     ),
     Fault(
         "old-gradients-after-a-load",
-        f"{_NATIVE}/checkpoints.py",
-        "        _drop_gradients(handle)\n",
-        "",
+        "rl_backend/runtime/guarded.py",
+        "                self._drop_gradients(handle)\n",
+        "                pass\n",
         (f"{_CHECKPOINTS}::test_training_goes_on_exactly_where_it_was_on_any_number_of_ranks[2-2-False]",),
         "gradients of before would be added to the first of the resumed run",
     ),

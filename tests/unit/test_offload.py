@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rl_backend.contracts import HandleError, UnsupportedError
-from rl_backend.runtime import placement as placement_module
+from rl_backend.runtime import offload as offload_module
 from rl_backend.runtime.native import NativeHandle, NativeRuntime
-from rl_backend.runtime.placement import Placement
+from rl_backend.runtime.offload import Offload
 from tests.support.native import micro_batches, open_runtime, token_loss, train
 
 SPLIT = [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -47,10 +47,10 @@ def test_a_part_that_leaves_frees_its_memory_and_no_other(runtime: NativeRuntime
     runtime.to(handle, "cpu", **chosen)
     runtime.to(handle, "cpu", **chosen)
     assert device_bytes(handle) == {**before, part: 0}
-    assert handle.placement.host_bytes(part) == before[part]
+    assert handle.offload.host_bytes(part) == before[part]
     runtime.to(handle, "device", **chosen)
     assert device_bytes(handle) == before
-    assert handle.placement.host_bytes(part) == 0
+    assert handle.offload.host_bytes(part) == 0
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_what_does_not_need_a_part_works_without_it(runtime: NativeRuntime, hand
 def test_gradients_dropped_while_away_do_not_come_back(runtime: NativeRuntime, handle: NativeHandle) -> None:
     runtime.to(handle, "cpu", model=False, optimizer=False)
     runtime.zero_grad(handle)
-    assert handle.placement.host_bytes("grad") == 0
+    assert handle.offload.host_bytes("grad") == 0
     runtime.to(handle, "device")
     assert all(parameter.grad is None for parameter in handle.parameters.values())
 
@@ -114,11 +114,11 @@ def test_an_unknown_place_is_refused(runtime: NativeRuntime, handle: NativeHandl
 def test_tensors_that_share_a_storage_move_once_and_stay_views() -> None:
     base = torch.arange(10.0)
     first, second = base[:4], base[4:]
-    placement = Placement("policy", torch.device("cpu"))
-    placement.offload("model", [first, second])
-    assert placement.host_bytes("model") == 40
+    offload = Offload("policy", torch.device("cpu"))
+    offload.offload("model", [first, second])
+    assert offload.host_bytes("model") == 40
     assert base.untyped_storage().nbytes() == 0
-    placement.reload("model")
+    offload.reload("model")
     assert base.tolist() == list(range(10))
     base.mul_(2)
     assert second[0] == 8
@@ -126,9 +126,9 @@ def test_tensors_that_share_a_storage_move_once_and_stay_views() -> None:
 
 def test_a_part_for_which_there_is_no_memory_stays_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = torch.arange(4.0), torch.arange(6.0)
-    placement = Placement("policy", torch.device("cpu"))
-    placement.offload("model", [first, second])
-    original = placement_module._bytes
+    offload = Offload("policy", torch.device("cpu"))
+    offload.offload("model", [first, second])
+    original = offload_module._bytes
 
     def too_large(storage: torch.UntypedStorage) -> torch.Tensor:
         if storage.nbytes() == 24:
@@ -136,13 +136,13 @@ def test_a_part_for_which_there_is_no_memory_stays_in_host_memory(monkeypatch: p
         return original(storage)
 
     with monkeypatch.context() as patch:
-        patch.setattr(placement_module, "_bytes", too_large)
+        patch.setattr(offload_module, "_bytes", too_large)
         with pytest.raises(torch.OutOfMemoryError):
-            placement.reload("model")
-    assert not placement.on_device("model")
-    assert placement.host_bytes("model") == 40
+            offload.reload("model")
+    assert not offload.on_device("model")
+    assert offload.host_bytes("model") == 40
     assert first.untyped_storage().nbytes() == second.untyped_storage().nbytes() == 0
-    placement.reload("model")
+    offload.reload("model")
     assert first.tolist() == list(range(4))
     assert second.tolist() == list(range(6))
 
@@ -150,18 +150,18 @@ def test_a_part_for_which_there_is_no_memory_stays_in_host_memory(monkeypatch: p
 def test_memory_that_cannot_be_released_is_refused_before_anything_moves(tmp_path: Path) -> None:
     mapped = torch.from_file(str(tmp_path / "mapped"), shared=True, size=4)
     mine = torch.ones(3)
-    placement = Placement("policy", torch.device("cpu"))
+    offload = Offload("policy", torch.device("cpu"))
     with pytest.raises(UnsupportedError, match="cannot be released"):
-        placement.offload("model", [mine, mapped])
-    assert placement.on_device("model")
+        offload.offload("model", [mine, mapped])
+    assert offload.on_device("model")
     assert mine.tolist() == [1.0, 1.0, 1.0]
 
 
 def test_a_cleared_part_is_back_with_zeros() -> None:
-    placement, tensor = Placement("policy", torch.device("cpu")), torch.ones(4)
-    placement.clear("grad")
+    offload, tensor = Offload("policy", torch.device("cpu")), torch.ones(4)
+    offload.clear("grad")
     assert torch.equal(tensor, torch.ones(4))
-    placement.offload("grad", [tensor])
-    placement.clear("grad")
-    assert placement.on_device("grad")
+    offload.offload("grad", [tensor])
+    offload.clear("grad")
+    assert offload.on_device("grad")
     assert torch.equal(tensor, torch.zeros(4))

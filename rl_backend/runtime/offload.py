@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from rl_backend.contracts import HandleError, UnsupportedError
-
-type Part = Literal["model", "optimizer", "grad"]
-PARTS: tuple[Part, ...] = ("model", "optimizer", "grad")
+from rl_backend.contracts.operations import PARTS, Part
 
 
 @dataclass
@@ -28,7 +25,7 @@ class _MovedStorage:
 
 
 @dataclass
-class Placement:
+class Offload:
     """Where the parts of one handle are.
 
     Host buffers are pinned for a CUDA device, and kept for the next trip.
@@ -126,7 +123,7 @@ class Placement:
 
 
 def move_parts(
-    placement: Placement, parts: Mapping[Part, Sequence[Tensor]], device: str, *, model: bool, optimizer: bool, grad: bool
+    offload: Offload, parts: Mapping[Part, Sequence[Tensor]], device: str, *, model: bool, optimizer: bool, grad: bool
 ) -> None:
     """``Runtime.to``: moves the chosen ones of ``parts``, which are those that the handle has.
 
@@ -138,7 +135,7 @@ def move_parts(
     wanted: dict[Part, bool] = {"model": model, "optimizer": optimizer, "grad": grad}
     for part, tensors in parts.items():
         if wanted[part]:
-            placement.reload(part) if device == "device" else placement.offload(part, tensors)
+            offload.reload(part) if device == "device" else offload.offload(part, tensors)
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -1,27 +1,32 @@
-"""What the training states of all runtimes that keep their own models have in common."""
+"""Training states of guarded runtimes: their manifest, loading them, and whose random state a rank takes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import Tensor
 
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.state_files import TensorsReader
 from rl_backend.checkpoint.training_state import StateTensors, open_training_state, raise_on_every_rank, read_training_state
-from rl_backend.contracts import CheckpointError
-from rl_backend.runtime.held import HeldHandle
-from rl_backend.runtime.random_sources import Differs, RankLayout, source_rank
+from rl_backend.contracts import CheckpointError, ConfigError, ParallelConfig
+from rl_backend.runtime.handle import GuardedHandle
 
 RANDOM = "random."
 """Names of random state begin with it and end with the rank; one that a checkpoint does not have stays as it is."""
 
 type Shapes = Mapping[str, tuple[int, ...]]
+
+
+type Differs = Literal["replicas", "tensor_ranks", "expert_ranks", "nowhere"]
+"""Between which ranks a stream of random numbers differs: those of one replica, or those at one place, have it in common."""
 
 
 class Progress(NamedTuple):
@@ -39,7 +44,7 @@ class Progress(NamedTuple):
 
 
 def training_manifest(
-    handle: HeldHandle, shapes: Shapes, progress: Progress, *, private: Iterable[str] = ()
+    handle: GuardedHandle, shapes: Shapes, progress: Progress, *, private: Iterable[str] = ()
 ) -> TrainingManifest:
     """Everything of the training state that is not a tensor.
 
@@ -62,7 +67,7 @@ def training_manifest(
 
 
 def load_state(
-    handle: HeldHandle,
+    handle: GuardedHandle,
     path: Path,
     shapes: Shapes,
     tensors: Callable[[], StateTensors],
@@ -112,7 +117,7 @@ def _stored_problem(reader: TensorsReader, tensors: StateTensors) -> str | None:
 
 
 def _origins(
-    handle: HeldHandle, manifest: TrainingManifest, names: Iterable[str], differs: Callable[[str], Differs]
+    handle: GuardedHandle, manifest: TrainingManifest, names: Iterable[str], differs: Callable[[str], Differs]
 ) -> dict[str, str]:
     """Name of this rank's state -> name in the checkpoint."""
     here = RankLayout.of(handle.config.model_dump(mode="json"), dist.get_world_size())
@@ -143,5 +148,56 @@ def restore_random_state(tensors: StateTensors, device: torch.device) -> None:
             restore(state)
 
 
-def _model_type(handle: HeldHandle) -> str:
+def _model_type(handle: GuardedHandle) -> str:
     return str(handle.hf_config.get("model_type"))
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """A runtime's layout over its ranks, which both runtimes number with tp first, then cp, data parallelism and pp."""
+
+    backend: str
+    parallel: ParallelConfig
+    world_size: int
+
+    @classmethod
+    def of(cls, runtime_config: Mapping[str, Any], world_size: int) -> RankLayout | None:
+        """That of a dumped ``RuntimeConfig``; None for a runtime whose configuration has no ``parallel`` of ours."""
+        try:
+            parallel = ParallelConfig.model_validate(runtime_config["backend_cfg"]["parallel"])
+            parallel.data_parallel_size(world_size)
+            return cls(str(runtime_config["backend"]), parallel, world_size)
+        except (ConfigError, KeyError, TypeError, ValidationError):
+            return None
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.parallel.data_parallel_size(self.world_size)
+
+    @property
+    def stride(self) -> int:
+        """From one data-parallel rank to the next."""
+        return self.parallel.tp * self.parallel.cp
+
+
+def source_rank(rank: int, here: RankLayout, saved: RankLayout, differs: Differs) -> int | None:
+    """The rank of ``saved`` whose state of a stream ``rank`` continues, or None where there is no such rank.
+
+    In the same layout it is the rank itself. In another one all ranks of a replica continue the first rank of the replica of
+    their data-parallel rank, so that ranks which must draw the same numbers do. Streams that differ inside a replica
+    continue where the layout still has as many of them.
+    """
+    if saved == here:
+        return rank
+    parallel, experts = here.parallel, here.parallel.ep * here.parallel.etp
+    match differs:
+        case "replicas":
+            data_parallel_rank = rank // here.stride % here.data_parallel_size
+            return data_parallel_rank * saved.stride if data_parallel_rank < saved.data_parallel_size else None
+        case "tensor_ranks":
+            return rank % parallel.tp if parallel.tp == saved.parallel.tp else None
+        case "expert_ranks":
+            same = (parallel.ep, parallel.etp) == (saved.parallel.ep, saved.parallel.etp)
+            return rank % experts if same else None
+        case "nowhere":
+            return 0

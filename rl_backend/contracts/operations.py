@@ -1,0 +1,127 @@
+"""The atoms, each declared once: what it needs of a model, and how a group of ranks runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, get_args
+
+type Part = Literal["model", "optimizer", "grad"]
+"""A part of a model that can be moved to host memory by itself."""
+
+PARTS: tuple[Part, ...] = get_args(Part.__value__)
+
+type Settled = Literal["no", "here", "everywhere"]
+"""What a step that was taken early must be (``NativeConfig.post_validation``): nothing, known on this rank, or on all."""
+
+type Split = Literal["same", "sequences"]
+"""``same``: every rank gets the arguments as they are. ``sequences``: each data-parallel rank gets its own micro-batches."""
+
+type Join = Literal["first", "any", "equal", "all", "step", "forward_result", "model"]
+"""One result of those of all ranks: that of rank 0, whether any is true, the one that all agree on, the list of them, a step
+that may still be taken back, the outputs in the caller's order, or the name of a model that all ranks have built."""
+
+
+class Needs(NamedTuple):
+    """What a call needs of a model; a runtime refuses the call with ``HandleError`` without it.
+
+    Attributes:
+        parts: what must be on the training device.
+        trained: the model has gradients and an optimizer.
+        whole_gradients: no pass has failed in the middle since the last ``zero_grad``.
+        weights: no load of a checkpoint has failed in the middle.
+        settled: how far the last step must be known.
+        form: what to call this form of the operation when a forward-only model is refused.
+    """
+
+    parts: tuple[Part, ...] = ()
+    trained: bool = False
+    whole_gradients: bool = False
+    weights: bool = True
+    settled: Settled = "no"
+    form: str = ""
+
+
+_A_MODEL = Needs()
+
+
+@dataclass(frozen=True)
+class Atom:
+    """One operation on a model.
+
+    Attributes:
+        needs: of the model.
+        flag, with_flag: an argument, and what the call needs instead when it is true.
+        split, join: how a group of ranks runs it; ``join`` is None for what a group does not offer.
+        builds: makes a model, so that a group that is lost can be built again from these operations.
+    """
+
+    needs: Needs = _A_MODEL
+    flag: str = ""
+    with_flag: Needs = _A_MODEL
+    split: Split = "same"
+    join: Join | None = None
+    builds: bool = False
+
+    def needs_with(self, arguments: Mapping[str, Any]) -> Needs:
+        """What a call with ``arguments`` needs."""
+        return self.with_flag if arguments.get(self.flag) else self.needs
+
+
+_EXPORT = Needs(("model",), settled="everywhere")
+
+ATOMS: Mapping[str, Atom] = {
+    "build_model": Atom(join="model", builds=True),
+    "train_mode": Atom(Needs(trained=True)),
+    "eval_mode": Atom(),
+    "zero_grad": Atom(Needs(trained=True), join="first"),
+    "forward_backward": Atom(
+        Needs(("model", "grad"), trained=True, whole_gradients=True, form=" with a backward pass"),
+        flag="forward_only",
+        with_flag=Needs(("model",)),
+        split="sequences",
+        join="forward_result",
+    ),
+    "optimizer_step": Atom(Needs(("model", "optimizer", "grad"), trained=True, whole_gradients=True), join="step"),
+    "step_result": Atom(join="first"),
+    "lr_scheduler_step": Atom(Needs(trained=True), join="first"),
+    "to": Atom(Needs(weights=False, settled="here"), join="first"),
+    "weight_version": Atom(join="equal"),
+    "weight_infos": Atom(),
+    "export_weights": Atom(_EXPORT),
+    "export_shards": Atom(_EXPORT),
+    "export_gradients": Atom(Needs(("grad",), trained=True, whole_gradients=True, settled="everywhere")),
+    "activations": Atom(_EXPORT),
+    "save_checkpoint": Atom(
+        Needs(("model", "optimizer"), trained=True, settled="everywhere", form=" of training state"),
+        flag="hf",
+        with_flag=_EXPORT,
+        join="first",
+    ),
+    "wait_for_checkpoint": Atom(Needs(weights=False), join="first"),
+    "checkpoint_is_pending": Atom(Needs(weights=False), join="any"),
+    "load_checkpoint": Atom(Needs(("model", "optimizer"), weights=False, settled="everywhere"), join="first"),
+    "is_mp_src_rank_with_outputs": Atom(),
+    "run_on_ranks": Atom(join="all"),
+    "shutdown": Atom(join="all"),
+}
+"""Every operation by name. The last two are a group's own: they need no model."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One call of an atom as a value: what is sent to the ranks of a group, and what its journal keeps.
+
+    Attributes:
+        name: in :data:`ATOMS`.
+        arguments: by name, the model's ``handle`` among them.
+        number: among the operations of its group; of one that builds a model, also the key of the model.
+    """
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    number: int = 0
+
+    @property
+    def atom(self) -> Atom:
+        return ATOMS[self.name]

@@ -1,0 +1,293 @@
+"""Runtimes whose atoms check their model first, as :mod:`rl_backend.contracts.operations` declares."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rl_backend.contracts import (
+    BatchError,
+    ForwardResult,
+    HandleError,
+    Head,
+    LossFn,
+    OptimizerConfig,
+    PackedBatch,
+    PendingStepResult,
+    RuntimeConfig,
+    StepResult,
+    TensorInfo,
+)
+from rl_backend.contracts.operations import ATOMS
+from rl_backend.runtime.checkpoint_writer import CheckpointWriter
+from rl_backend.runtime.engine import Engine
+from rl_backend.runtime.handle import GuardedHandle, RankGroups, config_of_model
+from rl_backend.runtime.interface import RankPlace, Runtime
+from rl_backend.runtime.offload import move_parts
+from rl_backend.runtime.pass_checks import check_micro_batches
+from rl_backend.runtime.router_replay import RouterReplay
+
+
+class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
+    """Every atom checks its model, then calls the engine of the subclass.
+
+    Keeps the handles that it built, refuses others, and frees them on ``close``.
+    """
+
+    def __init__(self, config: RuntimeConfig, groups: G) -> None:
+        super().__init__(config)
+        self.groups = groups
+        self._writer = CheckpointWriter(groups.host_group)
+        self._handles: list[H] = []
+        self._num_built = 0
+        self._closed = False
+
+    @property
+    def place(self) -> RankPlace:
+        groups = self.groups
+        return RankPlace(groups.device, groups.dp_rank, groups.dp_size, groups.dp_group, self._is_source())
+
+    def build_model(
+        self,
+        *,
+        forward_only: bool = False,
+        name: str = "",
+        head: Head = "log_probs",
+        hf_path: Path | str | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> H:
+        self._require_open()
+        config = config_of_model(self.config, hf_path, optimizer, head, forward_only=forward_only)
+        self._num_built += 1
+        with self._engine():
+            handle = self._build(config, name or f"model-{self._num_built}", head, forward_only=forward_only)
+        self._handles.append(handle)
+        return handle
+
+    @contextmanager
+    def train_mode(self, handle: H) -> Generator[None]:
+        self._require(handle, "train_mode")
+        with handle.training(True):
+            yield
+
+    @contextmanager
+    def eval_mode(self, handle: H) -> Generator[None]:
+        self._require(handle, "eval_mode")
+        with handle.training(False):
+            yield
+
+    def zero_grad(self, handle: H) -> None:
+        self._require(handle, "zero_grad")
+        with self._engine():
+            self._drop_gradients(handle)
+        handle.broken = ""
+
+    def forward_backward(
+        self,
+        handle: H,
+        data: Sequence[PackedBatch],
+        loss_fn: LossFn | None,
+        *,
+        forward_only: bool = False,
+        router_replay: RouterReplay = "off",
+    ) -> ForwardResult:
+        """See the base class. Every rank of a model replica is given the same ``data``.
+
+        After an error in the middle (in the loss, out of memory) the handle takes forward-only passes; backward passes and
+        steps are refused until ``zero_grad``, because its gradients are incomplete. An error of one rank alone leaves the
+        others in a collective until that times out; a ``TrainGroup`` stops them at once.
+        """
+        self._require(handle, "forward_backward", forward_only=forward_only)
+        self._require_replayable(handle, router_replay)
+        if loss_fn is None and not forward_only:
+            raise BatchError("forward_backward without loss_fn; pass one, or forward_only=True")
+        with self._engine():
+            return self._run_passes(handle, data, loss_fn, forward_only=forward_only, router_replay=router_replay)
+
+    def optimizer_step(self, handle: H) -> StepResult:
+        self._require(handle, "optimizer_step")
+        with self._engine():
+            result = self._step(handle)
+        # A pending step advances the version once it is settled.
+        if not isinstance(result, PendingStepResult) and result.ok:
+            handle.weight_version += 1
+        return result
+
+    def lr_scheduler_step(self, handle: H) -> float:
+        self._require(handle, "lr_scheduler_step")
+        with self._engine():
+            return handle.trainer("lr_scheduler_step").schedule_step()  # type: ignore[no-any-return]
+
+    def to(
+        self,
+        handle: H,
+        device: Literal["cpu", "device"],
+        *,
+        model: bool = True,
+        optimizer: bool = True,
+        grad: bool = True,
+    ) -> None:
+        """See the base class. A part that a handle does not have (a forward-only one has a model only) is nothing to move.
+
+        On a CPU runtime the same bookkeeping and copies happen, without saving memory. Host buffers of a CUDA runtime are
+        pinned and kept for the next trip.
+
+        Raises:
+            HandleError: ``device`` is neither ``cpu`` nor ``device``.
+        """
+        self._require(handle, "to")
+        with self._engine():
+            move_parts(handle.offload, handle.part_tensors(), device, model=model, optimizer=optimizer, grad=grad)
+
+    def weight_infos(self, handle: H, *, dtype: torch.dtype | None = None) -> tuple[TensorInfo, ...]:
+        self._require(handle, "weight_infos")
+        return self._describe_weights(handle, dtype)
+
+    def export_weights(
+        self,
+        handle: H,
+        *,
+        dtype: torch.dtype | None = None,
+        byte_budget: int | None = None,
+        names: Collection[str] | None = None,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """See the base class; tensors are on the training device. The result is a generator: ``close()`` ends it early."""
+        self._require(handle, "export_weights")
+        with self._engine():
+            stream = self._gather_weights(handle, dtype, byte_budget, names)
+        return self._stream_in_engine(stream)
+
+    def export_gradients(self, handle: H, *, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """See the base class; tensors are on the training device."""
+        self._require(handle, "export_gradients")
+        with self._engine():
+            stream = self._gather_gradients(handle, names)
+        return self._stream_in_engine(stream)
+
+    def activations(self, handle: H, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:
+        self._require(handle, "activations")
+        with self._engine(), self.eval_mode(handle):
+            self._check(handle, data, "off", forward_only=True)
+            return self._record_activations(handle, data)
+
+    def save_checkpoint(
+        self,
+        handle: H,
+        path: Path | str,
+        *,
+        hf: bool = False,
+        asynchronous: bool = False,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """See the base class. ``hf`` with ``asynchronous`` is refused."""
+        self._require(handle, "save_checkpoint", hf=hf)
+        with self._engine():
+            if hf:
+                self._writer.save_hf(
+                    handle,
+                    Path(path),
+                    self._describe_weights(handle, None),
+                    lambda: self._gather_weights(handle, None, None, None),
+                    source=handle.config.hf_path,
+                    hf_config=handle.hf_config,
+                    asynchronous=asynchronous,
+                    extra=extra,
+                )
+            else:
+                self._writer.save_training_state(
+                    handle, Path(path), lambda: self._training_state(handle), asynchronous=asynchronous, extra=extra
+                )
+
+    def wait_for_checkpoint(self, handle: H) -> None:
+        self._require(handle, "wait_for_checkpoint")
+        self._writer.wait(handle)
+
+    def checkpoint_is_pending(self, handle: H) -> bool:
+        self._require(handle, "checkpoint_is_pending")
+        return self._writer.is_pending(handle)
+
+    def load_checkpoint(self, handle: H, path: Path | str) -> dict[str, Any]:
+        """See the base class. The layout and the world size may differ from those that saved.
+
+        Random state is that of :func:`~rl_backend.runtime.saved_state.source_rank`; where there is none it stays.
+        """
+        self._require(handle, "load_checkpoint")
+        with self._engine():
+            self._writer.wait()
+            manifest = self._load_training_state(handle, Path(path))
+            if not handle.forward_only:
+                self._drop_gradients(handle)
+        return manifest.extra
+
+    def is_mp_src_rank_with_outputs(self, handle: H) -> bool:
+        self._require(handle, "is_mp_src_rank_with_outputs")
+        return self._is_source()
+
+    def close(self) -> None:
+        """Waits for an asynchronous save, then frees; raises that save's error at the end.
+
+        A step that other ranks still have a part of is waited for first.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        with ExitStack() as last_first:
+            # Models are cycles of references; until they are collected, they keep memory and process groups their threads.
+            last_first.callback(gc.collect)
+            last_first.callback(self._close_groups)
+            last_first.callback(self._handles.clear)
+            for handle in self._handles:
+                last_first.callback(handle.release)
+            last_first.callback(self._writer.close)
+            for handle in self._handles:
+                last_first.callback(handle.settle)
+
+    # The guards.
+
+    def _require(self, handle: H, operation: str, **arguments: bool) -> None:
+        """Raises :class:`HandleError` for a model that lacks what ``operation`` needs."""
+        self._require_open()
+        if not isinstance(handle, GuardedHandle) or handle.owner is not self:
+            raise HandleError(
+                f"handle {getattr(handle, 'name', handle)!r} is closed or belongs to another runtime; use the runtime that "
+                "built it"
+            )
+        needs = ATOMS[operation].needs_with(arguments)
+        if needs.weights and handle.damaged:
+            raise HandleError(f"{handle.name!r} has no usable weights: {handle.damaged}; load a complete checkpoint")
+        if needs.settled == "here":
+            handle.settle()
+        elif needs.settled == "everywhere":
+            handle.settle_everywhere()
+        if needs.trained:
+            handle.trainer(operation + needs.form)
+        handle.offload.require(operation, *needs.parts)
+        if needs.whole_gradients and handle.broken:
+            raise HandleError(f"{operation} on {handle.name!r}: {handle.broken}; call zero_grad first", handle=handle.name)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise HandleError("this runtime is closed; create another one")
+
+    def _check(self, handle: H, data: Sequence[PackedBatch], router_replay: RouterReplay, *, forward_only: bool) -> None:
+        """Raises :class:`BatchError` on every rank for data that some rank cannot run."""
+        check_micro_batches(
+            data,
+            self.groups.world_group,
+            self.groups.device,
+            max_tokens=self.config.max_tokens_per_micro_batch,
+            vocab_size=handle.vocab_size,
+            max_length=handle.max_length,
+            forward_only=forward_only,
+            router_replay=router_replay,
+            routers=handle.routed_layers,
+            replica=self.groups.replica_group,
+        )
+        # Afterwards, because by then all ranks have the same number, so that none raises alone.
+        self._require_schedulable(handle, len(data), forward_only=forward_only)
