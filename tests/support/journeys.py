@@ -67,7 +67,7 @@ def journey_job(backend: str, model: str, settings: Mapping[str, Any], seed: int
         result(runtime, moved, "backward", 0)
         assert_same(*(held(handle) for handle in (moved, still)))
         move(runtime, moved, "cpu", PARTS)
-        away = [moved.placement.host_bytes(part) for part in PARTS]
+        away = [moved.offload.host_bytes(part) for part in PARTS]
         assert min(away) > 0
         assert live_bytes(moved) - before < 0.1 * sum(away)
 
