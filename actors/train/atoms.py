@@ -1,18 +1,18 @@
-"""The atoms as they run inside each training rank; ``TrainGroup`` calls them by reference."""
+"""Operations as they run inside each training rank."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Concatenate
 
 import torch
 from torch import Tensor
 
 from actors.train.context import HandleRef, RankContext
-from rl_backend.contracts import Head, LossFn, Metric, OptimizerConfig, PackedBatch, StepResult
-from rl_backend.runtime import RouterReplay
+from rl_backend.contracts import LossFn, Metric, PackedBatch, PendingStepResult, StepResult
+from rl_backend.contracts.operations import Operation
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,23 @@ class RankForward:
     outputs: Mapping[str, Tensor]
 
 
-def build_model(
-    context: RankContext,
-    forward_only: bool,
-    name: str,
-    head: Head,
-    hf_path: str | None,
-    optimizer: OptimizerConfig | None,
-) -> BuiltModel:
-    handle = context.runtime.build_model(
-        forward_only=forward_only, name=name, head=head, hf_path=hf_path, optimizer=optimizer
-    )
+def run(context: RankContext, operation: Operation, loss: LossFn | None) -> Any:
+    """Runs an operation on this rank, with its arguments as they are; returns what the rank answers.
+
+    Args:
+        loss: for an operation that takes one, and its arguments do not hold.
+    """
+    arguments = dict(operation.arguments)
+    if loss is not None:
+        arguments["loss_fn"] = loss
+    if operation.name in _OWN:
+        return _OWN[operation.name](context, **arguments)
+    handle = context.handle(arguments.pop("handle"))
+    return getattr(context.runtime, operation.name)(handle, **arguments)
+
+
+def _build_model(context: RankContext, **arguments: Any) -> BuiltModel:
+    handle = context.runtime.build_model(**arguments)
     return BuiltModel(
         context.keep(handle),
         handle.name,
@@ -61,65 +67,58 @@ def build_model(
     )
 
 
-def forward_backward(
-    context: RankContext,
-    ref: HandleRef,
-    data: Sequence[PackedBatch],
-    forward_only: bool,
-    router_replay: RouterReplay,
-    loss_fn: LossFn | None,
+def _forward_backward(
+    context: RankContext, handle: HandleRef, data: Sequence[PackedBatch], loss_fn: LossFn | None = None, **arguments: Any
 ) -> RankForward:
-    runtime, handle = context.runtime, context.handle(ref)
-    with runtime.eval_mode(handle) if forward_only else runtime.train_mode(handle):
-        result = runtime.forward_backward(handle, data, loss_fn, forward_only=forward_only, router_replay=router_replay)
+    runtime, model = context.runtime, context.handle(handle)
+    with runtime.eval_mode(model) if arguments.get("forward_only") else runtime.train_mode(model):
+        result = runtime.forward_backward(model, data, loss_fn, **arguments)
     # A view of a tensor is pickled with all of the tensor, so sequences travel as one.
     outputs = {name: torch.cat(list(rows)).cpu() for name, rows in result.outputs.items()}
     return RankForward(result.losses, dict(result.metrics), outputs)
 
 
-def zero_grad(context: RankContext, ref: HandleRef) -> None:
-    context.runtime.zero_grad(context.handle(ref))
+def _optimizer_step(context: RankContext, handle: HandleRef) -> StepResult | None:
+    """None for a step that other ranks still have a part of: to answer with its result would wait for them."""
+    result: StepResult = context.runtime.optimizer_step(context.handle(handle))
+    if not isinstance(result, PendingStepResult):
+        return result
+    context.keep_pending(result)
+    return None
 
 
-def optimizer_step(context: RankContext, ref: HandleRef) -> StepResult:
-    return context.runtime.optimizer_step(context.handle(ref))
+def _step_result(context: RankContext, handle: HandleRef, number: int) -> StepResult:
+    return context.take_pending(number)
 
 
-def lr_scheduler_step(context: RankContext, ref: HandleRef) -> float:
-    return context.runtime.lr_scheduler_step(context.handle(ref))
+def _weight_version(context: RankContext, handle: HandleRef) -> int:
+    return context.handle(handle).weight_version
 
 
-def move(
-    context: RankContext, ref: HandleRef, device: Literal["cpu", "device"], model: bool, optimizer: bool, grad: bool
-) -> None:
-    context.runtime.to(context.handle(ref), device, model=model, optimizer=optimizer, grad=grad)
+def _run_on_ranks[**P, R](
+    context: RankContext,
+    function: Callable[Concatenate[RankContext, P], R],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> R:
+    return function(context, *args, **kwargs)
 
 
-def save_checkpoint(
-    context: RankContext, ref: HandleRef, path: str, hf: bool, asynchronous: bool, extra: Mapping[str, Any] | None
-) -> None:
-    context.runtime.save_checkpoint(context.handle(ref), path, hf=hf, asynchronous=asynchronous, extra=extra)
-
-
-def wait_for_checkpoint(context: RankContext, ref: HandleRef) -> None:
-    context.runtime.wait_for_checkpoint(context.handle(ref))
-
-
-def checkpoint_is_pending(context: RankContext, ref: HandleRef) -> bool:
-    return context.runtime.checkpoint_is_pending(context.handle(ref))
-
-
-def load_checkpoint(context: RankContext, ref: HandleRef, path: str) -> dict[str, Any]:
-    return context.runtime.load_checkpoint(context.handle(ref), path)
-
-
-def weight_version(context: RankContext, ref: HandleRef) -> int:
-    return context.handle(ref).weight_version
-
-
-def close(context: RankContext) -> None:
+def _shutdown(context: RankContext) -> None:
     with ExitStack() as stack:
         stack.callback(context.runtime.close)
         for kept in context.state.values():
             if callable(getattr(kept, "close", None)):
                 stack.callback(kept.close)
+
+
+_OWN: Mapping[str, Callable[..., Any]] = {
+    "build_model": _build_model,
+    "forward_backward": _forward_backward,
+    "optimizer_step": _optimizer_step,
+    "step_result": _step_result,
+    "weight_version": _weight_version,
+    "run_on_ranks": _run_on_ranks,
+    "shutdown": _shutdown,
+}
+"""Operations that are more than a call of the runtime's method of that name."""

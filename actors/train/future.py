@@ -5,10 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Concatenate, overload
-
-if TYPE_CHECKING:
-    from actors.train.operations import TrainOperations
+from typing import Any, Concatenate, overload
 
 
 class GroupFuture[R]:
@@ -69,18 +66,18 @@ class BoundOperation[**P, R]:
         return self._submit(*args, **kwargs)
 
 
-class operation[**P, R]:  # noqa: N801, a decorator
-    """Makes a method that returns a future into an operation."""
+class operation[G, **P, R]:  # noqa: N801, a decorator
+    """Makes a method of a group that returns a future into an operation."""
 
-    def __init__(self, method: Callable[Concatenate[TrainOperations, P], GroupFuture[R]]) -> None:
+    def __init__(self, method: Callable[Concatenate[G, P], GroupFuture[R]]) -> None:
         self._method = method
         functools.update_wrapper(self, method)  # type: ignore[arg-type]
 
     @overload
-    def __get__(self, group: None, owner: type) -> operation[P, R]: ...
+    def __get__(self, group: None, owner: type) -> operation[G, P, R]: ...
     @overload
-    def __get__(self, group: TrainOperations, owner: type) -> BoundOperation[P, R]: ...
-    def __get__(self, group: TrainOperations | None, owner: type) -> Any:
+    def __get__(self, group: G, owner: type) -> BoundOperation[P, R]: ...
+    def __get__(self, group: G | None, owner: type) -> Any:
         if group is None:
             return self
         return BoundOperation(functools.wraps(self._method)(functools.partial(self._method, group)))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import uuid
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Concatenate, Self
+from typing import Any, Concatenate, Self
 
 from actors.cluster.placement import PlacementStrategy
-from actors.train import atoms as train_atoms
 from actors.train.context import RankContext
 from actors.train.future import GroupFuture
 from actors.train.operations import TrainOperations
@@ -16,13 +15,8 @@ from actors.train.order import Driver
 from actors.train.ranks import GroupMembers, TrainRanks
 from actors.train.start import start_ranks
 from actors.train.worker import RankInfo
-from rl_backend.contracts import (
-    RLBackendError,
-    RuntimeConfig,
-)
-
-if TYPE_CHECKING:
-    pass
+from rl_backend.contracts import RLBackendError, RuntimeConfig
+from rl_backend.contracts.operations import Operation
 
 
 class TrainGroup(TrainOperations):
@@ -104,6 +98,17 @@ class TrainGroup(TrainOperations):
         """Node, address and process of each rank."""
         return self._ranks.infos
 
+    @property
+    def journal(self) -> tuple[Operation, ...]:
+        """What the group was told to build, in order; with the configuration, enough to build a lost group again::
+
+            for operation in lost.journal:
+                again = group.submit(operation.name, **operation.arguments).result()
+
+        ``operation.number`` is the ``key`` of the lost group's model. Weights are not in it: load a checkpoint.
+        """
+        return tuple(self._ranks.journal)
+
     def trace_actors(self) -> Mapping[str, Any]:
         """For a :class:`~actors.run.trace.TraceCollector`; empty once the group has ended."""
         workers = () if self._ranks.ended else self._ranks.members.workers
@@ -124,7 +129,8 @@ class TrainGroup(TrainOperations):
     ) -> GroupFuture[list[R]]:
         """As :meth:`run_on_ranks`, for a future."""
         name = getattr(function, "__qualname__", type(function).__name__)
-        return self._submit(f"run_on_ranks({name})", function, args, _all, kwargs)
+        call = Operation("run_on_ranks", {"function": function, "args": args, "kwargs": kwargs})
+        return self._submit(f"run_on_ranks({name})", call)
 
     def take_over(self, timeout: float = 60.0) -> None:
         """Makes this copy the one that operates the group; every other copy is refused from now on.
@@ -149,7 +155,7 @@ class TrainGroup(TrainOperations):
             return
         self._ranks.check_usable()
         try:
-            self._submit("shutdown", train_atoms.close, (), _all).result(timeout)
+            self.submit("shutdown").result(timeout)
         except TimeoutError:
             return
         finally:
@@ -170,18 +176,21 @@ class TrainGroup(TrainOperations):
         # A copy may outlive this object, so the group then ends with `shutdown` or its Ray job alone.
         if self._finalizer is not None:
             self._finalizer.detach()
-        return (_copy, (self.config, self._ranks.members, self._ranks.infos, self._ranks.operator))
+        return (_copy, (self.config, self._ranks.members, self._ranks.infos, self._ranks.operator, self.journal))
 
 
-def _copy(config: RuntimeConfig, members: GroupMembers, infos: tuple[RankInfo, ...], operator: str) -> TrainGroup:
+def _copy(
+    config: RuntimeConfig,
+    members: GroupMembers,
+    infos: tuple[RankInfo, ...],
+    operator: str,
+    journal: tuple[Operation, ...],
+) -> TrainGroup:
     ranks = TrainRanks(members, Driver.here(), owned=False)
     ranks.infos = infos
     ranks.operator = operator
+    ranks.journal = list(journal)
     group = TrainGroup.__new__(TrainGroup)
     group._attach(config, ranks)
     group._finalizer = None
     return group
-
-
-def _all[T](values: list[T]) -> list[T]:
-    return values

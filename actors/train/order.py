@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import ray
 
 from rl_backend.contracts import OperationOrderError
+from rl_backend.contracts.operations import Operation
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,17 @@ class OperationHeader:
 
 
 class OperationLedger:
-    """Gives operations their numbers, to one driver at a time. Rank 0 keeps it, outside the thread that trains."""
+    """Gives operations their numbers, to one driver at a time. Rank 0 keeps it, outside the thread that trains.
+
+    Attributes:
+        journal: the operations that built models, with their arguments; drivers keep a copy.
+    """
 
     def __init__(self, owner: Driver) -> None:
         self._owner = owner
         self._number = 0
         self._name = ""
+        self.journal: list[Operation] = []
 
     def begin(self, driver: Driver, name: str) -> int | Driver:
         """The number of the driver's next operation, or the driver that owns the group instead."""
@@ -57,10 +63,10 @@ class OperationLedger:
         self._name = name
         return self._number
 
-    def transfer(self, driver: Driver) -> tuple[int, str, Driver]:
-        """Makes ``driver`` the owner; returns the last operation's number and name, and the owner before."""
+    def transfer(self, driver: Driver) -> tuple[int, str, Driver, list[Operation]]:
+        """Makes ``driver`` the owner; returns the last operation's number and name, the owner before, and the journal."""
         previous, self._owner = self._owner, driver
-        return self._number, self._name, previous
+        return self._number, self._name, previous, list(self.journal)
 
 
 class OperationSequence:

@@ -19,6 +19,7 @@ from actors.train.order import Driver, OperationHeader
 from actors.train.outcome import Completed, Failed, breaks_process_group, with_origin
 from actors.train.worker import RankInfo, SentLoss
 from rl_backend.contracts import GroupFailedError, HandleError, OperationOrderError, RLBackendError
+from rl_backend.contracts.operations import Operation
 
 POLL_SECONDS = 0.02
 LEDGER_TIMEOUT_SECONDS = 30.0
@@ -51,6 +52,7 @@ class TrainRanks:
 
     Attributes:
         operator: who operates the group as far as this driver knows, for messages.
+        journal: the operations that built the group's models, as far as this driver knows.
     """
 
     def __init__(self, members: GroupMembers, driver: Driver, *, owned: bool) -> None:
@@ -59,6 +61,7 @@ class TrainRanks:
         self.infos: tuple[RankInfo, ...] = ()
         self._owned = owned
         self.operator = driver.description
+        self.journal: list[Operation] = []
         self._acknowledged = 0
         self._lock = threading.RLock()
         self._ended: RLBackendError | None = None
@@ -124,11 +127,16 @@ class TrainRanks:
         done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
         return len(done) == len(refs)
 
+    def keep(self, operation: Operation) -> None:
+        """Adds to the journal, here, for when the ranks are lost, and on rank 0, for a driver that takes over."""
+        self.journal.append(operation)
+        self._control("keep", operation)
+
     def take_over(self, timeout: float) -> None:
         """Makes this driver the owner once the operations of the one before are finished on every rank."""
         with self._lock:
             self._check_alive()
-            number, name, previous = self._control("transfer", self.driver)
+            number, name, previous, self.journal = self._control("transfer", self.driver)
             deadline = time.monotonic() + timeout
             while True:
                 progress = self._all("progress")

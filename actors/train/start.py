@@ -30,7 +30,6 @@ def start_ranks(
 ) -> TrainRanks:
     """Reserves resources, starts one actor per rank and builds the runtimes; frees everything when that fails."""
     _check_device(config, gpus_per_rank)
-    _check_steps(config)
     check_config(config, num_ranks)
     placed = reserve(
         num_ranks=num_ranks,
@@ -98,16 +97,6 @@ def _check_device(config: RuntimeConfig, gpus_per_rank: float) -> None:
         raise ConfigError.of("gpus_per_rank", gpus_per_rank, "the configuration has device='cuda'; use gpus_per_rank=1")
     if device == "cpu" and gpus_per_rank > 0:
         raise ConfigError.of("gpus_per_rank", gpus_per_rank, "the configuration has device='cpu'; use gpus_per_rank=0")
-
-
-def _check_steps(config: RuntimeConfig) -> None:
-    if getattr(config.backend_cfg, "post_validation", False):
-        raise ConfigError.of(
-            "NativeConfig.post_validation",
-            True,
-            "a TrainGroup answers with each step's result, so that its ranks would wait all the same; set it to False, or "
-            "operate the runtime in the ranks themselves",
-        )
 
 
 def _process_environment(cores: int, gpus: float) -> dict[str, str]:

@@ -12,11 +12,13 @@ import torch
 from ray import ObjectRef, cloudpickle
 
 from actors.cluster.meeting import Meeting, MeetingPoint, PathToMeeting, node_address, use_interface
+from actors.train.atoms import run
 from actors.train.context import RankContext
 from actors.train.observed import observed
 from actors.train.order import Driver, OperationHeader, OperationLedger, OperationSequence
 from actors.train.outcome import Completed, Failed, Outcome, failed
 from rl_backend.contracts import LossFn, RLBackendError
+from rl_backend.contracts.operations import Operation
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT
 from rl_backend.parallel.store import store_environment
 from rl_backend.runtime import create_runtime
@@ -92,18 +94,17 @@ class TrainWorker:
         return Completed(RankInfo(self._rank, node_id, node_address(), os.getpid()))
 
     def execute(self, header: OperationHeader, pickled_call: bytes, loss: SentLoss | None) -> Outcome:
-        """Runs ``function(context, *args, **kwargs)``; with a loss, it is the keyword argument ``loss_fn``."""
+        """Runs a pickled :class:`~rl_backend.contracts.operations.Operation`."""
         outcome: Outcome
         try:
             self._sequence.start(header)
             if self._context is None:
                 raise RLBackendError(f"rank {self._rank} has no runtime; its start failed")
             self._context.operation = header.number
-            function, arguments, keywords = cloudpickle.loads(pickled_call)
-            if loss is not None:
-                keywords["loss_fn"] = self._loss(loss)
-            with observed(self._context, header, arguments):
-                outcome = Completed(function(self._context, *arguments, **keywords))
+            operation: Operation = cloudpickle.loads(pickled_call)
+            loss_fn = None if loss is None else self._loss(loss)
+            with observed(self._context, header, operation):
+                outcome = Completed(run(self._context, operation, loss_fn))
         except Exception as error:  # noqa: BLE001, every error is the driver's to judge
             outcome = failed(error)
         self._sequence.finish(repr(outcome.error) if isinstance(outcome, Failed) else None)
@@ -115,7 +116,12 @@ class TrainWorker:
         return self._ledger.begin(driver, name)
 
     @ray.method(concurrency_group=CONTROL)  # type: ignore[untyped-decorator]
-    def transfer(self, driver: Driver) -> tuple[int, str, Driver]:
+    def keep(self, operation: Operation) -> None:
+        """Adds to :attr:`OperationLedger.journal`; asked of rank 0."""
+        self._ledger.journal.append(operation)
+
+    @ray.method(concurrency_group=CONTROL)  # type: ignore[untyped-decorator]
+    def transfer(self, driver: Driver) -> tuple[int, str, Driver, list[Operation]]:
         """As :meth:`OperationLedger.transfer`; asked of rank 0."""
         return self._ledger.transfer(driver)
 

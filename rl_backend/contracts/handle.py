@@ -29,3 +29,8 @@ class ModelHandle:
     head: Head = "log_probs"
     micro_batch_multiple: int = 1
     base: ModelHandle | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the last step is final. With post-validation a rank may still have to take it back."""
+        return True

@@ -15,7 +15,7 @@ def test_the_ledger_numbers_one_drivers_operations_and_tells_others_who_has_the_
     ledger = OperationLedger(FIRST)
     assert [ledger.begin(FIRST, "a"), ledger.begin(FIRST, "b")] == [1, 2]
     assert ledger.begin(SECOND, "c") == FIRST
-    assert ledger.transfer(SECOND) == (2, "b", FIRST)
+    assert ledger.transfer(SECOND) == (2, "b", FIRST, [])
     assert ledger.begin(FIRST, "d") == SECOND
     assert ledger.begin(SECOND, "e") == 3
 

@@ -69,6 +69,10 @@ class NativeHandle(GuardedHandle[NativeOptimizer]):
         self.pending = pending = PendingStep(self.trainer("optimizer_step"), self.name, group)
         return PendingStepResult(lambda: self._settle(pending)) if pending.is_taken else self._settle(pending)
 
+    @property
+    def is_settled(self) -> bool:
+        return self.pending is None or self.pending.result is not None
+
     def settle(self) -> None:
         """Makes this rank's weights and optimizer those of the last step. Not a collective."""
         if self.pending is not None:

@@ -1,0 +1,153 @@
+"""How a group runs an operation: its arguments split over the ranks, and the results of all ranks joined to one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from ray import cloudpickle
+
+from actors.train.atoms import BuiltModel, RankForward
+from actors.train.context import HandleRef
+from rl_backend.contracts import (
+    BatchError,
+    ForwardResult,
+    HandleError,
+    RLBackendError,
+    TokenSequence,
+    merge_metrics,
+)
+from rl_backend.contracts.operations import Join, Operation
+from rl_backend.data import MicroBatchPlan, pack_plan, plan_micro_batches, restore_order
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
+
+class Shares(NamedTuple):
+    """An operation as the ranks get it.
+
+    Attributes:
+        calls: the pickled :class:`~rl_backend.contracts.operations.Operation` of each rank.
+        plan, seq_lens: which sequences went where, and their lengths, for an operation that splits sequences.
+    """
+
+    calls: Sequence[bytes]
+    plan: MicroBatchPlan | None = None
+    seq_lens: Sequence[int] = ()
+
+
+def split(operation: Operation, num_ranks: int, max_tokens: int, *, has_loss: bool) -> Shares:
+    """The share of every rank, as ``operation.atom.split`` says.
+
+    Args:
+        max_tokens: largest ``max_tokens_per_micro_batch``.
+        has_loss: whether a loss is sent beside it.
+
+    Raises:
+        BatchError, HandleError: see :meth:`~actors.train.group.TrainGroup.forward_backward`; before any rank has seen it.
+    """
+    if operation.atom.split == "same":
+        return Shares([cloudpickle.dumps(operation)] * num_ranks)
+    arguments = dict(operation.arguments)
+    handle: HandleRef = arguments["handle"]
+    trains = operation.atom.needs_with(arguments).trained
+    if handle.forward_only and trains:
+        raise HandleError(f"model {handle.name!r} is forward-only; a backward pass needs gradients", name=handle.name)
+    if trains and not has_loss:
+        raise BatchError("loss=None: only a forward_only pass can do without a loss")
+    rows = _sequences(arguments.pop("sequences"))
+    budget = _budget(arguments.pop("max_tokens_per_micro_batch"), max_tokens)
+    meta = arguments.pop("meta")
+    seq_lens = [len(sequence) for sequence in rows]
+    plan = plan_micro_batches(seq_lens, handle.data_parallel_size, budget, multiple_of=handle.micro_batch_multiple)
+    of_data_parallel_rank = [
+        cloudpickle.dumps(Operation(operation.name, {**arguments, "data": batches}))
+        for batches in pack_plan(rows, plan, meta)
+    ]
+    return Shares([of_data_parallel_rank[dp_rank] for dp_rank in handle.data_parallel_ranks], plan, seq_lens)
+
+
+def join(operation: Operation, shares: Shares, values: Sequence[Any], group_id: str) -> Any:
+    """The result of the group from those of its ranks, as ``operation.atom.join`` says."""
+    how = operation.atom.join
+    assert how is not None, "only atoms with a join are offered by a group"
+    return _JOINS[how](operation, shares, values, group_id)
+
+
+def _budget(wanted: int | None, most: int) -> int:
+    if wanted is not None and wanted > most:
+        raise BatchError(
+            f"max_tokens_per_micro_batch={wanted} is more than the configuration's {most}; ask for less, or build the "
+            "group with a larger RuntimeConfig.max_tokens_per_micro_batch"
+        )
+    return most if wanted is None else wanted
+
+
+def _sequences(sequences: Sequence[TokenSequence] | TensorDictBase) -> Sequence[TokenSequence]:
+    if not isinstance(sequences, Sequence):
+        from rl_backend.data.tensordict import sequences_from_tensordict
+
+        return sequences_from_tensordict(sequences)
+    return sequences
+
+
+def _model(operation: Operation, shares: Shares, values: Sequence[BuiltModel], group_id: str) -> HandleRef:
+    first, size = values[0], values[0].data_parallel_size
+    sources = {built.data_parallel_rank: rank for rank, built in enumerate(values) if built.is_source}
+    if sorted(sources) != list(range(size)) or sum(built.is_source for built in values) != size:
+        raise RLBackendError(
+            f"the runtime names ranks {sorted(sources.values())} as sources of the outputs of data-parallel ranks "
+            f"{sorted(sources)}; expected one for each of {size}"
+        )
+    return HandleRef(
+        group_id=group_id,
+        key=first.key,
+        name=first.name,
+        forward_only=operation.arguments["forward_only"],
+        data_parallel_ranks=tuple(built.data_parallel_rank for built in values),
+        source_ranks=tuple(sources[dp_rank] for dp_rank in range(size)),
+        head=operation.arguments["head"],
+        micro_batch_multiple=first.micro_batch_multiple,
+    )
+
+
+def _forward_result(operation: Operation, shares: Shares, values: Sequence[RankForward], group_id: str) -> ForwardResult:
+    """One ForwardResult from those of the source ranks.
+
+    Loss i is the mean over data-parallel ranks of each rank's i-th micro-batch, because gradients are averaged over them:
+    the sum of all is the number whose gradient the optimizer gets. Metrics add up over ranks; outputs are in the caller's
+    order.
+    """
+    plan = shares.plan
+    assert plan is not None, "sequences were split"
+    sources = [values[rank] for rank in operation.arguments["handle"].source_ranks]
+    losses = [sum(of_batch) / len(sources) for of_batch in zip(*(source.losses for source in sources), strict=True)]
+    outputs = {}
+    for name in sources[0].outputs:
+        per_rank = [
+            torch.split(source.outputs[name], [shares.seq_lens[index] for index in plan.rank_indices(dp_rank)])
+            for dp_rank, source in enumerate(sources)
+        ]
+        outputs[name] = restore_order(plan, per_rank)
+    return ForwardResult(tuple(losses), merge_metrics([source.metrics for source in sources]), outputs)
+
+
+def _equal(operation: Operation, shares: Shares, values: Sequence[Any], group_id: str) -> Any:
+    if any(value != values[0] for value in values):
+        name = operation.arguments["handle"].name
+        raise RLBackendError(f"ranks disagree on the {operation.name.replace('_', ' ')} of {name!r}: {list(values)}")
+    return values[0]
+
+
+_JOINS: Mapping[Join, Callable[[Operation, Shares, Sequence[Any], str], Any]] = {
+    "first": lambda operation, shares, values, group_id: values[0],
+    # The group makes a pending result of None.
+    "step": lambda operation, shares, values, group_id: next((value for value in values if value is not None), None),
+    "any": lambda operation, shares, values, group_id: any(values),
+    "all": lambda operation, shares, values, group_id: list(values),
+    "equal": _equal,
+    "model": _model,
+    "forward_result": _forward_result,
+}
