@@ -15,8 +15,7 @@ from rl_backend.plan.memory import RankMemory
 from rl_backend.plan.native import logits_chunk, rank_actions, rank_stages, whole_parameters
 from rl_backend.plan.shards import ParameterSize, weights_to_sync
 from rl_backend.plan.workload import Workload
-from rl_backend.runtime.native.description import ModelDescription, describe_model
-from rl_backend.runtime.native.layout import check_model_layout
+from rl_backend.runtime.native.layout import ModelDescription, check_model_layout, describe_model
 
 PARAMETER_ALIGNMENT = 64
 BUCKET_ALIGNMENT = 128

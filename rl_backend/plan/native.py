@@ -21,8 +21,7 @@ from rl_backend.plan.stage_memory import Stage, StageMemory, measure_stage
 from rl_backend.plan.workload import Workload
 from rl_backend.primitive.tiles import logits_chunk_bytes
 from rl_backend.runtime.native.build import build_module
-from rl_backend.runtime.native.description import ModelDescription, describe_model
-from rl_backend.runtime.native.stages import algorithm, model_stages, schedule_name
+from rl_backend.runtime.native.layout import ModelDescription, algorithm, describe_model, model_stages, schedule_name
 
 MASTER_BYTES = torch.float32.itemsize
 """Of a parameter that is trained, its gradient, and each of Adam's two moments."""

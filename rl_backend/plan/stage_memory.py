@@ -15,7 +15,7 @@ from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.imagined import META
 from rl_backend.plan.live_bytes import LiveBytes
 from rl_backend.primitive.deferred import put_off_weight_gradients
-from rl_backend.runtime.native.batch import RankBatch, lay_out
+from rl_backend.runtime.native.forward_backward import RankBatch, lay_out
 
 
 class StageMemory(NamedTuple):

@@ -234,7 +234,7 @@ def test_names_that_do_not_fit_their_packed_parameter_are_refused(tmp_path: Path
         return {**names, "layers.0.mlp.experts.gate_up_proj": PackedWeight((2, 4), packed.names)}
 
     family = replace(QWEN3_MOE, weight_names=wrong_names)
-    monkeypatch.setattr("rl_backend.runtime.native.description.find_model", lambda *_: family)
+    monkeypatch.setattr("rl_backend.runtime.native.layout.find_model", lambda *_: family)
     message = r"packs \(2, 4\) tensors into layers.0.mlp.experts.gate_up_proj"
     with open_runtime(write_moe("qwen3_moe", tmp_path)) as runtime, pytest.raises(UnsupportedError, match=message):
         runtime.build_model()

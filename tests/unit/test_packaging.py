@@ -137,7 +137,7 @@ def test_import_contracts_hold_here_and_name_each_violating_import(tmp_path: Pat
 KNOWN_CIRCLES = {
     ("rl_backend.runtime.native.build", "rl_backend.runtime.native.runtime"): "the handle is built from its runtime",
     ("rl_backend.runtime.bridge.build", "rl_backend.runtime.bridge.runtime"): "the handle is built from its runtime",
-    ("rl_backend.runtime.bridge.activations", "rl_backend.runtime.bridge.build"): "a part of a handle knows the handle",
+    ("rl_backend.runtime.bridge.forward_backward", "rl_backend.runtime.bridge.build"): "a part of a handle knows the handle",
     ("rl_backend.runtime.bridge.routes", "rl_backend.runtime.bridge.handle"): "a part of a handle knows the handle",
     (
         "rl_backend.runtime.bridge.optimizer_state",

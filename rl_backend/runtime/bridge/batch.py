@@ -1,4 +1,4 @@
-"""Micro-batches as Megatron's models take them, and hidden states back as packed tokens."""
+"""Micro-batches as Megatron's model takes them, and outputs as a loss takes them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,17 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from torch import Tensor
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor, nn
 
-from rl_backend.contracts import PackedBatch
+from rl_backend.contracts import ModelOutput, PackedBatch
+from rl_backend.parallel.tensor import vocabulary_shard
+from rl_backend.primitive.log_prob import VocabularyShard, next_token_log_probs
+from rl_backend.primitive.value_head import ValueHead
+from rl_backend.runtime.bridge.groups import BridgeGroups
 
 
 @dataclass(frozen=True)
@@ -106,3 +114,106 @@ def lay_out_packed(batch: PackedBatch, multiple: int, *, mark_padding: bool) -> 
 
 def _round_up(number: int, multiple: int) -> int:
     return math.ceil(number / multiple) * multiple
+
+
+class OutputProcessor:
+    """Megatron's ``output_processor``: it takes the place of the logits, which would be full (tokens, vocabulary) tensors.
+
+    Args:
+        vocab_size: tokens of the model; Megatron may have padded its weight with more rows.
+        chunk_tokens: tokens whose logits exist at one time.
+    """
+
+    def __init__(self, groups: BridgeGroups, *, vocab_size: int, chunk_tokens: int, sequence_parallel: bool) -> None:
+        self._groups = groups
+        self._vocab_size = vocab_size
+        self._chunk_tokens = chunk_tokens
+        self._sequence_parallel = sequence_parallel
+
+    def __call__(
+        self, *, hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, context: LaidOut, **_: Any
+    ) -> Tensor:
+        """Megatron calls this on the last stage.
+
+        Args:
+            hidden_states: (columns, rows, H), or this rank's part of the columns.
+
+        Returns:
+            (2, T) log-probs and entropy, or (1, T) values; float32. One tensor, as the pipeline schedules want.
+        """
+        if isinstance(output_layer, CriticOutputLayer):
+            return output_layer.values(context.pack(self._gather(hidden_states, every_rank_the_same=True)))[None]
+        # Megatron waits for the gather of a parameter in a hook of its module, which is not called here.
+        for wait in output_layer._forward_pre_hooks.values():
+            wait(output_layer, ())
+        batch = context.batch
+        calculate_entropy = bool(batch.meta.get("calculate_entropy", False))
+        weight = output_layer.weight if output_weight is None else output_weight
+        assert isinstance(weight, Tensor)
+        result = next_token_log_probs(
+            context.pack(self._gather(hidden_states, every_rank_the_same=False)),
+            self._real_rows(weight),
+            batch.labels,
+            temperature=batch.temperature,
+            chunk_tokens=self._chunk_tokens,
+            calculate_entropy=calculate_entropy,
+            shard=self._shard(weight),
+        )
+        entropy = result.entropy if result.entropy is not None else torch.zeros_like(result.log_probs)
+        return torch.stack([result.log_probs, entropy])
+
+    def _gather(self, hidden: Tensor, *, every_rank_the_same: bool) -> Tensor:
+        """All columns, on every tensor-parallel rank.
+
+        Args:
+            every_rank_the_same: every rank computes the same from them, so that each already has the whole gradient;
+                otherwise each has a part of it, and the parts are added up.
+        """
+        group = self._groups.pg.tp
+        result = hidden
+        if self._sequence_parallel:
+            result = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=not every_rank_the_same, group=group
+            )
+        elif group.size() > 1 and not every_rank_the_same:
+            result = copy_to_tensor_model_parallel_region(hidden, group=group)
+        return result
+
+    def _first_row(self, weight: Tensor) -> int:
+        return int(self._groups.pg.tp.rank()) * weight.shape[0]
+
+    def _real_rows(self, weight: Tensor) -> Tensor:
+        rows = max(0, min(weight.shape[0], self._vocab_size - self._first_row(weight)))
+        return weight if rows == weight.shape[0] else weight[:rows]
+
+    def _shard(self, weight: Tensor) -> VocabularyShard | None:
+        group = self._groups.pg.tp
+        return None if group.size() == 1 else vocabulary_shard(group, self._first_row(weight), self._vocab_size)
+
+
+class CriticOutputLayer(nn.Module):
+    """A critic's head in the place of the language-model head.
+
+    Its parameters are the same on every tensor-parallel rank, and so are their gradients.
+
+    Attributes:
+        value_head: its parameters, in ``param_dtype``; values are computed in float32.
+    """
+
+    def __init__(self, hidden_size: int, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.value_head = ValueHead(hidden_size)
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """(T, H) -> (T,) float32."""
+        result: Tensor = self.value_head(hidden)
+        return result
+
+
+def as_model_output(outputs: Tensor, laid_out: LaidOut, head: str) -> ModelOutput:
+    """The rows of :class:`OutputProcessor` by name."""
+    if head == "values":
+        return ModelOutput(values=outputs[0])
+    calculate_entropy = bool(laid_out.batch.meta.get("calculate_entropy", False))
+    return ModelOutput(log_probs=outputs[0], entropy=outputs[1] if calculate_entropy else None)

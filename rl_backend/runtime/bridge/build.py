@@ -17,11 +17,11 @@ from torch import nn
 
 from rl_backend.checkpoint.hf_reader import HFReader, read_hf_config
 from rl_backend.contracts import VALUE_HEAD_WEIGHTS, BridgeConfig, CheckpointError, Head, RuntimeConfig, UnsupportedError
+from rl_backend.runtime.bridge.batch import CriticOutputLayer, OutputProcessor
 from rl_backend.runtime.bridge.conversion import WeightConverter
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.handle import BridgeHandle
 from rl_backend.runtime.bridge.optimizer import BridgeOptimizer
-from rl_backend.runtime.bridge.outputs import CriticOutputLayer, OutputProcessor
 from rl_backend.runtime.bridge.overrides import override
 from rl_backend.runtime.bridge.provider import make_provider, open_bridge, takes_packed_sequences
 from rl_backend.runtime.bridge.routes import connect_routers

@@ -20,8 +20,7 @@ from rl_backend.runtime import saved_state
 from rl_backend.runtime.bridge.export import finish_parameter_gathers
 from rl_backend.runtime.bridge.handle import BridgeHandle
 from rl_backend.runtime.bridge.optimizer_state import ParameterState, num_steps, parameter_states, set_num_steps
-from rl_backend.runtime.bridge.sharding import Placed, pieces_of, placed_tensors
-from rl_backend.runtime.bridge.stored_rows import StoredNames
+from rl_backend.runtime.bridge.sharding import Placed, StoredNames, pieces_of, placed_tensors
 from rl_backend.runtime.saved_state import Differs
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import VALUE_HEAD_WEIGHTS, Head, UnsupportedError
-from rl_backend.runtime.bridge.outputs import CriticOutputLayer
+from rl_backend.runtime.bridge.batch import CriticOutputLayer
 
 _EXPERT = re.compile(r"experts\.(\d+)")
 _VALUE_HEAD = "output_layer.value_head"

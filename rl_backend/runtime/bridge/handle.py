@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from rl_backend.contracts import BridgeConfig, RoutedLayers
 from rl_backend.contracts.operations import Part
+from rl_backend.runtime.bridge.batch import OutputProcessor
 from rl_backend.runtime.bridge.conversion import WeightConverter
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.optimizer import BridgeOptimizer
 from rl_backend.runtime.bridge.optimizer_state import part_tensors
-from rl_backend.runtime.bridge.outputs import OutputProcessor
 from rl_backend.runtime.bridge.routes import ModelRouters
 from rl_backend.runtime.handle import GuardedHandle
 from rl_backend.runtime.offload import Offload

@@ -23,11 +23,10 @@ from rl_backend.contracts import (
     TensorInfo,
 )
 from rl_backend.parallel.groups import training_device
-from rl_backend.runtime.bridge import checkpoints, export, gradients
-from rl_backend.runtime.bridge.activations import record_activations
+from rl_backend.runtime.bridge import checkpoints, export
 from rl_backend.runtime.bridge.build import build_handle
-from rl_backend.runtime.bridge.forward_backward import require_micro_batches, run_micro_batches
-from rl_backend.runtime.bridge.gradients import held_gradients
+from rl_backend.runtime.bridge.export import held_gradients
+from rl_backend.runtime.bridge.forward_backward import record_activations, require_micro_batches, run_micro_batches
 from rl_backend.runtime.bridge.groups import BridgeGroups, close_groups, open_groups
 from rl_backend.runtime.bridge.handle import BridgeHandle
 from rl_backend.runtime.bridge.installed import quiet
@@ -132,7 +131,7 @@ class BridgeRuntime(GuardedRuntime[BridgeHandle, BridgeGroups]):
 
     def _gather_gradients(self, handle: BridgeHandle, names: Collection[str] | None) -> WeightStream:
         """See the base class. A weight that no loss reached has a gradient of zeros."""
-        return gradients.export_gradients(handle, only=names)
+        return export.export_gradients(handle, only=names)
 
     def _training_state(self, handle: BridgeHandle) -> tuple[StateTensors, TrainingManifest]:
         return checkpoints.all_tensors(handle), checkpoints.training_manifest(handle)

@@ -25,12 +25,16 @@ from rl_backend.model import BuildSettings, ModelFamily, ModelStage
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.primitive.deferred import put_off_in_linear_layers
 from rl_backend.runtime.interface import Runtime
-from rl_backend.runtime.native.description import describe_model
 from rl_backend.runtime.native.gather import model_layouts
 from rl_backend.runtime.native.handle import NativeHandle
-from rl_backend.runtime.native.layout import check_model_layout
+from rl_backend.runtime.native.layout import (
+    algorithm,
+    check_model_layout,
+    describe_model,
+    micro_batch_multiple,
+    model_stages,
+)
 from rl_backend.runtime.native.optimizer import NativeOptimizer
-from rl_backend.runtime.native.stages import algorithm, micro_batch_multiple, model_stages
 from rl_backend.runtime.offload import Offload
 
 

@@ -1,14 +1,109 @@
-"""Whether a model fits a layout, before anything is made or loaded."""
+"""A model before anything is built: its description, the stages of this rank, and whether it fits the layout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.contracts import ConfigError, NativeConfig, ParallelConfig, RuntimeConfig
-from rl_backend.model import ModelFamily, find_model
-from rl_backend.runtime.native.stages import algorithm, model_stages
+from rl_backend.contracts import ConfigError, Head, NativeConfig, ParallelConfig, RuntimeConfig, WeightName
+from rl_backend.model import BuildSettings, ModelFamily, ModelStage, find_model
+from rl_backend.pipeline.catalog import Algorithm, require_stages
+from rl_backend.pipeline.schedule import split_layers
+
+
+class ModelDescription(NamedTuple):
+    """A model of a family.
+
+    Attributes:
+        family: that of the configuration, or the one that claims the directory.
+        architecture: the family's own description.
+        hf_config: ``config.json``.
+        settings: how to build all of it.
+    """
+
+    family: ModelFamily
+    architecture: Any
+    hf_config: Mapping[str, Any]
+    settings: BuildSettings
+
+    @property
+    def weight_names(self) -> Mapping[str, WeightName]:
+        return self.family.weight_names(self.architecture, self.settings.head)
+
+
+def describe_model(hf_path: Path | str, native: NativeConfig, head: Head) -> ModelDescription:
+    """Reads ``config.json`` alone.
+
+    Raises:
+        CheckpointError: no directory with a ``config.json``.
+        UnsupportedError: the model family, a head that it does not have, or a feature that its configuration asks for.
+    """
+    hf_config = read_hf_config(hf_path)
+    family = find_model(native.model, hf_config)
+    family.require_head(head)
+    options = native.model_cfg if native.model_cfg is not None else family.options_type()
+    settings = BuildSettings(options, head, native.log_prob_chunk_tokens)
+    return ModelDescription(family, family.parse_config(hf_config), hf_config, settings)
+
+
+def schedule_name(config: NativeConfig) -> str | None:
+    """The schedule of a pipeline; None where there is none: one rank with one stage, and no schedule asked for."""
+    parallel = config.parallel
+    if config.pipeline_schedule != "auto":
+        return config.pipeline_schedule
+    if parallel.vpp > 1:
+        return "interleaved-1f1b"
+    return "1f1b" if parallel.pp > 1 else None
+
+
+def algorithm(config: NativeConfig) -> Algorithm | None:
+    """How the schedule is made, or None without one.
+
+    Raises:
+        ConfigError: a number of stages per rank that the schedule does not have.
+    """
+    name = schedule_name(config)
+    return None if name is None else require_stages(name, config.parallel.pp, config.parallel.vpp)
+
+
+def micro_batch_multiple(config: NativeConfig) -> int:
+    """A number that the schedule takes every multiple of as a number of micro-batches."""
+    found = algorithm(config)
+    if found is None:
+        return 1
+    return max(found.micro_batches_per_rank, int(found.whole_groups)) * config.parallel.pp or 1
+
+
+def has_last_stage(config: NativeConfig, pp_rank: int) -> bool:
+    """Whether the loss is computed on ``pp_rank``; with stages in the shape of a V that is the first rank."""
+    found = algorithm(config)
+    return found is None or found.ranks_of_stages(config.parallel.pp, config.parallel.vpp)[-1] == pp_rank
+
+
+def model_stages(family: ModelFamily, architecture: Any, config: NativeConfig, pp_rank: int) -> dict[int, ModelStage]:
+    """Number -> what is in it, of the stages that ``pp_rank`` has.
+
+    Raises:
+        ConfigError: layers that do not fit the stages, or layers for a pipeline that there is not.
+    """
+    parallel = config.parallel
+    found = algorithm(config)
+    if found is None or family.num_layers is None:
+        if config.pipeline_layers is not None:
+            raise ConfigError.of(
+                "NativeConfig.pipeline_layers", config.pipeline_layers, "without a pipeline there are no stages"
+            )
+        return {}
+    placement = found.ranks_of_stages(parallel.pp, parallel.vpp)
+    layers = split_layers(family.num_layers(architecture), len(placement), config.pipeline_layers)
+    last = len(placement) - 1
+    return {
+        stage: ModelStage(first=stage == 0, layers=layers[stage], last=stage == last)
+        for stage, rank in enumerate(placement)
+        if rank == pp_rank
+    }
 
 
 def check_config(config: RuntimeConfig) -> None:

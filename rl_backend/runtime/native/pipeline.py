@@ -18,11 +18,10 @@ from rl_backend.pipeline.executor import PipelineExecutor
 from rl_backend.pipeline.measured import SPAN_NAMES, span_arguments
 from rl_backend.pipeline.schedule import Action, Schedule
 from rl_backend.runtime.native import fsdp_state
-from rl_backend.runtime.native.batch import RankBatch, lay_out
-from rl_backend.runtime.native.forward_backward import abandoned_on_error
+from rl_backend.runtime.native.forward_backward import RankBatch, abandoned_on_error, lay_out
 from rl_backend.runtime.native.handle import NativeHandle
+from rl_backend.runtime.native.layout import schedule_name
 from rl_backend.runtime.native.routes import PassRoutes
-from rl_backend.runtime.native.stages import schedule_name
 from rl_backend.runtime.pass_checks import as_metrics, check_loss, detached
 from rl_backend.runtime.router_replay import RouterReplay
 from rl_backend.trace.device import device_span

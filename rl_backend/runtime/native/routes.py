@@ -13,7 +13,7 @@ from rl_backend.contracts import PackedBatch, RoutedLayers, UnsupportedError
 from rl_backend.parallel.context import TokenLayout
 from rl_backend.primitive.router import Router, Routing
 from rl_backend.runtime.native.handle import NativeHandle
-from rl_backend.runtime.native.stages import model_stages
+from rl_backend.runtime.native.layout import model_stages
 from rl_backend.runtime.router_replay import RouterReplay, gather_rows, gather_stages
 
 

@@ -31,8 +31,8 @@ from rl_backend.runtime.native.activations import record_activations
 from rl_backend.runtime.native.build import build_handle
 from rl_backend.runtime.native.forward_backward import run_micro_batches
 from rl_backend.runtime.native.handle import NativeHandle
+from rl_backend.runtime.native.layout import has_last_stage
 from rl_backend.runtime.native.pipeline import require_schedulable, run_pipeline
-from rl_backend.runtime.native.stages import has_last_stage
 from rl_backend.runtime.native.validated_pass import run_validated
 from rl_backend.runtime.pass_checks import problem_on_rank
 from rl_backend.runtime.router_replay import RouterReplay

@@ -3,16 +3,125 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from rl_backend.contracts import BatchError, ForwardResult, LossFn, PackedBatch
+from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.pipeline.executor import EmptyStages, PipelineExecutor
 from rl_backend.runtime import saved_state
-from rl_backend.runtime.native.agreement import Agreement, Terms
 from rl_backend.runtime.native.forward_backward import abandoned_on_error
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.pipeline import PipelinePass, empty_hidden, pass_schedule
-from rl_backend.runtime.pass_checks import checksum, kind_of_pass
+from rl_backend.runtime.pass_checks import (
+    checksum,
+    different_in_replica,
+    different_kinds,
+    kind_of_pass,
+    problem_between_ranks,
+    problem_in_replica,
+    refused_by,
+)
 from rl_backend.runtime.router_replay import RouterReplay
+
+
+class Terms(NamedTuple):
+    """What a rank is asked to run.
+
+    Attributes:
+        refused: nothing runs.
+        forward_only: nothing runs before all ranks have agreed.
+        kind, checksum: as in :mod:`~rl_backend.runtime.pass_checks`.
+        hidden_rows: for each micro-batch, the rows of hidden states between this rank and its neighbours.
+    """
+
+    refused: bool
+    forward_only: bool
+    kind: int
+    checksum: int
+    hidden_rows: tuple[int, ...]
+
+    @property
+    def has_warm_up(self) -> bool:
+        """Whether there are transfers before all ranks have agreed."""
+        return not (self.refused or self.forward_only)
+
+
+class Agreement:
+    """Agreement on a pass between the ranks of a pipeline, of which none waits for those after it.
+
+    The terms of the first rank go down the pipeline ahead of its first activations, so that each rank knows before its first
+    transfer what the rank before it does. Ranks of one stage, which compute in step anyway, agree by a collective. Whether
+    any rank refuses is known at the end of the warm-up.
+
+    Args:
+        mine: what this rank was asked for.
+        problem: why this rank refuses it.
+        groups: with groups for validation.
+
+    Attributes:
+        terms: of the first rank: what the neighbours expect.
+        runs: whether that is what all ranks of this stage want.
+    """
+
+    def __init__(self, mine: Terms, problem: BatchError | None, groups: ParallelGroups) -> None:
+        assert groups.validation is not None, "the runtime opened them for post-validation"
+        world, stage = groups.validation
+        place, stride = groups.pp_group.rank(), world.size() // groups.pp_group.size()
+        terms = mine if place == 0 else _receive(world, world.rank() - stride)
+        problem = problem or _difference(mine, terms)
+        if groups.token_group.size() > 1:
+            difference = problem_in_replica(mine.checksum, groups.token_group, groups.device)
+            problem = problem or difference
+        stopped = problem
+        if stage.size() > 1:
+            count = len(mine.hidden_rows)
+            stopped = problem_between_ranks(count, problem is not None, mine.kind, stage, groups.device)
+            if stopped is not None and "rank" not in stopped.details:
+                problem = stopped
+        if place == 0:
+            terms = terms._replace(refused=stopped is not None)
+        self.terms = terms
+        self.runs = stopped is None and not terms.refused
+        self._departing = _send(terms, world, world.rank() + stride) if place + 1 < groups.pp_group.size() else []
+        self._problem = problem
+        self._refusing = torch.tensor([0 if problem is None else world.rank() + 1])
+        self._known: dist.Work = dist.all_reduce(self._refusing, dist.ReduceOp.MAX, group=world, async_op=True)
+
+    def problem(self) -> BatchError | None:
+        """What is wrong on this rank, or which other rank refuses. Waits for all ranks; None on all or on none."""
+        for work, _ in self._departing:
+            work.wait()
+        self._known.wait()
+        refusing = int(self._refusing.item())
+        return self._problem or (refused_by(refusing - 1) if refusing else None)
+
+
+def _difference(mine: Terms, first: Terms) -> BatchError | None:
+    if first.refused:
+        return None
+    if mine.kind != first.kind:
+        return different_kinds()
+    return different_in_replica() if mine != first else None
+
+
+def _send(terms: Terms, group: dist.ProcessGroup, rank: int) -> list[tuple[dist.Work, Tensor]]:
+    head = [terms.refused, terms.forward_only, terms.kind, terms.checksum, len(terms.hidden_rows)]
+    messages = [torch.tensor(numbers, dtype=torch.int64) for numbers in (head, terms.hidden_rows)]
+    sent = [(dist.isend(message, group=group, group_dst=rank), message) for message in messages]
+    return [(work, message) for work, message in sent if work is not None]
+
+
+def _receive(group: dist.ProcessGroup, rank: int) -> Terms:
+    head = torch.empty(5, dtype=torch.int64)
+    dist.recv(head, group=group, group_src=rank)
+    refused, forward_only, kind, checksum, count = head.tolist()
+    hidden_rows = torch.empty(count, dtype=torch.int64)
+    dist.recv(hidden_rows, group=group, group_src=rank)
+    return Terms(bool(refused), bool(forward_only), kind, checksum, tuple(hidden_rows.tolist()))
 
 
 def run_validated(

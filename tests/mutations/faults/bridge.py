@@ -23,7 +23,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-earlier-gradients-dropped",
-        f"{_BRIDGE}/gradients.py",
+        f"{_BRIDGE}/export.py",
         "        shard.part.add_(earlier)\n",
         "        pass\n",
         (f"{_GRADIENTS}::test_gradients_of_several_passes_add_up[1-{{}}-{{}}]",),
@@ -31,7 +31,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-earlier-gradients-reduced-again",
-        f"{_BRIDGE}/gradients.py",
+        f"{_BRIDGE}/export.py",
         "    for chunk in chunks:\n        chunk.zero_grad_buffer()\n    yield\n",
         "    yield\n",
         (f"{_GRADIENTS}::test_gradients_of_several_passes_add_up[2-{{}}-{{}}]",),
@@ -39,7 +39,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-norm-of-one-rank",
-        f"{_BRIDGE}/gradient_statistics.py",
+        f"{_BRIDGE}/optimizer.py",
         "            all_gather_into(rows, mine, group=self._groups.world_group)\n",
         "            rows.copy_(mine.expand_as(rows))\n",
         ("tests/distributed/test_bridge_norms.py::test_the_norm_and_zeros_are_those_of_the_gradients",),
@@ -47,7 +47,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-counts-zeros-of-padding",
-        f"{_BRIDGE}/gradient_statistics.py",
+        f"{_BRIDGE}/optimizer.py",
         "mine[0, 1] = zeros - self._padding",
         "mine[0, 1] = zeros",
         ("tests/distributed/test_bridge_norms.py::test_the_norm_and_zeros_are_those_of_the_gradients",),
@@ -98,7 +98,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-vocabulary-with-its-padding",
-        f"{_BRIDGE}/outputs.py",
+        f"{_BRIDGE}/batch.py",
         "return weight if rows == weight.shape[0] else weight[:rows]",
         "return weight",
         ("tests/distributed/test_bridge_vocabulary.py::test_padding_of_a_vocabulary_has_no_probability",),
@@ -106,7 +106,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-hidden-gradient-of-one-rank",
-        f"{_BRIDGE}/outputs.py",
+        f"{_BRIDGE}/batch.py",
         "tensor_parallel_output_grad=not every_rank_the_same, group=group",
         "tensor_parallel_output_grad=every_rank_the_same, group=group",
         (f"{_LAYOUTS}::test_a_dense_model_trains_the_same_in_every_layout[2-ranks-tp2]",),

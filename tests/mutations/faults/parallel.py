@@ -53,7 +53,7 @@ FAULTS = [
     ),
     Fault(
         "rows-of-the-first-rank-for-all",
-        "rl_backend/runtime/native/batch.py",
+        "rl_backend/runtime/native/forward_backward.py",
         "torch.tensor_split(rows, groups.tp_group.size())[groups.tp_group.rank()]",
         "torch.tensor_split(rows, groups.tp_group.size())[0]",
         (
