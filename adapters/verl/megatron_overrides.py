@@ -9,7 +9,8 @@ from adapters.verl import megatron_defaults
 from adapters.verl.megatron_decisions import DDP, OPTIMIZER, TRANSFORMER, MegatronField, same
 from adapters.verl.model_facts import DECIDED, ModelFacts
 from adapters.verl.pipeline_stages import STAGE_FIELDS, require_types, stage_layers
-from rl_backend.contracts import ConfigError, ParallelConfig, bridge_overrides
+from rl_backend.contracts import ConfigError, ParallelConfig
+from rl_backend.runtime import bridge_config
 
 TRANSFORMER_FIELD = "McoreEngineConfig.override_transformer_config"
 DDP_FIELD = "McoreEngineConfig.override_ddp_config"
@@ -55,9 +56,9 @@ def native_options(
         ConfigError: a field that the native runtime cannot honour, with what can.
     """
     asked = _asked(TRANSFORMER_FIELD, transformer, TRANSFORMER, parallel, facts)
-    _require_nothing(DDP_FIELD, _asked(DDP_FIELD, ddp, DDP, parallel, facts), bridge_overrides.DDP.allowed)
+    _require_nothing(DDP_FIELD, _asked(DDP_FIELD, ddp, DDP, parallel, facts), bridge_config.DDP.allowed)
     _require_nothing(
-        OPTIMIZER_FIELD, _asked(OPTIMIZER_FIELD, optimizer, OPTIMIZER, parallel, facts), bridge_overrides.OPTIMIZER.allowed
+        OPTIMIZER_FIELD, _asked(OPTIMIZER_FIELD, optimizer, OPTIMIZER, parallel, facts), bridge_config.OPTIMIZER.allowed
     )
     asked = {name: value for name, value in asked.items() if not _has(TRANSFORMER, name, "chooses_kernel")}
     options: dict[str, Any] = {}
@@ -68,7 +69,7 @@ def native_options(
     losses = _router_losses(asked, facts)
     if losses:
         options |= {"model": facts.model_type, "model_cfg": losses}
-    _require_nothing(TRANSFORMER_FIELD, asked, bridge_overrides.TRANSFORMER.allowed)
+    _require_nothing(TRANSFORMER_FIELD, asked, bridge_config.TRANSFORMER.allowed)
     return options
 
 
@@ -90,7 +91,7 @@ def bridge_options(
         ConfigError: a field that neither Megatron nor this runtime can honour.
     """
     asked = _asked(TRANSFORMER_FIELD, transformer, TRANSFORMER, parallel, facts)
-    allowed = bridge_overrides.TRANSFORMER.allowed
+    allowed = bridge_config.TRANSFORMER.allowed
     for name in [name for name in asked if _has(TRANSFORMER, name, "chooses_kernel") and name not in allowed]:
         value = asked.pop(name)
         if name.startswith("moe_") and value not in (False, "alltoall"):
@@ -118,8 +119,8 @@ def bridge_options(
         _asked(DDP_FIELD, ddp, DDP, parallel, facts),
         _asked(OPTIMIZER_FIELD, optimizer, OPTIMIZER, parallel, facts),
     )
-    _require_known(DDP_FIELD, ddp, bridge_overrides.DDP.allowed)
-    _require_known(OPTIMIZER_FIELD, optimizer, bridge_overrides.OPTIMIZER.allowed)
+    _require_known(DDP_FIELD, ddp, bridge_config.DDP.allowed)
+    _require_known(OPTIMIZER_FIELD, optimizer, bridge_config.OPTIMIZER.allowed)
     return {"override_transformer_config": asked, "override_ddp_config": ddp, "override_optimizer_config": optimizer}
 
 
@@ -131,7 +132,7 @@ def _without_experts(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_no_kernels(asked: Mapping[str, Any]) -> None:
-    for name in bridge_overrides.NEEDS_TRANSFORMER_ENGINE:
+    for name in bridge_config.NEEDS_TRANSFORMER_ENGINE:
         if asked.get(name):
             raise ConfigError.of(
                 f"{TRANSFORMER_FIELD}[{name!r}]",
@@ -256,9 +257,9 @@ def _require_nothing(where: str, asked: Mapping[str, Any], bridge_has: Any) -> N
 
 def _require_known(where: str, asked: Mapping[str, Any], bridge_has: Any) -> None:
     tables = {
-        TRANSFORMER_FIELD: bridge_overrides.TRANSFORMER,
-        DDP_FIELD: bridge_overrides.DDP,
-        OPTIMIZER_FIELD: bridge_overrides.OPTIMIZER,
+        TRANSFORMER_FIELD: bridge_config.TRANSFORMER,
+        DDP_FIELD: bridge_config.DDP,
+        OPTIMIZER_FIELD: bridge_config.OPTIMIZER,
     }
     for name, value in asked.items():
         if name in bridge_has:

@@ -2,7 +2,6 @@
 
 from rl_backend.contracts.base_config import BaseConfig
 from rl_backend.contracts.batch import PackedBatch, TokenSequence
-from rl_backend.contracts.bridge_config import BridgeConfig
 from rl_backend.contracts.errors import (
     BatchError,
     CheckpointError,
@@ -52,7 +51,6 @@ __all__ = [
     "BackendConfig",
     "BaseConfig",
     "BatchError",
-    "BridgeConfig",
     "CheckpointError",
     "ClusterLostError",
     "ConfigError",

@@ -37,15 +37,20 @@ class Registry[T]:
 
     def get(self, name: str) -> T:
         """The entry of that name; raises :class:`RegistryError` when there is none."""
-        if name not in self._entries and self._built_in is not None:
-            importlib.import_module(self._built_in)
-        if name not in self._entries:
+        if name not in self:
             known = ", ".join(sorted(self._entries)) or "none"
             raise RegistryError(f"unknown {self._kind} {name!r}; known: {known}; {self._how} adds one", name=name)
         return self._entries[name]
 
     def __iter__(self) -> Iterator[str]:
+        self._add_built_in()
         return iter(self._entries)
 
     def __contains__(self, name: str) -> bool:
+        if name not in self._entries:
+            self._add_built_in()
         return name in self._entries
+
+    def _add_built_in(self) -> None:
+        if self._built_in is not None:
+            importlib.import_module(self._built_in)

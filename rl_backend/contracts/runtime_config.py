@@ -14,7 +14,9 @@ from rl_backend.contracts.optimizer_config import OptimizerConfig
 from rl_backend.contracts.parallel_config import ParallelConfig
 from rl_backend.contracts.registry import Registry
 
-BACKEND_CONFIGS: Registry[type[BackendConfig]] = Registry("runtime", "register_runtime(...)")
+BACKEND_CONFIGS: Registry[type[BackendConfig]] = Registry(
+    "runtime", "register_runtime(...)", built_in="rl_backend.runtime.registry"
+)
 MODEL_CONFIGS: Registry[type[ModelOptions]] = Registry("model family", "register_model(...)", built_in="rl_backend.model")
 
 

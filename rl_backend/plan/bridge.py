@@ -8,13 +8,14 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from rl_backend.contracts import BridgeConfig, ConfigError, NativeConfig, PackedWeight, RuntimeConfig, UnsupportedError
+from rl_backend.contracts import ConfigError, NativeConfig, PackedWeight, RuntimeConfig, UnsupportedError
 from rl_backend.plan.in_flight import most_in_flight
 from rl_backend.plan.megatron_layers import LocalLayers
 from rl_backend.plan.memory import RankMemory
 from rl_backend.plan.native import logits_chunk, rank_actions, rank_stages, whole_parameters
 from rl_backend.plan.shards import ParameterSize, weights_to_sync
 from rl_backend.plan.workload import Workload
+from rl_backend.runtime.bridge_config import BridgeConfig
 from rl_backend.runtime.native.layout import ModelDescription, check_model_layout, describe_model
 
 PARAMETER_ALIGNMENT = 64

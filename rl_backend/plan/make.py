@@ -8,19 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_backend.contracts import (
-    BatchError,
-    BridgeConfig,
-    ConfigError,
-    NativeConfig,
-    ParallelConfig,
-    RuntimeConfig,
-    UnsupportedError,
-)
+from rl_backend.contracts import BatchError, ConfigError, NativeConfig, ParallelConfig, RuntimeConfig, UnsupportedError
 from rl_backend.plan.bridge import bridge_memory
 from rl_backend.plan.memory import PHASES, Phase, RankMemory
 from rl_backend.plan.native import MASTER_BYTES, native_memory
 from rl_backend.plan.workload import Workload
+from rl_backend.runtime.bridge_config import BridgeConfig
 from rl_backend.runtime.registry import check_config
 
 GPUS_OF_A_NODE = 8

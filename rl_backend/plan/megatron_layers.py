@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_backend.contracts import BridgeConfig, UnsupportedError
+from rl_backend.contracts import UnsupportedError
 from rl_backend.model.dense import DenseArchitecture
 from rl_backend.model.moe import MoEArchitecture
 from rl_backend.plan.stage_memory import StageMemory
 from rl_backend.plan.workload import Workload
+from rl_backend.runtime.bridge_config import BridgeConfig
 
 _FLOAT = torch.float32.itemsize
 _INT = torch.int64.itemsize

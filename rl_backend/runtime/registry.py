@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_backend.contracts import BACKEND_CONFIGS, BackendConfig, Registry, RuntimeConfig
+from rl_backend.runtime.bridge_config import BridgeConfig
 from rl_backend.runtime.interface import Runtime
 
 type RuntimeFactory = Callable[[RuntimeConfig], Runtime[Any]]
@@ -79,3 +80,4 @@ def _check_native(config: RuntimeConfig) -> None:
 _FACTORIES.add("native", _native)
 _CHECKS["native"] = _check_native
 _FACTORIES.add("bridge", _bridge)
+BACKEND_CONFIGS.add("bridge", BridgeConfig)

@@ -8,8 +8,9 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from rl_backend.contracts import BridgeConfig, ConfigError, NativeConfig, OptimizerConfig, RuntimeConfig, UnsupportedError
+from rl_backend.contracts import ConfigError, NativeConfig, OptimizerConfig, RuntimeConfig, UnsupportedError
 from rl_backend.runtime import create_runtime
+from rl_backend.runtime.bridge_config import BridgeConfig
 from tests.support.models import write_tiny_qwen3
 from tests.support.native import micro_batches, token_loss
 

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.contracts import BridgeConfig, ModelOutput, OptimizerConfig, PackedBatch, RuntimeConfig
+from rl_backend.contracts import ModelOutput, OptimizerConfig, PackedBatch, RuntimeConfig
 from rl_backend.runtime.bridge import BridgeRuntime
 from rl_backend.runtime.bridge.handle import BridgeHandle
+from rl_backend.runtime.bridge_config import BridgeConfig
 from tests.support.native import LENGTHS, micro_batches, token_loss
 
 

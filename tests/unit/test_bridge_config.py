@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from rl_backend.contracts import BridgeConfig, ConfigError, ParallelConfig, RuntimeConfig, UnsupportedError
-from rl_backend.contracts.bridge_overrides import NEEDS_TRANSFORMER_ENGINE, TRANSFORMER
+from rl_backend.contracts import ConfigError, ParallelConfig, RuntimeConfig, UnsupportedError
 from rl_backend.runtime.bridge import installed
+from rl_backend.runtime.bridge_config import NEEDS_TRANSFORMER_ENGINE, TRANSFORMER, BridgeConfig
 from tests.support.bridge_runs import open_bridge
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe

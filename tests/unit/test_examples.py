@@ -25,8 +25,9 @@ from examples.demo.task import careless_answer, character_tokenizer, has_carry, 
 from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
-from rl_backend.contracts import BaseConfig, BatchError, BridgeConfig, ConfigError, ParallelConfig, RuntimeConfig
+from rl_backend.contracts import BaseConfig, BatchError, ConfigError, ParallelConfig, RuntimeConfig
 from rl_backend.model import find_model
+from rl_backend.runtime.bridge_config import BridgeConfig
 from tests.support.models import write_tiny
 
 

@@ -13,8 +13,10 @@ from adapters.verl.megatron_decisions import DDP, OPTIMIZER, TRANSFORMER
 from adapters.verl.pipeline_stages import stage_layers
 from adapters.verl.run_config import require_run
 from adapters.verl.settings import EngineSettings, engine_settings
-from rl_backend.contracts import BridgeConfig, ConfigError, NativeConfig, bridge_overrides
+from rl_backend.contracts import ConfigError, NativeConfig
 from rl_backend.model.moe import MoEOptions
+from rl_backend.runtime import bridge_config
+from rl_backend.runtime.bridge_config import BridgeConfig
 from tests.support.verl_configs import RoleConfigs, changed, role_configs, write_config
 
 BACKENDS = ("native", "bridge")
@@ -112,7 +114,7 @@ def test_a_field_that_a_runtime_cannot_honour_is_refused_with_what_can(
 
 
 def test_native_names_the_bridge_only_for_what_the_bridge_has() -> None:
-    for table, allowed in ((TRANSFORMER, bridge_overrides.TRANSFORMER.allowed), (DDP, bridge_overrides.DDP.allowed)):
+    for table, allowed in ((TRANSFORMER, bridge_config.TRANSFORMER.allowed), (DDP, bridge_config.DDP.allowed)):
         for name, decision in table.items():
             assert ("BridgeConfig.override" in decision.bridge) == (name in allowed), name
 

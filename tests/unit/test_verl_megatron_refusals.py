@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from adapters.verl.settings import EngineSettings, engine_settings
-from rl_backend.contracts import BridgeConfig, ConfigError, bridge_overrides
+from rl_backend.contracts import ConfigError
+from rl_backend.runtime import bridge_config
+from rl_backend.runtime.bridge_config import BridgeConfig
 from tests.support.verl_configs import changed, role_configs, write_config
 
 BACKENDS = ("native", "bridge")
@@ -38,7 +40,7 @@ def test_an_offload_without_a_fraction_is_refused_because_megatron_offloads_noth
         given(dense, "native", "override_optimizer_config", {"optimizer_cpu_offload": True})
 
 
-@pytest.mark.parametrize("name", [name for name in bridge_overrides.NEEDS_TRANSFORMER_ENGINE if name != "attention_backend"])
+@pytest.mark.parametrize("name", [name for name in bridge_config.NEEDS_TRANSFORMER_ENGINE if name != "attention_backend"])
 def test_a_kernel_of_transformer_engine_is_refused_only_where_it_cannot_be_used(
     name: str, experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

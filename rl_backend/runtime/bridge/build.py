@@ -16,7 +16,7 @@ from megatron.core.utils import unwrap_model
 from torch import nn
 
 from rl_backend.checkpoint.hf_reader import HFReader, read_hf_config
-from rl_backend.contracts import VALUE_HEAD_WEIGHTS, BridgeConfig, CheckpointError, Head, RuntimeConfig, UnsupportedError
+from rl_backend.contracts import VALUE_HEAD_WEIGHTS, CheckpointError, Head, RuntimeConfig, UnsupportedError
 from rl_backend.runtime.bridge.batch import CriticOutputLayer, OutputProcessor
 from rl_backend.runtime.bridge.conversion import WeightConverter
 from rl_backend.runtime.bridge.groups import BridgeGroups
@@ -25,6 +25,7 @@ from rl_backend.runtime.bridge.optimizer import BridgeOptimizer
 from rl_backend.runtime.bridge.overrides import override
 from rl_backend.runtime.bridge.provider import make_provider, open_bridge, takes_packed_sequences
 from rl_backend.runtime.bridge.routes import connect_routers
+from rl_backend.runtime.bridge_config import BridgeConfig
 from rl_backend.runtime.interface import Runtime
 from rl_backend.runtime.offload import Offload
 

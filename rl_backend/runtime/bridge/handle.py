@@ -10,7 +10,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from rl_backend.contracts import BridgeConfig, RoutedLayers
+from rl_backend.contracts import RoutedLayers
 from rl_backend.contracts.operations import Part
 from rl_backend.runtime.bridge.batch import OutputProcessor
 from rl_backend.runtime.bridge.conversion import WeightConverter
@@ -18,6 +18,7 @@ from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.optimizer import BridgeOptimizer
 from rl_backend.runtime.bridge.optimizer_state import part_tensors
 from rl_backend.runtime.bridge.routes import ModelRouters
+from rl_backend.runtime.bridge_config import BridgeConfig
 from rl_backend.runtime.handle import GuardedHandle
 from rl_backend.runtime.offload import Offload
 

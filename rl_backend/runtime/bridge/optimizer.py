@@ -16,11 +16,12 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from rl_backend.contracts import BridgeConfig, HandleError, OptimizerConfig, StepResult
+from rl_backend.contracts import HandleError, OptimizerConfig, StepResult
 from rl_backend.parallel.collectives import all_gather_into
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.optimizer_state import allocate_moments, distributed_optimizers
 from rl_backend.runtime.bridge.overrides import override
+from rl_backend.runtime.bridge_config import BridgeConfig
 from rl_backend.runtime.gradient_squares import sum_of_squares
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")

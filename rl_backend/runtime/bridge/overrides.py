@@ -9,7 +9,8 @@ from typing import Any
 
 from megatron.core.transformer.enums import AttnBackend
 
-from rl_backend.contracts import BridgeConfig, ConfigError
+from rl_backend.contracts import ConfigError
+from rl_backend.runtime.bridge_config import BridgeConfig
 
 _NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rl_backend.checkpoint.hf_reader import HFReader
-from rl_backend.contracts import BridgeConfig, ConfigError, Head, RuntimeConfig, UnsupportedError
+from rl_backend.contracts import ConfigError, Head, RuntimeConfig, UnsupportedError
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.installed import has_transformer_engine
 from rl_backend.runtime.bridge.megatron_cpu import SequenceParallelRMSNorm
@@ -26,6 +26,7 @@ from rl_backend.runtime.bridge.overrides import (
     check_overrides_of_model,
     require_deterministic_kernels,
 )
+from rl_backend.runtime.bridge_config import BridgeConfig
 
 _YARN_DEFAULTS: Mapping[str, Any] = {
     "yarn_beta_fast": 32.0,

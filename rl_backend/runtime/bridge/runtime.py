@@ -12,16 +12,7 @@ from torch import Tensor
 
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.training_state import StateTensors
-from rl_backend.contracts import (
-    BridgeConfig,
-    ForwardResult,
-    Head,
-    LossFn,
-    PackedBatch,
-    RuntimeConfig,
-    StepResult,
-    TensorInfo,
-)
+from rl_backend.contracts import ForwardResult, Head, LossFn, PackedBatch, RuntimeConfig, StepResult, TensorInfo
 from rl_backend.parallel.groups import training_device
 from rl_backend.runtime.bridge import checkpoints, export
 from rl_backend.runtime.bridge.build import build_handle
@@ -32,6 +23,7 @@ from rl_backend.runtime.bridge.handle import BridgeHandle
 from rl_backend.runtime.bridge.installed import quiet
 from rl_backend.runtime.bridge.megatron_cpu import iterate_on_cpu, on_cpu
 from rl_backend.runtime.bridge.routes import require_replayable
+from rl_backend.runtime.bridge_config import BridgeConfig
 from rl_backend.runtime.export_stream import WeightStream
 from rl_backend.runtime.guarded import GuardedRuntime
 from rl_backend.runtime.router_replay import RouterReplay

@@ -181,7 +181,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-balances-with-the-type-none",
-        "rl_backend/contracts/bridge_overrides.py",
+        "rl_backend/runtime/bridge_config.py",
         "        if weight and not adds_loss:\n",
         "        if False:\n",
         ("tests/unit/test_bridge_config.py::test_an_option_that_cannot_hold_is_refused_when_the_configuration_is_built",),
