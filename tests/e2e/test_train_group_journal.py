@@ -1,0 +1,110 @@
+"""What a training group keeps of its operations: enough to build it again, and results of steps that are not final yet."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from actors import HandleRef, Loss, RankContext, TrainGroup
+from rl_backend.contracts import (
+    ForwardResult,
+    GroupFailedError,
+    HandleError,
+    NativeConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PendingStepResult,
+    RuntimeConfig,
+    StepResult,
+)
+from tests.support.models import write_tiny_qwen3
+from tests.support.sft_batches import random_token_sequences
+
+NLL = Loss("tests.support.losses:nll_loss")
+OPTIMIZER = OptimizerConfig(lr=1e-2, clip_grad=100.0)
+LENGTHS = [12, 20, 9, 31, 25, 14]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_qwen3(tmp_path_factory.mktemp("model"), num_hidden_layers=4)
+
+
+def config(model: Path, **options: object) -> RuntimeConfig:
+    native = NativeConfig.model_validate({"device": "cpu", "optimizer": OPTIMIZER, **options})
+    return RuntimeConfig(hf_path=str(model), backend_cfg=native)
+
+
+@pytest.mark.shows("actors: a group's journal builds the models of a lost group again")
+def test_a_lost_group_is_built_again_from_its_journal(ray_cluster: None, model: Path) -> None:
+    lost = TrainGroup(config(model), num_ranks=1)
+    policy = lost.build_model(name="policy", optimizer=OPTIMIZER.replace(lr=0.5))
+    lost.zero_grad(policy)
+    reference = lost.build_model(forward_only=True, name="reference")
+    with pytest.raises(HandleError, match="forward-only"):
+        lost.zero_grad(reference)
+    assert [(entry.name, entry.number) for entry in lost.journal] == [
+        ("build_model", policy.key),
+        ("build_model", reference.key),
+    ]
+    copy: TrainGroup = pickle.loads(pickle.dumps(lost))
+    copy.take_over()
+    critic = copy.build_model(name="critic", head="values")
+    lost.take_over()
+    journal = pickle.loads(pickle.dumps(lost.journal))
+    assert journal == copy.journal and journal[-1].number == critic.key
+    os.kill(lost.ranks[0].pid, signal.SIGKILL)
+    with pytest.raises(GroupFailedError, match="died"):
+        lost.weight_version(policy)
+    with TrainGroup(config(model), num_ranks=1) as group:
+        built = [group.submit(entry.name, **entry.arguments).result() for entry in journal]
+        assert [(handle.name, handle.forward_only, handle.head) for handle in built] == [
+            ("policy", False, "log_probs"),
+            ("reference", True, "log_probs"),
+            ("critic", False, "values"),
+        ]
+        assert group.lr_scheduler_step(built[0]) == 0.5
+        assert [entry.arguments for entry in group.journal] == [entry.arguments for entry in journal]
+
+
+def trained(group: TrainGroup, policy: HandleRef, steps: int) -> list[tuple[ForwardResult, StepResult]]:
+    """Every operation of all steps is submitted before the first result is read."""
+    futures = []
+    for step in range(steps):
+        group.zero_grad.submit(policy)
+        passed = group.forward_backward.submit(policy, random_token_sequences(LENGTHS, 128, seed=step), NLL)
+        futures.append((passed, group.optimizer_step.submit(policy)))
+        group.lr_scheduler_step.submit(policy)
+    return [(passed.result(), stepped.result()) for passed, stepped in futures]
+
+
+def pending_steps(context: RankContext, policy: HandleRef) -> bool:
+    return context.handle(policy).is_settled
+
+
+@pytest.mark.shows("actors: steps of a group that nobody waits for give what waiting gives, bit for bit")
+def test_a_group_takes_steps_that_nobody_waits_for(ray_cluster: None, model: Path) -> None:
+    found = []
+    for post_validation in (False, True):
+        options = {"parallel": ParallelConfig(pp=2), "post_validation": post_validation}
+        with TrainGroup(config(model, **options), num_ranks=2) as group:
+            policy = group.build_model()
+            records = trained(group, policy, steps=3)
+            pending = [isinstance(step, PendingStepResult) for _, step in records]
+            assert pending == [post_validation] * 3
+            settled = group.run_on_ranks(pending_steps, policy)
+            assert settled == [True] * 2 or post_validation
+            results = [(passed.losses, step.ok, step.grad_norm) for passed, step in records]
+            with pytest.raises(HandleError, match="the result of step 1 is gone"):
+                group.submit("step_result", handle=policy, number=1).result()
+            log_probs = group.forward(policy, random_token_sequences(LENGTHS, 128)).output("log_probs")
+            found.append((results, torch.cat(list(log_probs)), group.weight_version(policy)))
+    (waited, expected, version), (not_waited, log_probs, same_version) = found
+    assert not_waited == waited and all(ok for _, ok, _ in waited)
+    assert version == same_version == 3
+    torch.testing.assert_close(log_probs, expected, rtol=0, atol=0)
