@@ -17,7 +17,8 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from actors.cluster.watch import ray_is_usable
 from actors.train.order import Driver, OperationHeader
 from actors.train.outcome import Completed, Failed, breaks_process_group, with_origin
-from actors.train.worker import RankInfo, SentLoss
+from actors.train.sent_loss import SentLoss
+from actors.train.worker import RankInfo
 from rl_backend.contracts import GroupFailedError, HandleError, OperationOrderError, RLBackendError
 from rl_backend.contracts.operations import Operation
 

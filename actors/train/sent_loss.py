@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 
 import ray
 import xxhash
-from ray import cloudpickle
+from ray import ObjectRef, cloudpickle
 
-from actors.train.worker import KEPT_LOSSES, SentLoss
 from rl_backend.contracts import ConfigError, LossFn
+
+KEPT_LOSSES = 16
+
+
+@dataclass(frozen=True)
+class SentLoss:
+    """A loss by the digest of its pickle; a rank fetches it once.
+
+    Attributes:
+        pickled: one reference, in a list so that Ray does not fetch it with the call.
+    """
+
+    digest: str
+    pickled: list[ObjectRef]
 
 
 class LossSender:
@@ -36,3 +50,19 @@ class LossSender:
                 self._sent.popitem(last=False)
         self._sent.move_to_end(digest)
         return self._sent[digest]
+
+
+class LossReceiver:
+    """The losses that a rank was sent last."""
+
+    def __init__(self) -> None:
+        self._losses: OrderedDict[str, LossFn] = OrderedDict()
+
+    def receive(self, sent: SentLoss) -> LossFn:
+        """The loss, fetched when its digest is not one of the last few."""
+        if sent.digest not in self._losses:
+            self._losses[sent.digest] = cloudpickle.loads(ray.get(sent.pickled[0]))
+            if len(self._losses) > KEPT_LOSSES:
+                self._losses.popitem(last=False)
+        self._losses.move_to_end(sent.digest)
+        return self._losses[sent.digest]

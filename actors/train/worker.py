@@ -1,33 +1,34 @@
-"""The Ray actor of one training rank."""
+"""The Ray actor of one training rank, and what it reports: events of the trace, and Prometheus metrics."""
 
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import ray
 import torch
-from ray import ObjectRef, cloudpickle
+from ray import cloudpickle
 
+from actors.cluster import prometheus
 from actors.cluster.meeting import Meeting, MeetingPoint, PathToMeeting, node_address, use_interface
 from actors.train.atoms import run
-from actors.train.context import RankContext
-from actors.train.observed import observed
+from actors.train.context import HandleRef, RankContext
 from actors.train.order import Driver, OperationHeader, OperationLedger, OperationSequence
 from actors.train.outcome import Completed, Failed, Outcome, failed
-from rl_backend.contracts import LossFn, RLBackendError
+from actors.train.sent_loss import LossReceiver, SentLoss
+from rl_backend.contracts import HandleError, RLBackendError
 from rl_backend.contracts.operations import Operation
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT
 from rl_backend.parallel.store import store_environment
 from rl_backend.runtime import create_runtime
-from rl_backend.trace import TraceBatch, recorder
+from rl_backend.trace import TraceBatch, recorder, span
+from rl_backend.trace.recorder import Argument
 
 CONTROL = "control"
 """Concurrency group of the calls that must answer while an operation runs."""
-
-KEPT_LOSSES = 16
 
 
 @dataclass(frozen=True)
@@ -40,18 +41,6 @@ class RankInfo:
     pid: int
 
 
-@dataclass(frozen=True)
-class SentLoss:
-    """A loss by the digest of its pickle; a rank fetches it once.
-
-    Attributes:
-        pickled: one reference, in a list so that Ray does not fetch it with the call.
-    """
-
-    digest: str
-    pickled: list[ObjectRef]
-
-
 class TrainWorker:
     """Runs operations one after the other, in one thread. Errors are answered, never raised."""
 
@@ -62,7 +51,7 @@ class TrainWorker:
         self._threads = threads
         self._ledger = OperationLedger(owner)
         self._sequence = OperationSequence()
-        self._losses: OrderedDict[str, LossFn] = OrderedDict()
+        self._losses = LossReceiver()
         self._context: RankContext | None = None
         self._meeting_point: MeetingPoint | None = None
         self._path: PathToMeeting | None = None
@@ -102,8 +91,8 @@ class TrainWorker:
                 raise RLBackendError(f"rank {self._rank} has no runtime; its start failed")
             self._context.operation = header.number
             operation: Operation = cloudpickle.loads(pickled_call)
-            loss_fn = None if loss is None else self._loss(loss)
-            with observed(self._context, header, operation):
+            loss_fn = None if loss is None else self._losses.receive(loss)
+            with _observed(self._context, header, operation):
                 outcome = Completed(run(self._context, operation, loss_fn))
         except Exception as error:  # noqa: BLE001, every error is the driver's to judge
             outcome = failed(error)
@@ -135,13 +124,49 @@ class TrainWorker:
         """As :meth:`~rl_backend.trace.TraceRecorder.take_batch`."""
         return recorder.take_batch(stop=stop)
 
-    def _loss(self, sent: SentLoss) -> LossFn:
-        if sent.digest not in self._losses:
-            self._losses[sent.digest] = cloudpickle.loads(ray.get(sent.pickled[0]))
-            if len(self._losses) > KEPT_LOSSES:
-                self._losses.popitem(last=False)
-        self._losses.move_to_end(sent.digest)
-        return self._losses[sent.digest]
+
+@contextmanager
+def _observed(context: RankContext, header: OperationHeader, operation: Operation) -> Iterator[None]:
+    """Reports the operation that its body runs; models and weight versions are those after it."""
+    tags = {"group": context.group_id[:8], "rank": str(context.rank)}
+    work = _work(operation)
+    started = time.perf_counter()
+    with span(header.name, "operation", operation=header.number) as event:
+        yield
+        event.add(**work)
+        for name, version in _weight_versions(context, operation).items():
+            event.add(model=name, weight_version=version)
+            prometheus.set_gauge("rl_backend_rank_weight_version", version, model=name, **tags)
+    prometheus.count("rl_backend_operations_total", 1, operation=header.name, **tags)
+    seconds = time.perf_counter() - started
+    prometheus.count("rl_backend_operation_seconds_total", seconds, operation=header.name, **tags)
+    prometheus.count("rl_backend_trained_tokens_total", float(work.get("tokens") or 0), **tags)
+
+
+def _weight_versions(context: RankContext, operation: Operation) -> dict[str, int]:
+    """Of the models that the operation was given; not of one whose last step others still have a part of."""
+    versions = {}
+    for argument in (operation.arguments.get("handle"), *operation.arguments.get("args", ())):
+        if isinstance(argument, HandleRef):
+            try:
+                handle = context.handle(argument)
+            except HandleError:  # a caller's function may take a reference that means nothing to this group
+                continue
+            if handle.is_settled:
+                versions[argument.name] = handle.weight_version
+    return versions
+
+
+def _work(operation: Operation) -> dict[str, Argument]:
+    """Size of an operation's micro-batches; empty when it has none."""
+    if operation.atom.split != "sequences":
+        return {}
+    data = operation.arguments["data"]
+    return {
+        "micro_batches": len(data),
+        "tokens": sum(batch.input_ids.shape[0] for batch in data),
+        "sequences": sum(batch.seq_lens.shape[0] for batch in data),
+    }
 
 
 TrainActor = ray.remote(concurrency_groups={CONTROL: 1})(TrainWorker)
