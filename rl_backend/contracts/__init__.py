@@ -24,8 +24,7 @@ from rl_backend.contracts.errors import (
     WeightSyncError,
     WeightVersionError,
 )
-from rl_backend.contracts.handle import ModelHandle
-from rl_backend.contracts.head import VALUE_HEAD_WEIGHTS, Head
+from rl_backend.contracts.handle import VALUE_HEAD_WEIGHTS, Head, ModelHandle
 from rl_backend.contracts.loss import LossFn, Metric, MetricValue, ModelOutput
 from rl_backend.contracts.optimizer_config import OptimizerConfig
 from rl_backend.contracts.parallel_config import ParallelConfig
@@ -40,8 +39,16 @@ from rl_backend.contracts.runtime_config import (
     NativeConfig,
     RuntimeConfig,
 )
-from rl_backend.contracts.weight_names import PackedWeight, WeightName, stored_names, stored_tensors
-from rl_backend.contracts.weights import UNVERSIONED, TensorInfo, WeightManifest, WeightShard
+from rl_backend.contracts.weights import (
+    UNVERSIONED,
+    PackedWeight,
+    TensorInfo,
+    WeightManifest,
+    WeightName,
+    WeightShard,
+    stored_names,
+    stored_tensors,
+)
 
 __all__ = [
     "BACKEND_CONFIGS",

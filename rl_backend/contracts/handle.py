@@ -1,10 +1,15 @@
-"""A handle names one model that a runtime holds."""
+"""Handles: the models that a runtime holds, and their heads."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from rl_backend.contracts.head import Head
+type Head = Literal["log_probs", "values"]
+"""``log_probs``: a language-model head (a policy, a reference). ``values``: one number per token (a critic)."""
+
+VALUE_HEAD_WEIGHTS = ("score.weight", "score.bias")
+"""Hugging Face names of a critic's head, (1, hidden_size) and (1,), as in transformers' ``...ForTokenClassification``."""
 
 
 @dataclass(eq=False)
