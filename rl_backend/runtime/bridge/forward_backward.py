@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from rl_backend.contracts import BatchError, ForwardResult, LossFn, MetricValue, PackedBatch, merge_metrics
+from rl_backend.contracts import BatchError, ForwardResult, LossFn, PackedBatch
 from rl_backend.runtime.bridge.batch import (
     LaidOut,
     as_model_output,
@@ -26,17 +25,9 @@ from rl_backend.runtime.bridge.build import hf_names
 from rl_backend.runtime.bridge.handle import BridgeHandle
 from rl_backend.runtime.bridge.routes import PassRoutes
 from rl_backend.runtime.module_outputs import record_outputs
-from rl_backend.runtime.pass_checks import as_metrics, check_loss, detached
+from rl_backend.runtime.pass_results import PassResults
 from rl_backend.runtime.router_replay import RouterReplay
 from rl_backend.trace.device import device_span
-
-
-@dataclass
-class _MicroBatchResult:
-    loss: Tensor | None = None
-    metrics: Mapping[str, MetricValue] = field(default_factory=dict)
-    outputs: Mapping[str, Tensor] = field(default_factory=dict)
-
 
 type Observe = Callable[[int, Any, LaidOut], AbstractContextManager[None]]
 """(micro-batch, chunk, its tokens) -> a context around the forward pass of that chunk."""
@@ -59,7 +50,8 @@ def run_micro_batches(
         BatchError: what the loss returned is not a 0-d tensor with a gradient, or a metric is not a number.
     """
     laid_out = lay_out(handle, data)
-    results: dict[int, _MicroBatchResult] = {}
+    groups = handle.groups
+    results = PassResults(loss_fn, groups.dp_group, forward_only=forward_only, keeps_outputs=groups.has_outputs)
     shape = common_shape([each.shape for each in laid_out])
     schedule = get_forward_backward_func(
         pp_size=handle.groups.parallel.pp,
@@ -71,7 +63,7 @@ def run_micro_batches(
         handle.routers, handle.chunks, handle.groups, router_replay, sequence_parallel=sequence_parallel
     ) as routes:
         schedule(
-            forward_step_func=_forward_step(handle, loss_fn, len(data), results, forward_only, observe, routes),
+            forward_step_func=_forward_step(handle, len(data), results, observe, routes),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=list(handle.chunks) if len(handle.chunks) > 1 else handle.chunks[0],
             num_microbatches=len(data),
@@ -79,18 +71,7 @@ def run_micro_batches(
             micro_batch_size=shape[0],
             forward_only=forward_only,
         )
-    ordered = [results[index] for index in sorted(results)]
-    outputs: dict[str, list[Tensor]] = {}
-    if handle.groups.has_outputs:
-        for batch, result in zip(data, ordered, strict=True):
-            for name, value in result.outputs.items():
-                outputs.setdefault(name, []).extend(part.clone() for part in batch.split(value))
-    losses = [result.loss for result in ordered if result.loss is not None]
-    return ForwardResult(
-        losses=tuple(torch.stack(losses).tolist()) if losses else (),
-        metrics=merge_metrics([as_metrics(result.metrics) for result in ordered]),
-        outputs=outputs | routes.outputs(data),
-    )
+    return results.result(data, routes.outputs(data))
 
 
 def lay_out(handle: BridgeHandle, data: Sequence[PackedBatch]) -> list[LaidOut]:
@@ -131,10 +112,8 @@ def require_micro_batches(handle: BridgeHandle, count: int) -> None:
 
 def _forward_step(
     handle: BridgeHandle,
-    loss_fn: LossFn | None,
     num_micro_batches: int,
-    results: dict[int, _MicroBatchResult],
-    forward_only: bool,
+    results: PassResults,
     observe: Observe,
     routes: PassRoutes,
 ) -> Callable[[Iterator[tuple[int, LaidOut]], Any], tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Any]]]]]:
@@ -159,18 +138,9 @@ def _forward_step(
             routes.before_backward(chunk, output)
 
         def compute_loss(outputs: Tensor) -> tuple[Tensor, dict[str, Any]]:
-            model_output = as_model_output(outputs, laid_out, handle.head)
-            result = results[index] = _MicroBatchResult(
-                outputs={name: value.detach() for name, value in model_output._asdict().items() if value is not None}
-            )
-            if loss_fn is None:
-                return outputs.new_zeros(()), {}
-            loss, metrics = loss_fn(model_output, batch, handle.groups.dp_group)
-            check_loss(loss, index, forward_only)
-            result.metrics = detached(metrics)
+            loss = results.add(index, batch, as_model_output(outputs, laid_out, handle.head))
             if loss is None:
                 return outputs.new_zeros(()), {}
-            result.loss = loss.detach().float()
             # Megatron divides by the number of micro-batches; losses here are summed. A new tensor: it divides in place.
             return loss * num_micro_batches, {}
 

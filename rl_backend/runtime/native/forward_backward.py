@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,11 +12,9 @@ from torch import Tensor
 from rl_backend.contracts import (
     ForwardResult,
     LossFn,
-    MetricValue,
     ModelOutput,
     PackedBatch,
     RoutedLayers,
-    merge_metrics,
 )
 from rl_backend.model import ModelInput
 from rl_backend.parallel.context import TokenLayout, gather_outputs, lay_out_tokens
@@ -26,7 +23,7 @@ from rl_backend.primitive.attention import Segments
 from rl_backend.runtime.native import fsdp_state
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.routes import PassRoutes
-from rl_backend.runtime.pass_checks import as_metrics, check_loss, detached
+from rl_backend.runtime.pass_results import PassResults
 from rl_backend.runtime.router_replay import RouterReplay, routes_to_replay
 from rl_backend.trace.device import device_span
 
@@ -129,25 +126,14 @@ def run_micro_batches(
         BatchError: what the loss returned is not a 0-d tensor with a gradient, or a metric is not a number.
     """
     routes = PassRoutes(handle, router_replay)
-    losses: list[Tensor] = []
-    metrics: list[Mapping[str, MetricValue]] = []
-    outputs: dict[str, list[Tensor]] = defaultdict(list)
+    groups = handle.groups
+    results = PassResults(loss_fn, groups.dp_group, forward_only=forward_only, keeps_outputs=handle.has_outputs)
     with abandoned_on_error(handle, forward_only):
         for index, batch in enumerate(data):
             if not forward_only:
                 fsdp_state.set_gradient_sync(handle.model, index == len(data) - 1, keep_gathered=keep_gathered)
-            batch = batch.to(handle.groups.device)
-            loss, metric, output = _run_one(handle, batch, loss_fn, index, len(data), forward_only, routes)
-            if loss is not None:
-                losses.append(loss)
-            metrics.append(metric)
-            for name, value in output.items():
-                outputs[name].extend(part.clone() for part in batch.split(value))
-    return ForwardResult(
-        losses=tuple(torch.stack(losses).tolist()) if losses else (),
-        metrics=merge_metrics([as_metrics(values) for values in metrics]),
-        outputs=dict(outputs) | routes.outputs(data),
-    )
+            _run_one(handle, batch.to(groups.device), index, len(data), forward_only, routes, results)
+    return results.result(data, routes.outputs(data))
 
 
 @contextmanager
@@ -166,29 +152,20 @@ def abandoned_on_error(handle: NativeHandle, forward_only: bool) -> Generator[No
 def _run_one(
     handle: NativeHandle,
     batch: PackedBatch,
-    loss_fn: LossFn | None,
     index: int,
     num_micro_batches: int,
     forward_only: bool,
     routes: PassRoutes,
-) -> tuple[Tensor | None, Mapping[str, MetricValue], dict[str, Tensor]]:
-    loss: Tensor | None = None
-    metrics: Mapping[str, MetricValue] = {}
+    results: PassResults,
+) -> None:
     work = {"micro_batch": index, "tokens": batch.input_ids.shape[0], "sequences": batch.seq_lens.shape[0]}
     device = handle.groups.device
     with torch.set_grad_enabled(not forward_only), device_span(device, "forward", "micro_batch", **work):
         rank_batch = lay_out(batch, handle.groups, num_micro_batches, routes.replayed)
         with routes.forward(index, 0, rank_batch.layout):
             output = handle.model(rank_batch.inputs)
-        output = rank_batch.outputs(output, handle.groups)
-        if loss_fn is not None:
-            loss, metrics = loss_fn(output, batch, handle.groups.dp_group)
-            check_loss(loss, index, forward_only)
+        loss = results.add(index, batch, rank_batch.outputs(output, handle.groups))
     if not forward_only:
-        assert loss is not None, "checked above"
+        assert loss is not None, "a backward pass has a loss"
         with device_span(device, "backward", "micro_batch", **work):
             loss.backward()
-    kept: dict[str, Tensor] = {}
-    if handle.has_outputs:
-        kept = {name: value.detach() for name, value in output._asdict().items() if value is not None}
-    return None if loss is None else loss.detach().float(), detached(metrics), kept

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 
@@ -11,18 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl_backend.contracts import ForwardResult, LossFn, MetricValue, ModelOutput, PackedBatch, merge_metrics
+from rl_backend.contracts import ForwardResult, LossFn, ModelOutput, PackedBatch
 from rl_backend.parallel.shards import local_tensor
 from rl_backend.pipeline.catalog import make_schedule, require_micro_batches
 from rl_backend.pipeline.executor import PipelineExecutor
 from rl_backend.pipeline.measured import SPAN_NAMES, span_arguments
 from rl_backend.pipeline.schedule import Action, Schedule
 from rl_backend.runtime.native import fsdp_state
-from rl_backend.runtime.native.forward_backward import RankBatch, abandoned_on_error, lay_out
+from rl_backend.runtime.native.forward_backward import abandoned_on_error, lay_out
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.layout import schedule_name
 from rl_backend.runtime.native.routes import PassRoutes
-from rl_backend.runtime.pass_checks import as_metrics, check_loss, detached
+from rl_backend.runtime.pass_results import PassResults
 from rl_backend.runtime.router_replay import RouterReplay
 from rl_backend.trace.device import device_span
 
@@ -100,7 +99,7 @@ class PipelinePass:
             _add_gradients_of_copies(self._handle)
 
     def result(self) -> ForwardResult:
-        return self._work.result(self._routes.outputs(self._data))
+        return self._work.results.result(self._data, self._routes.outputs(self._data))
 
 
 def require_schedulable(handle: NativeHandle, num_micro_batches: int, *, forward_only: bool) -> None:
@@ -149,11 +148,9 @@ class _Stages:
         self._data = [batch.to(handle.groups.device) for batch in data]
         self._routes = routes
         self._rank_batches = [lay_out(batch, handle.groups, len(data), routes.replayed) for batch in self._data]
-        self._loss_fn = loss_fn
-        self._forward_only = schedule.forward_only
-        self._losses: dict[int, Tensor] = {}
-        self._metrics: dict[int, Mapping[str, MetricValue]] = {}
-        self._outputs: dict[int, dict[str, Tensor]] = {}
+        self.results = PassResults(
+            loss_fn, handle.groups.dp_group, forward_only=schedule.forward_only, keeps_outputs=handle.has_outputs
+        )
 
     def forward(self, stage: int, micro_batch: int, hidden: Tensor | None) -> Tensor | None:
         rank_batch = self._rank_batches[micro_batch]
@@ -161,23 +158,8 @@ class _Stages:
             output: Tensor | ModelOutput = self._handle.stages[stage](rank_batch.inputs._replace(hidden=hidden))
         if isinstance(output, Tensor):
             return output
-        return self._finish(micro_batch, output, rank_batch)
-
-    def _finish(self, micro_batch: int, output: ModelOutput, rank_batch: RankBatch) -> Tensor | None:
-        """The loss, after the last stage."""
-        groups = self._handle.groups
-        output = rank_batch.outputs(output, groups)
-        loss = None
-        if self._loss_fn is not None:
-            loss, metrics = self._loss_fn(output, self._data[micro_batch], groups.dp_group)
-            check_loss(loss, micro_batch, self._forward_only)
-            assert isinstance(loss, Tensor), "checked above"
-            self._losses[micro_batch] = loss.detach().float()
-            self._metrics[micro_batch] = detached(metrics)
-        if self._handle.has_outputs:
-            kept = {name: value.detach() for name, value in output._asdict().items() if value is not None}
-            self._outputs[micro_batch] = kept
-        return loss
+        output = rank_batch.outputs(output, self._handle.groups)
+        return self.results.add(micro_batch, self._data[micro_batch], output)
 
     def empty_hidden(self, micro_batch: int) -> Tensor:
         inputs = self._rank_batches[micro_batch].inputs
@@ -206,18 +188,6 @@ class _Stages:
             rank=handle.groups.pp_group.rank(),
             model=handle.name,
             number=handle.num_passes,
-        )
-
-    def result(self, routes: Mapping[str, list[Tensor]]) -> ForwardResult:
-        outputs: dict[str, list[Tensor]] = defaultdict(list)
-        for index in sorted(self._outputs):
-            for name, value in self._outputs[index].items():
-                outputs[name].extend(part.clone() for part in self._data[index].split(value))
-        losses = [self._losses[index] for index in sorted(self._losses)]
-        return ForwardResult(
-            losses=tuple(torch.stack(losses).tolist()) if losses else (),
-            metrics=merge_metrics([as_metrics(self._metrics[index]) for index in sorted(self._metrics)]),
-            outputs={**outputs, **routes},
         )
 
 

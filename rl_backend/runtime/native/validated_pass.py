@@ -13,10 +13,7 @@ from rl_backend.contracts import BatchError, ForwardResult, LossFn, PackedBatch
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.pipeline.executor import EmptyStages, PipelineExecutor
 from rl_backend.runtime import saved_state
-from rl_backend.runtime.native.forward_backward import abandoned_on_error
-from rl_backend.runtime.native.handle import NativeHandle
-from rl_backend.runtime.native.pipeline import PipelinePass, empty_hidden, pass_schedule
-from rl_backend.runtime.pass_checks import (
+from rl_backend.runtime.batch_checks import (
     checksum,
     different_in_replica,
     different_kinds,
@@ -25,6 +22,9 @@ from rl_backend.runtime.pass_checks import (
     problem_in_replica,
     refused_by,
 )
+from rl_backend.runtime.native.forward_backward import abandoned_on_error
+from rl_backend.runtime.native.handle import NativeHandle
+from rl_backend.runtime.native.pipeline import PipelinePass, empty_hidden, pass_schedule
 from rl_backend.runtime.router_replay import RouterReplay
 
 
@@ -34,7 +34,7 @@ class Terms(NamedTuple):
     Attributes:
         refused: nothing runs.
         forward_only: nothing runs before all ranks have agreed.
-        kind, checksum: as in :mod:`~rl_backend.runtime.pass_checks`.
+        kind, checksum: as in :mod:`~rl_backend.runtime.batch_checks`.
         hidden_rows: for each micro-batch, the rows of hidden states between this rank and its neighbours.
     """
 

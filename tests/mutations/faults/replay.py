@@ -74,7 +74,7 @@ FAULTS = [
     ),
     Fault(
         "replica-not-compared",
-        "rl_backend/runtime/pass_checks.py",
+        "rl_backend/runtime/batch_checks.py",
         "return None if largest == -smallest else different_in_replica()",
         "return None",
         (
@@ -85,7 +85,7 @@ FAULTS = [
     ),
     Fault(
         "checksum-without-routes",
-        "rl_backend/runtime/pass_checks.py",
+        "rl_backend/runtime/batch_checks.py",
         "for tensor in (batch.seq_lens, batch.input_ids, *routes):",
         "for tensor in (batch.seq_lens, batch.input_ids):",
         (f"{_REPLAY}::test_ranks_with_different_routes_are_refused_before_they_compute[native]",),
@@ -93,7 +93,7 @@ FAULTS = [
     ),
     Fault(
         "numbers-of-micro-batches-not-compared",
-        "rl_backend/runtime/pass_checks.py",
+        "rl_backend/runtime/batch_checks.py",
         "    if most_count != -least_count:\n",
         "    if False:\n",
         ("tests/distributed/test_failures.py::test_data_that_one_rank_gets_wrong_is_refused_on_all_within_seconds",),
@@ -101,7 +101,7 @@ FAULTS = [
     ),
     Fault(
         "refusals-of-other-ranks-not-heard",
-        "rl_backend/runtime/pass_checks.py",
+        "rl_backend/runtime/batch_checks.py",
         "    if last_refusing:\n",
         "    if last_refusing == group.rank() + 1:\n",
         ("tests/distributed/test_failures.py::test_data_that_one_rank_gets_wrong_is_refused_on_all_within_seconds",),

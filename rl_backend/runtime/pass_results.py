@@ -1,0 +1,114 @@
+"""Results of a pass: losses, metrics and outputs of its micro-batches, the same for every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_backend.contracts import (
+    BatchError,
+    ForwardResult,
+    LossFn,
+    Metric,
+    MetricValue,
+    ModelOutput,
+    PackedBatch,
+    merge_metrics,
+)
+
+
+class PassResults:
+    """What the micro-batches of one pass gave, whatever the order in which they were computed.
+
+    Args:
+        loss_fn: None in a forward-only pass without a loss.
+        dp_group: for the loss.
+        keeps_outputs: whether this rank is the one of its replica that returns outputs.
+    """
+
+    def __init__(
+        self, loss_fn: LossFn | None, dp_group: dist.ProcessGroup, *, forward_only: bool, keeps_outputs: bool
+    ) -> None:
+        self._loss_fn = loss_fn
+        self._dp_group = dp_group
+        self._forward_only = forward_only
+        self._keeps_outputs = keeps_outputs
+        self._losses: dict[int, Tensor] = {}
+        self._metrics: dict[int, Mapping[str, MetricValue]] = {}
+        self._outputs: dict[int, Mapping[str, Tensor]] = {}
+
+    def add(self, index: int, batch: PackedBatch, output: ModelOutput) -> Tensor | None:
+        """The loss of micro-batch ``index``, with its graph; None where there is none.
+
+        Raises:
+            BatchError: what the loss returned is not a 0-d tensor with a gradient.
+        """
+        if self._keeps_outputs:
+            self._outputs[index] = {name: value.detach() for name, value in output._asdict().items() if value is not None}
+        if self._loss_fn is None:
+            return None
+        loss, metrics = self._loss_fn(output, batch, self._dp_group)
+        _check_loss(loss, index, self._forward_only)
+        self._metrics[index] = _detached(metrics)
+        if loss is not None:
+            self._losses[index] = loss.detach().float()
+        return loss
+
+    def result(self, data: Sequence[PackedBatch], routes: Mapping[str, list[Tensor]]) -> ForwardResult:
+        """All of it, in the order of ``data``, with the ``routes`` that were recorded.
+
+        Raises:
+            BatchError: a metric is not a number.
+        """
+        outputs: dict[str, list[Tensor]] = {}
+        for index in sorted(self._outputs):
+            for name, value in self._outputs[index].items():
+                outputs.setdefault(name, []).extend(part.clone() for part in data[index].split(value))
+        losses = [self._losses[index] for index in sorted(self._losses)]
+        return ForwardResult(
+            losses=tuple(torch.stack(losses).tolist()) if losses else (),
+            metrics=merge_metrics([_as_metrics(self._metrics[index]) for index in sorted(self._metrics)]),
+            outputs={**outputs, **routes},
+        )
+
+
+def _check_loss(loss: object, index: int, forward_only: bool) -> None:
+    """Raises :class:`BatchError` unless ``loss`` is a 0-d tensor, with a gradient or for a forward-only pass."""
+    if loss is None and forward_only:
+        return
+    if not isinstance(loss, Tensor):
+        raise BatchError(f"loss_fn returned a {type(loss).__name__} for micro-batch {index}; expected a 0-d tensor")
+    if loss.dim() != 0:
+        raise BatchError(f"loss_fn returned shape {tuple(loss.shape)} for micro-batch {index}; expected a 0-d tensor")
+    if not forward_only and not loss.requires_grad:
+        raise BatchError(
+            f"loss_fn returned a loss without a gradient for micro-batch {index}; compute it from model_output, or pass "
+            "forward_only=True"
+        )
+
+
+def _detached(metrics: Mapping[str, MetricValue]) -> Mapping[str, MetricValue]:
+    """The same metrics without their graphs."""
+
+    def detach(value: Tensor | float) -> Tensor | float:
+        return value.detach() if isinstance(value, Tensor) else value
+
+    return {
+        name: (detach(value[0]), detach(value[1])) if isinstance(value, tuple) else detach(value)
+        for name, value in metrics.items()
+    }
+
+
+def _as_metrics(values: Mapping[str, MetricValue]) -> dict[str, Metric]:
+    """Metrics as (sum, weight) on the host; raises :class:`BatchError` for one that is no number."""
+    metrics = {}
+    for name, value in values.items():
+        total, weight = value if isinstance(value, tuple) else (value, 1.0)
+        try:
+            metrics[name] = Metric(float(total), float(weight))
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise BatchError(f"metric {name!r} is not a number or a (sum, weight) pair: {error}", name=name) from None
+    return metrics
