@@ -72,19 +72,20 @@ def test_a_lost_group_is_built_again_from_its_journal(ray_cluster: None, model: 
         assert [entry.arguments for entry in group.journal] == [entry.arguments for entry in journal]
 
 
-def trained(group: TrainGroup, policy: HandleRef, steps: int) -> list[tuple[ForwardResult, StepResult]]:
-    """Every operation of all steps is submitted before the first result is read."""
+def is_settled(context: RankContext, policy: HandleRef) -> bool:
+    return context.handle(policy).is_settled
+
+
+def trained(group: TrainGroup, policy: HandleRef, steps: int) -> list[tuple[ForwardResult, StepResult, list[bool]]]:
+    """What passes and steps gave, and which ranks knew that a step was final; all is submitted before anything is read."""
     futures = []
     for step in range(steps):
         group.zero_grad.submit(policy)
         passed = group.forward_backward.submit(policy, random_token_sequences(LENGTHS, 128, seed=step), NLL)
-        futures.append((passed, group.optimizer_step.submit(policy)))
+        stepped = group.optimizer_step.submit(policy)
         group.lr_scheduler_step.submit(policy)
-    return [(passed.result(), stepped.result()) for passed, stepped in futures]
-
-
-def pending_steps(context: RankContext, policy: HandleRef) -> bool:
-    return context.handle(policy).is_settled
+        futures.append((passed, stepped, group.submit_on_ranks(is_settled, policy)))
+    return [(passed.result(), stepped.result(), settled.result()) for passed, stepped, settled in futures]
 
 
 @pytest.mark.shows("actors: steps of a group that nobody waits for give what waiting gives, bit for bit")
@@ -95,11 +96,11 @@ def test_a_group_takes_steps_that_nobody_waits_for(ray_cluster: None, model: Pat
         with TrainGroup(config(model, **options), num_ranks=2) as group:
             policy = group.build_model()
             records = trained(group, policy, steps=3)
-            pending = [isinstance(step, PendingStepResult) for _, step in records]
-            assert pending == [post_validation] * 3
-            settled = group.run_on_ranks(pending_steps, policy)
-            assert settled == [True] * 2 or post_validation
-            results = [(passed.losses, step.ok, step.grad_norm) for passed, step in records]
+            for _, step, settled in records:
+                assert isinstance(step, PendingStepResult) == post_validation
+                assert settled == [not post_validation] * 2
+            results = [(passed.losses, step.ok, step.grad_norm) for passed, step, _ in records]
+            assert group.run_on_ranks(is_settled, policy) == [True] * 2
             with pytest.raises(HandleError, match="the result of step 1 is gone"):
                 group.submit("step_result", handle=policy, number=1).result()
             log_probs = group.forward(policy, random_token_sequences(LENGTHS, 128)).output("log_probs")
