@@ -1,4 +1,4 @@
-"""What code that runs inside a training rank sees."""
+"""Names of models in any process, and the rank that code runs in."""
 
 from __future__ import annotations
 

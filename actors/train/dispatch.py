@@ -1,4 +1,4 @@
-"""How a group runs an operation: its arguments split over the ranks, and the results of all ranks joined to one."""
+"""Operations over ranks: arguments split, results joined to one."""
 
 from __future__ import annotations
 

@@ -25,12 +25,12 @@ class GroupFuture[R]:
         While nobody waits, nobody notices a failure: read the results of what was submitted.
 
         Args:
-            timeout: seconds; the operation goes on when they have passed, and ``result`` may be called again.
+            timeout: seconds; the operation continues when they have passed, and ``result`` may be called again.
 
         Raises:
             TimeoutError: not done in time.
             GroupFailedError: a rank died, or left its peers in a collective; the group is gone.
-            Exception: what the ranks raised, when all of them answered; the group goes on.
+            Exception: what the ranks raised, when all of them answered; the group continues.
         """
         with self._lock:
             if self._error is not None:

@@ -1,4 +1,4 @@
-"""A group of training ranks, each a Ray actor around a runtime, with the atoms as calls on the group."""
+"""Training groups: ranks that are Ray actors around a runtime, with the atoms as calls on the group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loss by its importable name."""
+"""Losses by their importable names."""
 
 from __future__ import annotations
 

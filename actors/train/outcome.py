@@ -1,4 +1,4 @@
-"""What a rank answers, and how its errors reach the driver."""
+"""Answers of a rank, and its errors on their way to the driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What crosses a boundary: configurations, batches, losses, results, handles, errors and weight manifests."""
+"""Everything that crosses a boundary: configurations, batches, losses, results, handles, errors and weight manifests."""
 
 from rl_backend.contracts.base_config import BaseConfig
 from rl_backend.contracts.batch import PackedBatch, TokenSequence

@@ -1,4 +1,4 @@
-"""What goes into a model: sequences, and packed micro-batches of them.
+"""Input of a model: sequences, and packed micro-batches of them.
 
 The shift is defined here, once. ``log_probs[t]``, and every token field that a loss reads beside it (``loss_mask``,
 ``advantages``, ``old_log_probs``, ...), belong to the *prediction of token t+1*, made at position t. The last position of

@@ -1,4 +1,4 @@
-"""What a loss sees and returns; the same for every runtime."""
+"""Losses: what they see and return, the same for every runtime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model is laid out over ranks."""
+"""Layout of a model over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the atoms return."""
+"""Results of the atoms."""
 
 from __future__ import annotations
 

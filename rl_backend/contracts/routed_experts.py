@@ -1,4 +1,4 @@
-"""Recorded routes: which experts every token went to, for routers that shall choose the same again.
+"""Recorded routes: which experts every token went to, for routers that must choose the same again.
 
 They are a part of a batch like any other:
 

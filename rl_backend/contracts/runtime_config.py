@@ -1,4 +1,4 @@
-"""What a runtime is built from. ``backend_cfg`` gets its type from ``backend``, so a dump loads back as it was."""
+"""Configuration of a runtime. ``backend_cfg`` gets its type from ``backend``, so a dump loads back as it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a guarded runtime works with: the calls that native PyTorch and Megatron answer differently."""
+"""The engine of a guarded runtime: the calls that native PyTorch and Megatron answer differently."""
 
 from __future__ import annotations
 

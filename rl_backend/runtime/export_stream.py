@@ -1,4 +1,4 @@
-"""What the exports of all runtimes share: names, buckets, and ranks that agree to go on or to end early together."""
+"""Streams of exported weights: names, buckets, and ranks that agree to continue or to end early together."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def start_stream[G](
 ) -> WeightStream:
     """The generator over what ``gather`` makes of every bucket, a collective over ``group``, at its first agreement.
 
-    Before each bucket, and once more at the end, the ranks agree that all of them go on. A rank whose generator is closed
+    Before each bucket, and once more at the end, the ranks agree that all of them continue. A rank whose generator is closed
     takes part up to there and says no, and the others raise :class:`ExportInterruptedError`. The generator has run to its
     first yield, so that closing it unused still tells the other ranks.
     """

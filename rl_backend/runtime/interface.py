@@ -37,7 +37,7 @@ class RankPlace:
     Attributes:
         device: what it trains on.
         data_parallel_rank, data_parallel_size: place among the ranks that see different data.
-        data_parallel_group: the ranks at its place in other replicas; of a source rank exactly the source ranks.
+        data_parallel_group: the corresponding ranks of the other replicas; for a source rank, all source ranks.
         is_source: whether it is the rank of its replica whose ``ForwardResult`` has outputs.
     """
 
@@ -142,7 +142,7 @@ class Runtime[H: ModelHandle](ABC):
     def lr_scheduler_step(self, handle: H) -> float:
         """Advances the schedules by one step and returns the learning rate of the next optimizer step. Not a collective.
 
-        They count these calls, also after a refused optimizer step: rates follow the steps of the loop, as verl's do.
+        They count these calls, even after a refused optimizer step: rates follow the steps of the loop, as verl's do.
         """
 
     @abstractmethod

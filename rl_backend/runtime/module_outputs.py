@@ -1,4 +1,4 @@
-"""What the modules of a model put out in a forward pass, under their Hugging Face paths."""
+"""Outputs of a model's modules in a forward pass, under their Hugging Face paths."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random_state(tensors: StateTensors, device: torch.device) -> None:
-    """Sets what :func:`random_state` gave, as far as ``tensors`` has it."""
+    """Sets what :func:`random_state` gave, where ``tensors`` has it."""
     for kind, restore in (("cpu", torch.set_rng_state), ("cuda", lambda state: torch.cuda.set_rng_state(state, device))):
         state = tensors.get(f"{RANDOM}{kind}.{dist.get_rank()}")
         if isinstance(state, Tensor):

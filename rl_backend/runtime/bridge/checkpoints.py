@@ -1,4 +1,4 @@
-"""What a bridge checkpoint holds, and loading one of either runtime into any layout."""
+"""Checkpoints of the bridge: their contents, and loading one of either runtime into any layout."""
 
 from __future__ import annotations
 

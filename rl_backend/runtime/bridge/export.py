@@ -47,7 +47,7 @@ def export_weights(
 ) -> WeightStream:
     """Checks the arguments, then returns the generator that gathers.
 
-    Parameters are gathered one by one, as Megatron-Bridge does, in the dtype of the parameters; the ranks agree to go on
+    Parameters are gathered one by one, as Megatron-Bridge does, in the dtype of the parameters; the ranks agree to continue
     every ``byte_budget`` bytes of them.
 
     Args:

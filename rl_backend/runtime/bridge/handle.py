@@ -1,4 +1,4 @@
-"""What the bridge runtime keeps for one model."""
+"""Models of the bridge runtime."""
 
 from __future__ import annotations
 

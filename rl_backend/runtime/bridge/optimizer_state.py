@@ -1,4 +1,4 @@
-"""What Megatron's distributed optimizer holds for each parameter, and in which storages."""
+"""State of Megatron's distributed optimizer: of each parameter, and by storage."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def _sparse(provider: Any) -> tuple[bool, ...]:
 
 
 def require_replayable(model: str, layers: RoutedLayers | None, provider: Any, router_replay: RouterReplay) -> None:
-    """Refuses a model without routers, and a configuration in which Megatron would route otherwise than this module says.
+    """Refuses a model without routers, and a configuration in which Megatron would route differently.
 
     Args:
         model: for messages.
@@ -130,7 +130,7 @@ def require_replayable(model: str, layers: RoutedLayers | None, provider: Any, r
         "moe_router_fusion": (provider.moe_router_fusion, "its kernel chooses the experts itself; use False"),
         "moe_router_load_balancing_type": (
             {"sinkhorn", "quantile_balancing"} & kinds,
-            "it chooses experts otherwise than by their scores; use another",
+            "it does not choose experts by their scores; use another",
         ),
         "moe_aux_loss_coeff": (
             balances and router_replay == "replay",

@@ -1,4 +1,4 @@
-"""What a native checkpoint holds, and loading one of either runtime into any layout."""
+"""Checkpoints of the native runtime: their contents, and loading one of either runtime into any layout."""
 
 from __future__ import annotations
 

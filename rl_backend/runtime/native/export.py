@@ -48,7 +48,7 @@ def export_weights(
 
 
 def export_shards(handle: NativeHandle, dtype: torch.dtype | None) -> Iterator[WeightShard]:
-    """What this rank has of every weight, as far as no earlier rank has the same. Not a collective."""
+    """This rank's part of every weight, without parts that a lower rank already holds. Not a collective."""
     for weight in sharded_weights(handle.parameters, handle.weight_names, handle.layouts, dtype=dtype, only=None):
         mine = next((part for part in weight.parts if part.rank == dist.get_rank()), None)
         if mine is None:

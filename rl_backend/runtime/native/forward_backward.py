@@ -59,7 +59,7 @@ def lay_out(
     """The part of ``batch``, which is on the training device, that this rank has under context and tensor parallelism.
 
     Args:
-        replayed: the model's layers with experts, where these shall take the routes of the batch.
+        replayed: the model's layers with experts, where these must take the routes of the batch.
     """
     seq_lens = tuple(batch.seq_lens.tolist())
     routes = None if replayed is None else routes_to_replay(batch, replayed)
@@ -138,7 +138,7 @@ def run_micro_batches(
 
 @contextmanager
 def abandoned_on_error(handle: NativeHandle, forward_only: bool) -> Generator[None]:
-    """Around the passes of one ``forward_backward``: leaves FSDP ready for the next, also after an error in the middle."""
+    """Around the passes of one ``forward_backward``: leaves FSDP ready for the next, even after an error in the middle."""
     try:
         yield
     except BaseException:

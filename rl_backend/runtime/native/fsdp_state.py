@@ -1,4 +1,4 @@
-"""What the runtime asks of FSDP2 beyond sharding. A model that is not an FSDP module needs none of it."""
+"""State of FSDP2 that the runtime changes beyond sharding. A model that is not an FSDP module needs none of it."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _SMALL_BYTES = 1 << 16
 
 
 class TensorLayout(NamedTuple):
-    """What every rank knows of a parameter, also of one of another pipeline stage."""
+    """What every rank knows of a parameter, even of one of another pipeline stage."""
 
     shards: ShardLayout
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""What the native runtime keeps for one model."""
+"""Models of the native runtime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model before anything is built: its description, the stages of this rank, and whether it fits the layout."""
+"""Layout of a model before anything is built: its description, the stages of this rank, and whether it fits."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def algorithm(config: NativeConfig) -> Algorithm | None:
 
 
 def micro_batch_multiple(config: NativeConfig) -> int:
-    """A number that the schedule takes every multiple of as a number of micro-batches."""
+    """The number of micro-batches must be a multiple of this."""
     found = algorithm(config)
     if found is None:
         return 1
@@ -86,7 +86,7 @@ def model_stages(family: ModelFamily, architecture: Any, config: NativeConfig, p
     """Number -> what is in it, of the stages that ``pp_rank`` has.
 
     Raises:
-        ConfigError: layers that do not fit the stages, or layers for a pipeline that there is not.
+        ConfigError: layers that do not fit the stages, or ``pipeline_layers`` given without a pipeline.
     """
     parallel = config.parallel
     found = algorithm(config)

@@ -1,4 +1,4 @@
-"""A pipeline's pass that begins before it is known whether it counts; see :mod:`~rl_backend.runtime.native.pending_step`."""
+"""Validated passes: a pipeline's pass that begins before it is known whether it counts; see :mod:`~rl_backend.runtime.native.pending_step`."""
 
 from __future__ import annotations
 
