@@ -1,8 +1,8 @@
 """Optimizer post-validation: a step that is taken before the norm of all ranks' gradients is known.
 
 Qi et al., arXiv 2401.10241, section 4: a rank whose own gradients call for neither clipping nor a skip steps at once and
-continues with the next pass; when the global norm calls for another, the step is taken back and taken again. Theirs is undone by
-arithmetic, this one from a copy, to the last bit.
+continues with the next pass; when the global norm calls for another, the step is taken back and taken again. Theirs is
+undone by arithmetic, this one from a copy, to the last bit.
 """
 
 from __future__ import annotations

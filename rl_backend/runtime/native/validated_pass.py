@@ -1,4 +1,7 @@
-"""Validated passes: a pipeline's pass that begins before it is known whether it counts; see :mod:`~rl_backend.runtime.native.pending_step`."""
+"""Validated passes of a pipeline, which begin before it is known whether they count.
+
+See :mod:`~rl_backend.runtime.native.pending_step`.
+"""
 
 from __future__ import annotations
 
