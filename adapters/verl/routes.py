@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
+from adapters.verl.settings import RouterReplayMode
 from rl_backend.contracts import BatchError
 from rl_backend.contracts.routed_experts import ROUTES, ROUTES_MASK, route_fields
 from rl_backend.runtime import RouterReplay
 
-type Mode = Literal["disabled", "R2", "R3"]
 
-
-def router_replay(data: TensorDict, mode: Mode, *, forward_only: bool) -> RouterReplay:
+def router_replay(data: TensorDict, mode: RouterReplayMode, *, forward_only: bool) -> RouterReplay:
     """What a pass does with routes: R2 records them with log-probs, and later passes replay; R3 replays in both.
 
     verl sets ``enable_routing_replay`` in the batches of the actor, and not in those of the reference.
@@ -41,7 +39,7 @@ class BatchRoutes:
         num_layers: of the model; routes of as many layers are indexed by them, others by layers with experts.
     """
 
-    mode: Mode
+    mode: RouterReplayMode
     num_layers: int
 
     def require(self, data: TensorDict) -> None:
