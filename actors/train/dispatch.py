@@ -19,7 +19,7 @@ from rl_backend.contracts import (
     merge_metrics,
 )
 from rl_backend.contracts.operations import Join, Operation
-from rl_backend.data import MicroBatchPlan, pack_plan, plan_micro_batches, restore_order
+from rl_backend.data import MicroBatchPlan, check_same_fields, pack_plan, plan_micro_batches, restore_order
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -60,6 +60,7 @@ def split(operation: Operation, num_ranks: int, max_tokens: int, *, has_loss: bo
     rows = _sequences(arguments.pop("sequences"))
     budget = _budget(arguments.pop("max_tokens_per_micro_batch"), max_tokens)
     meta = arguments.pop("meta")
+    check_same_fields(rows)
     seq_lens = [len(sequence) for sequence in rows]
     plan = plan_micro_batches(seq_lens, handle.data_parallel_size, budget, multiple_of=handle.micro_batch_multiple)
     of_data_parallel_rank = [
