@@ -102,6 +102,9 @@ def test_every_part_of_the_backend_and_every_room_of_the_actors_has_a_place_in_t
         parts = {f"{package}.{path.parent.name}" for path in (ROOT / package).glob("*/__init__.py")}
         assert parts and parts <= placed
     assert {"actors", "adapters", "examples", "benchmarks"} <= placed
+    (backend,) = [c for c in PROJECT["tool"]["importlinter"]["contracts"] if c["name"].startswith("the backend never")]
+    rooms = {f"rl_backend.{path.parent.name}" for path in (ROOT / "rl_backend").glob("*/__init__.py")}
+    assert rooms - {"rl_backend.cli"} == set(backend["source_modules"])
 
 
 BAD_IMPORTS = {
@@ -132,6 +135,11 @@ def test_import_contracts_hold_here_and_name_each_violating_import(tmp_path: Pat
         importer = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         imported = statement.split()[-1]
         assert re.search(rf"{re.escape(importer)} -> {re.escape(imported)}\b", broken.stdout), f"{importer} -> {imported}"
+
+
+def test_primitives_know_no_process_groups() -> None:
+    for file in (ROOT / "rl_backend/primitive").glob("*.py"):
+        assert "torch.distributed" not in file.read_text(), f"{file}: take a callable, and make it in rl_backend/parallel"
 
 
 KNOWN_CIRCLES = {
