@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from actors.cluster.ports import with_free_port
 from benchmarks.report import RESULTS, machine, write_result
 from benchmarks.verl_trainers import Backend, run_part
-from rl_backend.parallel.store import with_free_port
 
 BACKENDS: tuple[Backend, ...] = ("native", "bridge")
 PARTS = ("overhead", "sft", "grpo", "ppo", "grpo_R2", "grpo_R3", "rollout_gap", "resume", "resume_ppo", "layouts")

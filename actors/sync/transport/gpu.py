@@ -20,11 +20,11 @@ import ray
 import torch
 from torch import Tensor
 
+from actors.cluster.ports import with_free_port
 from actors.rollout.engines import EngineSet
 from actors.sync.source import SourceContext, SourceRanks
 from actors.sync.transport.base import SOURCE_RANK, PushPlan, StreamingTransport, export, from_source
 from rl_backend.contracts import UnsupportedError, WeightSyncError
-from rl_backend.parallel.store import with_free_port
 from rl_backend.weights import as_announced, dtype_from_name
 from rl_backend.weights.digest import device_checksum
 
