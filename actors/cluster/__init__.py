@@ -1,1 +1,1 @@
-"""What runs where: placement on nodes and cores, addresses, meeting points and the door between nodes."""
+"""The cluster: placement on nodes and cores, addresses, meeting points and the door between nodes."""

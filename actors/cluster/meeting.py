@@ -1,4 +1,4 @@
-"""Where the processes of a group meet: a store on the loopback address, behind a gate where some are on other machines."""
+"""Meeting points of a group's processes: a store on the loopback address, with a gate for other machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notices when Ray itself is lost, before Ray ends the process with a dump of its own and leaves others behind."""
+"""A watch over Ray: its loss is noticed before Ray ends the process with a dump and leaves others behind."""
 
 from __future__ import annotations
 

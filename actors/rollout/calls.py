@@ -1,4 +1,4 @@
-"""Calling Ray actors that run engines: every call answers, refuses or is found dead; and samples that are being made."""
+"""Calls of engines: every one answers, refuses or is found dead. Samples that are being made."""
 
 from __future__ import annotations
 

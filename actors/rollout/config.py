@@ -1,4 +1,4 @@
-"""What rollout engines are built from and how they sample."""
+"""Configurations of rollout engines and of sampling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calling several engines at once."""
+"""Calls of several engines at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rollout group and its engines say to each other."""
+"""Messages between a rollout group and its engines."""
 
 from __future__ import annotations
 

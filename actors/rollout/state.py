@@ -1,4 +1,4 @@
-"""Whether an engine may sample or be updated.
+"""State of an engine: whether it may sample or be updated.
 
 The engine is a small state machine. ``generate`` is served only in state ``serving``; an update goes ``verify`` ->
 ``load`` -> ``resume``, and between the last two the engine is ``paused``. A failure after the first load leaves it

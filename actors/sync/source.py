@@ -1,4 +1,4 @@
-"""Where pushed weights come from: a training group, or plain tensors of this process."""
+"""Sources of pushed weights: a training group, or plain tensors of this process."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What crosses the wire between training ranks and engines: buffers in shared memory, and process groups over gloo."""
+"""The wire between training ranks and engines: buffers in shared memory, and process groups over gloo."""

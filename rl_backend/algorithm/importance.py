@@ -1,4 +1,4 @@
-"""Importance weights: what to weigh tokens with that another policy sampled than the one that is trained.
+"""Importance weights of tokens that another policy sampled than the one that is trained.
 
 The weight of a token is ``exp(old_log_probs - rollout_log_probs)``: ``old_log_probs`` by the trainer, at its weights when
 the step began; ``rollout_log_probs`` by the engine, at the weights that sampled. It corrects for both of their differences:

@@ -1,4 +1,4 @@
-"""Names and links that must stay inside of a folder."""
+"""Confinement of names and links to a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names in the file system that are there after a power cut, or not at all: drafts, flushing, renaming, discarding."""
+"""Durable names in the file system: drafts, flushing, renaming, discarding."""
 
 from __future__ import annotations
 

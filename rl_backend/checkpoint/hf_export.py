@@ -1,4 +1,4 @@
-"""A training checkpoint's weights without a runtime and without ranks, and a Hugging Face directory of them."""
+"""Weights of a training checkpoint without a runtime and without ranks, and a Hugging Face directory of them."""
 
 from __future__ import annotations
 

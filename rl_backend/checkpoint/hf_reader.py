@@ -85,10 +85,6 @@ class HFReader:
                 return file.get_tensor(name)  # type: ignore[no-any-return]
             return file.get_slice(name)[region or (slice(None),)]  # type: ignore[no-any-return]
 
-    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows ``start`` to ``stop`` of the first dimension; see :meth:`read`."""
-        return self.read(name, (slice(start, stop),))
-
     def _read_header(self, file: Path, weight_map: Mapping[str, str] | None) -> None:
         with _open(file) as opened:
             for name in opened.keys():  # noqa: SIM118 - not a dictionary

@@ -1,4 +1,4 @@
-"""Manifests: JSON that knows whether it is as it was written, and what makes a directory a complete checkpoint."""
+"""Manifests: sealed JSON that makes a directory a complete checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of a training state in host memory, in buffers that the next copy uses again."""
+"""Rectangular pieces of a tensor: a rank's part of a flat buffer in a checkpoint that any layout can load; host copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``.metadata`` says of a checkpoint's tensors, read without running anything that it asks for.
+"""The ``.metadata`` of a checkpoint's tensors, read without running anything that it asks for.
 
 ``torch.distributed.checkpoint`` writes the file as a pickle, and a pickle names functions to call. Here each name that such
 a file may have stands for a record that only keeps what it is given; every other name is refused. What the records hold is

@@ -1,4 +1,4 @@
-"""Training state in and out of ``torch.distributed.checkpoint`` directories that any number of ranks can load."""
+"""Training state as ``torch.distributed.checkpoint`` directories that any number of ranks can load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which sequence goes into which micro-batch of which data-parallel rank."""
+"""Balance: sequences spread over data-parallel ranks and micro-batches of similar work."""
 
 from __future__ import annotations
 

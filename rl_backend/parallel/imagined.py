@@ -1,4 +1,4 @@
-"""One rank of a job that does not run: its groups, mesh and place, in a process alone."""
+"""One rank of a job that does not run, in a process alone: its groups, mesh and place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the parts of a sharded tensor lie in the whole one, on this rank and on every other, without communication."""
+"""Places of the parts of a sharded tensor, on this rank and every other, without communication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: made, validated and simulated here."""
+"""Pipeline schedules as data: made, validated and simulated."""
 
 from __future__ import annotations
 

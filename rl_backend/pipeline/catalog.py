@@ -1,4 +1,4 @@
-"""The schedules by name: what each needs, how it is made, and where its sends and receives go."""
+"""Schedules by name: their needs, their making, and the places of sends and receives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which action waits for which: the graph that is checked for cycles and gives the times."""
+"""Dependencies of actions: the graph that is checked for cycles and gives the times."""
 
 from __future__ import annotations
 

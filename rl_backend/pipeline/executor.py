@@ -1,4 +1,4 @@
-"""Runs one rank's actions of a schedule."""
+"""Executor of one rank's actions of a schedule."""
 
 from __future__ import annotations
 

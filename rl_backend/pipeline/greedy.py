@@ -1,4 +1,4 @@
-"""Makes an order by always running what can start first."""
+"""Greedy orders: always run what can start first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What really happened in a pipeline, out of the spans of its computations in a trace."""
+"""Measured pipelines, out of the spans of their computations in a trace."""
 
 from __future__ import annotations
 

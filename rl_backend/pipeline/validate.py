@@ -1,4 +1,4 @@
-"""Proves that a schedule can be run: complete, paired, without deadlock and within its activations."""
+"""Proof that a schedule can be run: complete, paired, without deadlock and within its activations."""
 
 from __future__ import annotations
 

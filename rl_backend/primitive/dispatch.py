@@ -1,4 +1,4 @@
-"""Bringing tokens to their experts and the results back."""
+"""The way of tokens to their experts and back."""
 
 from __future__ import annotations
 

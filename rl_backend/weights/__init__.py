@@ -1,4 +1,4 @@
-"""What a weight sync sends and how it is proved to have arrived: layout, digests, finite values, comparison."""
+"""Weights on the move: layout, digests, finite values, and comparison with what an engine loads."""
 
 from rl_backend.weights.compare import (
     ExpectedWeights,

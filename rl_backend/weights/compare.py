@@ -1,4 +1,4 @@
-"""What a trainer announces, what its export yields and what an engine can load: the same, or refused."""
+"""Comparison of what a trainer announces, what its export yields and what an engine loads."""
 
 from __future__ import annotations
 

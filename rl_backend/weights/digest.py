@@ -1,4 +1,4 @@
-"""Digests of tensors and buffers without copying them."""
+"""Digests of tensors and buffers, without copies of them."""
 
 from __future__ import annotations
 

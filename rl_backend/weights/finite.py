@@ -1,4 +1,4 @@
-"""Finding NaN and infinity at the price of one pass over memory.
+"""NaN and infinity in weights, found at the price of one pass over memory.
 
 ``isfinite().all()`` writes a mask and costs many times a copy. A sum is not finite when any addend is not, so each chunk is
 summed first; only a chunk whose sum is not finite (its sum may also have overflowed) is looked at element by element.

@@ -1,4 +1,4 @@
-"""Staging buffers: where tensors lie, writing them, and proving that a buffer holds what its manifest says."""
+"""Staging buffers: layout, writing, and proof that a buffer holds what its manifest says."""
 
 from __future__ import annotations
 

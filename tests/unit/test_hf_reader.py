@@ -61,7 +61,7 @@ def test_infos_and_rows_are_those_of_the_files(model_dir: Path) -> None:
     tensors = merge_files(shutil.copytree(model_dir, model_dir.parent / "merged"))
     assert reader.config["model_type"] == "qwen3"
     assert reader.infos == {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}
-    assert torch.equal(reader.read_rows(NAME, 5, 9), tensors[NAME][5:9])
+    assert torch.equal(reader.read(NAME, (slice(5, 9),)), tensors[NAME][5:9])
     assert torch.equal(reader.read(NAME, (slice(2, 4), slice(1, 7))), tensors[NAME][2:4, 1:7])
     assert torch.equal(reader.read(NAME), tensors[NAME])
 

@@ -1,4 +1,4 @@
-"""The Hugging Face names, shapes and dtypes that a vLLM engine loads."""
+"""Expected weights: the Hugging Face names, shapes and dtypes that a vLLM engine loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every change to vLLM's own behaviour, in one place. Those of weights are for CPU engines of vLLM 0.30 alone.
+"""Patches of vLLM, all in one place. Those of weights are for CPU engines of vLLM 0.30 alone.
 
 vLLM's CPU kernels keep packed copies of weights, made when a model is first loaded. A weight update writes the parameters,
 but not these copies:

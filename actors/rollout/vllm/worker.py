@@ -1,4 +1,4 @@
-"""What runs inside vLLM's worker processes: the receiving end of staged weights, in vLLM's own weight-transfer interface.
+"""The receiving end of staged weights in vLLM's worker processes, in vLLM's own weight-transfer interface.
 
 vLLM imports this module because its configuration names :class:`WorkerExtension`; the import registers the engines and
 keeps the workers' stores to themselves.

@@ -1,1 +1,1 @@
-"""Ways for weights to travel from a training group into running vLLM engines, one file each."""
+"""Transports of weights from a training group into running vLLM engines."""

@@ -1,4 +1,4 @@
-"""What every transport has in common."""
+"""Transports: the interface, and what all have in common."""
 
 from __future__ import annotations
 
