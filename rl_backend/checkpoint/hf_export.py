@@ -23,6 +23,8 @@ from rl_backend.contracts import CheckpointError, TensorInfo
 
 PREFIX = "model."
 """Names of weights in a checkpoint begin with it."""
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+_FIELDS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
 
 
 class TrainingWeights:
@@ -102,10 +104,6 @@ class TrainingWeights:
             raise CheckpointError(
                 f"{name} cannot be read from {self.path}: {causes}", path=str(self.path), name=name
             ) from error
-
-
-_LAYER = re.compile(r"\blayers\.(\d+)\.")
-_FIELDS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
 
 
 def source_of(weights: TrainingWeights, given: Path | str | None = None) -> Path:

@@ -32,6 +32,91 @@ _DTYPES = {
 }
 _ALIGNMENT = 8
 _PART = 1 << 24
+_LABEL = "LABEL_0"
+_TASK = re.compile(r"(?<=\w)For[A-Z]\w*$|(?<=\w)(LMHead)?Model$")
+DEFAULT_SHARD_BYTES = 5 * 2**30
+
+
+def write_hf_directory(
+    path: Path | str,
+    infos: Sequence[TensorInfo],
+    tensors: Iterator[tuple[str, Tensor]],
+    source_dir: Path | str,
+    *,
+    config: Mapping[str, object] | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
+    """Writes a directory that transformers and vLLM load: weights, and the other files of ``source_dir``.
+
+    Weights are written in shards, one tensor after the other as they come, so that one tensor is in memory. ``config.json``
+    is told the dtype of most elements. Everything goes to a hidden directory beside ``path``, is flushed to the disk, and
+    appears under ``path`` in one rename; a failure leaves nothing behind.
+
+    Args:
+        path: must not exist; its parent must.
+        infos: what ``tensors`` gives: Hugging Face names, shapes and dtypes, in the order in which files are filled.
+        tensors: Hugging Face name -> tensor on any device; each is written before the next is taken.
+        source_dir: the Hugging Face directory that the model came from; its configuration, tokenizer, chat templates,
+            generation settings, model card and code are copied, and nothing else: see
+            :func:`~rl_backend.checkpoint.hf_reader.other_files`.
+        config: written to ``config.json`` in place of that of ``source_dir``.
+        max_shard_bytes: largest size of one file; a larger tensor gets a file of its own.
+
+    Raises:
+        CheckpointError: ``path`` exists or its parent does not, no ``config.json`` in ``source_dir``, a link in it that
+            leads out, tensors that are not those of ``infos``, or the disk is full.
+    """
+    target, source = Path(path), Path(source_dir)
+    if target.exists():
+        raise CheckpointError(f"{target} exists already; choose a new directory", path=str(target))
+    if not target.parent.is_dir():
+        raise CheckpointError(f"{target.parent} is not a directory; create it first", path=str(target))
+    written_config = read_hf_config(source) if config is None else config
+    copied = _other_files(source, target)
+    draft = draft_of(target)
+    try:
+        draft.mkdir()
+        try:
+            files = ShardedFiles(draft, infos, max_shard_bytes)
+            files.write(tensors)
+            if len(set(files.weight_map.values())) > 1:
+                content = {"metadata": {"total_size": files.total_bytes}, "weight_map": files.weight_map}
+                _write_json(draft / WEIGHTS_INDEX, content)
+            for name, file in copied.items():
+                (draft / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, draft / name)
+            _write_json(draft / "config.json", _with_dtype(written_config, _usual_dtype(infos)))
+            sync_tree(draft)
+            commit_draft(draft, target)
+        except BaseException:
+            discard_draft(draft)
+            raise
+    except OSError as error:
+        left = "; ".join(getattr(error, "__notes__", ())) or "nothing was left there"
+        raise CheckpointError(f"writing {target} failed ({error}); {left}", path=str(target)) from error
+
+
+def _other_files(source: Path, target: Path) -> dict[str, Path]:
+    try:
+        return other_files(source)
+    except OSError as error:
+        raise CheckpointError(f"{source} cannot be read ({error}); nothing was written", path=str(target)) from error
+
+
+def _usual_dtype(infos: Sequence[TensorInfo]) -> str:
+    elements: Counter[str] = Counter()
+    for info in infos:
+        elements[info.dtype] += info.num_elements
+    return elements.most_common(1)[0][0]
+
+
+def _with_dtype(config: Mapping[str, object], dtype: str) -> dict[str, object]:
+    fields = [field for field in ("dtype", "torch_dtype") if field in config] or ["dtype"]
+    return {**config, **dict.fromkeys(fields, dtype)}
+
+
+def _write_json(file: Path, content: dict[str, object]) -> None:
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 class _Place(NamedTuple):
@@ -157,10 +242,6 @@ def _write_all(stream: FileIO, data: memoryview) -> None:
         data = data[stream.write(data) :]
 
 
-_LABEL = "LABEL_0"
-_TASK = re.compile(r"(?<=\w)For[A-Z]\w*$|(?<=\w)(LMHead)?Model$")
-
-
 def critic_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """``config.json`` of a critic that starts from the model of ``hf_config``.
 
@@ -171,88 +252,3 @@ def critic_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     if architectures:
         config["architectures"] = architectures
     return {**config, "id2label": {"0": _LABEL}, "label2id": {_LABEL: 0}, "classifier_dropout": 0.0}
-
-
-DEFAULT_SHARD_BYTES = 5 * 2**30
-
-
-def write_hf_directory(
-    path: Path | str,
-    infos: Sequence[TensorInfo],
-    tensors: Iterator[tuple[str, Tensor]],
-    source_dir: Path | str,
-    *,
-    config: Mapping[str, object] | None = None,
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-) -> None:
-    """Writes a directory that transformers and vLLM load: weights, and the other files of ``source_dir``.
-
-    Weights are written in shards, one tensor after the other as they come, so that one tensor is in memory. ``config.json``
-    is told the dtype of most elements. Everything goes to a hidden directory beside ``path``, is flushed to the disk, and
-    appears under ``path`` in one rename; a failure leaves nothing behind.
-
-    Args:
-        path: must not exist; its parent must.
-        infos: what ``tensors`` gives: Hugging Face names, shapes and dtypes, in the order in which files are filled.
-        tensors: Hugging Face name -> tensor on any device; each is written before the next is taken.
-        source_dir: the Hugging Face directory that the model came from; its configuration, tokenizer, chat templates,
-            generation settings, model card and code are copied, and nothing else: see
-            :func:`~rl_backend.checkpoint.hf_reader.other_files`.
-        config: written to ``config.json`` in place of that of ``source_dir``.
-        max_shard_bytes: largest size of one file; a larger tensor gets a file of its own.
-
-    Raises:
-        CheckpointError: ``path`` exists or its parent does not, no ``config.json`` in ``source_dir``, a link in it that
-            leads out, tensors that are not those of ``infos``, or the disk is full.
-    """
-    target, source = Path(path), Path(source_dir)
-    if target.exists():
-        raise CheckpointError(f"{target} exists already; choose a new directory", path=str(target))
-    if not target.parent.is_dir():
-        raise CheckpointError(f"{target.parent} is not a directory; create it first", path=str(target))
-    written_config = read_hf_config(source) if config is None else config
-    copied = _other_files(source, target)
-    draft = draft_of(target)
-    try:
-        draft.mkdir()
-        try:
-            files = ShardedFiles(draft, infos, max_shard_bytes)
-            files.write(tensors)
-            if len(set(files.weight_map.values())) > 1:
-                content = {"metadata": {"total_size": files.total_bytes}, "weight_map": files.weight_map}
-                _write_json(draft / WEIGHTS_INDEX, content)
-            for name, file in copied.items():
-                (draft / name).parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, draft / name)
-            _write_json(draft / "config.json", _with_dtype(written_config, _usual_dtype(infos)))
-            sync_tree(draft)
-            commit_draft(draft, target)
-        except BaseException:
-            discard_draft(draft)
-            raise
-    except OSError as error:
-        left = "; ".join(getattr(error, "__notes__", ())) or "nothing was left there"
-        raise CheckpointError(f"writing {target} failed ({error}); {left}", path=str(target)) from error
-
-
-def _other_files(source: Path, target: Path) -> dict[str, Path]:
-    try:
-        return other_files(source)
-    except OSError as error:
-        raise CheckpointError(f"{source} cannot be read ({error}); nothing was written", path=str(target)) from error
-
-
-def _usual_dtype(infos: Sequence[TensorInfo]) -> str:
-    elements: Counter[str] = Counter()
-    for info in infos:
-        elements[info.dtype] += info.num_elements
-    return elements.most_common(1)[0][0]
-
-
-def _with_dtype(config: Mapping[str, object], dtype: str) -> dict[str, object]:
-    fields = [field for field in ("dtype", "torch_dtype") if field in config] or ["dtype"]
-    return {**config, **dict.fromkeys(fields, dtype)}
-
-
-def _write_json(file: Path, content: dict[str, object]) -> None:
-    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -16,75 +16,10 @@ from torch.nn.attention.varlen import varlen_attn
 from rl_backend.primitive.blocked_attention import blocked_attention
 
 _WINDOWED_BLOCK = 512
-
-
-def windowed_attention(
-    query: Tensor, key: Tensor, value: Tensor, query_lens: Sequence[int], key_lens: Sequence[int], window: int
-) -> Tensor:
-    """Packed attention of each token to the last ``window`` tokens of its segment, itself included.
-
-    Shapes as in :func:`~rl_backend.primitive.attention.packed_attention`. Each block of queries is multiplied with the keys
-    that some of its queries see, so that work and memory grow with the window and not with the square of the length.
-    """
-    heads = query.shape[1]
-    if query.is_cuda and key.shape[1] != heads:
-        # The memory-efficient kernel takes no groups.
-        key, value = _repeat_heads(key, heads), _repeat_heads(value, heads)
-    outputs = []
-    query_origin = key_origin = 0
-    for queries, keys in zip(query_lens, key_lens, strict=True):
-        for start in range(keys - queries, keys, _WINDOWED_BLOCK):
-            stop, first = min(start + _WINDOWED_BLOCK, keys), max(0, start - window + 1)
-            outputs.append(
-                F.scaled_dot_product_attention(
-                    _batched(query, query_origin, query_origin + stop - start),
-                    _batched(key, key_origin + first, key_origin + stop),
-                    _batched(value, key_origin + first, key_origin + stop),
-                    attn_mask=_visible(start, stop, first, window, query.device),
-                    enable_gqa=key.shape[1] != heads,
-                )
-            )
-            query_origin += stop - start
-        key_origin += keys
-    return torch.cat([rows.squeeze(0).transpose(0, 1) for rows in outputs])
-
-
-def _batched(x: Tensor, start: int, stop: int) -> Tensor:
-    """(T, heads, dim) -> (1, heads, stop - start, dim), a view."""
-    return x[start:stop].transpose(0, 1).unsqueeze(0)
-
-
-def _visible(start: int, stop: int, first: int, window: int, device: torch.device) -> Tensor:
-    """(queries, keys) bool: a query at q sees the keys at q - window + 1 to q."""
-    distance = torch.arange(start, stop, device=device)[:, None] - torch.arange(first, stop, device=device)
-    return (distance >= 0) & (distance < window)
-
-
-def meta_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Shapes as in :func:`~rl_backend.primitive.attention.packed_attention`.
-
-    Keeps its inputs, its output and a float32 log-sum-exp per query and head, as flash attention (Dao et al., arXiv
-    2205.14135) and :func:`~rl_backend.primitive.blocked_attention.blocked_attention` do.
-    """
-    attended: Tensor = _MetaAttention.apply(query, key, value)
-    return attended
-
-
-class _MetaAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:2], dtype=torch.float32))
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value, *_ = ctx.saved_tensors
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
 _VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+type Attend = Callable[[Tensor, Tensor, Tensor, Segments, int | None], Tensor]
+"""(query, key, value, segments, window) -> (N, heads, head_dim), from the keys of this rank's own tokens."""
 
 
 class Segments(NamedTuple):
@@ -112,10 +47,6 @@ class Segments(NamedTuple):
         """Of B whole sequences with the ``seq_lens`` that ``cu_seqlens``, (B + 1,) int32, adds up."""
         lengths = tuple(seq_lens)
         return cls(lengths, lengths, cu_seqlens, cu_seqlens)
-
-
-type Attend = Callable[[Tensor, Tensor, Tensor, Segments, int | None], Tensor]
-"""(query, key, value, segments, window) -> (N, heads, head_dim), from the keys of this rank's own tokens."""
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None = None) -> Tensor:
@@ -220,3 +151,69 @@ def _equal_lengths(query: Tensor, key: Tensor, value: Tensor, length: int) -> Te
 
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def windowed_attention(
+    query: Tensor, key: Tensor, value: Tensor, query_lens: Sequence[int], key_lens: Sequence[int], window: int
+) -> Tensor:
+    """Packed attention of each token to the last ``window`` tokens of its segment, itself included.
+
+    Shapes as in :func:`~rl_backend.primitive.attention.packed_attention`. Each block of queries is multiplied with the keys
+    that some of its queries see, so that work and memory grow with the window and not with the square of the length.
+    """
+    heads = query.shape[1]
+    if query.is_cuda and key.shape[1] != heads:
+        # The memory-efficient kernel takes no groups.
+        key, value = _repeat_heads(key, heads), _repeat_heads(value, heads)
+    outputs = []
+    query_origin = key_origin = 0
+    for queries, keys in zip(query_lens, key_lens, strict=True):
+        for start in range(keys - queries, keys, _WINDOWED_BLOCK):
+            stop, first = min(start + _WINDOWED_BLOCK, keys), max(0, start - window + 1)
+            outputs.append(
+                F.scaled_dot_product_attention(
+                    _batched(query, query_origin, query_origin + stop - start),
+                    _batched(key, key_origin + first, key_origin + stop),
+                    _batched(value, key_origin + first, key_origin + stop),
+                    attn_mask=_visible(start, stop, first, window, query.device),
+                    enable_gqa=key.shape[1] != heads,
+                )
+            )
+            query_origin += stop - start
+        key_origin += keys
+    return torch.cat([rows.squeeze(0).transpose(0, 1) for rows in outputs])
+
+
+def _batched(x: Tensor, start: int, stop: int) -> Tensor:
+    """(T, heads, dim) -> (1, heads, stop - start, dim), a view."""
+    return x[start:stop].transpose(0, 1).unsqueeze(0)
+
+
+def _visible(start: int, stop: int, first: int, window: int, device: torch.device) -> Tensor:
+    """(queries, keys) bool: a query at q sees the keys at q - window + 1 to q."""
+    distance = torch.arange(start, stop, device=device)[:, None] - torch.arange(first, stop, device=device)
+    return (distance >= 0) & (distance < window)
+
+
+def meta_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Shapes as in :func:`~rl_backend.primitive.attention.packed_attention`.
+
+    Keeps its inputs, its output and a float32 log-sum-exp per query and head, as flash attention (Dao et al., arXiv
+    2205.14135) and :func:`~rl_backend.primitive.blocked_attention.blocked_attention` do.
+    """
+    attended: Tensor = _MetaAttention.apply(query, key, value)
+    return attended
+
+
+class _MetaAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:2], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
