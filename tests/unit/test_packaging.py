@@ -142,18 +142,7 @@ def test_primitives_know_no_process_groups() -> None:
         assert "torch.distributed" not in file.read_text(), f"{file}: take a callable, and make it in rl_backend/parallel"
 
 
-KNOWN_CIRCLES = {
-    ("rl_backend.runtime.native.build", "rl_backend.runtime.native.runtime"): "the handle is built from its runtime",
-    ("rl_backend.runtime.bridge.build", "rl_backend.runtime.bridge.runtime"): "the handle is built from its runtime",
-    ("rl_backend.runtime.bridge.forward_backward", "rl_backend.runtime.bridge.build"): "a part of a handle knows the handle",
-    ("rl_backend.runtime.bridge.routes", "rl_backend.runtime.bridge.handle"): "a part of a handle knows the handle",
-    (
-        "rl_backend.runtime.bridge.optimizer_state",
-        "rl_backend.runtime.bridge.handle",
-    ): "a part of a handle knows the handle",
-    ("rl_backend.cli.doctor_text", "rl_backend.cli.doctor"): "what is printed is named where it is found",
-    ("actors.train.future", "actors.train.operations"): "an operation and what it returns name each other",
-}
+KNOWN_CIRCLES = {("rl_backend.cli.doctor_text", "rl_backend.cli.doctor"): "what is printed is named where it is found"}
 """(importer, imported) -> why they still import each other."""
 
 
