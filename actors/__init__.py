@@ -1,4 +1,4 @@
-"""Ray actors around the backend: training groups, rollout groups of vLLM engines, and weight sync between them.
+"""Ray actors around the backend: training groups, rollout groups of vLLM engines, weight sync, and runs.
 
 Names are imported when they are first used, so that a training script does not import vLLM.
 """
@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from actors.rollout.group import RolloutGroup as RolloutGroup
     from actors.rollout.sample import Sample as Sample
     from actors.rollout.sample import sample_seeds as sample_seeds
+    from actors.run.folder import RunFolder as RunFolder
+    from actors.run.rl_run import RLRun as RLRun
+    from actors.run.run import Run as Run
+    from actors.run.session import Session as Session
+    from actors.run.session import open_session as open_session
+    from actors.run.store import RunCheckpoints as RunCheckpoints
     from actors.sync.push import PushReport as PushReport
     from actors.sync.push import WeightSync as WeightSync
     from actors.sync.source import WeightSource as WeightSource
@@ -28,14 +34,20 @@ _MODULES = {
     "HandleRef": "actors.train.context",
     "Loss": "actors.train.loss",
     "PushReport": "actors.sync.push",
+    "RLRun": "actors.run.rl_run",
     "RankContext": "actors.train.context",
     "RolloutConfig": "actors.rollout.config",
     "RolloutGroup": "actors.rollout.group",
+    "Run": "actors.run.run",
+    "RunCheckpoints": "actors.run.store",
+    "RunFolder": "actors.run.folder",
     "Sample": "actors.rollout.sample",
     "SamplingConfig": "actors.rollout.config",
+    "Session": "actors.run.session",
     "TrainGroup": "actors.train.group",
     "WeightSource": "actors.sync.source",
     "WeightSync": "actors.sync.push",
+    "open_session": "actors.run.session",
     "sample_seeds": "actors.rollout.sample",
 }
 
@@ -44,14 +56,20 @@ __all__ = [
     "HandleRef",
     "Loss",
     "PushReport",
+    "RLRun",
     "RankContext",
     "RolloutConfig",
     "RolloutGroup",
+    "Run",
+    "RunCheckpoints",
+    "RunFolder",
     "Sample",
     "SamplingConfig",
+    "Session",
     "TrainGroup",
     "WeightSource",
     "WeightSync",
+    "open_session",
     "sample_seeds",
 ]
 

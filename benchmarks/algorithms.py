@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import get_args
 
+from actors.cluster.session import ray_session
 from benchmarks.report import read_result, write_result
-from examples.common.cluster import ray_session
 from examples.demo.__main__ import Algorithm, DemoConfig, reinforce, warm_start
 from examples.demo.task import write_task
 

@@ -13,8 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from actors.cluster.session import ray_session
 from benchmarks.report import write_result
-from examples.common.cluster import ray_session
 from examples.demo.__main__ import DemoConfig, reinforce, warm_start
 from examples.demo.task import write_task
 

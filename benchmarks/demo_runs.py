@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from actors.cluster.session import ray_session
 from benchmarks.report import machine, read_result, write_result
-from examples.common.cluster import ray_session
 from examples.demo.__main__ import DemoConfig, demo_settings, warm_start
 from examples.demo.task import write_task
 from tests.support.clusters import HeadNode, TwoNodes

@@ -29,10 +29,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from actors import HandleRef, Loss, RankContext, RolloutConfig, RolloutGroup, SamplingConfig, TrainGroup, sample_seeds
 from actors.cluster.local_ray import init_local_ray
+from actors.run.sequences import to_sequences, with_outputs
+from actors.train.model import GroupModel, RouterReplayMode
 from benchmarks.report import interleave, machine, medians, read_result, write_result
-from examples.common.models import Model
-from examples.common.router_replay import RouterReplayMode
-from examples.common.sequences import to_sequences, with_outputs
 from rl_backend import NativeConfig, RuntimeConfig, TokenSequence
 from rl_backend.algorithm import kl_penalty
 
@@ -118,11 +117,11 @@ def compare(group: TrainGroup, policy: HandleRef, sequences: Sequence[TokenSeque
 def step(group: TrainGroup, policy: HandleRef, samples: Sequence[TokenSequence], mode: RouterReplayMode) -> float:
     """Processor seconds of the trainer's part of a step."""
     free = [TokenSequence(each.input_ids, {"loss_mask": each.token_fields["loss_mask"]}) for each in samples]
-    model = Model(group, policy, mode)
+    model = GroupModel(group, policy, mode)
     loss = Loss("rl_backend.algorithm:grpo_loss")
     started = processor_seconds(group)
     sequences = samples if mode == "R3" else free
-    sequences = with_outputs(sequences, model.submit_old_policy(sequences, META)())
+    sequences = with_outputs(sequences, model.outputs({"old_log_probs": "log_probs"}, sequences, META, before_updates=True))
     sequences = [each.with_fields(sequence_fields={"advantages": torch.tensor(1.0)}) for each in sequences]
     model.submit_update(sequences, loss, META)()
     return processor_seconds(group) - started

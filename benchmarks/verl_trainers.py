@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from examples.common.router_replay import RouterReplayMode
+from actors.train.model import RouterReplayMode
 from examples.demo.task import ModelName, layers_for
 from examples.verl import grpo, ppo, sft
 from examples.verl.rl import RLOptions

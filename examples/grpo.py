@@ -4,7 +4,7 @@
 
 Every option is a field of ``GRPOConfig``; ``--config examples/recipes/dapo.json`` sets those in which DAPO differs. With
 ``--max-staleness 1`` the next batch is sampled while this one is trained on. With ``RAY_ADDRESS`` set it runs on that
-cluster, else on this machine.
+cluster, else on this machine. The file stands alone: copy it to begin a loop of your own.
 """
 
 from __future__ import annotations
@@ -13,22 +13,20 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from actors import Loss, RolloutGroup, TrainGroup, WeightSync
-from examples.common.clock import Clock
-from examples.common.cluster import ray_session, require_paths, share_cluster
-from examples.common.collect import Collector, TrainingBatch
-from examples.common.command_line import parse_config, run_command
-from examples.common.inputs import load_inputs
-from examples.common.models import Model, update_metrics
-from examples.common.result import RunResult
-from examples.common.rl_config import RLConfig
-from examples.common.run_folder import RunFolder
-from examples.common.run_lock import RunLock
-from examples.common.run_log import OnStep, RunLog
-from examples.common.run_saver import RunSaver, stream_position
-from examples.common.run_start import find_start
-from examples.common.sample_stream import SampleStream
-from examples.common.sequences import Advantage, to_sequences, with_advantages, with_outputs
+from actors import Loss, RLRun, Session
+from actors.run import (
+    Advantage,
+    OnStep,
+    RLConfig,
+    RunResult,
+    TrainingBatch,
+    parse_config,
+    run_command,
+    to_sequences,
+    update_metrics,
+    with_advantages,
+    with_outputs,
+)
 from rl_backend.algorithm import LossAggMode, overlong_penalty
 from rl_backend.contracts import ConfigError
 
@@ -120,83 +118,46 @@ class GRPOConfig(RLConfig):
         return [reward + penalty for reward, penalty in zip(batch.rewards, penalties.tolist(), strict=True)]
 
 
-def train(config: GRPOConfig, on_step: OnStep | None = None) -> RunResult:
-    """Runs GRPO and leaves the trained model in ``run_dir/model``; ``on_step`` sees each step's number and metrics."""
-    start = find_start(config)
-    inputs = load_inputs(config)
-    loss = config.loss_function()
-    meta = config.meta()
-    with (
-        RunLock(config.run_dir) as lock,
-        ray_session(config.ranks, config.engines),
-        TrainGroup(
-            config.runtime_config(),
-            config.ranks,
-            (share := share_cluster(config.ranks, config.engines, take_turns=not config.batches_ahead)).cores_per_rank,
-            share.gpus,
-            placement=config.placement,
-        ) as trainer,
-        RolloutGroup(config.rollout_config(share)) as rollout,
-        RunFolder(
-            config.run_dir, config, start=start, trace=(trainer, rollout) if config.trace else (), lock=lock
-        ) as folder,
-    ):
-        require_paths(trainer, config.model, folder.path)
-        policy = Model(trainer, trainer.build_model(name="policy"), config.router_replay)
-        if config.kl_coef:
-            reference = Model(trainer, trainer.build_model(forward_only=True, name="reference"))
-        log = RunLog(config, inputs, rollout, folder, on_step, start)
-        with (
-            RunSaver(config, folder, {"policy": policy}, start) as saver,
-            WeightSync(trainer, rollout, policy.handle, transport=config.transport) as sync,
-            SampleStream(
-                rollout,
-                inputs.batches,
-                inputs.sampling,
-                seed=config.seed,
-                ahead=config.batches_ahead,
-                start=stream_position(start),
-            ) as stream,
-        ):
-            batches_with_signal = config.max_batches_per_step if config.dynamic_sampling else None
-            collector = Collector(config, stream, inputs, batches_with_signal=batches_with_signal, start=start)
-            pushed = sync.push()
-            collector.pushed(pushed.version, start.step)
-            log.start("GRPO", [f"weights by {pushed.transport}"])
+def train(config: GRPOConfig, session: Session | None = None, on_step: OnStep | None = None) -> RunResult:
+    """Runs GRPO and leaves the trained model in ``run_dir/model``.
 
-            for step in range(start.step + 1, config.steps + 1):
-                clock = Clock()
-                batch = collector.collect(step, clock)
+    Args:
+        session: open training groups and engines; None opens them for this run.
+        on_step: sees each step's number and metrics.
+    """
+    run = RLRun(config, session, on_step)
+    loss, meta = config.loss_function(), config.meta()
+    with run:
+        policy = run.build_model("policy", router_replay=config.router_replay)
+        reference = run.build_model("reference", forward_only=True) if config.kl_coef else None
+        most_batches = config.max_batches_per_step if config.dynamic_sampling else None
+        run.begin("GRPO", {"policy": policy}, batches_with_signal=most_batches)
+        for _ in run.steps():
+            batch = run.collect()
+            sequences = to_sequences(batch.samples, routes=config.router_replay == "R3")
 
-                sequences = to_sequences(batch.samples, routes=config.router_replay == "R3")
-                sequences = with_outputs(sequences, policy.submit_old_policy(sequences, meta)())
-                if config.kl_coef:
-                    ref_log_probs = reference.submit_output("log_probs", sequences, meta)()
-                    sequences = with_outputs(sequences, {"ref_log_probs": ref_log_probs})
-                clock.lap("old_log_probs")
+            # Old log-probs: the policy before its updates, computed by the kernels that train it and not by vLLM's.
+            old = policy.outputs({"old_log_probs": "log_probs"}, sequences, meta, before_updates=True)
+            sequences = with_outputs(sequences, old)
+            if reference:
+                sequences = with_outputs(sequences, reference.outputs({"ref_log_probs": "log_probs"}, sequences, meta))
+            run.lap("old_log_probs")
 
-                rewards = config.shaped_rewards(batch)
-                sequences = with_advantages(
-                    sequences, rewards, config.advantage, config.samples_per_prompt, kl_coef=config.kl_in_reward
-                )
-                updates = []
-                for first in range(0, len(sequences), config.sequences_per_update):
-                    update = sequences[first : first + config.sequences_per_update]
-                    updates.append(policy.submit_update(update, loss, meta)())
-                clock.lap("train")
-                with stream.between_batches():
-                    if config.batches_ahead:
-                        clock.lap("wait_for_samples")
-                    pushed = sync.push()
-                    collector.pushed(pushed.version, step)
-                clock.lap("sync")
-                saver.save(step, clock)
-                log.step(step, batch.metrics | update_metrics(updates), batch, pushed.version, clock)
-                saver.commit(step, log.state | collector.state, stream.position)
-
-            saver.finish()
-            trainer.save_checkpoint(policy.handle, folder.place("model"), hf=True)
-            return log.finish()
+            sequences = with_advantages(
+                sequences,
+                config.shaped_rewards(batch),
+                config.advantage,
+                config.samples_per_prompt,
+                kl_coef=config.kl_in_reward,
+            )
+            updates = []
+            for first in range(0, len(sequences), config.sequences_per_update):
+                updates.append(policy.update(sequences[first : first + config.sequences_per_update], loss, meta))
+            run.lap("train")
+            run.push()
+            run.end_step(batch.metrics | update_metrics(updates))
+        run.save_model(policy)
+        return run.finish()
 
 
 def main() -> None:

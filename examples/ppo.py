@@ -3,38 +3,34 @@
     python -m examples.ppo --model DIR --dataset train.jsonl --reward my_reward.py:compute_score --steps 200
 
 The models are handles on one training group, or with ``--groups each`` on a group each, and then they work at the same
-time. Every option is a field of ``PPOConfig``. With ``RAY_ADDRESS`` set it runs on that cluster, else on this machine.
+time. Every option is a field of ``PPOConfig``. With ``RAY_ADDRESS`` set it runs on that cluster, else on this machine. The
+file stands alone: copy it to begin a loop of your own.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from actors import Loss, RolloutGroup, TrainGroup, WeightSync
-from actors.run.trace import TraceSource
-from examples.common.clock import Clock
-from examples.common.cluster import Share, ray_session, require_paths, share_cluster
-from examples.common.collect import Collector
-from examples.common.command_line import parse_config, run_command
-from examples.common.inputs import load_inputs
-from examples.common.models import Model, update_metrics
-from examples.common.result import RunResult
-from examples.common.rl_config import RLConfig
-from examples.common.run_folder import RunFolder
-from examples.common.run_lock import RunLock
-from examples.common.run_log import OnStep, RunLog
-from examples.common.run_saver import RunSaver, stream_position
-from examples.common.run_start import find_start
-from examples.common.sample_stream import SampleStream
-from examples.common.sequences import rewards_of_tokens, to_sequences, with_outputs, with_packed_fields
-from rl_backend import TokenSequence
+from actors import Loss, RLRun, Session
+from actors.run import (
+    OnStep,
+    RLConfig,
+    RunResult,
+    parse_config,
+    rewards_of_tokens,
+    run_command,
+    to_sequences,
+    update_metrics,
+    with_outputs,
+    with_packed_fields,
+)
+from rl_backend import OptimizerConfig, TokenSequence
 from rl_backend.algorithm import (
     explained_variance,
     gae_advantages,
@@ -109,63 +105,41 @@ class PPOConfig(RLConfig):
     def critic_loss(self) -> Loss:
         return Loss("rl_backend.algorithm:value_loss", cliprange_value=self.cliprange_value)
 
-
-class Models(NamedTuple):
-    """``reference`` is None without a KL."""
-
-    actor: Model
-    critic: Model
-    reference: Model | None
+    def critic_optimizer(self) -> OptimizerConfig:
+        return self.optimizer_config(self.critic_lr, self.steps * self.updates_per_step * self.epochs)
 
 
-def train(config: PPOConfig, on_step: OnStep | None = None) -> RunResult:
-    """Runs PPO and leaves the trained models in ``run_dir/model`` and ``run_dir/critic``."""
-    start = find_start(config)
-    inputs = load_inputs(config)
+def train(config: PPOConfig, session: Session | None = None, on_step: OnStep | None = None) -> RunResult:
+    """Runs PPO and leaves the trained models in ``run_dir/model`` and ``run_dir/critic``.
+
+    Args:
+        session: open training groups and engines; None opens them for this run.
+        on_step: sees each step's number and metrics.
+    """
+    run = RLRun(config, session, on_step)
     read_hf_config(config.critic_model or config.model)
-    actor_loss, critic_loss = config.actor_loss(), config.critic_loss()
-    meta = config.meta()
-    all_ranks = config.ranks * config.training_groups
-    with ExitStack() as stack:
-        lock = stack.enter_context(RunLock(config.run_dir))
-        stack.enter_context(ray_session(all_ranks, config.engines))
-        share = share_cluster(all_ranks, config.engines, take_turns=not config.batches_ahead)
-        groups = open_groups(config, share, stack)
-        rollout = stack.enter_context(RolloutGroup(config.rollout_config(share)))
-        traced: list[TraceSource] = [*groups, rollout] if config.trace else []
-        folder = stack.enter_context(RunFolder(config.run_dir, config, start=start, trace=traced, lock=lock))
-        for group in groups:
-            require_paths(group, config.model, folder.path)
-        actor, critic, reference = build_models(config, groups)
-        saver = stack.enter_context(RunSaver(config, folder, {"actor": actor, "critic": critic}, start))
-        log = RunLog(config, inputs, rollout, folder, on_step, start)
-        sync = stack.enter_context(WeightSync(actor.group, rollout, actor.handle, transport=config.transport))
-        stream = stack.enter_context(
-            SampleStream(
-                rollout,
-                inputs.batches,
-                inputs.sampling,
-                seed=config.seed,
-                ahead=config.batches_ahead,
-                start=stream_position(start),
-            )
+    actor_loss, critic_loss, meta = config.actor_loss(), config.critic_loss(), config.meta()
+    with run:
+        actor = run.build_model("actor", router_replay=config.router_replay)
+        critic = run.build_model(
+            "critic", group=1, head="values", hf_path=config.critic_model, optimizer=config.critic_optimizer()
         )
-        collector = Collector(config, stream, inputs, start=start)
-        pushed = sync.push()
-        collector.pushed(pushed.version, start.step)
-        log.start("PPO", [f"{len(groups)} training group(s)", f"weights by {pushed.transport}"])
-
-        for step in range(start.step + 1, config.steps + 1):
-            clock = Clock()
-            batch = collector.collect(step, clock)
-
+        reference = run.build_model("reference", group=2, forward_only=True) if config.kl_coef else None
+        run.begin("PPO", {"actor": actor, "critic": critic}, [f"{len(run.session.groups)} training group(s)"])
+        for step in run.steps():
+            batch = run.collect()
             sequences = to_sequences(batch.samples, routes=config.router_replay == "R3")
-            old_policy = actor.submit_old_policy(sequences, meta)
-            outputs = {"old_values": critic.submit_output("values", sequences, meta)}
+
+            # Submitted together: models on groups of their own compute at the same time.
+            outputs = [
+                actor.submit_outputs({"old_log_probs": "log_probs"}, sequences, meta, before_updates=True),
+                critic.submit_outputs({"old_values": "values"}, sequences, meta),
+            ]
             if reference:
-                outputs["ref_log_probs"] = reference.submit_output("log_probs", sequences, meta)
-            sequences = with_outputs(sequences, old_policy() | {name: output() for name, output in outputs.items()})
-            clock.lap("outputs")
+                outputs.append(reference.submit_outputs({"ref_log_probs": "log_probs"}, sequences, meta))
+            for output in outputs:
+                sequences = with_outputs(sequences, output())
+            run.lap("outputs")
 
             sequences, metrics = with_gae(sequences, batch.rewards, config)
             actor_updates, critic_updates = [], []
@@ -174,55 +148,18 @@ def train(config: PPOConfig, on_step: OnStep | None = None) -> RunResult:
                     update = sequences[first : first + config.sequences_per_update]
                     critic_update = critic.submit_update(update, critic_loss, meta)
                     if step > config.critic_warmup_steps:
-                        actor_updates.append(actor.submit_update(update, actor_loss, meta)())
+                        actor_updates.append(actor.update(update, actor_loss, meta))
                     critic_updates.append(critic_update())
             of_critic = update_metrics(critic_updates)
-            metrics |= {
-                name if "value" in name or "return" in name else f"critic_{name}": of_critic[name] for name in of_critic
-            }
+            for name, value in of_critic.items():
+                metrics[name if "value" in name or "return" in name else f"critic_{name}"] = value
             metrics |= update_metrics(actor_updates) if actor_updates else {"step_ok": of_critic["step_ok"]}
-            clock.lap("train")
-            with stream.between_batches():
-                if config.batches_ahead:
-                    clock.lap("wait_for_samples")
-                pushed = sync.push()
-                collector.pushed(pushed.version, step)
-            clock.lap("sync")
-            saver.save(step, clock)
-            log.step(step, batch.metrics | metrics, batch, pushed.version, clock)
-            saver.commit(step, log.state | collector.state, stream.position)
-
-        saver.finish()
-        actor.group.save_checkpoint(actor.handle, folder.place("model"), hf=True)
-        critic.group.save_checkpoint(critic.handle, folder.place("critic"), hf=True)
-        return log.finish()
-
-
-def open_groups(config: PPOConfig, share: Share, stack: ExitStack) -> list[TrainGroup]:
-    """Starts the training groups; ``stack`` ends them."""
-    runtime = config.runtime_config()
-    return [
-        stack.enter_context(TrainGroup(runtime, config.ranks, share.cores_per_rank, share.gpus, placement=config.placement))
-        for _ in range(config.training_groups)
-    ]
-
-
-def build_models(config: PPOConfig, groups: Sequence[TrainGroup]) -> Models:
-    """Actor, critic and reference on the first, second and third group, or all on the only one."""
-    actor, critic, reference = (groups[min(index, len(groups) - 1)] for index in range(3))
-    return Models(
-        Model(actor, actor.build_model(name="actor"), config.router_replay),
-        Model(
-            critic,
-            critic.build_model(
-                name="critic",
-                head="values",
-                hf_path=config.critic_model,
-                optimizer=config.optimizer_config(config.critic_lr, config.steps * config.updates_per_step * config.epochs),
-            ),
-        ),
-        Model(reference, reference.build_model(name="reference", forward_only=True)) if config.kl_coef else None,
-    )
+            run.lap("train")
+            run.push()
+            run.end_step(batch.metrics | metrics)
+        run.save_model(actor)
+        run.save_model(critic, "critic")
+        return run.finish()
 
 
 def with_gae(

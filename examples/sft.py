@@ -2,7 +2,8 @@
 
     python -m examples.sft --model DIR --dataset train.jsonl --steps 500
 
-Every option is a field of ``SFTConfig``. With ``RAY_ADDRESS`` set it runs on that cluster, else on this machine.
+Every option is a field of ``SFTConfig``. With ``RAY_ADDRESS`` set it runs on that cluster, else on this machine. The file
+stands alone: copy it to begin a loop of your own.
 """
 
 from __future__ import annotations
@@ -16,20 +17,14 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from actors import HandleRef, Loss, TrainGroup
-from examples.common.clock import Clock
-from examples.common.cluster import ray_session, require_paths, share_cluster
-from examples.common.command_line import parse_config, run_command
-from examples.common.models import Model
-from examples.common.prompts import endless_batches, load_prompts, load_tokenizer
-from examples.common.run_folder import RunFolder
-from examples.common.run_lock import RunLock
-from examples.common.run_log import OnStep
-from examples.common.run_saver import RunSaver
-from examples.common.run_start import find_start
-from examples.common.training_config import TrainingConfig
+from actors import Loss, Run, Session
+from actors.run import GroupModel, OnStep, TrainingConfig, parse_config, run_command, update_metrics
 from rl_backend import TokenSequence
 from rl_backend.contracts import BatchError, ConfigError
+from rl_backend.data.prompts import endless_batches, load_prompts, load_tokenizer
+
+SHOWN = ("nll", "grad_norm", "held_out_nll", "answer_probability")
+"""Metrics that are printed."""
 
 
 class SFTConfig(TrainingConfig):
@@ -55,57 +50,36 @@ class SFTConfig(TrainingConfig):
         return self
 
 
-def train(config: SFTConfig, on_step: OnStep | None = None) -> Path:
+def train(config: SFTConfig, session: Session | None = None, on_step: OnStep | None = None) -> Path:
     """Runs SFT; returns the Hugging Face directory of the trained model, ``run_dir/model``.
 
-    ``on_step`` sees each step's number and metrics.
+    Args:
+        session: an open training group; None opens one for this run.
+        on_step: sees each step's number and metrics.
     """
-    start = find_start(config)
+    run = Run(config, session, on_step)
     tokenizer = load_tokenizer(config.model)
     limits = config.max_prompt_tokens, config.max_tokens_per_micro_batch
     sequences = load_sequences(config.dataset, tokenizer, *limits)
     held_out = load_sequences(config.eval_dataset, tokenizer, *limits) if config.eval_dataset else []
-    batches = islice(endless_batches(sequences, config.batch_size, config.seed), start.step, None)
-    with (
-        RunLock(config.run_dir) as lock,
-        ray_session(config.ranks),
-        TrainGroup(
-            config.runtime_config(),
-            config.ranks,
-            (share := share_cluster(config.ranks)).cores_per_rank,
-            share.gpus,
-            placement=config.placement,
-        ) as trainer,
-        RunFolder(config.run_dir, config, start=start, lock=lock) as folder,
-    ):
-        require_paths(trainer, config.model, folder.path)
-        model = trainer.build_model(name="sft")
-        loss = Loss("rl_backend.algorithm:sft_loss")
-        facts = [f"{len(sequences)} examples", f"{config.batch_size} a step", config.describe_ranks(), *start.describe()]
-        print(f"SFT: {', '.join(facts)}")
-        with RunSaver(config, folder, {"sft": Model(trainer, model)}, start) as saver:
-            for step in range(start.step + 1, config.steps + 1):
-                clock = Clock()
-                trainer.zero_grad(model)
-                result = trainer.forward_backward(model, next(batches), loss)
-                ok, grad_norm, _ = trainer.optimizer_step(model)
-                next_lr = trainer.lr_scheduler_step(model)
-                metrics = {**result.means, "grad_norm": grad_norm, "step_ok": float(ok), "next_lr": next_lr}
-                clock.lap("train")
-                saver.save(step, clock)
-                evaluate = step % config.eval_every == 0 or step == config.steps
-                if evaluate and held_out:
-                    metrics |= held_out_metrics(trainer, model, held_out)
-                folder.log(step, metrics | clock.seconds)
-                saver.commit(step, {})
-                if evaluate:
-                    shown = ("nll", "grad_norm", "held_out_nll", "answer_probability")
-                    texts = [f"{name.replace('_', ' ')} {metrics[name]:.3f}" for name in shown if name in metrics]
-                    print(f"step {step:4d}/{config.steps}  {'  '.join(texts)}", flush=True)
-                if on_step:
-                    on_step(step, metrics)
-        trainer.save_checkpoint(model, folder.place("model"), hf=True)
-    return folder.path / "model"
+    batches = islice(endless_batches(sequences, config.batch_size, config.seed), run.start.step, None)
+    loss = Loss("rl_backend.algorithm:sft_loss")
+    with run:
+        model = run.build_model("sft")
+        facts = [f"{len(sequences)} examples", f"{config.batch_size} a step", config.describe_ranks()]
+        run.begin("SFT", {"sft": model}, facts)
+        for step in run.steps():
+            metrics = update_metrics([model.update(next(batches), loss)])
+            run.lap("train")
+            shown = step % config.eval_every == 0 or step == config.steps
+            if shown and held_out:
+                metrics |= held_out_metrics(model, held_out)
+                run.lap("evaluate")
+            run.end_step(metrics)
+            if shown:
+                texts = [f"{name.replace('_', ' ')} {metrics[name]:.3f}" for name in SHOWN if name in metrics]
+                print(f"step {step:4d}/{config.steps}  {'  '.join(texts)}", flush=True)
+        return run.save_model(model)
 
 
 def load_sequences(path: str, tokenizer: Any, max_prompt_tokens: int, max_tokens: int) -> list[TokenSequence]:
@@ -125,9 +99,9 @@ def load_sequences(path: str, tokenizer: Any, max_prompt_tokens: int, max_tokens
     return sequences
 
 
-def held_out_metrics(trainer: TrainGroup, model: HandleRef, sequences: Sequence[TokenSequence]) -> dict[str, float]:
+def held_out_metrics(model: GroupModel, sequences: Sequence[TokenSequence]) -> dict[str, float]:
     """``held_out_nll``, mean over tokens in nats; ``answer_probability``, the mean chance of sampling an answer."""
-    log_probs = trainer.forward(model, sequences).output("log_probs")
+    log_probs = model.outputs({"log_probs": "log_probs"}, sequences, {})["log_probs"]
     masks = [sequence.token_fields["loss_mask"] for sequence in sequences]
     answers = [float((row * mask).sum()) for row, mask in zip(log_probs, masks, strict=True)]
     return {

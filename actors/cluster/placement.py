@@ -1,4 +1,4 @@
-"""Cores and GPUs for the members of a group, and how threads share them."""
+"""Cores and GPUs: how a run divides the cluster, and what the members of a group reserve."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import ray
 from ray.util.placement_group import (
@@ -137,3 +137,74 @@ def _slots(group: PlacementGroup, num_ranks: int) -> tuple[Slot, ...]:
 
 def _amounts(resources: Mapping[str, Any]) -> str:
     return " and ".join(f"{resources.get(kind, 0):g} {kind}" for kind in ("CPU", "GPU"))
+
+
+class ClusterShare(NamedTuple):
+    """What each process of a run reserves.
+
+    Attributes:
+        gpus: of each training rank and each engine; see :func:`gpus_each`.
+    """
+
+    cores_per_rank: int
+    cores_per_engine: int
+    gpus: float
+
+
+def share_cluster(ranks: int, engines: int = 0, *, take_turns: bool = True) -> ClusterShare:
+    """Divides the cluster over training ranks and engines.
+
+    Where all CPUs are this machine's and Ray counts enough of them, as in a session that was started here, ranks divide its
+    cores and so do engines, because they take turns. Else each rank and engine has as many CPUs of its own as fit, all
+    equally many.
+
+    Args:
+        take_turns: False where training and sampling go on at the same time, on cores of their own.
+
+    Raises:
+        ConfigError: fewer CPUs or GPUs than ranks and engines.
+    """
+    gpus = gpus_each(ranks, engines)
+    nodes = [node for node in living_nodes() if node["Resources"].get("CPU", 0) >= 1]
+    if len(nodes) == 1 and nodes[0]["NodeID"] == ray.get_runtime_context().get_node_id():
+        members = (ranks, engines) if take_turns else (ranks + engines, ranks + engines)
+        rank, engine = map(cores_each, members)
+        if ranks * rank + engines * engine <= nodes[0]["Resources"]["CPU"]:
+            return ClusterShare(rank, engine, gpus)
+    cpus = [int(node["Resources"]["CPU"]) for node in nodes]
+    places = [int(node["Resources"].get("GPU", 0) / gpus) if gpus else ranks + engines for node in nodes]
+    for cores in range(max(cpus, default=0), 0, -1):
+        fit = sum(min(count // cores, most) for count, most in zip(cpus, places, strict=True))
+        if fit >= ranks + engines:
+            return ClusterShare(cores, cores, gpus)
+    raise ConfigError(
+        f"{ranks} ranks and {engines} engines take at least a CPU each, {ranks + engines} together; the cluster's nodes "
+        f"have {cpus} CPUs{f' and GPUs for {places} of them' if gpus else ''}: ask for fewer, or add nodes"
+    )
+
+
+def gpus_each(ranks: int, engines: int) -> float:
+    """GPUs of each training rank and engine: 0 on a cluster without, 1, or half of an only one that both share.
+
+    Raises:
+        ConfigError: there are GPUs, but too few.
+    """
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    if gpus == 0 or gpus >= ranks + engines:
+        return min(gpus, 1)
+    if gpus == ranks == engines == 1:
+        return 0.5
+    raise ConfigError(
+        f"{ranks} training ranks, of all groups, and {engines} engines take a GPU each; the cluster has {gpus}: ask for "
+        "fewer (one rank and one engine can share a GPU), or add GPUs"
+    )
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def cores_each(processes: int) -> int:
+    """This machine's cores divided over processes that work at the same time."""
+    return max(1, usable_cores() // max(1, processes))

@@ -143,6 +143,11 @@ class RolloutEngine(WeightReceiver):
         """Refuse to sample until weights have been pushed."""
         self._require_push = True
 
+    def forget_weights(self) -> None:
+        """The next push is another model's, and may have any version; refuse to sample until then."""
+        self._check_clean()
+        self._version, self._require_push = UNVERSIONED, True
+
     def sleep(self, level: int) -> None:
         """Frees the GPU's memory: level 1 keeps the weights in host memory, level 2 drops them."""
         self._check_sleep_mode()

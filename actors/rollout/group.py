@@ -144,6 +144,15 @@ class RolloutGroup(EngineSet):
         self._require_push = True
         _raise_first(self.call("require_push"))
 
+    def forget_weights(self) -> None:
+        """For another model: engines refuse to sample until the next push, whose version may be any.
+
+        Raises:
+            EngineDeadError, EngineDirtyError: of an engine that cannot.
+        """
+        self._require_push = True
+        _raise_first(self.call("forget_weights"))
+
     def restart(self, engine: int) -> EngineInfo:
         """Replaces an engine, dead, dirty or healthy, by a new one; its weights are those of the model directory.
 

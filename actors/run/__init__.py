@@ -1,1 +1,72 @@
-"""A run: its records."""
+"""A run of your loop: folder, checkpoints, logs, samples with their rewards, and how it ends.
+
+``Run`` and ``RLRun`` are the way in (``from actors import Run``). What loops need beside them is named here, and imported
+when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from actors.run.collect import TrainingBatch as TrainingBatch
+    from actors.run.command_line import parse_config as parse_config
+    from actors.run.command_line import run_command as run_command
+    from actors.run.config import TrainingConfig as TrainingConfig
+    from actors.run.metrics import MetricsWriter as MetricsWriter
+    from actors.run.rl_config import RLConfig as RLConfig
+    from actors.run.rl_run import RunResult as RunResult
+    from actors.run.run import OnStep as OnStep
+    from actors.run.sequences import Advantage as Advantage
+    from actors.run.sequences import rewards_of_tokens as rewards_of_tokens
+    from actors.run.sequences import to_sequences as to_sequences
+    from actors.run.sequences import with_advantages as with_advantages
+    from actors.run.sequences import with_outputs as with_outputs
+    from actors.run.sequences import with_packed_fields as with_packed_fields
+    from actors.train.model import GroupModel as GroupModel
+    from actors.train.model import update_metrics as update_metrics
+
+_MODULES = {
+    "Advantage": "actors.run.sequences",
+    "GroupModel": "actors.train.model",
+    "MetricsWriter": "actors.run.metrics",
+    "OnStep": "actors.run.run",
+    "RLConfig": "actors.run.rl_config",
+    "RunResult": "actors.run.rl_run",
+    "TrainingBatch": "actors.run.collect",
+    "TrainingConfig": "actors.run.config",
+    "parse_config": "actors.run.command_line",
+    "rewards_of_tokens": "actors.run.sequences",
+    "run_command": "actors.run.command_line",
+    "to_sequences": "actors.run.sequences",
+    "update_metrics": "actors.train.model",
+    "with_advantages": "actors.run.sequences",
+    "with_outputs": "actors.run.sequences",
+    "with_packed_fields": "actors.run.sequences",
+}
+
+__all__ = [
+    "Advantage",
+    "GroupModel",
+    "MetricsWriter",
+    "OnStep",
+    "RLConfig",
+    "RunResult",
+    "TrainingBatch",
+    "TrainingConfig",
+    "parse_config",
+    "rewards_of_tokens",
+    "run_command",
+    "to_sequences",
+    "update_metrics",
+    "with_advantages",
+    "with_outputs",
+    "with_packed_fields",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'actors.run' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -1,7 +1,7 @@
-"""verl's interfaces onto ours: data files and reward functions. Importing this package does not import verl."""
+"""verl's interfaces onto ours; also its data files and reward functions. Importing this package does not import verl."""
 
-from adapters.verl.dataset import ChatMessage, PromptExample, read_examples
-from adapters.verl.reward import RewardFunction, load_reward_function, score_value
+from rl_backend.data.prompts import ChatMessage, PromptExample, read_examples
+from rl_backend.data.rewards import RewardFunction, load_reward_function, score_value
 
 __all__ = [
     "ChatMessage",

@@ -10,13 +10,14 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from actors.cluster.placement import share_cluster
+from actors.cluster.session import ray_session
+from actors.run.command_line import parse_config, run_command
+from actors.run.config import RuntimeOptions
+from actors.run.lock import usable_run_dir, written_to
+from actors.run.rl_run import RunResult
+from actors.train.model import RouterReplayMode
 from examples import grpo, ppo, sft
-from examples.common.cluster import ray_session, share_cluster
-from examples.common.command_line import parse_config, run_command
-from examples.common.disk import usable_run_dir, written_to
-from examples.common.result import RunResult
-from examples.common.router_replay import RouterReplayMode
-from examples.common.runtime import RuntimeOptions
 from examples.demo.task import HELD_OUT, ModelName, layers_for, write_task
 from rl_backend.contracts import ConfigError
 from rl_backend.report.json_text import json_text

@@ -26,7 +26,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
-from examples.common.command_line import parse_config, run_command
+from actors.run.command_line import parse_config, run_command
 from examples.ray_job.connection import JobServerError, connect
 from rl_backend.contracts import BaseConfig, ConfigError
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from examples.common.command_line import parse_config, run_command
+from actors.run.command_line import parse_config, run_command
 from examples.verl import rl
 
 

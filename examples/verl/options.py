@@ -13,8 +13,8 @@ from typing import Literal, Self
 import torch
 from pydantic import Field, field_validator, model_validator
 
-from examples.common.cluster import usable_cores
-from examples.common.disk import usable_run_dir
+from actors.cluster.placement import usable_cores
+from actors.run.lock import usable_run_dir
 from examples.demo.task import ModelName, layers_for
 from examples.verl.task import write_verl_task
 from rl_backend.contracts import BaseConfig, ConfigError

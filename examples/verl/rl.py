@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from examples.common.router_replay import RouterReplayMode
+from actors.train.model import RouterReplayMode
 from examples.demo import task as demo_task
 from examples.verl import sft
 from examples.verl.options import VerlOptions

@@ -13,7 +13,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from examples.common.command_line import parse_config, run_command
+from actors.run.command_line import parse_config, run_command
 from examples.verl.options import VerlOptions
 from rl_backend.contracts import ConfigError
 

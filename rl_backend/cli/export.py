@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
+from actors.run.manifest import RUN_FILE, read_run_checkpoint
+from actors.run.store import LATEST, RunCheckpoints
 from rl_backend.checkpoint.hf_export import TrainingWeights, export_checkpoint, source_of
 from rl_backend.checkpoint.hf_writer import DEFAULT_SHARD_BYTES
 from rl_backend.checkpoint.manifest import MANIFEST_NAME
-from rl_backend.checkpoint.run_checkpoints import LATEST, RunCheckpoints
-from rl_backend.checkpoint.run_manifest import RUN_FILE, read_run_checkpoint
 from rl_backend.cli.errors import CommandError
 from rl_backend.cli.signals import exit_on_sigterm
 from rl_backend.contracts import CheckpointError

@@ -17,6 +17,7 @@ COMMANDS = {
     "schedule": ("rl_backend.cli.schedule", "say what a pipeline schedule costs in idle time and activations, and draw it"),
     "plan": ("rl_backend.cli.plan", "say what a model takes on each rank, whether it fits a device, and which layout does"),
     "export": ("rl_backend.cli.export", "write a Hugging Face directory from a training checkpoint"),
+    "example": ("rl_backend.cli.example", "run an example script, or say where it is, to be copied"),
     "report": ("rl_backend.cli.report", "make report.html of a run folder again"),
     "gpu-check": ("rl_backend.cli.gpu_check", "run the tests that need a GPU and write a JSON result"),
 }

@@ -11,8 +11,8 @@ import ray
 from actors.cluster.local_ray import init_local_ray
 from actors.rollout.config import RolloutConfig
 from actors.rollout.group import RolloutGroup
+from actors.run.rl_run import RunResult
 from actors.sync.push import WeightSync
-from examples.common.result import RunResult
 from examples.demo.__main__ import DemoConfig, reinforce, warm_start
 from examples.demo.task import write_task
 from tests.support.rollout import ReferenceTrainer

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from actors.run.rl_run import RunResult
 from examples import grpo, ppo
-from examples.common.result import RunResult
 from examples.demo.__main__ import Algorithm, DemoConfig, demo_settings, reinforce
 from tests.support.moe import upcycle
 

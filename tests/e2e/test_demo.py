@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+from actors.run.rl_run import RunResult
+from actors.train.model import RouterReplayMode
 from examples import grpo
-from examples.common.result import RunResult
-from examples.common.router_replay import RouterReplayMode
 from examples.demo.__main__ import DemoConfig, demo_settings, reinforce
 from rl_backend.contracts import ConfigError, RegistryError
 from tests.e2e.conftest import LEARNED_STEPS

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from examples.common.prompts import endless_batches, load_prompts, load_tokenizer
+from rl_backend.data.prompts import endless_batches, load_prompts, load_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "writing_a_loop.md"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from actors.run.rl_run import RunResult
 from examples import grpo
-from examples.common.result import RunResult
 from examples.demo.__main__ import Algorithm, DemoConfig, demo_settings, reinforce
 
 pytestmark = pytest.mark.long

@@ -14,9 +14,9 @@ import ray
 
 from actors import HandleRef, Loss, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
 from actors.cluster.prometheus import METRICS
+from actors.run.folder import RunFolder
+from actors.run.metrics import Clock
 from actors.run.trace import TraceCollector
-from examples.common.clock import Clock
-from examples.common.run_folder import RunFolder
 from rl_backend.contracts import BaseConfig, ConfigError, NativeConfig, OptimizerConfig, RuntimeConfig
 from rl_backend.report.timeline import read_step
 from rl_backend.trace import TraceBatch, TraceRecorder, recorder

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import pytest
 import ray
 
+from actors.run.rl_run import RunResult
+from actors.run.start import checkpoints_of
 from examples import grpo, ppo, sft
-from examples.common.result import RunResult
-from examples.common.run_start import checkpoints_of
 from examples.demo.__main__ import DemoConfig, demo_settings
 from tests.e2e.conftest import LEARNED_STEPS
 from tests.support.clusters import ROOT

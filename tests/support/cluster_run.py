@@ -7,8 +7,8 @@ from pathlib import Path
 
 import ray
 
+from actors.run.command_line import parse_config, run_command
 from examples import grpo
-from examples.common.command_line import parse_config, run_command
 
 
 def main() -> None:

@@ -15,8 +15,8 @@ import torch
 import xxhash
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
 
+from actors.run.manifest import RUN_FILE, RunManifest
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, TrainingManifest
-from rl_backend.checkpoint.run_manifest import RUN_FILE, RunManifest
 from rl_backend.checkpoint.state_files import file_facts
 
 

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
+from actors.run.manifest import read_run_checkpoint
+from actors.run.store import RunCheckpoints
 from rl_backend import NativeConfig, OptimizerConfig, RuntimeConfig, create_runtime
 from rl_backend.algorithm import sft_loss
-from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
-from rl_backend.checkpoint.run_manifest import read_run_checkpoint
 from rl_backend.contracts import CheckpointError
 from rl_backend.runtime.bridge_config import BridgeConfig
 from rl_backend.weights.digest import tensor_digest

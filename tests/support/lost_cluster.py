@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 
 from actors import RankContext, TrainGroup
-from examples.common.cluster import ray_session
-from examples.common.command_line import run_command
-from examples.common.run_folder import RunFolder
+from actors.cluster.session import ray_session
+from actors.run.command_line import run_command
+from actors.run.folder import RunFolder
 from rl_backend.contracts import BaseConfig, NativeConfig, RuntimeConfig
 
 

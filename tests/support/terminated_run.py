@@ -15,14 +15,12 @@ from typing import Any
 import ray
 
 from actors import Sample
-from adapters.verl.dataset import PromptExample
-from examples.common.cluster import ray_session
-from examples.common.command_line import run_command
-from examples.common.prompts import Prompt
-from examples.common.run_folder import RunFolder
-from examples.common.scoring import score
-from examples.common.termination import raised_on_sigterm
+from actors.cluster.session import raised_on_sigterm, ray_session
+from actors.run.collect import score
+from actors.run.command_line import run_command
+from actors.run.folder import RunFolder
 from rl_backend.contracts import BaseConfig
+from rl_backend.data.prompts import Prompt, PromptExample
 
 
 class Options(BaseConfig):

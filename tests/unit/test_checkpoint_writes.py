@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
+from actors.run.store import RunCheckpoints
 from rl_backend.checkpoint.state_files import DigestingWriter
 from rl_backend.runtime import checkpoint_writer
 from tests.support.native import assert_equal_tensors, open_runtime, optimizer_state, train, weights

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from actors import Sample, SamplingConfig
 from actors.rollout.sample import VersionSpan
-from adapters.verl.dataset import PromptExample
-from examples.common.clock import Clock
-from examples.common.collect import Collector, TrainingBatch
-from examples.common.inputs import Inputs
-from examples.common.prompts import Prompt
-from examples.common.rl_config import RLConfig
-from examples.common.run_start import RunStart
-from examples.common.sample_stream import SampledBatch
-from rl_backend.checkpoint.run_manifest import RunCheckpoint
+from actors.rollout.stream import SampledBatch
+from actors.run.collect import BatchCollector, Inputs, TrainingBatch
+from actors.run.metrics import Clock
+from actors.run.rl_config import RLConfig
 from rl_backend.contracts import WeightVersionError
+from rl_backend.data.prompts import Prompt, PromptExample
 
 GOOD, BAD = [1], [0]
 
@@ -59,9 +54,9 @@ def settings(**changes: Any) -> RLConfig:
     return RLConfig(model="m", dataset="d", reward="r", run_dir="x", steps=10, **values)
 
 
-def collector_of(config: RLConfig, *batches: SampledBatch, with_signal: int | None = None) -> Collector:
+def collector_of(config: RLConfig, *batches: SampledBatch, with_signal: int | None = None) -> BatchCollector:
     inputs = Inputs(Tokens(), reward, [], [], iter(()), SamplingConfig())
-    collector = Collector(config, Stream(*batches), inputs, batches_with_signal=with_signal)  # type: ignore[arg-type]
+    collector = BatchCollector(config, Stream(*batches), inputs, batches_with_signal=with_signal)  # type: ignore[arg-type]
     for step in range(4):
         collector.pushed(10 * step, step)
     return collector
@@ -97,10 +92,9 @@ def test_a_run_that_goes_on_knows_the_weights_of_samples_drawn_before() -> None:
     config = settings(max_staleness=1, sample_ahead=2)
     batch = make_batch(1, 20, [GOOD, BAD], [BAD, BAD])
     state = collector_of(config).state
-    assert state == {"collector": {"step_of_version": [[10, 1], [20, 2], [30, 3]]}}
-    start = RunStart(RunCheckpoint(Path("c"), 3, state, ("policy",)))
+    assert state == {"step_of_version": [[10, 1], [20, 2], [30, 3]]}
     inputs = Inputs(Tokens(), reward, [], [], iter(()), SamplingConfig())
-    collector = Collector(config, Stream(batch), inputs, start=start)  # type: ignore[arg-type]
+    collector = BatchCollector(config, Stream(batch), inputs, earlier=state)  # type: ignore[arg-type]
     collector.pushed(30, 3)
     assert collector.collect(4, Clock()).metrics["staleness_max"] == 1
 

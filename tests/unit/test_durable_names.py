@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from actors.run.store import RunCheckpoints
 from rl_backend.checkpoint.durable import rename_synced
-from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
 from rl_backend.contracts import CheckpointError
 from tests.support.native import open_runtime
 

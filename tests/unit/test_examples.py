@@ -12,20 +12,17 @@ import ray
 from pydantic import Field
 
 from actors import Sample
-from adapters.verl.dataset import PromptExample
-from examples.common.cluster import gpus_each
-from examples.common.collect import TrainingBatch
-from examples.common.command_line import parse_config
-from examples.common.inputs import load_inputs, stop_token_ids
-from examples.common.prompts import Prompt, encode_text, endless_batches, load_prompts, load_tokenizer
-from examples.common.run_folder import RunFolder
-from examples.common.scoring import score
+from actors.cluster.placement import gpus_each
+from actors.run.collect import TrainingBatch, load_inputs, score, stop_token_ids
+from actors.run.command_line import parse_config
+from actors.run.folder import RunFolder
 from examples.demo.__main__ import RECIPES, Algorithm, DemoConfig, demo_settings
 from examples.demo.task import careless_answer, character_tokenizer, has_carry, right_answer, write_task
 from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
 from rl_backend.contracts import BaseConfig, BatchError, ConfigError, ParallelConfig, RuntimeConfig
+from rl_backend.data.prompts import Prompt, PromptExample, encode_text, endless_batches, load_prompts, load_tokenizer
 from rl_backend.model import find_model
 from rl_backend.runtime.bridge_config import BridgeConfig
 from tests.support.models import write_tiny

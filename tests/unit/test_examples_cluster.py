@@ -14,9 +14,9 @@ import ray
 import requests
 
 import examples.ray_job.submit as submission
-from examples.common import cluster
-from examples.common.cluster import Share, cores_each, share_cluster
-from examples.common.command_line import parse_config
+from actors.cluster import placement
+from actors.cluster.placement import ClusterShare, cores_each, share_cluster
+from actors.run.command_line import parse_config
 from examples.ray_job.connection import JobServerError, connect, read_token
 from examples.ray_job.submit import SubmitConfig, check_command
 from rl_backend.contracts import ConfigError
@@ -33,8 +33,8 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         def get_node_id(self) -> str:
             return HERE
 
-    monkeypatch.setattr(cluster, "living_nodes", lambda: found)
-    monkeypatch.setattr(cluster, "usable_cores", lambda: 4)
+    monkeypatch.setattr(placement, "living_nodes", lambda: found)
+    monkeypatch.setattr(placement, "usable_cores", lambda: 4)
     monkeypatch.setattr(ray, "get_runtime_context", Context)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": sum(node["Resources"].get("GPU", 0) for node in found)})
     return found
@@ -52,7 +52,7 @@ def test_on_one_machine_ranks_share_its_cores_and_so_do_engines(
     nodes: list[dict[str, Any]], ranks: int, engines: int, take_turns: bool, expected: tuple[int, int]
 ) -> None:
     nodes.append(node(max(4, ranks) + max(4, engines), name=HERE))
-    assert share_cluster(ranks, engines, take_turns=take_turns) == Share(*expected, 0)
+    assert share_cluster(ranks, engines, take_turns=take_turns) == ClusterShare(*expected, 0)
 
 
 @pytest.mark.parametrize(
@@ -69,17 +69,17 @@ def test_on_a_cluster_each_process_has_as_many_cpus_of_its_own_as_fit(
     nodes: list[dict[str, Any]], cpus: list[int], ranks: int, engines: int, cores: int
 ) -> None:
     nodes.extend(node(count) for count in cpus)
-    assert share_cluster(ranks, engines) == Share(cores, cores, 0)
+    assert share_cluster(ranks, engines) == ClusterShare(cores, cores, 0)
 
 
 def test_a_machine_whose_cpus_ray_counts_once_is_divided_over_both_kinds(nodes: list[dict[str, Any]]) -> None:
     nodes.append(node(4, name=HERE))
-    assert share_cluster(1, 1) == Share(2, 2, 0)
+    assert share_cluster(1, 1) == ClusterShare(2, 2, 0)
 
 
 def test_only_nodes_with_gpus_count_where_each_process_takes_one(nodes: list[dict[str, Any]]) -> None:
     nodes.extend([node(64), node(16, gpus=2), node(16, gpus=2)])
-    assert share_cluster(2, 2) == Share(8, 8, 1)
+    assert share_cluster(2, 2) == ClusterShare(8, 8, 1)
 
 
 def test_a_cluster_that_is_too_small_is_refused_with_what_it_has(nodes: list[dict[str, Any]]) -> None:

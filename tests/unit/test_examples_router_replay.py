@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from actors import Loss
-from examples.common.models import Model
-from examples.common.router_replay import RouterReplayMode
+from actors.train.model import GroupModel, RouterReplayMode
 from rl_backend import TokenSequence
 from rl_backend.contracts import ForwardResult, StepResult
 
@@ -51,8 +50,8 @@ def test_r2_records_in_the_first_pass_and_r3_replays_in_all(
     mode: RouterReplayMode, old_policy: str, update: str, fields: set[str]
 ) -> None:
     group: Any = Group()
-    policy = Model(group, "handle", mode)  # type: ignore[arg-type]
-    outputs = policy.submit_old_policy(SEQUENCES, {})()
+    policy = GroupModel(group, "handle", mode)  # type: ignore[arg-type]
+    outputs = policy.outputs({"old_log_probs": "log_probs"}, SEQUENCES, {}, before_updates=True)
     assert set(outputs) == fields
     policy.submit_update(SEQUENCES, Loss("rl_backend.algorithm:grpo_loss"), {})()
     assert group.replays == [old_policy, update]
@@ -60,7 +59,7 @@ def test_r2_records_in_the_first_pass_and_r3_replays_in_all(
 
 def test_reference_and_critic_route_freely() -> None:
     group: Any = Group()
-    other = Model(group, "handle")  # type: ignore[arg-type]
-    other.submit_output("log_probs", SEQUENCES, {})()
+    other = GroupModel(group, "handle")  # type: ignore[arg-type]
+    other.outputs({"log_probs": "log_probs"}, SEQUENCES, {})
     other.submit_update(SEQUENCES, Loss("rl_backend.algorithm:value_loss"), {})()
     assert group.replays == ["off", "off"]

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM
 
+from actors.run.store import RunCheckpoints
 from rl_backend.checkpoint.hf_export import PREFIX, TrainingWeights, export_checkpoint
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, TrainingManifest
-from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
 from rl_backend.checkpoint.state_files import DigestingWriter
 from rl_backend.cli.main import main
 from tests.support.critic import squared_error, transformers_values

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.common.drawn_samples import FILE_NAME, load_drawn
+from actors.rollout.stream import DRAWN_SAMPLES, load_drawn
+from actors.run.manifest import RUN_FILE, RunManifest, read_run_checkpoint
+from actors.run.store import RunCheckpoints
 from rl_backend.checkpoint.hf_export import TrainingWeights
 from rl_backend.checkpoint.hf_reader import HFReader, other_files
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, TrainingManifest, read_manifest
-from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
-from rl_backend.checkpoint.run_manifest import RUN_FILE, RunManifest, read_run_checkpoint
 from rl_backend.cli.main import main
 from rl_backend.contracts import CheckpointError
 from tests.support.hostile import FALSE, FOUND_WHILE_READING, HOSTILE, Command, hostile_source, reseal, with_files
@@ -93,8 +93,8 @@ def test_what_is_refused_does_run_where_nobody_looks(step: Path, tmp_path: Path)
 
 
 def test_samples_that_would_run_a_command_are_refused_by_name(tmp_path: Path) -> None:
-    torch.save([Command(tmp_path / "mark")], tmp_path / FILE_NAME)
-    with pytest.raises(CheckpointError, match=rf"{FILE_NAME} cannot be read: it asks for (posix|os)\.system"):
+    torch.save([Command(tmp_path / "mark")], tmp_path / DRAWN_SAMPLES)
+    with pytest.raises(CheckpointError, match=rf"{DRAWN_SAMPLES} cannot be read: it asks for (posix|os)\.system"):
         load_drawn(tmp_path)
     assert not (tmp_path / "mark").exists()
 

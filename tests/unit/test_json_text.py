@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from examples.common.models import Update, update_metrics
-from examples.common.run_folder import RunFolder
+from actors.run.folder import RunFolder
+from actors.train.model import Update, update_metrics
 from rl_backend.contracts import BaseConfig
 from rl_backend.report.json_text import as_number, json_text
 from rl_backend.report.run_data import read_run

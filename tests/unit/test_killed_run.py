@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 import pytest
 
-from examples.common.run_folder import RunFolder
-from examples.common.run_lock import RunLock
-from examples.common.run_start import RunStart
+from actors.run.folder import RunFolder
+from actors.run.lock import RunLock
+from actors.run.start import RunStart
 from rl_backend.contracts import BaseConfig, ConfigError
 from rl_backend.report import write_report
 from rl_backend.report.run_data import read_run
@@ -30,7 +30,7 @@ from tests.support.page import read_page
 SECONDS = 60.0
 RUN = """
 import sys, time
-from examples.common.run_folder import RunFolder
+from actors.run.folder import RunFolder
 from rl_backend.contracts import BaseConfig
 
 class Options(BaseConfig):
@@ -68,7 +68,7 @@ def watchers(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if "run_watcher.py" in " ".join(process.cmdline()) and str(folder) in process.cmdline():
+            if "watcher.py" in " ".join(process.cmdline()) and str(folder) in process.cmdline():
                 found.append(process)
     return found
 

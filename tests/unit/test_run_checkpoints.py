@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
-from rl_backend.checkpoint.run_manifest import RunCheckpoint, read_run_checkpoint
+from actors.run.manifest import RunCheckpoint, read_run_checkpoint
+from actors.run.store import RunCheckpoints
 from rl_backend.contracts import CheckpointError, ConfigError
 from tests.support.kills import killed_at
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -13,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from actors.rollout.stream import save_drawn
+from actors.run import run as run_module
+from actors.run.folder import RunFolder
+from actors.run.lock import RunLock
+from actors.run.state import RunState
 from examples import grpo, ppo, sft
-from examples.common.drawn_samples import save_drawn
-from examples.common.run_folder import RunFolder
-from examples.common.run_lock import RunLock
-from examples.common.run_state import RunState
 from examples.demo.task import write_task
 from rl_backend.contracts import BaseConfig, CheckpointError, ConfigError, RunFolderError
 from tests.support.native import open_runtime
@@ -194,7 +194,7 @@ def test_the_folder_is_tried_and_locked_before_anything_is_started(
     tmp_path: Path, train: Any, in_use: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[int] = []
-    monkeypatch.setattr(sys.modules[train.__module__], "ray_session", lambda *counts: started.append(1) or nullcontext())
+    monkeypatch.setattr(run_module, "open_session", lambda config: started.append(1) or nullcontext())
     write_task(tmp_path / "task", seed=0)
     files = {"model": str(tmp_path / "task/model"), "dataset": str(tmp_path / "task/train.jsonl")}
     kind = {grpo.train: grpo.GRPOConfig, ppo.train: ppo.PPOConfig, sft.train: sft.SFTConfig}[train]

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from examples.common import run_folder
-from examples.common.clock import Clock
-from examples.common.run_folder import RunFolder
+from actors.run import folder as folder_module
+from actors.run.folder import RunFolder
+from actors.run.metrics import Clock
 from rl_backend.contracts import BaseConfig, ClusterLostError, ConfigError
 from rl_backend.trace import ChromeTraceWriter, recorder
 from tests.support.chrome_trace import check_trace
@@ -85,7 +85,7 @@ def test_a_report_that_cannot_be_written_warns_and_the_run_goes_on(tmp_path: Pat
     def fail(path: Path) -> Path:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run_folder, "write_report", fail)
+    monkeypatch.setattr(folder_module, "write_report", fail)
     with pytest.warns(UserWarning, match=r"report.html was not written, OSError.*No space left"):
         run(tmp_path)
     assert state(tmp_path) == ("finished", None)
@@ -154,7 +154,7 @@ def test_laps_of_a_clock_are_seconds_and_events_of_the_trace() -> None:
 FORCED_END = """
 import signal, sys, time
 from actors.cluster import watch as cluster_watch
-from examples.common.run_folder import RunFolder
+from actors.run.folder import RunFolder
 from rl_backend.contracts import BaseConfig
 
 cluster_watch.END_SECONDS = 0.1
@@ -180,6 +180,6 @@ def test_the_loss_of_ray_is_not_taken_for_a_trouble_with_the_report(tmp_path: Pa
         raise ClusterLostError("Ray is lost")
 
     with RunFolder(tmp_path, Options(), report_seconds=1e-9) as folder, monkeypatch.context() as patch:
-        patch.setattr(run_folder, "write_report", fail)
+        patch.setattr(folder_module, "write_report", fail)
         with pytest.raises(ClusterLostError):
             folder.log(1, {"reward": 0.5})

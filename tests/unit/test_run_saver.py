@@ -11,12 +11,12 @@ import ray
 
 from actors import Sample
 from actors.rollout.sample import VersionSpan
-from examples.common.clock import Clock
-from examples.common.drawn_samples import StreamPosition
-from examples.common.models import Model
-from examples.common.run_folder import RunFolder
-from examples.common.run_saver import RunSaver, stream_position
-from examples.common.run_start import RunStart, find_start
+from actors.rollout.stream import StreamPosition
+from actors.run.folder import RunFolder
+from actors.run.metrics import Clock
+from actors.run.saver import RunSaver, stream_position
+from actors.run.start import RunStart, find_start
+from actors.train.model import GroupModel
 from examples.sft import SFTConfig
 from rl_backend.contracts import CheckpointError, ConfigError
 
@@ -92,7 +92,7 @@ def step(saver: RunSaver, number: int) -> None:
 def test_a_save_in_the_background_is_committed_after_the_step_in_which_its_last_model_is_written(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     actors, critics = Group(), Group()
-    models: Any = {"actor": Model(actors, None), "critic": Model(critics, None)}  # type: ignore[arg-type]
+    models: Any = {"actor": GroupModel(actors, None), "critic": GroupModel(critics, None)}  # type: ignore[arg-type]
     with RunFolder(config.run_dir, config, report_seconds=0) as folder:
         saver = RunSaver(config, folder, models, RunStart())
         step(saver, 1)
@@ -120,7 +120,7 @@ def test_saves_that_training_waits_for_are_committed_in_their_step_and_errors_ar
     config = config_of(tmp_path, async_save=False)
     group = Group()
     with RunFolder(config.run_dir, config, report_seconds=0) as folder:
-        saver = RunSaver(config, folder, {"sft": Model(group, None)}, RunStart())  # type: ignore[arg-type]
+        saver = RunSaver(config, folder, {"sft": GroupModel(group, None)}, RunStart())  # type: ignore[arg-type]
         step(saver, 2)
         assert committed(tmp_path) == ["step-00000002"]
         group.error = CheckpointError("the disk is full")
@@ -134,7 +134,7 @@ def test_a_dtype_that_the_cluster_decides_must_be_the_one_that_was_saved(
 ) -> None:
     config = config_of(tmp_path, async_save=False)
     group = Group()
-    models: Any = {"sft": Model(group, None)}  # type: ignore[arg-type]
+    models: Any = {"sft": GroupModel(group, None)}  # type: ignore[arg-type]
     with RunFolder(config.run_dir, config, report_seconds=0) as folder:
         step(RunSaver(config, folder, models, RunStart()), 2)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 8.0})
@@ -161,7 +161,7 @@ def end_with(error: BaseException, config: SFTConfig, models: Any, work: Callabl
 def test_a_run_that_ends_with_an_error_commits_what_was_being_written(tmp_path: Path, error: BaseException) -> None:
     config, group = config_of(tmp_path), Group()
     with pytest.raises(type(error)) as raised:
-        end_with(error, config, {"sft": Model(group, None)}, lambda saver: step(saver, 2))  # type: ignore[arg-type]
+        end_with(error, config, {"sft": GroupModel(group, None)}, lambda saver: step(saver, 2))  # type: ignore[arg-type]
     assert committed(tmp_path) == ["step-00000002"]
     assert raised.value is error and not getattr(error, "__notes__", [])
     assert all(waited is not None and 0 < waited <= 300 for waited in group.wait_for_checkpoint.waited)
@@ -186,14 +186,14 @@ def test_an_error_that_ends_a_run_is_told_whatever_its_checkpoint_meets(
         group.error = problem
 
     with pytest.raises(ValueError, match="step 3 failed") as raised:
-        end_with(ValueError("step 3 failed"), config, {"sft": Model(group, None)}, work)  # type: ignore[arg-type]
+        end_with(ValueError("step 3 failed"), config, {"sft": GroupModel(group, None)}, work)  # type: ignore[arg-type]
     assert raised.value.__notes__ == [f"the checkpoint of step 2 was not committed, {note}"]
     assert committed(tmp_path) == []
 
 
 def test_nothing_is_committed_without_the_loops_state_or_without_one_of_the_models(tmp_path: Path) -> None:
     config, group, failed = config_of(tmp_path), Group(), Group()
-    models: Any = {"actor": Model(group, None), "critic": Model(failed, None)}  # type: ignore[arg-type]
+    models: Any = {"actor": GroupModel(group, None), "critic": GroupModel(failed, None)}  # type: ignore[arg-type]
     for has_state in (False, True):
 
         def work(saver: RunSaver, has_state: bool = has_state) -> None:
@@ -214,7 +214,7 @@ def test_samples_drawn_ahead_are_in_the_checkpoint_with_the_place_in_the_stream(
     config, group = config_of(tmp_path, async_save=False), Group()
     drawn = [[Sample(0, 0, [5], [7], [-0.5], "stop", (VersionSpan(3, 1),), 0)]]
     with RunFolder(config.run_dir, config, report_seconds=0) as folder:
-        saver = RunSaver(config, folder, {"sft": Model(group, None)}, RunStart())  # type: ignore[arg-type]
+        saver = RunSaver(config, folder, {"sft": GroupModel(group, None)}, RunStart())  # type: ignore[arg-type]
         saver.save(2, Clock())
         saver.commit(2, {}, StreamPosition(4, drawn))
     assert stream_position(find_start(config.replace(steps=9, resume="auto"))) == StreamPosition(4, drawn)
@@ -223,7 +223,7 @@ def test_samples_drawn_ahead_are_in_the_checkpoint_with_the_place_in_the_stream(
 def test_without_save_every_nothing_is_saved(tmp_path: Path) -> None:
     config = config_of(tmp_path, save_every=0)
     with RunFolder(config.run_dir, config, report_seconds=0) as folder:
-        saver = RunSaver(config, folder, {"sft": Model(Group(), None)}, RunStart())  # type: ignore[arg-type]
+        saver = RunSaver(config, folder, {"sft": GroupModel(Group(), None)}, RunStart())  # type: ignore[arg-type]
         for number in range(1, 6):
             step(saver, number)
         saver.finish()

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from examples.common.run_folder import RunFolder, set_aside
-from examples.common.run_identity import saved_facts
-from examples.common.run_start import RunStart, checkpoints_of, find_start
+from actors.run.folder import RunFolder, set_aside
+from actors.run.resume import saved_facts
+from actors.run.start import RunStart, checkpoints_of, find_start
 from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig
 from examples.sft import SFTConfig

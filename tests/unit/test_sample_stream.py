@@ -14,11 +14,9 @@ import pytest
 
 from actors import Sample, SamplingConfig
 from actors.rollout.sample import Routes, VersionSpan
-from adapters.verl.dataset import PromptExample
-from examples.common.drawn_samples import StreamPosition, load_drawn, save_drawn
-from examples.common.prompts import Prompt
-from examples.common.sample_stream import SampleStream
+from actors.rollout.stream import SampleStream, StreamPosition, load_drawn, save_drawn
 from rl_backend.contracts import CheckpointError, EngineDeadError
+from rl_backend.data.prompts import Prompt, PromptExample
 
 
 class Engines:

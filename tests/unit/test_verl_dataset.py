@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from adapters.verl import PromptExample, load_reward_function, read_examples, score_value
 from rl_backend.contracts import BatchError, ConfigError, RLBackendError, UnsupportedError
+from rl_backend.data.prompts import PromptExample, read_examples
+from rl_backend.data.rewards import load_reward_function, score_value
 
 GSM8K_ROW = {
     "data_source": "openai/gsm8k",

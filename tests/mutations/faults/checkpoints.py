@@ -78,7 +78,7 @@ FAULTS = [
     ),
     Fault(
         "latest-points-to-a-draft",
-        f"{_CHECKPOINT}/run_checkpoints.py",
+        "actors/run/store.py",
         "            rename_synced(draft, path)\n",
         "            self._point_latest_to(path)\n            rename_synced(draft, path)\n",
         (f"{_RUN}::test_a_process_killed_anywhere_in_a_commit_leaves_the_old_or_the_new_checkpoint",),
@@ -86,7 +86,7 @@ FAULTS = [
     ),
     Fault(
         "newest-by-its-name",
-        f"{_CHECKPOINT}/run_checkpoints.py",
+        "actors/run/store.py",
         "return sorted((int(match[1]), entry) for match, entry in found if match and entry.is_dir())",
         "return [(int(m[1]), e) for _, m, e in sorted((e.name, m, e) for m, e in found if m and e.is_dir())]",
         (f"{_RUN}::test_the_last_checkpoints_are_kept_and_the_newest_is_the_one_of_the_most_steps",),
@@ -94,7 +94,7 @@ FAULTS = [
     ),
     Fault(
         "one-checkpoint-too-few-kept",
-        f"{_CHECKPOINT}/run_checkpoints.py",
+        "actors/run/store.py",
         "for _, path in self._committed()[: -self.keep_last]:",
         "for _, path in self._committed()[: -self.keep_last + 1 or None]:",
         (f"{_RUN}::test_the_last_checkpoints_are_kept_and_the_newest_is_the_one_of_the_most_steps",),
@@ -102,7 +102,7 @@ FAULTS = [
     ),
     Fault(
         "drafts-not-removed",
-        f"{_CHECKPOINT}/run_checkpoints.py",
+        "actors/run/store.py",
         '            if match and match[1] == "incomplete":\n                _discard(entry)\n',
         '            if match and match[1] == "incomplete":\n                pass\n',
         (f"{_RUN}::test_a_save_that_did_not_finish_is_no_checkpoint_and_is_removed_by_the_next_run",),
@@ -110,7 +110,7 @@ FAULTS = [
     ),
     Fault(
         "files-of-a-commit-not-verified",
-        f"{_CHECKPOINT}/run_manifest.py",
+        "actors/run/manifest.py",
         "        if file_facts(path / name) != facts:\n",
         "        if False:\n",
         (f"{_RUN}::test_a_damaged_checkpoint_is_refused_and_no_earlier_one_is_taken_in_its_place",),

@@ -13,15 +13,19 @@ _PARITY = "tests/unit/test_parity_command.py"
 FAULTS = [
     Fault(
         "folder-locked-after-ray-has-started",
-        "examples/sft.py",
-        "        RunLock(config.run_dir) as lock,\n        ray_session(config.ranks),\n",
-        "        ray_session(config.ranks),\n        RunLock(config.run_dir) as lock,\n",
+        "actors/run/run.py",
+        "            lock = stack.enter_context(RunLock(config.run_dir))\n"
+        "            opened = open_session(config) if self._lent is None else lent_session(self._lent, config)\n"
+        "            self.session = stack.enter_context(opened)\n",
+        "            opened = open_session(config) if self._lent is None else lent_session(self._lent, config)\n"
+        "            self.session = stack.enter_context(opened)\n"
+        "            lock = stack.enter_context(RunLock(config.run_dir))\n",
         (f"{_DISK}::test_the_folder_is_tried_and_locked_before_anything_is_started",),
         "a folder in use would be noticed when ranks and engines are up",
     ),
     Fault(
         "logs-not-cut-back",
-        "examples/common/log_file.py",
+        "actors/run/metrics.py",
         "        self._file.truncate(self._size)\n",
         "",
         (f"{_START}::test_a_run_that_was_killed_goes_on_after_its_newest_checkpoint_and_logs_every_step_once",),
@@ -29,7 +33,7 @@ FAULTS = [
     ),
     Fault(
         "changed-lines-not-noticed",
-        "examples/common/run_start.py",
+        "actors/run/metrics.py",
         "    elif found != facts:\n",
         "    elif False:\n",
         (f"{_START}::test_logs_that_are_damaged_or_shorter_are_refused",),
@@ -37,7 +41,7 @@ FAULTS = [
     ),
     Fault(
         "files-named-before-they-are-on-the-disk",
-        "examples/common/run_folder.py",
+        "actors/run/folder.py",
         "        file.flush()\n        os.fsync(file.fileno())\n    new.replace(path)\n",
         "        file.flush()\n    new.replace(path)\n",
         (f"{_START}::test_files_that_a_resume_reads_are_on_the_disk_before_they_get_their_names",),
@@ -45,7 +49,7 @@ FAULTS = [
     ),
     Fault(
         "a-run-that-has-finished-goes-on",
-        "examples/common/run_start.py",
+        "actors/run/start.py",
         'if _has_finished(config.run_dir) and read_file_of_run(config.run_dir, "config.json").get("steps") == config.steps:',
         "if False:",
         (f"{_START}::test_a_run_that_has_finished_goes_on_only_with_more_steps",),
@@ -53,7 +57,7 @@ FAULTS = [
     ),
     Fault(
         "earlier-checkpoints-in-their-own-folder",
-        "examples/common/run_start.py",
+        "actors/run/start.py",
         "    if newest is not None and newest > checkpoint.step:\n",
         "    if False:\n",
         (f"{_START}::test_an_earlier_checkpoint_goes_on_in_a_new_folder_and_leaves_the_later_ones_alone",),
@@ -61,7 +65,7 @@ FAULTS = [
     ),
     Fault(
         "options-not-compared",
-        "examples/common/run_identity.py",
+        "actors/run/resume.py",
         "        if options.get(option) != here.get(option):\n",
         "        if False:\n",
         (f"{_START}::test_options_that_decide_what_is_learned_may_not_change",),
@@ -69,7 +73,7 @@ FAULTS = [
     ),
     Fault(
         "contents-not-compared",
-        "examples/common/run_identity.py",
+        "actors/run/resume.py",
         "        if contents.get(option) != found:\n",
         "        if False:\n",
         (f"{_START}::test_other_contents_of_the_files_of_a_run_are_refused",),
@@ -77,7 +81,7 @@ FAULTS = [
     ),
     Fault(
         "no-save-after-the-last-step",
-        "examples/common/run_saver.py",
+        "actors/run/saver.py",
         "return bool(every) and (step % every == 0 or step == self._config.steps)",
         "return bool(every) and step % every == 0",
         (
@@ -88,7 +92,7 @@ FAULTS = [
     ),
     Fault(
         "a-commit-waits-for-the-slowest-save",
-        "examples/common/run_saver.py",
+        "actors/run/saver.py",
         "return any(model.group.checkpoint_is_pending(model.handle) for model in self._models.values())",
         "return all(model.group.checkpoint_is_pending(model.handle) for model in self._models.values())",
         (f"{_SAVER}::test_a_save_in_the_background_is_committed_after_the_step_in_which_its_last_model_is_written",),
@@ -96,7 +100,7 @@ FAULTS = [
     ),
     Fault(
         "drawn-samples-not-kept",
-        "examples/common/run_saver.py",
+        "actors/run/saver.py",
         "                save_drawn(position.drawn, self._store.draft(step))\n",
         "                save_drawn([], self._store.draft(step))\n",
         ("tests/unit/test_run_saver.py::test_samples_drawn_ahead_are_in_the_checkpoint_with_the_place_in_the_stream",),
@@ -104,7 +108,7 @@ FAULTS = [
     ),
     Fault(
         "a-lock-that-two-runs-share",
-        "examples/common/run_lock.py",
+        "actors/run/lock.py",
         "fcntl.LOCK_EX | fcntl.LOCK_NB",
         "fcntl.LOCK_SH | fcntl.LOCK_NB",
         (f"{_START}::test_one_run_at_a_time_writes_to_a_folder",),
@@ -162,7 +166,7 @@ FAULTS = [
     ),
     Fault(
         "no-room-for-the-last-state",
-        "examples/common/run_state.py",
+        "actors/run/state.py",
         "            file.write(bytes(size + _SPARE_BYTES))\n",
         "            pass\n",
         (f"{_DISK}::test_a_disk_that_fills_up_ends_the_run_with_a_name_and_a_last_state[samples]",),
@@ -170,7 +174,7 @@ FAULTS = [
     ),
     Fault(
         "full-disk-is-a-raw-error",
-        "examples/common/disk.py",
+        "actors/run/lock.py",
         "        raise RunFolderError(cannot_write(run_dir, error), path=str(run_dir), errno=error.errno) from error\n",
         "        raise\n",
         (f"{_DISK}::test_a_disk_that_fills_up_ends_the_run_with_a_name_and_a_last_state[samples]",),
@@ -178,7 +182,7 @@ FAULTS = [
     ),
     Fault(
         "full-disk-hides-the-first-error",
-        "examples/common/run_folder.py",
+        "actors/run/folder.py",
         "            except OSError as problem:\n                refused[str(problem)] = problem\n",
         "            except ZeroDivisionError as problem:\n                refused[str(problem)] = problem\n",
         (f"{_DISK}::test_a_full_disk_does_not_hide_the_error_that_ends_a_run",),
@@ -186,7 +190,7 @@ FAULTS = [
     ),
     Fault(
         "reward-module-ends-the-run",
-        "adapters/verl/reward.py",
+        "rl_backend/data/rewards.py",
         "    except (Exception, SystemExit) as error:\n        del ",
         "    except Exception as error:\n        del ",
         ("tests/unit/test_verl_dataset.py::test_a_module_or_file_that_cannot_be_imported_is_refused",),
@@ -194,7 +198,7 @@ FAULTS = [
     ),
     Fault(
         "checkpoint-options-without-checkpoints",
-        "examples/common/training_config.py",
+        "actors/run/config.py",
         "            if self.is_set(name) and not self.save_every:\n",
         "            if False:\n",
         (_REFUSED,),
@@ -202,7 +206,7 @@ FAULTS = [
     ),
     Fault(
         "importance-cap-without-weights",
-        "examples/common/rl_config.py",
+        "actors/run/rl_config.py",
         '        if self.is_set("importance_cap") and not self.importance_options():\n',
         "        if False:\n",
         (_REFUSED,),

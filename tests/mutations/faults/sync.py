@@ -191,7 +191,7 @@ FAULTS = [
     ),
     Fault(
         "staleness-of-the-newest-token",
-        "examples/common/collect.py",
+        "actors/run/collect.py",
         "return step - 1 - min(self._step_of_version[span.version] for span in sample.version_spans)",
         "return step - 1 - max(self._step_of_version[span.version] for span in sample.version_spans)",
         ("tests/unit/test_collect.py::test_a_sample_of_several_versions_is_as_old_as_its_oldest_token",),
@@ -199,7 +199,7 @@ FAULTS = [
     ),
     Fault(
         "stale-samples-are-trained-on",
-        "examples/common/collect.py",
+        "actors/run/collect.py",
         'if age > config.max_staleness and config.stale_samples == "drop":',
         'if age > config.max_staleness + 1 and config.stale_samples == "drop":',
         ("tests/unit/test_collect.py::test_samples_that_are_too_old_are_left_out",),
@@ -207,7 +207,7 @@ FAULTS = [
     ),
     Fault(
         "rewards-of-other-samples",
-        "examples/common/collect.py",
+        "actors/run/collect.py",
         "yield _Group(batch.prompts[rows], batch.samples[rows], rewards[rows])",
         "yield _Group(batch.prompts[rows], batch.samples[rows], rewards[:size])",
         ("tests/unit/test_collect.py::test_a_batch_is_scored_and_keeps_its_order",),
@@ -215,7 +215,7 @@ FAULTS = [
     ),
     Fault(
         "a-push-does-not-wait-for-samples",
-        "examples/common/sample_stream.py",
+        "actors/rollout/stream.py",
         "            with self._sampling_now:\n                yield\n",
         "            yield\n",
         ("tests/unit/test_sample_stream.py::test_a_push_waits_for_whichever_batch_is_being_sampled",),
@@ -223,7 +223,7 @@ FAULTS = [
     ),
     Fault(
         "a-resumed-stream-draws-the-prompts-again",
-        "examples/common/sample_stream.py",
+        "actors/rollout/stream.py",
         "        for _ in range(position.taken):\n            next(self._batches)\n",
         "",
         (
@@ -233,7 +233,7 @@ FAULTS = [
     ),
     Fault(
         "samples-of-every-batch-alike",
-        "examples/common/sample_stream.py",
+        "actors/rollout/stream.py",
         "seeds=sample_seeds(self._seed, number, len(prompts), self._sampling.n)",
         "seeds=sample_seeds(self._seed, 0, len(prompts), self._sampling.n)",
         ("tests/unit/test_sample_stream.py::test_every_batch_has_seeds_of_its_own",),

@@ -136,7 +136,7 @@ FAULTS = [
     ),
     Fault(
         "verl-infinite-scores-accepted",
-        "adapters/verl/reward.py",
+        "rl_backend/data/rewards.py",
         "    if not math.isfinite(number):\n",
         "    if math.isnan(number):\n",
         ("tests/unit/test_verl_dataset.py::test_a_result_without_a_finite_score_is_refused",),

@@ -8,8 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from actors import Sample
-from rl_backend import TokenSequence
+from actors.rollout.sample import Sample
 from rl_backend.algorithm import (
     ADVANTAGE_ESTIMATORS,
     kl_in_reward,
@@ -17,6 +16,7 @@ from rl_backend.algorithm import (
     reinforce_plus_plus_baseline_advantages,
     token_rewards,
 )
+from rl_backend.contracts import TokenSequence
 
 type Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 

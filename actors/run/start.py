@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from examples.common.disk import usable_run_dir
-from examples.common.json_file import read_object
-from examples.common.run_identity import deciding_options, require_same_run
-from examples.common.training_config import TrainingConfig
+from actors.run.config import TrainingConfig
+from actors.run.lock import usable_run_dir
+from actors.run.manifest import RunCheckpoint, read_run_checkpoint
+from actors.run.metrics import require_unchanged
+from actors.run.resume import deciding_options, require_same_run
+from actors.run.state import read_object
+from actors.run.store import RunCheckpoints
 from rl_backend.checkpoint.manifest import FileFacts
-from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
-from rl_backend.checkpoint.run_manifest import RunCheckpoint, read_run_checkpoint
-from rl_backend.checkpoint.state_files import file_facts
 from rl_backend.contracts import CheckpointError, ConfigError
 
 CHECKPOINTS = "checkpoints"
@@ -132,25 +132,6 @@ def _kept_logs(checkpoint: RunCheckpoint, config: TrainingConfig) -> dict[str, F
         if name in kept:
             require_unchanged(Path(config.run_dir) / name, kept[name])
     return kept
-
-
-def require_unchanged(log: Path, facts: FileFacts) -> None:
-    """Checks that a log begins with the lines that it had when a checkpoint was saved.
-
-    Raises:
-        ConfigError: lines are lost or changed, or it cannot be read.
-    """
-    try:
-        found = file_facts(log, facts.num_bytes)
-    except OSError as error:
-        raise ConfigError.of("resume", str(log), f"cannot be read: {error}") from None
-    if found.num_bytes < facts.num_bytes:
-        problem = f"has lost lines: it had {facts.num_bytes} bytes at the checkpoint and has {found.num_bytes}"
-    elif found != facts:
-        problem = f"is damaged: its first {facts.num_bytes} bytes are not those that it had at the checkpoint"
-    else:
-        return
-    raise ConfigError.of("resume", str(log), f"{problem}; put it right, or go on from the checkpoint in a new run_dir")
 
 
 def require_new_run(path: Path | str) -> None:

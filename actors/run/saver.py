@@ -7,15 +7,14 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from examples.common.clock import Clock
-from examples.common.cluster import resolve_dtype
-from examples.common.drawn_samples import StreamPosition, load_drawn, save_drawn
-from examples.common.models import Model
-from examples.common.run_folder import RunFolder
-from examples.common.run_identity import require_same_dtype, saved_facts
-from examples.common.run_start import CHECKPOINTS, RunStart
-from examples.common.training_config import TrainingConfig
-from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
+from actors.rollout.stream import StreamPosition, load_drawn, save_drawn
+from actors.run.config import TrainingConfig, resolve_dtype
+from actors.run.folder import RunFolder
+from actors.run.metrics import Clock
+from actors.run.resume import require_same_dtype, saved_facts
+from actors.run.start import CHECKPOINTS, RunStart
+from actors.run.store import RunCheckpoints
+from actors.train.model import GroupModel
 from rl_backend.contracts import CheckpointError
 
 _WAIT_SECONDS = 300.0
@@ -42,7 +41,7 @@ class RunSaver:
         ConfigError: the checkpoint's run has another dtype than this cluster gives it.
     """
 
-    def __init__(self, config: TrainingConfig, folder: RunFolder, models: Mapping[str, Model], start: RunStart) -> None:
+    def __init__(self, config: TrainingConfig, folder: RunFolder, models: Mapping[str, GroupModel], start: RunStart) -> None:
         self._config = config
         self._folder = folder
         self._models = models

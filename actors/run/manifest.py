@@ -1,4 +1,4 @@
-"""What a checkpoint of a run is: its models, the loop's own state, and how it is known to be complete."""
+"""A checkpoint of a run: its models, the loop's own state, and the manifest that says whether it is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that the RL examples share, and the configurations that follow from them."""
+"""Options of every run that samples: sampling, staleness, engines, and the configurations that follow from them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from actors import RolloutConfig, SamplingConfig
+from actors.cluster.placement import ClusterShare
+from actors.rollout.config import RolloutConfig, SamplingConfig
+from actors.run.config import TrainingConfig, resolve_dtype
 from actors.sync.push import TransportName
-from examples.common.cluster import Share, resolve_dtype
-from examples.common.router_replay import RouterReplayMode
-from examples.common.training_config import TrainingConfig
+from actors.train.model import RouterReplayMode
 from rl_backend.contracts import ConfigError
 
 
@@ -18,7 +18,6 @@ class RLConfig(TrainingConfig):
     """Those of every training, sampling, and what lies between."""
 
     may_change: ClassVar[frozenset[str]] = TrainingConfig.may_change | {
-        "trace",
         "engines",
         "transport",
         "samples_logged",
@@ -56,7 +55,6 @@ class RLConfig(TrainingConfig):
         description="for mixtures of experts: updates send tokens to the experts of the pass for the old log-probs (R2), or "
         "both send them to vLLM's (R3)",
     )
-    trace: bool = Field(default=False, description="record all actors in run_dir/trace.json, for Perfetto")
     engines: int = Field(default=1, ge=1, description="vLLM engines")
     placement: Literal["pack", "spread"] = Field(
         default="pack", description="ranks on few nodes of a cluster, or on many; engines likewise"
@@ -123,6 +121,10 @@ class RLConfig(TrainingConfig):
         return self.steps * self.updates_per_step
 
     @property
+    def num_engines(self) -> int:
+        return self.engines
+
+    @property
     def batches_ahead(self) -> int:
         """``sample_ahead`` with its default filled in."""
         return self.max_staleness if self.sample_ahead is None else self.sample_ahead
@@ -141,7 +143,7 @@ class RLConfig(TrainingConfig):
             return {"tis_cap": self.importance_cap}
         return {}
 
-    def rollout_config(self, share: Share) -> RolloutConfig:
+    def rollout_config(self, share: ClusterShare) -> RolloutConfig:
         """Of the engines, with their share of the cluster."""
         return RolloutConfig(
             model_path=self.model,

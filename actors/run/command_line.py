@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.common.json_file import read_object
-from examples.common.termination import EXIT_TERMINATED, RunTerminated
+from actors.cluster.session import EXIT_TERMINATED, RunTerminated
+from actors.run.state import read_object
 from rl_backend.contracts import BaseConfig, ClusterLostError, ConfigError, RLBackendError
 
 

@@ -1,4 +1,4 @@
-"""One run at a time in a folder."""
+"""The lock of a run's folder, and what is said when the folder cannot be written to."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import os
 import socket
 import time
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self, TextIO
 
-from examples.common.disk import usable_run_dir
-from rl_backend.contracts import ConfigError
+from rl_backend.contracts import ConfigError, RunFolderError
 
 _TRY_SECONDS = 0.5
 
@@ -77,3 +77,36 @@ def _lock(file: TextIO) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.02)
+
+
+@contextmanager
+def usable_run_dir(run_dir: Path | str) -> Iterator[None]:
+    """Around what is written before a run begins.
+
+    Raises:
+        ConfigError: the file system refuses: no space, read-only, or a file where a folder should be.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError.of(
+            "run_dir", str(run_dir), f"cannot be written: {error}; make room, or choose a folder that can be"
+        ) from error
+
+
+@contextmanager
+def written_to(run_dir: Path) -> Iterator[None]:
+    """Around what is written while a run goes on.
+
+    Raises:
+        RunFolderError: the file system refuses.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RunFolderError(cannot_write(run_dir, error), path=str(run_dir), errno=error.errno) from error
+
+
+def cannot_write(run_dir: Path, error: BaseException | str) -> str:
+    """What a run that cannot write to its folder says."""
+    return f"{run_dir} cannot be written: {error}; make room, then continue from its newest checkpoint with resume=auto"

@@ -1,4 +1,4 @@
-"""Reward functions with verl's signature."""
+"""Reward functions, with verl's signature."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder per run that a person and a program can both read."""
+"""The folder of a run, which a person and a program can both read."""
 
 from __future__ import annotations
 
@@ -15,19 +15,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from torch.utils.tensorboard import SummaryWriter
+import xxhash
 
 from actors.cluster.prometheus import export_step
+from actors.cluster.session import RunTerminated, termination
 from actors.cluster.watch import cluster_loss, last_words
+from actors.run.lock import RunLock, cannot_write, usable_run_dir, written_to
+from actors.run.metrics import Curves, LogFile, WriterFacts
+from actors.run.start import CHECKPOINTS, LOGS, RunStart, read_file_of_run, require_new_run
+from actors.run.state import RunState, RunWatch
+from actors.run.store import RunCheckpoints
 from actors.run.trace import TraceCollector, TraceSource
-from examples.common.disk import cannot_write, usable_run_dir, written_to
-from examples.common.log_file import LogFile
-from examples.common.run_lock import RunLock
-from examples.common.run_start import CHECKPOINTS, LOGS, RunStart, read_file_of_run, require_new_run
-from examples.common.run_state import RunState
-from examples.common.run_watch import RunWatch
-from examples.common.termination import RunTerminated, termination
-from rl_backend.checkpoint.run_checkpoints import RunCheckpoints
 from rl_backend.contracts import BaseConfig, ClusterLostError, ConfigError, RunFolderError
 from rl_backend.report import write_report
 from rl_backend.report.json_text import json_text
@@ -73,6 +71,9 @@ class RunFolder:
         trace: the groups whose actors are traced, with this process; empty for no trace.
         report_seconds: shortest time between two reports of a run that goes on; 0 writes one at its end alone.
         lock: of the folder, where it was taken before; released with the folder.
+        metrics_to: writers of each step's metrics beside ``metrics.jsonl``, with commas between: names of
+            :data:`~actors.run.metrics.WRITERS`, or ``package.module:Class`` of a
+            :class:`~actors.run.metrics.MetricsWriter`.
 
     Raises:
         ConfigError: the folder holds another run, has changed since ``start`` was decided, or cannot be written to.
@@ -89,6 +90,7 @@ class RunFolder:
         trace: Sequence[TraceSource] = (),
         report_seconds: float = 60.0,
         lock: RunLock | None = None,
+        metrics_to: str = "tensorboard",
     ) -> None:
         start = start or RunStart()
         if not start.same_folder and not start.replaces:
@@ -99,7 +101,7 @@ class RunFolder:
         self._watch = RunWatch(self.path)
         try:
             with usable_run_dir(self.path):
-                self._open(config, start)
+                self._open(config, start, metrics_to)
                 self._trace = TraceCollector(set_aside(self.path / "trace.json"), trace) if trace else None
         except BaseException as error:
             if self._state.running:
@@ -113,7 +115,7 @@ class RunFolder:
         self._last_log = time.monotonic_ns()
         self._next_report = time.monotonic() + report_seconds if report_seconds else math.inf
 
-    def _open(self, config: BaseConfig, start: RunStart) -> None:
+    def _open(self, config: BaseConfig, start: RunStart, metrics_to: str) -> None:
         newest = max(RunCheckpoints(self.path / CHECKPOINTS).steps(), default=None)
         if newest != start.newest:
             raise ConfigError.of(
@@ -144,14 +146,14 @@ class RunFolder:
             _write(self.path / "config.json", options)
         set_aside(self.path / "summary.json")
         drop_from = start.step + 1 if start.same_folder or start.replaces else None
-        self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=drop_from)
+        identity = xxhash.xxh3_64(f"{self.path} {self._facts['started']}".encode()).hexdigest()
+        self._curves = Curves(metrics_to, WriterFacts(self.path, config.model_dump(mode="json"), identity, drop_from))
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        """One line of ``metrics.jsonl``, one point per TensorBoard curve and Prometheus gauge, and a step of the trace."""
+        """One line of ``metrics.jsonl``, one point of every curve and Prometheus gauge, and a step of the trace."""
         with written_to(self.path):
             self._metrics.write({"step": step, **metrics})
-            for name, value in metrics.items():
-                self._board.add_scalar(name, value, step)
+            self._curves.write(step, metrics)
         export_step(str(self.path), step, {name: float(value) for name, value in metrics.items()})
         now = time.monotonic_ns()
         if self._trace is not None:
@@ -174,7 +176,7 @@ class RunFolder:
         """Flushes the logs to the disk; name -> size and digest, which :class:`RunStart` keeps of them."""
         logs = zip(LOGS, (self._metrics, self._samples, self._held_out), strict=True)
         with written_to(self.path):
-            self._board.flush()
+            self._curves.flush()
             return {name: log.sync().model_dump(mode="json") for name, log in logs}
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
@@ -193,9 +195,9 @@ class RunFolder:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         last_words.remove(self._write_end)
         refused: dict[str, OSError] = {}
-        logs = (self._metrics, self._samples, self._held_out, self._board)
+        logs = (self._metrics, self._samples, self._held_out, self._curves)
         # TensorBoard's writer says what its thread has lost when it is flushed, not when it is closed.
-        for end in (self._board.flush, *(log.close for log in logs)):
+        for end in (self._curves.flush, *(log.close for log in logs)):
             try:
                 end()
             except OSError as problem:
@@ -243,7 +245,7 @@ class RunFolder:
             message = f"{self.path}/report.html was not written, {type(error).__name__}: {error}"
             warnings.warn(f"{message}; `rl-backend report {self.path} --debug` shows where", stacklevel=2)
         ended = time.monotonic()
-        # Reports take at most two hundredths of the time of a run.
+        # Spend at most 2% of the run on reports.
         self._next_report = ended + max(self._report_seconds, 50 * (ended - started))
 
     def _write_end(self, error: BaseException | None) -> None:

@@ -1,4 +1,7 @@
-"""What makes two runs the same one: the options and the contents of files that decide what is learned."""
+"""What a resumed run must have in common with the one before: options and files that decide what is learned.
+
+Options that may change are in ``may_change`` of a run's configuration, see :mod:`actors.run.config`.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,8 @@ from typing import Any
 
 import xxhash
 
-from examples.common.cluster import resolve_dtype
-from examples.common.training_config import TrainingConfig
-from rl_backend.checkpoint.run_manifest import RunCheckpoint
+from actors.run.config import TrainingConfig, resolve_dtype
+from actors.run.manifest import RunCheckpoint
 from rl_backend.checkpoint.state_files import file_facts
 from rl_backend.contracts import BACKEND_CONFIGS, CheckpointError, ConfigError
 

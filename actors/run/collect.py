@@ -1,23 +1,80 @@
-"""From sampled batches to the batch of a training step: rewards, staleness, dynamic sampling."""
+"""From prompts and samples to the batch of a training step: inputs, rewards, staleness, dynamic sampling."""
 
 from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from actors import Sample
-from examples.common.clock import Clock
-from examples.common.inputs import Inputs
-from examples.common.prompts import Prompt
-from examples.common.rl_config import RLConfig
-from examples.common.run_start import RunStart
-from examples.common.sample_stream import SampledBatch, SampleStream
-from examples.common.scoring import score
+from actors.cluster.session import raise_if_terminated
+from actors.cluster.watch import cluster_loss
+from actors.rollout.config import SamplingConfig
+from actors.rollout.sample import Sample
+from actors.rollout.stream import SampledBatch, SampleStream
+from actors.run.metrics import Clock
+from actors.run.rl_config import RLConfig
+from actors.run.state import read_object
+from actors.train.model import require_experts
 from rl_backend.algorithm import groups_with_signal
-from rl_backend.contracts import WeightVersionError
+from rl_backend.contracts import BatchError, ConfigError, WeightVersionError
+from rl_backend.data.prompts import Prompt, endless_batches, load_prompts, load_tokenizer
+from rl_backend.data.rewards import RewardFunction, load_reward_function, score_value
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tokenizer, reward function, prompts, and how to sample."""
+
+    tokenizer: Any
+    reward: RewardFunction
+    prompts: list[Prompt]
+    held_out: list[Prompt]
+    batches: Iterator[list[Prompt]]
+    sampling: SamplingConfig
+
+
+def load_inputs(config: RLConfig) -> Inputs:
+    """Reads everything that ``config`` names.
+
+    Raises:
+        ConfigError, BatchError: a file or folder that is missing or cannot be used.
+    """
+    require_experts(f"{type(config).__name__}.router_replay", config.router_replay, config.model)
+    tokenizer = load_tokenizer(config.model)
+    prompts = load_prompts(config.dataset, tokenizer, config.max_prompt_tokens)
+    held_out = load_prompts(config.eval_dataset, tokenizer, config.max_prompt_tokens) if config.eval_dataset else []
+    return Inputs(
+        tokenizer=tokenizer,
+        reward=load_reward_function(config.reward),
+        prompts=prompts,
+        held_out=held_out,
+        batches=endless_batches(prompts, config.prompts_per_step, config.seed),
+        sampling=config.sampling_config(stop_token_ids(config.model, tokenizer)),
+    )
+
+
+def stop_token_ids(model: str, tokenizer: Any) -> tuple[int, ...]:
+    """What ends a response: the tokenizer's end-of-text token and those that ``generation_config.json`` names.
+
+    Chat models end a turn with another token than a text.
+
+    Raises:
+        ConfigError: that file is damaged.
+    """
+    path = Path(model) / "generation_config.json"
+    try:
+        named = read_object(path).get("eos_token_id") if path.exists() else None
+        ids = named if isinstance(named, list) else [] if named is None else [named]
+        if not all(type(token) is int for token in ids):
+            raise ValueError(f"eos_token_id={named!r}, expected a token id or a list of them")
+    except (OSError, ValueError) as error:
+        raise ConfigError.of(
+            "model", model, f"generation_config.json cannot be used: {error}; put it right or remove it"
+        ) from None
+    return tuple(dict.fromkeys([tokenizer.eos_token_id, *ids]))
 
 
 @dataclass(frozen=True)
@@ -37,7 +94,7 @@ class _Group:
     rewards: list[float]
 
 
-class Collector:
+class BatchCollector:
     """Takes batches from the stream until there is enough to train on.
 
     Args:
@@ -46,7 +103,7 @@ class Collector:
         inputs: how they are scored.
         batches_with_signal: with a number, dynamic sampling: groups of equal rewards are replaced by groups of further
             batches, of at most so many; what is missing then is filled up with them.
-        start: where the run begins.
+        earlier: the :attr:`state` of the run that this one goes on from; empty at the first step.
     """
 
     def __init__(
@@ -56,21 +113,20 @@ class Collector:
         inputs: Inputs,
         *,
         batches_with_signal: int | None = None,
-        start: RunStart | None = None,
+        earlier: Mapping[str, Any] | None = None,
     ) -> None:
         self._config = config
         self._stream = stream
         self._inputs = inputs
         self._batches_with_signal = batches_with_signal
-        earlier = start.state("collector") if start else {}
-        self._step_of_version: dict[int, int] = dict(earlier.get("step_of_version", []))
+        self._step_of_version: dict[int, int] = dict((earlier or {}).get("step_of_version", []))
 
     @property
     def state(self) -> dict[str, Any]:
         """What a run that goes on after this step takes over; pushes as far back as samples may be."""
         oldest = max(self._step_of_version.values()) - self._config.batches_ahead
         pushes = [[version, step] for version, step in self._step_of_version.items() if step >= oldest]
-        return {"collector": {"step_of_version": pushes}}
+        return {"step_of_version": pushes}
 
     def pushed(self, version: int, step: int) -> None:
         """Engines sample with the weights that ``step`` made from now on; step 0 is the start."""
@@ -152,3 +208,46 @@ class Collector:
         for start in range(0, len(rewards), size):
             rows = slice(start, start + size)
             yield _Group(batch.prompts[rows], batch.samples[rows], rewards[rows])
+
+
+def score(samples: Sequence[Sample], prompts: Sequence[Prompt], tokenizer: Any, reward: RewardFunction) -> list[float]:
+    """The reward of each sample; ``prompts`` has the one that it answers."""
+    texts = tokenizer.batch_decode([sample.response_ids for sample in samples], skip_special_tokens=True)
+    return [_score(text, prompt, reward) for text, prompt in zip(texts, prompts, strict=True)]
+
+
+def _score(text: str, prompt: Prompt, reward: RewardFunction) -> float:
+    example = prompt.example
+    try:
+        result = reward(
+            data_source=example.data_source,
+            solution_str=text,
+            ground_truth=example.ground_truth,
+            extra_info=example.extra_info,
+        )
+    except SystemExit as error:
+        raise_if_terminated()
+        raise BatchError(
+            f"the reward function ended the process, {error!r}, on the response {text!r}; have it return a number"
+        ) from error
+    raise_if_terminated()
+    if (loss := cluster_loss()) is not None:  # which the reward function may have caught
+        raise loss
+    return score_value(result)
+
+
+def describe(
+    samples: Sequence[Sample], prompts: Sequence[Prompt], rewards: Sequence[float], tokenizer: Any
+) -> list[dict[str, Any]]:
+    """Lines of ``samples.jsonl``; ``version_spans`` are (weight version, tokens) in the order of the response."""
+    return [
+        {
+            "prompt": tokenizer.decode(sample.prompt_ids),
+            "response": tokenizer.decode(sample.response_ids),
+            "reward": reward,
+            "ground_truth": prompt.example.ground_truth,
+            "version_spans": [list(span) for span in sample.version_spans],
+            "finish_reason": sample.finish_reason,
+        }
+        for sample, prompt, reward in zip(samples, prompts, rewards, strict=True)
+    ]

@@ -1,6 +1,6 @@
-"""The process beside a run that says so in ``run.json`` when the run is killed; started by :mod:`examples.common.run_watch`.
+"""The process beside a run that says so in ``run.json`` when the run is killed; ``RunWatch`` starts it.
 
-python -I -S run_watcher.py FOLDER PROCESS     PROCESS: ``process`` of run.json; standard input ends with the run
+python -I -S watcher.py FOLDER PROCESS     PROCESS: ``process`` of run.json; standard input ends with the run
 
 It imports little, waits without polling, and has a session of its own, which Ctrl-C and signals to the run do not reach.
 """
@@ -64,7 +64,7 @@ def _read(folder: str) -> dict[str, object]:
 
 
 def _write(folder: str, facts: dict[str, object]) -> None:
-    """Into the room that :class:`~examples.common.run_state.RunState` has taken for the last state."""
+    """Into the room that :class:`~actors.run.state.RunState` has taken for the last state."""
     spare = os.path.join(folder, ".run.json.spare")
     with open(spare, "r+b" if os.path.exists(spare) else "w+b") as file:
         file.write((json.dumps(facts, indent=2) + "\n").encode())

@@ -1,0 +1,134 @@
+"""The Ray session of a run: joined or started, watched while it lasts, and ended in order by SIGTERM.
+
+Schedulers and ``ray job stop`` end a run with SIGTERM.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import ray
+import torch
+from ray.exceptions import RayError
+
+from actors.cluster.local_ray import init_local_ray, join_ray
+from actors.cluster.placement import usable_cores
+from actors.cluster.watch import ray_is_usable, watch_cluster
+from rl_backend.contracts import ConfigError
+
+EXIT_TERMINATED = 128 + signal.SIGTERM
+"""Exit status of a run that SIGTERM ended, as of any program that it ends."""
+
+_REPEATED_SECONDS = 10.0
+"""Who sends a signal to a process and to its group sends it twice; that must not cut the clean-up short."""
+
+
+@contextmanager
+def ray_session(ranks: int, engines: int = 0) -> Iterator[None]:
+    """Connects to the cluster of ``RAY_ADDRESS``, or starts Ray here for that many training ranks and engines.
+
+    Ray that is started here listens on the loopback address alone, and is told of enough CPUs for ranks and engines to
+    reserve all cores each, because training and sampling take turns. Within the session SIGTERM raises
+    :class:`RunTerminated`.
+
+    Raises:
+        ConfigError: no cluster answers at ``RAY_ADDRESS``, or it refuses this process's token.
+        ClusterLostError: Ray's servers ended meanwhile; see :func:`~actors.cluster.watch.watch_cluster`.
+    """
+    if ray.is_initialized():
+        with raised_on_sigterm():
+            yield
+        return
+    try:
+        _start_or_join(ranks, engines)
+    except SystemExit as error:
+        if error.code == signal.SIGTERM:  # Ray's own answer to it, from the beginning of ray.init
+            raise RunTerminated from None
+        raise
+    with raised_on_sigterm():
+        try:
+            with watch_cluster():
+                yield
+        finally:
+            if ray_is_usable():
+                ray.shutdown()
+
+
+def _start_or_join(ranks: int, engines: int) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if "RAY_ADDRESS" in os.environ:
+        try:
+            join_ray(os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level=logging.ERROR)
+        except (RayError, ConnectionError, RuntimeError) as error:
+            raise ConfigError.of(
+                "RAY_ADDRESS",
+                os.environ["RAY_ADDRESS"],
+                f"{error}; check that it is the head node's HOST:PORT, and that this process has the cluster's token "
+                "(RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH)",
+            ) from None
+    else:
+        init_local_ray(
+            num_cpus=max(usable_cores(), ranks) + max(usable_cores(), engines),
+            num_gpus=torch.cuda.device_count(),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+
+
+class RunTerminated(KeyboardInterrupt):
+    """This process got SIGTERM. What ends a run on Ctrl-C ends it on this too, and ``except Exception`` lets both pass."""
+
+    def __init__(self) -> None:
+        super().__init__("SIGTERM")
+
+
+@contextmanager
+def raised_on_sigterm() -> Iterator[None]:
+    """SIGTERM raises :class:`RunTerminated` in the main thread, and so does what comes of it; elsewhere nothing changes.
+
+    Enter it after ``ray.init``, which has SIGTERM raise a SystemExit that nothing tells from a reward function's own.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    except BaseException as error:
+        if (terminated := termination()) is not None and not isinstance(error, RunTerminated):
+            raise terminated from error
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if before is not _terminate:
+            _received.clear()
+
+
+def termination() -> RunTerminated | None:
+    """What ends a run that got SIGTERM: a call into Ray that it ends raises a plain KeyboardInterrupt. None without one."""
+    return RunTerminated() if _received else None
+
+
+def raise_if_terminated() -> None:
+    """Raises :class:`RunTerminated` again after code of the user, which may have caught it."""
+    if _received:
+        raise RunTerminated
+
+
+_received: list[float] = []
+
+
+def _terminate(_: int, __: FrameType | None) -> None:
+    now = time.monotonic()
+    repeated = bool(_received) and now - _received[-1] < _REPEATED_SECONDS
+    if not repeated:
+        _received.append(now)
+        raise RunTerminated

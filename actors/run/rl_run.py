@@ -1,0 +1,210 @@
+"""A run that samples: engines answer prompts, answers are scored, and every step pushes the policy's weights."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from actors.rollout.group import RolloutGroup
+from actors.rollout.stream import SampleStream, StreamPosition
+from actors.run.collect import BatchCollector, TrainingBatch, describe, load_inputs, score
+from actors.run.rl_config import RLConfig
+from actors.run.run import OnStep, Run
+from actors.run.saver import RunSaver, stream_position
+from actors.run.session import Session
+from actors.sync.push import PushReport, WeightSync
+from actors.train.model import GroupModel
+from rl_backend.contracts import RLBackendError
+
+SHOWN = {
+    "reward": ("reward", ".3f"),
+    "log_prob_gap": ("gap", ".1e"),
+    "kl": ("kl", ".3f"),
+    "value_loss": ("value loss", ".3f"),
+    "grad_norm": ("grad norm", ".2f"),
+    "next_lr": ("next lr", ".1e"),
+    "staleness_mean": ("staleness", ".1f"),
+    "accuracy": ("accuracy", ".3f"),
+}
+"""Metrics in the line that is printed for a step: label and format."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Accuracies are mean rewards of greedy responses on ``eval_dataset``; None without one.
+
+    Attributes:
+        max_log_prob_gap: largest mean in a step of the difference between trainer and engine, in nats; with stale samples
+            also between new weights and old.
+        seconds: of the whole run.
+        step_seconds: of the training steps alone.
+    """
+
+    accuracy_before: float | None
+    accuracy_after: float | None
+    max_log_prob_gap: float
+    seconds: float
+    step_seconds: float
+
+
+class RLRun(Run[RLConfig]):
+    """A run that samples: batches of prompts are answered by engines, scored, and trained on::
+
+        with RLRun(config) as run:
+            policy = run.build_model("policy")
+            run.begin("Mine", {"policy": policy})
+            for step in run.steps():
+                batch = run.collect()
+                ...  # updates of the policy
+                run.lap("train")
+                run.push()
+                run.end_step(batch.metrics | update_metrics(updates))
+            run.save_model(policy)
+            result = run.finish()
+
+    Attributes:
+        inputs: tokenizer, reward function and prompts.
+    """
+
+    def __init__(self, config: RLConfig, session: Session | None = None, on_step: OnStep | None = None) -> None:
+        super().__init__(config, session, on_step)
+        self.inputs = load_inputs(config)
+
+    def begin(
+        self,
+        title: str,
+        trained: Mapping[str, GroupModel],
+        facts: Sequence[str] = (),
+        *,
+        batches_with_signal: int | None = None,
+    ) -> None:
+        """Restores a checkpoint, if any, pushes the weights of the first of ``trained`` and evaluates them.
+
+        Args:
+            batches_with_signal: dynamic sampling, see :class:`~actors.run.collect.BatchCollector`.
+        """
+        config, inputs, start, rollout = self.config, self.inputs, self.start, self._rollout
+        earlier = start.state("log")
+        self._accuracy_before: float | None = earlier.get("accuracy_before")
+        self._accuracy: float | None = earlier.get("accuracy")
+        self._max_gap: float = earlier.get("max_log_prob_gap", 0.0)
+        self._step_seconds: float = earlier.get("step_seconds", 0.0)
+        self._opened = time.perf_counter() - earlier.get("seconds", 0.0)
+        self._saver = self._stack.enter_context(RunSaver(config, self.folder, trained, start))
+        policy = next(iter(trained.values()))
+        self._sync = self._stack.enter_context(WeightSync(policy.group, rollout, policy.handle, transport=config.transport))
+        self._stream = self._stack.enter_context(
+            SampleStream(
+                rollout,
+                inputs.batches,
+                inputs.sampling,
+                seed=config.seed,
+                ahead=config.batches_ahead,
+                start=stream_position(start),
+            )
+        )
+        self._collector = BatchCollector(
+            config, self._stream, inputs, batches_with_signal=batches_with_signal, earlier=start.state("collector")
+        )
+        pushed = self._push(start.step)
+        if start.checkpoint is None:
+            self._accuracy_before = self._accuracy = self._evaluate(0)
+        facts = [*config.facts(), *facts, f"weights by {pushed.transport}", *start.describe()]
+        print(f"{title}: {', '.join([f'{len(inputs.prompts)} prompts', *facts])}")
+        if self._accuracy_before is not None:
+            print(
+                f"held-out accuracy before: {self._accuracy_before:.3f} ({len(inputs.held_out)} prompts, greedy)", flush=True
+            )
+        self._steps_started = time.perf_counter() - self._step_seconds
+
+    def collect(self) -> TrainingBatch:
+        """The step's samples with their rewards: phases ``sample`` and ``reward``."""
+        self._batch = self._collector.collect(self._step, self._clock)
+        return self._batch
+
+    def push(self) -> PushReport:
+        """Sends the policy's weights to the engines, between two batches: phases ``wait_for_samples`` and ``sync``."""
+        with self._stream.between_batches():
+            if self.config.batches_ahead:
+                self.lap("wait_for_samples")
+            report = self._push(self._step)
+        self.lap("sync")
+        return report
+
+    def finish(self) -> RunResult:
+        """After the last step; also writes ``summary.json``."""
+        seconds = time.perf_counter() - self._opened
+        result = RunResult(self._accuracy_before, self._accuracy, self._max_gap, seconds, self._step_seconds)
+        self.folder.write_summary(vars(result))
+        return result
+
+    @property
+    def _rollout(self) -> RolloutGroup:
+        assert self.session.rollout is not None  # Session.require, and open_session, have seen to it
+        return self.session.rollout
+
+    def _push(self, step: int) -> PushReport:
+        report = self._sync.push()
+        self._collector.pushed(report.version, step)
+        self._version = report.version
+        return report
+
+    def _log(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Also evaluates, where that is due, and prints the step.
+
+        Raises:
+            RLBackendError: the log-prob gap is not a number: trainer or engines compute nonsense.
+        """
+        config, step, batch, clock = self.config, self._step, self._batch, self._clock
+        gap = metrics.get("log_prob_gap", 0.0)
+        if not math.isfinite(gap):
+            raise RLBackendError(f"step {step}: the log-prob gap between trainer and vLLM is {gap}")
+        self._max_gap = max(self._max_gap, gap)
+        self._step_seconds = time.perf_counter() - self._steps_started
+        if step == config.steps or (config.eval_every and step % config.eval_every == 0):
+            self._accuracy = self._evaluate(step)
+            if self._accuracy is not None:
+                metrics["accuracy"] = self._accuracy
+                clock.lap("evaluate")
+        self.folder.log(step, metrics | clock.seconds | {"weight_version": self._version})
+        logged = slice(config.samples_logged)
+        lines = describe(batch.samples[logged], batch.prompts[logged], batch.rewards[logged], self.inputs.tokenizer)
+        self.folder.log_samples(step, lines)
+        _print_step(step, config.steps, metrics, clock.seconds)
+        return metrics
+
+    def _state(self) -> dict[str, Any]:
+        log = {
+            "accuracy_before": self._accuracy_before,
+            "accuracy": self._accuracy,
+            "max_log_prob_gap": self._max_gap,
+            "step_seconds": self._step_seconds,
+            "seconds": time.perf_counter() - self._opened,
+        }
+        return {"log": log, "collector": self._collector.state}
+
+    def _position(self) -> StreamPosition:
+        return self._stream.position
+
+    def _evaluate(self, step: int) -> float | None:
+        """Mean reward of greedy answers to the held-out prompts; None without any."""
+        inputs = self.inputs
+        if not inputs.held_out:
+            return None
+        greedy = inputs.sampling.replace(n=1, temperature=0.0)
+        samples = self._rollout.generate([prompt.token_ids for prompt in inputs.held_out], greedy)
+        rewards = score(samples, inputs.held_out, inputs.tokenizer, inputs.reward)
+        self.folder.log_held_out(step, describe(samples, inputs.held_out, rewards, inputs.tokenizer))
+        return statistics.fmean(rewards)
+
+
+def _print_step(step: int, steps: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
+    """One line: the metrics of ``SHOWN`` that there are, and the seconds of each phase."""
+    shown = "  ".join(f"{label} {metrics[name]:{form}}" for name, (label, form) in SHOWN.items() if name in metrics)
+    phases = "  ".join(f"{name.removeprefix('seconds/')} {value:.2f}s" for name, value in seconds.items())
+    skipped = "" if metrics["step_ok"] == 1 else "  UPDATE SKIPPED: a gradient is not finite"
+    print(f"step {step:4d}/{steps}  {shown}  | {phases}{skipped}", flush=True)

@@ -1,0 +1,160 @@
+"""A run: what a training loop needs around it, from its folder to its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+from actors.rollout.stream import StreamPosition
+from actors.run.config import TrainingConfig
+from actors.run.folder import RunFolder
+from actors.run.lock import RunLock
+from actors.run.metrics import Clock
+from actors.run.saver import RunSaver
+from actors.run.session import Session, lent_session, open_session, require_paths
+from actors.run.start import find_start
+from actors.run.trace import TraceSource
+from actors.train.model import GroupModel, RouterReplayMode
+from rl_backend.contracts import Head, OptimizerConfig
+
+type OnStep = Callable[[int, dict[str, float]], None]
+"""Called after each step with its number and metrics."""
+
+
+class Run[C: TrainingConfig]:
+    """A training run in a folder, from its first step, or from a checkpoint, to its last step.
+
+    The loop is yours; the run locks its folder, opens Ray, training groups and engines, restores and saves checkpoints,
+    logs every step and says how it ended, however it ends::
+
+        with Run(config) as run:
+            model = run.build_model("mine")
+            run.begin("Mine", {"mine": model})
+            for step in run.steps():
+                update = model.update(next(batches), loss)
+                run.lap("train")
+                run.end_step(update_metrics([update]))
+            run.save_model(model)
+
+    Args:
+        config: read and checked when the object is made: nothing is started for a run that cannot begin.
+        session: open training groups and engines, which stay open; None opens them for this run.
+        on_step: called after each step.
+
+    Attributes:
+        start: where the run begins.
+        session: inside the context, what it works with.
+        folder: inside the context, what it writes.
+
+    Raises:
+        ConfigError: options or a folder with which the run cannot begin, or a session that does not fit it.
+        CheckpointError: a checkpoint that cannot be continued.
+    """
+
+    session: Session
+    folder: RunFolder
+
+    def __init__(self, config: C, session: Session | None = None, on_step: OnStep | None = None) -> None:
+        self.config = config
+        self.start = find_start(config)
+        self._lent = session
+        self._on_step = on_step
+        self._stack = ExitStack()
+        self._step = self.start.step
+        self._clock = Clock()
+
+    def __enter__(self) -> Self:
+        config = self.config
+        with ExitStack() as stack:
+            lock = stack.enter_context(RunLock(config.run_dir))
+            opened = open_session(config) if self._lent is None else lent_session(self._lent, config)
+            self.session = stack.enter_context(opened)
+            traced: list[TraceSource] = []
+            if config.trace:
+                traced = [*self.session.groups, *filter(None, [self.session.rollout])]
+            self.folder = stack.enter_context(
+                RunFolder(config.run_dir, config, start=self.start, trace=traced, lock=lock, metrics_to=config.metrics_to)
+            )
+            for group in self.session.groups:
+                require_paths(group, config.model, self.folder.path)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def build_model(
+        self,
+        name: str,
+        *,
+        group: int = 0,
+        forward_only: bool = False,
+        head: Head = "log_probs",
+        hf_path: Path | str | None = None,
+        optimizer: OptimizerConfig | None = None,
+        router_replay: RouterReplayMode = "off",
+    ) -> GroupModel:
+        """Builds a model on the training group of that number, or on the last one.
+
+        Args:
+            hf_path: None takes the run's ``model``.
+            optimizer: None takes the run's.
+            router_replay: for a policy that is updated.
+        """
+        config, groups = self.config, self.session.groups
+        trainer = groups[min(group, len(groups) - 1)]
+        if not forward_only:
+            optimizer = optimizer or config.optimizer_config(config.lr, config.optimizer_steps)
+        handle = trainer.build_model(
+            name=name, forward_only=forward_only, head=head, hf_path=hf_path or config.model, optimizer=optimizer
+        )
+        return GroupModel(trainer, handle, router_replay)
+
+    def begin(self, title: str, trained: Mapping[str, GroupModel], facts: Sequence[str] = ()) -> None:
+        """Restores the models of the checkpoint that the run continues, if any, and prints the run's first line.
+
+        Args:
+            trained: the models that checkpoints hold, by the names of their directories.
+            facts: further words for the line.
+        """
+        self._saver = self._stack.enter_context(RunSaver(self.config, self.folder, trained, self.start))
+        print(f"{title}: {', '.join([*facts, *self.start.describe()])}", flush=True)
+
+    def steps(self) -> Iterator[int]:
+        """The numbers of the steps that are left. Each ends with :meth:`end_step`."""
+        for step in range(self.start.step + 1, self.config.steps + 1):
+            self._step, self._clock = step, Clock()
+            yield step
+        self._saver.finish()
+
+    def lap(self, phase: str) -> None:
+        """Ends a phase of the step: the metric ``seconds/<phase>``."""
+        self._clock.lap(phase)
+
+    def end_step(self, metrics: Mapping[str, float]) -> None:
+        """Saves a checkpoint if one is due, logs the step, and commits what is saved by now."""
+        self._saver.save(self._step, self._clock)
+        logged = self._log(dict(metrics))
+        self._saver.commit(self._step, self._state(), self._position())
+        if self._on_step:
+            self._on_step(self._step, logged)
+
+    def save_model(self, model: GroupModel, name: str = "model") -> Path:
+        """Writes a model as a Hugging Face directory of the run's folder."""
+        path = self.folder.place(name)
+        model.group.save_checkpoint(model.handle, path, hf=True)
+        return path
+
+    def _log(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Writes the step's lines; what ``on_step`` sees."""
+        self.folder.log(self._step, metrics | self._clock.seconds)
+        return metrics
+
+    def _state(self) -> dict[str, Any]:
+        """What a run that continues after this step takes over, by the part of the loop that wants it back."""
+        return {}
+
+    def _position(self) -> StreamPosition | None:
+        return None

@@ -1,0 +1,137 @@
+"""A model of a run: a handle with its group, and the operations that a loop starts and waits for later."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+from actors.train.context import HandleRef
+from actors.train.group import TrainGroup
+from actors.train.loss import Loss
+from rl_backend.checkpoint.hf_reader import read_hf_config
+from rl_backend.contracts import ConfigError, Metric, TokenSequence, merge_metrics
+from rl_backend.runtime import RouterReplay
+
+type RouterReplayMode = Literal["off", "R2", "R3"]
+"""``R2``: the pass for the old log-probs records routes, updates replay them. ``R3``: both replay vLLM's."""
+
+BEFORE_UPDATES: dict[RouterReplayMode, RouterReplay] = {"off": "off", "R2": "record", "R3": "replay"}
+UPDATE: dict[RouterReplayMode, RouterReplay] = {"off": "off", "R2": "replay", "R3": "replay"}
+
+_NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+class Update(NamedTuple):
+    """One optimizer step; ``ok`` is False when it was refused because a gradient is not finite."""
+
+    metrics: Mapping[str, Metric]
+    ok: bool
+    grad_norm: float
+    next_lr: float
+
+
+def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
+    """Of a step's updates of one model: means of the metrics, largest gradient norm, share that was taken, next rate.
+
+    The norm is NaN if that of any update is.
+    """
+    means = {name: metric.mean for name, metric in merge_metrics([update.metrics for update in updates]).items()}
+    norms = [update.grad_norm for update in updates]
+    return means | {
+        "grad_norm": math.nan if any(map(math.isnan, norms)) else max(norms),
+        "step_ok": sum(update.ok for update in updates) / len(updates),
+        "next_lr": updates[-1].next_lr,
+    }
+
+
+@dataclass(frozen=True)
+class GroupModel:
+    """A handle and the training group that it lives on.
+
+    Operations on models of one group run one after the other, on models of different groups at the same time.
+
+    Attributes:
+        router_replay: in the passes of a policy that is trained; other passes route freely.
+    """
+
+    group: TrainGroup
+    handle: HandleRef
+    router_replay: RouterReplayMode = "off"
+
+    def submit_outputs(
+        self,
+        fields: Mapping[str, str],
+        sequences: Sequence[TokenSequence],
+        meta: Mapping[str, Any],
+        *,
+        before_updates: bool = False,
+    ) -> Callable[[], dict[str, list[Tensor]]]:
+        """Starts a forward pass; the result waits and returns outputs, by the token field that each becomes.
+
+        Args:
+            fields: token field -> output, as in ``{"old_log_probs": "log_probs"}``.
+            before_updates: the pass of a policy that is updated next. It records or replays routes, as ``router_replay``
+                says; recorded ones become the field ``routed_experts``.
+        """
+        mode = BEFORE_UPDATES[self.router_replay] if before_updates else "off"
+        wanted = {**fields, "routed_experts": "routed_experts"} if mode == "record" else fields
+        future = self.group.forward.submit(self.handle, sequences, meta=meta, router_replay=mode)
+
+        def wait() -> dict[str, list[Tensor]]:
+            result = future.result()
+            return {field: list(result.output(name)) for field, name in wanted.items()}
+
+        return wait
+
+    def submit_update(self, sequences: Sequence[TokenSequence], loss: Loss, meta: Mapping[str, Any]) -> Callable[[], Update]:
+        """Starts an optimizer step on fresh gradients; the result waits for it."""
+        cleared = self.group.zero_grad.submit(self.handle)
+        gradients = self.group.forward_backward.submit(
+            self.handle, sequences, loss, meta=meta, router_replay=UPDATE[self.router_replay]
+        )
+        step = self.group.optimizer_step.submit(self.handle)
+        schedule = self.group.lr_scheduler_step.submit(self.handle)
+
+        def wait() -> Update:
+            cleared.result()
+            metrics = gradients.result().metrics
+            ok, grad_norm, _ = step.result()
+            return Update(metrics, ok, grad_norm, schedule.result())
+
+        return wait
+
+    def outputs(
+        self,
+        fields: Mapping[str, str],
+        sequences: Sequence[TokenSequence],
+        meta: Mapping[str, Any],
+        *,
+        before_updates: bool = False,
+    ) -> dict[str, list[Tensor]]:
+        """As :meth:`submit_outputs`, and waits."""
+        return self.submit_outputs(fields, sequences, meta, before_updates=before_updates)()
+
+    def update(self, sequences: Sequence[TokenSequence], loss: Loss, meta: Mapping[str, Any] | None = None) -> Update:
+        """As :meth:`submit_update`, and waits."""
+        return self.submit_update(sequences, loss, meta or {})()
+
+
+def require_experts(option: str, mode: RouterReplayMode, model: str) -> None:
+    """Refuses replay for a model whose ``config.json`` names no experts.
+
+    Raises:
+        ConfigError: a dense model.
+    """
+    if mode == "off":
+        return
+    config = read_hf_config(model)
+    if not any(config.get(name) for name in _NUMBER_OF_EXPERTS):
+        raise ConfigError.of(
+            option,
+            mode,
+            f"{model} is a dense model (its config.json has none of {', '.join(_NUMBER_OF_EXPERTS)}); use off",
+        )

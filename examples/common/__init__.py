@@ -1,1 +1,0 @@
-"""What the example scripts share: command line, run folder, prompts and the Ray session."""

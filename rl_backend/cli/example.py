@@ -1,0 +1,53 @@
+"""``rl-backend example``: runs an example script that came with the package, or says where it is, to be copied."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import site
+import sys
+import sysconfig
+from pathlib import Path
+
+import rl_backend
+from rl_backend.cli.errors import CommandError
+
+EXAMPLES = {
+    "grpo": "GRPO and its relatives: policy, optional reference, vLLM",
+    "ppo": "PPO: actor, critic, optional reference, vLLM",
+    "sft": "supervised fine-tuning",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", choices=tuple(EXAMPLES), help="which one runs; without it, all are listed")
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="of the example, whose own --help lists them")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.name is None:
+        for name, purpose in EXAMPLES.items():
+            print(f"{name:6}{purpose}: {example_file(name)}")
+        return 0
+    file = str(example_file(arguments.name))
+    sys.argv = [file, *arguments.options]
+    runpy.run_path(file, run_name="__main__")
+    return 0
+
+
+def example_file(name: str) -> Path:
+    """An example in the source tree, or where pip puts it.
+
+    Raises:
+        CommandError: it is in none of these places.
+    """
+    parent = Path(rl_backend.__file__).resolve().parents[1]
+    if (parent / "pyproject.toml").is_file():
+        return parent / "examples" / f"{name}.py"
+    # Beside the packages with pip install --target, else below the environment or the user's own folder.
+    roots = [parent, Path(sysconfig.get_path("data")), *map(Path, filter(None, [site.getuserbase()]))]
+    places = [root / "share" / "rl_backend" / "examples" / f"{name}.py" for root in roots]
+    for place in places:
+        if place.is_file():
+            return place
+    raise CommandError(f"{name}.py is in none of {', '.join(map(str, places))}: install rl-backend again")
