@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 import warnings
@@ -26,19 +25,10 @@ from actors.run.start import CHECKPOINTS, LOGS, RunStart, read_file_of_run, requ
 from actors.run.state import RunState, RunWatch
 from actors.run.store import RunCheckpoints
 from actors.run.trace import TraceCollector, TraceSource
+from rl_backend.checkpoint.durable import replace_text
 from rl_backend.contracts import BaseConfig, ClusterLostError, ConfigError, RunFolderError
 from rl_backend.report import write_report
 from rl_backend.report.json_text import json_text
-
-
-def _write(path: Path, text: str) -> None:
-    """All or nothing: a run that is killed must find its files again."""
-    new = path.with_name(f".{path.name}.new")
-    with new.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
 
 
 def _now() -> str:
@@ -138,12 +128,12 @@ class RunFolder:
             self._facts = {"started": started, "resumed": [*resumed, {"after_step": start.step, "at": _now()}]}
         options = config.model_dump_json(indent=2) + "\n"
         if not start.same_folder:
-            _write(self.path / "config.json", options)  # first: it says where the run began
+            replace_text(self.path / "config.json", options)  # first: it says where the run began
         self._write_state("running")
         self._watch.start()
         if start.same_folder:
             # After the state: they would be the options of a run that has finished.
-            _write(self.path / "config.json", options)
+            replace_text(self.path / "config.json", options)
         set_aside(self.path / "summary.json")
         drop_from = start.step + 1 if start.same_folder or start.replaces else None
         identity = xxhash.xxh3_64(f"{self.path} {self._facts['started']}".encode()).hexdigest()
@@ -182,7 +172,7 @@ class RunFolder:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """``summary.json``; a later call replaces an earlier one."""
         with written_to(self.path):
-            _write(self.path / "summary.json", json_text(summary, indent=2) + "\n")
+            replace_text(self.path / "summary.json", json_text(summary, indent=2) + "\n")
 
     def place(self, name: str) -> Path:
         """Where the run may write ``name``; what is there is set aside."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import shutil
 import subprocess
@@ -61,6 +62,8 @@ def test_the_wheel_holds_three_typed_packages_the_licence_and_the_command(tmp_pa
     assert {str(file.relative_to(source)) for file in needed} <= set(names)
     assert any(name.endswith("LICENSE") for name in names)
     assert "rl-backend = rl_backend.cli.main:main" in entry_points
+    carried = {Path(name).name for name in names if "/share/rl_backend/examples/" in name}
+    assert carried == {"grpo.py", "ppo.py", "sft.py"}
 
 
 def test_every_sub_package_is_a_package_that_setuptools_finds() -> None:
@@ -117,6 +120,9 @@ BAD_IMPORTS = {
     "rl_backend/__init__.py": "import actors",
     "actors/__init__.py": "import adapters",
     "adapters/__init__.py": "import examples",
+    "rl_backend/data/prompts.py": "import adapters.verl.settings",
+    "examples/sft.py": "import examples.demo.task",
+    "examples/ppo.py": "import examples.grpo",
     "examples/__init__.py": "import benchmarks.report",
 }
 
@@ -194,6 +200,37 @@ def test_a_circle_of_files_is_found_inside_of_functions_too(statement: str, tmp_
         imports[importer].remove(imported)
     circle = first_circle(imports)
     assert circle[0] == circle[-1] and {"actors.wire.segment", "actors.sync.push"} <= set(circle)
+
+
+PUBLIC = {
+    "actors",
+    "actors.run",
+    "rl_backend",
+    "rl_backend.algorithm",
+    "rl_backend.checkpoint.hf_reader",
+    "rl_backend.contracts",
+    "rl_backend.data.prompts",
+}
+
+
+@pytest.mark.parametrize("example", ["grpo", "ppo", "sft"])
+def test_an_example_is_a_short_file_that_imports_public_names_alone(example: str) -> None:
+    text = (ROOT / "examples" / f"{example}.py").read_text()
+    assert len(text.splitlines()) <= 205
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in PACKAGES:
+            assert node.module in PUBLIC, node.module
+            public = getattr(importlib.import_module(node.module), "__all__", None)
+            for alias in node.names:
+                assert not alias.name.startswith("_") and (public is None or alias.name in public), alias.name
+        elif isinstance(node, ast.Import):
+            assert all(alias.name.partition(".")[0] not in PACKAGES for alias in node.names)
+
+
+@pytest.mark.parametrize("package", ["actors", "actors.run", "adapters.verl"])
+def test_every_public_name_can_be_imported(package: str) -> None:
+    module = importlib.import_module(package)
+    assert all(getattr(module, name) is not None for name in module.__all__)
 
 
 BACKEND_WITHOUT_OPTIONAL_PACKAGES = """

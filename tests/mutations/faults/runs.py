@@ -41,9 +41,9 @@ FAULTS = [
     ),
     Fault(
         "files-named-before-they-are-on-the-disk",
-        "actors/run/folder.py",
-        "        file.flush()\n        os.fsync(file.fileno())\n    new.replace(path)\n",
-        "        file.flush()\n    new.replace(path)\n",
+        "rl_backend/checkpoint/durable.py",
+        "        stream.flush()\n        os.fsync(stream.fileno())\n",
+        "        stream.flush()\n",
         (f"{_START}::test_files_that_a_resume_reads_are_on_the_disk_before_they_get_their_names",),
         "a power cut would leave an empty run.json",
     ),

@@ -1,0 +1,126 @@
+"""The wheel's examples, copied next to a user's own code in a folder elsewhere, and a session that runs share."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from actors import open_session
+from actors.run import RunResult
+from examples import grpo
+from examples.demo.__main__ import DemoConfig, demo_settings
+from rl_backend.contracts import ConfigError
+from tests.unit.test_packaging import copy_sources
+
+REWARD = (
+    "def score(data_source, solution_str, ground_truth, extra_info=None):\n    return float(solution_str == ground_truth)\n"
+)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package as pip installs it, without what it needs."""
+    folder = tmp_path_factory.mktemp("installed")
+    source = copy_sources(folder / "source")
+    pip = [sys.executable, "-m", "pip", "--quiet", "install", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "--target", str(folder / "site"), str(source)], check=True)
+    shutil.rmtree(source)
+    return folder / "site"
+
+
+def run(installed: Path, folder: Path, *command: str) -> str:
+    """Runs Python in ``folder``, where nothing of this source tree can be imported."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env=environment | {"PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.shows(
+    "examples: a file that pip installed, copied next to a user's reward function, trains in a folder elsewhere"
+)
+def test_a_copied_example_runs_against_the_installed_package(
+    installed: Path, task: Path, warm_model: Path, tmp_path: Path
+) -> None:
+    listed = run(installed, tmp_path, "-m", "rl_backend.cli", "example")
+    files = {line.split()[0]: Path(line.rsplit(": ", 1)[1]) for line in listed.splitlines()}
+    assert set(files) == {"grpo", "ppo", "sft"}
+    assert all(file.is_relative_to(installed) for file in files.values())
+    shutil.copy(files["grpo"], tmp_path / "my_loop.py")
+    (tmp_path / "my_reward.py").write_text(REWARD)
+    settings = demo_settings(DemoConfig(steps=2), task, warm_model, tmp_path)
+    settings |= {"reward": "my_reward.py:score", "run_dir": "run", "trace": False}
+    (tmp_path / "options.json").write_text(json.dumps(settings))
+    run(installed, tmp_path, "my_loop.py", "--config", "options.json")
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert (tmp_path / "run" / "model" / "config.json").exists()
+    assert list((tmp_path / "run" / "tensorboard").glob("events*"))
+
+
+def test_the_command_runs_an_example_that_pip_installed(installed: Path, task: Path, tmp_path: Path) -> None:
+    options = ["--model", str(task / "model"), "--dataset", str(task / "train.jsonl"), "--run-dir", "run", "--steps", "2"]
+    run(installed, tmp_path, "-m", "rl_backend.cli", "example", "sft", *options)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["state"] == "finished"
+    assert (tmp_path / "run" / "model" / "config.json").exists()
+
+
+def lines(path: Path, last: int) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return [
+        {name: value for name, value in line.items() if not name.startswith("seconds/")}
+        for line in found
+        if line["step"] <= last
+    ]
+
+
+class StopError(Exception):
+    """Ends a run whose schedule depends on the number of its steps."""
+
+
+def stop_after(last: int) -> Any:
+    def on_step(step: int, metrics: dict[str, float]) -> None:
+        if step == last:
+            raise StopError
+
+    return on_step
+
+
+@pytest.mark.shows("loop: runs that share Ray, trainer and engines are those of runs that start their own, in every digit")
+def test_a_run_in_a_session_that_is_open_is_the_run_that_opens_its_own(
+    learned: tuple[RunResult, Path], tmp_path: Path
+) -> None:
+    last, reference = 3, learned[1]
+    settings = json.loads((reference / "config.json").read_text()) | {"trace": False}
+    config = grpo.GRPOConfig(**settings)
+    with open_session(config) as session:
+        for name in ("first", "second"):
+            with pytest.raises(StopError):
+                grpo.train(config.replace(run_dir=str(tmp_path / name)), session, stop_after(last))
+            assert ray.is_initialized() and session.rollout is not None
+            for file in ("metrics.jsonl", "samples.jsonl", "held_out.jsonl"):
+                assert lines(tmp_path / name / file, last) == lines(reference / file, last), file
+        for changes, message in (
+            ({"ranks": 2}, "ranks=1': the run asks for 2"),
+            ({"dtype": "bfloat16"}, "param_dtype='float32'': the run asks for 'bfloat16'"),
+            ({"seed": 1}, "seed=0': the run asks for 1"),
+            ({"max_response_tokens": 9}, "max_model_len=16': the run's prompts and responses have up to 17"),
+        ):
+            other = config.replace(run_dir=str(tmp_path / "other"), **changes)
+            with pytest.raises(ConfigError, match=message):
+                grpo.train(other, session)
