@@ -160,10 +160,10 @@ class TrainingConfig(RuntimeOptions):
     keep_checkpoints: int = Field(default=2, ge=0, description="newest checkpoints that are kept; 0: all")
     async_save: bool = Field(default=True, description="train on while a checkpoint is written")
     trace: bool = Field(default=False, description="record all actors in run_dir/trace.json, for Perfetto")
-    metrics_to: str = Field(
+    metrics_to: str | None = Field(
         default="tensorboard",
         description="where each step's metrics go beside metrics.jsonl, with commas between: tensorboard, wandb, mlflow, "
-        "trackio, or package.module:Class of your own; empty: nowhere",
+        "trackio, or package.module:Class of your own; none: nowhere",
     )
     resume: str | None = Field(
         default=None,

@@ -80,7 +80,7 @@ class RunFolder:
         trace: Sequence[TraceSource] = (),
         report_seconds: float = 60.0,
         lock: RunLock | None = None,
-        metrics_to: str = "tensorboard",
+        metrics_to: str | None = "tensorboard",
     ) -> None:
         start = start or RunStart()
         if not start.same_folder and not start.replaces:
@@ -105,7 +105,7 @@ class RunFolder:
         self._last_log = time.monotonic_ns()
         self._next_report = time.monotonic() + report_seconds if report_seconds else math.inf
 
-    def _open(self, config: BaseConfig, start: RunStart, metrics_to: str) -> None:
+    def _open(self, config: BaseConfig, start: RunStart, metrics_to: str | None) -> None:
         newest = max(RunCheckpoints(self.path / CHECKPOINTS).steps(), default=None)
         if newest != start.newest:
             raise ConfigError.of(

@@ -214,13 +214,13 @@ WRITERS = {"tensorboard": TensorBoardWriter, "wandb": WandbWriter, "mlflow": Mlf
 """By name, which is also that of the package that a writer needs."""
 
 
-def writer_classes(names: str) -> dict[str, Any]:
+def writer_classes(names: str | None) -> dict[str, Any]:
     """The writers that ``names``, with commas between them, asks for.
 
     Raises:
         ConfigError: an unknown name, a package that is not installed, or a class that cannot be imported.
     """
-    return {name: _writer_class(name) for part in names.split(",") if (name := part.strip())}
+    return {name: _writer_class(name) for part in (names or "").split(",") if (name := part.strip())}
 
 
 def _writer_class(name: str) -> Any:
@@ -251,7 +251,7 @@ class Curves:
         ConfigError: one that cannot be opened.
     """
 
-    def __init__(self, names: str, facts: WriterFacts) -> None:
+    def __init__(self, names: str | None, facts: WriterFacts) -> None:
         self._writers: dict[str, MetricsWriter] = {}
         for name, kind in writer_classes(names).items():
             try:

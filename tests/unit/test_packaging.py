@@ -51,7 +51,7 @@ def test_the_wheel_holds_three_typed_packages_the_licence_and_the_command(tmp_pa
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         entry_points = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
-    folders = {name.split("/")[0] for name in names if ".dist-info" not in name}
+    folders = {name.split("/")[0] for name in names if ".dist-info/" not in name and ".data/" not in name}
     assert folders == {"rl_backend", "actors", "adapters"}
     for package in folders:
         assert f"{package}/__init__.py" in names

@@ -65,7 +65,7 @@ def test_a_writer_of_ones_own_is_told_of_every_step_beside_tensorboard(tmp_path:
 
 
 def test_a_run_may_have_no_writer(tmp_path: Path) -> None:
-    with RunFolder(tmp_path, Options(), report_seconds=0, metrics_to="") as folder:
+    with RunFolder(tmp_path, Options(), report_seconds=0, metrics_to=None) as folder:
         folder.log(1, {"reward": 0.5})
     assert not (tmp_path / "tensorboard").exists()
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "reward": 0.5}
