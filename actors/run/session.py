@@ -44,8 +44,8 @@ class Session:
         asked = config.rollout_config(ClusterShare(1, 1, 0))
         engines = None if self.rollout is None else self.rollout.config
         if asked is not None:
-            wanted |= {name: getattr(asked, name) for name in _OF_ENGINES}
-            found |= {name: getattr(engines, name, None) for name in _OF_ENGINES}
+            wanted |= {f"rollout.{name}": getattr(asked, name) for name in _OF_ENGINES}
+            found |= {f"rollout.{name}": getattr(engines, name, None) for name in _OF_ENGINES}
         for name in wanted | found:
             if wanted.get(name) != found.get(name):
                 raise ConfigError.of(

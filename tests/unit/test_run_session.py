@@ -1,0 +1,66 @@
+"""A session that is open serves the runs that would open such a one themselves, and refuses others by name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from actors import Session
+from actors.cluster.placement import ClusterShare
+from examples.grpo import GRPOConfig
+from examples.ppo import PPOConfig
+from examples.sft import SFTConfig
+from rl_backend.contracts import ConfigError
+
+OPTIONS: dict[str, Any] = {"model": "m", "dataset": "d", "dtype": "float32"}
+
+
+def session_of(config: GRPOConfig | SFTConfig) -> Session:
+    group: Any = SimpleNamespace(config=config.runtime_config(), num_ranks=config.ranks)
+    engines: Any = config.rollout_config(ClusterShare(3, 4, 0))
+    rollout: Any = None if engines is None else SimpleNamespace(config=engines)
+    return Session([group] * config.training_groups, rollout)
+
+
+@pytest.fixture(autouse=True)
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "cluster_resources", dict)
+
+
+def test_a_session_serves_runs_of_other_models_rates_and_shorter_responses() -> None:
+    config = GRPOConfig(**OPTIONS, reward="r")
+    session = session_of(config)
+    session.require(config)
+    session.require(config.replace(model="another", lr=1e-3, steps=3, max_response_tokens=8, run_dir="x"))
+    session.require(SFTConfig(**OPTIONS, max_prompt_tokens=512))
+    session_of(SFTConfig(**OPTIONS)).require(SFTConfig(**OPTIONS, lr=1.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranks": 2}, r"session='ranks=1': the run asks for 2; open a session for it with open_session"),
+        ({"ranks": 2, "tp": 2}, "ranks=1"),
+        ({"seed": 3}, r"seed=0.*the run asks for 3"),
+        ({"backend": "bridge"}, r"backend='native'.*the run asks for 'bridge'"),
+        ({"backend_options": {"log_prob_chunk_tokens": 8}}, r"backend_cfg\.log_prob_chunk_tokens=1024.*asks for 8"),
+        ({"engines": 2}, r"rollout\.num_engines=1.*asks for 2"),
+        ({"router_replay": "R3"}, r"rollout\.return_routed_experts=False.*asks for True"),
+        ({"max_response_tokens": 600}, r"max_model_len=1024.*have up to 1112 tokens"),
+    ],
+)
+def test_a_run_that_needs_another_session_is_refused_with_the_difference(changes: dict[str, Any], message: str) -> None:
+    config = GRPOConfig(**OPTIONS, reward="r")
+    with pytest.raises(ConfigError, match=message):
+        session_of(config).require(config.replace(**changes))
+
+
+def test_a_run_that_samples_needs_engines_and_one_with_a_group_for_each_model_needs_the_groups() -> None:
+    config = GRPOConfig(**OPTIONS, reward="r")
+    with pytest.raises(ConfigError, match=r"rollout\.num_engines=None.*asks for 1"):
+        session_of(SFTConfig(**OPTIONS, max_prompt_tokens=512)).require(config)
+    with pytest.raises(ConfigError, match=r"training groups=1.*asks for 2"):
+        session_of(config).require(PPOConfig(**OPTIONS, reward="r", groups="each"))
