@@ -22,9 +22,9 @@ from benchmarks.forked_ranks import start_forked_rank
 from benchmarks.parity_random import is_refusal, run_random
 from benchmarks.report import machine, read_result, update_result
 from rl_backend.contracts import ParallelConfig, RLBackendError
-from rl_backend.parity import ParityConfig, ParitySide, SideRecord, Tolerances, compare_sides, record_side
-from rl_backend.parity.config import DType
-from rl_backend.parity.report import LEAST_LOSS_FALL
+from rl_backend.lab.parity import ParityConfig, ParitySide, SideRecord, Tolerances, compare_sides, record_side
+from rl_backend.lab.parity.config import DType
+from rl_backend.lab.parity.text import LEAST_LOSS_FALL
 
 STEPS = 20
 FIRST_STEPS = 5

@@ -20,7 +20,7 @@ import xxhash
 from rl_backend.checkpoint.manifest import FileFacts
 from rl_backend.checkpoint.state_files import file_facts
 from rl_backend.contracts import ConfigError
-from rl_backend.report.json_text import json_text
+from rl_backend.lab.text import json_text
 from rl_backend.trace import recorder
 
 

@@ -20,7 +20,7 @@ from actors.train.model import RouterReplayMode
 from examples import grpo, ppo, sft
 from examples.demo.task import HELD_OUT, ModelName, layers_for, write_task
 from rl_backend.contracts import ConfigError
-from rl_backend.report.json_text import json_text
+from rl_backend.lab.text import json_text
 
 type Algorithm = Literal["grpo", "ppo", "cispo", "dapo", "dr_grpo", "gspo", "reinforce_plus_plus", "rloo"]
 

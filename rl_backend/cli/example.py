@@ -10,7 +10,7 @@ import sysconfig
 from pathlib import Path
 
 import rl_backend
-from rl_backend.cli.errors import CommandError
+from rl_backend.cli.command import CommandError
 
 EXAMPLES = {
     "grpo": "GRPO and its relatives: policy, optional reference, vLLM",

@@ -15,12 +15,11 @@ from actors.run.store import LATEST, RunCheckpoints
 from rl_backend.checkpoint.hf_export import TrainingWeights, export_checkpoint, source_of
 from rl_backend.checkpoint.hf_writer import DEFAULT_SHARD_BYTES
 from rl_backend.checkpoint.manifest import MANIFEST_NAME
-from rl_backend.cli.errors import CommandError
-from rl_backend.cli.signals import exit_on_sigterm
+from rl_backend.cli.command import CommandError, exit_on_sigterm
 from rl_backend.contracts import CheckpointError
+from rl_backend.lab.text import ByteUnit, count
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-MIB, GIB = 2**20, 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
             "seconds": round(time.monotonic() - began, 3),
         }
         print(json.dumps(facts, indent=1))
-    say.line(f"{out}: {files} {'file' if files == 1 else 'files'} of weights, in {time.monotonic() - began:.1f} s")
+    say.line(f"{out}: {count(files, 'file')} of weights, in {time.monotonic() - began:.1f} s")
     return 0
 
 
@@ -161,9 +160,10 @@ def _describe(weights: TrainingWeights) -> str:
     backend, ranks = manifest.runtime_config.get("backend"), manifest.world_size
     return (
         f"{weights.path}: {manifest.model_type}{', a critic' if manifest.head == 'values' else ''}, weight version "
-        f"{manifest.weight_version}, written by the {backend} runtime on {ranks} {'rank' if ranks == 1 else 'ranks'}"
+        f"{manifest.weight_version}, written by the {backend} runtime on {count(ranks, 'rank')}"
     )
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.2f} MiB"
+    unit = ByteUnit.up_to(num_bytes)
+    return f"{unit.of(num_bytes)} {unit.name}"

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import rl_backend
-from rl_backend.cli.errors import CommandError
-from rl_backend.cli.machine import read_machine
-from rl_backend.cli.packages import read_packages
-from rl_backend.cli.probes import TorchProbe, probe_torch
+from rl_backend.cli.command import CommandError
+from rl_backend.lab.doctor.machine import read_machine
+from rl_backend.lab.doctor.packages import read_packages
+from rl_backend.lab.doctor.probes import TorchProbe
 
 EXIT_FAILED = 1
 EXIT_NO_GPU = 3
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         CommandError: pytest or the tests are not there, or torch does not import.
     """
     tests = _find_tests()
-    torch = probe_torch()
+    torch = TorchProbe.run()
     if torch.error is not None:
         raise CommandError(f"torch does not import with {sys.executable}: {torch.error}")
     if not torch.devices:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from rl_backend import __version__
-from rl_backend.cli.errors import CommandError
+from rl_backend.cli.command import CommandError
 
 # Sub-command -> (module with add_arguments(parser) and run(arguments) -> exit status, what it does).
 COMMANDS = {

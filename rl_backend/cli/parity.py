@@ -5,19 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any, get_args
 
-from rl_backend.cli.errors import CommandError
-from rl_backend.cli.layout_options import SIZES
-from rl_backend.cli.signals import exit_on_sigterm
+from rl_backend.cli.command import SIZES, CommandError, check_output, exit_on_sigterm, given, in_flags, json_object
 from rl_backend.contracts import BACKEND_CONFIGS, CheckpointError, ConfigError, ParallelConfig
 from rl_backend.contracts.runtime_config import import_plugins
-from rl_backend.parity import TRANSFORMERS, ParityConfig, ParitySide, Tolerances, run_parity
-from rl_backend.parity.config import DType, SideName
-from rl_backend.parity.report import as_json, as_text
-from rl_backend.parity.run import SIDES, ParityResult
+from rl_backend.lab.parity import TRANSFORMERS, ParityConfig, ParitySide, Tolerances, run_parity
+from rl_backend.lab.parity.config import DType, SideName
+from rl_backend.lab.parity.run import SIDES, ParityResult
+from rl_backend.lab.parity.text import as_json, as_text
 from rl_backend.runtime import check_config
 
 EXIT_DIVERGED = 1
@@ -94,8 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if not (arguments.tolerance_factor > 0 and math.isfinite(arguments.tolerance_factor)):
         raise CommandError(f"--tolerance-factor {arguments.tolerance_factor}: must be above 0 and finite")
-    if arguments.json is not None and (arguments.json.is_dir() or not arguments.json.parent.is_dir()):
-        raise CommandError(f"--json {arguments.json}: must be a file in a directory that exists")
+    if arguments.json is not None:
+        check_output("json", arguments.json)
     dtypes = DTYPES if arguments.dtype == "both" else (arguments.dtype,)
     diverged = False
     report: dict[str, Any] = {}
@@ -112,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     except CheckpointError as error:
         raise CommandError(f"--model {arguments.model}: {error}") from None
     except ConfigError as error:
-        raise CommandError(_in_flags(str(error))) from None
+        raise CommandError(in_flags(str(error), r"ParityConfig\.(\w+)")) from None
     return EXIT_DIVERGED if diverged else 0
 
 
@@ -129,7 +126,6 @@ def _config(arguments: argparse.Namespace, dtype: DType) -> ParityConfig:
         except ConfigError as error:
             raise CommandError(f"--plugin {module}: {error}") from None
     names = ("weight_decay", "num_sequences", "num_micro_batches", "max_length", "seed", "device", "threads", "timeout")
-    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     config = ParityConfig(
         plugins=tuple(arguments.plugin),
         model=arguments.model,
@@ -137,7 +133,7 @@ def _config(arguments: argparse.Namespace, dtype: DType) -> ParityConfig:
         lr=arguments.lr,
         dtype=dtype,
         **{name: _side(arguments, name) for name in SIDES},
-        **given,
+        **given(arguments, names),
     )
     for name in SIDES:
         side = config.side(name)
@@ -157,13 +153,7 @@ def _side(arguments: argparse.Namespace, name: SideName) -> ParitySide:
             f"--{name} {runtime}: unknown runtime; known: {known}; --plugin MODULE adds those that a module registers"
         )
     sizes = _sizes(arguments, name)
-    text = getattr(arguments, f"{name}_options")
-    try:
-        options = json.loads(text)
-    except ValueError as error:
-        raise CommandError(f"--{name}-options {text}: not JSON: {error}") from None
-    if not isinstance(options, dict):
-        raise CommandError(f"--{name}-options {text}: expected an object of fields")
+    options = json_object(f"{name}-options", getattr(arguments, f"{name}_options"))
     dp = sizes.pop("dp", None)
     try:
         return ParitySide(runtime=runtime, parallel=ParallelConfig(**sizes), dp=dp, options=options)
@@ -181,10 +171,5 @@ def _flags(arguments: argparse.Namespace, name: SideName) -> str:
     prefix = "" if name == "candidate" else "reference-"
     sizes = [f"--{prefix}{size} {value}" for size, value in _sizes(arguments, name).items()]
     options = getattr(arguments, f"{name}_options")
-    given = [f"--{name}-options '{options}'"] if options != "{}" else []
-    return " ".join([f"--{name} {getattr(arguments, name)}", *sizes, *given])
-
-
-def _in_flags(message: str) -> str:
-    """An error of the configuration in terms of the command line: ``ParityConfig.max_length=1`` is ``--max-length 1``."""
-    return re.sub(r"ParityConfig\.(\w+)=", lambda match: f"--{match[1].removeprefix('num_').replace('_', '-')} ", message)
+    chosen = [f"--{name}-options '{options}'"] if options != "{}" else []
+    return " ".join([f"--{name} {getattr(arguments, name)}", *sizes, *chosen])

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from pathlib import Path
 from typing import Any, get_args
 
-from rl_backend.cli.errors import CommandError
-from rl_backend.cli.layout_options import SIZES
-from rl_backend.cli.plan_text import GIB, as_json, as_text
+from rl_backend.cli.command import SIZES, CommandError, given, in_flags, json_object
 from rl_backend.contracts import BatchError, CheckpointError, ConfigError, RuntimeConfig
 from rl_backend.contracts.operations import PARTS
 from rl_backend.contracts.runtime_config import PipelineSchedule
-from rl_backend.plan import Workload, make_plan, suggest_layout
+from rl_backend.lab.plan import Workload, make_plan, suggest_layout
+from rl_backend.lab.plan.text import as_json, as_text
+from rl_backend.lab.text import GIB
 
 EXIT_DOES_NOT_FIT = 1
 NATIVE = ("pipeline_schedule", "activation_checkpointing", "reduce_dtype")
 DTYPES = ("float32", "bfloat16")
 WORKLOAD = Workload()
+_FIELDS = r"(?:ParallelConfig|BridgeConfig\.parallel|Workload|RuntimeConfig(?=\.plugins))\.(\w+)"
+"""Of errors: the fields that are flags."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     except CheckpointError as error:
         raise CommandError(f"--model {arguments.model}: {error}") from None
     except (ConfigError, BatchError) as error:
-        raise CommandError(_in_flags(str(error))) from None
+        raise CommandError(in_flags(str(error), _FIELDS)) from None
     if arguments.json:
         print(json.dumps(as_json(plan, device_bytes, fitting), indent=1))
     else:
@@ -106,30 +107,21 @@ def _config(arguments: argparse.Namespace) -> RuntimeConfig:
     if not path.exists():
         raise CommandError(f"--model {path}: does not exist")
     fields: dict[str, Any] = {"param_dtype": arguments.param_dtype}
-    for name in NATIVE:
-        value = getattr(arguments, name)
-        if value is None:
-            continue
+    for name, value in given(arguments, NATIVE).items():
         if arguments.backend != "native":
             raise CommandError(f"--{name.replace('_', '-')} {value}: is of --backend native; see --options")
         fields[name] = value
-    sizes = {size: value for size in SIZES if (value := getattr(arguments, size)) is not None}
     return RuntimeConfig(
         plugins=tuple(arguments.plugin),
         backend=arguments.backend,
         hf_path=str(path.parent if path.is_file() else path),
         max_tokens_per_micro_batch=arguments.micro_batch_tokens or WORKLOAD.micro_batch_tokens,
-        backend_cfg={**_options(arguments.options, {*fields, "parallel"}), **fields, "parallel": sizes},
+        backend_cfg={**_options(arguments.options, {*fields, "parallel"}), **fields, "parallel": given(arguments, SIZES)},
     )
 
 
 def _options(text: str, flags: set[str]) -> dict[str, Any]:
-    try:
-        options = json.loads(text)
-    except ValueError as error:
-        raise CommandError(f"--options {text}: not JSON: {error}") from None
-    if not isinstance(options, dict):
-        raise CommandError(f"--options {text}: expected an object of fields")
+    options = json_object("options", text)
     twice = sorted(flags & options.keys())
     if twice:
         raise CommandError(f"--options {text}: {twice[0]} has a flag of its own; use that")
@@ -138,18 +130,8 @@ def _options(text: str, flags: set[str]) -> dict[str, Any]:
 
 def _workload(arguments: argparse.Namespace) -> Workload:
     names = ("sequence_length", "micro_batch_tokens", "num_micro_batches", "head", "sync_dtype", "byte_budget")
-    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     offload = tuple(part for part in arguments.offload.split(",") if part)
     unknown = [part for part in offload if part not in PARTS]
     if unknown:
         raise CommandError(f"--offload {arguments.offload}: {unknown[0]!r} is none of {', '.join(PARTS)}")
-    return Workload(calculate_entropy=arguments.entropy, offload=offload, **given)
-
-
-def _in_flags(message: str) -> str:
-    """An error in terms of the command line: ``ParallelConfig.tp=3`` is ``--tp 3``."""
-    message = message.replace("RuntimeConfig.plugins=", "--plugin ")
-    message = re.sub(r"^(-?\d+) micro-batches:", r"--micro-batches \1:", message)
-    message = re.sub(r"\b(?:ParallelConfig|BridgeConfig\.parallel)\.(\w+)=", r"--\1 ", message)
-    message = message.replace("Workload.calculate_entropy=", "--entropy ")
-    return re.sub(r"\bWorkload\.(\w+)=", lambda match: f"--{match[1].removeprefix('num_').replace('_', '-')} ", message)
+    return Workload(calculate_entropy=arguments.entropy, offload=offload, **given(arguments, names))

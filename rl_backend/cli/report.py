@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rl_backend.cli.errors import CommandError
-from rl_backend.report import write_report
+from rl_backend.cli.command import CommandError
+from rl_backend.lab.report import write_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

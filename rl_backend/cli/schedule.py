@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from pathlib import Path
 from typing import Any
 
-from rl_backend.cli import schedule_trace
-from rl_backend.cli.errors import CommandError
-from rl_backend.cli.picture import Picture
-from rl_backend.cli.schedule_chart import draw_schedule
+from rl_backend.cli.command import CommandError, check_output, given, in_flags
 from rl_backend.contracts import BatchError, ConfigError
+from rl_backend.lab.picture import Picture
+from rl_backend.lab.schedule import (
+    comparison_text,
+    draw_pass,
+    draw_schedule,
+    page,
+    pass_facts,
+    pass_text,
+    schedule_facts,
+    schedule_summary,
+    schedule_text,
+)
 from rl_backend.pipeline import SCHEDULES, Costs, Schedule, Timeline, make_schedule, simulate
-from rl_backend.report.html import Html, tag
-from rl_backend.report.numbers import short
+from rl_backend.pipeline.measured import MeasuredPass, median_pass, read_passes
 
 ALL = "all"
 REQUIRED = ("schedule", "pp", "microbatches")
 DEFAULTS = {"costs": "1,1,1", "comm": 0.0}
+TRACE = "trace.json"
 FORMATS = (".png", ".svg", ".html")
-STYLE = "body { margin: 24px; background: #fff; color: #1c2330; } div { overflow-x: auto; } pre { margin: 24px 0 0 64px; }"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,25 +88,46 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.schedule == ALL:
         return _compare(arguments, costs)
     schedule, timeline = _simulated(arguments.schedule, arguments, costs)
-    facts = _facts(schedule, timeline, arguments, costs)
+    facts = schedule_facts(schedule, timeline, costs, arguments.comm)
+    text = schedule_text(schedule, timeline, facts)
     if arguments.draw is not None:
-        picture = draw_schedule(schedule, timeline, _summary(facts))
-        _write(arguments.draw, picture, schedule, _as_text(schedule, timeline, facts))
-    print(json.dumps(facts, indent=1) if arguments.json else _as_text(schedule, timeline, facts))
+        _write(arguments.draw, draw_schedule(schedule, timeline, schedule_summary(facts)), schedule, text)
+    print(json.dumps(facts, indent=1) if arguments.json else text)
     return 0
 
 
 def _show_trace(arguments: argparse.Namespace) -> int:
-    given = [flag for flag in (*REQUIRED, "vpp", *DEFAULTS) if getattr(arguments, flag) is not None]
-    if given:
-        raise CommandError(f"--{given[0]} {getattr(arguments, given[0])}: the trace of --from-trace says that; leave it out")
+    of_schedule = given(arguments, (*REQUIRED, "vpp", *DEFAULTS))
+    if of_schedule:
+        flag, value = next(iter(of_schedule.items()))
+        raise CommandError(f"--{flag} {value}: the trace of --from-trace says that; leave it out")
     if arguments.forward_only:
         raise CommandError("--forward-only: --from-trace shows training passes; leave it out")
-    found = schedule_trace.chosen_pass(arguments.from_trace, arguments.number)
+    found = _chosen_pass(arguments.from_trace, arguments.number)
+    text = pass_text(found)
     if arguments.draw is not None:
-        _write(arguments.draw, schedule_trace.draw(found), found.schedule, schedule_trace.as_text(found))
-    schedule_trace.print_pass(found, as_json=arguments.json)
+        _write(arguments.draw, draw_pass(found), found.schedule, text)
+    print(json.dumps(pass_facts(found), indent=1) if arguments.json else text)
     return 0
+
+
+def _chosen_pass(run: Path, number: int | None) -> MeasuredPass:
+    """The training pass to show: that of median makespan, or the one called ``number``."""
+    path = run / TRACE if run.is_dir() else run
+    try:
+        passes = read_passes(path)
+    except OSError as error:
+        raise CommandError(f"--from-trace {run}: cannot be read: {error}") from None
+    if not passes:
+        raise CommandError(
+            f"--from-trace {run}: has no complete training pass of a pipeline; traced are runs with --trace whose native "
+            "runtime has pp or vpp above 1, or a pipeline_schedule"
+        )
+    if number is None:
+        return median_pass(passes)
+    if not 0 <= number < len(passes):
+        raise CommandError(f"--pass {number}: the trace has the passes 0 to {len(passes) - 1}")
+    return passes[number]
 
 
 def _compare(arguments: argparse.Namespace, costs: tuple[float, float, float]) -> int:
@@ -107,22 +135,12 @@ def _compare(arguments: argparse.Namespace, costs: tuple[float, float, float]) -
     rows: dict[str, dict[str, Any]] = {}
     for name in SCHEDULES:
         try:
-            rows[name] = _facts(*_simulated(name, arguments, costs), arguments, costs)
+            rows[name] = schedule_facts(*_simulated(name, arguments, costs), costs, arguments.comm)
         except CommandError as error:
             rows[name] = {"error": str(error)}
     if all("error" in facts for facts in rows.values()):
         raise CommandError(rows[next(iter(rows))]["error"])
-    if arguments.json:
-        print(json.dumps(rows, indent=1))
-        return 0
-    print(f"{'':18}makespan  bubble of the step  inside a rank  peak activations of a rank's layers")
-    for name, facts in rows.items():
-        if "error" in facts:
-            print(f"{name:16}  {facts['error']}")
-            continue
-        peak = max(facts["peak_activations"]) / facts["stages_per_rank"]
-        bubbles = f"{facts['bubble_makespan']:>18.1%}  {facts['bubble_span']:>13.1%}"
-        print(f"{name:16}  {short(facts['makespan']):>8}  {bubbles}  {short(peak):>16}")
+    print(json.dumps(rows, indent=1) if arguments.json else comparison_text(rows))
     return 0
 
 
@@ -140,68 +158,8 @@ def _simulated(name: str, arguments: argparse.Namespace, costs: tuple[float, flo
             costs=shared,
         )
     except (BatchError, ConfigError) as error:
-        raise CommandError(_in_flags(str(error))) from None
+        raise CommandError(in_flags(str(error), "(pp|vpp|schedule)", "microbatches")) from None
     return schedule, simulate(schedule, shared)
-
-
-def _in_flags(message: str) -> str:
-    """An error in terms of the command line: ``vpp=1`` is ``--vpp 1``, ``6 micro-batches`` is ``--microbatches 6``."""
-    message = re.sub(r"^(-?\d+) micro-batches:", r"--microbatches \1:", message)
-    return re.sub(r"\b(pp|vpp|schedule)=(-?\w+)", r"--\1 \2", message)
-
-
-def _facts(
-    schedule: Schedule, timeline: Timeline, arguments: argparse.Namespace, costs: tuple[float, float, float]
-) -> dict[str, Any]:
-    return {
-        "schedule": schedule.name,
-        "pp": schedule.pp_size,
-        "num_micro_batches": schedule.num_micro_batches,
-        "stages_per_rank": schedule.stages_per_rank,
-        "forward_only": schedule.forward_only,
-        "costs": {**dict(zip(("forward", "backward_input", "backward_weight"), costs, strict=True)), "comm": arguments.comm},
-        **schedule_trace.times(timeline),
-        "peak_activations": list(timeline.peak_activations),
-        "placement": list(schedule.placement),
-        "actions": [[str(action) for action in own] for own in schedule.actions],
-    }
-
-
-def _as_text(schedule: Schedule, timeline: Timeline, facts: dict[str, Any]) -> str:
-    lines = [
-        f"{schedule.name}: {_count(schedule.pp_size, 'rank')} with {_count(schedule.stages_per_rank, 'stage')} each, "
-        f"{_count(schedule.num_micro_batches, 'micro-batch')}{', forward passes alone' if schedule.forward_only else ''}",
-        _summary(facts),
-        "",
-        "rank  stages        start       end  idle inside  peak activations",
-    ]
-    for rank, (spans, busy) in enumerate(zip(timeline.spans, timeline.busy, strict=True)):
-        start, end = spans[0].start, spans[-1].end
-        stages = ", ".join(map(str, schedule.stages_of(rank)))
-        idle = max(0.0, 1 - busy / (end - start))
-        times = f"{short(start):>7}  {short(end):>8}  {idle:>11.1%}"
-        lines.append(f"{rank:>4}  {stages:<10}  {times}  {_activations(schedule, timeline.peak_activations[rank])}")
-    return "\n".join(lines)
-
-
-def _count(number: int, noun: str) -> str:
-    plural = "es" if noun.endswith("ch") else "s"
-    return f"{number} {noun}{plural if number != 1 else ''}"
-
-
-def _summary(facts: dict[str, Any]) -> str:
-    costs = facts["costs"]
-    times = f"F {short(costs['forward'])}, B {short(costs['backward_input'])}, W {short(costs['backward_weight'])}"
-    return (
-        f"makespan {short(facts['makespan'])} for {times}, transfer {short(costs['comm'])}; "
-        f"bubble {facts['bubble_makespan']:.1%} of the step, {facts['bubble_span']:.1%} inside a rank"
-    )
-
-
-def _activations(schedule: Schedule, peak: int) -> str:
-    if schedule.stages_per_rank == 1:
-        return f"{peak:>16}"
-    return f"{peak:>16} = {short(peak / schedule.stages_per_rank)} micro-batches"
 
 
 def _costs(arguments: argparse.Namespace) -> tuple[float, float, float]:
@@ -223,8 +181,7 @@ def _check_drawing(arguments: argparse.Namespace) -> None:
         raise CommandError(f"--draw {path}: draws one schedule; name it with --schedule")
     if path.suffix not in FORMATS:
         raise CommandError(f"--draw {path}: expected a file name that ends in {', '.join(FORMATS)}")
-    if path.is_dir() or not path.parent.is_dir():
-        raise CommandError(f"--draw {path}: must be a file in a directory that exists")
+    check_output("draw", path)
 
 
 def _write(path: Path, picture: Picture, schedule: Schedule, text: str) -> None:
@@ -234,17 +191,11 @@ def _write(path: Path, picture: Picture, schedule: Schedule, text: str) -> None:
         elif path.suffix == ".svg":
             path.write_text(f"{picture.svg()}\n", encoding="utf-8")
         else:
-            path.write_text(_page(schedule, picture, text), encoding="utf-8")
+            path.write_text(page(picture, schedule, text), encoding="utf-8")
+    except ImportError:
+        raise CommandError(
+            f"--draw {path}: a PNG needs Pillow, which comes with the extras examples and vllm (pip install pillow); "
+            ".svg and .html need nothing"
+        ) from None
     except OSError as error:
         raise CommandError(f"--draw {path}: cannot be written: {error}") from None
-
-
-def _page(schedule: Schedule, picture: Picture, text: str) -> str:
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("title", f"{schedule.name}, {schedule.pp_size} ranks, {schedule.num_micro_batches} micro-batches"),
-        tag("style", Html(STYLE)),
-    )
-    body = tag("body", tag("div", picture.svg()), tag("pre", text))
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import ParityError
-from rl_backend.parity import ParityConfig, ParitySide
-from rl_backend.parity.processes import run_ranks
+from rl_backend.lab.parity import ParityConfig, ParitySide
+from rl_backend.lab.parity.processes import run_ranks
 from tests.support.faulty_runtime import Fault
 from tests.support.moe import write_moe
 

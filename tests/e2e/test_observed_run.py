@@ -18,7 +18,7 @@ from actors.run.folder import RunFolder
 from actors.run.metrics import Clock
 from actors.run.trace import TraceCollector
 from rl_backend.contracts import BaseConfig, ConfigError, NativeConfig, OptimizerConfig, RuntimeConfig
-from rl_backend.report.timeline import read_step
+from rl_backend.lab.report.timeline import read_step
 from rl_backend.trace import TraceBatch, TraceRecorder, recorder
 from tests.support.chrome_trace import check_trace
 from tests.support.page import read_page

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rl_backend.cli import gpu_check
-from rl_backend.cli.errors import CommandError
+from rl_backend.cli.command import CommandError
 from rl_backend.cli.main import main
 from rl_backend.contracts import ConfigError
 

@@ -7,12 +7,12 @@ import subprocess
 
 import pytest
 
-from rl_backend.cli import doctor, machine
-from rl_backend.cli.doctor import Report
-from rl_backend.cli.doctor_text import verdict
-from rl_backend.cli.machine import Gpu, Machine
-from rl_backend.cli.packages import TESTED, Package
-from rl_backend.cli.probes import MegatronProbe, RayProbe, TorchProbe
+from rl_backend.lab.doctor import diagnosis, machine
+from rl_backend.lab.doctor.diagnosis import Facts, Report
+from rl_backend.lab.doctor.machine import Gpu, Machine
+from rl_backend.lab.doctor.packages import TESTED, Package
+from rl_backend.lab.doctor.probes import MegatronProbe, RayProbe, TorchProbe
+from rl_backend.lab.doctor.text import verdict
 
 MACHINE = Machine(
     python="3.12.4",
@@ -53,7 +53,7 @@ def test_a_driver_command_that_fails_is_quoted_in_one_line(monkeypatch: pytest.M
 
 @pytest.fixture(autouse=True)
 def own_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "foreign_packages", tuple)
+    monkeypatch.setattr(diagnosis, "foreign_packages", tuple)
 
 
 def report(
@@ -63,7 +63,8 @@ def report(
     ray: RayProbe | None = None,
     megatron: MegatronProbe | None = None,
 ) -> Report:
-    return doctor.judge(machine, installed or packages(), torch, ray or RayProbe(None), megatron or MegatronProbe(None))
+    facts = Facts(machine, installed or packages(), torch, ray or RayProbe(None), megatron or MegatronProbe(None))
+    return diagnosis.judge(facts)
 
 
 def available(report: Report) -> dict[str, bool]:
@@ -81,6 +82,11 @@ def test_a_complete_cpu_installation_is_well_and_has_no_gpu_paths() -> None:
     assert available(found)["native training on CPU"]
     assert not available(found)["native training on a GPU"]
     assert not available(found)["NCCL between GPUs"]
+
+
+def test_json_has_conclusions_and_facts_beside_each_other() -> None:
+    conclusions, facts = ["problems", "remarks", "capabilities"], ["machine", "packages", "torch", "ray", "megatron"]
+    assert list(report().as_json()) == [*conclusions, *facts, "ray_authentication", "verl"]
 
 
 def test_a_complete_gpu_installation_runs_on_the_gpu() -> None:

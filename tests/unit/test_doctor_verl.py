@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 
-from rl_backend.cli import doctor
-from rl_backend.cli.probes import TorchProbe
-from rl_backend.cli.verl_probe import VerlProbe, probe_verl, verl_lines, verl_problems
+from adapters.verl import registration
+from rl_backend.lab.doctor import diagnosis
+from rl_backend.lab.doctor.probes import VENDOR_VARIABLE, VENDORS, TorchProbe, VerlProbe
+from rl_backend.lab.doctor.text import verl_lines
 
 OURS = {"language_model": "native", "value_model": "native"}
 VERLS = dict.fromkeys(OURS, "of verl")
@@ -17,15 +18,20 @@ PLAIN = dataclasses.replace(CHOSEN, engines=VERLS, verl_engine_vendor=None)
 BROKEN = dataclasses.replace(CHOSEN, loaded=False, load_error="ImportError: no", engines=VERLS)
 
 
+def test_doctor_knows_the_vendors_of_the_adapter() -> None:
+    assert VENDORS == registration.VENDORS
+    assert VENDOR_VARIABLE == registration.VENDOR_VARIABLE
+
+
 def test_the_engine_that_the_vendor_chooses_is_named() -> None:
     lines = verl_lines(CHOSEN)
     assert "entry point    installed, and verl loads it" in lines
     assert "language_model rl_backend's, backend native, with VERL_ENGINE_VENDOR=rl_backend" in lines
-    assert verl_problems(CHOSEN) == []
+    assert CHOSEN.problems == []
 
 
 def test_without_the_vendor_verls_own_engine_is_no_problem() -> None:
-    assert verl_problems(PLAIN) == []
+    assert PLAIN.problems == []
     assert any(line.startswith("value_model    verl's own without VERL_ENGINE_VENDOR; rl_b") for line in verl_lines(PLAIN))
 
 
@@ -41,13 +47,13 @@ def test_without_the_vendor_verls_own_engine_is_no_problem() -> None:
     ],
 )
 def test_a_vendor_that_verl_would_silently_ignore_is_a_problem(probe: VerlProbe, message: str) -> None:
-    (problem,) = verl_problems(probe)
+    (problem,) = probe.problems
     assert problem.startswith("VERL_ENGINE_VENDOR=rl_backend is set and verl would build its own engine: ")
     assert message in problem
 
 
 def test_verl_that_does_not_import_is_a_problem() -> None:
-    assert verl_problems(VerlProbe("No module named 'verl'")) == ["verl does not import: No module named 'verl'"]
+    assert VerlProbe("No module named 'verl'").problems == ["verl does not import: No module named 'verl'"]
     assert verl_lines(VerlProbe("No module named 'verl'")) == ["does not import: No module named 'verl'"]
 
 
@@ -55,14 +61,14 @@ def test_verl_that_does_not_import_is_a_problem() -> None:
 def test_doctor_asks_verl_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("verl")
     monkeypatch.setenv("VERL_ENGINE_VENDOR", "rl_backend_bridge")
-    probe = probe_verl()
+    probe = VerlProbe.run()
     assert (probe.error, probe.load_error, probe.override_error) == (None, None, None)
     assert probe.engines == dict.fromkeys(OURS, "bridge")
-    assert verl_problems(probe) == []
+    assert probe.problems == []
 
 
 def test_verl_is_asked_only_when_the_command_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "probe_verl", lambda: CHOSEN)
-    monkeypatch.setattr(doctor, "probe_torch", lambda: TorchProbe("not tried"))
-    assert doctor.examine(trials=False).verl is None
-    assert doctor.examine(trials=False, verl=True).verl == CHOSEN
+    monkeypatch.setattr(VerlProbe, "run", lambda: CHOSEN)
+    monkeypatch.setattr(TorchProbe, "run", lambda: TorchProbe("not tried"))
+    assert diagnosis.examine(trials=False).facts.verl is None
+    assert diagnosis.examine(trials=False, verl=True).facts.verl == CHOSEN

@@ -15,8 +15,8 @@ import torch
 from actors.run.folder import RunFolder
 from actors.train.model import Update, update_metrics
 from rl_backend.contracts import BaseConfig
-from rl_backend.report.json_text import as_number, json_text
-from rl_backend.report.run_data import read_run
+from rl_backend.lab.report.run_data import read_run
+from rl_backend.lab.text import as_number, json_text
 
 ODD = {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 0.5, "e": 3}
 

@@ -19,10 +19,9 @@ from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.cli import parity
 from rl_backend.cli.main import main
 from rl_backend.contracts import ConfigError, RLBackendError
-from rl_backend.parity import ParityConfig, ParitySide, SideRecord, Tolerances, compare
-from rl_backend.parity.modules import required_modules
-from rl_backend.parity.report import as_json, as_text
-from rl_backend.parity.run import ParityResult
+from rl_backend.lab.parity import ParityConfig, ParitySide, SideRecord, Tolerances, compare
+from rl_backend.lab.parity.run import ParityResult, required_modules
+from rl_backend.lab.parity.text import as_json, as_text
 
 
 @pytest.fixture
@@ -300,7 +299,7 @@ def test_sigterm_is_an_exit_for_as_long_as_the_command_compares(tied_model: Path
 
 WITH_A_CHILD = """
 import subprocess, sys, tempfile
-from rl_backend.cli.signals import exit_on_sigterm
+from rl_backend.cli.command import exit_on_sigterm
 with exit_on_sigterm(), tempfile.TemporaryDirectory(dir=sys.argv[1]):
     child = subprocess.Popen(["sleep", "600"])
     try:

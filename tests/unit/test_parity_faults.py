@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from rl_backend.checkpoint.hf_reader import HFReader
-from rl_backend.parity import Comparison, ParityConfig, ParitySide, SideRecord, Tolerances, compare
-from rl_backend.parity.batches import plan_batch
-from rl_backend.parity.config import DType
-from rl_backend.parity.modules import required_modules
-from rl_backend.parity.record import merge_ranks
-from rl_backend.parity.runtime_side import record_runtime
-from rl_backend.parity.transformers_side import record_transformers
+from rl_backend.lab.parity import Comparison, ParityConfig, ParitySide, SideRecord, Tolerances, compare
+from rl_backend.lab.parity.config import DType, plan_batch
+from rl_backend.lab.parity.rank import record_runtime
+from rl_backend.lab.parity.record import merge_ranks
+from rl_backend.lab.parity.run import required_modules
+from rl_backend.lab.parity.transformers_side import record_transformers
 from tests.support import faulty_runtime
 from tests.support.models import write_tiny
 

@@ -12,8 +12,8 @@ import torch
 
 from rl_backend.contracts import HandleError, RLBackendError
 from rl_backend.data import MicroBatchPlan
-from rl_backend.parity import ParityConfig, ParitySide, SideRecord, rank, runtime_side
-from rl_backend.parity.record import RankRecord, merge_ranks
+from rl_backend.lab.parity import ParityConfig, ParitySide, SideRecord, rank
+from rl_backend.lab.parity.record import RankRecord, merge_ranks
 
 
 def merge(*norms: Sequence[float]) -> SideRecord:
@@ -45,7 +45,7 @@ class _Broken:
 def test_an_error_is_told_before_the_runtime_is_closed(
     tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime_side, "create_runtime", lambda _: _Broken())
+    monkeypatch.setattr(rank, "create_runtime", lambda _: _Broken())
     side = ParitySide(runtime="native")
     config = tmp_path / "config.json"
     config.write_text(ParityConfig(model=str(tied_model), reference=side, candidate=side).model_dump_json())

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_backend.report.timeline import read_step
+from rl_backend.lab.report.timeline import read_step
 from rl_backend.trace import CATEGORIES, ChromeTraceWriter, TraceRecorder, device, read_trace
 from tests.support.chrome_trace import check_trace
 

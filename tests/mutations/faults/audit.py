@@ -43,7 +43,7 @@ FAULTS = [
     ),
     Fault(
         "parity-without-the-common-factor",
-        "rl_backend/parity/differences.py",
+        "rl_backend/lab/parity/differences.py",
         "return shared if shared.excess > whole.excess else whole",
         "return whole",
         (

@@ -116,7 +116,7 @@ FAULTS = [
     ),
     Fault(
         "parity-takes-any-difference",
-        "rl_backend/parity/differences.py",
+        "rl_backend/lab/parity/differences.py",
         "        return self.amount > self.tolerance\n",
         "        return self.amount > 100 * self.tolerance\n",
         ("tests/unit/test_parity_faults.py::test_the_first_place_where_two_sides_part_is_named",),
@@ -124,7 +124,7 @@ FAULTS = [
     ),
     Fault(
         "parity-compares-the-first-step-alone",
-        "rl_backend/parity/compare.py",
+        "rl_backend/lab/parity/compare.py",
         "    for step in steps[1:]:\n",
         "    for step in steps[:0]:\n",
         (
@@ -134,7 +134,7 @@ FAULTS = [
     ),
     Fault(
         "parity-weights-relative-to-themselves",
-        "rl_backend/parity/compare.py",
+        "rl_backend/lab/parity/compare.py",
         "return tensor_difference(name, change, theirs.double() - before.double(), tolerances.weights, scale)",
         "return tensor_difference(name, ours, theirs, tolerances.weights)",
         ("tests/unit/test_parity_faults.py::test_the_first_place_where_two_sides_part_is_named",),
@@ -142,7 +142,7 @@ FAULTS = [
     ),
     Fault(
         "parity-missing-tensors-are-equal",
-        "rl_backend/parity/differences.py",
+        "rl_backend/lab/parity/differences.py",
         "        return Difference(name, math.inf, tolerance, math.inf, missing_from=missing_from)\n",
         "        return Difference(name, 0.0, tolerance, 0.0, missing_from=missing_from)\n",
         (f"{_PARITY}::test_zero_gradients_other_shapes_infinities_and_absent_names_are_divergences",),

@@ -1,0 +1,216 @@
+"""Two sides compared, stage by stage, in the order in which a step computes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rl_backend.lab.parity.differences import (
+    Difference,
+    Tolerances,
+    activation_difference,
+    nothing_to_compare,
+    number_difference,
+    tensor_difference,
+    two_norm,
+)
+from rl_backend.lab.parity.record import NamedTensors, SideRecord
+
+type Stage = Literal["loaded weights", "activations", "log-probs", "loss", "gradient", "grad norm", "weights"]
+
+GRADIENT_FLOOR = 1e-3
+"""A gradient counts relative to its norm, but at least to this part of that of all gradients: the rest is rounding."""
+
+UPDATE_FLOOR = 1e-3
+"""A weight counts relative to its change in the step, but at least to this part of its size, which is rounded too."""
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """One stage of the first step.
+
+    Attributes:
+        compared: how many tensors or numbers.
+        largest: the difference that uses up most of its tolerance.
+        first_over: the first over its tolerance in the order of computation, or None.
+        not_compared: names that one side does not have and need not have.
+    """
+
+    stage: Stage
+    compared: int
+    largest: Difference
+    first_over: Difference | None
+    not_compared: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepComparison:
+    """Loss and gradient norm of one step, (reference, candidate), and their differences."""
+
+    step: int
+    loss: tuple[float, float]
+    grad_norm: tuple[float, float]
+    loss_difference: Difference
+    grad_norm_difference: Difference
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where two sides part: the first difference over its tolerance."""
+
+    stage: Stage
+    step: int
+    difference: Difference
+
+    def __str__(self) -> str:
+        place = " ".join(part for part in (self.stage, self.difference.name) if part)
+        return f"{place} (step {self.step}): {self.difference}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All that was compared.
+
+    Attributes:
+        stages: of the first step, in order.
+        steps: all steps.
+        first_divergence: None when all differences are within their tolerances.
+    """
+
+    stages: tuple[StageResult, ...]
+    steps: tuple[StepComparison, ...]
+    first_divergence: Divergence | None
+
+    @property
+    def max_loss_difference(self) -> float:
+        return max(step.loss_difference.amount for step in self.steps)
+
+    @property
+    def max_grad_norm_difference(self) -> float:
+        return max(step.grad_norm_difference.amount for step in self.steps)
+
+    @property
+    def loss_fall(self) -> float:
+        """By which part of itself the reference's loss fell."""
+        first, last = self.steps[0].loss[0], self.steps[-1].loss[0]
+        return (first - last) / first
+
+
+def compare(
+    reference: SideRecord, candidate: SideRecord, tolerances: Tolerances, required_modules: Collection[str]
+) -> Comparison:
+    """Compares the first step stage by stage, then every step's loss and gradient norm.
+
+    Args:
+        required_modules: paths of the modules whose activations both sides must have; each side has further ones of its own.
+    """
+    steps = _steps(reference, candidate, tolerances)
+    loaded = _tensors(reference.loaded_weights, candidate.loaded_weights, tolerances.loaded_weights)
+    log_probs = tensor_difference("", reference.log_probs, candidate.log_probs, tolerances.log_probs)
+    # Backward computes the last layer first.
+    gradients = _tensors(reference.gradients, candidate.gradients, tolerances.gradients, _gradient_floor(reference))[::-1]
+    stages = (
+        _result("loaded weights", tolerances.loaded_weights, loaded),
+        _activations(reference, candidate, tolerances.activations, required_modules),
+        _result("log-probs", tolerances.log_probs, [log_probs]),
+        _result("loss", tolerances.loss, [steps[0].loss_difference]),
+        _result("gradient", tolerances.gradients, gradients),
+        _result("grad norm", tolerances.grad_norm, [steps[0].grad_norm_difference]),
+        _weights(reference, candidate, tolerances),
+    )
+    return Comparison(stages, steps, _first_divergence(stages, steps))
+
+
+def _steps(reference: SideRecord, candidate: SideRecord, tolerances: Tolerances) -> tuple[StepComparison, ...]:
+    steps = []
+    losses = zip(reference.losses, candidate.losses, strict=True)
+    norms = zip(reference.grad_norms, candidate.grad_norms, strict=True)
+    for step, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
+        loss_tolerance, norm_tolerance = tolerances.at_step(step)
+        loss_difference = number_difference("", *loss, loss_tolerance)
+        steps.append(StepComparison(step, loss, norm, loss_difference, number_difference("", *norm, norm_tolerance)))
+    return tuple(steps)
+
+
+def _activations(reference: SideRecord, candidate: SideRecord, tolerance: float, required: Collection[str]) -> StageResult:
+    ours, theirs = reference.activations, candidate.activations
+    everywhere = list(dict.fromkeys([*ours, *theirs, *required]))
+    one_sided = [path for path in everywhere if path not in ours or path not in theirs]
+    optional = tuple(path for path in one_sided if path not in required)
+    compared = [path for path in everywhere if path not in optional]
+    differences = [activation_difference(path, ours.get(path), theirs.get(path), tolerance) for path in compared]
+    return _result("activations", tolerance, differences, optional)
+
+
+def _tensors(
+    reference: NamedTensors, candidate: NamedTensors, tolerance: float, least_scale: float = 0.0
+) -> list[Difference]:
+    """Those of either side, in the candidate's order."""
+    names = {**candidate, **reference}
+    return [tensor_difference(name, reference.get(name), candidate.get(name), tolerance, least_scale) for name in names]
+
+
+def _gradient_floor(reference: SideRecord) -> float:
+    return GRADIENT_FLOOR * math.sqrt(sum(two_norm(gradient) ** 2 for gradient in reference.gradients.values()))
+
+
+def _weights(reference: SideRecord, candidate: SideRecord, tolerances: Tolerances) -> StageResult:
+    names = {**candidate.weights, **reference.weights}
+    least = _gradient_floor(reference)
+    differences = [_weight(name, reference, candidate, tolerances, least) for name in names]
+    return _result("weights", tolerances.weights, differences)
+
+
+def _weight(
+    name: str, reference: SideRecord, candidate: SideRecord, tolerances: Tolerances, least_gradient: float
+) -> Difference:
+    """Leaves out elements whose gradient is not 0 on both sides but so small that its tolerance allows either sign: Adam's
+    first step has one size whatever the gradient's. Where none is left, the weight must be finite."""
+    ours, theirs = reference.weights.get(name), candidate.weights.get(name)
+    before, gradient = reference.loaded_weights.get(name), reference.gradients.get(name)
+    if ours is None or theirs is None or before is None or not ours.shape == theirs.shape == before.shape:
+        return tensor_difference(name, ours, theirs, tolerances.weights)
+    if gradient is not None and gradient.shape == ours.shape:
+        size = gradient.abs()
+        scale = max(two_norm(gradient), least_gradient) / math.sqrt(max(1, gradient.numel()))
+        others = candidate.gradients.get(name)
+        # Rounding may cancel to 0 on one side; what no token reaches is 0 on both.
+        unreached = (size == 0) & (others == 0 if others is not None and others.shape == size.shape else True)
+        clear = unreached | (size > tolerances.gradients * scale)
+        if not bool(clear.any()) and gradient.numel() and math.isfinite(two_norm(theirs)):
+            return Difference(name, 0.0, tolerances.weights, float((theirs - ours).abs().max()))
+        ours, theirs, before = ours[clear], theirs[clear], before[clear]
+    change = ours.double() - before.double()
+    scale = max(two_norm(change), UPDATE_FLOOR * two_norm(ours))
+    # Both less what they were, so that the change is what the difference is relative to.
+    return tensor_difference(name, change, theirs.double() - before.double(), tolerances.weights, scale)
+
+
+def _result(
+    stage: Stage, tolerance: float, differences: Sequence[Difference], not_compared: tuple[str, ...] = ()
+) -> StageResult:
+    differences = differences or [nothing_to_compare("", tolerance)]
+    return StageResult(
+        stage=stage,
+        compared=sum(difference.missing_from is None for difference in differences),
+        largest=max(differences, key=lambda difference: difference.excess),
+        first_over=next((difference for difference in differences if difference.over), None),
+        not_compared=not_compared,
+    )
+
+
+def _first_divergence(stages: Sequence[StageResult], steps: Sequence[StepComparison]) -> Divergence | None:
+    for result in stages:
+        if result.first_over is not None:
+            return Divergence(result.stage, 0, result.first_over)
+    for step in steps[1:]:
+        numbers: tuple[tuple[Stage, Difference], ...] = (
+            ("loss", step.loss_difference),
+            ("grad norm", step.grad_norm_difference),
+        )
+        for stage, difference in numbers:
+            if difference.over:
+                return Divergence(stage, step.step, difference)
+    return None

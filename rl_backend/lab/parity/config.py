@@ -1,0 +1,220 @@
+"""What is compared with what, and the batch that both sides train on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import Field, field_validator, model_validator
+
+from rl_backend.contracts import (
+    BACKEND_CONFIGS,
+    BaseConfig,
+    ConfigError,
+    OptimizerConfig,
+    ParallelConfig,
+    RuntimeConfig,
+    TokenSequence,
+)
+from rl_backend.contracts.runtime_config import import_plugins
+from rl_backend.data import MicroBatchPlan
+
+TRANSFORMERS = "transformers"
+"""The side that is no runtime: transformers' own model and torch's AdamW on one rank."""
+
+type DType = Literal["float32", "bfloat16"]
+type SideName = Literal["reference", "candidate"]
+
+
+_NO_OPTIONS = {
+    "parallel": "the layout is ParitySide.parallel (--tp, --pp and so on)",
+    "optimizer": "both sides have the same: ParityConfig.lr and weight_decay (--lr, --weight-decay)",
+    "param_dtype": "both sides have the same: ParityConfig.dtype (--dtype)",
+    "device": "both sides have the same: ParityConfig.device (--device)",
+}
+"""Fields of a runtime's configuration that are set in one place of the comparison."""
+
+
+class ParitySide(BaseConfig):
+    """One of the two.
+
+    Attributes:
+        runtime: name of a registered runtime, or ``transformers``.
+        parallel: its layout.
+        dp: data-parallel ranks; None takes the fewest that the layout allows (more than 1 only for expert parallelism).
+        options: further fields of the runtime's configuration, other than layout, optimizer, dtype and device; for
+            transformers ``attn_implementation``.
+    """
+
+    runtime: str
+    parallel: ParallelConfig = ParallelConfig()
+    dp: int | None = Field(default=None, ge=1)
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.runtime == TRANSFORMERS:
+            sizes = {**self.parallel.model_dump(), "dp": self.data_parallel_size}
+            for name, size in sizes.items():
+                if size != 1:
+                    raise ConfigError.of(name, size, "transformers runs on one rank; leave it at 1")
+            unknown = sorted(set(self.options) - {"attn_implementation"})
+            if unknown:
+                raise ConfigError.of("options", unknown, "transformers has attn_implementation only")
+        else:
+            for name, instead in _NO_OPTIONS.items():
+                if name in self.options:
+                    raise ConfigError.of(f"options[{name!r}]", self.options[name], instead)
+            self.parallel.data_parallel_size(self.world_size)
+        return self
+
+    @property
+    def data_parallel_size(self) -> int:
+        if self.dp is not None:
+            return self.dp
+        experts, model = self.parallel.ep * self.parallel.etp * self.parallel.pp, self.parallel.model_parallel_size
+        return next(copies for copies in range(1, experts + 1) if copies * model % experts == 0)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks, each a process of its own."""
+        return self.parallel.model_parallel_size * self.data_parallel_size
+
+    @property
+    def layout(self) -> str:
+        """In words, for example ``tp=2 dp=2``; empty on one rank."""
+        sizes = {**self.parallel.model_dump(), "dp": self.data_parallel_size}
+        return " ".join(f"{name}={size}" for name, size in sizes.items() if size != 1)
+
+
+class ParityConfig(BaseConfig):
+    """A comparison.
+
+    Attributes:
+        model: local Hugging Face directory; both sides load it.
+        steps: optimizer steps.
+        lr: learning rate, constant. Differences grow with it from the second step on.
+        weight_decay: large enough by default that a wrong decay group shows in the first step.
+        dtype: of parameters in forward and backward; optimizers work on float32.
+        num_sequences: sequences of the batch, which is the same in every step.
+        num_micro_batches: into how many micro-batches every data-parallel rank splits its share.
+        max_length: tokens of the longest sequence; the shortest has 2.
+        seed: of the batch, and of the runtimes.
+        device: ``auto`` takes CUDA when there is a device.
+        threads: CPU threads of each rank.
+        timeout: seconds that one side may take.
+        plugins: as in :class:`~rl_backend.contracts.RuntimeConfig`.
+    """
+
+    plugins: tuple[str, ...] = ()
+    model: str = Field(min_length=1)
+    reference: ParitySide
+    candidate: ParitySide
+    steps: int = Field(default=5, ge=1)
+    lr: float = Field(default=1e-4, gt=0.0, allow_inf_nan=False)
+    weight_decay: float = Field(default=0.1, ge=0.0, allow_inf_nan=False)
+    dtype: DType = "float32"
+    num_sequences: int = Field(default=16, ge=1)
+    num_micro_batches: int = Field(default=4, ge=1)
+    max_length: int = Field(default=48, ge=2)
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = Field(default=1, ge=1)
+    timeout: float = Field(default=1800.0, gt=0.0, allow_inf_nan=False)
+
+    @field_validator("plugins")
+    @classmethod
+    def _import_plugins(cls, plugins: tuple[str, ...]) -> tuple[str, ...]:
+        import_plugins(plugins)
+        return plugins
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in ("reference", "candidate"):
+            side: ParitySide = getattr(self, name)
+            needed = side.data_parallel_size * self.num_micro_batches
+            if self.num_sequences < needed:
+                raise ConfigError.of(
+                    "ParityConfig.num_sequences",
+                    self.num_sequences,
+                    f"{self.num_micro_batches} micro-batches on each data-parallel rank of the {name} "
+                    f"(dp={side.data_parallel_size}) need at least {needed}",
+                )
+            self._check_interleaving(name, side)
+        return self
+
+    def _check_interleaving(self, name: str, side: ParitySide) -> None:
+        pp, vpp = side.parallel.pp, side.parallel.vpp
+        overrides = side.options.get("override_transformer_config")
+        own_groups = isinstance(overrides, dict) and "microbatch_group_size_per_vp_stage" in overrides
+        if side.runtime == "bridge" and vpp > 1 and not own_groups and self.num_micro_batches % pp:
+            raise ConfigError.of(
+                "ParityConfig.num_micro_batches",
+                self.num_micro_batches,
+                f"Megatron's interleaved schedule of the {name} (pp={pp}, vpp={vpp}) takes a multiple of {pp}",
+            )
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        return OptimizerConfig(lr=self.lr, weight_decay=self.weight_decay)
+
+    def side(self, name: SideName) -> ParitySide:
+        return self.reference if name == "reference" else self.candidate
+
+    def runtime_config(self, side: ParitySide) -> RuntimeConfig:
+        """The configuration of a side that is a runtime.
+
+        Raises:
+            RegistryError: no such runtime.
+            ConfigError: what the runtime refuses: a layout, an option, or a dtype or device that it has no field for.
+        """
+        fields = BACKEND_CONFIGS.get(side.runtime).model_fields
+        options = {**side.options, "parallel": side.parallel, "optimizer": self.optimizer}
+        for name, value, usual in (("param_dtype", self.dtype, "float32"), ("device", self.device, "auto")):
+            if name in fields:
+                options[name] = value
+            elif value not in (usual, "cpu"):
+                raise ConfigError.of(name, value, f"the configuration of the runtime {side.runtime!r} has no field {name}")
+        return RuntimeConfig(
+            plugins=self.plugins,
+            backend=side.runtime,
+            hf_path=self.model,
+            seed=self.seed,
+            max_tokens_per_micro_batch=math.ceil(self.num_sequences / self.num_micro_batches) * self.max_length,
+            backend_cfg=options,
+        )
+
+
+def make_sequences(config: ParityConfig, hf_config: Mapping[str, Any]) -> list[TokenSequence]:
+    """Random tokens in sequences of mixed lengths, of which all but the first token is trained.
+
+    The padding token is left out: transformers gives its embedding no gradient.
+
+    Raises:
+        ConfigError: ``max_length`` is more than the model has positions, or ``config.json`` has no ``vocab_size``.
+    """
+    text = hf_config.get("text_config", hf_config)
+    vocab_size, positions = text.get("vocab_size"), text.get("max_position_embeddings")
+    if not isinstance(vocab_size, int) or vocab_size < 2:
+        raise ConfigError.of("config.json vocab_size", vocab_size, "expected a whole number of at least 2")
+    if isinstance(positions, int) and config.max_length > positions:
+        raise ConfigError.of("ParityConfig.max_length", config.max_length, f"the model has {positions} positions")
+    generator = torch.Generator().manual_seed(config.seed)
+    tokens = torch.arange(vocab_size)
+    if (padding := text.get("pad_token_id")) is not None:
+        tokens = tokens[tokens != padding]
+    lengths = torch.linspace(2, config.max_length, config.num_sequences).round().long()
+    lengths = lengths[torch.randperm(config.num_sequences, generator=generator)]
+    return [
+        TokenSequence.from_prompt_and_response(row[:1], row[1:])
+        for row in (tokens[torch.randint(len(tokens), (length,), generator=generator)] for length in lengths.tolist())
+    ]
+
+
+def plan_batch(config: ParityConfig, data_parallel_size: int) -> MicroBatchPlan:
+    """Deals the sequences out in turn, so that every rank has the same number of micro-batches."""
+    bins = data_parallel_size * config.num_micro_batches
+    dealt = [tuple(range(start, config.num_sequences, bins)) for start in range(bins)]
+    return MicroBatchPlan(tuple(tuple(dealt[rank::data_parallel_size]) for rank in range(data_parallel_size)))

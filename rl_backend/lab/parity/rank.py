@@ -1,0 +1,125 @@
+"""``python -m rl_backend.lab.parity.rank CONFIG SIDE OUTPUT``: one rank, in a process that the comparison started.
+
+``OUTPUT`` becomes the rank's record, or ``OUTPUT.error`` says in JSON why there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_backend.algorithm import sft_loss
+from rl_backend.checkpoint.hf_reader import read_hf_config
+from rl_backend.contracts import ConfigError, ModelHandle, PackedBatch, RLBackendError, UnsupportedError
+from rl_backend.data import pack_plan
+from rl_backend.lab.parity.config import TRANSFORMERS, ParityConfig, ParitySide, make_sequences, plan_batch
+from rl_backend.lab.parity.record import NamedTensors, RankRecord, package_versions
+from rl_backend.runtime import Runtime, create_runtime
+
+
+def main(config_file: str, side_name: str, output: str) -> int:
+    """Exit status 0 when the record is there."""
+    try:
+        config = ParityConfig.model_validate_json(Path(config_file).read_text())
+        torch.set_num_threads(config.threads)
+        side = config.side("reference" if side_name == "reference" else "candidate")
+        rank = int(os.environ.get("RANK", "0"))
+        record: RankRecord
+        if side.runtime == TRANSFORMERS:
+            from rl_backend.lab.parity.transformers_side import record_transformers
+
+            record = record_transformers(config, side)
+        else:
+            record = record_runtime(config, side, rank)
+        record.save(Path(output))
+    except Exception as error:  # noqa: BLE001 - the process that started this one shows it
+        known = isinstance(error, RLBackendError)
+        message = str(error) if known else f"{type(error).__name__}: {error}"
+        details = {
+            "message": message,
+            "expected": known,
+            "refused": isinstance(error, ConfigError | UnsupportedError),
+            "traceback": traceback.format_exc(),
+        }
+        Path(f"{output}.error").write_text(json.dumps(details))
+        return 1
+    return 0
+
+
+def record_runtime(config: ParityConfig, side: ParitySide, rank: int) -> RankRecord:
+    """Trains with a registered runtime, through its atoms alone, and records; a collective over the ranks of the side.
+
+    After an error the runtime stays open: closing may wait for ranks that are elsewhere, and the error must get out first.
+    """
+    runtime = create_runtime(config.runtime_config(side))
+    handle = runtime.build_model()
+    sequences = make_sequences(config, read_hf_config(config.model))
+    share = pack_plan(sequences, plan_batch(config, handle.data_parallel_size))[handle.data_parallel_rank]
+    record = _train(runtime, handle, share, config.steps, keep=rank == 0)
+    runtime.close()
+    return record
+
+
+def _train(
+    runtime: Runtime[Any], handle: ModelHandle, share: Sequence[PackedBatch], steps: int, *, keep: bool
+) -> RankRecord:
+    is_source = runtime.is_mp_src_rank_with_outputs(handle)
+    loaded = _on_host(runtime.export_weights(handle, dtype=torch.float32), keep=keep)
+    activations = [
+        sequence
+        for batch, recorded in zip(share, runtime.activations(handle, share), strict=False)
+        for sequence in _by_sequence(batch, recorded)
+    ]
+    losses, norms = [], []
+    log_probs: Sequence[Tensor] = ()
+    gradients, weights = {}, {}
+    for step in range(steps):
+        with runtime.train_mode(handle):
+            runtime.zero_grad(handle)
+            result = runtime.forward_backward(handle, share, sft_loss)
+        losses.append(result.loss)
+        if step == 0:
+            log_probs = [part.to("cpu", torch.float32) for part in result.output("log_probs")] if is_source else ()
+            gradients = _on_host(runtime.export_gradients(handle), keep=keep)
+        norms.append(runtime.optimizer_step(handle).grad_norm)
+        if step == 0:
+            weights = _on_host(runtime.export_weights(handle, dtype=torch.float32), keep=keep)
+        runtime.lr_scheduler_step(handle)
+    return RankRecord(
+        data_parallel_rank=handle.data_parallel_rank,
+        is_source=is_source,
+        activations=activations,
+        log_probs=log_probs,
+        losses=losses,
+        grad_norms=norms,
+        loaded_weights=loaded,
+        gradients=gradients,
+        weights=weights,
+        versions=package_versions(),
+    )
+
+
+def _by_sequence(batch: PackedBatch, recorded: NamedTensors) -> list[dict[str, Tensor]]:
+    split = {path: batch.split(tensor) for path, tensor in recorded.items()}
+    return [{path: parts[index] for path, parts in split.items()} for index in range(batch.num_sequences)]
+
+
+def _on_host(stream: Iterable[tuple[str, Tensor]], *, keep: bool) -> dict[str, Tensor]:
+    """Copies of all tensors where ``keep`` is set; the other ranks only take part."""
+    kept = {}
+    for name, tensor in stream:
+        if keep:
+            kept[name] = tensor.detach().to("cpu", torch.float32, copy=True)
+    return kept
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,148 @@
+"""A result as text for a person and as JSON for a program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl_backend.lab.parity.compare import Divergence, StageResult, StepComparison
+from rl_backend.lab.parity.config import ParitySide
+from rl_backend.lab.parity.differences import Difference
+from rl_backend.lab.parity.run import SIDES, ParityResult
+from rl_backend.lab.text import count, finite, table
+
+LEAST_LR = 1e-5
+"""Below it, the weights' tolerance hides what weight decay changes in a step."""
+
+LEAST_LOSS_FALL = 0.05
+"""Part of itself by which the loss must fall for the later steps to say much."""
+
+
+def as_text(result: ParityResult) -> str:
+    """Tables of stages and steps, then the verdict."""
+    config, comparison = result.config, result.comparison
+    lines = [
+        f"{config.model}: {config.dtype} on {result.device}, lr {config.lr:g}, {config.num_sequences} sequences of "
+        f"{result.num_tokens} tokens in {config.num_micro_batches} micro-batches for each data-parallel rank"
+    ]
+    for name, side in zip(SIDES, map(config.side, SIDES), strict=True):
+        words = (side.runtime, side.layout, f"({count(side.world_size, 'rank')})")
+        lines.append(f"  {name:9}  {' '.join(filter(None, words))}")
+    stage_titles = ("step 0", "compared", "difference", "tolerance", "largest in")
+    stages = table("  {:14}  {:>8}  {:>10}  {:>9}  {}", [stage_titles, *(_stage_row(stage) for stage in comparison.stages)])
+    lines += ["", *(line.rstrip() for line in stages)]
+    activations = next(stage for stage in comparison.stages if stage.stage == "activations")
+    if left_out := activations.not_compared:
+        more = f" and {len(left_out) - 4} more" if len(left_out) > 4 else ""
+        lines.append(f"  not compared, on one side only: {', '.join(left_out[:4])}{more}")
+    number = "  {:>11}  {:>11}  {:>10}"
+    step_titles = ("step", "loss", "candidate", "difference", "grad norm", "candidate", "difference", "")
+    lines += ["", *table("  {:>4}" + 2 * number + "{}", [step_titles, *(_step_row(step) for step in comparison.steps)])]
+    lines += [
+        "",
+        f"largest difference of the loss {comparison.max_loss_difference:.1e}, of the gradient norm "
+        f"{comparison.max_grad_norm_difference:.1e}; the loss fell by {comparison.loss_fall:.1%}",
+    ]
+    if not comparison.loss_fall >= LEAST_LOSS_FALL:
+        lines.append(
+            f"that is less than {LEAST_LOSS_FALL:.0%}, so the later steps say little: take more steps or a larger lr"
+        )
+    if config.lr < LEAST_LR:
+        lines.append(f"with lr below {LEAST_LR:.0e}, the weights' tolerance may hide a parameter in a wrong decay group")
+    divergence = comparison.first_divergence
+    lines.append("no divergence: all within the tolerances" if divergence is None else f"first divergence: {divergence}")
+    return "\n".join(lines)
+
+
+def as_json(result: ParityResult) -> dict[str, Any]:
+    """What ``--json`` writes. Differences that are not finite are null."""
+    config, comparison = result.config, result.comparison
+    return {
+        "model": config.model,
+        "dtype": config.dtype,
+        "device": result.device,
+        "lr": config.lr,
+        "weight_decay": config.weight_decay,
+        "seed": config.seed,
+        "num_sequences": config.num_sequences,
+        "num_tokens": result.num_tokens,
+        "num_micro_batches": config.num_micro_batches,
+        **{name: {**_side(config.side(name)), "versions": result.versions[name]} for name in SIDES},
+        "max_loss_rel_diff": finite(comparison.max_loss_difference),
+        "max_grad_norm_rel_diff": finite(comparison.max_grad_norm_difference),
+        "loss_fall": finite(comparison.loss_fall),
+        "first_divergence": _divergence(comparison.first_divergence),
+        "stages": [_stage(stage) for stage in comparison.stages],
+        "steps": [_step(step) for step in comparison.steps],
+    }
+
+
+def _stage_row(stage: StageResult) -> tuple[str, ...]:
+    largest = stage.largest
+    amount = "missing" if largest.missing_from is not None else f"{largest.amount:.1e}"
+    remarks = [
+        largest.name,
+        f"({largest})" if largest.missing_from is not None else "",
+        f"({largest.measure})" if largest.measure != "relative difference" else "",
+        "" if stage.first_over is None else "<- over",
+    ]
+    return stage.stage, str(stage.compared), amount, f"{largest.tolerance:.0e}", " ".join(filter(None, remarks))
+
+
+def _step_row(step: StepComparison) -> tuple[str, ...]:
+    cells, over = [str(step.step)], []
+    for name, values, difference in (
+        ("loss", step.loss, step.loss_difference),
+        ("grad norm", step.grad_norm, step.grad_norm_difference),
+    ):
+        cells += [f"{values[0]:.6f}", f"{values[1]:.6f}", f"{difference.amount:.1e}"]
+        over += [name] if difference.over else []
+    return (*cells, f"  <- {' and '.join(over)} over" if over else "")
+
+
+def _side(side: ParitySide) -> dict[str, Any]:
+    return {
+        "runtime": side.runtime,
+        "world_size": side.world_size,
+        "layout": {**side.parallel.model_dump(), "dp": side.data_parallel_size},
+        "options": side.options,
+    }
+
+
+def _stage(stage: StageResult) -> dict[str, Any]:
+    return {
+        "stage": stage.stage,
+        "compared": stage.compared,
+        "largest": _difference(stage.largest),
+        "first_over": None if stage.first_over is None else _difference(stage.first_over),
+        "not_compared": list(stage.not_compared),
+    }
+
+
+def _step(step: StepComparison) -> dict[str, Any]:
+    return {
+        "step": step.step,
+        "reference": {"loss": finite(step.loss[0]), "grad_norm": finite(step.grad_norm[0])},
+        "candidate": {"loss": finite(step.loss[1]), "grad_norm": finite(step.grad_norm[1])},
+        "loss_rel_diff": finite(step.loss_difference.amount),
+        "grad_norm_rel_diff": finite(step.grad_norm_difference.amount),
+        "loss_tolerance": step.loss_difference.tolerance,
+        "grad_norm_tolerance": step.grad_norm_difference.tolerance,
+    }
+
+
+def _divergence(divergence: Divergence | None) -> dict[str, Any] | None:
+    if divergence is None:
+        return None
+    place = {"stage": divergence.stage, "step": divergence.step}
+    return {**place, **_difference(divergence.difference), "message": str(divergence)}
+
+
+def _difference(difference: Difference) -> dict[str, Any]:
+    return {
+        "name": difference.name,
+        "measure": difference.measure,
+        "amount": finite(difference.amount),
+        "tolerance": difference.tolerance,
+        "max_abs_difference": finite(difference.max_abs),
+        "missing_from": difference.missing_from,
+    }

@@ -1,0 +1,152 @@
+"""The side that is no runtime: transformers' model, one sequence at a time, and torch's AdamW."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from rl_backend.algorithm import sft_loss
+from rl_backend.checkpoint.hf_reader import read_hf_config
+from rl_backend.contracts import ModelOutput, OptimizerConfig, PackedBatch
+from rl_backend.data import pack_plan
+from rl_backend.lab.parity.config import ParityConfig, ParitySide, make_sequences, plan_batch
+from rl_backend.lab.parity.record import RankRecord, package_versions
+from rl_backend.runtime.module_outputs import record_outputs
+
+_CLIP_EPSILON = 1.0e-6
+
+
+def record_transformers(config: ParityConfig, side: ParitySide) -> RankRecord:
+    """Trains and records, in this process alone."""
+    torch.manual_seed(config.seed)
+    use_cuda = config.device != "cpu" and torch.cuda.is_available()
+    trainer = _Trainer(config, side, torch.device("cuda" if use_cuda else "cpu"))
+    sequences = make_sequences(config, read_hf_config(config.model))
+    (batches,) = pack_plan(sequences, plan_batch(config, 1))
+    batches = [batch.to(trainer.device) for batch in batches]
+    loaded = trainer.checkpoint_names(trainer.masters)
+    activations = trainer.activations(batches)
+    losses, norms = [], []
+    log_probs: list[Tensor] = []
+    gradients: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
+    for step in range(config.steps):
+        loss, outputs = trainer.forward_backward(batches)
+        losses.append(loss)
+        if step == 0:
+            log_probs = outputs
+            gradients = trainer.checkpoint_names(trainer.gradients())
+        norms.append(trainer.optimizer_step())
+        if step == 0:
+            weights = trainer.checkpoint_names(trainer.masters)
+    return RankRecord(0, True, activations, log_probs, losses, norms, loaded, gradients, weights, package_versions())
+
+
+class _Trainer:
+    """A model in the dtype of the comparison and float32 masters that AdamW works on."""
+
+    def __init__(self, config: ParityConfig, side: ParitySide, device: torch.device) -> None:
+        self.device = device
+        self.config = config.optimizer
+        self.model = _load(config.model, getattr(torch, config.dtype), device, side.options)
+        self.masters = {
+            name: torch.nn.Parameter(parameter.detach().clone())
+            for name, parameter in _load(config.model, torch.float32, device, {}).named_parameters()
+        }
+        self.adamw = torch.optim.AdamW(
+            _decay_groups(self.masters, self.config), lr=self.config.lr, betas=self.config.betas, eps=self.config.eps
+        )
+
+    def activations(self, batches: Sequence[PackedBatch]) -> list[dict[str, Tensor]]:
+        hf_names = {name: (name,) for name in self.masters}
+        hidden_size = self.model.config.get_text_config().hidden_size
+        recorded = []
+        self.model.eval()
+        for batch in batches:
+            for sequence in batch.split(batch.input_ids):
+                with torch.no_grad(), record_outputs(self.model, hf_names, hidden_size) as outputs:
+                    self.model(sequence[None], use_cache=False)
+                flat = {path: output.to("cpu", torch.float32).flatten(0, -2) for path, output in outputs.items()}
+                recorded.append({path: output for path, output in flat.items() if len(output) == len(sequence)})
+        return recorded
+
+    def forward_backward(self, batches: Sequence[PackedBatch]) -> tuple[float, list[Tensor]]:
+        """Loss of all micro-batches, log-probs by sequence; gradients are added up in float32."""
+        self.model.train()
+        total, outputs = 0.0, []
+        for parameter in self.masters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        for batch in batches:
+            log_probs = [self._log_probs(sequence) for sequence in batch.split(batch.input_ids)]
+            loss, _ = sft_loss(ModelOutput(log_probs=torch.cat(log_probs)), batch)
+            loss.backward()
+            total += loss.item()
+            outputs += [part.detach().cpu() for part in log_probs]
+            self._collect_gradients()
+        return total, outputs
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: master.grad for name, master in self.masters.items() if master.grad is not None}
+
+    def optimizer_step(self) -> float:
+        """Clips, steps, and returns the norm before clipping."""
+        gradients = self.gradients().values()
+        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+        coefficient = self.config.clip_grad / (norm + _CLIP_EPSILON)
+        if coefficient < 1.0:
+            for gradient in gradients:
+                gradient.mul_(coefficient)
+        self.adamw.step()
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(self.masters[name])
+        return norm
+
+    def checkpoint_names(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies on the host, under the names of a saved checkpoint (a model may hold many of its tensors as one)."""
+        on_host = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        converted = revert_weight_conversion(self.model, on_host)
+        order = {prefix: index for index, name in reversed(list(enumerate(tensors))) for prefix in _prefixes(name)}
+        names = sorted(converted, key=lambda name: next(order[prefix] for prefix in _prefixes(name) if prefix in order))
+        return {name: converted[name].contiguous() for name in names}
+
+    def _log_probs(self, sequence: Tensor) -> Tensor:
+        logits = self.model(sequence[None], use_cache=False).logits[0].float()
+        chosen = logits[:-1].log_softmax(-1).gather(1, sequence[1:, None]).squeeze(1)
+        return torch.cat([chosen, chosen.new_zeros(1)])
+
+    def _collect_gradients(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                gradient = self.masters[name].grad
+                assert gradient is not None
+                gradient.add_(parameter.grad.float())
+                parameter.grad = None
+
+
+def _load(path: str, dtype: torch.dtype, device: torch.device, options: Mapping[str, Any]) -> PreTrainedModel:
+    # Grouped products of transformers, its default for experts, take rows of multiples of 16 bytes only.
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, local_files_only=True, experts_implementation="eager", **options
+    ).to(device)
+
+
+def _prefixes(name: str) -> list[str]:
+    """``a.b.c`` -> ``a.b.c``, ``a.b``, ``a`` and an empty one, which every name has."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
+
+
+def _decay_groups(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> list[dict[str, object]]:
+    """As Megatron-Core: biases and parameters of one dimension are not decayed."""
+    exempt = {name for name, value in parameters.items() if name.endswith(".bias") or value.dim() == 1}
+    return [
+        {"params": [parameters[name] for name in parameters if (name in exempt) == without], "weight_decay": decay}
+        for without, decay in ((False, config.weight_decay), (True, 0.0))
+    ]

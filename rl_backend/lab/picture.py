@@ -1,0 +1,274 @@
+"""Pictures: HTML and SVG elements, axes, and shapes that become SVG or PNG."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rl_backend.lab.text import short
+
+PNG_SCALE = 2
+"""Pixels of a PNG for one of the picture."""
+
+TINY = 1e-290
+"""Values below cannot be told from 0: what is computed with them would be denormal."""
+
+type Anchor = Literal["start", "middle", "end"]
+
+_VOID = {"meta", "br", "hr"}
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_DIRECTION = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+class Html(str):
+    """Text that is markup already."""
+
+    __slots__ = ()
+
+
+def escaped(value: object) -> Html:
+    """``value`` as text: escaped, with control characters made visible and lone surrogates replaced.
+
+    Characters that change the direction of what follows are made visible too, as they would reorder the page.
+    """
+    characters = str(value).encode("utf-8", "replace").decode("utf-8")
+    characters = _DIRECTION.sub(lambda found: f"<U+{ord(found.group()):04X}>", characters)
+    return Html(html.escape(_CONTROL.sub(_visible, characters)))
+
+
+def tag(name: str, /, *children: Html | str | None, **attributes: object) -> Html:
+    """An element; strings among ``children`` are escaped unless they are :class:`Html`.
+
+    Args:
+        attributes: ``class_`` is ``class``, ``data_x`` is ``data-x``; those that are None are left out.
+    """
+    named = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escaped(value)}"' for key, value in attributes.items() if value is not None
+    )
+    if name in _VOID:
+        return Html(f"<{name}{named}>")
+    return Html(f"<{name}{named}>{join(*children)}</{name}>")
+
+
+def join(*children: Html | str | None) -> Html:
+    """Elements and texts one after the other."""
+    return Html("".join(child if isinstance(child, Html) else escaped(child) for child in children if child is not None))
+
+
+def document(title: str, style: Html, *body: Html, head: Sequence[Html] = ()) -> str:
+    """A page that loads nothing; ``head`` stands between its encoding and its title."""
+    heads = tag("head", tag("meta", charset="utf-8"), *head, tag("title", title), tag("style", style))
+    return f"<!doctype html>\n{tag('html', heads, tag('body', *body), lang='en')}\n"
+
+
+def drawing(width: float, height: float, label: str, *body: Html | None, **attributes: object) -> Html:
+    """An SVG element inside of a page."""
+    return tag("svg", *body, viewBox=f"0 0 {width} {height}", role="img", aria_label=label, **attributes)
+
+
+def legend(keys: Iterable[tuple[str, Sequence[Html | str]]]) -> Html:
+    """(class of the colour, what it stands for) of each key."""
+    return tag("p", *(tag("span", tag("i", class_=colour), *name, class_="key") for colour, name in keys), class_="legend")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A range of values and the pixels that it is drawn on.
+
+    Attributes:
+        ticks: values with a label.
+    """
+
+    low: float
+    high: float
+    start: float
+    end: float
+    ticks: tuple[float, ...]
+    log: bool = False
+
+    def at(self, value: float) -> float:
+        """Pixel of ``value``; outside the range, that of its nearer end."""
+        low, high, value = (
+            (math.log10(v) for v in (self.low, self.high, value)) if self.log else (self.low, self.high, value)
+        )
+        share = min(max((value - low) / (high - low), 0.0), 1.0)
+        return self.start + share * (self.end - self.start)
+
+
+def linear_axis(low: float, high: float, start: float, end: float, *, about: int = 4, whole: bool = False) -> Axis:
+    """An axis over ``low`` to ``high`` that begins and ends at round numbers.
+
+    Args:
+        about: number of ticks to aim for.
+        whole: ticks at whole numbers alone, and the range left as it is.
+    """
+    if high - low < 1e-12 * max(abs(low), abs(high), TINY):
+        if whole:
+            return Axis(low - 1, low + 1, start, end, (low,))
+        pad = abs(low) * 0.5
+        low, high = (low, low + 1.0) if abs(low) < TINY else (low - pad, high + pad)
+    step = _round_step((high - low) / about, (1, 2, 5, 10) if whole else (1, 2, 2.5, 5, 10))
+    if whole:
+        step = max(1.0, step)
+        first = math.ceil(low / step)
+        ticks = tuple(float(n * step) for n in range(first, math.floor(high / step) + 1))
+        return Axis(low, high, start, end, ticks)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return Axis(first * step, last * step, start, end, tuple(n * step for n in range(first, last + 1)))
+
+
+def log_axis(low: float, high: float, start: float, end: float) -> Axis:
+    """A logarithmic axis over whole decades; ``low`` > 0."""
+    first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
+    last = max(last, first + 1)
+    every = math.ceil((last - first) / 5)
+    return Axis(10.0**first, 10.0**last, start, end, tuple(10.0**n for n in range(first, last + 1, every)), log=True)
+
+
+def grid_lines(axis: Axis, left: float, right: float) -> Html:
+    """Horizontal lines at an axis's ticks, with labels."""
+    return join(
+        *(
+            join(
+                tag("line", class_="grid", x1=left, x2=right, y1=f"{axis.at(tick):.1f}", y2=f"{axis.at(tick):.1f}"),
+                tag("text", short(tick), x=left - 6, y=f"{axis.at(tick) + 3.5:.1f}", text_anchor="end"),
+            )
+            for tick in axis.ticks
+        )
+    )
+
+
+def step_labels(axis: Axis, height: float) -> Html:
+    """Labels of the steps below a chart."""
+    labels = [tag("text", short(tick), x=f"{axis.at(tick):.1f}", y=height - 8, text_anchor="middle") for tick in axis.ticks]
+    return join(
+        *labels, tag("text", "step", x=min(axis.start, axis.at(axis.ticks[0]) - 12) - 6, y=height - 8, text_anchor="end")
+    )
+
+
+def path(coordinates: Sequence[tuple[float, float] | None]) -> str:
+    """An SVG path; None breaks the line, and a point between two breaks becomes a dot by its round cap."""
+    commands, broken = [], True
+    for place in coordinates:
+        if place is None:
+            broken = True
+            continue
+        commands.append(f"{'M' if broken else 'L'}{place[0]:.1f} {place[1]:.1f}")
+        if broken:
+            commands.append("h0")
+        broken = False
+    return "".join(commands)
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """Filled; ``tip`` is what a browser shows under the pointer."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    fill: str
+    tip: str | None = None
+
+
+@dataclass(frozen=True)
+class Text:
+    """``x`` is where ``anchor`` says, ``y`` the middle of the line."""
+
+    x: float
+    y: float
+    content: str
+    fill: str = "#1c2330"
+    size: float = 12
+    anchor: Anchor = "start"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What is drawn, in order, on white."""
+
+    width: float
+    height: float
+    title: str
+    shapes: Sequence[Rectangle | Text]
+
+    def svg(self) -> Html:
+        """An SVG element that also stands alone in a file."""
+        return tag(
+            "svg",
+            tag("title", self.title),
+            tag("rect", width=_number(self.width), height=_number(self.height), fill="#ffffff"),
+            *(_element(shape) for shape in self.shapes),
+            xmlns="http://www.w3.org/2000/svg",
+            width=_number(self.width),
+            height=_number(self.height),
+            viewBox=f"0 0 {_number(self.width)} {_number(self.height)}",
+            font_family="system-ui, 'DejaVu Sans', sans-serif",
+            role="img",
+        )
+
+    def save_png(self, path: Path) -> None:
+        """Writes a PNG at twice the size.
+
+        Raises:
+            ImportError: Pillow is not installed.
+        """
+        from PIL import Image, ImageDraw, ImageFont
+
+        image = Image.new("RGB", (round(self.width * PNG_SCALE), round(self.height * PNG_SCALE)), "#ffffff")
+        draw = ImageDraw.Draw(image)
+        anchors = {"start": "lm", "middle": "mm", "end": "rm"}
+        for shape in self.shapes:
+            x, y = shape.x * PNG_SCALE, shape.y * PNG_SCALE
+            if isinstance(shape, Text):
+                font = ImageFont.load_default(shape.size * PNG_SCALE)
+                draw.text((x, y), shape.content, fill=shape.fill, font=font, anchor=anchors[shape.anchor])
+            else:
+                # A rectangle of Pillow contains its last pixel.
+                right, bottom = (shape.x + shape.width) * PNG_SCALE - 1, (shape.y + shape.height) * PNG_SCALE - 1
+                draw.rectangle((x, y, max(x, right), max(y, bottom)), fill=shape.fill)
+        image.save(path, format="PNG")
+
+
+def _visible(found: re.Match[str]) -> str:
+    code = ord(found.group())
+    return chr(0x2400 + code) if code < 0x20 else f"<U+{code:04X}>"
+
+
+def _round_step(rough: float, factors: tuple[float, ...]) -> float:
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(factor * power for factor in factors if factor * power >= rough * (1 - 1e-9))
+
+
+def _element(shape: Rectangle | Text) -> Html:
+    if isinstance(shape, Text):
+        return tag(
+            "text",
+            shape.content,
+            x=_number(shape.x),
+            # Half of a digit's height below the middle; not every program knows dominant-baseline.
+            y=_number(shape.y + 0.36 * shape.size),
+            fill=shape.fill,
+            font_size=_number(shape.size),
+            text_anchor=shape.anchor,
+            pointer_events="none",
+        )
+    return tag(
+        "rect",
+        tag("title", shape.tip) if shape.tip is not None else None,
+        x=_number(shape.x),
+        y=_number(shape.y),
+        width=_number(shape.width),
+        height=_number(shape.height),
+        fill=shape.fill,
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".")

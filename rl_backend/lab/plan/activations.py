@@ -1,0 +1,199 @@
+"""What micro-batches take on the stages of a model, counted while a stage runs on the meta device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from rl_backend.contracts import PackedBatch
+from rl_backend.model import ModelInput
+from rl_backend.parallel.groups import ParallelGroups
+from rl_backend.parallel.imagined import META
+from rl_backend.pipeline import Action, Kind
+from rl_backend.primitive.deferred import put_off_weight_gradients
+from rl_backend.runtime.native.forward_backward import RankBatch, lay_out
+
+
+class StageMemory(NamedTuple):
+    """Bytes of one micro-batch on one stage, without parameters and their gradients.
+
+    Attributes:
+        kept: from the forward pass until the backward pass.
+        put_off: from a backward pass for the inputs until that for the weights; 0 where the two are one.
+        forward_peak, backward_peak: the most at one time in each pass, what is kept included.
+        evaluation_peak: the most in a forward pass that no backward pass follows.
+    """
+
+    kept: int
+    put_off: int
+    forward_peak: int
+    backward_peak: int
+    evaluation_peak: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage to measure.
+
+    Attributes:
+        module: on the meta device, in the dtype that it computes in, not sharded by FSDP.
+        hidden_size: of what the stage before puts out; None for the first stage.
+        splits_backward: into a pass for the inputs and one for the weights.
+    """
+
+    module: nn.Module
+    hidden_size: int | None
+    splits_backward: bool
+
+
+def measure_stage(stage: Stage, batch: PackedBatch, groups: ParallelGroups) -> StageMemory:
+    """Runs ``batch``, which is on the CPU, forward and backward on this rank of ``groups``.
+
+    A weight's gradient is dropped as soon as it is complete, as FSDP does that reduces it. Where experts choose tokens, all
+    choose as many.
+    """
+    rank_batch = _on_meta(lay_out(batch, replace(groups, device=torch.device("cpu")), 1))
+    parameters = list(stage.module.parameters())
+    hooks = [each.register_post_accumulate_grad_hook(_drop_gradient) for each in parameters if each.requires_grad]
+    known = [*parameters, *(value for value in rank_batch.inputs if isinstance(value, Tensor))]
+    try:
+        with torch.no_grad(), LiveBytes(known) as live:
+            _forward(stage, rank_batch, groups, parameters[0].dtype)
+            evaluation_peak = live.peak
+        if not hooks:
+            return StageMemory(0, 0, 0, 0, evaluation_peak)
+        with LiveBytes(known) as live:
+            inputs, outputs = _forward(stage, rank_batch, groups, parameters[0].dtype)
+            kept, forward_peak = live.live, live.peak
+            live.reset_peak()
+            put_off = 0
+            if stage.splits_backward:
+                with put_off_weight_gradients() as gradients:
+                    torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
+                del inputs, outputs
+                put_off = live.live
+                gradients.compute()
+            else:
+                torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
+            return StageMemory(kept, put_off, forward_peak, live.peak, evaluation_peak)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _forward(
+    stage: Stage, rank_batch: RankBatch, groups: ParallelGroups, dtype: torch.dtype
+) -> tuple[ModelInput, list[Tensor]]:
+    """What the stage takes, and what a backward pass starts from."""
+    inputs = rank_batch.inputs
+    if stage.hidden_size is not None:
+        rows = inputs.input_ids.shape[0] // groups.tp_group.size()
+        hidden = torch.empty(rows, stage.hidden_size, dtype=dtype, device=META)
+        inputs = inputs._replace(hidden=hidden.requires_grad_(torch.is_grad_enabled()))
+    output = stage.module(inputs)
+    if isinstance(output, Tensor):
+        return inputs, [output]
+    return inputs, [value for value in rank_batch.outputs(output, groups) if value is not None]
+
+
+def _on_meta(rank_batch: RankBatch) -> RankBatch:
+    layout = rank_batch.layout
+    return RankBatch(
+        tree_map_only(Tensor, lambda tensor: tensor.to(META), rank_batch.inputs),
+        None if layout is None else replace(layout, places=layout.places.to(META)),
+    )
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+class PassMemory(NamedTuple):
+    """Bytes that the passes of a step take on a rank, as :class:`~rl_backend.lab.plan.memory.RankMemory` has them."""
+
+    activations: int
+    workspace: int
+    evaluation_workspace: int
+    kept_per_micro_batch: Mapping[int, int]
+
+
+def most_in_flight(actions: Iterable[Action], stages: Mapping[int, StageMemory]) -> PassMemory:
+    """Follows the actions of one rank to the moment when the most is needed."""
+    kept = 0
+    # What is kept for backward passes, and what the pass that runs then takes beyond what it keeps.
+    most = (0, 0)
+    for action in actions:
+        memory = stages.get(action.stage)
+        if memory is None:
+            continue
+        if action.kind is Kind.FORWARD:
+            most = max(most, (kept + memory.kept, memory.forward_peak - memory.kept), key=sum)
+            kept += memory.kept
+        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            most = max(most, (kept, memory.backward_peak - memory.kept), key=sum)
+            kept -= memory.kept
+            kept += memory.put_off if action.kind is Kind.BACKWARD_INPUT else 0
+        elif action.kind is Kind.BACKWARD_WEIGHT:
+            kept -= memory.put_off
+    return PassMemory(
+        *most,
+        evaluation_workspace=max(memory.evaluation_peak for memory in stages.values()),
+        kept_per_micro_batch={number: memory.kept for number, memory in stages.items()},
+    )
+
+
+class LiveBytes(TorchDispatchMode):
+    """Inside, storages that operations make are counted from then until nothing refers to them any more.
+
+    Args:
+        known: tensors whose storages are not counted.
+
+    Attributes:
+        live: bytes that exist now.
+        peak: the most that existed at one time since the start or :meth:`reset_peak`.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._known = [_storage(tensor) for tensor in known]
+        self._held = {storage._cdata for storage in self._known}
+
+    def reset_peak(self) -> None:
+        self.peak = self.live
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._count(_storage(leaf))
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._held:
+            return
+        nbytes = storage.nbytes()
+        self._held.add(key)
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._forget, key, nbytes)
+
+    def _forget(self, key: int, nbytes: int) -> None:
+        self._held.discard(key)
+        self.live -= nbytes
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()

@@ -1,0 +1,129 @@
+"""Plans: what a configuration takes on each rank, and layouts that fit a device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rl_backend.contracts import (
+    BatchError,
+    ConfigError,
+    NativeConfig,
+    ParallelConfig,
+    RuntimeConfig,
+    UnsupportedError,
+)
+from rl_backend.lab.plan.bridge import bridge_memory
+from rl_backend.lab.plan.memory import PHASES, Phase, RankMemory, Workload
+from rl_backend.lab.plan.native import MASTER_BYTES, native_memory
+from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.registry import check_config
+
+GPUS_OF_A_NODE = 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Attributes:
+    data_parallel_size: what the layout leaves of the ranks.
+    ranks: memory of each pipeline rank.
+    sync_bytes: of all weights that one weight sync sends.
+    """
+
+    config: RuntimeConfig
+    num_ranks: int
+    workload: Workload
+    data_parallel_size: int
+    ranks: Sequence[RankMemory]
+    sync_bytes: int
+
+    @property
+    def num_parameters(self) -> int:
+        return self.sync_bytes // int(getattr(torch, self.workload.sync_dtype).itemsize)
+
+    def largest(self, phase: Phase) -> RankMemory:
+        """The rank that needs the most in ``phase``."""
+        return max(self.ranks, key=lambda rank: rank.total(phase, self.workload.offload))
+
+    def peak(self, phase: Phase) -> int:
+        """Bytes on the rank that needs the most."""
+        return self.largest(phase).total(phase, self.workload.offload)
+
+    def phases_over(self, device_bytes: int) -> list[Phase]:
+        """The phases that need more."""
+        return [phase for phase in PHASES if self.peak(phase) > device_bytes]
+
+
+def make_plan(config: RuntimeConfig, num_ranks: int, workload: Workload) -> Plan:
+    """What ``config`` takes on ``num_ranks`` ranks. Reads ``config.json`` alone and needs no device.
+
+    Raises:
+        ConfigError: what :func:`~rl_backend.runtime.check_config` refuses, or a ``byte_budget`` that is too small.
+        BatchError: a number of micro-batches that the pipeline schedule does not take.
+        UnsupportedError: a model, a runtime or options that cannot be counted.
+    """
+    counted = {"native": native_memory, "bridge": bridge_memory}
+    if config.backend not in counted:
+        raise UnsupportedError(
+            f"RuntimeConfig.backend={config.backend!r}: a plan knows {' and '.join(counted)} only", backend=config.backend
+        )
+    check_config(config, num_ranks)
+    ranks, sync_bytes = counted[config.backend](config, num_ranks, workload)
+    dp_size = config.backend_cfg.parallel.data_parallel_size(num_ranks)
+    return Plan(config, num_ranks, workload, dp_size, ranks, sync_bytes)
+
+
+def suggest_layout(plan: Plan, device_bytes: int) -> Plan | None:
+    """The first layout in the order of :func:`candidate_layouts` that fits a device, or None.
+
+    Everything else stays as in ``plan``, the number of micro-batches too, so that with fewer data-parallel ranks a step has
+    fewer tokens.
+    """
+    if not plan.phases_over(device_bytes):
+        return plan
+    for parallel in candidate_layouts(plan.config, plan.num_ranks):
+        if parallel == plan.config.backend_cfg.parallel or _least_bytes(plan, parallel) > device_bytes:
+            continue
+        try:
+            config = plan.config.replace(backend_cfg=plan.config.backend_cfg.replace(parallel=parallel))
+            other = make_plan(config, plan.num_ranks, plan.workload)
+        except (ConfigError, BatchError):
+            continue
+        if not other.phases_over(device_bytes):
+            return other
+    return None
+
+
+def _least_bytes(plan: Plan, parallel: ParallelConfig) -> int:
+    """What training takes at least in another layout, without laying it out: an average rank's parameters."""
+    options, offload = plan.config.backend_cfg, plan.workload.offload
+    everywhere = plan.num_parameters / plan.num_ranks
+    computed = plan.num_parameters / (parallel.pp * max(parallel.tp, parallel.ep * parallel.etp))
+    moments = 0 if "optimizer" in offload else 2 * MASTER_BYTES * everywhere
+    if isinstance(options, NativeConfig):
+        accumulates = plan.workload.num_micro_batches > 1 or parallel.pp > 1
+        unreduced = getattr(torch, options.reduce_dtype).itemsize * computed if accumulates and plan.num_ranks > 1 else 0
+        return int(2 * MASTER_BYTES * everywhere + moments + unreduced)
+    assert isinstance(options, BridgeConfig), "make_plan counts these two"
+    return int((getattr(torch, options.param_dtype).itemsize + MASTER_BYTES) * computed + moments)
+
+
+def candidate_layouts(config: RuntimeConfig, num_ranks: int) -> list[ParallelConfig]:
+    """Layouts in order of preference, whether they fit the model or not.
+
+    Fewer ranks in a replica first, because data parallelism communicates least; then fewer pipeline ranks, which idle
+    between steps; then fewer context-parallel ranks; then fewer expert-parallel ones. Tensor and expert parallelism stay
+    inside a node of 8. ``vpp`` and ``etp`` are the configuration's.
+    """
+    base = config.backend_cfg.parallel
+    sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
+    inside = [size for size in sizes if size <= GPUS_OF_A_NODE]
+    found = [
+        (tp * pp * cp, pp, cp, ep)
+        for tp, pp, cp, ep in itertools.product(inside, sizes, sizes, inside)
+        if num_ranks % (tp * pp * cp) == 0 and num_ranks % (pp * ep * base.etp) == 0
+    ]
+    return [base.replace(tp=replica // (pp * cp), pp=pp, cp=cp, ep=ep) for replica, pp, cp, ep in sorted(found)]

@@ -1,0 +1,134 @@
+"""Bytes on a device: of one rank, by what they are for and when, and the workload that they depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+
+from rl_backend.contracts import ConfigError, Head, PackedBatch
+from rl_backend.contracts.base_config import BaseConfig
+from rl_backend.contracts.operations import Part
+
+type Phase = Literal["training", "optimizer_step", "log_probs", "weight_sync", "rollout"]
+PHASES: tuple[Phase, ...] = ("training", "optimizer_step", "log_probs", "weight_sync", "rollout")
+"""Forward and backward passes; clipping and stepping; forward passes alone; the export of weights; no work at all."""
+
+_USED: Mapping[Phase, tuple[Part, ...]] = {
+    "training": ("model", "grad"),
+    "optimizer_step": ("model", "optimizer", "grad"),
+    "log_probs": ("model",),
+    "weight_sync": ("model",),
+    "rollout": (),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes on the ranks of one pipeline rank, of which the first of each group holds as much as any.
+
+    Attributes:
+        pipeline_rank: which.
+        weights, gradients, optimizer: what is held at all times, unless it is offloaded.
+        undo: what post-validation keeps to take a step back: a copy of weights and moments, and gradients.
+        unreduced_gradients: of whole parameters, before they are reduced over the ranks.
+        gathered_parameters: whole parameters that FSDP has gathered, in the dtype of the computation.
+        activations: kept for backward passes when the most is needed, of all micro-batches in flight.
+        workspace: everything else that passes need then.
+        evaluation_workspace: the same of a forward-only pass.
+        logits_chunk: of both workspaces at most, the logits of a chunk of tokens.
+        kept_per_micro_batch: stage -> what one micro-batch keeps there for its backward pass.
+        sync_bucket: full tensors, and what they are gathered through, in a weight sync.
+    """
+
+    pipeline_rank: int
+    weights: int
+    gradients: int
+    optimizer: int
+    undo: int
+    unreduced_gradients: int
+    gathered_parameters: int
+    activations: int
+    workspace: int
+    evaluation_workspace: int
+    logits_chunk: int
+    kept_per_micro_batch: Mapping[int, int]
+    sync_bucket: int
+
+    def phase(self, phase: Phase, offload: Collection[Part]) -> dict[str, int]:
+        """Bytes by purpose; the parts of ``offload`` are on the device only where the phase uses them."""
+        used = _USED[phase]
+        parts: dict[Part, tuple[str, int]] = {
+            "model": ("weights", self.weights),
+            "optimizer": ("optimizer", self.optimizer),
+            "grad": ("gradients", self.gradients),
+        }
+        found = {name: size for part, (name, size) in parts.items() if part in used or part not in offload}
+        if phase == "training":
+            found |= {
+                "undo": self.undo,
+                "unreduced_gradients": self.unreduced_gradients,
+                "gathered_parameters": self.gathered_parameters,
+                "activations": self.activations,
+                "workspace": self.workspace,
+            }
+        elif phase == "optimizer_step":
+            found["undo"] = self.undo
+        elif phase == "log_probs":
+            found |= {"gathered_parameters": self.gathered_parameters, "workspace": self.evaluation_workspace}
+        elif phase == "weight_sync":
+            found["sync_bucket"] = self.sync_bucket
+        return {name: size for name, size in found.items() if size}
+
+    def total(self, phase: Phase, offload: Collection[Part]) -> int:
+        return sum(self.phase(phase, offload).values())
+
+
+class Workload(BaseConfig):
+    """One step of training and what goes on around it.
+
+    Attributes:
+        sequence_length: tokens of every sequence.
+        micro_batch_tokens: tokens of every micro-batch.
+        num_micro_batches: of a step, on each data-parallel rank.
+        head: what the model ends in.
+        calculate_entropy: whether the loss takes the entropy.
+        offload: parts that are in host memory whenever they are not in use.
+        sync_dtype: of the weights that the rollout engines get.
+        byte_budget: of ``export_weights``; None gathers one tensor at a time.
+    """
+
+    sequence_length: int = Field(default=4096, ge=1)
+    micro_batch_tokens: int = Field(default=8192, ge=1)
+    num_micro_batches: int = Field(default=8, ge=1)
+    head: Head = "log_probs"
+    calculate_entropy: bool = False
+    offload: tuple[Part, ...] = ()
+    sync_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    byte_budget: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.sequence_length > self.micro_batch_tokens:
+            raise ConfigError.of(
+                "Workload.sequence_length",
+                self.sequence_length,
+                f"does not fit into micro_batch_tokens={self.micro_batch_tokens}; sequences are never split: raise that",
+            )
+        if self.calculate_entropy and self.head != "log_probs":
+            raise ConfigError.of(
+                "Workload.calculate_entropy",
+                True,
+                f"head={self.head!r} gives no probabilities and has no entropy; leave it out",
+            )
+        return self
+
+    def micro_batch(self) -> PackedBatch:
+        """A micro-batch of zeros: as many whole sequences as fit, and a shorter one."""
+        whole, rest = divmod(self.micro_batch_tokens, self.sequence_length)
+        seq_lens = torch.tensor([self.sequence_length] * whole + [rest] * (rest > 0))
+        tokens = torch.zeros(self.micro_batch_tokens, dtype=torch.int64)
+        return PackedBatch(tokens, seq_lens, meta={"calculate_entropy": self.calculate_entropy})

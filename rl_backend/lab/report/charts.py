@@ -1,0 +1,220 @@
+"""Charts of metrics over the steps of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
+
+from rl_backend.lab.picture import (
+    Axis,
+    Html,
+    drawing,
+    grid_lines,
+    join,
+    legend,
+    linear_axis,
+    log_axis,
+    path,
+    step_labels,
+    tag,
+)
+from rl_backend.lab.report.metrics import Chart
+from rl_backend.lab.report.run_data import Series
+from rl_backend.lab.text import short
+
+WIDTH, HEIGHT = 440, 190
+LEFT, RIGHT, TOP, BOTTOM = 52, 20, 8, 26
+EACH_STEP = 60
+"""Up to so many points every one is drawn alone; of more, the running mean stands out from them."""
+
+NOISY = 4.0
+"""A curve is noisy whose way up and down is so many times its range."""
+
+MIN_DECADES_RATIO = 30.0
+"""A logarithmic axis serves values whose largest is so many times the smallest."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A step, or several that share a pixel.
+
+    Attributes:
+        first: step; ``last`` is another one when steps were put together.
+        mean: of the values, ``low`` and ``high`` their range; NaN when one of them is not finite and none is.
+    """
+
+    first: int
+    last: int
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def step(self) -> float:
+        return (self.first + self.last) / 2
+
+
+def draw_chart(chart: Chart, series: Sequence[Series], run_steps: tuple[int, int], most_points: int) -> Html:
+    """A figure with title, latest value, curves over the run's first to last step, and what cannot be drawn in words."""
+    drawn = [points(one, most_points) for one in series]
+    across = linear_axis(*run_steps, LEFT, WIDTH - RIGHT, about=7, whole=True)
+    up = _value_axis(chart, series)
+    notes = [note for one in series for note in _notes(one, up, named=len(series) > 1)]
+    body = [
+        grid_lines(up, LEFT, WIDTH - RIGHT),
+        step_labels(across, HEIGHT),
+        *(_curve(of, across, up, index) for index, of in enumerate(drawn)),
+        _marks(series, across),
+        tag("line", class_="cursor", y1=TOP, y2=HEIGHT - BOTTOM, x1=-9, x2=-9),
+        *(tag("circle", class_=f"dot s{index}", r=3, cx=-9, cy=-9) for index in range(len(series))),
+    ]
+    return tag(
+        "figure",
+        _title(chart, series),
+        drawing(WIDTH, HEIGHT, f"{chart.title} over steps", *body, data_hover=_hover(chart, series, drawn, across, up)),
+        legend((f"s{index}", [one.name]) for index, one in enumerate(series)) if len(series) > 1 else None,
+        tag("figcaption", join(*(tag("span", note, class_="warn") for note in notes)), chart.note or None),
+        id=f"chart-{series[0].name}",
+    )
+
+
+def _value_axis(chart: Chart, series: Sequence[Series]) -> Axis:
+    values = [value for one in series for value in one.finite]
+    bottom, top = HEIGHT - BOTTOM, TOP
+    if not values:
+        return linear_axis(0.0, 1.0, bottom, top)
+    positive = [value for value in values if value > 0]
+    if chart.log and positive and max(positive) / min(positive) >= MIN_DECADES_RATIO:
+        return log_axis(min(positive), max(positive), bottom, top)
+    low, high = min(values), max(values)
+    if chart.full_range and low >= 0 and high <= 1:
+        low, high = 0.0, 1.0
+    # The difference of two values near the largest float is infinite.
+    limit = 1e300
+    return linear_axis(max(low, -limit), min(high, limit), bottom, top)
+
+
+def _is_noisy(of: Sequence[Point]) -> bool:
+    """Whether the curve goes up and down so much that its running mean says more; a schedule does not."""
+    means = [point.mean for point in of if math.isfinite(point.mean)]
+    way = sum(abs(after - before) for before, after in pairwise(means))
+    return bool(means) and way > NOISY * (max(means) - min(means))
+
+
+def _curve(of: Sequence[Point], across: Axis, up: Axis, index: int) -> Html:
+    """The values with a dot at each; of many, pale, and in front of them their running mean."""
+    places = [_place(point.step, point.mean, across, up) for point in of]
+    grouped = any(point.first != point.last for point in of)
+    if not grouped and len(of) <= EACH_STEP:
+        dots = [tag("circle", cx=f"{x:.1f}", cy=f"{y:.1f}", r=2 if len(of) > 3 else 3.5) for x, y in filter(None, places)]
+        curve = tag("path", class_=f"line s{index}", d=path(places))
+        return join(curve, tag("g", *dots, class_=f"dots s{index}"))
+    faint = _band(of, across, up) if grouped else path(places)
+    if _is_noisy(of):
+        means = running_mean([point.mean for point in of], max(2 * (len(of) // 30) + 1, 3))
+        places = [_place(point.step, mean, across, up) for point, mean in zip(of, means, strict=True)]
+    return join(
+        tag("path", class_=f"{'band' if grouped else 'faint'} s{index}", d=faint),
+        tag("path", class_=f"line s{index}", d=path(places)),
+    )
+
+
+def _band(of: Sequence[Point], across: Axis, up: Axis) -> str:
+    """The area between lowest and highest value, a piece for each run of finite ones."""
+    pieces = []
+    for finite, run in groupby(of, key=lambda point: math.isfinite(point.mean)):
+        if finite:
+            piece = list(run)
+            upper = [_place(point.step, point.high, across, up) for point in piece]
+            lower = [_place(point.step, point.low, across, up) for point in reversed(piece)]
+            pieces.append(path([*upper, *lower]) + "z")
+    return "".join(pieces)
+
+
+def _place(step: float, value: float, across: Axis, up: Axis) -> tuple[float, float] | None:
+    if not math.isfinite(value):
+        return None
+    return across.at(step), up.at(value) if value > 0 or not up.log else up.start
+
+
+def _marks(series: Sequence[Series], across: Axis) -> Html:
+    """A triangle on the axis at each step whose value is not finite, up to a hundred."""
+    steps = sorted({step for one in series for step, _ in one.not_finite})
+    drawn = steps[:: math.ceil(len(steps) / 100)] if steps else []
+    bottom = HEIGHT - BOTTOM
+    places = (across.at(step) for step in drawn)
+    return join(*(tag("path", class_="not-finite", d=f"M{x - 4:.1f} {bottom}h8l-4 -8z") for x in places))
+
+
+def _notes(series: Series, up: Axis, *, named: bool) -> list[str]:
+    """What the curve cannot show."""
+    notes = []
+    prefix = f"{series.name}: " if named else ""
+    if missing := series.not_finite:
+        step, value = missing[0]
+        notes.append(
+            f"{prefix}{len(missing)} of {len(series.steps)} values not finite, first {short(value)} at step {step}. "
+        )
+    below = sum(value <= 0 for value in series.finite) if up.log else 0
+    if below:
+        notes.append(f"{prefix}{below} values of 0 or below are drawn at the bottom of the logarithmic axis. ")
+    return notes
+
+
+def _title(chart: Chart, series: Sequence[Series]) -> Html:
+    latest = " / ".join(short(one.values[-1]) for one in series)
+    unit = tag("span", chart.unit, class_="unit") if chart.unit else None
+    return tag("h3", chart.title, unit, tag("output", latest, title=f"at step {series[0].steps[-1]}"))
+
+
+def _hover(chart: Chart, series: Sequence[Series], drawn: Sequence[Sequence[Point]], across: Axis, up: Axis) -> str:
+    """JSON that report.js needs to show the values below the pointer."""
+    curves = [
+        {"name": one.name if len(series) > 1 else chart.title, "points": [_hovered(one, point) for point in of]}
+        for one, of in zip(series, drawn, strict=True)
+    ]
+    axes = {"x": [across.low, across.high, across.start, across.end], "y": [up.low, up.high, up.start, up.end]}
+    return json.dumps({**axes, "log": up.log, "series": curves}, separators=(",", ":"))
+
+
+def _hovered(series: Series, point: Point) -> list[float | str]:
+    """First step, number of further ones, mean, and the range where there is one; in words what is not finite."""
+    steps = [point.first, point.last - point.first]
+    if math.isnan(point.mean):
+        return [*steps, short(series.values[series.steps.index(point.first)])]
+    values = [point.mean] if point.low == point.high else [point.mean, point.low, point.high]
+    return [*steps, *(float(f"{value:.5g}") for value in values)]
+
+
+def points(series: Series, most: int) -> list[Point]:
+    """At most ``most`` points over all steps; neighbours are put together, which keeps their extremes."""
+    count = len(series.steps)
+    size = math.ceil(count / most)
+    return [_point(series, start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def running_mean(values: Sequence[float], window: int) -> list[float]:
+    """Centred mean of the finite values among ``window`` neighbours; NaN where there are none."""
+    finite = [math.isfinite(value) for value in values]
+    sums = [0.0, *accumulate(value if known else 0.0 for value, known in zip(values, finite, strict=True))]
+    counts = [0, *accumulate(map(int, finite))]
+    half = window // 2
+    means = []
+    for index in range(len(values)):
+        start, end = max(0, index - half), min(len(values), index + half + 1)
+        number = counts[end] - counts[start]
+        means.append((sums[end] - sums[start]) / number if number else math.nan)
+    return means
+
+
+def _point(series: Series, start: int, end: int) -> Point:
+    finite = [value for value in series.values[start:end] if math.isfinite(value)]
+    first, last = series.steps[start], series.steps[end - 1]
+    if not finite:
+        return Point(first, last, math.nan, math.nan, math.nan)
+    # A plain sum of values near the largest float would overflow.
+    mean = sum(value / len(finite) for value in finite)
+    return Point(first, last, mean, min(finite), max(finite))

@@ -1,0 +1,204 @@
+"""The report of a run as one HTML file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rl_backend.lab.picture import Html, document, escaped, join, tag
+from rl_backend.lab.report.charts import EACH_STEP, draw_chart
+from rl_backend.lab.report.metrics import PHASE, charts_for
+from rl_backend.lab.report.phases import draw_phases
+from rl_backend.lab.report.run_data import RunData, read_run
+from rl_backend.lab.report.samples import draw_samples
+from rl_backend.lab.report.timeline import draw_timeline, read_step
+from rl_backend.lab.text import duration, short
+
+FILE_NAME = "report.html"
+MOST_CHARTS = 120
+"""Charts of metrics that are not known by name, beyond those that are."""
+
+ALL_POINTS, MOST_POINTS, FEWEST_POINTS = 12_000, 300, 40
+"""Points of all curves, which bounds the size of the file, and limits of one curve."""
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+
+def write_report(run_dir: Path | str) -> Path:
+    """Writes ``report.html`` into a run folder from the files in it, all at once, and returns its path."""
+    folder = Path(run_dir)
+    page = render(read_run(folder))
+    path = folder / FILE_NAME
+    unfinished = folder / f".{FILE_NAME}.{os.getpid()}"
+    unfinished.write_text(page, encoding="utf-8")
+    unfinished.replace(path)
+    return path
+
+
+def render(data: RunData) -> str:
+    """The page. It loads nothing: style, script and charts are in it."""
+    title = f"{data.path.resolve().name} · rl_backend run"
+    head = (
+        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+    )
+    return document(
+        title,
+        _own_file("report.css"),
+        tag("main", _headline(data), _problems(data), *_sections(data)),
+        tag("div", id="tip", role="status"),
+        tag("script", _own_file("report.js")),
+        head=head,
+    )
+
+
+def _sections(data: RunData) -> list[Html]:
+    sections = []
+    groups = charts_for(data.metrics)
+    curves = sum(len(chart.names) for charts in groups.values() for chart in charts)
+    most = max(FEWEST_POINTS, min(MOST_POINTS, ALL_POINTS // max(curves, 1)))
+    for group, charts in groups.items():
+        figures = [
+            draw_chart(chart, [data.metrics[name] for name in chart.names], data.span, most)
+            for chart in charts[:MOST_CHARTS]
+        ]
+        left = [chart.title for chart in charts[MOST_CHARTS:]]
+        note = f"Not drawn, as there are more than {MOST_CHARTS}: {', '.join(left)}" if left else None
+        sections.append(
+            tag(
+                "section",
+                tag("h2", group),
+                tag("div", *figures, class_="charts"),
+                tag("p", note, class_="note") if note else None,
+            )
+        )
+    time = _time(data)
+    if time:
+        sections.append(tag("section", tag("h2", "Where does the time go?"), *time))
+    if data.first_held_out:
+        sections.append(draw_samples("Held-out answers", data.first_held_out, data.last_held_out))
+    if data.first_samples:
+        sections.append(draw_samples("Samples", data.first_samples, data.last_samples))
+    if data.summary:
+        sections.append(tag("section", tag("h2", "Summary"), _table(data.summary)))
+    if data.config:
+        sections.append(tag("section", tag("h2", "Configuration"), _table(data.config)))
+    return sections
+
+
+def _time(data: RunData) -> list[Html]:
+    phases = [series for name, series in data.metrics.items() if name.startswith(PHASE)]
+    figures = [draw_phases(phases)] if phases else []
+    trace = data.path / "trace.json"
+    if trace.is_file() and (step := read_step(trace)) is not None:
+        figures.append(draw_timeline(step))
+        note = "The whole trace: open trace.json of the run folder in Perfetto (ui.perfetto.dev) or chrome://tracing."
+        figures.append(tag("p", note, class_="note"))
+    return figures
+
+
+def _headline(data: RunData) -> Html:
+    state = str(data.run.get("state", "unknown"))
+    planned = data.config.get("steps")
+    tiles = [_tile("state", state, state)]
+    tiles.append(_tile("steps", f"{data.steps}" + (f" of {planned}" if isinstance(planned, int) else "")))
+    tiles += [_tile(name, value) for name, value in _results(data)]
+    seconds = data.summary.get("seconds")
+    elapsed = seconds if isinstance(seconds, int | float) and math.isfinite(seconds) else _elapsed(data.run)
+    if elapsed is not None:
+        tiles.append(_tile("time", duration(elapsed)))
+    command = data.run.get("command")
+    lines = [
+        tag("p", " ".join(map(str, command)), class_="command") if isinstance(command, list) else None,
+        tag("p", data.run["error"], class_="error") if data.run.get("error") else None,
+    ]
+    reading = (
+        "Curves of many steps: in bold their running mean, in pale each step, or the range of steps that share a point."
+    )
+    return tag(
+        "header",
+        tag("h1", data.path.resolve().name, _when(data)),
+        *lines,
+        tag("div", *tiles, class_="tiles"),
+        tag("p", reading, class_="note") if data.steps > EACH_STEP else None,
+    )
+
+
+def _results(data: RunData) -> list[tuple[str, str]]:
+    """What a reader wants to know first, of what there is."""
+    found = []
+    before, after = data.summary.get("accuracy_before"), data.summary.get("accuracy_after")
+    if isinstance(before, int | float) and isinstance(after, int | float):
+        found.append(("held-out accuracy", f"{before:.3f} → {after:.3f}"))
+    for name in ("answer_probability", "nll", "reward"):
+        series = data.metrics.get(name)
+        if series is not None and len(found) < 2:
+            values = f"{series.values[0]:.3g}", f"{series.values[-1]:.3g}"
+            found.append((name.replace("_", " "), " → ".join(dict.fromkeys(values))))
+    gap = data.metrics.get("log_prob_gap")
+    if gap is not None and gap.finite:
+        found.append(("largest log-prob gap", f"{max(gap.finite):.1e} nats"))
+    version = data.metrics.get("weight_version")
+    if version is not None:
+        found.append(("weight version", short(version.values[-1])))
+    return found
+
+
+def _tile(name: str, value: str, kind: str = "") -> Html:
+    return tag("div", tag("small", name), tag("b", value), class_=f"tile {kind}".strip())
+
+
+def _when(data: RunData) -> Html:
+    written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    going = data.run.get("state") == "running"
+    return tag("span", f"as of {written}" + ("; reload for later steps" if going else ""), class_="unit")
+
+
+def _elapsed(run: Mapping[str, Any]) -> float | None:
+    try:
+        started = datetime.fromisoformat(run["started"])
+        ended = datetime.fromisoformat(run["ended"]) if run.get("ended") else datetime.now(UTC)
+        return (ended - started).total_seconds()
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _problems(data: RunData) -> Html | None:
+    problems = list(data.problems)
+    problems += [
+        f"{name}: {len(series.not_finite)} of {len(series.values)} values not finite, first at {series.not_finite[0][0]}"
+        for name, series in data.metrics.items()
+        if series.not_finite
+    ]
+    if not data.metrics:
+        problems.append("metrics.jsonl: no step has been logged")
+    if not problems:
+        return None
+    more = [f"and {len(problems) - 12} more"] if len(problems) > 12 else []
+    return tag(
+        "section", tag("h2", "Problems"), tag("ul", *(tag("li", line) for line in problems[:12] + more)), class_="problems"
+    )
+
+
+def _table(values: Mapping[str, Any]) -> Html:
+    rows = [tag("tr", tag("th", name), tag("td", _value(value))) for name, value in values.items()]
+    return tag("div", tag("table", *rows), class_="table")
+
+
+def _value(value: Any) -> Html:
+    if isinstance(value, str):
+        return escaped(value)
+    if isinstance(value, float):
+        return escaped(short(value))
+    return escaped(json.dumps(value))
+
+
+def _own_file(name: str) -> Html:
+    return join(Html(resources.files("rl_backend.lab.report").joinpath(name).read_text(encoding="utf-8")))

@@ -1,0 +1,175 @@
+"""Reading a run folder, also of a run that goes on or was cut off."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rl_backend.lab.text import as_number
+
+SAMPLE_BYTES = 4 * 2**20
+"""Read from either end of a file of samples, which may have gigabytes."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric: ``values[i]`` at ``steps[i]``, in the order of the steps; values may be NaN or infinite."""
+
+    name: str
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+    @property
+    def finite(self) -> list[float]:
+        return [value for value in self.values if math.isfinite(value)]
+
+    @property
+    def not_finite(self) -> list[tuple[int, float]]:
+        return [(step, value) for step, value in zip(self.steps, self.values, strict=True) if not math.isfinite(value)]
+
+
+@dataclass
+class RunData:
+    """What the files of a run say.
+
+    Attributes:
+        run: of ``run.json``; its ``state`` is "killed" where that says "running" and no process holds the folder any more.
+        metrics: name -> its series.
+        steps: number of those logged, ``span`` the first and the last.
+        first_samples: of the first step that has some; ``last_samples`` of the last, empty when that is the same.
+        first_held_out, last_held_out: the same of the held-out prompts; the first are of step 0, before training.
+        problems: what could not be read.
+    """
+
+    path: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    run: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Series] = field(default_factory=dict)
+    steps: int = 0
+    span: tuple[int, int] = (0, 0)
+    first_samples: list[dict[str, Any]] = field(default_factory=list)
+    last_samples: list[dict[str, Any]] = field(default_factory=list)
+    first_held_out: list[dict[str, Any]] = field(default_factory=list)
+    last_held_out: list[dict[str, Any]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def read_run(path: Path | str) -> RunData:
+    """Reads what there is; a file that is missing leaves its part empty, a damaged one is named in ``problems``."""
+    data = RunData(Path(path))
+    data.config = _read_object(data, "config.json")
+    data.run = _read_object(data, "run.json")
+    if data.run.get("state") == "running" and _nobody_holds(data.path / ".lock"):
+        data.run |= {"state": "killed", "ended": _last_write(data.path)}
+    data.summary = _read_object(data, "summary.json")
+    _read_metrics(data)
+    data.first_samples, data.last_samples = _read_samples(data, "samples.jsonl")
+    data.first_held_out, data.last_held_out = _read_samples(data, "held_out.jsonl")
+    return data
+
+
+def _read_object(data: RunData, name: str) -> dict[str, Any]:
+    try:
+        value = json.loads((data.path / name).read_text(encoding="utf-8", errors="replace"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        data.problems.append(f"{name}: {error}")
+        return {}
+    if not isinstance(value, dict):
+        data.problems.append(f"{name}: is not an object")
+        return {}
+    return value
+
+
+def _nobody_holds(lock: Path) -> bool:
+    """Whether the process that locked the folder has ended; False where it cannot be told."""
+    try:
+        with lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _last_write(folder: Path) -> str:
+    """When a run that could not say when it ended wrote a log last."""
+    logs = [folder / name for name in ("run.json", "metrics.jsonl", "samples.jsonl")]
+    last = max(log.stat().st_mtime for log in logs if log.exists())
+    return datetime.fromtimestamp(last, UTC).isoformat(timespec="seconds")
+
+
+def _read_metrics(data: RunData) -> None:
+    path = data.path / "metrics.jsonl"
+    if not path.is_file():
+        return
+    found: dict[str, dict[int, float]] = {}
+    steps: set[int] = set()
+    not_numbers: set[str] = set()
+    for step, line in _objects(data, path.name, path.read_text(encoding="utf-8", errors="replace").split("\n")):
+        steps.add(step)
+        for name, written in line.items():
+            value = as_number(written)
+            if value is None:
+                not_numbers.add(name)
+            elif name != "step":
+                found.setdefault(name, {})[step] = _number(value)
+    data.problems += [f"metrics.jsonl: {name} is not a number in every step" for name in sorted(not_numbers)]
+    data.steps = len(steps)
+    data.span = (min(steps), max(steps)) if steps else (0, 0)
+    data.metrics = {
+        name: Series(name, tuple(sorted(values)), tuple(values[step] for step in sorted(values)))
+        for name, values in found.items()
+    }
+
+
+def _number(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return math.inf if value > 0 else -math.inf
+
+
+def _read_samples(data: RunData, name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Those of the first step, and those of the last where that is another."""
+    path = data.path / name
+    if not path.is_file():
+        return [], []
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(SAMPLE_BYTES).decode("utf-8", "replace").split("\n")
+        whole = size <= SAMPLE_BYTES
+        first = list(_objects(data, name, head if whole else head[:-1]))
+        last = first
+        if not whole:
+            file.seek(size - SAMPLE_BYTES)
+            last = list(_objects(data, f"end of {name}", file.read().decode("utf-8", "replace").split("\n")[1:]))
+    first_step, last_step = (first[0][0] if first else None), (last[-1][0] if last else None)
+    return (
+        [sample for step, sample in first if step == first_step],
+        [sample for step, sample in last if step == last_step != first_step],
+    )
+
+
+def _objects(data: RunData, name: str, lines: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(step, object) of each line; a damaged one is a problem, but for the last, which may be half written."""
+    damaged = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+            step = int(value["step"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            damaged.append(number)
+            continue
+        yield step, value
+    if damaged and damaged != [len(lines)]:
+        data.problems.append(f"{name}: {len(damaged)} line(s) are not an object with a step, the first is line {damaged[0]}")

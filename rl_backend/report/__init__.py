@@ -1,5 +1,0 @@
-"""The report of a run: one HTML file, made from the files of its folder."""
-
-from rl_backend.report.page import FILE_NAME, write_report
-
-__all__ = ["FILE_NAME", "write_report"]
