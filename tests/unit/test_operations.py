@@ -24,7 +24,7 @@ GROUP_ONLY = {"run_on_ranks", "shutdown", "step_result", "weight_version"}
 
 
 def parameters(function: Any) -> dict[str, inspect.Parameter]:
-    found = dict(inspect.signature(function).parameters)
+    found = dict(inspect.signature(inspect.unwrap(function)).parameters)
     return {name: each for name, each in found.items() if name not in ("self", "handle")}
 
 
