@@ -1,4 +1,4 @@
-"""Sharding by FSDP2, and activation checkpointing; the same for every model family."""
+"""Sharding by FSDP2, the same for every model family."""
 
 from __future__ import annotations
 
@@ -9,21 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils.checkpoint import checkpoint
 
 from rl_backend.contracts import NativeConfig
 from rl_backend.parallel.groups import ParallelGroups
-
-
-def checkpoint_layers(layers: Sequence[nn.Module]) -> None:
-    """Makes every layer keep only its inputs and compute the rest again in the backward pass.
-
-    Wraps each layer's ``forward`` in place, so that parameter names stay as they are. Call it before :func:`apply_fsdp`:
-    the gathered parameters then outlive the recomputation. Layers must be deterministic: the state of the random number
-    generators is not kept for the recomputation.
-    """
-    for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def apply_fsdp(

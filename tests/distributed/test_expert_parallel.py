@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rl_backend.contracts import ConfigError
+from rl_backend.model.blocks import RouterInput
+from rl_backend.model.feedforward.moe import MoE
 from rl_backend.parallel.collectives import all_to_all_rows
 from rl_backend.parallel.expert import AllToAllDispatcher
-from rl_backend.primitive.feed_forward import MoE, SwiGLUExperts
+from rl_backend.primitive.experts import SwiGLUExperts
 from rl_backend.primitive.router import RouterLossCoefficients, RouterSettings
 from tests.support.rank_pool import RankPool
 
@@ -149,7 +151,7 @@ def loss_job() -> tuple[Tensor, Tensor]:
     moe.sum_over_ranks = dist.all_reduce
     x = tokens[rank].requires_grad_()
     padding = paddings[rank] if paddings[rank].any() else None
-    (checkpoint(moe, x, 0.5, padding, use_reentrant=False) * mixes[rank]).sum().backward()
+    (checkpoint(moe, x, RouterInput(0.5, padding), use_reentrant=False) * mixes[rank]).sum().backward()
     assert x.grad is not None and moe.gate.weight.grad is not None
     dist.all_reduce(moe.gate.weight.grad)
     return x.grad, moe.gate.weight.grad
@@ -161,7 +163,7 @@ def test_router_losses_are_those_of_all_tokens_and_of_no_padding(ranks: RankPool
     tokens, mixes, paddings = padded_tokens(world_size)
     kept = ~torch.cat(paddings)
     moe, x = loss_moe(), torch.cat(tokens)[kept].requires_grad_()
-    (moe(x, 0.5) * torch.cat(mixes)[kept]).sum().backward()
+    (moe(x, RouterInput(0.5)) * torch.cat(mixes)[kept]).sum().backward()
     found = ranks.run(loss_job, world_size=world_size)
     of_tokens = torch.cat([gradient for gradient, _ in found])
     torch.testing.assert_close(of_tokens[kept], x.grad, rtol=1e-10, atol=1e-12)

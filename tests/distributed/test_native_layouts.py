@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support.hybrid import write_hybrid
 from tests.support.layouts import layouts
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
@@ -166,6 +167,7 @@ FAMILIES = {
         [{"cp": 2, "tp": 2}, {"cp": 4}],
     ),
     "mixtral": (lambda path: write_moe("mixtral", path), [{"ep": 2, "tp": 2}]),
+    "layers of two kinds": (write_hybrid, [{"tp": 2, "ep": 2}, {"pp": 2, "cp": 2}, {"pp": 2, "etp": 2}]),
     "more experts than tokens": (
         lambda path: write_moe("qwen3_moe, experts without tokens", path),
         [{"ep": 4}, {"ep": 2, "tp": 2}],

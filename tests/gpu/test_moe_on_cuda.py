@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_backend.primitive.feed_forward import MoE, _GroupByGroup, _has_kernel, grouped_linear
+from rl_backend.model.feedforward.moe import MoE
+from rl_backend.primitive.experts import _GroupByGroup, _has_kernel, grouped_linear
 from rl_backend.primitive.router import RouterSettings
 from tests.gpu.conftest import MakeRuntime
 from tests.support.moe import write_moe

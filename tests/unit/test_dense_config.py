@@ -9,7 +9,9 @@ from transformers import MistralConfig
 
 from rl_backend.contracts import UnsupportedError
 from rl_backend.model import find_model
-from rl_backend.model.dense import DenseArchitecture
+from rl_backend.model.decoder import DecoderSpec
+from rl_backend.model.feedforward.swiglu import SwiGLUSpec
+from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.primitive.rope import Llama3Scaling, YarnScaling
 
 _LLAMA_31_SCALING = {
@@ -113,52 +115,75 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 
-def parse(name: str, **changes: Any) -> DenseArchitecture:
+def parse(name: str, **changes: Any) -> DecoderSpec:
     config = {**PUBLISHED[name], **changes}
     architecture = find_model("auto", config).parse_config(config)
-    assert isinstance(architecture, DenseArchitecture)
+    assert isinstance(architecture, DecoderSpec)
     return architecture
+
+
+def attentions(decoder: DecoderSpec) -> list[GQASpec]:
+    found = [layer.mixer for layer in decoder.layers if isinstance(layer.mixer, GQASpec)]
+    assert len(found) == decoder.num_layers
+    return found
+
+
+def windows(decoder: DecoderSpec) -> tuple[int | None, ...]:
+    return tuple(attention.window for attention in attentions(decoder))
+
+
+def biases_and_norms(decoder: DecoderSpec) -> tuple[bool, ...]:
+    """Of queries, keys and values; of the attention's output; of the feed-forward block; norms. Alike in every layer."""
+    (found,) = {
+        (attention.qkv_bias, attention.output_bias, layer.feed_forward.bias, attention.qk_norm)
+        for attention, layer in zip(attentions(decoder), decoder.layers, strict=True)
+        if isinstance(layer.feed_forward, SwiGLUSpec)
+    }
+    return found
 
 
 def test_qwen2_has_biases_of_queries_keys_and_values_and_windows_only_when_they_are_switched_on() -> None:
     arch = parse("Qwen2.5-0.5B")
-    assert (arch.qkv_bias, arch.output_bias, arch.mlp_bias, arch.qk_norm) == (True, False, False, False)
-    assert (arch.head_dim, arch.num_layers, arch.max_length, arch.rotary.theta) == (64, 24, 32768, 1e6)
-    assert arch.windows == (None,) * 24
+    (attention, *_) = attentions(arch)
+    assert biases_and_norms(arch) == (True, False, False, False)
+    assert (attention.head_dim, arch.num_layers, arch.max_length, attention.rotary.theta) == (64, 24, 32768, 1e6)
+    assert windows(arch) == (None,) * 24
     sliding = {"use_sliding_window": True, "sliding_window": 4096}
-    assert parse("Qwen2.5-0.5B", **sliding, max_window_layers=20).windows == (None,) * 20 + (4096,) * 4
-    assert parse("Qwen2.5-0.5B", **sliding).windows == (None,) * 24
-    assert parse("Qwen2.5-0.5B", **sliding, max_window_layers=0, max_position_embeddings=4096).windows == (None,) * 24
+    assert windows(parse("Qwen2.5-0.5B", **sliding, max_window_layers=20)) == (None,) * 20 + (4096,) * 4
+    assert windows(parse("Qwen2.5-0.5B", **sliding)) == (None,) * 24
+    unlimited = parse("Qwen2.5-0.5B", **sliding, max_window_layers=0, max_position_embeddings=4096)
+    assert windows(unlimited) == (None,) * 24
 
 
 def test_yarn_as_the_model_cards_of_qwen_add_it_lengthens_the_context() -> None:
     yarn = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
     arch = parse("Qwen2.5-0.5B", rope_scaling=yarn)
-    assert isinstance(arch.rotary.scaling, YarnScaling)
+    assert isinstance(attentions(arch)[0].rotary.scaling, YarnScaling)
     assert arch.max_length == 131072
 
 
 def test_llama_2_has_the_first_theta_and_llama_31_its_scaling() -> None:
-    assert (parse("Llama-2-7b").rotary.theta, parse("Llama-2-7b").num_kv_heads) == (1e4, 32)
+    (second, *_) = attentions(parse("Llama-2-7b"))
+    assert (second.rotary.theta, second.num_kv_heads) == (1e4, 32)
     arch = parse("Llama-3.1-8B")
-    assert isinstance(arch.rotary.scaling, Llama3Scaling)
-    assert (arch.rotary.theta, arch.max_length, arch.head_dim) == (5e5, 131072, 128)
-    biased = parse("Llama-3.1-8B", attention_bias=True, mlp_bias=True)
-    assert (biased.qkv_bias, biased.output_bias, biased.mlp_bias) == (True, True, True)
+    (attention, *_) = attentions(arch)
+    assert isinstance(attention.rotary.scaling, Llama3Scaling)
+    assert (attention.rotary.theta, arch.max_length, attention.head_dim) == (5e5, 131072, 128)
+    assert biases_and_norms(parse("Llama-3.1-8B", attention_bias=True, mlp_bias=True)) == (True, True, True, False)
 
 
 def test_mistral_has_one_window_for_all_layers_or_none_and_any_head_dim() -> None:
-    assert parse("Mistral-7B-v0.1").windows == (4096,) * 32
-    assert parse("Mistral-7B-v0.1", sliding_window=32768).windows == (None,) * 32
+    assert windows(parse("Mistral-7B-v0.1")) == (4096,) * 32
+    assert windows(parse("Mistral-7B-v0.1", sliding_window=32768)) == (None,) * 32
     nemo = parse("Mistral-Nemo")
-    assert (nemo.windows, nemo.head_dim, nemo.max_length) == ((None,) * 40, 128, 131072)
+    assert (windows(nemo), attentions(nemo)[0].head_dim, nemo.max_length) == ((None,) * 40, 128, 131072)
 
 
 def test_mistral_without_the_field_has_the_window_of_transformers() -> None:
     published = {name: value for name, value in PUBLISHED["Mistral-7B-v0.1"].items() if name != "sliding_window"}
     architecture = find_model("auto", published).parse_config(published)
-    assert isinstance(architecture, DenseArchitecture)
-    assert architecture.windows == (MistralConfig.from_dict(published).sliding_window,) * 32
+    assert isinstance(architecture, DecoderSpec)
+    assert windows(architecture) == (MistralConfig.from_dict(published).sliding_window,) * 32
     assert MistralConfig.from_dict({**published, "sliding_window": None}).sliding_window is None
 
 

@@ -14,8 +14,10 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from rl_backend.model.blocks import RouterInput
+from rl_backend.model.feedforward.moe import MoE
 from rl_backend.primitive.dispatch import LocalDispatcher
-from rl_backend.primitive.feed_forward import MoE, _GroupByGroup, _GroupedMatmul, _has_kernel, grouped_linear
+from rl_backend.primitive.experts import _GroupByGroup, _GroupedMatmul, _has_kernel, grouped_linear
 from rl_backend.primitive.router import (
     Router,
     RouterLossCoefficients,
@@ -223,7 +225,7 @@ def test_router_losses_enter_the_gradients_and_not_the_output(score: str) -> Non
     routing = plain.route(x)
     losses = 0.3 * load_balancing_loss(routing, settings) + 0.2 * torch.logsumexp(routing.logits, -1).square().mean()
     (output.square().sum() + 0.25 * losses).backward()
-    found = with_losses(other, 0.25)
+    found = with_losses(other, RouterInput(loss_weight=0.25))
     assert torch.equal(found, output)
     found.square().sum().backward()
     torch.testing.assert_close(other.grad, x.grad)

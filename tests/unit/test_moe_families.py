@@ -23,8 +23,7 @@ from rl_backend.contracts import (
     WeightName,
 )
 from rl_backend.model import MIXTRAL, QWEN3_MOE
-from rl_backend.model.moe import MoEOptions
-from rl_backend.primitive.feed_forward import MoE
+from rl_backend.model.feedforward.moe import MoE, MoEOptions
 from rl_backend.primitive.router import load_balancing_loss, router_z_loss
 from tests.support.critic import transformers_values, write_critic
 from tests.support.families import load_native, load_transformers, random_sequences, run_native, run_transformers

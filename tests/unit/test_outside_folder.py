@@ -137,5 +137,5 @@ def test_the_comparison_on_the_page_runs_as_it_stands(tmp_path: Path) -> None:
 
 def test_the_page_quotes_qwen2_as_it_is() -> None:
     (code,) = re.findall(r"^## Before you write one.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    source = (ROOT / "rl_backend" / "model" / "qwen2" / "config.py").read_text()
+    source = (ROOT / "rl_backend" / "model" / "families.py").read_text()
     assert [line for line in code.splitlines() if line not in source] == []

@@ -9,7 +9,7 @@ import torch
 
 from rl_backend.contracts import BatchError, NativeConfig
 from rl_backend.model import QWEN3
-from rl_backend.parallel.fsdp import checkpoint_layers
+from rl_backend.model.activation_checkpointing import checkpoint_layers
 from tests.support.families import load_native, load_transformers, pack, random_sequences, run_native, run_transformers
 from tests.support.models import write_tiny_qwen3
 
@@ -49,7 +49,7 @@ def test_gradients_equal_transformers(model_dir: Path) -> None:
     native, reference = load_native(model_dir), load_transformers(model_dir)
     for output in (run_native(native, sequences, 0.8), run_transformers(reference, sequences, 0.8)):
         ((output.log_probs * weights[0]).sum() + (output.entropy * weights[1]).sum()).backward()
-    names = QWEN3.weight_names(native.arch, "log_probs")
+    names = QWEN3.weight_names(native.spec, "log_probs")
     expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
     for name, parameter in native.named_parameters():
         scale = float(expected[names[name]].abs().max())
@@ -124,7 +124,7 @@ def test_head_layouts_equal_transformers(tmp_path: Path, heads: int, kv_heads: i
 
 def test_export_names_are_those_of_the_hugging_face_model(model_dir: Path) -> None:
     native, reference = load_native(model_dir), load_transformers(model_dir)
-    names = QWEN3.weight_names(native.arch, "log_probs")
+    names = QWEN3.weight_names(native.spec, "log_probs")
     assert set(names) == {name for name, _ in native.named_parameters()}
     assert set(names.values()) == {name for name, _ in reference.named_parameters()}
     for name, parameter in native.named_parameters():
@@ -157,5 +157,5 @@ def test_a_token_outside_the_vocabulary_is_refused(tied_model: Path) -> None:
 
 
 def test_parallelize_refuses_another_familys_module() -> None:
-    with pytest.raises(TypeError, match="expected DenseDecoder"):
+    with pytest.raises(TypeError, match="expected Decoder"):
         QWEN3.parallelize(torch.nn.Linear(1, 1), None, NativeConfig())

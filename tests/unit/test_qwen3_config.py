@@ -8,8 +8,8 @@ import pytest
 
 from rl_backend.contracts import ConfigError, UnsupportedError
 from rl_backend.model import QWEN3, find_model
-from rl_backend.model.dense import DenseOptions
-from rl_backend.model.qwen3.config import parse_config
+from rl_backend.model.families import DenseOptions
+from rl_backend.model.mixers.gqa import GQASpec
 
 PUBLISHED: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -42,14 +42,17 @@ PUBLISHED: dict[str, Any] = {
 
 
 def test_a_published_configuration_is_read() -> None:
-    arch = parse_config(PUBLISHED)
-    assert (arch.num_layers, arch.num_heads, arch.num_kv_heads, arch.head_dim) == (28, 16, 8, 128)
-    assert (arch.rotary.theta, arch.rms_norm_eps, arch.tie_word_embeddings) == (1e6, 1e-6, True)
+    arch = QWEN3.parse_config(PUBLISHED)
+    (attention,) = {layer.mixer for layer in arch.layers}
+    assert isinstance(attention, GQASpec) and attention.qk_norm
+    assert (arch.num_layers, attention.num_heads, attention.num_kv_heads, attention.head_dim) == (28, 16, 8, 128)
+    assert (attention.rotary.theta, arch.rms_norm_eps, arch.tie_word_embeddings) == (1e6, 1e-6, True)
 
 
 def test_rope_theta_is_read_where_transformers_5_writes_it() -> None:
     config = {key: value for key, value in PUBLISHED.items() if key not in ("rope_theta", "rope_scaling")}
-    assert parse_config({**config, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}).rotary.theta == 5e5
+    arch = QWEN3.parse_config({**config, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})
+    assert {layer.mixer.rotary.theta for layer in arch.layers} == {5e5}
 
 
 @pytest.mark.parametrize(
@@ -84,14 +87,14 @@ def test_rope_theta_is_read_where_transformers_5_writes_it() -> None:
 )
 def test_what_is_not_honoured_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(UnsupportedError) as caught:
-        parse_config({**PUBLISHED, field: value})
+        QWEN3.parse_config({**PUBLISHED, field: value})
     assert f"{field}=" in str(caught.value)
     assert caught.value.details["field"] == field
 
 
 def test_a_configuration_without_rope_theta_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="rope_theta=None"):
-        parse_config({key: value for key, value in PUBLISHED.items() if key != "rope_theta"})
+        QWEN3.parse_config({key: value for key, value in PUBLISHED.items() if key != "rope_theta"})
 
 
 def test_qwen3_is_found_by_its_model_type_and_by_name() -> None:

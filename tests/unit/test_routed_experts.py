@@ -21,8 +21,9 @@ from rl_backend.contracts import (
     route_dtype,
     route_fields,
 )
-from rl_backend.model.moe.model import MoELayer
-from rl_backend.primitive.feed_forward import MoE, SwiGLUExperts
+from rl_backend.model.blocks import RouterInput
+from rl_backend.model.feedforward.moe import MoE
+from rl_backend.primitive.experts import SwiGLUExperts
 from rl_backend.primitive.router import RouterLossCoefficients, RouterSettings
 from tests.support.bridge_runs import open_bridge
 from tests.support.moe import write_moe
@@ -157,7 +158,7 @@ def test_gradients_flow_through_the_router_at_the_replayed_experts() -> None:
     given[3] = -1
     outputs = {}
     for name, output in {
-        "replayed": moe(x, experts=given.to(torch.int16)),
+        "replayed": moe(x, RouterInput(experts=given.to(torch.int16))),
         "reference": one_by_one(moe, x, torch.where(given < 0, own, given)),
     }.items():
         moe.zero_grad()
@@ -172,7 +173,7 @@ def test_gradients_flow_through_the_router_at_the_replayed_experts() -> None:
 def test_balancing_losses_count_the_replayed_experts() -> None:
     moe, x = mixture(coefficients=RouterLossCoefficients(load_balancing=0.7)), torch.randn(7, 8, dtype=torch.float64)
     given = torch.tensor([[0, 1]]).expand(7, 2)
-    (moe(x, experts=given) * 0.0).sum().backward()
+    (moe(x, RouterInput(experts=given)) * 0.0).sum().backward()
     found = moe.gate.weight.grad
     assert found is not None
     weight = moe.gate.weight.detach().clone().requires_grad_()
@@ -280,8 +281,8 @@ def test_a_family_that_gives_a_router_no_routes_is_refused(sparse: Path) -> None
         data = micro_batches(SPLIT[:1])
         _, recorded = record(runtime, handle, data)
         for module in handle.model.modules():
-            if isinstance(module, MoELayer):
-                module.register_forward_pre_hook(lambda _, args: (*args[:-1], None))
+            if isinstance(module, MoE):
+                module.register_forward_pre_hook(lambda _, args: (args[0], RouterInput()))
         with pytest.raises(UnsupportedError, match="calls a Router without experts"):
             replayed(runtime, handle, with_routes(data, SPLIT[:1], recorded))
 

@@ -14,7 +14,7 @@ from adapters.verl.pipeline_stages import stage_layers
 from adapters.verl.run_config import require_run
 from adapters.verl.settings import EngineSettings, engine_settings
 from rl_backend.contracts import ConfigError, NativeConfig
-from rl_backend.model.moe import MoEOptions
+from rl_backend.model.feedforward.moe import MoEOptions
 from rl_backend.runtime import bridge_config
 from rl_backend.runtime.bridge_config import BridgeConfig
 from tests.support.verl_configs import RoleConfigs, changed, role_configs, write_config

@@ -14,7 +14,7 @@ from adapters.verl import field_decisions
 from adapters.verl.field_decisions import Decision, require_supported
 from adapters.verl.settings import EngineSettings, engine_settings, optimizer_settings
 from rl_backend.contracts import ConfigError, NativeConfig, ParallelConfig
-from rl_backend.model.moe import MoEOptions
+from rl_backend.model.feedforward.moe import MoEOptions
 from rl_backend.runtime.bridge_config import BridgeConfig
 from rl_backend.runtime.native.lr_schedule import ParameterSchedule
 from tests.support.verl_configs import ROLES, RoleConfigs, changed, role_configs, write_config

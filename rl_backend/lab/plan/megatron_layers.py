@@ -13,8 +13,10 @@ import torch
 from rl_backend.contracts import UnsupportedError
 from rl_backend.lab.plan.activations import StageMemory
 from rl_backend.lab.plan.memory import Workload
-from rl_backend.model.dense import DenseArchitecture
-from rl_backend.model.moe import MoEArchitecture
+from rl_backend.model.decoder import DecoderSpec
+from rl_backend.model.feedforward.moe import MoESpec
+from rl_backend.model.feedforward.swiglu import SwiGLUSpec
+from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.runtime.bridge_config import BridgeConfig
 
 _FLOAT = torch.float32.itemsize
@@ -34,21 +36,34 @@ class LocalLayers:
         UnsupportedError: an architecture that is none of this package's.
     """
 
-    architecture: DenseArchitecture
+    architecture: DecoderSpec
     options: BridgeConfig
     workload: Workload
 
     def __post_init__(self) -> None:
-        if not isinstance(self.architecture, DenseArchitecture):
+        if not isinstance(self.architecture, DecoderSpec):
             raise UnsupportedError(
                 f"{type(self.architecture).__name__}: a plan knows what Megatron's layers keep of this package's own "
                 "families only; plan with backend='native'"
             )
+        blocks = {type(block) for layer in self.architecture.layers for block in layer}
+        if other := [kind.__name__ for kind in blocks - {GQASpec, SwiGLUSpec, MoESpec}]:
+            raise UnsupportedError(
+                f"{', '.join(sorted(other))}: a plan does not know what Megatron keeps of such blocks; plan with "
+                "backend='native'"
+            )
+
+    @property
+    def _mixer(self) -> GQASpec:
+        """Of every layer: they differ in their windows alone, and scores are kept whole."""
+        mixer = self.architecture.layers[0].mixer
+        assert isinstance(mixer, GQASpec), "checked above"
+        return mixer
 
     @property
     def scores(self) -> int:
         """Bytes of one layer's attention probabilities, float32."""
-        heads = self.architecture.num_heads // self.options.parallel.tp
+        heads = self._mixer.num_heads // self.options.parallel.tp
         return self._rows * heads * self._length**2 * _FLOAT
 
     def stage(self, native: StageMemory, num_layers: int, *, last: bool) -> StageMemory:
@@ -90,7 +105,7 @@ class LocalLayers:
         return norms + self._attention() + self._feed_forward()
 
     def _attention(self) -> int:
-        model, tp, size = self.architecture, self.options.parallel.tp, self._itemsize
+        model, tp, size = self._mixer, self.options.parallel.tp, self._itemsize
         head = self._tokens * model.head_dim
         queries, groups = head * model.num_heads // tp, head * model.num_kv_heads // tp
         # Cosines and sines of queries and of keys, the mask, and the context that the output projection takes.
@@ -112,13 +127,16 @@ class LocalLayers:
         return kept
 
     def _feed_forward(self) -> int:
-        model, parallel = self.architecture, self.options.parallel
-        if not isinstance(model, MoEArchitecture):
-            return 5 * self._tokens * model.intermediate_size // parallel.tp * self._itemsize
-        chosen = self._tokens // parallel.tp * model.router.top_k
+        parallel, blocks = self.options.parallel, [layer.feed_forward for layer in self.architecture.layers]
+        # Megatron builds mixtures in all layers or in none.
+        block = next((block for block in blocks if isinstance(block, MoESpec)), blocks[0])
+        if isinstance(block, SwiGLUSpec):
+            return 5 * self._tokens * block.intermediate_size // parallel.tp * self._itemsize
+        assert isinstance(block, MoESpec), "checked above"
+        chosen = self._tokens // parallel.tp * block.router.top_k
         # Every expert is chosen as often. Expert-tensor ranks gather tokens and divide what is inside of experts.
-        inside = 6 * chosen * model.expert_intermediate_size * self._itemsize
-        tokens = chosen * parallel.etp * (model.hidden_size * self._itemsize + _FLOAT + 2 * _INT)
+        inside = 6 * chosen * block.intermediate_size * self._itemsize
+        tokens = chosen * parallel.etp * (self.architecture.hidden_size * self._itemsize + _FLOAT + 2 * _INT)
         return inside + tokens + chosen * (_INT + _FLOAT)
 
     def _checkpoint(self) -> int:

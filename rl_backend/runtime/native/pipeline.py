@@ -7,15 +7,14 @@ from contextlib import AbstractContextManager
 from functools import lru_cache
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from rl_backend.contracts import ForwardResult, LossFn, ModelOutput, PackedBatch
-from rl_backend.parallel.shards import local_tensor
 from rl_backend.pipeline.catalog import make_schedule, require_micro_batches
 from rl_backend.pipeline.executor import PipelineExecutor
 from rl_backend.pipeline.measured import SPAN_NAMES, span_arguments
 from rl_backend.pipeline.schedule import Action, Schedule
+from rl_backend.pipeline.tied_embeddings import add_gradients_of_copies, drop_gradients_of_copies
 from rl_backend.runtime.native import fsdp_state
 from rl_backend.runtime.native.forward_backward import abandoned_on_error, lay_out
 from rl_backend.runtime.native.handle import NativeHandle
@@ -89,14 +88,15 @@ class PipelinePass:
         fsdp_state.abandon_step(self._handle.model)
 
     def run(self) -> None:
+        handle = self._handle
         if not self._forward_only:
-            _drop_gradients_of_copies(self._handle)
+            drop_gradients_of_copies(handle.parameters, handle.stage_copies)
         with torch.set_grad_enabled(not self._forward_only):
             self._executor.run()
         if not self._forward_only:
-            for stage in self._handle.stages.values():
+            for stage in handle.stages.values():
                 fsdp_state.reduce_gradients(stage)
-            _add_gradients_of_copies(self._handle)
+            add_gradients_of_copies(handle.parameters, handle.stage_copies, handle.groups.pp_group)
 
     def result(self) -> ForwardResult:
         return self._work.results.result(self._data, self._routes.outputs(self._data))
@@ -189,44 +189,3 @@ class _Stages:
             model=handle.name,
             number=handle.num_passes,
         )
-
-
-def _drop_gradients_of_copies(handle: NativeHandle) -> None:
-    """The originals have what copies gathered in earlier calls."""
-    for copy in handle.stage_copies:
-        if copy in handle.parameters:
-            handle.parameters[copy].grad = None
-
-
-def _add_gradients_of_copies(handle: NativeHandle) -> None:
-    """Gives a parameter of the first stage and its copy in the last the sum of their gradients.
-
-    Both are the sum of the same two numbers, so the copies stay equal to the last bit. The original's has those of earlier
-    calls, the copy's is of this call alone.
-    """
-    for copy, original in handle.stage_copies.items():
-        parameters = [handle.parameters[name] for name in (original, copy) if name in handle.parameters]
-        here = [_gradient(parameter) for parameter in parameters if parameter.requires_grad]
-        if len(here) == 2:
-            here[0].add_(here[1])
-            here[1].copy_(here[0])
-        elif here:
-            here[0].add_(_of_other_end(here[0], handle.groups.pp_group))
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None, "every stage ran backward"
-    return local_tensor(parameter.grad)
-
-
-def _of_other_end(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """What the last rank of the pipeline has for the first, and the first for the last."""
-    other = group.size() - 1 - group.rank()
-    theirs = torch.empty_like(mine)
-    exchange = [
-        dist.P2POp(dist.isend, mine, group=group, group_peer=other),
-        dist.P2POp(dist.irecv, theirs, group=group, group_peer=other),
-    ]
-    for work in dist.batch_isend_irecv(exchange):
-        work.wait()
-    return theirs

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.fault import Fault
 
 _NATIVE = "rl_backend/runtime/native"
+_TIED_EMBEDDINGS = "rl_backend/pipeline/tied_embeddings.py"
 _OPTIMIZER = "tests/unit/test_optimizer.py"
 _RUNTIME = "tests/unit/test_native_runtime.py"
 _CHECKPOINTS = "tests/distributed/test_checkpoints.py"
@@ -150,17 +151,17 @@ FAULTS = [
     ),
     Fault(
         "tied-embeddings-not-summed",
-        f"{_NATIVE}/pipeline.py",
-        "            here[0].add_(_of_other_end(here[0], handle.groups.pp_group))\n",
-        "            _of_other_end(here[0], handle.groups.pp_group)\n",
+        _TIED_EMBEDDINGS,
+        "            here[0].add_(_of_other_end(here[0], group))\n",
+        "            _of_other_end(here[0], group)\n",
         (f"{_PIPELINES}::test_every_schedule_trains_as_one_rank[1f1b-2]",),
         "the two ends of a pipeline would part",
     ),
     Fault(
         "gradients-of-copies-added-again",
-        f"{_NATIVE}/pipeline.py",
-        "            handle.parameters[copy].grad = None\n\n\ndef _add",
-        "            pass\n\n\ndef _add",
+        _TIED_EMBEDDINGS,
+        "            parameters[copy].grad = None\n\n\ndef add",
+        "            pass\n\n\ndef add",
         (f"{_PIPELINES}::test_gradients_of_several_calls_add_up_also_where_embeddings_are_tied[ends on two ranks]",),
         "a second call would add the first one's gradients again",
     ),

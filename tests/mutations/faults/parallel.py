@@ -152,7 +152,7 @@ FAULTS = [
     ),
     Fault(
         "recomputation-ignored",
-        "rl_backend/model/dense/parallelize.py",
+        "rl_backend/model/decoder.py",
         '    if config.activation_checkpointing == "full":\n        checkpoint_layers(layers)\n',
         "",
         ("tests/distributed/test_native_pipelines.py::test_every_layer_is_recomputed_once[1f1b]",),

@@ -137,7 +137,7 @@ FAULTS = [
     ),
     Fault(
         "experts-weights-without-a-gradient",
-        "rl_backend/primitive/feed_forward.py",
+        "rl_backend/primitive/experts.py",
         "grad_weights = (grad_up * up).sum(-1)",
         "grad_weights = torch.zeros_like(weights)",
         (f"{_MOE_TESTS}::test_gradients_of_a_mixture_are_those_of_finite_differences",),
@@ -145,7 +145,7 @@ FAULTS = [
     ),
     Fault(
         "shared-expert-without-its-gate",
-        "rl_backend/primitive/feed_forward.py",
+        "rl_backend/model/feedforward/moe.py",
         "shared = torch.sigmoid(self.shared_expert_gate(x)) * shared",
         "shared = 1.0 * shared",
         (f"{_MOE_TESTS}::test_a_shared_expert_with_a_gate_equals_qwen2_moe",),

@@ -1,12 +1,18 @@
-"""What the ``config.json`` of every dense decoder says."""
+"""Fields of ``config.json`` that families of decoders share."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from rl_backend.model.dense.architecture import DenseArchitecture
+from rl_backend.model.blocks import FeedForwardSpec, LayerSpec
+from rl_backend.model.decoder import DecoderSpec
+from rl_backend.model.feedforward.swiglu import SwiGLUSpec
 from rl_backend.model.hf_config import HFConfig
 from rl_backend.model.hf_rotary import read_rotary
+from rl_backend.model.mixers.gqa import GQASpec
+from rl_backend.primitive.router import RouterSettings
 
 _HONOURED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -17,21 +23,25 @@ _HONOURED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def read_dense(
+def read_decoder(
     config: HFConfig,
+    windows: Sequence[int | None],
+    feed_forward: Sequence[FeedForwardSpec],
     *,
-    windows: tuple[int | None, ...],
     default_head_dim: int | None = None,
     default_theta: float | None = None,
     **differences: bool,
-) -> DenseArchitecture:
-    """Reads the fields that all dense decoders share.
+) -> DecoderSpec:
+    """Reads the fields that decoders share; every layer has grouped-query attention.
+
+    A family with other mixers takes the result with other ``layers``.
 
     Args:
-        windows: as in :class:`DenseArchitecture`; those that hide nothing are dropped.
+        windows: of each layer, as in :class:`~rl_backend.model.mixers.gqa.GQASpec`; those that hide nothing are dropped.
+        feed_forward: of each layer.
         default_head_dim: None takes ``hidden_size / num_attention_heads``.
         default_theta: as in :func:`~rl_backend.model.hf_rotary.read_rotary`.
-        differences: biases and norms of :class:`DenseArchitecture`.
+        differences: biases and norms of :class:`~rl_backend.model.mixers.gqa.GQASpec`.
 
     Raises:
         UnsupportedError: a field is missing, inconsistent, or asks for something that this implementation does not do.
@@ -47,20 +57,42 @@ def read_dense(
         default_head_dim = hidden_size // heads
     head_dim = config.positive_int("head_dim", default_head_dim)
     rotary, max_length = read_rotary(config, head_dim, default_theta)
-    return DenseArchitecture(
+    attention = GQASpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, rotary=rotary, **differences)
+    limited = [None if window is None or window >= max_length else window for window in windows]
+    return DecoderSpec(
         vocab_size=config.positive_int("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=config.positive_int("intermediate_size"),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        rotary=rotary,
         max_length=max_length,
-        windows=tuple(None if window is None or window >= max_length else window for window in windows),
         rms_norm_eps=config.positive_float("rms_norm_eps", 1e-6),
         tie_word_embeddings=config.flag("tie_word_embeddings"),
-        **differences,
+        layers=tuple(
+            LayerSpec(replace(attention, window=window), block) for window, block in zip(limited, feed_forward, strict=True)
+        ),
     )
+
+
+def swiglu_in_every_layer(config: HFConfig, *, bias: bool = False) -> tuple[SwiGLUSpec, ...]:
+    """Dense feed-forward blocks of ``intermediate_size``."""
+    return (SwiGLUSpec(config.positive_int("intermediate_size"), bias),) * config.positive_int("num_hidden_layers")
+
+
+def read_router(config: HFConfig, *, normalise: bool) -> RouterSettings:
+    """A router with softmax over ``num_experts`` experts, of which a token goes to ``num_experts_per_tok``.
+
+    transformers 5 writes ``num_experts``; published directories may have ``num_local_experts``.
+
+    Raises:
+        UnsupportedError: a number is missing, both are there and differ, or there are fewer experts than a token takes.
+    """
+    names = [name for name in ("num_experts", "num_local_experts") if config.get(name) is not None]
+    numbers = {name: config.positive_int(name) for name in names or ["num_experts"]}
+    if len(set(numbers.values())) > 1:
+        config.refuse("num_local_experts", numbers["num_local_experts"], f"num_experts is {numbers['num_experts']}")
+    num_experts = next(iter(numbers.values()))
+    top_k = config.positive_int("num_experts_per_tok")
+    if top_k > num_experts:
+        config.refuse("num_experts_per_tok", top_k, f"there are {num_experts} experts")
+    return RouterSettings(num_experts, top_k, normalise=normalise)
 
 
 def full_attention(config: HFConfig) -> tuple[None, ...]:

@@ -1,8 +1,7 @@
-"""Feed-forward blocks: SwiGLU, and a mixture of them with all experts in two packed weights."""
+"""The feed-forward blocks of a mixture of experts, all in two packed weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,21 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from rl_backend.primitive.deferred import weight_gradient
 from rl_backend.primitive.dispatch import LocalDispatcher, TokenDispatcher, spread_evenly
-from rl_backend.primitive.router import Router, RouterLossCoefficients, RouterSettings, Routing, with_router_losses
-
-
-class SwiGLU(nn.Module):
-    """``down(silu(gate(x)) * up(x))`` (Shazeer, 2020); (..., hidden_size) -> (..., hidden_size)."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
-
+from rl_backend.primitive.router import Routing
 
 _ALIGNMENT = 16
 _KERNEL_CAPABILITIES = (9, 10)
@@ -180,68 +165,3 @@ class _WeightedSwiGLU(torch.autograd.Function):
         grad_up.mul_(weights[:, None])
         grad_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate)).mul_(weights[:, None])
         return grad_gate_up.to(gate_up.dtype), grad_weights
-
-
-class MoE(nn.Module):
-    """Each token goes through ``top_k`` of E experts and, where there are any, through the shared ones.
-
-    Routing and applying are two steps, so that a choice of experts can be kept, or come from elsewhere.
-
-    Args:
-        intermediate_size: of one expert.
-        shared_intermediate_size: of the experts that see every token, taken together (DeepSeekMoE, arXiv 2401.06066,
-            section 3.2); 0 for none.
-        shared_gate: multiply their output by ``sigmoid(x @ shared_expert_gate)``, as Qwen2-MoE does.
-        coefficients: of the router's losses.
-
-    Attributes:
-        sum_over_ranks: adds a tensor up, in place, over the ranks that share the tokens of a micro-batch, for the router's
-            losses; None where this one has all of them.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        router: RouterSettings,
-        *,
-        shared_intermediate_size: int = 0,
-        shared_gate: bool = False,
-        coefficients: RouterLossCoefficients = RouterLossCoefficients(),  # noqa: B008 - immutable
-    ) -> None:
-        super().__init__()
-        self.coefficients = coefficients
-        self.sum_over_ranks: Callable[[Tensor], object] | None = None
-        self.gate = Router(hidden_size, router)
-        self.experts = SwiGLUExperts(router.num_experts, hidden_size, intermediate_size)
-        self.shared_expert = SwiGLU(hidden_size, shared_intermediate_size) if shared_intermediate_size else None
-        self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False) if shared_gate else None
-
-    def forward(
-        self, x: Tensor, loss_weight: float = 1.0, padding: Tensor | None = None, experts: Tensor | None = None
-    ) -> Tensor:
-        """(T, hidden_size) -> (T, hidden_size).
-
-        Args:
-            loss_weight: what the router's losses of these tokens count for.
-            padding: (T,) bool, tokens that do not count in the router's losses.
-            experts: as in :meth:`~rl_backend.primitive.router.Router.forward`.
-        """
-        return self.apply_experts(x, self.route(x, loss_weight, experts, padding))
-
-    def route(
-        self, x: Tensor, loss_weight: float = 1.0, experts: Tensor | None = None, padding: Tensor | None = None
-    ) -> Routing:
-        """Chooses experts, or takes those of ``experts``, and weights them."""
-        routing: Routing = self.gate(x, experts)
-        return with_router_losses(routing, self.gate.settings, self.coefficients, loss_weight, padding, self.sum_over_ranks)
-
-    def apply_experts(self, x: Tensor, routing: Routing) -> Tensor:
-        """What the experts make of (T, hidden_size)."""
-        routed: Tensor = self.experts(x, routing)
-        if self.shared_expert is None:
-            return routed
-        shared: Tensor = self.shared_expert(x)
-        if self.shared_expert_gate is not None:
-            shared = torch.sigmoid(self.shared_expert_gate(x)) * shared
-        return routed + shared

@@ -1,0 +1,138 @@
+"""What every block of a decoder layer says about itself: its module, its cuts, its Hugging Face names, what must divide.
+
+A layer is a mixer, which moves information between tokens, and a feed-forward block. Each kind of block is one file in
+``mixers/`` or ``feedforward/`` with two classes: a module that computes and cuts itself over ranks, and a specification, its
+sizes as a value, that builds the module, names its parameters and refuses layouts. Nothing else knows a kind of block.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from rl_backend.contracts import ConfigError, ModelOptions, ParallelConfig, WeightName
+from rl_backend.parallel.groups import ParallelGroups
+from rl_backend.primitive.attention import Segments
+from rl_backend.primitive.rope import Rotary
+from rl_backend.primitive.router import RouterSettings
+
+type Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines of a micro-batch's positions; see :func:`~rl_backend.primitive.rope.rotary_cos_sin`."""
+
+
+class RouterInput(NamedTuple):
+    """What the router of a layer is told of the tokens that it routes.
+
+    Attributes:
+        loss_weight: what the router's losses of these tokens count for.
+        padding: (T,) bool, tokens that do not count in the router's losses.
+        experts: (T, top_k), experts chosen elsewhere; see :meth:`~rl_backend.primitive.router.Router.forward`.
+    """
+
+    loss_weight: float = 1.0
+    padding: Tensor | None = None
+    experts: Tensor | None = None
+
+
+class Mixer(nn.Module, ABC):
+    """Mixes the tokens of each sequence; (rows, hidden_size) -> (rows, hidden_size)."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, rotation: Rotation | None, segments: Segments) -> Tensor:
+        """``rotation`` is that of the specification's ``rotary``, None where it has none."""
+
+    @abstractmethod
+    def split(self, groups: ParallelGroups) -> None:
+        """Cuts the module over tensor- and context-parallel ranks, in place."""
+
+
+class FeedForward(nn.Module, ABC):
+    """Works on each token alone; (rows, hidden_size) -> (rows, hidden_size)."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, router: RouterInput) -> Tensor:
+        """``router`` is read only where there are experts to choose."""
+
+    @abstractmethod
+    def split(self, groups: ParallelGroups) -> Sequence[nn.Module]:
+        """Cuts the module over tensor- and expert-parallel ranks, in place.
+
+        Returns:
+            Parts whose copies lie on other ranks than those of the rest of the layer: those of ``groups.edp_mesh``.
+        """
+
+
+class BlockSpec(ABC):
+    """The sizes of a block; equal values describe equal blocks."""
+
+    @abstractmethod
+    def weight_names(self, layer: str) -> Mapping[str, WeightName]:
+        """Parameter in the module -> its Hugging Face name or names, in the order of the module.
+
+        Args:
+            layer: Hugging Face name of the layer, such as ``model.layers.0``.
+        """
+
+    @abstractmethod
+    def check_layout(self, parallel: ParallelConfig) -> None:
+        """Raises :class:`~rl_backend.contracts.ConfigError` for a layout whose sizes do not divide the block."""
+
+
+class MixerSpec(BlockSpec):
+    """Attributes:
+    rotary: what determines the angles of queries and keys; None without a rotary embedding.
+    """
+
+    rotary: Rotary | None
+
+    @abstractmethod
+    def build(self, hidden_size: int, rms_norm_eps: float) -> Mixer: ...
+
+
+class FeedForwardSpec(BlockSpec):
+    """Attributes:
+    router: that of a mixture of experts; None for a block without experts.
+    """
+
+    router: RouterSettings | None
+
+    @abstractmethod
+    def build(self, hidden_size: int, options: ModelOptions) -> FeedForward:
+        """``options`` are the family's, ``NativeConfig.model_cfg``."""
+
+
+class LayerSpec(NamedTuple):
+    """The blocks of one layer, each normalised before and added to the residual stream."""
+
+    mixer: MixerSpec
+    feed_forward: FeedForwardSpec
+
+
+def linear_names(module: str, stored: str, *, bias: bool) -> dict[str, WeightName]:
+    """Parameter -> Hugging Face name, of a linear layer."""
+    return {f"{module}.{name}": f"{stored}.{name}" for name in (("weight", "bias") if bias else ("weight",))}
+
+
+def require_divided(dimension: str, ranks: int, name: str, size: int) -> None:
+    """Raises :class:`~rl_backend.contracts.ConfigError` unless ``ranks`` divides ``size``."""
+    if size % ranks:
+        raise ConfigError.of(
+            f"ParallelConfig.{dimension}",
+            ranks,
+            f"does not divide {name}={size} ({size} / {ranks} = {size / ranks:.2f}); {nearest(ranks, divisors(size))}",
+        )
+
+
+def divisors(size: int) -> list[int]:
+    """Ascending."""
+    return [candidate for candidate in range(1, size + 1) if size % candidate == 0]
+
+
+def nearest(ranks: int, working: Sequence[int]) -> str:
+    """The advice to use the next number of ``working``, which ascends, below or above ``ranks``."""
+    below = [size for size in working if size < ranks][-1:]
+    above = [size for size in working if size > ranks][:1]
+    return f"use {' or '.join(map(str, below + above))}"

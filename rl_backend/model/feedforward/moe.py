@@ -1,0 +1,167 @@
+"""Mixtures of experts in the place of a feed-forward block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from rl_backend.contracts import ModelOptions, PackedWeight, ParallelConfig, WeightName
+from rl_backend.model.blocks import FeedForward, FeedForwardSpec, RouterInput, require_divided
+from rl_backend.model.feedforward.swiglu import SwiGLU
+from rl_backend.parallel.collectives import sum_over
+from rl_backend.parallel.expert import AllToAllDispatcher
+from rl_backend.parallel.groups import ParallelGroups
+from rl_backend.parallel.tensor import TensorParallel, distribute_experts
+from rl_backend.primitive.experts import SwiGLUExperts
+from rl_backend.primitive.router import Router, RouterLossCoefficients, RouterSettings, Routing, with_router_losses
+
+
+class MoEOptions(ModelOptions):
+    """Losses of the routers, off by default. Coefficients in ``config.json`` are not read.
+
+    Each is added for every mixture of experts and averaged over the micro-batches of a ``forward_backward`` and the
+    data-parallel ranks. They act on the gradients; the loss that is reported is the caller's alone.
+
+    Attributes:
+        router_aux_loss_coef: of :func:`rl_backend.primitive.router.load_balancing_loss`.
+        router_z_loss_coef: of :func:`rl_backend.primitive.router.router_z_loss`.
+    """
+
+    router_aux_loss_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    router_z_loss_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+
+
+class ExpertNames(NamedTuple):
+    """How a family calls the modules of a mixture.
+
+    Attributes:
+        block: the mixture, within a layer.
+        gate, up, down: the projections, within one expert.
+    """
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True)
+class MoESpec(FeedForwardSpec):
+    """Attributes:
+    router: chooses the experts.
+    intermediate_size: of one expert.
+    names: in Hugging Face directories.
+    """
+
+    router: RouterSettings
+    intermediate_size: int
+    names: ExpertNames = field(default_factory=ExpertNames)
+
+    def build(self, hidden_size: int, options: ModelOptions) -> MoE:
+        coefficients = RouterLossCoefficients()
+        if isinstance(options, MoEOptions):
+            coefficients = RouterLossCoefficients(options.router_aux_loss_coef, options.router_z_loss_coef)
+        return MoE(hidden_size, self.intermediate_size, self.router, coefficients=coefficients)
+
+    def weight_names(self, layer: str) -> Mapping[str, WeightName]:
+        """A directory has a tensor for each projection of each expert, the module two packed parameters."""
+        block, experts = f"{layer}.{self.names.block}", range(self.router.num_experts)
+
+        def packed(shape: tuple[int, ...], *projections: str) -> PackedWeight:
+            stored = tuple(f"{block}.experts.{expert}.{name}.weight" for expert in experts for name in projections)
+            return PackedWeight((len(experts), *shape), stored)
+
+        return {
+            "gate.weight": f"{block}.gate.weight",
+            "experts.gate_up_proj": packed((2,), self.names.gate, self.names.up),
+            "experts.down_proj": packed((), self.names.down),
+        }
+
+    def check_layout(self, parallel: ParallelConfig) -> None:
+        require_divided("ep", parallel.ep, "num_experts", self.router.num_experts)
+        require_divided("etp", parallel.etp, "moe_intermediate_size", self.intermediate_size)
+
+
+class MoE(FeedForward):
+    """Each token goes through ``top_k`` of E experts and, where there are any, through the shared ones.
+
+    Routing and applying are two steps, so that a choice of experts can be kept, or come from elsewhere.
+
+    Args:
+        intermediate_size: of one expert.
+        shared_intermediate_size: of the experts that see every token, taken together (DeepSeekMoE, arXiv 2401.06066,
+            section 3.2); 0 for none.
+        shared_gate: multiply their output by ``sigmoid(x @ shared_expert_gate)``, as Qwen2-MoE does.
+        coefficients: of the router's losses.
+
+    Attributes:
+        sum_over_ranks: adds a tensor up, in place, over the ranks that share the tokens of a micro-batch, for the router's
+            losses; None where this one has all of them.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        router: RouterSettings,
+        *,
+        shared_intermediate_size: int = 0,
+        shared_gate: bool = False,
+        coefficients: RouterLossCoefficients = RouterLossCoefficients(),  # noqa: B008 - immutable
+    ) -> None:
+        super().__init__()
+        self.coefficients = coefficients
+        self.sum_over_ranks: Callable[[Tensor], object] | None = None
+        self.gate = Router(hidden_size, router)
+        self.experts = SwiGLUExperts(router.num_experts, hidden_size, intermediate_size)
+        self.shared_expert = SwiGLU(hidden_size, shared_intermediate_size) if shared_intermediate_size else None
+        self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False) if shared_gate else None
+
+    def forward(self, x: Tensor, router: RouterInput = RouterInput()) -> Tensor:  # noqa: B008 - immutable
+        return self.apply_experts(x, self.route(x, router))
+
+    def route(self, x: Tensor, router: RouterInput = RouterInput()) -> Routing:  # noqa: B008 - immutable
+        """Chooses experts for (T, hidden_size), or takes those of ``router``, and weights them."""
+        routing: Routing = self.gate(x, router.experts)
+        return with_router_losses(
+            routing, self.gate.settings, self.coefficients, router.loss_weight, router.padding, self.sum_over_ranks
+        )
+
+    def apply_experts(self, x: Tensor, routing: Routing) -> Tensor:
+        """What the experts make of (T, hidden_size)."""
+        routed: Tensor = self.experts(x, routing)
+        if self.shared_expert is None:
+            return routed
+        shared: Tensor = self.shared_expert(x)
+        if self.shared_expert_gate is not None:
+            shared = torch.sigmoid(self.shared_expert_gate(x)) * shared
+        return routed + shared
+
+    def split(self, groups: ParallelGroups) -> Sequence[nn.Module]:
+        """Experts over ep and etp; the router, and what gates shared experts, on every rank for its own tokens."""
+        if groups.token_group.size() > 1:
+            self.sum_over_ranks = sum_over(groups.token_group)
+        if groups.expert_group.size() > 1:
+            self._split_experts(groups)
+        if groups.tp_group.size() > 1:
+            tensor = TensorParallel(groups.tp_mesh)
+            tensor.replicate(self.gate)
+            if self.shared_expert is not None:
+                self.shared_expert.split(groups)
+            if self.shared_expert_gate is not None:
+                tensor.replicate(self.shared_expert_gate)
+        # With ep=etp=tp=1 experts have their copies where the rest of the layer has, and are sharded with it.
+        return () if groups.expert_group.size() == groups.tp_group.size() == 1 else (self.experts,)
+
+    def _split_experts(self, groups: ParallelGroups) -> None:
+        ep, etp = groups.parallel.ep, groups.parallel.etp
+        num_experts = self.gate.settings.num_experts
+        self.experts.dispatcher = AllToAllDispatcher(groups.expert_group, num_experts, ep, etp)
+        # Dimension 0 numbers the experts, dimension 2 their intermediate features, of both parameters.
+        dimensions = {"gate_up_proj": (0, 2), "down_proj": (0, 2)}
+        distribute_experts(self.experts, groups.ep_etp_mesh if etp > 1 else groups.ep_mesh, dimensions)

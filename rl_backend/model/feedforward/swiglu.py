@@ -1,0 +1,61 @@
+"""The gated feed-forward block of dense layers (Shazeer, arXiv 2002.05202)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rl_backend.contracts import ModelOptions, ParallelConfig, WeightName
+from rl_backend.model.blocks import FeedForward, FeedForwardSpec, RouterInput, linear_names, require_divided
+from rl_backend.parallel.groups import ParallelGroups
+from rl_backend.parallel.tensor import TensorParallel
+
+
+@dataclass(frozen=True)
+class SwiGLUSpec(FeedForwardSpec):
+    """Attributes:
+    intermediate_size: features between the projections.
+    bias: whether all three projections have biases.
+    """
+
+    intermediate_size: int
+    bias: bool = False
+    router = None
+
+    def build(self, hidden_size: int, options: ModelOptions) -> SwiGLU:
+        return SwiGLU(hidden_size, self.intermediate_size, bias=self.bias)
+
+    def weight_names(self, layer: str) -> Mapping[str, WeightName]:
+        names: dict[str, WeightName] = {}
+        for projection in ("gate_proj", "up_proj", "down_proj"):
+            names.update(linear_names(projection, f"{layer}.mlp.{projection}", bias=self.bias))
+        return names
+
+    def check_layout(self, parallel: ParallelConfig) -> None:
+        require_divided("tp", parallel.tp, "intermediate_size", self.intermediate_size)
+
+
+class SwiGLU(FeedForward):
+    """``down(silu(gate(x)) * up(x))``; (..., hidden_size) -> (..., hidden_size)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor, router: RouterInput = RouterInput()) -> Tensor:  # noqa: B008 - immutable
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+    def split(self, groups: ParallelGroups) -> Sequence[nn.Module]:
+        """Tensor parallelism splits the intermediate features."""
+        if groups.tp_group.size() > 1:
+            tensor = TensorParallel(groups.tp_mesh)
+            tensor.gather_input(self)
+            tensor.column(self.gate_proj)
+            tensor.column(self.up_proj)
+            tensor.row(self.down_proj)
+        return ()

@@ -1,0 +1,74 @@
+"""What a model is built from, and what its forward receives."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from rl_backend.contracts import Head, ModelOptions
+from rl_backend.primitive.attention import Segments
+
+
+class ModelInput(NamedTuple):
+    """What a model's ``forward`` takes: a rank's T tokens of one packed micro-batch.
+
+    These are all of its tokens, sequence after sequence, but with context and tensor parallelism.
+
+    Attributes:
+        input_ids, position_ids: (T,) int64.
+        segments: which tokens attend to which.
+        longest: tokens of the longest sequence.
+        labels: (T,) int64, the next token, -100 at each sequence's last position.
+        temperature: number or (T,) float32.
+        calculate_entropy: whether ``ModelOutput.entropy`` is wanted.
+        router_loss_weight: what losses of a router count for in this micro-batch: 1 / number of micro-batches, so that a
+            step has their mean.
+        padding: bool, which of the rows between this rank's blocks stand for no token; None where all do. Their label is
+            -100.
+        routes: (rows, layers with experts of the whole model, top_k) integers, the experts that the routers must take; -1
+            for the rows for which they choose. None where they choose for all.
+        hidden: (rows, hidden_size), what the pipeline stage before put out; None for the first.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    segments: Segments
+    longest: int
+    labels: torch.Tensor
+    temperature: torch.Tensor | float
+    calculate_entropy: bool
+    router_loss_weight: float = 1.0
+    padding: torch.Tensor | None = None
+    routes: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
+
+
+class ModelStage(NamedTuple):
+    """A part of a model that one rank of a pipeline runs.
+
+    Attributes:
+        first: whether it has the embeddings.
+        layers: numbers of its layers.
+        last: whether it has the head.
+    """
+
+    first: bool
+    layers: range
+    last: bool
+
+
+class BuildSettings(NamedTuple):
+    """How to build a model, beside its architecture.
+
+    Attributes:
+        options: the family's own, of its ``options_type``.
+        head: one of the family's ``heads``.
+        log_prob_chunk_tokens: as in :class:`~rl_backend.contracts.NativeConfig`.
+        stage: the part to build; None builds the whole model.
+    """
+
+    options: ModelOptions
+    head: Head
+    log_prob_chunk_tokens: int
+    stage: ModelStage | None = None

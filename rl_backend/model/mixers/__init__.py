@@ -1,0 +1,1 @@
+"""Mixers of tokens, one kind in each file; see :mod:`rl_backend.model.blocks`."""

@@ -1,0 +1,106 @@
+"""Grouped-query attention (Ainslie et al., arXiv 2305.13245), whole or with a sliding window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from rl_backend.contracts import ConfigError, ParallelConfig, WeightName
+from rl_backend.model.blocks import Mixer, MixerSpec, Rotation, divisors, linear_names, nearest, require_divided
+from rl_backend.parallel.context import ContextParallelAttention
+from rl_backend.parallel.groups import ParallelGroups
+from rl_backend.parallel.tensor import TensorParallel
+from rl_backend.primitive.attention import Attend, Segments, packed_attention
+from rl_backend.primitive.norm import RMSNorm
+from rl_backend.primitive.rope import Rotary, apply_rotary
+
+
+@dataclass(frozen=True, kw_only=True)
+class GQASpec(MixerSpec):
+    """Attributes:
+    num_heads, num_kv_heads: of queries, and of keys and values; one divides the other.
+    head_dim: need not be ``hidden_size / num_heads``.
+    rotary: angles of queries and keys.
+    window: how many tokens a token sees, itself included; None for all before it.
+    qkv_bias, output_bias: whether the projections of queries, keys and values, and of the output, have biases.
+    qk_norm: whether each head's queries and keys are RMS-normalised before the rotation.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary: Rotary
+    window: int | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+
+    def build(self, hidden_size: int, rms_norm_eps: float) -> GroupedQueryAttention:
+        return GroupedQueryAttention(self, hidden_size, rms_norm_eps)
+
+    def weight_names(self, layer: str) -> Mapping[str, WeightName]:
+        names: dict[str, WeightName] = {}
+        for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            bias = self.output_bias if projection == "o_proj" else self.qkv_bias
+            names.update(linear_names(projection, f"{layer}.self_attn.{projection}", bias=bias))
+        for norm in ("q_norm.weight", "k_norm.weight") if self.qk_norm else ():
+            names[norm] = f"{layer}.self_attn.{norm}"
+        return names
+
+    def check_layout(self, parallel: ParallelConfig) -> None:
+        tp, kv_heads = parallel.tp, self.num_kv_heads
+        require_divided("tp", tp, "num_attention_heads", self.num_heads)
+        if kv_heads % tp and tp % kv_heads:
+            working = [size for size in divisors(self.num_heads) if kv_heads % size == 0 or size % kv_heads == 0]
+            raise ConfigError.of(
+                "ParallelConfig.tp",
+                tp,
+                f"num_key_value_heads={kv_heads} is no multiple of it ({kv_heads} / {tp} = {kv_heads / tp:.2f} heads a "
+                f"rank), nor does it divide tp, which would allow copies of heads; {nearest(tp, working)}",
+            )
+
+
+class GroupedQueryAttention(Mixer):
+    """The module of a :class:`GQASpec`; (T, hidden_size) -> (T, hidden_size)."""
+
+    def __init__(self, spec: GQASpec, hidden_size: int, rms_norm_eps: float) -> None:
+        super().__init__()
+        self.spec = spec
+        self.attend: Attend = packed_attention
+        query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.q_proj = nn.Linear(hidden_size, query_size, bias=spec.qkv_bias)
+        self.k_proj = nn.Linear(hidden_size, kv_size, bias=spec.qkv_bias)
+        self.v_proj = nn.Linear(hidden_size, kv_size, bias=spec.qkv_bias)
+        self.o_proj = nn.Linear(query_size, hidden_size, bias=spec.output_bias)
+        self.q_norm = RMSNorm(spec.head_dim, rms_norm_eps) if spec.qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, rms_norm_eps) if spec.qk_norm else None
+
+    def forward(self, x: Tensor, rotation: Rotation | None, segments: Segments) -> Tensor:
+        assert rotation is not None, "GQASpec has a rotary embedding"
+        # The number of heads is what a rank has of them.
+        query, key, value = (
+            projection(x).unflatten(-1, (-1, self.spec.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = apply_rotary(query, *rotation), apply_rotary(key, *rotation)
+        attended = self.attend(query, key, value, segments, self.spec.window)
+        return self.o_proj(attended.flatten(1))  # type: ignore[no-any-return]
+
+    def split(self, groups: ParallelGroups) -> None:
+        """Tensor parallelism splits the heads; context parallelism gathers keys and values before every attention."""
+        if groups.cp_group.size() > 1:
+            self.attend = ContextParallelAttention(groups.cp_group)
+        if groups.tp_group.size() == 1:
+            return
+        tensor = TensorParallel(groups.tp_mesh)
+        tensor.gather_input(self)
+        tensor.column(self.q_proj)
+        tensor.key_or_value(self.k_proj, self.spec.num_kv_heads)
+        tensor.key_or_value(self.v_proj, self.spec.num_kv_heads)
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                tensor.replicate(norm)
+        tensor.row(self.o_proj)
