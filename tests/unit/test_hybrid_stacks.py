@@ -13,14 +13,25 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.contracts import MODEL_CONFIGS, ConfigError, ParallelConfig, RoutedLayers, WeightName
+from rl_backend.contracts import (
+    MODEL_CONFIGS,
+    BridgeConfig,
+    ConfigError,
+    ParallelConfig,
+    RoutedLayers,
+    UnsupportedError,
+    WeightName,
+)
 from rl_backend.model import MODEL_FAMILIES, BuildSettings, ModelInput, ModelStage, register_model
 from rl_backend.model.blocks import LayerSpec, Mixer, MixerSpec, Rotation, linear_names
 from rl_backend.model.decoder import Decoder, DecoderSpec
 from rl_backend.model.families import decoder_family
 from rl_backend.model.feedforward.moe import MoEOptions
 from rl_backend.model.hf_config import HFConfig
+from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.parallel.groups import ParallelGroups
+from rl_backend.plan.megatron_layers import LocalLayers
+from rl_backend.plan.workload import Workload
 from rl_backend.primitive.attention import Segments
 from tests.support.families import load_native, random_sequences, run_native
 from tests.support.hybrid import HYBRID, WINDOW, read, write_hybrid
@@ -141,6 +152,18 @@ def test_it_trains_and_is_saved_and_recomputes_the_same(hybrid: Path, tmp_path: 
     stored = load_file(tmp_path / "saved0" / "model.safetensors")
     assert stored.keys() == exported.keys() == load_file(hybrid / "model.safetensors").keys()
     assert all(torch.equal(stored[name], tensor) for name, tensor in exported.items())
+
+
+def test_a_plan_of_the_bridge_refuses_several_kinds_of_attention(hybrid: Path) -> None:
+    spec = spec_of(hybrid)
+    options, workload = BridgeConfig(device="cpu"), Workload(sequence_length=8, micro_batch_tokens=8)
+    for layers in (spec.layers, (LayerSpec(RunningMeanSpec(), spec.layers[0].feed_forward),)):
+        with pytest.raises(UnsupportedError, match=r"layers of .*Spec: a plan knows what Megatron keeps of one kind"):
+            LocalLayers(replace(spec, layers=layers), options, workload)
+    attention = spec.layers[0].mixer
+    assert isinstance(attention, GQASpec)
+    alike = tuple(spec.layers[0]._replace(mixer=replace(attention, window=window)) for window in (None, 12))
+    assert LocalLayers(replace(spec, layers=alike), options, workload).scores == 4 * 8**2 * 4
 
 
 @dataclass(frozen=True)

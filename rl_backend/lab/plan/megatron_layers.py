@@ -6,7 +6,7 @@ attention are kept. The terms are the tensors that autograd saves in Megatron-Co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,7 +33,7 @@ class LocalLayers:
         workload: what a micro-batch is. Attention takes a row per sequence, padded to the longest.
 
     Raises:
-        UnsupportedError: an architecture that is none of this package's.
+        UnsupportedError: an architecture that is none of this package's, or blocks whose memory is not known here.
     """
 
     architecture: DecoderSpec
@@ -46,11 +46,13 @@ class LocalLayers:
                 f"{type(self.architecture).__name__}: a plan knows what Megatron's layers keep of this package's own "
                 "families only; plan with backend='native'"
             )
-        blocks = {type(block) for layer in self.architecture.layers for block in layer}
-        if other := [kind.__name__ for kind in blocks - {GQASpec, SwiGLUSpec, MoESpec}]:
+        blocks = {block for layer in self.architecture.layers for block in layer}
+        attentions = {replace(block, window=None) for block in blocks if isinstance(block, GQASpec)}
+        if len(attentions) != 1 or not all(isinstance(block, GQASpec | SwiGLUSpec | MoESpec) for block in blocks):
+            kinds = ", ".join(sorted({type(block).__name__ for block in blocks}))
             raise UnsupportedError(
-                f"{', '.join(sorted(other))}: a plan does not know what Megatron keeps of such blocks; plan with "
-                "backend='native'"
+                f"layers of {kinds}: a plan knows what Megatron keeps of one kind of grouped-query attention in all layers, "
+                "with dense blocks or mixtures of experts; plan with backend='native'"
             )
 
     @property
