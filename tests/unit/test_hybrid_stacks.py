@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import (
     MODEL_CONFIGS,
-    BridgeConfig,
     ConfigError,
     ParallelConfig,
     RoutedLayers,
@@ -33,6 +32,7 @@ from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.plan.megatron_layers import LocalLayers
 from rl_backend.plan.workload import Workload
 from rl_backend.primitive.attention import Segments
+from rl_backend.runtime.bridge_config import BridgeConfig
 from tests.support.families import load_native, random_sequences, run_native
 from tests.support.hybrid import HYBRID, WINDOW, read, write_hybrid
 from tests.support.native import gradients, micro_batches, open_runtime, token_loss
