@@ -21,6 +21,8 @@ from rl_backend.contracts import (
     UnsupportedError,
     WeightName,
 )
+from rl_backend.lab.plan.megatron_layers import LocalLayers
+from rl_backend.lab.plan.memory import Workload
 from rl_backend.model import MODEL_FAMILIES, BuildSettings, ModelInput, ModelStage, register_model
 from rl_backend.model.blocks import LayerSpec, Mixer, MixerSpec, Rotation, linear_names
 from rl_backend.model.decoder import Decoder, DecoderSpec
@@ -29,8 +31,6 @@ from rl_backend.model.feedforward.moe import MoEOptions
 from rl_backend.model.hf_config import HFConfig
 from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.parallel.groups import ParallelGroups
-from rl_backend.plan.megatron_layers import LocalLayers
-from rl_backend.plan.workload import Workload
 from rl_backend.primitive.attention import Segments
 from rl_backend.runtime.bridge_config import BridgeConfig
 from tests.support.families import load_native, random_sequences, run_native
