@@ -62,13 +62,14 @@ def test_batches_that_an_engine_cannot_honour_are_refused(
 
 
 def test_routes_to_replay_that_are_missing_or_too_few_are_refused() -> None:
-    from adapters.verl.routes import BatchRoutes, Mode, router_replay
+    from adapters.verl.routes import BatchRoutes, router_replay
+    from adapters.verl.settings import RouterReplayMode
 
     batch = make_batch(rows(), "response", enable_routing_replay=True)
     assert router_replay(batch, "R2", forward_only=True) == "record"
     assert router_replay(batch, "R2", forward_only=False) == router_replay(batch, "R3", forward_only=True) == "replay"
     assert router_replay(batch, "disabled", forward_only=False) == "off"
-    sources: dict[Mode, str] = {"R2": "compute_log_prob", "R3": "the rollout"}
+    sources: dict[RouterReplayMode, str] = {"R2": "compute_log_prob", "R3": "the rollout"}
     for mode, source in sources.items():
         with pytest.raises(BatchError) as raised:
             BatchRoutes(mode, num_layers=3).require(batch)
