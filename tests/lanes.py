@@ -21,6 +21,8 @@ from typing import IO, Any
 ROOT = Path(__file__).parents[1]
 LANES = (("tests/e2e",), ("tests/unit", "tests/golden", "tests/gpu", "tests/distributed"))
 """Folders of each lane. The output of the first is shown while it runs, the other's when both have ended."""
+NICENESS = (0, 15)
+"""Of each lane. Ray gives its workers 15: a second lane that is not as nice would starve the first, which takes longer."""
 END_SECONDS = 60.0
 """How long the lanes may take to end once they are interrupted."""
 NOTHING_SELECTED = 5
@@ -36,7 +38,10 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="lanes-") as folder:
         shown, kept = (Path(folder) / name for name in ("shown.log", "kept.log"))
         with subprocess.Popen(["tee", str(shown)], stdin=subprocess.PIPE) as tee, kept.open("w") as output:
-            lanes = [_start(LANES[0], arguments, tee.stdin), _start(LANES[1], arguments, output)]
+            lanes = [
+                _start(folders, niceness, arguments, out)
+                for folders, niceness, out in zip(LANES, NICENESS, (tee.stdin, output), strict=True)
+            ]
             try:
                 statuses = [lane.wait() for lane in lanes]
             except KeyboardInterrupt:
@@ -74,8 +79,10 @@ def _end(lanes: Sequence[subprocess.Popen[bytes]], *, ask: bool) -> None:
             lane.wait()
 
 
-def _start(folders: Sequence[str], arguments: Sequence[str], output: IO[Any] | None) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "pytest", *folders, *arguments]
+def _start(
+    folders: Sequence[str], niceness: int, arguments: Sequence[str], output: IO[Any] | None
+) -> subprocess.Popen[bytes]:
+    command = ["nice", "-n", str(niceness), sys.executable, "-m", "pytest", *folders, *arguments]
     return subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
 
 
