@@ -42,7 +42,7 @@ def resume_job(model: str, path: str, layout: dict[str, int], settings: dict[str
         assert_equal_tensors(optimizer_shards(resumed), optimizer_shards(saved))
 
 
-@pytest.mark.shows("bridge: a run resumes bit for bit from its checkpoint, also one written in the background")
+@pytest.mark.shows("bridge: a run resumes bit for bit from its checkpoint, even one written in the background")
 @pytest.mark.parametrize(
     ("world_size", "layout", "settings", "asynchronous"),
     [

@@ -40,7 +40,7 @@ def export_job(model: str, layout: dict[str, int], settings: dict[str, Any]) -> 
     return weights
 
 
-@pytest.mark.shows("bridge: export in the directory's names and shapes from every layout, under a byte budget")
+@pytest.mark.shows("bridge: every layout exports the directory's names and shapes, under a byte budget")
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=str)
 def test_every_rank_exports_what_the_directory_holds_in_one_order(
     ranks: RankPool, untied_model: Path, world_size: int, layout: dict[str, int]

@@ -57,7 +57,7 @@ def native_gradients(ranks: RankPool, tied_model: Path) -> dict[str, Tensor]:
     return ranks.run(native_gradients_job, str(tied_model), world_size=1)[0]
 
 
-@pytest.mark.shows("bridge: whole gradients under Hugging Face names, as the native runtime has them")
+@pytest.mark.shows("bridge: export_gradients gives the native runtime's whole gradients under Hugging Face names")
 @pytest.mark.parametrize(("world_size", "layout"), [(1, {}), *LAYOUTS], ids=str)
 def test_exported_gradients_are_the_native_ones_before_clipping(
     ranks: RankPool,

@@ -86,7 +86,7 @@ def test_a_mixture_of_experts_trains_the_same_in_every_layout(
     assert_same(run, mixture_on_one_rank)
 
 
-@pytest.mark.shows("bridge: losses of routers have one rank's gradients and weights with pp and vpp")
+@pytest.mark.shows("bridge: router losses with pp and vpp match one rank's gradients and weights")
 @pytest.mark.parametrize(("world_size", "layout"), layouts({2: [{"pp": 2}, {"pp": 2, "vpp": 2}], 4: [{"pp": 4}]}))
 def test_router_losses_do_not_depend_on_the_pipeline(
     ranks: RankPool, mixture: Path, mixture_on_one_rank: Run, world_size: int, layout: dict[str, int]

@@ -66,7 +66,9 @@ def check_step(ranks: RankPool, model: Path, world_size: int, layout: dict[str, 
         assert result.num_zeros == sum(int((gradient == 0).sum()) for gradient in gradients.values())
 
 
-@pytest.mark.shows("bridge: the norm and the zeros of the whole gradient, for a prime vocabulary, in dp, tp and pp")
+@pytest.mark.shows(
+    "bridge: optimizer_step returns the norm and zeros of the whole gradient in dp, tp and pp, for a prime vocabulary"
+)
 @pytest.mark.parametrize(("world_size", "layout"), [(1, {}), (2, {}), (2, {"tp": 2}), (2, {"pp": 2})], ids=str)
 def test_the_norm_and_zeros_are_those_of_the_gradients(
     ranks: RankPool, odd_model: Path, world_size: int, layout: dict[str, int]

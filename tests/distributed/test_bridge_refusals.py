@@ -62,6 +62,6 @@ def num_threads() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
 
-@pytest.mark.shows("bridge: a second layout in one process is refused, and nothing of it is left")
+@pytest.mark.shows("bridge: a second layout in one process is refused and leaves nothing behind")
 def test_a_refused_second_layout_leaves_nothing(ranks: RankPool, model: Path) -> None:
     ranks.run(second_layout_job, str(model))

@@ -20,7 +20,7 @@ def test_ranks_killed_in_a_save_leave_the_checkpoint_before(tied_model: Path, tm
 
 
 @pytest.mark.long
-@pytest.mark.shows("resume: so do ranks of both runtimes killed while a save is written in the background")
+@pytest.mark.shows("resume: ranks of both runtimes killed during a background save leave the checkpoint before")
 @pytest.mark.parametrize(
     "way", [("--asynchronous",), ("--backend", "bridge"), ("--backend", "bridge", "--asynchronous")], ids=" ".join
 )

@@ -36,14 +36,14 @@ def check(ranks: RankPool, model: Path, folder: Path, saver: Layout, loaders: li
 
 
 @pytest.mark.shows(
-    "checkpoints: dp, tp, pp, vpp, cp, the world size and the runtime may change; moments are equal in every bit"
+    "checkpoints: dp, tp, pp, vpp, cp, the world size and the runtime may change; moments stay equal in every bit"
 )
 @pytest.mark.parametrize("saver", list(DENSE), ids=str)
 def test_a_dense_model_goes_on_in_another_layout(ranks: RankPool, dense: Path, tmp_path: Path, saver: Layout) -> None:
     check(ranks, dense, tmp_path, saver, DENSE[saver])
 
 
-@pytest.mark.shows("checkpoints: a mixture goes on with its experts laid out anew, on either runtime")
+@pytest.mark.shows("checkpoints: a mixture of experts continues with another layout of its experts, on either runtime")
 @pytest.mark.parametrize("saver", list(MIXTURE), ids=str)
 def test_a_mixture_goes_on_in_another_layout(ranks: RankPool, mixture: Path, tmp_path: Path, saver: Layout) -> None:
     check(ranks, mixture, tmp_path, saver, MIXTURE[saver])

@@ -42,7 +42,9 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
-@pytest.mark.shows("checkpoints: any layout goes on with several stages per rank, in a loop, a V and the bridge's, and back")
+@pytest.mark.shows(
+    "checkpoints: any layout continues with several stages per rank (looped, V-shaped, the bridge's), and back"
+)
 @pytest.mark.parametrize("saver", list(DENSE), ids=str)
 def test_a_dense_model_goes_on_with_several_stages_per_rank(
     ranks: RankPool, dense: Path, tmp_path: Path, saver: Layout

@@ -197,7 +197,9 @@ DAMAGES = [
 ]
 
 
-@pytest.mark.shows("checkpoints: a missing file, a flipped byte, a changed manifest, another model's: refused by name")
+@pytest.mark.shows(
+    "checkpoints: a missing file, a flipped byte, a changed manifest or another model's checkpoint is refused by name"
+)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_an_incomplete_checkpoint_is_refused_on_every_rank_before_anything_changes(
     ranks: RankPool, tied_model: Path, tmp_path: Path, damage: Any
@@ -235,9 +237,7 @@ def extra_job(model: str, folder: str) -> None:
         assert runtime.load_checkpoint(handle, path) == kept
 
 
-@pytest.mark.shows(
-    "checkpoints: a loop's own state is kept with them, and whether a save is still being written can be asked"
-)
+@pytest.mark.shows("checkpoints: a checkpoint keeps a loop's own state, and a loop can ask whether a save is still running")
 def test_extra_is_kept_as_it_is_or_refused(ranks: RankPool, tied_model: Path, tmp_path: Path) -> None:
     ranks.run(extra_job, str(tied_model), str(tmp_path))
 

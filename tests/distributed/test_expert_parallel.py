@@ -157,7 +157,7 @@ def loss_job() -> tuple[Tensor, Tensor]:
     return x.grad, moe.gate.weight.grad
 
 
-@pytest.mark.shows("parallel: losses of routers do not depend on how tokens, and padding, lie on 2 and 4 ranks")
+@pytest.mark.shows("parallel: router losses do not depend on how tokens and padding are spread over 2 and 4 ranks")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_router_losses_are_those_of_all_tokens_and_of_no_padding(ranks: RankPool, world_size: int) -> None:
     tokens, mixes, paddings = padded_tokens(world_size)

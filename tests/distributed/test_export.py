@@ -100,7 +100,7 @@ def early_close_job(model: str, taken: int, budget: int | None) -> tuple[int, bo
         return seen, interrupted, sum(1 for _ in runtime.export_weights(handle))
 
 
-@pytest.mark.shows("runtime: export under a byte budget, in one order on every rank, closed early by any")
+@pytest.mark.shows("runtime: an export keeps a byte budget, has one order on every rank, and any rank may close it early")
 @pytest.mark.parametrize("taken", [0, 1, 10, 25])
 @pytest.mark.parametrize("budget", [None, 3 * LARGEST, 10**9])
 def test_closing_early_on_one_rank_ends_the_export_on_all(

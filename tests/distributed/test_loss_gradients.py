@@ -84,7 +84,7 @@ def on_one_rank(model: Path, ranks: RankPool) -> Found:
     return found
 
 
-@pytest.mark.shows("runtimes: gradients of entropies, and a temperature for each sequence, with tp, cp, pp as on one rank")
+@pytest.mark.shows("runtime: gradients of entropies and of per-sequence temperatures with tp, cp and pp match one rank's")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_entropies_and_temperatures_of_sequences_do_not_depend_on_the_layout(
     ranks: RankPool, model: Path, on_one_rank: Found, layout: Layout

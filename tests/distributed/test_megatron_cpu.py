@@ -105,7 +105,7 @@ def test_megatron_has_random_states_of_its_own(ranks: RankPool, tied_model: Path
     assert run("megatron.core.tensor_parallel.random._set_cuda_rng_state")[1] is False
 
 
-@pytest.mark.shows("bridge: without CUDA Megatron trains on a CPU, and outside of it torch is as it was")
+@pytest.mark.shows("bridge: Megatron trains on a CPU without CUDA, and torch outside it is unchanged")
 def test_outside_of_the_context_torch_is_as_it_was() -> None:
     def found() -> list[Any]:
         owners = [importlib.import_module(p.owner) if isinstance(p.owner, str) else p.owner for p in PATCHES]

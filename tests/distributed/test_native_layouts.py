@@ -140,7 +140,9 @@ def mixture_on_one_rank(mixture: Path, ranks: RankPool) -> Run:
     return run_layout(ranks, 1, mixture, {}, {})
 
 
-@pytest.mark.shows("runtime: native tp, cp, dp and products on 2 and 4 ranks: losses and gradients of one rank to 1e-5")
+@pytest.mark.shows(
+    "runtime: native tp, cp, dp and their combinations on 2 and 4 ranks match one rank's losses and gradients to 1e-5"
+)
 @pytest.mark.parametrize(("world", "layout"), layouts(DENSE))
 def test_dense_layouts_train_as_one_rank(
     ranks: RankPool, dense: Path, dense_on_one_rank: Run, world: int, layout: dict[str, int]
@@ -148,7 +150,9 @@ def test_dense_layouts_train_as_one_rank(
     assert_same(run_layout(ranks, world, dense, layout, {}), dense_on_one_rank)
 
 
-@pytest.mark.shows("runtime: native ep, etp and products with tp, cp and dp: losses and gradients of one rank to 1e-5")
+@pytest.mark.shows(
+    "runtime: native ep, etp and their combinations with tp, cp and dp match one rank's losses and gradients to 1e-5"
+)
 @pytest.mark.parametrize(("world", "layout"), layouts(MIXTURE))
 def test_mixtures_of_experts_train_as_on_one_rank(
     ranks: RankPool, mixture: Path, mixture_on_one_rank: Run, world: int, layout: dict[str, int]

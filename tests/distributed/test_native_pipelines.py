@@ -56,7 +56,9 @@ def mixture_on_one_rank(mixture: Path, ranks: RankPool) -> Run:
     return run_layout(ranks, 1, mixture, {}, {})
 
 
-@pytest.mark.shows("runtime: all six pipeline schedules on 2 and 4 native ranks: losses and gradients of one rank to 1e-5")
+@pytest.mark.shows(
+    "runtime: all six pipeline schedules on 2 and 4 native ranks match one rank's losses and gradients to 1e-5"
+)
 @pytest.mark.parametrize(("schedule", "pp"), SCHEDULES)
 def test_every_schedule_trains_as_one_rank(
     ranks: RankPool, dense: Path, dense_on_one_rank: Run, schedule: str, pp: int
@@ -65,7 +67,7 @@ def test_every_schedule_trains_as_one_rank(
     assert_same(run_layout(ranks, pp, dense, layout, {"pipeline_schedule": schedule}), dense_on_one_rank)
 
 
-@pytest.mark.shows("runtime: pipelines with dp, tp, cp and ep inside a stage: losses and gradients of one rank to 1e-5")
+@pytest.mark.shows("runtime: pipelines with dp, tp, cp and ep inside a stage match one rank's losses and gradients to 1e-5")
 @pytest.mark.parametrize("inside", [{}, {"tp": 2}, {"cp": 2}], ids=["dp2", "tp2", "cp2"])
 def test_stages_are_laid_out_over_ranks_themselves(
     ranks: RankPool, dense: Path, dense_on_one_rank: Run, inside: dict[str, int]
@@ -108,7 +110,7 @@ def attentions_job(model: str, schedule: str, vpp: int) -> tuple[int, int]:
         return len(attentions), len(calls)
 
 
-@pytest.mark.shows("runtime: with activation checkpointing each layer is computed again once, also in a split backward pass")
+@pytest.mark.shows("runtime: activation checkpointing recomputes each layer once, even in a split backward pass")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h2", "zbv"])
 def test_every_layer_is_recomputed_once(ranks: RankPool, dense: Path, schedule: str) -> None:
     for layers, calls in ranks.run(attentions_job, str(dense), schedule, STAGES_PER_RANK[schedule], world_size=2):

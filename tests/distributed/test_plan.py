@@ -143,7 +143,7 @@ def assert_near(config: RuntimeConfig, measured: Sequence[Mapping[str, int]]) ->
 
 
 @pytest.mark.shows(
-    "plan: parameters, gradients and optimizer state to 10 % and activations to 25 % of what a native runtime holds"
+    "plan: estimates for native are within 10 % for parameters, gradients and optimizer, 25 % for activations"
 )
 @pytest.mark.parametrize("case", NATIVE)
 def test_what_a_native_runtime_holds_is_what_was_planned(ranks: RankPool, models: Mapping[str, Path], case: str) -> None:
@@ -153,7 +153,7 @@ def test_what_a_native_runtime_holds_is_what_was_planned(ranks: RankPool, models
 
 
 @pytest.mark.shows(
-    "plan: parameters, gradients and optimizer state to 10 % and activations to 25 % of what a bridge runtime holds"
+    "plan: estimates for the bridge are within 10 % for parameters, gradients and optimizer, 25 % for activations"
 )
 @pytest.mark.parametrize("case", BRIDGE)
 def test_what_a_bridge_runtime_holds_is_what_was_planned(ranks: RankPool, models: Mapping[str, Path], case: str) -> None:

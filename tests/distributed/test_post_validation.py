@@ -168,7 +168,7 @@ ALWAYS = [JOINT, ALONE, JOINT, JOINT]
 SOMETIMES = [PLAIN, JOINT, PLAIN, SPOILED, PLAIN, ALONE, SPOILED, JOINT]
 
 
-@pytest.mark.shows("runtime: optimizer post-validation on pipelines: weights, moments and results of waiting, bit for bit")
+@pytest.mark.shows("runtime: post-validation on pipelines gives the weights, moments and results of waiting, bit for bit")
 @pytest.mark.parametrize(
     ("model", "world", "layout", "settings", "steps"),
     [

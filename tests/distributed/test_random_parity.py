@@ -12,7 +12,7 @@ from benchmarks import parity_random, report
 
 
 @pytest.mark.long
-@pytest.mark.shows("parity: random odd shapes train on both runtimes as with transformers, refusals by name")
+@pytest.mark.shows("parity: random odd shapes train on both runtimes as with transformers, or are refused by name")
 def test_random_shapes_pass_and_a_stopped_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     file = tmp_path / "parity.json"

@@ -34,7 +34,7 @@ def load_job(layout: Layout, model: str, path: str) -> tuple[Tensor, Tensor]:
         return torch.rand(4), fresh
 
 
-@pytest.mark.shows("checkpoints: in another layout all ranks of a replica draw the same random numbers")
+@pytest.mark.shows("checkpoints: after a change of layout all ranks of a replica draw the same random numbers")
 @pytest.mark.parametrize(
     ("saver", "loader", "sources"),
     [

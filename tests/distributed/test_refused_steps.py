@@ -34,7 +34,7 @@ def step(runtime: Any, handle: Any, loss: Any, *, ok: bool) -> float:
     return float(runtime.lr_scheduler_step(handle))
 
 
-@pytest.mark.shows("runtimes: schedules count every step of the loop, a refused one too, and a checkpoint keeps both counts")
+@pytest.mark.shows("runtime: schedules count every step of the loop, even a refused one, and a checkpoint keeps both counts")
 @pytest.mark.parametrize("layout", [native(1), bridge(1)], ids=str)
 def test_schedules_go_on_after_a_refused_step(ranks: RankPool, tied_model: Path, tmp_path: Path, layout: Layout) -> None:
     (rates,) = ranks.run(refused_job, layout, str(tied_model), str(tmp_path / "saved"), world_size=1)

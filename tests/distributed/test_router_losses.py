@@ -46,7 +46,7 @@ def on_one_rank(mixture: Path, ranks: RankPool) -> Run:
     return run
 
 
-@pytest.mark.shows("runtime: losses of routers have one rank's gradients with native tp, cp, ep and dp on 2 and 4 ranks")
+@pytest.mark.shows("runtime: router losses with native tp, cp, ep and dp on 2 and 4 ranks match one rank's gradients")
 @pytest.mark.parametrize(("world", "layout"), layouts(LAYOUTS))
 def test_router_losses_do_not_depend_on_the_layout(
     ranks: RankPool, mixture: Path, on_one_rank: Run, world: int, layout: dict[str, int]
@@ -54,7 +54,7 @@ def test_router_losses_do_not_depend_on_the_layout(
     assert_same(run_layout(ranks, world, mixture, layout, LOSSES), on_one_rank)
 
 
-@pytest.mark.shows("runtime: losses of routers have one rank's gradients in native pipelines, in a loop and in a V")
+@pytest.mark.shows("runtime: router losses in native pipelines, looped and V-shaped, match one rank's gradients")
 @pytest.mark.parametrize(
     ("world", "schedule", "layout"),
     [(world, schedule, layout) for world, found in PIPELINES.items() for schedule, layout in found],

@@ -124,9 +124,7 @@ def on_one_rank(model: Model) -> RouteRun:
     return run
 
 
-@pytest.mark.shows(
-    "router replay: routes that one rank of either runtime recorded, replayed in every layout: loss and gradients to 1e-5"
-)
+@pytest.mark.shows("router replay: routes recorded on one rank replay in every layout with its loss and gradients to 1e-5")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_replays_what_one_rank_recorded(model: Model, on_one_rank: RouteRun, name: str) -> None:
     run = model.run(name)
@@ -135,7 +133,7 @@ def test_every_layout_replays_what_one_rank_recorded(model: Model, on_one_rank: 
         assert_same_replay(run, file, on_one_rank.replays[file])
 
 
-@pytest.mark.shows("router replay: routes recorded in every layout, replayed on one rank of either runtime, the same way")
+@pytest.mark.shows("router replay: routes recorded in every layout replay the same way on one rank of either runtime")
 @pytest.mark.parametrize("backend", ONE_RANK)
 def test_one_rank_replays_what_every_layout_recorded(model: Model, on_one_rank: RouteRun, backend: str) -> None:
     for name in LAYOUTS:
@@ -196,7 +194,9 @@ def mixed_on_one_rank(mixed: Model) -> RouteRun:
     return mixed.replay(ONE_RANK["native"], mixed.recorded_on_one_rank())
 
 
-@pytest.mark.shows("router replay: dense layers among those with experts, and ranks without experts, in both runtimes")
+@pytest.mark.shows(
+    "router replay: both runtimes replay with dense layers between those with experts, and with ranks without experts"
+)
 @pytest.mark.parametrize("name", MIXED)
 def test_layers_without_experts_shift_no_routes(mixed: Model, mixed_on_one_rank: RouteRun, name: str) -> None:
     files = mixed.recorded_on_one_rank()

@@ -132,7 +132,9 @@ def recorded_without_ranks(folder: Path) -> str | None:
     return (folder / RECORD).read_text() if (folder / RECORD).exists() else None
 
 
-@pytest.mark.shows("verl: with async_save its record names a step once all files of it are committed; a resumed run equals")
+@pytest.mark.shows(
+    "verl: with async_save verl's record names a step once all its files are committed; a resumed run is the same"
+)
 @pytest.mark.parametrize("backend", ["native", "bridge"])
 def test_a_step_is_recorded_and_old_ones_go_only_when_its_files_are_committed(
     ranks: RankPool, model: Path, tmp_path: Path, backend: str

@@ -69,7 +69,9 @@ def inference_job(model: str, critic: str, backend: str) -> Inference:
     return Inference(**outputs, values=list(output["model_output"]["values"].unbind()), exported=exported)
 
 
-@pytest.mark.shows("verl: log-probs and values of transformers to 1e-5 per token, exported weights equal, both backends")
+@pytest.mark.shows(
+    "verl: both backends give transformers' log-probs and values to 1e-5 per token, and equal exported weights"
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_engine_gives_transformers_log_probs_and_values_and_exports_its_weights(
     ranks: RankPool, model: Path, tmp_path: Path, backend: str
@@ -161,7 +163,7 @@ def reference_gradients(model: Path, loss: Any, layout: Any) -> tuple[float, dic
     return float(value.detach()), {name: parameter.grad for name, parameter in named if parameter.grad is not None}
 
 
-@pytest.mark.shows("verl: its own PPO and SFT losses give transformers' gradients for every way to cut a batch")
+@pytest.mark.shows("verl: verl's PPO and SFT losses give transformers' gradients however a batch is cut")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_of_verls_losses_do_not_depend_on_how_a_batch_is_cut(ranks: RankPool, model: Path, backend: str) -> None:
     from verl.workers.utils.losses import sft_loss

@@ -78,7 +78,7 @@ def summed(model_output: Any, data: Any, dp_group: Any) -> tuple[Tensor, dict[st
     return model_output["log_probs"].values().sum(), {"sum": 0.0}
 
 
-@pytest.mark.shows("verl: routes recorded in compute_log_prob (R2) or by a rollout (R3) are replayed, by both backends")
+@pytest.mark.shows("verl: both backends replay routes recorded in compute_log_prob (R2) or by a rollout (R3)")
 @pytest.mark.parametrize("backend", ["native", "bridge"])
 def test_routes_of_the_policy_and_of_a_rollout_are_replayed(ranks: RankPool, tmp_path: Path, backend: str) -> None:
     mixture = write_moe("qwen3_moe", tmp_path / "mixture", num_hidden_layers=2)

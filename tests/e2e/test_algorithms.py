@@ -31,7 +31,7 @@ def require_learned(result: RunResult) -> None:
     assert result.accuracy_after >= result.accuracy_before + 0.15
 
 
-@pytest.mark.shows("algorithms: PPO with a critic learns the demo task, one group for all models")
+@pytest.mark.shows("algorithms: PPO with a critic learns the demo task with all models on one group")
 def test_ppo_with_a_critic_learns_the_task(task: Path, warm_model: Path, tmp_path: Path) -> None:
     result = reinforce(DemoConfig(algorithm="ppo", steps=30), task, warm_model, tmp_path)
     require_learned(result)
@@ -44,7 +44,7 @@ def test_ppo_with_a_critic_learns_the_task(task: Path, warm_model: Path, tmp_pat
     assert critic.score.weight.abs().max() > 0
 
 
-@pytest.mark.shows("algorithms: PPO with a training group for each model gives the rewards of one group for all")
+@pytest.mark.shows("algorithms: PPO with a training group for each model gets the same rewards as with one group for all")
 def test_a_group_for_each_model_gives_the_same_run(task: Path, warm_model: Path, tmp_path: Path) -> None:
     settings = demo_settings(DemoConfig(algorithm="ppo", steps=4), task, warm_model, tmp_path)
     options = {"kl_coef": 1e-2, "critic_lr": 1e-3, "critic_warmup_steps": 1, "epochs": 2, "updates_per_step": 2}
@@ -61,7 +61,7 @@ def test_a_group_for_each_model_gives_the_same_run(task: Path, warm_model: Path,
     assert "grad_norm" not in runs[0][0]
 
 
-@pytest.mark.shows("router replay: R2 through PPO, whose critic and reference route freely")
+@pytest.mark.shows("router replay: PPO replays the policy's routes (R2), while its critic and reference route freely")
 def test_ppo_replays_the_routes_of_its_old_policy(task: Path, warm_model: Path, tmp_path: Path) -> None:
     mixture = upcycle(warm_model, tmp_path / "mixture")
     config = DemoConfig(model="qwen3_moe", algorithm="ppo", router_replay="R2", steps=3)
@@ -84,7 +84,7 @@ def test_a_recipe_learns_the_task(algorithm: Algorithm, task: Path, warm_model: 
         assert all(len(group) == 2 for group in groups)
 
 
-@pytest.mark.shows("algorithms: samples of the weights one step before, corrected, teach the demo task as well")
+@pytest.mark.shows("algorithms: GRPO learns the demo task from samples one step old, with importance weights")
 def test_sampling_ahead_learns_the_task_and_records_versions(task: Path, warm_model: Path, tmp_path: Path) -> None:
     result = reinforce(DemoConfig(steps=STEPS, max_staleness=1), task, warm_model, tmp_path)
     require_learned(result)

@@ -101,7 +101,7 @@ def stop_after(last: int) -> Any:
     return on_step
 
 
-@pytest.mark.shows("loop: runs that share Ray, trainer and engines are those of runs that start their own, in every digit")
+@pytest.mark.shows("loop: runs that share Ray, trainer and engines match runs that start their own, in every digit")
 def test_a_run_in_a_session_that_is_open_is_the_run_that_opens_its_own(
     learned: tuple[RunResult, Path], tmp_path: Path
 ) -> None:

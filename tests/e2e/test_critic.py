@@ -22,7 +22,7 @@ def group(ray_cluster: None, tied_model: Path) -> Iterator[TrainGroup]:
         yield train
 
 
-@pytest.mark.shows("critic: actor, critic and reference on one training group, each with its own directory and optimizer")
+@pytest.mark.shows("critic: one training group holds actor, critic and reference, each with its own directory and optimizer")
 def test_a_critic_beside_an_actor_gives_values_and_learns_at_its_own_rate(
     group: TrainGroup, untied_model: Path, tmp_path: Path
 ) -> None:

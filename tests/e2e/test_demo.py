@@ -53,7 +53,7 @@ def test_the_trained_model_is_a_hugging_face_directory(learned: tuple[RunResult,
     assert model.config.model_type == "qwen3"
 
 
-@pytest.mark.shows("loop: the same run with shuffled rewards does not improve")
+@pytest.mark.shows("loop: GRPO with shuffled rewards does not improve")
 def test_shuffled_rewards_teach_nothing(task: Path, warm_model: Path, tmp_path: Path) -> None:
     result = reinforce(DemoConfig(steps=FEWER, shuffle_rewards=True), task, warm_model, tmp_path)
     assert result.accuracy_before is not None
@@ -61,7 +61,7 @@ def test_shuffled_rewards_teach_nothing(task: Path, warm_model: Path, tmp_path: 
     assert result.accuracy_after <= result.accuracy_before + 0.05
 
 
-@pytest.mark.shows("loop: also with 2 training ranks and 2 engines")
+@pytest.mark.shows("loop: GRPO with 2 training ranks and 2 engines learns the demo task")
 def test_two_ranks_and_two_engines_learn_the_task(task: Path, warm_model: Path, tmp_path: Path) -> None:
     result = reinforce(DemoConfig(steps=FEWER, ranks=2, engines=2), task, warm_model, tmp_path)
     assert result.accuracy_before is not None

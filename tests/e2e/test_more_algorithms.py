@@ -35,7 +35,7 @@ def test_a_recipe_learns_the_task(algorithm: Algorithm, task: Path, warm_model: 
     assert gain(reinforce(DemoConfig(algorithm=algorithm, steps=STEPS), task, warm_model, tmp_path)) >= 0.15
 
 
-@pytest.mark.shows("algorithms: GRPO with a KL to a reference learns the demo task, a strong one holds it back")
+@pytest.mark.shows("algorithms: GRPO with a KL to a reference learns the demo task; a large coefficient holds it back")
 def test_a_kl_to_a_reference_holds_the_policy_back(task: Path, warm_model: Path, tmp_path: Path) -> None:
     found = {}
     for kl_coef in (1e-3, 10.0):

@@ -89,7 +89,7 @@ def inside(inner: dict[str, Any], outer: dict[str, Any]) -> bool:
     return bool(outer["ts"] - 0.002 <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 0.002)
 
 
-@pytest.mark.shows("reading a run: one Chrome trace of driver, training ranks and engines on one clock")
+@pytest.mark.shows("reading a run: one Chrome trace shows driver, training ranks and engines on one clock")
 def test_the_trace_has_every_operation_of_every_rank_with_its_micro_batches(events: list[dict[str, Any]]) -> None:
     for rank in ("rank 0", "rank 1"):
         own = spans(events, rank)

@@ -106,9 +106,7 @@ def test_a_killed_grpo_run_goes_on_as_if_it_had_not_been(learned: tuple[RunResul
 
 
 @pytest.mark.long
-@pytest.mark.shows(
-    "resume: PPO, and GRPO and PPO on the bridge, killed by kill -9 and resumed go on as if they had not been"
-)
+@pytest.mark.shows("resume: PPO, and GRPO and PPO on the bridge, continue after kill -9 as if they had not been killed")
 @pytest.mark.parametrize(("algorithm", "backend"), [("ppo", "native"), ("grpo", "bridge"), ("ppo", "bridge")])
 def test_a_killed_run_of_either_runtime_goes_on_as_if_it_had_not_been(
     task: Path, warm_model: Path, tmp_path: Path, algorithm: Literal["grpo", "ppo"], backend: Literal["native", "bridge"]

@@ -128,7 +128,7 @@ def test_a_rank_killed_between_operations_is_named_by_the_next_one() -> None:
         group.build_model()
 
 
-@pytest.mark.shows("actors: bad input on all ranks leaves the group usable")
+@pytest.mark.shows("actors: a group stays usable after every rank refused its input")
 def test_errors_that_every_rank_answered_keep_the_group_and_arrive_as_what_they_are() -> None:
     class NotPicklable(Exception):  # noqa: N818
         def __init__(self, *, name: str) -> None:

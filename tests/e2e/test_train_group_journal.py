@@ -88,7 +88,7 @@ def trained(group: TrainGroup, policy: HandleRef, steps: int) -> list[tuple[Forw
     return [(passed.result(), stepped.result(), settled.result()) for passed, stepped, settled in futures]
 
 
-@pytest.mark.shows("actors: steps of a group that nobody waits for give what waiting gives, bit for bit")
+@pytest.mark.shows("actors: steps submitted without waiting give the same weights as steps waited for, bit for bit")
 def test_a_group_takes_steps_that_nobody_waits_for(ray_cluster: None, model: Path) -> None:
     found = []
     for post_validation in (False, True):

@@ -45,7 +45,7 @@ def check_steps(found: Metrics) -> None:
         assert metrics["training/rollout_probs_diff_max"] < 1e-4
 
 
-@pytest.mark.shows("verl: main_ppo, GRPO with a KL reference, vLLM and a checkpoint")
+@pytest.mark.shows("verl: main_ppo trains GRPO with a KL reference and vLLM, and writes a checkpoint")
 def test_grpo_trains_and_leaves_a_checkpoint(options: dict[str, Any], tmp_path: Path) -> None:
     given = grpo.GRPOOptions(**options, run_dir=str(tmp_path), backend="native", save_every=2, overrides=QUICK)
     found = run_trainer(grpo.train, given)
@@ -55,7 +55,7 @@ def test_grpo_trains_and_leaves_a_checkpoint(options: dict[str, Any], tmp_path: 
     assert (tmp_path / "checkpoints/global_step_2/actor/training_state/manifest.json").is_file()
 
 
-@pytest.mark.shows("verl: main_ppo, PPO with a critic on the bridge")
+@pytest.mark.shows("verl: main_ppo trains PPO with a critic on the bridge")
 def test_ppo_trains_actor_and_critic(options: dict[str, Any], tmp_path: Path) -> None:
     given = ppo.PPOOptions(**options, run_dir=str(tmp_path), backend="bridge", critic_lr=1e-3, overrides=QUICK)
     found = run_trainer(ppo.train, given)

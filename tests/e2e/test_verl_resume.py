@@ -33,7 +33,7 @@ def sizes(task: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.shows("verl: main_ppo resumed takes the steps of the run that went on, PPO and GRPO, on both runtimes")
+@pytest.mark.shows("verl: main_ppo resumed takes the same steps as an uninterrupted run, PPO and GRPO, on both runtimes")
 @pytest.mark.parametrize(("algorithm", "backend"), [("ppo", "native"), ("ppo", "bridge"), ("grpo", "bridge")])
 def test_a_resumed_run_takes_the_steps_of_the_one_that_went_on(
     tmp_path: Path, algorithm: Algorithm, backend: Backend, monkeypatch: pytest.MonkeyPatch
@@ -46,7 +46,7 @@ def test_a_resumed_run_takes_the_steps_of_the_one_that_went_on(
     assert found["largest_relative_difference"] < 1e-4
 
 
-@pytest.mark.shows("verl: main_ppo with routes of the policy (R2) and of vLLM (R3) on the bridge")
+@pytest.mark.shows("verl: main_ppo trains on the bridge with the policy's routes (R2) and vLLM's (R3)")
 @pytest.mark.parametrize("mode", ["R2", "R3"])
 def test_grpo_replays_routes_on_the_bridge(tmp_path: Path, mode: Any) -> None:
     write_verl_task(tmp_path / "task", model="qwen3_moe")

@@ -34,7 +34,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return gaps
 
 
-@pytest.mark.shows("verl: its own weight sync is right on a CPU, for mixtures of experts and tied embeddings")
+@pytest.mark.shows("verl: verl's own weight sync is right on a CPU, for mixtures of experts and tied embeddings")
 def test_log_probs_after_verls_update_are_the_trainers(found: dict[str, Any]) -> None:
     assert max(found["synced"]) <= 1e-5
 

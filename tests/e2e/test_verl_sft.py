@@ -40,7 +40,7 @@ def on_one_rank(task: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     return run_dir, run(task, run_dir, save_every=STEPS // 2)
 
 
-@pytest.mark.shows("verl: sft_trainer, 2 ranks give 1 rank's loss and gradient norm to 1e-5, on both runtimes")
+@pytest.mark.shows("verl: sft_trainer on 2 ranks gives one rank's loss and gradient norm to 1e-5, on both runtimes")
 @pytest.mark.parametrize("backend", ["native", "bridge"])
 def test_two_ranks_train_as_one(task: Path, on_one_rank: tuple[Path, Metrics], tmp_path: Path, backend: str) -> None:
     _, expected = on_one_rank

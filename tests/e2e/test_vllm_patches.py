@@ -70,7 +70,7 @@ def gap_after_push_without(patch: str | None, group: RolloutGroup, trainer: Refe
     return trainer.mean_gap(group.generate(PROMPTS, SAMPLING))
 
 
-@pytest.mark.shows("weight sync: mixture-of-experts models arrive right in vLLM on a CPU")
+@pytest.mark.shows("weight sync: mixture-of-experts models arrive correctly in vLLM on a CPU")
 def test_a_mixture_of_experts_is_pushed_right_into_an_engine_that_started_with_random_weights(
     group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
 ) -> None:

@@ -139,7 +139,9 @@ def _with_infinity(weights: dict[str, Tensor]) -> str:
     return "NaN or infinity and were not loaded: model.embed_tokens.weight"
 
 
-@pytest.mark.shows("weight sync: wrong names, shapes, dtypes or non-finite weights are refused and the old ones serve on")
+@pytest.mark.shows(
+    "weight sync: wrong names, shapes, dtypes or non-finite weights are refused, and the old ones keep serving"
+)
 @pytest.mark.parametrize(
     "damage", [_without_norm, _with_a_stranger, _with_a_wrong_shape, _with_a_wrong_dtype, _with_nan, _with_infinity]
 )

@@ -1,6 +1,6 @@
-"""The README's table of what works: every line is a claim that tests carry as ``@pytest.mark.shows("...")``.
+"""The table of docs/claims.md: each line is a claim that tests carry as ``@pytest.mark.shows("...")``.
 
-python -m tests.support.claims      writes the table into README.md
+python -m tests.support.claims      writes the table into docs/claims.md
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "claims.md"
 START, END = "<!-- what works: from tests -->", "<!-- end -->"
 
 
@@ -34,19 +35,18 @@ def table(root: Path = ROOT) -> str:
     for claim, files in sorted(claims(root).items()):
         area, _, text = claim.partition(": ")
         links = ", ".join(
-            f"[{Path(name).stem.removeprefix('test_')}]({name}){' (`make test-all`)' if long else ''}"
+            f"[{Path(name).stem.removeprefix('test_')}](../{name}){' (`make test-all`)' if long else ''}"
             for name, long in files.items()
         )
         rows.append(f"| {area} | {text} | {links} |")
     return "\n".join(rows)
 
 
-def readme_with_table(root: Path = ROOT) -> str:
-    """README.md with the table between its markers brought up to date."""
-    text = (root / "README.md").read_text()
-    head, rest = text.split(START)
+def page_with_table() -> str:
+    """docs/claims.md with the table between its markers brought up to date."""
+    head, rest = PAGE.read_text().split(START)
     _, tail = rest.split(END)
-    return f"{head}{START}\n{table(root)}\n{END}{tail}"
+    return f"{head}{START}\n{table()}\n{END}{tail}"
 
 
 def _is_long(mark: ast.expr) -> bool:
@@ -63,4 +63,4 @@ def _claim(decorator: ast.expr) -> str | None:
 
 
 if __name__ == "__main__":
-    (ROOT / "README.md").write_text(readme_with_table())
+    PAGE.write_text(page_with_table())

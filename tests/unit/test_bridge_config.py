@@ -211,7 +211,7 @@ def test_the_configuration_survives_a_dump() -> None:
     assert RuntimeConfig.model_validate_json(config.model_dump_json()) == config
 
 
-@pytest.mark.shows("bridge: a missing or other Megatron is one sentence that says what to install")
+@pytest.mark.shows("bridge: a missing or unsupported Megatron fails with one line saying what to install")
 @pytest.mark.parametrize("distribution", ["megatron-core", "megatron-bridge"])
 @pytest.mark.parametrize("version", [None, "0.1.0"])
 def test_a_missing_or_other_megatron_is_named(

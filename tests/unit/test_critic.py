@@ -105,7 +105,7 @@ def test_a_reward_model_without_bias_gives_its_scores_to_a_critic(
                 torch.testing.assert_close(values[-1:], scored[0], atol=1e-5, rtol=0)
 
 
-@pytest.mark.shows("critic: saved for transformers, loaded by it with the same values, and loaded here again")
+@pytest.mark.shows("critic: transformers loads a saved critic with the same values, and so does this package")
 @pytest.mark.parametrize("model", ["tied_model", "untied_model"])
 def test_a_saved_critic_is_one_of_transformers_with_the_same_values(
     runtime: NativeRuntime, model: str, tmp_path: Path, request: pytest.FixtureRequest

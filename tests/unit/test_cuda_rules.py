@@ -71,7 +71,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.shows("TrainGroup: an error of CUDA, which stays, breaks the group as a lost peer does")
+@pytest.mark.shows("actors: a CUDA error, after which a process is of no use, ends the group as a lost peer does")
 @pytest.mark.parametrize("error", BROKEN, ids=str)
 def test_an_error_that_stays_breaks_the_group(error: Exception) -> None:
     assert breaks_process_group(error) is BROKEN[error]
@@ -177,7 +177,7 @@ def collected(names: tuple[str, ...], folder: Path) -> subprocess.CompletedProce
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.shows("gpu-check: the tests that need no missing package run, whichever is missing")
+@pytest.mark.shows("gpu-check: whichever package is missing, the tests that do not need it run")
 def test_gpu_tests_are_collected_without_any_optional_package(tmp_path: Path) -> None:
     result = collected(gpu_check.OPTIONAL, tmp_path)
     assert result.returncode == 0, result.stdout

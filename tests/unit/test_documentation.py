@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.claims import ROOT, claims, readme_with_table
+from tests.support.claims import PAGE, ROOT, claims, page_with_table
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_the_table_of_what_works_is_the_one_that_the_tests_make() -> None:
-    assert (ROOT / "README.md").read_text() == readme_with_table(), "run: python -m tests.support.claims"
+    assert PAGE.read_text() == page_with_table(), "run: python -m tests.support.claims"
 
 
 def test_every_claim_names_its_area() -> None:
@@ -34,16 +34,17 @@ def test_links_and_paths_on_a_page_exist(page: Path) -> None:
     assert missing == []
 
 
-def test_figures_in_the_readme_are_those_of_the_benchmark_results() -> None:
-    text = (ROOT / "README.md").read_text()
-    rows = re.findall(r"\| ([\d.]+)x? \| `([\w/]+\.json)` `([\w.]+)` \|", text)
-    assert rows, "README has no figures"
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "measurements.md"], ids=lambda page: page.name)
+def test_figures_are_those_of_the_benchmark_results(page: Path) -> None:
+    rows = re.findall(r"\| ([\de.-]+)x? \| `([\w/]+\.json)` `([\w.]+)` \|", page.read_text())
+    assert rows, f"{page.name} has no figures"
     for figure, name, key in rows:
         value = json.loads((ROOT / "benchmarks" / name).read_text())
         for part in key.split("."):
             value = value[part]
-        decimals = len(figure.partition(".")[2])
-        assert f"{value:.{decimals}f}" == figure, f"{name} {key}"
+        digits = figure.partition("e")[0].partition(".")[2]
+        shown = f"{value:.{len(digits)}{'e' if 'e' in figure else 'f'}}"
+        assert float(shown) == float(figure), f"{name} {key}"
 
 
 def test_the_runtime_page_runs_as_it_stands(tied_model: Path, tmp_path: Path) -> None:
@@ -53,7 +54,7 @@ def test_the_runtime_page_runs_as_it_stands(tied_model: Path, tmp_path: Path) ->
     assert names["ok"] is True
 
 
-@pytest.mark.shows("resume: a loop of one's own, without Ray, goes on from its last checkpoint, bit for bit")
+@pytest.mark.shows("resume: your own loop, without Ray, continues from its last checkpoint, bit for bit")
 def test_the_loop_on_the_page_of_checkpoints_goes_on_where_it_stopped(tied_model: Path, tmp_path: Path) -> None:
     code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "checkpoints.md").read_text(), re.DOTALL))
 

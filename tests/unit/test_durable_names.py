@@ -32,7 +32,7 @@ def names_cannot_be_flushed(directory: Path) -> Iterator[None]:
         yield
 
 
-@pytest.mark.shows("checkpoints: a save whose name could not be flushed has failed, and is not there")
+@pytest.mark.shows("checkpoints: a save whose directory name could not be flushed fails and leaves no checkpoint")
 @pytest.mark.parametrize("settings", [{}, {"hf": True}, {"asynchronous": True}], ids=str)
 def test_a_save_whose_name_could_not_be_flushed_is_not_there(
     tied_model: Path, tmp_path: Path, settings: dict[str, Any]

@@ -82,7 +82,9 @@ def assert_equals_transformers(path: Path) -> None:
 
 
 @pytest.mark.shows("model: Qwen2, Llama, Mistral and Qwen3 equal transformers' log-probs and gradients to 1e-5")
-@pytest.mark.shows("model: rotary embedding default, linear, llama3 and YaRN, beyond the original context")
+@pytest.mark.shows(
+    "model: default, linear, llama3 and YaRN rotary embeddings equal transformers', beyond the original context"
+)
 @pytest.mark.parametrize("rotary", ROTARY)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_and_gradients_equal_transformers(tmp_path: Path, family: str, rotary: str) -> None:
@@ -135,7 +137,7 @@ def test_a_trained_model_is_saved_for_transformers_with_the_same_log_probs(tmp_p
     torch.testing.assert_close(native.log_probs, reference.log_probs, atol=1e-5, rtol=0)
 
 
-@pytest.mark.shows("critic: a value head on every dense family")
+@pytest.mark.shows("critic: every dense family can have a value head")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_critics_that_equal_transformers_before_and_after_saving(tmp_path: Path, family: str) -> None:
     path = write_critic(tmp_path / "critic", write(family, tmp_path / "model"))

@@ -41,7 +41,7 @@ def described(name: str, tensor: Tensor) -> TensorInfo:
     return TensorInfo(name=name, shape=tuple(tensor.shape), dtype=dtype, nbytes=tensor.nbytes)
 
 
-@pytest.mark.shows("model: Hugging Face directories out, in shards, complete or not there")
+@pytest.mark.shows("model: a Hugging Face directory is written in shards, complete or not at all")
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 100_000, 1])
 def test_transformers_loads_what_was_written(untied_model: Path, tmp_path: Path, max_shard_bytes: int) -> None:
     out = tmp_path / "out"

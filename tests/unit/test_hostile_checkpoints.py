@@ -43,7 +43,7 @@ def step(saved: Path, tmp_path: Path) -> Path:
     return shutil.copytree(saved, tmp_path / "run" / "checkpoints" / "step-00000001")
 
 
-@pytest.mark.shows("checkpoints: one that would run a command is refused by name in every path that reads it")
+@pytest.mark.shows("checkpoints: a checkpoint that would run a command is refused by name wherever it is read")
 @pytest.mark.parametrize("attack", HOSTILE, ids=lambda attack: attack.__name__)
 def test_a_checkpoint_that_would_run_a_command_is_refused_by_name(
     saved: Path, step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], attack: Callable[[Path, Path], str]
@@ -55,7 +55,7 @@ def test_a_checkpoint_that_would_run_a_command_is_refused_by_name(
     assert not mark.exists(), "the command has run"
 
 
-@pytest.mark.shows("checkpoints: one whose list of pieces leaves out, doubles or mislabels weights is refused by name")
+@pytest.mark.shows("checkpoints: a checkpoint whose list of pieces omits, repeats or mislabels weights is refused by name")
 @pytest.mark.parametrize("attack", FALSE, ids=lambda attack: attack.__name__)
 def test_a_checkpoint_that_has_other_tensors_than_it_says_is_refused_by_name(
     saved: Path, step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], attack: Callable[[Path], str]

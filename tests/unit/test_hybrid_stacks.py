@@ -88,7 +88,7 @@ def test_every_kind_of_block_refuses_what_does_not_divide_it(hybrid: Path, sizes
         HYBRID.parse_config({**read_hf_config(hybrid), "intermediate_size": 130}).check_layout(ParallelConfig(tp=4))
 
 
-@pytest.mark.shows("model: layers of different kinds in one stack: windows, rotary embeddings, mixtures, dense blocks")
+@pytest.mark.shows("model: one stack mixes layers of different kinds: windows, rotary embeddings, mixtures, dense blocks")
 def test_a_stack_computes_what_stacks_of_one_kind_compute_one_after_the_other(hybrid: Path) -> None:
     model, sequences = load_native(hybrid), random_sequences(LENGTHS)
     assert isinstance(model, Decoder)

@@ -85,7 +85,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.shows("reading a run: a run that was killed is said to be, in run.json and in its report")
+@pytest.mark.shows("reading a run: run.json and the report say that a killed run was killed")
 def test_a_run_that_was_killed_is_said_to_be(going: subprocess.Popen[str], tmp_path: Path) -> None:
     assert shown_state(tmp_path) == "running"
     before = facts(tmp_path)

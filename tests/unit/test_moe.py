@@ -135,7 +135,7 @@ def test_gradients_of_a_mixture_are_those_of_finite_differences() -> None:
     assert torch.autograd.gradcheck(apply, (x, *parameters))
 
 
-@pytest.mark.shows("model: no token is dropped, however uneven the routing")
+@pytest.mark.shows("model: routing drops no token, however uneven")
 def test_every_copy_reaches_its_expert_and_comes_back() -> None:
     experts = torch.stack([torch.zeros(TOKENS, dtype=torch.int64), torch.full((TOKENS,), 4)], dim=1)
     routing = Routing(experts, torch.rand(TOKENS, 2), torch.zeros(TOKENS, EXPERTS))

@@ -42,7 +42,7 @@ def test_each_sequence_alone_gives_what_it_gives_in_a_pack(model_dir: Path) -> N
     torch.testing.assert_close(packed, alone, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.shows("model: its gradients equal transformers' to 1e-5")
+@pytest.mark.shows("model: gradients of dense Qwen3 equal transformers' to 1e-5")
 def test_gradients_equal_transformers(model_dir: Path) -> None:
     sequences = random_sequences(LENGTHS, seed=1)
     weights = torch.randn(2, sum(LENGTHS), generator=torch.Generator().manual_seed(0))

@@ -150,7 +150,7 @@ def expert(experts: SwiGLUExperts, token: Tensor, number: int) -> Tensor:
     return output
 
 
-@pytest.mark.shows("router replay: gradients of the router at replayed experts are autograd's of plain operations")
+@pytest.mark.shows("router replay: the router's gradients at replayed experts equal autograd's of plain operations")
 def test_gradients_flow_through_the_router_at_the_replayed_experts() -> None:
     moe, x = mixture(), torch.randn(7, 8, dtype=torch.float64)
     own: Tensor = moe.gate(x).experts

@@ -48,7 +48,7 @@ def state(path: Path) -> tuple[str, str | None]:
     ],
     ids=["finished", "failed", "interrupted"],
 )
-@pytest.mark.shows("reading a run: report.html is there however the run ended, and says how")
+@pytest.mark.shows("reading a run: report.html is written however the run ended, and says how")
 def test_the_report_is_written_however_a_run_ends(
     tmp_path: Path, error: BaseException | None, expected: tuple[str, str | None]
 ) -> None:

@@ -233,7 +233,7 @@ def test_logs_that_have_lost_lines_are_refused(tmp_path: Path) -> None:
         find_start(again)
 
 
-@pytest.mark.shows("resume: logs that have been damaged or have lost lines are refused by name")
+@pytest.mark.shows("resume: logs that are damaged or have lost lines are refused by name")
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
 def test_logs_that_are_damaged_or_shorter_are_refused(tmp_path: Path, name: str) -> None:
     config = config_of(tmp_path)

@@ -25,7 +25,7 @@ def bigram(tmp_path: Path) -> Path:
     return tmp_path / "bigram"
 
 
-@pytest.mark.shows("extending: a runtime from outside the package")
+@pytest.mark.shows("extending: a runtime from outside the package trains")
 def test_a_runtime_from_outside_is_created_by_name_with_its_own_options(tied_model: Path) -> None:
     config = RuntimeConfig(
         plugins=(PLUGIN,), backend="counting", hf_path=str(tied_model), backend_cfg={"greeting": "good day"}

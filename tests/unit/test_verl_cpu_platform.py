@@ -50,7 +50,7 @@ def run(plugins: str, **variables: str) -> Any:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-@pytest.mark.shows("verl: runs on a machine without an accelerator")
+@pytest.mark.shows("verl: verl runs on a machine without an accelerator")
 def test_verl_that_finds_the_plugin_runs_on_a_cpu() -> None:
     found = run("rl_backend", **CPU)
     assert found["device"] == "cpu"

@@ -90,7 +90,7 @@ def test_the_table_of_defaults_is_megatrons() -> None:
 
 
 @pytest.mark.shows(
-    "verl: every field of Megatron's configurations may be given at its default, unless that is a change here"
+    "verl: every field of Megatron's configurations may be set to its default, unless that changes something here"
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["dense", "mixture"])

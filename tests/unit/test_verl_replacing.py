@@ -37,7 +37,7 @@ def written(path: Path, text: str) -> None:
         (new / "weights").write_text(text)
 
 
-@pytest.mark.shows("verl: a checkpoint that takes another's place is killed at any moment: the old or the new one is found")
+@pytest.mark.shows("verl: replacing a checkpoint, killed at any moment, leaves the old or the new one")
 def test_whenever_it_is_killed_the_old_or_the_new_one_is_found(tmp_path: Path) -> None:
     found, event = [], 0
     path = tmp_path / "run" / "training_state"

@@ -60,7 +60,9 @@ def verl_class(name: str) -> Any:
     return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 
-@pytest.mark.shows("verl: every field of its engine, optimizer, model and checkpoint configurations is decided on")
+@pytest.mark.shows(
+    "verl: every field of verl's engine, optimizer, model and checkpoint configurations is honoured or refused"
+)
 @pytest.mark.parametrize("name", TABLES)
 def test_every_field_of_verls_configurations_is_decided(name: str) -> None:
     fields = {field.name for field in dataclasses.fields(verl_class(name))}
