@@ -77,9 +77,8 @@ class _Trace:
     def entered(self, code: CodeType, _: int) -> Any:
         if not code.co_filename.startswith(SOURCES):
             return sys.monitoring.DISABLE
-        names = code.co_varnames[
-            : code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4) + bool(code.co_flags & 8)
-        ]
+        variable = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + variable]
         frame = sys._getframe(1)
         self._write(False, code, frame, lambda: _carried([frame.f_locals[name] for name in names if name in frame.f_locals]))
         return None
