@@ -18,7 +18,7 @@ from actors.run import RunResult
 from examples import grpo
 from examples.demo.__main__ import DemoConfig, demo_settings
 from rl_backend.contracts import ConfigError
-from tests.unit.test_packaging import copy_sources
+from tests.unit.tree.test_packaging import copy_sources
 
 REWARD = (
     "def score(data_source, solution_str, ground_truth, extra_info=None):\n    return float(solution_str == ground_truth)\n"

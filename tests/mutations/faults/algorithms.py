@@ -5,11 +5,11 @@ from __future__ import annotations
 from tests.mutations.fault import Fault
 
 _ALGORITHM = "rl_backend/algorithm"
-_ADVANTAGES = "tests/unit/test_algorithm_advantages.py"
-_TOKENS = "tests/unit/test_algorithm_token_advantages.py"
-_LOSSES = "tests/unit/test_algorithm_losses.py"
-_SURROGATES = "tests/unit/test_algorithm_surrogates.py"
-_IMPORTANCE = "tests/unit/test_algorithm_importance.py"
+_ADVANTAGES = "tests/unit/rl_backend/algorithm/test_advantages.py"
+_TOKENS = "tests/unit/rl_backend/algorithm/test_token_advantages.py"
+_LOSSES = "tests/unit/rl_backend/algorithm/test_losses.py"
+_SURROGATES = "tests/unit/rl_backend/algorithm/test_surrogates.py"
+_IMPORTANCE = "tests/unit/rl_backend/algorithm/test_importance.py"
 
 FAULTS = [
     Fault(
@@ -105,7 +105,7 @@ FAULTS = [
         f"{_ALGORITHM}/aggregation.py",
         "sums = sums / count.where(count > 0, 1.0)",
         "sums = sums / 1.0",
-        ("tests/unit/test_algorithm_verl.py::test_aggregated_loss_and_gradient_equal_verls",),
+        ("tests/unit/rl_backend/algorithm/test_algorithm_verl.py::test_aggregated_loss_and_gradient_equal_verls",),
         "seq-mean-token-mean would be seq-mean-token-sum",
     ),
     Fault(
@@ -121,7 +121,7 @@ FAULTS = [
         f"{_ALGORITHM}/surrogates.py",
         "clipped = -advantages * ratio.clamp(min=1.0 - clip_ratio_low, max=1.0 + clip_ratio_high)",
         "clipped = -advantages * ratio.clamp(min=1.0 - clip_ratio_low, max=1.0 + clip_ratio_low)",
-        ("tests/unit/test_algorithm_verl.py::test_policy_losses_gradients_and_metrics_equal_verls",),
+        ("tests/unit/rl_backend/algorithm/test_algorithm_verl.py::test_policy_losses_gradients_and_metrics_equal_verls",),
         "DAPO's higher upper clip would be ignored",
     ),
     Fault(
@@ -129,7 +129,7 @@ FAULTS = [
         f"{_ALGORITHM}/surrogates.py",
         "losses = torch.where(negative, torch.minimum(losses, bound), losses)",
         "losses = torch.minimum(losses, bound)",
-        ("tests/unit/test_algorithm_verl.py::test_policy_losses_gradients_and_metrics_equal_verls",),
+        ("tests/unit/rl_backend/algorithm/test_algorithm_verl.py::test_policy_losses_gradients_and_metrics_equal_verls",),
         "good responses would be pushed away",
     ),
     Fault(
@@ -153,7 +153,7 @@ FAULTS = [
         f"{_ALGORITHM}/policy.py",
         "loss = loss - entropy_coef * aggregate(",
         "loss = loss + entropy_coef * aggregate(",
-        ("tests/unit/test_algorithm_verl.py::test_the_whole_grpo_loss_equals_verls_ppo_loss",),
+        ("tests/unit/rl_backend/algorithm/test_algorithm_verl.py::test_the_whole_grpo_loss_equals_verls_ppo_loss",),
         "the bonus would make the policy collapse",
     ),
     Fault(
@@ -161,7 +161,7 @@ FAULTS = [
         f"{_ALGORITHM}/policy.py",
         "loss = loss + kl_coef * aggregate(kl)",
         "loss = loss + 0.0 * aggregate(kl)",
-        ("tests/unit/test_algorithm_verl.py::test_the_whole_grpo_loss_equals_verls_ppo_loss",),
+        ("tests/unit/rl_backend/algorithm/test_algorithm_verl.py::test_the_whole_grpo_loss_equals_verls_ppo_loss",),
         "kl_coef would be reported and not trained on",
     ),
     Fault(
@@ -177,7 +177,7 @@ FAULTS = [
         f"{_ALGORITHM}/rewards.py",
         "(negated.exp() - negated - 1.0)",
         "(negated.exp() - 1.0)",
-        ("tests/unit/test_algorithm_verl.py::test_kl_and_its_gradient_equal_verls",),
+        ("tests/unit/rl_backend/algorithm/test_algorithm_verl.py::test_kl_and_its_gradient_equal_verls",),
         "the estimate could be negative",
     ),
     Fault(
@@ -221,7 +221,9 @@ FAULTS = [
         "rl_backend/contracts/batch.py",
         "            placed[start:-1] = tensor",
         "            placed[start + 1 :] = tensor",
-        ("tests/unit/test_contracts_batch.py::test_what_belongs_to_a_response_token_stands_where_it_is_predicted",),
+        (
+            "tests/unit/rl_backend/contracts/test_batch.py::test_what_belongs_to_a_response_token_stands_where_it_is_predicted",
+        ),
         "rollout log-probs would be compared with those of the next token",
     ),
     Fault(
@@ -229,7 +231,7 @@ FAULTS = [
         "rl_backend/contracts/batch.py",
         "        labels[(self.seq_lens.cumsum(0) - 1).to(self.device)] = -100\n",
         "        labels[-1] = -100\n",
-        ("tests/unit/test_contracts_batch.py::test_positions_boundaries_and_labels_follow_from_the_lengths",),
+        ("tests/unit/rl_backend/contracts/test_batch.py::test_positions_boundaries_and_labels_follow_from_the_lengths",),
         "a sequence would be trained to predict the next one's first token",
     ),
     Fault(
@@ -237,7 +239,9 @@ FAULTS = [
         "rl_backend/data/packing.py",
         "return [ordered[index] for index in range(plan.num_sequences)]",
         "return list(ordered.values())",
-        ("tests/unit/test_data_dispatch.py::test_splitting_a_batch_and_restoring_the_order_gives_back_every_sequence",),
+        (
+            "tests/unit/rl_backend/data/test_dispatch.py::test_splitting_a_batch_and_restoring_the_order_gives_back_every_sequence",
+        ),
         "log-probs would belong to other sequences",
     ),
     Fault(
@@ -245,7 +249,7 @@ FAULTS = [
         "rl_backend/data/packing.py",
         'shared = {**facts, **given, "dp_size": plan.dp_size,',
         'shared = {**facts, **given, "dp_size": 1,',
-        ("tests/unit/test_data_dispatch.py::test_every_micro_batch_knows_the_whole_batch",),
+        ("tests/unit/rl_backend/data/test_dispatch.py::test_every_micro_batch_knows_the_whole_batch",),
         "losses would be averaged over ranks twice",
     ),
     Fault(
@@ -253,7 +257,7 @@ FAULTS = [
         "rl_backend/contracts/loss.py",
         "return Metric(self.sum + other.sum, self.weight + other.weight)",
         "return Metric(self.mean + other.mean, 2.0)",
-        ("tests/unit/test_contracts_batch.py::test_metrics_of_uneven_micro_batches_merge_to_the_mean_over_all",),
+        ("tests/unit/rl_backend/contracts/test_batch.py::test_metrics_of_uneven_micro_batches_merge_to_the_mean_over_all",),
         "means over uneven micro-batches would be wrong",
     ),
 ]

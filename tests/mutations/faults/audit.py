@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutations.fault import Fault
 
 _REDUCTIONS = "tests/distributed/test_reductions.py"
-_WRITES = "tests/unit/test_checkpoint_writes.py"
+_WRITES = "tests/unit/rl_backend/checkpoint/test_writes.py"
 _MODES = "tests/distributed/test_verl_engine_modes.py"
 
 FAULTS = [
@@ -47,7 +47,7 @@ FAULTS = [
         "return shared if shared.excess > whole.excess else whole",
         "return whole",
         (
-            "tests/unit/test_parity_differences.py::test_a_factor_that_all_elements_share_is_found_where_the_norm_says_nothing",
+            "tests/unit/rl_backend/lab/test_parity_differences.py::test_a_factor_that_all_elements_share_is_found_where_the_norm_says_nothing",
         ),
         "a slightly other eps of a norm would pass",
     ),
@@ -56,7 +56,7 @@ FAULTS = [
         "examples/grpo.py",
         'kl_coef = self.kl_coef if self.kl_place == "loss" else 0.0',
         "kl_coef = 0.0",
-        ("tests/unit/test_grpo_loss.py::test_a_kl_in_the_loss_pulls_the_policy_to_its_reference",),
+        ("tests/unit/examples/test_grpo_loss.py::test_a_kl_in_the_loss_pulls_the_policy_to_its_reference",),
         "kl_coef would build a reference and train without it",
     ),
     Fault(
@@ -97,7 +97,7 @@ FAULTS = [
         "fields[ROUTES_MASK][length - 1 if response else 0 :] = False",
         "fields[ROUTES_MASK][length if response else 0 :] = False",
         (
-            "tests/unit/test_verl_routes.py::test_the_last_token_of_a_rollout_and_sequences_without_response_are_not_replayed",
+            "tests/unit/adapters/verl/test_verl_routes.py::test_the_last_token_of_a_rollout_and_sequences_without_response_are_not_replayed",
         ),
         "the last token would be replayed with what is no route of it",
     ),
@@ -106,7 +106,9 @@ FAULTS = [
         "rl_backend/pipeline/dependencies.py",
         "    for queue in queues.values():\n",
         "    for queue in ():\n",
-        ("tests/unit/test_transfer_order.py::test_a_transfer_waits_for_the_one_before_it_in_its_direction",),
+        (
+            "tests/unit/rl_backend/pipeline/test_transfer_order.py::test_a_transfer_waits_for_the_one_before_it_in_its_direction",
+        ),
         "bubbles of slow networks would be too small",
     ),
     Fault(
@@ -114,7 +116,9 @@ FAULTS = [
         "rl_backend/runtime/native/checkpoints.py",
         "            local.copy_(held[kind, original])\n",
         "            pass\n",
-        ("tests/unit/test_saved_state.py::test_a_tied_head_in_a_stage_of_its_own_is_loaded_with_its_embeddings",),
+        (
+            "tests/unit/rl_backend/runtime/test_saved_state.py::test_a_tied_head_in_a_stage_of_its_own_is_loaded_with_its_embeddings",
+        ),
         "the head of a V would keep its weights of before the load",
     ),
     Fault(

@@ -117,7 +117,7 @@ FAULTS = [
         f"{_BRIDGE}/batch.py",
         "        is_padding[row, column] = False\n",
         "        is_padding[:] = False\n",
-        ("tests/unit/test_bridge_families.py::test_padding_counts_in_no_router_loss",),
+        ("tests/unit/rl_backend/runtime/test_bridge_families.py::test_padding_counts_in_no_router_loss",),
         "padding would pull on the router",
     ),
     Fault(
@@ -184,7 +184,9 @@ FAULTS = [
         "rl_backend/runtime/bridge_config.py",
         "        if weight and not adds_loss:\n",
         "        if False:\n",
-        ("tests/unit/test_bridge_config.py::test_an_option_that_cannot_hold_is_refused_when_the_configuration_is_built",),
+        (
+            "tests/unit/rl_backend/runtime/test_bridge_config.py::test_an_option_that_cannot_hold_is_refused_when_the_configuration_is_built",
+        ),
         "a coefficient would be accepted and balance nothing",
     ),
     Fault(
@@ -192,7 +194,7 @@ FAULTS = [
         f"{_BRIDGE}/overrides.py",
         "    if value and not provider.qk_layernorm:\n",
         "    if False:\n",
-        ("tests/unit/test_bridge_config.py::test_decay_of_norms_that_a_model_does_not_have_is_refused",),
+        ("tests/unit/rl_backend/runtime/test_bridge_config.py::test_decay_of_norms_that_a_model_does_not_have_is_refused",),
         "apply_wd_to_qk_layernorm would be accepted and ignored",
     ),
 ]

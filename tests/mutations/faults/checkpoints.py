@@ -6,9 +6,9 @@ from tests.mutations.fault import Fault
 
 _CHECKPOINT = "rl_backend/checkpoint"
 _CHECKPOINTS = "tests/distributed/test_checkpoints.py"
-_RUN = "tests/unit/test_run_checkpoints.py"
-_HOSTILE = "tests/unit/test_hostile_checkpoints.py"
-_WRITER = "tests/unit/test_hf_writer.py"
+_RUN = "tests/unit/actors/run/test_checkpoints.py"
+_HOSTILE = "tests/unit/rl_backend/checkpoint/test_hostile_checkpoints.py"
+_WRITER = "tests/unit/rl_backend/checkpoint/test_hf_writer.py"
 _DAMAGED = f"{_CHECKPOINTS}::test_an_incomplete_checkpoint_is_refused_on_every_rank_before_anything_changes"
 
 FAULTS = [
@@ -57,7 +57,9 @@ FAULTS = [
         "rl_backend/runtime/saved_state.py",
         '        handle.damaged = f"loading {path} failed in the middle"\n',
         "",
-        ("tests/unit/test_load_failures.py::test_a_load_that_fails_in_the_middle_leaves_a_model_that_is_refused",),
+        (
+            "tests/unit/rl_backend/runtime/test_load_failures.py::test_a_load_that_fails_in_the_middle_leaves_a_model_that_is_refused",
+        ),
         "a model of two checkpoints would train on",
     ),
     Fault(
@@ -65,7 +67,7 @@ FAULTS = [
         f"{_CHECKPOINT}/pieces.py",
         "        yield Box((index, *box.offsets), (1, *box.sizes), box.start + index * row)\n",
         "        yield Box((index, *box.offsets), (1, *box.sizes), box.start)\n",
-        ("tests/unit/test_checkpoint_pieces.py::test_boxes_cover_every_span_of_a_tensor_once_and_in_order",),
+        ("tests/unit/rl_backend/checkpoint/test_pieces.py::test_boxes_cover_every_span_of_a_tensor_once_and_in_order",),
         "moments would be saved under other rows",
     ),
     Fault(
@@ -73,7 +75,7 @@ FAULTS = [
         f"{_CHECKPOINT}/pieces.py",
         "            for offsets, piece in self.pieces.items()\n            if self.writes\n",
         "            for offsets, piece in self.pieces.items()\n",
-        ("tests/unit/test_checkpoint_pieces.py::test_a_copy_of_what_another_rank_writes_is_not_written",),
+        ("tests/unit/rl_backend/checkpoint/test_pieces.py::test_a_copy_of_what_another_rank_writes_is_not_written",),
         "ranks would write one piece several times",
     ),
     Fault(
@@ -201,7 +203,9 @@ FAULTS = [
         f"{_CHECKPOINT}/durable.py",
         "            new.rename(old)\n",
         "            pass\n",
-        ("tests/unit/test_durable_names.py::test_a_save_whose_name_could_not_be_flushed_is_not_there",),
+        (
+            "tests/unit/rl_backend/checkpoint/test_durable_names.py::test_a_save_whose_name_could_not_be_flushed_is_not_there",
+        ),
         "a save that is said to have failed would be resumed from",
     ),
     Fault(
@@ -209,7 +213,9 @@ FAULTS = [
         f"{_CHECKPOINT}/state_files.py",
         "        self._raw.flush()\n        return self._raw.fileno()\n",
         "        return self._raw.fileno()\n",
-        ("tests/unit/test_checkpoint_writes.py::test_a_file_that_is_flushed_by_its_descriptor_has_all_that_was_written",),
+        (
+            "tests/unit/rl_backend/checkpoint/test_writes.py::test_a_file_that_is_flushed_by_its_descriptor_has_all_that_was_written",
+        ),
         "the end of a file would not be on the disk when its checkpoint gets its name",
     ),
     Fault(
@@ -225,7 +231,7 @@ FAULTS = [
         "adapters/verl/replacing.py",
         "    if path.exists() or not _old(path).exists():\n",
         "    if True:\n",
-        ("tests/unit/test_verl_replacing.py::test_whenever_it_is_killed_the_old_or_the_new_one_is_found",),
+        ("tests/unit/adapters/verl/test_replacing.py::test_whenever_it_is_killed_the_old_or_the_new_one_is_found",),
         "a kill between two renames would lose both checkpoints",
     ),
     Fault(
@@ -242,8 +248,8 @@ FAULTS = [
         "    if surplus:\n",
         "    if False:\n",
         (
-            "tests/unit/test_moe_families.py::test_a_missing_or_surplus_expert_is_named_before_anything_is_read",
-            "tests/unit/test_outside_folder.py::test_stored_buffers_that_it_names_are_not_read_and_others_are_refused",
+            "tests/unit/rl_backend/model/test_moe_families.py::test_a_missing_or_surplus_expert_is_named_before_anything_is_read",
+            "tests/unit/rl_backend/model/test_outside_folder.py::test_stored_buffers_that_it_names_are_not_read_and_others_are_refused",
         ),
         "weights of another model would be read in part",
     ),
@@ -252,7 +258,7 @@ FAULTS = [
         "rl_backend/runtime/checkpoint_writer.py",
         "        self.wait(handle)\n        draft = reserve_draft(path, self._group)\n",
         "        draft = reserve_draft(path, self._group)\n",
-        ("tests/unit/test_checkpoint_writes.py::test_a_second_save_leaves_what_the_first_is_still_writing",),
+        ("tests/unit/rl_backend/checkpoint/test_writes.py::test_a_second_save_leaves_what_the_first_is_still_writing",),
         "the next save would write into the buffers of one that is being written",
     ),
     Fault(
@@ -260,7 +266,7 @@ FAULTS = [
         "rl_backend/runtime/offload.py",
         "                _bytes(each.storage).copy_(each.host, non_blocking=True)\n",
         "                pass\n",
-        ("tests/unit/test_offload.py::test_tensors_that_share_a_storage_move_once_and_stay_views",),
+        ("tests/unit/rl_backend/runtime/test_offload.py::test_tensors_that_share_a_storage_move_once_and_stay_views",),
         "weights would be garbage after a trip to the host",
     ),
     Fault(
@@ -268,7 +274,7 @@ FAULTS = [
         "rl_backend/runtime/offload.py",
         "        for each in moved:\n            each.storage.resize_(0)\n        self._moved[part] = moved\n",
         "        self._moved[part] = moved\n",
-        ("tests/unit/test_offload.py::test_a_part_that_leaves_frees_its_memory_and_no_other",),
+        ("tests/unit/rl_backend/runtime/test_offload.py::test_a_part_that_leaves_frees_its_memory_and_no_other",),
         "offloading would save no memory",
     ),
 ]

@@ -6,8 +6,8 @@ from tests.mutations.fault import Fault
 
 _NATIVE = "rl_backend/runtime/native"
 _TIED_EMBEDDINGS = "rl_backend/pipeline/tied_embeddings.py"
-_OPTIMIZER = "tests/unit/test_optimizer.py"
-_RUNTIME = "tests/unit/test_native_runtime.py"
+_OPTIMIZER = "tests/unit/rl_backend/runtime/test_optimizer.py"
+_RUNTIME = "tests/unit/rl_backend/runtime/test_native_runtime.py"
 _CHECKPOINTS = "tests/distributed/test_checkpoints.py"
 _PIPELINES = "tests/distributed/test_native_pipelines.py"
 
@@ -81,7 +81,7 @@ FAULTS = [
         f"{_NATIVE}/lr_schedule.py",
         "config.lr_warmup_init + (config.lr - config.lr_warmup_init) * float(steps) / float(warmup)",
         "config.lr * float(steps) / float(warmup)",
-        ("tests/unit/test_lr_schedule.py::test_every_style_equals_megatrons_at_every_step",),
+        ("tests/unit/rl_backend/runtime/test_lr_schedule.py::test_every_style_equals_megatrons_at_every_step",),
         "lr_warmup_init would be ignored",
     ),
     Fault(
@@ -89,7 +89,7 @@ FAULTS = [
         f"{_NATIVE}/lr_schedule.py",
         "ratio = float(steps - config.warmup_steps) / float(decay_steps - config.warmup_steps)",
         "ratio = float(steps) / float(decay_steps)",
-        ("tests/unit/test_lr_schedule.py::test_every_style_equals_megatrons_at_every_step",),
+        ("tests/unit/rl_backend/runtime/test_lr_schedule.py::test_every_style_equals_megatrons_at_every_step",),
         "the rate would fall at once after the warm-up",
     ),
     Fault(
@@ -222,7 +222,7 @@ FAULTS = [
         f"{_NATIVE}/export.py",
         "yield WeightShard(weight.name, weight.shape, offset, weight.held().to(weight.dtype))",
         "yield WeightShard(weight.name, weight.shape, offset, weight.held())",
-        ("tests/unit/test_export_shards.py::test_shares_are_the_weights_in_the_dtype_asked_for",),
+        ("tests/unit/rl_backend/runtime/test_export_shards.py::test_shares_are_the_weights_in_the_dtype_asked_for",),
         "engines would get float32 where bfloat16 was asked for",
     ),
     Fault(

@@ -67,7 +67,7 @@ FAULTS = [
         "rl_backend/parallel/context.py",
         "else [cp_rank, 2 * cp_size - 1 - cp_rank]",
         "else [cp_rank, cp_size + cp_rank]",
-        ("tests/unit/test_token_layout.py::test_every_token_is_on_one_rank_and_places_finds_it",),
+        ("tests/unit/rl_backend/parallel/test_token_layout.py::test_every_token_is_on_one_rank_and_places_finds_it",),
         "tokens would not be where the layout says",
     ),
     Fault(
@@ -75,7 +75,9 @@ FAULTS = [
         "rl_backend/parallel/context.py",
         "key_lens = first_queries + query_lens",
         "key_lens = first_queries + query_lens // 2",
-        ("tests/unit/test_token_layout.py::test_the_keys_of_a_segment_are_its_sequence_up_to_its_last_query",),
+        (
+            "tests/unit/rl_backend/parallel/test_token_layout.py::test_the_keys_of_a_segment_are_its_sequence_up_to_its_last_query",
+        ),
         "tokens would not see those just before them",
     ),
     Fault(
@@ -99,7 +101,7 @@ FAULTS = [
         "rl_backend/parallel/context.py",
         "position_ids = _ranges(first_queries, query_lens)",
         "position_ids = _ranges(torch.zeros_like(first_queries), query_lens)",
-        ("tests/unit/test_token_layout.py::test_every_token_is_on_one_rank_and_places_finds_it",),
+        ("tests/unit/rl_backend/parallel/test_token_layout.py::test_every_token_is_on_one_rank_and_places_finds_it",),
         "each chunk would begin at position 0",
     ),
     Fault(
@@ -147,7 +149,9 @@ FAULTS = [
         "rl_backend/parallel/fsdp.py",
         "MixedPrecisionPolicy(param_dtype=param_dtype,",
         "MixedPrecisionPolicy(param_dtype=torch.float32,",
-        ("tests/unit/test_native_runtime.py::test_a_forward_only_handle_gives_the_outputs_of_a_trained_one_beside_it",),
+        (
+            "tests/unit/rl_backend/runtime/test_native_runtime.py::test_a_forward_only_handle_gives_the_outputs_of_a_trained_one_beside_it",
+        ),
         "param_dtype would be accepted and ignored",
     ),
     Fault(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.mutations.fault import Fault
 
 _LOG_PROB = "rl_backend/primitive/log_prob.py"
-_LOG_PROB_TESTS = "tests/unit/test_log_prob.py"
-_MOE_TESTS = "tests/unit/test_moe.py"
+_LOG_PROB_TESTS = "tests/unit/rl_backend/primitive/test_log_prob.py"
+_MOE_TESTS = "tests/unit/rl_backend/model/test_moe.py"
 
 FAULTS = [
     Fault(
@@ -156,7 +156,7 @@ FAULTS = [
         "rl_backend/primitive/attention.py",
         "windowed_attention(q, k, v, q_lens, k_lens, window) if windowed",
         "windowed_attention(q, k, v, q_lens, k_lens, max(window - 1, 1)) if windowed",
-        ("tests/unit/test_attention.py::test_a_window_hides_all_but_the_last_tokens",),
+        ("tests/unit/rl_backend/primitive/test_attention.py::test_a_window_hides_all_but_the_last_tokens",),
         "Mistral would forget its oldest token",
     ),
     Fault(

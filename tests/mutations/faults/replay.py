@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutations.fault import Fault
 
 _REPLAY = "tests/distributed/test_router_replay.py"
-_ROUTED = "tests/unit/test_routed_experts.py"
+_ROUTED = "tests/unit/rl_backend/runtime/test_routed_experts.py"
 
 FAULTS = [
     Fault(
@@ -112,7 +112,9 @@ FAULTS = [
         "actors/rollout/sample.py",
         "ends = np.cumsum([length - 1 for length in lengths])",
         "ends = np.cumsum([length for length in lengths])",
-        ("tests/unit/test_rollout_routes.py::test_routes_of_several_samples_travel_as_one_array_without_the_dense_layers",),
+        (
+            "tests/unit/actors/rollout/test_routes.py::test_routes_of_several_samples_travel_as_one_array_without_the_dense_layers",
+        ),
         "samples would have the first rows of the next",
     ),
     Fault(
@@ -120,7 +122,9 @@ FAULTS = [
         "actors/rollout/sample.py",
         "parts.append(routes[:, list(moe_layers)])",
         "parts.append(routes[:, : len(moe_layers)])",
-        ("tests/unit/test_rollout_routes.py::test_routes_of_several_samples_travel_as_one_array_without_the_dense_layers",),
+        (
+            "tests/unit/actors/rollout/test_routes.py::test_routes_of_several_samples_travel_as_one_array_without_the_dense_layers",
+        ),
         "sparse layers would be replayed with a dense layer's zeros",
     ),
 ]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tests.mutations.fault import Fault
 
-_START = "tests/unit/test_run_start.py"
-_SAVER = "tests/unit/test_run_saver.py"
-_DISK = "tests/unit/test_run_disk.py"
-_REFUSED = "tests/unit/test_examples.py::test_grpo_options_that_cannot_work_are_refused"
-_PARITY = "tests/unit/test_parity_command.py"
+_START = "tests/unit/actors/run/test_start.py"
+_SAVER = "tests/unit/actors/run/test_saver.py"
+_DISK = "tests/unit/actors/run/test_disk.py"
+_REFUSED = "tests/unit/examples/test_examples.py::test_grpo_options_that_cannot_work_are_refused"
+_PARITY = "tests/unit/rl_backend/cli/test_parity_command.py"
 
 FAULTS = [
     Fault(
@@ -103,7 +103,9 @@ FAULTS = [
         "actors/run/saver.py",
         "                save_drawn(position.drawn, self._store.draft(step))\n",
         "                save_drawn([], self._store.draft(step))\n",
-        ("tests/unit/test_run_saver.py::test_samples_drawn_ahead_are_in_the_checkpoint_with_the_place_in_the_stream",),
+        (
+            "tests/unit/actors/run/test_saver.py::test_samples_drawn_ahead_are_in_the_checkpoint_with_the_place_in_the_stream",
+        ),
         "a resumed run would draw other samples",
     ),
     Fault(
@@ -119,7 +121,7 @@ FAULTS = [
         "rl_backend/lab/parity/differences.py",
         "        return self.amount > self.tolerance\n",
         "        return self.amount > 100 * self.tolerance\n",
-        ("tests/unit/test_parity_faults.py::test_the_first_place_where_two_sides_part_is_named",),
+        ("tests/unit/rl_backend/lab/test_parity_faults.py::test_the_first_place_where_two_sides_part_is_named",),
         "the command would call different runtimes equal",
     ),
     Fault(
@@ -128,7 +130,7 @@ FAULTS = [
         "    for step in steps[1:]:\n",
         "    for step in steps[:0]:\n",
         (
-            "tests/unit/test_parity_faults.py::test_betas_show_in_a_later_step_because_adams_first_has_one_size_whatever_they_are",
+            "tests/unit/rl_backend/lab/test_parity_faults.py::test_betas_show_in_a_later_step_because_adams_first_has_one_size_whatever_they_are",
         ),
         "a fault that shows later would not be found",
     ),
@@ -137,7 +139,7 @@ FAULTS = [
         "rl_backend/lab/parity/compare.py",
         "return tensor_difference(name, change, theirs.double() - before.double(), tolerances.weights, scale)",
         "return tensor_difference(name, ours, theirs, tolerances.weights)",
-        ("tests/unit/test_parity_faults.py::test_the_first_place_where_two_sides_part_is_named",),
+        ("tests/unit/rl_backend/lab/test_parity_faults.py::test_the_first_place_where_two_sides_part_is_named",),
         "a wrong update of large weights would not be seen",
     ),
     Fault(
@@ -153,7 +155,9 @@ FAULTS = [
         "rl_backend/data/balance.py",
         "        while least and room[least[0][1]] < seq_lens[index]:\n",
         "        while least and room[least[0][1]] < 0:\n",
-        ("tests/unit/test_balance.py::test_any_plan_covers_every_sequence_once_within_the_budget_and_leaves_none_empty",),
+        (
+            "tests/unit/rl_backend/data/test_balance.py::test_any_plan_covers_every_sequence_once_within_the_budget_and_leaves_none_empty",
+        ),
         "ranks would run out of memory",
     ),
     Fault(
@@ -161,7 +165,7 @@ FAULTS = [
         "rl_backend/data/balance.py",
         "    for per_rank in range(fewest, most + 1, multiple_of):\n",
         "    for per_rank in range(fewest, most + 1):\n",
-        ("tests/unit/test_balance.py::test_a_multiple_of_micro_batches_is_the_least_multiple_or_refused",),
+        ("tests/unit/rl_backend/data/test_balance.py::test_a_multiple_of_micro_batches_is_the_least_multiple_or_refused",),
         "interleaved schedules would refuse a planned batch",
     ),
     Fault(
@@ -193,7 +197,7 @@ FAULTS = [
         "rl_backend/data/rewards.py",
         "    except (Exception, SystemExit) as error:\n        del ",
         "    except Exception as error:\n        del ",
-        ("tests/unit/test_verl_dataset.py::test_a_module_or_file_that_cannot_be_imported_is_refused",),
+        ("tests/unit/rl_backend/data/test_data_files.py::test_a_module_or_file_that_cannot_be_imported_is_refused",),
         "a run would end with status 0 and no word",
     ),
     Fault(

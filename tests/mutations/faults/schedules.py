@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.mutations.fault import Fault
 
 _PIPELINE = "rl_backend/pipeline"
-_SCHEDULE = "tests/unit/test_schedule.py"
-_VALIDATION = "tests/unit/test_schedule_validation.py"
+_SCHEDULE = "tests/unit/rl_backend/pipeline/test_schedule.py"
+_VALIDATION = "tests/unit/rl_backend/pipeline/test_schedule_validation.py"
 
 FAULTS = [
     Fault(
@@ -25,7 +25,7 @@ FAULTS = [
         (
             f"{_SCHEDULE}::test_activations_are_held_from_forward_to_the_weights_gradient",
             f"{_SCHEDULE}::test_1f1b_and_its_interleaved_form_have_the_bubble_of_the_formula",
-            "tests/unit/test_schedule_page.py::test_the_table_of_bubbles_is_what_the_schedules_have",
+            "tests/unit/rl_backend/pipeline/test_schedule_page.py::test_the_table_of_bubbles_is_what_the_schedules_have",
         ),
         "interleaved 1F1B would hold more activations than it must",
     ),
@@ -135,7 +135,7 @@ FAULTS = [
         "        for action in self._schedule.warm_up.left_over[self._rank]:\n",
         "        for action in ():\n",
         (
-            "tests/unit/test_schedule_warm_up.py::test_an_abandoned_pass_leaves_no_transfer_open_and_nobody_waiting",
+            "tests/unit/rl_backend/pipeline/test_warm_up.py::test_an_abandoned_pass_leaves_no_transfer_open_and_nobody_waiting",
             "tests/distributed/test_post_validation.py::test_data_that_one_rank_refuses_is_refused_on_all_and_changes_nothing",
         ),
         "the pass after a refusal would receive what was meant for the one before",
@@ -145,7 +145,7 @@ FAULTS = [
         f"{_PIPELINE}/schedule.py",
         "favoured = [*range(1, num_stages - 1), 0, num_stages - 1][:more]",
         "favoured = [*range(num_stages)][:more]",
-        ("tests/unit/test_stage_layers.py::test_layers_that_do_not_divide_go_to_stages_in_the_middle",),
+        ("tests/unit/rl_backend/pipeline/test_stage_layers.py::test_layers_that_do_not_divide_go_to_stages_in_the_middle",),
         "the stage with the embeddings would get a further layer",
     ),
     Fault(

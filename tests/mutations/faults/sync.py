@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.mutations.fault import Fault
 
-_WEIGHTS = "tests/unit/test_weights.py"
+_WEIGHTS = "tests/unit/rl_backend/weights/test_weights.py"
 
-_CUDA = "tests/unit/test_cuda_rules.py"
+_CUDA = "tests/unit/rl_backend/runtime/test_cuda_rules.py"
 
 FAULTS = [
     Fault(
@@ -30,7 +30,9 @@ FAULTS = [
         "actors/sync/transport/gpu.py",
         "in as_announced(self.plan.infos, export(self.context, self.plan)):",
         "in zip(self.plan.infos, (weight for _, weight in export(self.context, self.plan)), strict=False):",
-        ("tests/unit/test_weight_streams.py::test_a_stream_ends_before_the_first_tensor_that_is_not_the_one_announced",),
+        (
+            "tests/unit/actors/sync/test_weight_streams.py::test_a_stream_ends_before_the_first_tensor_that_is_not_the_one_announced",
+        ),
         "NCCL and CUDA IPC would load swapped tensors",
     ),
     Fault(
@@ -144,7 +146,7 @@ FAULTS = [
         "actors/train/order.py",
         "        if header.number != self.started + 1:\n",
         "        if header.number <= self.started:\n",
-        ("tests/unit/test_actors_order.py::test_an_operation_out_of_order_is_refused",),
+        ("tests/unit/actors/train/test_order.py::test_an_operation_out_of_order_is_refused",),
         "a rank that lost an operation would meet the others' next one",
     ),
     Fault(
@@ -152,7 +154,7 @@ FAULTS = [
         "actors/train/order.py",
         "        if self._failed is not None and header.acknowledged < self._failed[0]:\n",
         "        if self._failed is not None and header.acknowledged < 0:\n",
-        ("tests/unit/test_actors_order.py::test_nothing_runs_after_a_failure_until_the_driver_has_seen_it",),
+        ("tests/unit/actors/train/test_order.py::test_nothing_runs_after_a_failure_until_the_driver_has_seen_it",),
         "a step would follow a pass that failed",
     ),
     Fault(
@@ -161,7 +163,7 @@ FAULTS = [
         "        if driver.id != self._owner.id:\n            return self._owner\n",
         "",
         (
-            "tests/unit/test_actors_order.py::test_the_ledger_numbers_one_drivers_operations_and_tells_others_who_has_the_group",
+            "tests/unit/actors/train/test_order.py::test_the_ledger_numbers_one_drivers_operations_and_tells_others_who_has_the_group",
         ),
         "two drivers would interleave collectives",
     ),
@@ -178,7 +180,9 @@ FAULTS = [
         "rl_backend/runtime/export_stream.py",
         "        for _ in left:\n",
         "        for _ in ():\n",
-        ("tests/unit/test_export_stream.py::test_a_stream_closed_early_finishes_the_bucket_it_is_in_and_starts_no_other",),
+        (
+            "tests/unit/rl_backend/runtime/test_export_stream.py::test_a_stream_closed_early_finishes_the_bucket_it_is_in_and_starts_no_other",
+        ),
         "the other ranks would wait in the rest of a bucket",
     ),
     Fault(
@@ -186,7 +190,7 @@ FAULTS = [
         "rl_backend/runtime/export_stream.py",
         "filled + item.nbytes > byte_budget:",
         "filled > byte_budget:",
-        ("tests/unit/test_export_stream.py::test_buckets_keep_the_order_the_budget_and_one_dtype",),
+        ("tests/unit/rl_backend/runtime/test_export_stream.py::test_buckets_keep_the_order_the_budget_and_one_dtype",),
         "an export would gather more than asked for",
     ),
     Fault(
@@ -194,7 +198,7 @@ FAULTS = [
         "actors/run/collect.py",
         "return step - 1 - min(self._step_of_version[span.version] for span in sample.version_spans)",
         "return step - 1 - max(self._step_of_version[span.version] for span in sample.version_spans)",
-        ("tests/unit/test_collect.py::test_a_sample_of_several_versions_is_as_old_as_its_oldest_token",),
+        ("tests/unit/actors/run/test_collect.py::test_a_sample_of_several_versions_is_as_old_as_its_oldest_token",),
         "responses that began with old weights would count as fresh",
     ),
     Fault(
@@ -202,7 +206,7 @@ FAULTS = [
         "actors/run/collect.py",
         'if age > config.max_staleness and config.stale_samples == "drop":',
         'if age > config.max_staleness + 1 and config.stale_samples == "drop":',
-        ("tests/unit/test_collect.py::test_samples_that_are_too_old_are_left_out",),
+        ("tests/unit/actors/run/test_collect.py::test_samples_that_are_too_old_are_left_out",),
         "max_staleness would be one more than asked for",
     ),
     Fault(
@@ -210,7 +214,7 @@ FAULTS = [
         "actors/run/collect.py",
         "yield _Group(batch.prompts[rows], batch.samples[rows], rewards[rows])",
         "yield _Group(batch.prompts[rows], batch.samples[rows], rewards[:size])",
-        ("tests/unit/test_collect.py::test_a_batch_is_scored_and_keeps_its_order",),
+        ("tests/unit/actors/run/test_collect.py::test_a_batch_is_scored_and_keeps_its_order",),
         "all groups would have the first one's rewards",
     ),
     Fault(
@@ -218,7 +222,7 @@ FAULTS = [
         "actors/rollout/stream.py",
         "            with self._sampling_now:\n                yield\n",
         "            yield\n",
-        ("tests/unit/test_sample_stream.py::test_a_push_waits_for_whichever_batch_is_being_sampled",),
+        ("tests/unit/actors/rollout/test_sample_stream.py::test_a_push_waits_for_whichever_batch_is_being_sampled",),
         "a batch would be sampled from two versions",
     ),
     Fault(
@@ -227,7 +231,7 @@ FAULTS = [
         "        for _ in range(position.taken):\n            next(self._batches)\n",
         "",
         (
-            "tests/unit/test_sample_stream.py::test_a_stream_that_goes_on_draws_no_sample_again_and_gives_what_the_other_would_have",
+            "tests/unit/actors/rollout/test_sample_stream.py::test_a_stream_that_goes_on_draws_no_sample_again_and_gives_what_the_other_would_have",
         ),
         "a resumed run would see its first prompts twice",
     ),
@@ -236,7 +240,7 @@ FAULTS = [
         "actors/rollout/stream.py",
         "seeds=sample_seeds(self._seed, number, len(prompts), self._sampling.n)",
         "seeds=sample_seeds(self._seed, 0, len(prompts), self._sampling.n)",
-        ("tests/unit/test_sample_stream.py::test_every_batch_has_seeds_of_its_own",),
+        ("tests/unit/actors/rollout/test_sample_stream.py::test_every_batch_has_seeds_of_its_own",),
         "a prompt that comes again would get the same responses",
     ),
     Fault(

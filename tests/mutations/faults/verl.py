@@ -6,7 +6,7 @@ from tests.mutations.fault import Fault
 
 _ENGINE = "tests/distributed/test_verl_engine.py"
 _TRAINING = "tests/distributed/test_verl_engine_training.py"
-_SETTINGS = "tests/unit/test_verl_settings.py"
+_SETTINGS = "tests/unit/adapters/verl/test_settings.py"
 
 FAULTS = [
     Fault(
@@ -57,7 +57,9 @@ FAULTS = [
         "adapters/verl/micro_batches.py",
         "num_batches_divided_by=multiple if multiple > 1 else None",
         "num_batches_divided_by=None",
-        ("tests/unit/test_verl_micro_batches.py::test_a_schedule_that_takes_groups_of_micro_batches_gets_whole_groups",),
+        (
+            "tests/unit/adapters/verl/test_micro_batches.py::test_a_schedule_that_takes_groups_of_micro_batches_gets_whole_groups",
+        ),
         "interleaved schedules would refuse verl's batches",
     ),
     Fault(
@@ -65,7 +67,7 @@ FAULTS = [
         "adapters/verl/micro_batches.py",
         "        _require_positions(data)\n",
         "",
-        ("tests/unit/test_verl_engine_refusals.py::test_batches_that_an_engine_cannot_honour_are_refused",),
+        ("tests/unit/adapters/verl/test_engine_refusals.py::test_batches_that_an_engine_cannot_honour_are_refused",),
         "position_ids would be accepted and ignored",
     ),
     Fault(
@@ -131,7 +133,7 @@ FAULTS = [
         "adapters/verl/checkpoints.py",
         "            self._tokenizer.save_pretrained(directory)\n",
         "            pass\n",
-        ("tests/unit/test_verl_saved_tokenizer.py::test_a_saved_model_has_the_chat_template_that_verl_used",),
+        ("tests/unit/adapters/verl/test_saved_tokenizer.py::test_a_saved_model_has_the_chat_template_that_verl_used",),
         "a saved model would answer with another chat template",
     ),
     Fault(
@@ -139,7 +141,7 @@ FAULTS = [
         "rl_backend/data/rewards.py",
         "    if not math.isfinite(number):\n",
         "    if math.isnan(number):\n",
-        ("tests/unit/test_verl_dataset.py::test_a_result_without_a_finite_score_is_refused",),
+        ("tests/unit/rl_backend/data/test_data_files.py::test_a_result_without_a_finite_score_is_refused",),
         "one reward would end a batch's advantages",
     ),
 ]

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SYSTEM_PYTHONS = (
     *Path("/usr/bin").glob("python3.12"),
     *Path("/usr/local/bin").glob("python3.12"),

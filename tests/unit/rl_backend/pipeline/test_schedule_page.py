@@ -11,7 +11,7 @@ from rl_backend.cli.main import main
 from rl_backend.contracts import BatchError
 from rl_backend.pipeline import SCHEDULES, make_schedule, simulate
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[4] / "docs"
 PAGE = (DOCS / "schedules.md").read_text()
 
 

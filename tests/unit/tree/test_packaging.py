@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 
 from rl_backend.lab.doctor.packages import TESTED
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("rl_backend", "actors", "adapters", "examples", "benchmarks")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 

@@ -37,8 +37,8 @@ def test_the_same_named_loss_pickles_to_the_same_bytes() -> None:
         ("tests.support.losses:nowhere", {}, "tests.support.losses has no nowhere"),
         ("tests.support.losses:__name__", {}, "a str cannot be called"),
         (NAME, {"scales": 2.0}, "unexpected keyword argument 'scales'"),
-        ("tests.unit.test_actors_loss:needs_more", {}, "missing a required .*'more'"),
-        ("tests.unit.test_actors_loss:takes_no_data", {}, "too many positional arguments"),
+        ("tests.unit.actors.train.test_sent_loss:needs_more", {}, "missing a required .*'more'"),
+        ("tests.unit.actors.train.test_sent_loss:takes_no_data", {}, "too many positional arguments"),
     ],
 )
 def test_a_loss_that_cannot_work_is_refused_when_it_is_named(target: str, keywords: dict[str, float], message: str) -> None:

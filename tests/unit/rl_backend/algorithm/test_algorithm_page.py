@@ -14,7 +14,7 @@ import rl_backend.algorithm
 from rl_backend.contracts import TokenSequence
 from tests.support.rl_batches import batch_meta, pack, random_sequences
 
-PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+PAGE = (Path(__file__).parents[4] / "docs" / "algorithms.md").read_text()
 CALLS = sorted(set(re.findall(r"`((?:grpo|gspo|cispo)_loss\([^`]*\))`", PAGE)))
 
 

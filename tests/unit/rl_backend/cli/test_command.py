@@ -17,7 +17,7 @@ from rl_backend.cli.command import CommandError
 from rl_backend.cli.main import main
 from rl_backend.contracts import ConfigError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 def run_command(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
