@@ -15,7 +15,7 @@ _IMPORTED = ("rl_backend.lab.parity.transformers_side", "rl_backend.runtime.brid
 
 
 class ForkedRank:
-    """A :class:`~rl_backend.lab.parity.processes.RankProcess`."""
+    """A :class:`~rl_backend.lab.parity.run.RankProcess`."""
 
     def __init__(self, process: ForkServerProcess) -> None:
         self._process = process
@@ -35,7 +35,7 @@ class ForkedRank:
 
 
 def start_forked_rank(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> ForkedRank:
-    """As :func:`~rl_backend.lab.parity.processes.start_rank`. Numbers of threads are those of this process."""
+    """As :func:`~rl_backend.lab.parity.run.start_rank`. Numbers of threads are those of this process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_IMPORTED))
     process = context.Process(target=_run, args=(list(arguments), dict(environment), str(log)), daemon=True)

@@ -1,28 +1,22 @@
-"""What commands share: their error, their flags, and their end by a signal. Needs no torch."""
+"""What commands share: their error, flags made from configurations, and their end by a signal. Needs no torch."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import re
 import signal
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import FrameType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, TypeAliasType, get_args, get_origin
+
+if TYPE_CHECKING:
+    from rl_backend.contracts import BaseConfig
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
-
-SIZES = {
-    "tp": "tensor-parallel ranks",
-    "pp": "pipeline ranks",
-    "vpp": "stages per pipeline rank",
-    "cp": "context-parallel ranks",
-    "ep": "expert-parallel ranks",
-    "etp": "tensor-parallel ranks inside an expert",
-}
-"""Field of :class:`~rl_backend.contracts.ParallelConfig` -> help of the flag with its name."""
 
 _RENAMED = {"plugins": "plugin", "calculate_entropy": "entropy"}
 """Fields whose flags have another name."""
@@ -30,6 +24,54 @@ _RENAMED = {"plugins": "plugin", "calculate_entropy": "entropy"}
 
 class CommandError(Exception):
     """What was wrong and what to do, in one message."""
+
+
+type FlagGroup = argparse.ArgumentParser | argparse._ArgumentGroup
+
+
+def add_fields(parser: FlagGroup, config: type[BaseConfig], fields: Iterable[str], prefix: str = "") -> None:
+    """A flag for each of ``fields``, with the field's type and default, explained as in the configuration's docstring.
+
+    What is not on the command line is None; see :func:`given`.
+
+    Args:
+        prefix: stands before the flag's name.
+    """
+    attributes = (inspect.getdoc(config) or "").partition("Attributes:\n")[2]
+    documented = {
+        name: " ".join(text.replace("``", "").split()).rstrip(".")
+        for names, text in re.findall(r"^    (\w[\w, ]*): (.+(?:\n {8}.+)*)", attributes, re.MULTILINE)
+        for name in names.split(", ")
+    }
+    for field in fields:
+        info = config.model_fields[field]
+        kind = info.annotation
+        if isinstance(kind, UnionType):
+            kind = next(each for each in get_args(kind) if each is not type(None))
+        if isinstance(kind, TypeAliasType):
+            kind = kind.__value__
+        choices = get_args(kind) if get_origin(kind) is Literal else None
+        default = "" if info.default is None else f" (default {info.default})"
+        parser.add_argument(
+            f"--{prefix}{flag(field)}",
+            dest=f"{prefix}{field}".replace("-", "_"),
+            type=None if choices else kind,
+            choices=choices,
+            metavar=None if choices else "N" if kind is int else "X",
+            help=f"{documented[field]}{default}".replace("%", "%%"),
+        )
+
+
+def add_plugins(parser: FlagGroup) -> None:
+    """``--plugin``, whose values are a list."""
+    meaning = "module that registers runtimes or model families; may be given several times"
+    parser.add_argument("--plugin", action="append", default=[], metavar="MODULE", help=meaning)
+
+
+def given(arguments: argparse.Namespace, fields: Iterable[str], prefix: str = "") -> dict[str, Any]:
+    """Those of the fields whose flags are on the command line; ``prefix`` as in :func:`add_fields`."""
+    values = {field: getattr(arguments, f"{prefix}{field}".replace("-", "_")) for field in fields}
+    return {field: value for field, value in values.items() if value is not None}
 
 
 def in_flags(message: str, fields: str, micro_batches: str = "micro-batches") -> str:
@@ -46,11 +88,6 @@ def in_flags(message: str, fields: str, micro_batches: str = "micro-batches") ->
 def flag(field: str) -> str:
     """Name of the flag that sets a field of a configuration."""
     return _RENAMED.get(field, field.removeprefix("num_").replace("_", "-"))
-
-
-def given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Those of the arguments that are on the command line."""
-    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
 def json_object(name: str, text: str) -> dict[str, Any]:

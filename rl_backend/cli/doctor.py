@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from rl_backend.lab.doctor.diagnosis import examine
-from rl_backend.lab.doctor.text import as_text
+from rl_backend.lab.doctor.diagnosis import as_text, examine
 
 EXIT_BROKEN = 1
 

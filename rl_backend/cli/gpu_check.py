@@ -18,10 +18,10 @@ from typing import Any
 
 import rl_backend
 from rl_backend.cli.command import CommandError
-from rl_backend.lab.doctor.machine import read_machine
-from rl_backend.lab.doctor.packages import read_packages
+from rl_backend.lab.doctor.machine import read_machine, read_packages
 from rl_backend.lab.doctor.probes import TorchProbe
 
+ROOT = Path(rl_backend.__file__).resolve().parent.parent
 EXIT_FAILED = 1
 EXIT_NO_GPU = 3
 DEFAULT_RESULT = Path("runs/gpu-check.json")
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _find_tests() -> Path:
-    tests = Path(rl_backend.__file__).resolve().parent.parent / "tests" / "gpu"
+    tests = ROOT / "tests" / "gpu"
     if not tests.is_dir():
         raise CommandError(
             f"{tests} is not there: gpu-check runs from a checkout of the project, not from an installed package"
@@ -146,10 +146,14 @@ def _outcome(case: ElementTree.Element) -> dict[str, Any]:
 
 
 def _result(torch: TorchProbe, status: int, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
+    commit = None
+    if (ROOT / ".git").exists():
+        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+        commit = found.stdout.strip() or None
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "rl_backend": rl_backend.__version__,
-        "commit": _commit(),
+        "commit": commit,
         "machine": dataclasses.asdict(read_machine()),
         "torch": dataclasses.asdict(torch),
         "packages": {package.distribution: package.installed for package in read_packages()},
@@ -157,14 +161,6 @@ def _result(torch: TorchProbe, status: int, outcomes: list[dict[str, Any]]) -> d
         "counts": dict(Counter(outcome["outcome"] for outcome in outcomes)),
         "tests": outcomes,
     }
-
-
-def _commit() -> str | None:
-    root = Path(rl_backend.__file__).resolve().parent.parent
-    if not (root / ".git").exists():
-        return None
-    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or None
 
 
 def _summarise(result: dict[str, Any], path: Path) -> None:

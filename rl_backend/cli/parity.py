@@ -8,19 +8,31 @@ import math
 from pathlib import Path
 from typing import Any, get_args
 
-from rl_backend.cli.command import SIZES, CommandError, check_output, exit_on_sigterm, given, in_flags, json_object
+from rl_backend.cli.command import (
+    CommandError,
+    add_fields,
+    add_plugins,
+    check_output,
+    exit_on_sigterm,
+    given,
+    in_flags,
+    json_object,
+)
 from rl_backend.contracts import BACKEND_CONFIGS, CheckpointError, ConfigError, ParallelConfig
 from rl_backend.contracts.runtime_config import import_plugins
 from rl_backend.lab.parity import TRANSFORMERS, ParityConfig, ParitySide, Tolerances, run_parity
-from rl_backend.lab.parity.config import DType, SideName
-from rl_backend.lab.parity.run import SIDES, ParityResult
+from rl_backend.lab.parity.config import SIDES, DType, SideName
 from rl_backend.lab.parity.text import as_json, as_text
 from rl_backend.runtime import check_config
 
 EXIT_DIVERGED = 1
-LAYOUT = {**SIZES, "dp": "data-parallel ranks (default: the fewest that the layout allows)"}
 DTYPES: tuple[DType, ...] = get_args(DType.__value__)
-DEFAULTS = ParityConfig.model_fields
+SIZES = tuple(ParallelConfig.model_fields)
+PREFIXES: dict[SideName, str] = {"candidate": "", "reference": "reference-"}
+"""Of the flags for the layout of a side."""
+
+TRAINING = ("steps", "lr")
+RUN = ("weight_decay", "num_sequences", "num_micro_batches", "max_length", "seed", "device", "threads", "timeout")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,16 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "docs/parity.md says what is compared and what the tolerances are."
     )
     parser.add_argument("--model", required=True, metavar="DIR", help="local Hugging Face directory that both sides load")
-    parser.add_argument(
-        "--reference", default=TRANSFORMERS, metavar="RUNTIME", help=f"a runtime, or {TRANSFORMERS} (default)"
-    )
-    parser.add_argument(
-        "--candidate", default="native", metavar="RUNTIME", help=f"a runtime (default native), or {TRANSFORMERS}"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=DEFAULTS["steps"].default, metavar="N", help="optimizer steps (default 5)"
-    )
-    parser.add_argument("--lr", type=float, default=DEFAULTS["lr"].default, metavar="X", help="learning rate (default 1e-4)")
+    for name, default in (("reference", TRANSFORMERS), ("candidate", "native")):
+        meaning = f"a runtime, or {TRANSFORMERS} (default {default})"
+        parser.add_argument(f"--{name}", default=default, metavar="RUNTIME", help=meaning)
+    add_fields(parser, ParityConfig, TRAINING)
     parser.add_argument(
         "--dtype",
         default="float32",
@@ -46,27 +52,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of parameters in forward and backward; both reports bfloat16 beside float32",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the whole result goes")
-    for name, side in (("candidate", ""), ("reference", "reference-")):
-        group = parser.add_argument_group(f"layout of the {name}", "Sizes not given are 1; each rank is a process.")
-        for size, meaning in LAYOUT.items():
-            group.add_argument(f"--{side}{size}", type=int, metavar="N", help=meaning)
+    for side, prefix in PREFIXES.items():
+        group = parser.add_argument_group(f"layout of the {side}", "Each rank is a process.")
+        add_fields(group, ParallelConfig, SIZES, prefix)
+        add_fields(group, ParitySide, ("dp",), prefix)
         group.add_argument(
-            f"--{name}-options",
+            f"--{side}-options",
             default="{}",
             metavar="JSON",
             help="further fields of the runtime's configuration; those that a flag sets are refused",
         )
     more = parser.add_argument_group("the run")
-    more.add_argument("--weight-decay", type=float, metavar="X", help="default 0.1")
-    more.add_argument("--sequences", type=int, dest="num_sequences", metavar="N", help="of the batch (default 16)")
-    more.add_argument(
-        "--micro-batches", type=int, dest="num_micro_batches", metavar="N", help="of each data-parallel rank (default 4)"
-    )
-    more.add_argument("--max-length", type=int, metavar="TOKENS", help="of the longest sequence (default 48)")
-    more.add_argument("--seed", type=int, metavar="N", help="of the batch and the runtimes (default 0)")
-    more.add_argument("--device", choices=["auto", "cpu", "cuda"], help="default auto: CUDA when there is a device")
-    more.add_argument("--threads", type=int, metavar="N", help="CPU threads of each rank (default 1)")
-    more.add_argument("--timeout", type=float, metavar="SECONDS", help="for one side (default 1800)")
+    add_fields(more, ParityConfig, RUN)
     more.add_argument(
         "--tolerance-factor",
         type=float,
@@ -74,13 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="multiplies all tolerances but that of the loaded weights (default 1)",
     )
-    more.add_argument(
-        "--plugin",
-        action="append",
-        default=[],
-        metavar="MODULE",
-        help="module that registers runtimes or model families; may be given several times",
-    )
+    add_plugins(more)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -100,7 +91,9 @@ def run(arguments: argparse.Namespace) -> int:
         configs = [_config(arguments, dtype) for dtype in dtypes]
         with exit_on_sigterm():
             for config in configs:
-                result = _compare(config, arguments.tolerance_factor)
+                tolerances = Tolerances.of(config.dtype, arguments.tolerance_factor)
+                result = run_parity(config, tolerances, lambda line: print(line, flush=True))
+                print(f"\n{as_text(result)}\n", flush=True)
                 diverged |= result.comparison.first_divergence is not None
                 # The first dtype's result is the report; another stands in it under its name.
                 report |= {config.dtype: as_json(result)} if report else as_json(result)
@@ -113,27 +106,18 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_DIVERGED if diverged else 0
 
 
-def _compare(config: ParityConfig, tolerance_factor: float) -> ParityResult:
-    result = run_parity(config, Tolerances.of(config.dtype, tolerance_factor), lambda line: print(line, flush=True))
-    print(f"\n{as_text(result)}\n", flush=True)
-    return result
-
-
 def _config(arguments: argparse.Namespace, dtype: DType) -> ParityConfig:
     for module in arguments.plugin:
         try:
             import_plugins([module])
         except ConfigError as error:
             raise CommandError(f"--plugin {module}: {error}") from None
-    names = ("weight_decay", "num_sequences", "num_micro_batches", "max_length", "seed", "device", "threads", "timeout")
     config = ParityConfig(
         plugins=tuple(arguments.plugin),
         model=arguments.model,
-        steps=arguments.steps,
-        lr=arguments.lr,
         dtype=dtype,
         **{name: _side(arguments, name) for name in SIDES},
-        **given(arguments, names),
+        **given(arguments, TRAINING + RUN),
     )
     for name in SIDES:
         side = config.side(name)
@@ -152,24 +136,19 @@ def _side(arguments: argparse.Namespace, name: SideName) -> ParitySide:
         raise CommandError(
             f"--{name} {runtime}: unknown runtime; known: {known}; --plugin MODULE adds those that a module registers"
         )
-    sizes = _sizes(arguments, name)
     options = json_object(f"{name}-options", getattr(arguments, f"{name}_options"))
-    dp = sizes.pop("dp", None)
+    sizes = given(arguments, SIZES, PREFIXES[name])
     try:
-        return ParitySide(runtime=runtime, parallel=ParallelConfig(**sizes), dp=dp, options=options)
+        layout = given(arguments, ("dp",), PREFIXES[name])
+        return ParitySide(runtime=runtime, parallel=ParallelConfig(**sizes), options=options, **layout)
     except ConfigError as error:
         raise CommandError(f"{_flags(arguments, name)}: {error}") from None
 
 
-def _sizes(arguments: argparse.Namespace, name: SideName) -> dict[str, int]:
-    prefix = "" if name == "candidate" else "reference_"
-    return {size: value for size in LAYOUT if (value := getattr(arguments, prefix + size)) is not None}
-
-
 def _flags(arguments: argparse.Namespace, name: SideName) -> str:
     """What was asked for of a side, as on the command line."""
-    prefix = "" if name == "candidate" else "reference-"
-    sizes = [f"--{prefix}{size} {value}" for size, value in _sizes(arguments, name).items()]
+    prefix = PREFIXES[name]
+    sizes = [f"--{prefix}{size} {value}" for size, value in given(arguments, (*SIZES, "dp"), prefix).items()]
     options = getattr(arguments, f"{name}_options")
     chosen = [f"--{name}-options '{options}'"] if options != "{}" else []
     return " ".join([f"--{name} {getattr(arguments, name)}", *sizes, *chosen])

@@ -5,20 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from rl_backend.cli.command import SIZES, CommandError, given, in_flags, json_object
-from rl_backend.contracts import BatchError, CheckpointError, ConfigError, RuntimeConfig
+from rl_backend.cli.command import CommandError, add_fields, add_plugins, given, in_flags, json_object
+from rl_backend.contracts import BatchError, CheckpointError, ConfigError, NativeConfig, ParallelConfig, RuntimeConfig
 from rl_backend.contracts.operations import PARTS
-from rl_backend.contracts.runtime_config import PipelineSchedule
 from rl_backend.lab.plan import Workload, make_plan, suggest_layout
-from rl_backend.lab.plan.text import as_json, as_text
+from rl_backend.lab.plan.make import as_json, as_text
 from rl_backend.lab.text import GIB
 
 EXIT_DOES_NOT_FIT = 1
-NATIVE = ("pipeline_schedule", "activation_checkpointing", "reduce_dtype")
 DTYPES = ("float32", "bfloat16")
-WORKLOAD = Workload()
+SIZES = tuple(ParallelConfig.model_fields)
+NATIVE = ("pipeline_schedule", "activation_checkpointing", "reduce_dtype")
+WORK = ("sequence_length", "micro_batch_tokens", "num_micro_batches", "head", "sync_dtype", "byte_budget")
 _FIELDS = r"(?:ParallelConfig|BridgeConfig\.parallel|Workload|RuntimeConfig(?=\.plugins))\.(\w+)"
 """Of errors: the fields that are flags."""
 
@@ -35,31 +35,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="of the whole job, one device each")
     parser.add_argument("--device-gib", type=float, metavar="X", help="memory of a device: does it fit, or what does?")
     parser.add_argument("--json", action="store_true", help="print bytes per rank and phase as JSON instead of text")
-    layout = parser.add_argument_group("layout", "Sizes not given are 1; the rest of the ranks is data parallel.")
-    for size, meaning in SIZES.items():
-        layout.add_argument(f"--{size}", type=int, metavar="N", help=meaning)
-    layout.add_argument("--pipeline-schedule", choices=get_args(PipelineSchedule.__value__), help="native (default auto)")
+    layout = parser.add_argument_group("layout", "The rest of the ranks is data parallel.")
+    add_fields(layout, ParallelConfig, SIZES)
     options = parser.add_argument_group("the runtime")
     options.add_argument(
         "--param-dtype", choices=DTYPES, default="bfloat16", help="of forward and backward (default bfloat16)"
     )
-    options.add_argument("--reduce-dtype", choices=DTYPES, help="of gradients before they are reduced; native")
-    options.add_argument("--activation-checkpointing", choices=("none", "full"), help="native (default none)")
+    add_fields(parser.add_argument_group("the native runtime"), NativeConfig, NATIVE)
     options.add_argument("--options", default="{}", metavar="JSON", help="further fields of the runtime's configuration")
-    options.add_argument(
-        "--plugin", action="append", default=[], metavar="MODULE", help="module that registers model families; repeatable"
-    )
+    add_plugins(options)
     work = parser.add_argument_group("the work")
-    work.add_argument("--sequence-length", type=int, metavar="TOKENS", help=f"default {WORKLOAD.sequence_length}")
-    work.add_argument("--micro-batch-tokens", type=int, metavar="TOKENS", help=f"default {WORKLOAD.micro_batch_tokens}")
-    work.add_argument(
-        "--micro-batches",
-        type=int,
-        dest="num_micro_batches",
-        metavar="N",
-        help=f"of a step, on each data-parallel rank (default {WORKLOAD.num_micro_batches})",
-    )
-    work.add_argument("--head", choices=("log_probs", "values"), help="values for a critic (default log_probs)")
+    add_fields(work, Workload, WORK)
     work.add_argument("--entropy", action="store_true", help="the loss takes the entropy")
     work.add_argument(
         "--offload",
@@ -67,8 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PARTS",
         help=f"of {','.join(PARTS)}: those in host memory whenever they are not used (default none)",
     )
-    work.add_argument("--sync-dtype", choices=DTYPES, help="of the weights that engines get (default bfloat16)")
-    work.add_argument("--byte-budget", type=int, metavar="BYTES", help="of a weight sync (default: a tensor at a time)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -83,12 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(f"--device-gib {arguments.device_gib}: must be above 0")
     device_bytes = None if arguments.device_gib is None else int(arguments.device_gib * GIB)
     try:
-        config, workload = _config(arguments), _workload(arguments)
+        workload = _workload(arguments)
+        config = _config(arguments, workload)
         plan = make_plan(config, arguments.ranks, workload)
         fits = device_bytes is None or not plan.phases_over(device_bytes)
-        fitting = None
-        if device_bytes is not None and not fits:
-            fitting = suggest_layout(plan, device_bytes)
+        fitting = None if device_bytes is None or fits else suggest_layout(plan, device_bytes)
     except CheckpointError as error:
         raise CommandError(f"--model {arguments.model}: {error}") from None
     except (ConfigError, BatchError) as error:
@@ -100,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if fits else EXIT_DOES_NOT_FIT
 
 
-def _config(arguments: argparse.Namespace) -> RuntimeConfig:
+def _config(arguments: argparse.Namespace, workload: Workload) -> RuntimeConfig:
     path: Path = arguments.model
     if path.is_file() and path.name != "config.json":
         raise CommandError(f"--model {path}: expected a Hugging Face directory, or a file called config.json")
@@ -111,27 +94,21 @@ def _config(arguments: argparse.Namespace) -> RuntimeConfig:
         if arguments.backend != "native":
             raise CommandError(f"--{name.replace('_', '-')} {value}: is of --backend native; see --options")
         fields[name] = value
+    options = json_object("options", arguments.options)
+    if twice := sorted({*fields, "parallel"} & options.keys()):
+        raise CommandError(f"--options {arguments.options}: {twice[0]} has a flag of its own; use that")
     return RuntimeConfig(
         plugins=tuple(arguments.plugin),
         backend=arguments.backend,
         hf_path=str(path.parent if path.is_file() else path),
-        max_tokens_per_micro_batch=arguments.micro_batch_tokens or WORKLOAD.micro_batch_tokens,
-        backend_cfg={**_options(arguments.options, {*fields, "parallel"}), **fields, "parallel": given(arguments, SIZES)},
+        max_tokens_per_micro_batch=workload.micro_batch_tokens,
+        backend_cfg={**options, **fields, "parallel": given(arguments, SIZES)},
     )
 
 
-def _options(text: str, flags: set[str]) -> dict[str, Any]:
-    options = json_object("options", text)
-    twice = sorted(flags & options.keys())
-    if twice:
-        raise CommandError(f"--options {text}: {twice[0]} has a flag of its own; use that")
-    return options
-
-
 def _workload(arguments: argparse.Namespace) -> Workload:
-    names = ("sequence_length", "micro_batch_tokens", "num_micro_batches", "head", "sync_dtype", "byte_budget")
     offload = tuple(part for part in arguments.offload.split(",") if part)
     unknown = [part for part in offload if part not in PARTS]
     if unknown:
         raise CommandError(f"--offload {arguments.offload}: {unknown[0]!r} is none of {', '.join(PARTS)}")
-    return Workload(calculate_entropy=arguments.entropy, offload=offload, **given(arguments, names))
+    return Workload(calculate_entropy=arguments.entropy, offload=offload, **given(arguments, WORK))

@@ -34,10 +34,7 @@ FORMATS = (".png", ".svg", ".html")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "docs/schedules.md says what the schedules are, what they need and how the numbers are meant."
     parser.add_argument(
-        "--schedule",
-        choices=[*SCHEDULES, ALL],
-        metavar="NAME",
-        help=f"{', '.join(SCHEDULES)}; {ALL} compares",
+        "--schedule", choices=[*SCHEDULES, ALL], metavar="NAME", help=f"{', '.join(SCHEDULES)}; {ALL} compares"
     )
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline ranks")
     parser.add_argument("--microbatches", type=int, metavar="N", help="of a step, on each data-parallel rank")
@@ -70,7 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
         CommandError: a value that makes no sense, what the schedule cannot do, or a picture that cannot be written.
     """
     if arguments.draw is not None:
-        _check_drawing(arguments)
+        if arguments.schedule == ALL:
+            raise CommandError(f"--draw {arguments.draw}: draws one schedule; name it with --schedule")
+        if arguments.draw.suffix not in FORMATS:
+            raise CommandError(f"--draw {arguments.draw}: expected a file name that ends in {', '.join(FORMATS)}")
+        check_output("draw", arguments.draw)
     if arguments.from_trace is not None:
         return _show_trace(arguments)
     missing = [flag for flag in REQUIRED if getattr(arguments, flag) is None]
@@ -90,10 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     schedule, timeline = _simulated(arguments.schedule, arguments, costs)
     facts = schedule_facts(schedule, timeline, costs, arguments.comm)
     text = schedule_text(schedule, timeline, facts)
-    if arguments.draw is not None:
-        _write(arguments.draw, draw_schedule(schedule, timeline, schedule_summary(facts)), schedule, text)
-    print(json.dumps(facts, indent=1) if arguments.json else text)
-    return 0
+    return _show(arguments, facts, text, schedule, draw_schedule(schedule, timeline, schedule_summary(facts)))
 
 
 def _show_trace(arguments: argparse.Namespace) -> int:
@@ -104,11 +102,7 @@ def _show_trace(arguments: argparse.Namespace) -> int:
     if arguments.forward_only:
         raise CommandError("--forward-only: --from-trace shows training passes; leave it out")
     found = _chosen_pass(arguments.from_trace, arguments.number)
-    text = pass_text(found)
-    if arguments.draw is not None:
-        _write(arguments.draw, draw_pass(found), found.schedule, text)
-    print(json.dumps(pass_facts(found), indent=1) if arguments.json else text)
-    return 0
+    return _show(arguments, pass_facts(found), pass_text(found), found.schedule, draw_pass(found))
 
 
 def _chosen_pass(run: Path, number: int | None) -> MeasuredPass:
@@ -175,23 +169,15 @@ def _costs(arguments: argparse.Namespace) -> tuple[float, float, float]:
     return forward, inputs, weights
 
 
-def _check_drawing(arguments: argparse.Namespace) -> None:
-    path: Path = arguments.draw
-    if arguments.schedule == ALL:
-        raise CommandError(f"--draw {path}: draws one schedule; name it with --schedule")
-    if path.suffix not in FORMATS:
-        raise CommandError(f"--draw {path}: expected a file name that ends in {', '.join(FORMATS)}")
-    check_output("draw", path)
-
-
-def _write(path: Path, picture: Picture, schedule: Schedule, text: str) -> None:
+def _show(arguments: argparse.Namespace, facts: dict[str, Any], text: str, schedule: Schedule, picture: Picture) -> int:
+    """Draws the picture where one is asked for, and prints the numbers."""
+    path: Path | None = arguments.draw
     try:
-        if path.suffix == ".png":
+        if path is not None and path.suffix == ".png":
             picture.save_png(path)
-        elif path.suffix == ".svg":
-            path.write_text(f"{picture.svg()}\n", encoding="utf-8")
-        else:
-            path.write_text(page(picture, schedule, text), encoding="utf-8")
+        elif path is not None:
+            drawn = f"{picture.svg()}\n" if path.suffix == ".svg" else page(picture, schedule, text)
+            path.write_text(drawn, encoding="utf-8")
     except ImportError:
         raise CommandError(
             f"--draw {path}: a PNG needs Pillow, which comes with the extras examples and vllm (pip install pillow); "
@@ -199,3 +185,5 @@ def _write(path: Path, picture: Picture, schedule: Schedule, text: str) -> None:
         ) from None
     except OSError as error:
         raise CommandError(f"--draw {path}: cannot be written: {error}") from None
+    print(json.dumps(facts, indent=1) if arguments.json else text)
+    return 0

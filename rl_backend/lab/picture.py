@@ -132,23 +132,19 @@ def log_axis(low: float, high: float, start: float, end: float) -> Axis:
 
 def grid_lines(axis: Axis, left: float, right: float) -> Html:
     """Horizontal lines at an axis's ticks, with labels."""
-    return join(
-        *(
-            join(
-                tag("line", class_="grid", x1=left, x2=right, y1=f"{axis.at(tick):.1f}", y2=f"{axis.at(tick):.1f}"),
-                tag("text", short(tick), x=left - 6, y=f"{axis.at(tick) + 3.5:.1f}", text_anchor="end"),
-            )
-            for tick in axis.ticks
-        )
-    )
+    parts = []
+    for tick in axis.ticks:
+        y = axis.at(tick)
+        parts.append(tag("line", class_="grid", x1=left, x2=right, y1=f"{y:.1f}", y2=f"{y:.1f}"))
+        parts.append(tag("text", short(tick), x=left - 6, y=f"{y + 3.5:.1f}", text_anchor="end"))
+    return join(*parts)
 
 
 def step_labels(axis: Axis, height: float) -> Html:
     """Labels of the steps below a chart."""
     labels = [tag("text", short(tick), x=f"{axis.at(tick):.1f}", y=height - 8, text_anchor="middle") for tick in axis.ticks]
-    return join(
-        *labels, tag("text", "step", x=min(axis.start, axis.at(axis.ticks[0]) - 12) - 6, y=height - 8, text_anchor="end")
-    )
+    title = min(axis.start, axis.at(axis.ticks[0]) - 12) - 6
+    return join(*labels, tag("text", "step", x=title, y=height - 8, text_anchor="end"))
 
 
 def path(coordinates: Sequence[tuple[float, float] | None]) -> str:
@@ -176,6 +172,11 @@ class Rectangle:
     fill: str
     tip: str | None = None
 
+    def svg(self) -> Html:
+        tip = None if self.tip is None else tag("title", self.tip)
+        place = {name: _number(getattr(self, name)) for name in ("x", "y", "width", "height")}
+        return tag("rect", tip, **place, fill=self.fill)
+
 
 @dataclass(frozen=True)
 class Text:
@@ -187,6 +188,19 @@ class Text:
     fill: str = "#1c2330"
     size: float = 12
     anchor: Anchor = "start"
+
+    def svg(self) -> Html:
+        return tag(
+            "text",
+            self.content,
+            x=_number(self.x),
+            # Half of a digit's height below the middle; not every program knows dominant-baseline.
+            y=_number(self.y + 0.36 * self.size),
+            fill=self.fill,
+            font_size=_number(self.size),
+            text_anchor=self.anchor,
+            pointer_events="none",
+        )
 
 
 @dataclass(frozen=True)
@@ -200,15 +214,16 @@ class Picture:
 
     def svg(self) -> Html:
         """An SVG element that also stands alone in a file."""
+        width, height = _number(self.width), _number(self.height)
         return tag(
             "svg",
             tag("title", self.title),
-            tag("rect", width=_number(self.width), height=_number(self.height), fill="#ffffff"),
-            *(_element(shape) for shape in self.shapes),
+            tag("rect", width=width, height=height, fill="#ffffff"),
+            *(shape.svg() for shape in self.shapes),
             xmlns="http://www.w3.org/2000/svg",
-            width=_number(self.width),
-            height=_number(self.height),
-            viewBox=f"0 0 {_number(self.width)} {_number(self.height)}",
+            width=width,
+            height=height,
+            viewBox=f"0 0 {width} {height}",
             font_family="system-ui, 'DejaVu Sans', sans-serif",
             role="img",
         )
@@ -244,30 +259,6 @@ def _visible(found: re.Match[str]) -> str:
 def _round_step(rough: float, factors: tuple[float, ...]) -> float:
     power = 10.0 ** math.floor(math.log10(rough))
     return next(factor * power for factor in factors if factor * power >= rough * (1 - 1e-9))
-
-
-def _element(shape: Rectangle | Text) -> Html:
-    if isinstance(shape, Text):
-        return tag(
-            "text",
-            shape.content,
-            x=_number(shape.x),
-            # Half of a digit's height below the middle; not every program knows dominant-baseline.
-            y=_number(shape.y + 0.36 * shape.size),
-            fill=shape.fill,
-            font_size=_number(shape.size),
-            text_anchor=shape.anchor,
-            pointer_events="none",
-        )
-    return tag(
-        "rect",
-        tag("title", shape.tip) if shape.tip is not None else None,
-        x=_number(shape.x),
-        y=_number(shape.y),
-        width=_number(shape.width),
-        height=_number(shape.height),
-        fill=shape.fill,
-    )
 
 
 def _number(value: float) -> str:

@@ -72,7 +72,9 @@ def schedule_text(schedule: Schedule, timeline: Timeline, facts: dict[str, Any])
         start, end = spans[0].start, spans[-1].end
         stages = ", ".join(map(str, schedule.stages_of(rank)))
         idle = f"{max(0.0, 1 - busy / (end - start)):.1%}"
-        peak = _peak(schedule, timeline.peak_activations[rank])
+        peak = f"{timeline.peak_activations[rank]:>16}"
+        if schedule.stages_per_rank > 1:
+            peak += f" = {short(timeline.peak_activations[rank] / schedule.stages_per_rank)} micro-batches"
         rows.append((str(rank), stages, short(start), short(end), idle, peak))
     return "\n".join([*lines, *table("{:>4}  {:10}  {:>7}  {:>8}  {:>11}  {}", rows)])
 
@@ -96,10 +98,7 @@ def schedule_summary(facts: dict[str, Any]) -> str:
     """Makespan and bubbles in one line."""
     costs = facts["costs"]
     times = f"F {short(costs['forward'])}, B {short(costs['backward_input'])}, W {short(costs['backward_weight'])}"
-    return (
-        f"makespan {short(facts['makespan'])} for {times}, transfer {short(costs['comm'])}; "
-        f"bubble {facts['bubble_makespan']:.1%} of the step, {facts['bubble_span']:.1%} inside a rank"
-    )
+    return f"makespan {short(facts['makespan'])} for {times}, transfer {short(costs['comm'])}; {_bubbles(facts)}"
 
 
 def pass_facts(found: MeasuredPass) -> dict[str, Any]:
@@ -138,21 +137,13 @@ def pass_text(found: MeasuredPass) -> str:
     return "\n".join([*lines, *table("{:22}{:>12}{:>12}", rows)])
 
 
-def pass_summary(facts: Mapping[str, Any]) -> str:
-    """Makespan and bubbles of one side in one line."""
-    return (
-        f"makespan {short(facts['makespan'])} s; bubble {facts['bubble_makespan']:.1%} of the step, "
-        f"{facts['bubble_span']:.1%} inside a rank"
-    )
+def _bubbles(facts: Mapping[str, Any]) -> str:
+    return f"bubble {facts['bubble_makespan']:.1%} of the step, {facts['bubble_span']:.1%} inside a rank"
 
 
 def _times(timeline: Timeline) -> dict[str, float]:
     """For JSON."""
-    return {
-        "makespan": timeline.makespan,
-        "bubble_makespan": timeline.bubble_makespan,
-        "bubble_span": timeline.bubble_span,
-    }
+    return {name: getattr(timeline, name) for name in ("makespan", "bubble_makespan", "bubble_span")}
 
 
 def draw_schedule(schedule: Schedule, timeline: Timeline, facts: str, *, until: float | None = None) -> Picture:
@@ -189,26 +180,28 @@ def draw_schedule(schedule: Schedule, timeline: Timeline, facts: str, *, until: 
 def draw_pass(found: MeasuredPass) -> Picture:
     """Both timelines, one below the other, on one scale."""
     longest = max(found.measured.makespan, found.predicted.makespan)
+    sides = (("measured, in seconds", found.measured), ("predicted from its mean times", found.predicted))
     pictures = [
-        draw_schedule(found.schedule, timeline, f"{name}: {pass_summary(facts)}", until=longest)
-        for name, timeline, facts in (
-            ("measured, in seconds", found.measured, _times(found.measured)),
-            ("predicted from its mean times", found.predicted, _times(found.predicted)),
+        draw_schedule(
+            found.schedule,
+            timeline,
+            f"{name}: makespan {short(timeline.makespan)} s; {_bubbles(_times(timeline))}",
+            until=longest,
         )
+        for name, timeline in sides
     ]
-    return _below_each_other(pictures)
+    shapes: list[Rectangle | Text] = []
+    top = 0.0
+    for picture in pictures:
+        shapes += [replace(shape, y=shape.y + top) for shape in picture.shapes]
+        top += picture.height
+    return Picture(pictures[0].width, top, pictures[0].title, shapes)
 
 
 def page(picture: Picture, schedule: Schedule, text: str) -> str:
     """The picture above its numbers, as HTML."""
     title = f"{schedule.name}, {schedule.pp_size} ranks, {schedule.num_micro_batches} micro-batches"
     return document(title, Html(STYLE), tag("div", picture.svg()), tag("pre", text))
-
-
-def _peak(schedule: Schedule, peak: int) -> str:
-    if schedule.stages_per_rank == 1:
-        return f"{peak:>16}"
-    return f"{peak:>16} = {short(peak / schedule.stages_per_rank)} micro-batches"
 
 
 def _box(span: Span, first_stage: int, top: float, scale: float) -> Iterator[Rectangle | Text]:
@@ -263,12 +256,3 @@ def _legend(schedule: Schedule) -> Iterator[Rectangle | Text]:
     if not schedule.forward_only:
         yield Rectangle(x, LEGEND - 2, 10, 7, STRIP_FILL)
         yield Text(x + 14, LEGEND, "activations held", size=11, fill=QUIET)
-
-
-def _below_each_other(pictures: Sequence[Picture]) -> Picture:
-    shapes = []
-    top = 0.0
-    for picture in pictures:
-        shapes += [replace(shape, y=shape.y + top) for shape in picture.shapes]
-        top += picture.height
-    return Picture(max(picture.width for picture in pictures), top, pictures[0].title, shapes)

@@ -66,9 +66,13 @@ def table(columns: str, rows: Iterable[Sequence[object]]) -> list[str]:
     return [columns.format(*row) for row in rows]
 
 
-def finite(value: float) -> float | None:
-    """``value``, or None where JSON has no number for it."""
-    return value if math.isfinite(value) else None
+def finite(value: Any) -> Any:
+    """``value`` with None for the numbers in it that JSON has no form for."""
+    if isinstance(value, Mapping):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def json_text(value: Any, *, indent: int | None = None, ensure_ascii: bool = True) -> str:

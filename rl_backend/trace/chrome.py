@@ -46,31 +46,18 @@ class ChromeTraceWriter:
         self, pid: int, tid: int, name: str, category: str, start: float, duration: float, arguments: Mapping[str, Any]
     ) -> None:
         """A span of time."""
-        self._write(
-            {
-                "name": name,
-                "cat": category,
-                "ph": "X",
-                "ts": round(start, 3),
-                "dur": round(duration, 3),
-                "pid": pid,
-                "tid": tid,
-                "args": dict(arguments),
-            }
-        )
+        self._event("X", name, category, (pid, tid, start), dur=round(duration, 3), args=dict(arguments))
 
     def instant(self, pid: int, name: str, category: str, when: float, arguments: Mapping[str, Any]) -> None:
         """A moment, drawn across its process."""
-        fields = {"name": name, "cat": category, "ph": "i", "s": "p", "ts": round(when, 3), "pid": pid, "tid": 0}
-        self._write({**fields, "args": dict(arguments)})
+        self._event("i", name, category, (pid, 0, when), s="p", args=dict(arguments))
 
     def arrow(
         self, number: int, name: str, category: str, start: tuple[int, int, float], end: tuple[int, int, float]
     ) -> None:
         """An arrow from the span at (pid, tid, time) ``start`` to the one at ``end``; ``number`` is its own."""
-        for phase, (pid, tid, when) in (("s", start), ("f", end)):
-            fields = {"name": name, "cat": category, "ph": phase, "id": number, "ts": round(when, 3), "pid": pid, "tid": tid}
-            self._write({**fields, "bp": "e"} if phase == "f" else fields)
+        self._event("s", name, category, start, id=number)
+        self._event("f", name, category, end, id=number, bp="e")
 
     def flush(self) -> None:
         """Hands everything to the operating system."""
@@ -82,13 +69,16 @@ class ChromeTraceWriter:
             return
         if self._unwritten:
             self._left = 4096
-            fields = {"name": "trace full", "cat": "trace", "ph": "i", "s": "g", "ts": 0, "pid": 0, "tid": 0}
-            self._write({**fields, "args": {"events_not_written": self._unwritten}})
+            self._event("i", "trace full", "trace", (0, 0, 0.0), s="g", args={"events_not_written": self._unwritten})
         self._file.write("\n]\n" if self._separator == ",\n" else "[]\n")
         self._file.close()
 
     def _metadata(self, name: str, pid: int, arguments: Mapping[str, Any], tid: int = 0) -> None:
         self._write({"name": name, "ph": "M", "pid": pid, "tid": tid, "args": dict(arguments)})
+
+    def _event(self, phase: str, name: str, category: str, at: tuple[int, int, float], **fields: Any) -> None:
+        pid, tid, when = at
+        self._write({"name": name, "cat": category, "ph": phase, "ts": round(when, 3), "pid": pid, "tid": tid, **fields})
 
     def _write(self, event: Mapping[str, Any]) -> None:
         # Strict JSON: a viewer refuses a bare NaN.

@@ -13,7 +13,7 @@ import pytest
 
 from rl_backend.contracts import ParityError
 from rl_backend.lab.parity import ParityConfig, ParitySide
-from rl_backend.lab.parity.processes import run_ranks
+from rl_backend.lab.parity.run import run_ranks
 from tests.support.faulty_runtime import Fault
 from tests.support.moe import write_moe
 

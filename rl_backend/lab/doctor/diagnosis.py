@@ -1,18 +1,35 @@
-"""The diagnosis: problems, remarks and capabilities that follow from the facts."""
+"""The diagnosis: problems, remarks and capabilities that follow from the facts, as JSON and as text."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rl_backend.lab.doctor.machine import Machine, read_machine
-from rl_backend.lab.doctor.packages import BRIDGE, VERL, Package, foreign_packages, read_packages
-from rl_backend.lab.doctor.probes import MegatronProbe, RayProbe, TorchProbe, VerlProbe, ray_authentication
+from rl_backend.lab.doctor.machine import (
+    BRIDGE,
+    VERL,
+    Machine,
+    Package,
+    foreign_packages,
+    outside_supported_range,
+    read_machine,
+    read_packages,
+)
+from rl_backend.lab.doctor.probes import (
+    VENDOR_VARIABLE,
+    VENDORS,
+    MegatronProbe,
+    RayProbe,
+    TorchProbe,
+    VerlProbe,
+    ray_authentication,
+)
+from rl_backend.lab.text import count, table
 
 DEMO_MEMORY_GIB = 8.0
 DEMO_SHARED_MEMORY_GIB = 1.0
+_TARGET = "adapters.verl.engine_config.RLBackendEngineConfig"
 
 
 @dataclass(frozen=True)
@@ -29,7 +46,11 @@ class Facts:
 
     def installed(self, name: str) -> str | None:
         """The version of a tested package."""
-        return installed(self.packages, name)
+        return next(package.installed for package in self.packages if package.tested.name == name)
+
+    @property
+    def missing_for_bridge(self) -> list[str]:
+        return [name for name in ("megatron-core", "megatron-bridge") if self.installed(name) is None]
 
     @property
     def trains(self) -> bool:
@@ -68,30 +89,18 @@ def examine(*, trials: bool, verl: bool = False) -> Report:
         trials: whether to start a local Ray cluster and to import Megatron, where they are installed.
         verl: whether to ask verl's registry of engines.
     """
-    packages = read_packages()
-    has_ray = installed(packages, "ray") is not None
-    return judge(
-        Facts(
-            read_machine(),
-            packages,
-            TorchProbe.run(),
-            RayProbe.run() if trials and has_ray else None,
-            MegatronProbe.run() if trials and not _missing_for_bridge(packages) else None,
-            ray_authentication() if has_ray else None,
-            VerlProbe.run() if verl else None,
-        )
-    )
+    facts = Facts(read_machine(), read_packages(), TorchProbe.run())
+    if facts.installed("ray") is not None:
+        facts = replace(facts, ray=RayProbe.run() if trials else None, ray_authentication=ray_authentication())
+    if trials and not facts.missing_for_bridge:
+        facts = replace(facts, megatron=MegatronProbe.run())
+    return judge(replace(facts, verl=VerlProbe.run()) if verl else facts)
 
 
 def judge(facts: Facts) -> Report:
     """What follows from these facts."""
     problems, remarks = _problems_and_remarks(facts)
     return Report(tuple(problems), tuple(remarks), tuple(_capabilities(facts)), facts)
-
-
-def installed(packages: tuple[Package, ...], name: str) -> str | None:
-    """The version of one of ``packages``."""
-    return next(package.installed for package in packages if package.tested.name == name)
 
 
 def _problems_and_remarks(facts: Facts) -> tuple[list[str], list[str]]:
@@ -104,7 +113,7 @@ def _problems_and_remarks(facts: Facts) -> tuple[list[str], list[str]]:
         if package.installed is None:
             if tested.need == "required":
                 problems.append(f"{tested.name} is missing ({tested.purpose}): {tested.install}")
-        elif supported := _outside_supported_range(tested.name, package.installed):
+        elif supported := outside_supported_range(tested.name, package.installed):
             problems.append(
                 f"{tested.name} {package.installed} is outside the supported range {supported}: "
                 f"pip install '{tested.name}=={tested.version}'"
@@ -187,35 +196,96 @@ def _demo(facts: Facts) -> tuple[bool, str]:
 def _bridge(facts: Facts) -> tuple[bool, str]:
     if not facts.trains:
         return False, "training does not work"
-    if missing := _missing_for_bridge(facts.packages):
-        return False, f"{' and '.join(missing)} missing: {BRIDGE}"
+    if facts.missing_for_bridge:
+        return False, f"{' and '.join(facts.missing_for_bridge)} missing: {BRIDGE}"
     if facts.megatron is None:
         return True, "installed, not tried"
     if facts.megatron.error is not None:
         return False, facts.megatron.error
-    if not facts.torch.devices:
-        return True, "on CPU, with Megatron's own layers"
-    if facts.megatron.transformer_engine is None:
-        return True, "on the GPU, with Megatron's own layers"
-    return True, f"on the GPU, with Transformer Engine {facts.megatron.transformer_engine}"
+    version = facts.megatron.transformer_engine if facts.torch.devices else None
+    layers = "Megatron's own layers" if version is None else f"Transformer Engine {version}"
+    return True, f"{'on the GPU' if facts.torch.devices else 'on CPU'}, with {layers}"
 
 
-def _missing_for_bridge(packages: tuple[Package, ...]) -> list[str]:
-    return [name for name in ("megatron-core", "megatron-bridge") if installed(packages, name) is None]
+def as_text(report: Report) -> str:
+    """The verdict, then a section for each kind of fact that there is."""
+    width = max(len(capability.name) for capability in report.capabilities)
+    capabilities = [(("no", "yes")[each.available], each.name, each.reason) for each in report.capabilities]
+    packages = report.facts.packages
+    missing = [package for package in packages if package.installed is None and package.tested.need != "required"]
+    installed = [
+        (
+            package.distribution,
+            package.installed,
+            "tested" if package.is_tested else f"not tested; {package.tested.version} is",
+        )
+        for package in packages
+        if package.installed is not None
+    ]
+    sections: dict[str, Sequence[str]] = {
+        "Broken, to be repaired first": report.problems,
+        "What this machine can run": table(f"{{:3}}  {{:{width}}}  {{}}", capabilities),
+        "Not installed": [f"{p.tested.name}: for {p.tested.purpose}. {p.tested.install}" for p in missing],
+        "Worth knowing": report.remarks,
+        "verl": verl_lines(report.facts.verl) if report.facts.verl is not None else (),
+        "Machine": _machine_lines(report.facts),
+        "Packages": table("{:14}  {:12}  {}", installed),
+    }
+    texts = ["\n".join([f"\n{title}", *(f"  {line}" for line in lines)]) for title, lines in sections.items() if lines]
+    return "\n".join([verdict(report), *texts])
 
 
-def _outside_supported_range(name: str, version: str) -> str | None:
-    """The range that rl-backend declares for a package, if ``version`` is outside; None also when it is not installed."""
-    if importlib.util.find_spec("packaging") is None:
-        return None
-    from packaging.requirements import Requirement
+def verdict(report: Report) -> str:
+    """One line: whether something is broken and what works."""
+    if report.problems:
+        return f"Something is broken: {count(len(report.problems), 'problem')}, listed below with what to do."
+    available = {capability.name for capability in report.capabilities if capability.available}
+    where = "on the GPU" if "native training on a GPU" in available else "on CPU"
+    if any(name.startswith("GRPO") for name in available):
+        return f"All is well: this machine trains and runs GRPO with Ray and vLLM {where}."
+    if "native training on CPU" in available:
+        return f"Training works {where}. GRPO with Ray and vLLM does not run here; the reason stands below."
+    return "This machine cannot train; the reasons stand below."
 
-    try:
-        declared = importlib.metadata.requires("rl-backend") or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    for requirement in map(Requirement, declared):
-        applies = requirement.marker is None or requirement.marker.evaluate({"extra": "ray"})
-        if applies and requirement.name == name and not requirement.specifier.contains(version, prereleases=True):
-            return str(requirement.specifier)
-    return None
+
+def verl_lines(probe: VerlProbe) -> list[str]:
+    """The section on verl."""
+    if probe.error is not None:
+        return [f"does not import: {probe.error}"]
+    return [
+        f"version        {probe.version}, on the device {probe.device}",
+        f"entry point    {probe.entry_point}",
+        f"_target_={_TARGET}: {probe.override_error or "rl_backend's engine"}",
+        *(f"{model:15}{_engine(probe, engine)}" for model, engine in (probe.engines or {}).items()),
+    ]
+
+
+def _engine(probe: VerlProbe, engine: str) -> str:
+    asked = probe.verl_engine_vendor
+    vendor = f"with {VENDOR_VARIABLE}={asked}" if asked else f"without {VENDOR_VARIABLE}"
+    if engine in VENDORS.values():
+        return f"rl_backend's, backend {engine}, {vendor}"
+    choice = "" if asked in VENDORS else f"; {' or '.join(VENDORS)} chooses rl_backend's"
+    return f"{"verl's own" if engine == 'of verl' else engine} {vendor}{choice}"
+
+
+def _machine_lines(facts: Facts) -> list[str]:
+    machine = facts.machine
+    shared = "none" if machine.shared_memory_gib is None else f"{machine.shared_memory_gib:.1f} GiB free"
+    lines = [
+        f"Python         {machine.python} ({machine.executable})",
+        f"system         {machine.system} {machine.architecture}",
+        f"cores          {machine.cores:g} ({', '.join(machine.cpu_features) or 'features unknown'})",
+        f"memory         {machine.memory_gib:.1f} GiB, {machine.free_memory_gib:.1f} GiB free",
+        f"/dev/shm       {shared}",
+        f"disk           {machine.free_disk_gib:.1f} GiB free here",
+        f"C++ compiler   {machine.compiler or 'none: torch.compile, which vLLM uses, needs one (apt install g++)'}",
+    ]
+    lines += [f"GPU            {gpu.name}, {gpu.memory_gib:.0f} GiB" for gpu in machine.gpus] or ["GPU            none"]
+    if machine.gpus:
+        lines.append(f"NVIDIA driver  {machine.driver}")
+    if facts.ray is not None:
+        lines.append(f"Ray            {'starts and runs a task' if facts.ray.error is None else facts.ray.error}")
+    if facts.ray_authentication is not None:
+        lines.append(f"Ray tokens     {facts.ray_authentication}")
+    return lines

@@ -32,11 +32,19 @@ class Probe:
     @classmethod
     def run(cls) -> Self:
         """Runs the script in a new Python; its argument is a folder that is removed afterwards."""
+        environment = {"RAY_USAGE_STATS_ENABLED": "0", **os.environ}
         with tempfile.TemporaryDirectory(prefix="probe-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-            output, error = _run([sys.executable, "-W", "ignore", "-c", cls.SCRIPT, folder], cls.SECONDS)
-        if error is not None:
-            return cls(error)
-        found = json.loads(output.splitlines()[-1])
+            command = [sys.executable, "-W", "ignore", "-c", cls.SCRIPT, folder]
+            try:
+                result = subprocess.run(
+                    command, capture_output=True, text=True, check=False, timeout=cls.SECONDS, env=environment
+                )
+            except subprocess.TimeoutExpired:
+                return cls(f"no answer within {cls.SECONDS:.0f} s")
+        if result.returncode != 0:
+            said = [line for line in (result.stderr or result.stdout).splitlines() if line.strip()]
+            return cls(said[-1].strip()[:300] if said else f"the process ended with status {result.returncode}")
+        found = json.loads(result.stdout.splitlines()[-1])
         fields: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in found.items()}
         return cls(**fields)
 
@@ -187,16 +195,3 @@ def ray_authentication() -> str:
     if mode is None:
         return f"RAY_AUTH_MODE is not set, {held}; Ray decides: a new local cluster makes a token and asks for it"
     return f"RAY_AUTH_MODE={mode}, {held}"
-
-
-def _run(command: list[str], seconds: float) -> tuple[str, str | None]:
-    """Runs a command. Returns its standard output, and what went wrong in one line or None."""
-    environment = {"RAY_USAGE_STATS_ENABLED": "0", **os.environ}
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds, env=environment)
-    except subprocess.TimeoutExpired:
-        return "", f"no answer within {seconds:.0f} s"
-    if result.returncode == 0:
-        return result.stdout, None
-    lines = [line for line in (result.stderr or result.stdout).splitlines() if line.strip()]
-    return "", lines[-1].strip()[:300] if lines else f"the process ended with status {result.returncode}"

@@ -110,7 +110,10 @@ def compare(
     loaded = _tensors(reference.loaded_weights, candidate.loaded_weights, tolerances.loaded_weights)
     log_probs = tensor_difference("", reference.log_probs, candidate.log_probs, tolerances.log_probs)
     # Backward computes the last layer first.
-    gradients = _tensors(reference.gradients, candidate.gradients, tolerances.gradients, _gradient_floor(reference))[::-1]
+    floor = GRADIENT_FLOOR * math.sqrt(sum(two_norm(gradient) ** 2 for gradient in reference.gradients.values()))
+    gradients = _tensors(reference.gradients, candidate.gradients, tolerances.gradients, floor)[::-1]
+    names = {**candidate.weights, **reference.weights}
+    weights = [_weight(name, reference, candidate, tolerances, floor) for name in names]
     stages = (
         _result("loaded weights", tolerances.loaded_weights, loaded),
         _activations(reference, candidate, tolerances.activations, required_modules),
@@ -118,7 +121,7 @@ def compare(
         _result("loss", tolerances.loss, [steps[0].loss_difference]),
         _result("gradient", tolerances.gradients, gradients),
         _result("grad norm", tolerances.grad_norm, [steps[0].grad_norm_difference]),
-        _weights(reference, candidate, tolerances),
+        _result("weights", tolerances.weights, weights),
     )
     return Comparison(stages, steps, _first_divergence(stages, steps))
 
@@ -150,17 +153,6 @@ def _tensors(
     """Those of either side, in the candidate's order."""
     names = {**candidate, **reference}
     return [tensor_difference(name, reference.get(name), candidate.get(name), tolerance, least_scale) for name in names]
-
-
-def _gradient_floor(reference: SideRecord) -> float:
-    return GRADIENT_FLOOR * math.sqrt(sum(two_norm(gradient) ** 2 for gradient in reference.gradients.values()))
-
-
-def _weights(reference: SideRecord, candidate: SideRecord, tolerances: Tolerances) -> StageResult:
-    names = {**candidate.weights, **reference.weights}
-    least = _gradient_floor(reference)
-    differences = [_weight(name, reference, candidate, tolerances, least) for name in names]
-    return _result("weights", tolerances.weights, differences)
 
 
 def _weight(
@@ -206,11 +198,8 @@ def _first_divergence(stages: Sequence[StageResult], steps: Sequence[StepCompari
         if result.first_over is not None:
             return Divergence(result.stage, 0, result.first_over)
     for step in steps[1:]:
-        numbers: tuple[tuple[Stage, Difference], ...] = (
-            ("loss", step.loss_difference),
-            ("grad norm", step.grad_norm_difference),
-        )
-        for stage, difference in numbers:
-            if difference.over:
-                return Divergence(stage, step.step, difference)
+        if step.loss_difference.over:
+            return Divergence("loss", step.step, step.loss_difference)
+        if step.grad_norm_difference.over:
+            return Divergence("grad norm", step.step, step.grad_norm_difference)
     return None

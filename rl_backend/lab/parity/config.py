@@ -27,6 +27,7 @@ TRANSFORMERS = "transformers"
 type DType = Literal["float32", "bfloat16"]
 type SideName = Literal["reference", "candidate"]
 
+SIDES: tuple[SideName, ...] = ("reference", "candidate")
 
 _NO_OPTIONS = {
     "parallel": "the layout is ParitySide.parallel (--tp, --pp and so on)",
@@ -56,8 +57,7 @@ class ParitySide(BaseConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.runtime == TRANSFORMERS:
-            sizes = {**self.parallel.model_dump(), "dp": self.data_parallel_size}
-            for name, size in sizes.items():
+            for name, size in self.sizes.items():
                 if size != 1:
                     raise ConfigError.of(name, size, "transformers runs on one rank; leave it at 1")
             unknown = sorted(set(self.options) - {"attn_implementation"})
@@ -83,10 +83,9 @@ class ParitySide(BaseConfig):
         return self.parallel.model_parallel_size * self.data_parallel_size
 
     @property
-    def layout(self) -> str:
-        """In words, for example ``tp=2 dp=2``; empty on one rank."""
-        sizes = {**self.parallel.model_dump(), "dp": self.data_parallel_size}
-        return " ".join(f"{name}={size}" for name, size in sizes.items() if size != 1)
+    def sizes(self) -> dict[str, int]:
+        """Of all dimensions of its layout."""
+        return {**self.parallel.model_dump(), "dp": self.data_parallel_size}
 
 
 class ParityConfig(BaseConfig):
@@ -132,8 +131,8 @@ class ParityConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for name in ("reference", "candidate"):
-            side: ParitySide = getattr(self, name)
+        for name in SIDES:
+            side = self.side(name)
             needed = side.data_parallel_size * self.num_micro_batches
             if self.num_sequences < needed:
                 raise ConfigError.of(
@@ -142,19 +141,16 @@ class ParityConfig(BaseConfig):
                     f"{self.num_micro_batches} micro-batches on each data-parallel rank of the {name} "
                     f"(dp={side.data_parallel_size}) need at least {needed}",
                 )
-            self._check_interleaving(name, side)
+            pp, vpp = side.parallel.pp, side.parallel.vpp
+            overrides = side.options.get("override_transformer_config")
+            own_groups = isinstance(overrides, dict) and "microbatch_group_size_per_vp_stage" in overrides
+            if side.runtime == "bridge" and vpp > 1 and not own_groups and self.num_micro_batches % pp:
+                raise ConfigError.of(
+                    "ParityConfig.num_micro_batches",
+                    self.num_micro_batches,
+                    f"Megatron's interleaved schedule of the {name} (pp={pp}, vpp={vpp}) takes a multiple of {pp}",
+                )
         return self
-
-    def _check_interleaving(self, name: str, side: ParitySide) -> None:
-        pp, vpp = side.parallel.pp, side.parallel.vpp
-        overrides = side.options.get("override_transformer_config")
-        own_groups = isinstance(overrides, dict) and "microbatch_group_size_per_vp_stage" in overrides
-        if side.runtime == "bridge" and vpp > 1 and not own_groups and self.num_micro_batches % pp:
-            raise ConfigError.of(
-                "ParityConfig.num_micro_batches",
-                self.num_micro_batches,
-                f"Megatron's interleaved schedule of the {name} (pp={pp}, vpp={vpp}) takes a multiple of {pp}",
-            )
 
     @property
     def optimizer(self) -> OptimizerConfig:

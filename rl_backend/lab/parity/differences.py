@@ -62,7 +62,7 @@ class Difference:
         name: empty where a stage has one.
         amount: infinite where one side is not finite, has another shape or is missing.
         tolerance: what it may be.
-        max_abs: largest difference of an element.
+        max_abs_difference: largest difference of an element.
         measure: what ``amount`` is: the 2-norm of the difference relative to the reference (or to a larger scale that the
             stage sets), or by how much all elements are larger or smaller together.
         missing_from: the side that does not have it; None when both do, ``both`` when there is nothing to compare.
@@ -71,7 +71,7 @@ class Difference:
     name: str
     amount: float
     tolerance: float
-    max_abs: float
+    max_abs_difference: float
     measure: Measure = "relative difference"
     missing_from: SideName | Literal["both"] | None = None
 
@@ -136,7 +136,7 @@ def activation_difference(name: str, reference: Tensor | None, candidate: Tensor
     ours = reference.double()
     factor = abs(float(((candidate.double() - ours) * ours).sum()))
     shared = Difference(
-        name, _ratio(factor, two_norm(ours) ** 2), COMMON_FACTOR_SHARE * tolerance, whole.max_abs, "common factor"
+        name, _ratio(factor, two_norm(ours) ** 2), COMMON_FACTOR_SHARE * tolerance, whole.max_abs_difference, "common factor"
     )
     return shared if shared.excess > whole.excess else whole
 

@@ -11,18 +11,17 @@ import sys
 import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_backend.algorithm import sft_loss
 from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.contracts import ConfigError, ModelHandle, PackedBatch, RLBackendError, UnsupportedError
+from rl_backend.contracts import ConfigError, PackedBatch, RLBackendError, UnsupportedError
 from rl_backend.data import pack_plan
 from rl_backend.lab.parity.config import TRANSFORMERS, ParityConfig, ParitySide, make_sequences, plan_batch
 from rl_backend.lab.parity.record import NamedTensors, RankRecord, package_versions
-from rl_backend.runtime import Runtime, create_runtime
+from rl_backend.runtime import create_runtime
 
 
 def main(config_file: str, side_name: str, output: str) -> int:
@@ -32,19 +31,16 @@ def main(config_file: str, side_name: str, output: str) -> int:
         torch.set_num_threads(config.threads)
         side = config.side("reference" if side_name == "reference" else "candidate")
         rank = int(os.environ.get("RANK", "0"))
-        record: RankRecord
         if side.runtime == TRANSFORMERS:
             from rl_backend.lab.parity.transformers_side import record_transformers
 
-            record = record_transformers(config, side)
+            record_transformers(config, side).save(Path(output))
         else:
-            record = record_runtime(config, side, rank)
-        record.save(Path(output))
+            record_runtime(config, side, rank).save(Path(output))
     except Exception as error:  # noqa: BLE001 - the process that started this one shows it
         known = isinstance(error, RLBackendError)
-        message = str(error) if known else f"{type(error).__name__}: {error}"
         details = {
-            "message": message,
+            "message": str(error) if known else f"{type(error).__name__}: {error}",
             "expected": known,
             "refused": isinstance(error, ConfigError | UnsupportedError),
             "traceback": traceback.format_exc(),
@@ -63,15 +59,8 @@ def record_runtime(config: ParityConfig, side: ParitySide, rank: int) -> RankRec
     handle = runtime.build_model()
     sequences = make_sequences(config, read_hf_config(config.model))
     share = pack_plan(sequences, plan_batch(config, handle.data_parallel_size))[handle.data_parallel_rank]
-    record = _train(runtime, handle, share, config.steps, keep=rank == 0)
-    runtime.close()
-    return record
-
-
-def _train(
-    runtime: Runtime[Any], handle: ModelHandle, share: Sequence[PackedBatch], steps: int, *, keep: bool
-) -> RankRecord:
     is_source = runtime.is_mp_src_rank_with_outputs(handle)
+    keep = rank == 0
     loaded = _on_host(runtime.export_weights(handle, dtype=torch.float32), keep=keep)
     activations = [
         sequence
@@ -81,7 +70,7 @@ def _train(
     losses, norms = [], []
     log_probs: Sequence[Tensor] = ()
     gradients, weights = {}, {}
-    for step in range(steps):
+    for step in range(config.steps):
         with runtime.train_mode(handle):
             runtime.zero_grad(handle)
             result = runtime.forward_backward(handle, share, sft_loss)
@@ -93,6 +82,7 @@ def _train(
         if step == 0:
             weights = _on_host(runtime.export_weights(handle, dtype=torch.float32), keep=keep)
         runtime.lr_scheduler_step(handle)
+    runtime.close()
     return RankRecord(
         data_parallel_rank=handle.data_parallel_rank,
         is_source=is_source,

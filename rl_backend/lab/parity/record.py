@@ -90,23 +90,6 @@ def merge_ranks(ranks: Sequence[RankRecord], plan: MicroBatchPlan) -> SideRecord
         raise RLBackendError(
             f"no rank has the outputs of the data-parallel ranks {absent}; is_mp_src_rank_with_outputs is wrong"
         )
-    _check_grad_norms(ranks)
-    shares = [sources[index] for index in range(plan.dp_size)]
-    activations = restore_order(plan, [share.activations for share in shares])
-    everywhere = [path for path in activations[0] if all(path in one for one in activations)]
-    return SideRecord(
-        activations={path: torch.cat([one[path] for one in activations]) for path in everywhere},
-        log_probs=torch.cat(restore_order(plan, [share.log_probs for share in shares])),
-        losses=[sum(losses) / plan.dp_size for losses in zip(*(share.losses for share in shares), strict=True)],
-        grad_norms=ranks[0].grad_norms,
-        loaded_weights=ranks[0].loaded_weights,
-        gradients=ranks[0].gradients,
-        weights=ranks[0].weights,
-        versions=ranks[0].versions,
-    )
-
-
-def _check_grad_norms(ranks: Sequence[RankRecord]) -> None:
     for index, rank in enumerate(ranks):
         for step, (norm, first) in enumerate(zip(rank.grad_norms, ranks[0].grad_norms, strict=True)):
             both_nan = math.isnan(norm) and math.isnan(first)
@@ -116,6 +99,16 @@ def _check_grad_norms(ranks: Sequence[RankRecord]) -> None:
                     rank=index,
                     step=step,
                 )
+    shares = [sources[index] for index in range(plan.dp_size)]
+    activations = restore_order(plan, [share.activations for share in shares])
+    everywhere = [path for path in activations[0] if all(path in one for one in activations)]
+    of_rank_0 = ("grad_norms", "loaded_weights", "gradients", "weights", "versions")
+    return SideRecord(
+        activations={path: torch.cat([one[path] for one in activations]) for path in everywhere},
+        log_probs=torch.cat(restore_order(plan, [share.log_probs for share in shares])),
+        losses=[sum(losses) / plan.dp_size for losses in zip(*(share.losses for share in shares), strict=True)],
+        **{name: getattr(ranks[0], name) for name in of_rank_0},
+    )
 
 
 def package_versions() -> dict[str, str]:

@@ -1,25 +1,62 @@
-"""A comparison from its configuration to its result."""
+"""A comparison from its configuration to its result: each rank of a side is a process."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from rl_backend.checkpoint.hf_reader import HFReader
-from rl_backend.contracts import ConfigError
+from rl_backend.contracts import ConfigError, ParityError
 from rl_backend.lab.parity.compare import Comparison, compare
-from rl_backend.lab.parity.config import TRANSFORMERS, ParityConfig, SideName, make_sequences, plan_batch
+from rl_backend.lab.parity.config import SIDES, TRANSFORMERS, ParityConfig, SideName, make_sequences, plan_batch
 from rl_backend.lab.parity.differences import Tolerances
-from rl_backend.lab.parity.processes import StartRank, run_ranks, start_rank
-from rl_backend.lab.parity.record import SideRecord, merge_ranks
+from rl_backend.lab.parity.record import RankRecord, SideRecord, merge_ranks
+from rl_backend.parallel.store import host_store, prefer_loopback, store_environment
 
-SIDES: tuple[SideName, ...] = ("reference", "candidate")
+GRACE_SECONDS = 5.0
+"""How long the other ranks of a side may take to report their own error after the first has failed."""
+
+_POLL_SECONDS = 0.05
+_LOG_LINES = 20
+_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", *store_environment(0))
+
+
+class RankProcess(Protocol):
+    """What a started rank must have of ``subprocess.Popen``."""
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def poll(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> object: ...
+
+
+type StartRank = Callable[[Sequence[str], Mapping[str, str], Path], RankProcess]
+"""(arguments of :mod:`rl_backend.lab.parity.rank`, environment, file for what it prints) -> the started process."""
+
+
+def start_rank(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> RankProcess:
+    """A new Python."""
+    command = [sys.executable, "-m", "rl_backend.lab.parity.rank", *arguments]
+    with log.open("wb") as stream:
+        return subprocess.Popen(
+            command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT
+        )
 
 
 @dataclass(frozen=True)
@@ -78,10 +115,111 @@ def record_side(
         start: starts the process of a rank.
 
     Raises:
-        ParityError: as :func:`~rl_backend.lab.parity.processes.run_ranks`.
+        ParityError: as :func:`run_ranks`.
     """
     ranks = run_ranks(config, name, device, folder, start)
     return merge_ranks(ranks, plan_batch(config, config.side(name).data_parallel_size))
+
+
+@dataclass(frozen=True)
+class _Rank:
+    index: int
+    process: RankProcess
+    output: Path
+    log: Path
+
+    @property
+    def error(self) -> Path:
+        return Path(f"{self.output}.error")
+
+    def last_lines(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+
+
+def run_ranks(
+    config: ParityConfig, name: SideName, device: str, folder: Path, start: StartRank = start_rank
+) -> list[RankRecord]:
+    """Runs one side, a process for each rank, and returns their records.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        folder: for files; must outlive the records.
+        start: starts the process of a rank.
+
+    Raises:
+        ParityError: a rank failed or died, or the side took longer than ``config.timeout``. No process is left. Its detail
+            ``refused`` is True where the runtime does not serve the model or the layout.
+    """
+    folder.mkdir()
+    config_file = folder / "config.json"
+    config_file.write_text(config.replace(device=device).model_dump_json())
+    world_size = config.side(name).world_size
+    # Served here for as long as the ranks live.
+    store = host_store(timedelta(seconds=config.timeout))
+    ranks: list[_Rank] = []
+    try:
+        for index in range(world_size):
+            environment = _environment(config, device, index, world_size, store.port)
+            output, log = folder / f"rank-{index}.pt", folder / f"rank-{index}.log"
+            ranks.append(_Rank(index, start([str(config_file), name, str(output)], environment, log), output, log))
+        _wait(ranks, f"the {name} {config.side(name).runtime!r}", config.timeout)
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+        for rank in ranks:
+            rank.process.wait()
+    return [RankRecord.load(rank.output) for rank in ranks]
+
+
+def _environment(config: ParityConfig, device: str, rank: int, world_size: int, port: int) -> dict[str, str]:
+    environment = {name: value for name, value in os.environ.items() if name not in _JOB}
+    environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        environment[name] = str(config.threads)
+    prefer_loopback(environment)
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    if world_size > 1:
+        environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        environment |= store_environment(port)
+    return environment
+
+
+def _wait(ranks: Sequence[_Rank], side: str, timeout: float) -> None:
+    """Returns when all ranks have succeeded; after a first failure the others have :data:`GRACE_SECONDS` to tell theirs."""
+    deadline = time.monotonic() + timeout
+    failed: list[_Rank] = []
+    while True:
+        running = [rank for rank in ranks if rank.process.poll() is None]
+        new = [rank for rank in ranks if rank.process.poll() and rank not in failed]
+        if new and not failed:
+            deadline = time.monotonic() + GRACE_SECONDS
+        failed += new
+        if not running or time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_SECONDS)
+    if failed:
+        raise _failure(failed, side)
+    if running:
+        raise ParityError(
+            f"{side} did not end within {timeout:g} s; ranks still running: {[rank.index for rank in running]}; raise "
+            f"--timeout, or see what they print:\n{running[0].last_lines()}"
+        )
+
+
+def _failure(failed: Sequence[_Rank], side: str) -> ParityError:
+    """The error that says most: one of ours, else of a rank that could say nothing, else the earliest."""
+    told = sorted((rank for rank in failed if rank.error.is_file()), key=lambda rank: rank.error.stat().st_mtime_ns)
+    errors = [(rank.index, json.loads(rank.error.read_text())) for rank in told]
+    for index, error in errors:
+        if error["expected"]:
+            return ParityError(f"{side} stopped: {error['message']}", rank=index, refused=error["refused"])
+    for rank in failed:
+        if rank not in told:
+            died = f"rank {rank.index} of {side} died with status {rank.process.returncode}"
+            return ParityError(f"{died}:\n{rank.last_lines()}", rank=rank.index)
+    index, error = errors[0]
+    return ParityError(f"rank {index} of {side} failed:\n{error['traceback']}", rank=index)
 
 
 def compare_sides(config: ParityConfig, reference: SideRecord, candidate: SideRecord, tolerances: Tolerances) -> Comparison:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
-from rl_backend.lab.parity.compare import Divergence, StageResult, StepComparison
-from rl_backend.lab.parity.config import ParitySide
-from rl_backend.lab.parity.differences import Difference
-from rl_backend.lab.parity.run import SIDES, ParityResult
+from rl_backend.lab.parity.compare import StageResult, StepComparison
+from rl_backend.lab.parity.config import SIDES
+from rl_backend.lab.parity.run import ParityResult
 from rl_backend.lab.text import count, finite, table
 
 LEAST_LR = 1e-5
@@ -24,9 +24,10 @@ def as_text(result: ParityResult) -> str:
         f"{config.model}: {config.dtype} on {result.device}, lr {config.lr:g}, {config.num_sequences} sequences of "
         f"{result.num_tokens} tokens in {config.num_micro_batches} micro-batches for each data-parallel rank"
     ]
-    for name, side in zip(SIDES, map(config.side, SIDES), strict=True):
-        words = (side.runtime, side.layout, f"({count(side.world_size, 'rank')})")
-        lines.append(f"  {name:9}  {' '.join(filter(None, words))}")
+    for name in SIDES:
+        side = config.side(name)
+        layout = (f"{dimension}={size}" for dimension, size in side.sizes.items() if size != 1)
+        lines.append(f"  {name:9}  {' '.join((side.runtime, *layout, f'({count(side.world_size, "rank")})'))}")
     stage_titles = ("step 0", "compared", "difference", "tolerance", "largest in")
     stages = table("  {:14}  {:>8}  {:>10}  {:>9}  {}", [stage_titles, *(_stage_row(stage) for stage in comparison.stages)])
     lines += ["", *(line.rstrip() for line in stages)]
@@ -55,24 +56,44 @@ def as_text(result: ParityResult) -> str:
 
 def as_json(result: ParityResult) -> dict[str, Any]:
     """What ``--json`` writes. Differences that are not finite are null."""
-    config, comparison = result.config, result.comparison
-    return {
-        "model": config.model,
-        "dtype": config.dtype,
-        "device": result.device,
-        "lr": config.lr,
-        "weight_decay": config.weight_decay,
-        "seed": config.seed,
-        "num_sequences": config.num_sequences,
-        "num_tokens": result.num_tokens,
-        "num_micro_batches": config.num_micro_batches,
-        **{name: {**_side(config.side(name)), "versions": result.versions[name]} for name in SIDES},
-        "max_loss_rel_diff": finite(comparison.max_loss_difference),
-        "max_grad_norm_rel_diff": finite(comparison.max_grad_norm_difference),
-        "loss_fall": finite(comparison.loss_fall),
-        "first_divergence": _divergence(comparison.first_divergence),
-        "stages": [_stage(stage) for stage in comparison.stages],
+    config, comparison, divergence = result.config, result.comparison, result.comparison.first_divergence
+    report = config.model_dump(
+        include={"model", "dtype", "lr", "weight_decay", "seed", "num_sequences", "num_micro_batches"}
+    )
+    report |= {"device": result.device, "num_tokens": result.num_tokens}
+    for name in SIDES:
+        side = config.side(name)
+        report[name] = {
+            "runtime": side.runtime,
+            "world_size": side.world_size,
+            "layout": side.sizes,
+            "options": side.options,
+            "versions": result.versions[name],
+        }
+    report |= {
+        "max_loss_rel_diff": comparison.max_loss_difference,
+        "max_grad_norm_rel_diff": comparison.max_grad_norm_difference,
+        "loss_fall": comparison.loss_fall,
+        "first_divergence": None,
+        "stages": [asdict(stage) for stage in comparison.stages],
         "steps": [_step(step) for step in comparison.steps],
+    }
+    if divergence is not None:
+        place = {"stage": divergence.stage, "step": divergence.step, "message": str(divergence)}
+        report["first_divergence"] = place | asdict(divergence.difference)
+    plain: dict[str, Any] = finite(report)
+    return plain
+
+
+def _step(step: StepComparison) -> dict[str, Any]:
+    numbers = [{"loss": loss, "grad_norm": norm} for loss, norm in zip(step.loss, step.grad_norm, strict=True)]
+    return {
+        "step": step.step,
+        **dict(zip(SIDES, numbers, strict=True)),
+        "loss_rel_diff": step.loss_difference.amount,
+        "grad_norm_rel_diff": step.grad_norm_difference.amount,
+        "loss_tolerance": step.loss_difference.tolerance,
+        "grad_norm_tolerance": step.grad_norm_difference.tolerance,
     }
 
 
@@ -97,52 +118,3 @@ def _step_row(step: StepComparison) -> tuple[str, ...]:
         cells += [f"{values[0]:.6f}", f"{values[1]:.6f}", f"{difference.amount:.1e}"]
         over += [name] if difference.over else []
     return (*cells, f"  <- {' and '.join(over)} over" if over else "")
-
-
-def _side(side: ParitySide) -> dict[str, Any]:
-    return {
-        "runtime": side.runtime,
-        "world_size": side.world_size,
-        "layout": {**side.parallel.model_dump(), "dp": side.data_parallel_size},
-        "options": side.options,
-    }
-
-
-def _stage(stage: StageResult) -> dict[str, Any]:
-    return {
-        "stage": stage.stage,
-        "compared": stage.compared,
-        "largest": _difference(stage.largest),
-        "first_over": None if stage.first_over is None else _difference(stage.first_over),
-        "not_compared": list(stage.not_compared),
-    }
-
-
-def _step(step: StepComparison) -> dict[str, Any]:
-    return {
-        "step": step.step,
-        "reference": {"loss": finite(step.loss[0]), "grad_norm": finite(step.grad_norm[0])},
-        "candidate": {"loss": finite(step.loss[1]), "grad_norm": finite(step.grad_norm[1])},
-        "loss_rel_diff": finite(step.loss_difference.amount),
-        "grad_norm_rel_diff": finite(step.grad_norm_difference.amount),
-        "loss_tolerance": step.loss_difference.tolerance,
-        "grad_norm_tolerance": step.grad_norm_difference.tolerance,
-    }
-
-
-def _divergence(divergence: Divergence | None) -> dict[str, Any] | None:
-    if divergence is None:
-        return None
-    place = {"stage": divergence.stage, "step": divergence.step}
-    return {**place, **_difference(divergence.difference), "message": str(divergence)}
-
-
-def _difference(difference: Difference) -> dict[str, Any]:
-    return {
-        "name": difference.name,
-        "measure": difference.measure,
-        "amount": finite(difference.amount),
-        "tolerance": difference.tolerance,
-        "max_abs_difference": finite(difference.max_abs),
-        "missing_from": difference.missing_from,
-    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -39,43 +39,40 @@ class StageMemory(NamedTuple):
     evaluation_peak: int
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A stage to measure.
-
-    Attributes:
-        module: on the meta device, in the dtype that it computes in, not sharded by FSDP.
-        hidden_size: of what the stage before puts out; None for the first stage.
-        splits_backward: into a pass for the inputs and one for the weights.
-    """
-
-    module: nn.Module
-    hidden_size: int | None
-    splits_backward: bool
-
-
-def measure_stage(stage: Stage, batch: PackedBatch, groups: ParallelGroups) -> StageMemory:
+def measure_stage(
+    module: nn.Module, batch: PackedBatch, groups: ParallelGroups, hidden_size: int | None, *, splits_backward: bool
+) -> StageMemory:
     """Runs ``batch``, which is on the CPU, forward and backward on this rank of ``groups``.
 
     A weight's gradient is dropped as soon as it is complete, as FSDP does that reduces it. Where experts choose tokens, all
     choose as many.
+
+    Args:
+        module: on the meta device, in the dtype that it computes in, not sharded by FSDP.
+        hidden_size: of what the stage before puts out; None for the first stage.
+        splits_backward: into a pass for the inputs and one for the weights.
     """
-    rank_batch = _on_meta(lay_out(batch, replace(groups, device=torch.device("cpu")), 1))
-    parameters = list(stage.module.parameters())
+    on_cpu = lay_out(batch, replace(groups, device=torch.device("cpu")), 1)
+    layout = on_cpu.layout
+    rank_batch = RankBatch(
+        tree_map_only(Tensor, lambda tensor: tensor.to(META), on_cpu.inputs),
+        None if layout is None else replace(layout, places=layout.places.to(META)),
+    )
+    parameters = list(module.parameters())
     hooks = [each.register_post_accumulate_grad_hook(_drop_gradient) for each in parameters if each.requires_grad]
     known = [*parameters, *(value for value in rank_batch.inputs if isinstance(value, Tensor))]
     try:
         with torch.no_grad(), LiveBytes(known) as live:
-            _forward(stage, rank_batch, groups, parameters[0].dtype)
+            _forward(module, hidden_size, rank_batch, groups)
             evaluation_peak = live.peak
         if not hooks:
             return StageMemory(0, 0, 0, 0, evaluation_peak)
         with LiveBytes(known) as live:
-            inputs, outputs = _forward(stage, rank_batch, groups, parameters[0].dtype)
+            inputs, outputs = _forward(module, hidden_size, rank_batch, groups)
             kept, forward_peak = live.live, live.peak
             live.reset_peak()
             put_off = 0
-            if stage.splits_backward:
+            if splits_backward:
                 with put_off_weight_gradients() as gradients:
                     torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
                 del inputs, outputs
@@ -90,26 +87,18 @@ def measure_stage(stage: Stage, batch: PackedBatch, groups: ParallelGroups) -> S
 
 
 def _forward(
-    stage: Stage, rank_batch: RankBatch, groups: ParallelGroups, dtype: torch.dtype
+    module: nn.Module, hidden_size: int | None, rank_batch: RankBatch, groups: ParallelGroups
 ) -> tuple[ModelInput, list[Tensor]]:
     """What the stage takes, and what a backward pass starts from."""
     inputs = rank_batch.inputs
-    if stage.hidden_size is not None:
+    if hidden_size is not None:
         rows = inputs.input_ids.shape[0] // groups.tp_group.size()
-        hidden = torch.empty(rows, stage.hidden_size, dtype=dtype, device=META)
+        hidden = torch.empty(rows, hidden_size, dtype=next(module.parameters()).dtype, device=META)
         inputs = inputs._replace(hidden=hidden.requires_grad_(torch.is_grad_enabled()))
-    output = stage.module(inputs)
+    output = module(inputs)
     if isinstance(output, Tensor):
         return inputs, [output]
     return inputs, [value for value in rank_batch.outputs(output, groups) if value is not None]
-
-
-def _on_meta(rank_batch: RankBatch) -> RankBatch:
-    layout = rank_batch.layout
-    return RankBatch(
-        tree_map_only(Tensor, lambda tensor: tensor.to(META), rank_batch.inputs),
-        None if layout is None else replace(layout, places=layout.places.to(META)),
-    )
 
 
 def _drop_gradient(parameter: Tensor) -> None:

@@ -1,19 +1,33 @@
-"""The memory of the bridge runtime: Megatron's buffers, and what its own layers keep, by arithmetic."""
+"""The memory of the bridge runtime, by arithmetic: Megatron's buffers, and what its own layers keep for backward passes.
+
+These are the layers that it has without Transformer Engine: nothing is fused, and the scores of attention are kept. The
+terms are the tensors that autograd saves in Megatron-Core 0.19, in the order of the computation.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
 from rl_backend.contracts import ConfigError, NativeConfig, PackedWeight, RuntimeConfig, UnsupportedError
-from rl_backend.lab.plan.activations import most_in_flight
-from rl_backend.lab.plan.megatron_layers import LocalLayers
+from rl_backend.lab.plan.activations import StageMemory, most_in_flight
 from rl_backend.lab.plan.memory import RankMemory, Workload
-from rl_backend.lab.plan.native import logits_chunk, rank_actions, rank_stages, whole_parameters
-from rl_backend.lab.plan.shards import ParameterSize, weights_to_sync
+from rl_backend.lab.plan.native import (
+    ParameterSize,
+    logits_chunk,
+    rank_actions,
+    rank_stages,
+    weights_to_sync,
+    whole_parameters,
+)
+from rl_backend.model.decoder import DecoderSpec
+from rl_backend.model.feedforward.moe import MoESpec
+from rl_backend.model.feedforward.swiglu import SwiGLUSpec
+from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.runtime.bridge_config import BridgeConfig
 from rl_backend.runtime.native.layout import ModelDescription, check_model_layout, describe_model
 
@@ -21,6 +35,9 @@ PARAMETER_ALIGNMENT = 64
 BUCKET_ALIGNMENT = 128
 """Elements. Megatron-Core 0.19, ``optimizer/param_layout.py``: where a parameter starts, and, as the least common multiple
 with the number of ranks, what the end of a bucket is a multiple of."""
+
+_FLOAT = torch.float32.itemsize
+_INT = torch.int64.itemsize
 
 COPIES_OF_EXPORTED = 4
 """A parameter of Megatron, its parts from other ranks, what is put together of them, and the tensor in another dtype."""
@@ -39,7 +56,13 @@ def bridge_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
     """
     options = config.options(BridgeConfig)
     _require_countable(options)
-    native = _as_native(options)
+    # The same layout, with Megatron's schedule.
+    native = NativeConfig(
+        parallel=options.parallel,
+        param_dtype=options.param_dtype,
+        activation_checkpointing="full" if options.recompute_granularity == "full" else "none",
+        log_prob_chunk_tokens=options.log_prob_chunk_tokens,
+    )
     model = describe_model(config.hf_path, native, workload.head)
     _check_layout(options, native, model)
     layers = LocalLayers(model.architecture, options, workload)
@@ -78,6 +101,134 @@ def bridge_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
     return found, sum(weight.nbytes for weight in weights)
 
 
+@dataclass(frozen=True)
+class LocalLayers:
+    """The layers of one rank.
+
+    Args:
+        architecture: of the model.
+        options: of the runtime.
+        workload: what a micro-batch is. Attention takes a row per sequence, padded to the longest.
+
+    Raises:
+        UnsupportedError: an architecture that is none of this package's, or blocks whose memory is not known here.
+    """
+
+    architecture: DecoderSpec
+    options: BridgeConfig
+    workload: Workload
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.architecture, DecoderSpec):
+            raise UnsupportedError(
+                f"{type(self.architecture).__name__}: a plan knows what Megatron's layers keep of this package's own "
+                "families only; plan with backend='native'"
+            )
+        blocks = {block for layer in self.architecture.layers for block in layer}
+        attentions = {replace(block, window=None) for block in blocks if isinstance(block, GQASpec)}
+        if len(attentions) != 1 or not all(isinstance(block, GQASpec | SwiGLUSpec | MoESpec) for block in blocks):
+            kinds = ", ".join(sorted({type(block).__name__ for block in blocks}))
+            raise UnsupportedError(
+                f"layers of {kinds}: a plan knows what Megatron keeps of one kind of grouped-query attention in all layers, "
+                "with dense blocks or mixtures of experts; plan with backend='native'"
+            )
+
+    @property
+    def _mixer(self) -> GQASpec:
+        """Of every layer: they differ in their windows alone, and scores are kept whole."""
+        mixer = self.architecture.layers[0].mixer
+        assert isinstance(mixer, GQASpec), "checked above"
+        return mixer
+
+    @property
+    def scores(self) -> int:
+        """Bytes of one layer's attention probabilities, float32."""
+        heads = self._mixer.num_heads // self.options.parallel.tp
+        return self._rows * heads * self._length**2 * _FLOAT
+
+    def stage(self, native: StageMemory, num_layers: int, *, last: bool) -> StageMemory:
+        """A stage of ``num_layers``, given what the native model's takes beside what it keeps."""
+        layer = self._layer()
+        kept = num_layers * (self._checkpoint() if self.options.recompute_granularity == "full" else layer)
+        kept += self._end() if last else 0
+        recomputed = layer if self.options.recompute_granularity == "full" else 0
+        return StageMemory(
+            kept=kept,
+            put_off=0,
+            forward_peak=kept + native.forward_peak - native.kept + self.scores,
+            backward_peak=kept + native.backward_peak - native.kept + 2 * self.scores + recomputed,
+            evaluation_peak=native.evaluation_peak + 2 * self.scores,
+        )
+
+    @property
+    def _itemsize(self) -> int:
+        return int(getattr(torch, self.options.param_dtype).itemsize)
+
+    @property
+    def _rows(self) -> int:
+        return -(-self.workload.micro_batch_tokens // self.workload.sequence_length)
+
+    @property
+    def _length(self) -> int:
+        """Of a row: sequence parallelism divides it."""
+        tp = self.options.parallel.tp
+        return -(-self.workload.sequence_length // tp) * tp
+
+    @property
+    def _tokens(self) -> int:
+        return self._rows * self._length
+
+    def _layer(self) -> int:
+        hidden = self._tokens // self.options.parallel.tp * self.architecture.hidden_size
+        # Two norms keep what they normalise, twice, in float32; two projections keep what they take.
+        norms = 4 * hidden * _FLOAT + 2 * hidden * self._itemsize + 2 * self._tokens // self.options.parallel.tp * _FLOAT
+        return norms + self._attention() + self._feed_forward()
+
+    def _attention(self) -> int:
+        model, tp, size = self._mixer, self.options.parallel.tp, self._itemsize
+        head = self._tokens * model.head_dim
+        queries, groups = head * model.num_heads // tp, head * model.num_kv_heads // tp
+        # Cosines and sines of queries and of keys, the mask, and the context that the output projection takes.
+        kept = 4 * self._length * model.head_dim * size + self._length**2 + queries * size
+        if self.options.recompute_granularity == "selective":
+            kept += (queries + 2 * groups) * size
+        else:
+            # Keys and values are repeated for each query head; a copy of the probabilities is in the dtype of the values.
+            kept += 3 * queries * size + self.scores
+            kept += 0 if size == _FLOAT else self.scores * size // _FLOAT
+        if model.qk_norm:
+            norms = (queries + groups) // model.head_dim * _FLOAT
+            if size == _FLOAT:
+                # What is normalised is a view of the joint projection, of which queries of several groups are copied out.
+                copied = queries if model.num_kv_heads > tp else 0
+                kept += (queries + 2 * groups + copied + queries + groups) * _FLOAT + norms
+            else:
+                kept += 2 * (queries + groups) * _FLOAT + norms
+        return kept
+
+    def _feed_forward(self) -> int:
+        parallel, blocks = self.options.parallel, [layer.feed_forward for layer in self.architecture.layers]
+        # Megatron builds mixtures in all layers or in none.
+        block = next((block for block in blocks if isinstance(block, MoESpec)), blocks[0])
+        if isinstance(block, SwiGLUSpec):
+            return 5 * self._tokens * block.intermediate_size // parallel.tp * self._itemsize
+        assert isinstance(block, MoESpec), "checked above"
+        chosen = self._tokens // parallel.tp * block.router.top_k
+        # Every expert is chosen as often. Expert-tensor ranks gather tokens and divide what is inside of experts.
+        inside = 6 * chosen * block.intermediate_size * self._itemsize
+        tokens = chosen * parallel.etp * (self.architecture.hidden_size * self._itemsize + _FLOAT + 2 * _INT)
+        return inside + tokens + chosen * (_INT + _FLOAT)
+
+    def _checkpoint(self) -> int:
+        """What is kept of a layer that is computed again: its input."""
+        return self._tokens // self.options.parallel.tp * self.architecture.hidden_size * self._itemsize
+
+    def _end(self) -> int:
+        """The last norm, and the hidden states that log-probs or values are computed from."""
+        hidden = self._tokens // self.options.parallel.tp * self.architecture.hidden_size
+        return 2 * hidden * _FLOAT + self.workload.micro_batch_tokens * self.architecture.hidden_size * self._itemsize
+
+
 class _Buffers:
     """Bytes of one rank's buffers and of its optimizer, chunk by chunk."""
 
@@ -92,7 +243,10 @@ class _Buffers:
     def add(self, parameters: Mapping[str, ParameterSize]) -> None:
         for ranks, is_expert in ((self._dense_ranks, False), (self._expert_ranks, True)):
             sizes = [size.computed for name, size in parameters.items() if (name in self._experts) is is_expert]
-            elements = _padded_elements(sizes, ranks)
+            elements = 0
+            for size in sizes:
+                elements = _round_up(elements, PARAMETER_ALIGNMENT) + size
+            elements = _round_up(elements, math.lcm(ranks, BUCKET_ALIGNMENT))
             self.weights += elements * self._itemsize
             self.gradients += elements * torch.float32.itemsize
             masters = 0 if self._itemsize == torch.float32.itemsize else 1
@@ -100,29 +254,20 @@ class _Buffers:
             self.optimizer += share * (2 + masters) * torch.float32.itemsize + len(sizes) * torch.float32.itemsize
 
 
-def _padded_elements(sizes: Iterable[int], ranks: int) -> int:
-    elements = 0
-    for size in sizes:
-        elements = _round_up(elements, PARAMETER_ALIGNMENT) + size
-    return _round_up(elements, math.lcm(ranks, BUCKET_ALIGNMENT))
-
-
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _as_native(options: BridgeConfig) -> NativeConfig:
-    """The same layout, with Megatron's schedule."""
-    return NativeConfig(
-        parallel=options.parallel,
-        param_dtype=options.param_dtype,
-        activation_checkpointing="full" if options.recompute_granularity == "full" else "none",
-        log_prob_chunk_tokens=options.log_prob_chunk_tokens,
-    )
-
-
 def _require_countable(options: BridgeConfig) -> None:
-    _require_known_layers(options)
+    has_cuda = torch.cuda.is_available()
+    runs_on_cpu = options.device == "cpu" or (options.device == "auto" and not has_cuda)
+    if not runs_on_cpu and (not has_cuda or importlib.util.find_spec("transformer_engine") is not None):
+        # What Transformer Engine's layers keep depends on its kernels.
+        raise UnsupportedError(
+            f"BridgeConfig.device={options.device!r}: a plan knows what Megatron's own layers keep for backward passes, "
+            "not what those of Transformer Engine do, which CUDA ranks have where it is installed; use device='cpu' to "
+            "plan with Megatron's own, which keep more, or backend='native'"
+        )
     for name in ("override_transformer_config", "override_ddp_config", "override_optimizer_config"):
         value = getattr(options, name)
         if value:
@@ -138,19 +283,6 @@ def _require_countable(options: BridgeConfig) -> None:
         raise UnsupportedError(
             f"BridgeConfig.recompute_modules={modules}: a plan counts ('core_attn',) alone, whose scores are never kept"
         )
-
-
-def _require_known_layers(options: BridgeConfig) -> None:
-    """What Transformer Engine's layers keep depends on its kernels."""
-    has_cuda = torch.cuda.is_available()
-    runs_on_cpu = options.device == "cpu" or (options.device == "auto" and not has_cuda)
-    if runs_on_cpu or (has_cuda and importlib.util.find_spec("transformer_engine") is None):
-        return
-    raise UnsupportedError(
-        f"BridgeConfig.device={options.device!r}: a plan knows what Megatron's own layers keep for backward passes, not "
-        "what those of Transformer Engine do, which CUDA ranks have where it is installed; use device='cpu' to plan with "
-        "Megatron's own, which keep more, or backend='native'"
-    )
 
 
 def _check_layout(options: BridgeConfig, native: NativeConfig, model: ModelDescription) -> None:

@@ -1,28 +1,25 @@
-"""Plans: what a configuration takes on each rank, and layouts that fit a device."""
+"""Plans: what a configuration takes on each rank, layouts that fit a device, and both as text and JSON."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from rl_backend.contracts import (
-    BatchError,
-    ConfigError,
-    NativeConfig,
-    ParallelConfig,
-    RuntimeConfig,
-    UnsupportedError,
-)
+from rl_backend.contracts import BatchError, ConfigError, NativeConfig, ParallelConfig, RuntimeConfig, UnsupportedError
 from rl_backend.lab.plan.bridge import bridge_memory
-from rl_backend.lab.plan.memory import PHASES, Phase, RankMemory, Workload
+from rl_backend.lab.plan.memory import COMPONENTS, PHASES, Phase, RankMemory, Workload
 from rl_backend.lab.plan.native import MASTER_BYTES, native_memory
+from rl_backend.lab.text import ByteUnit, count, table
 from rl_backend.runtime.bridge_config import BridgeConfig
 from rl_backend.runtime.registry import check_config
 
 GPUS_OF_A_NODE = 8
+
+COLUMNS = "{:24}" + "{:>16}" * len(PHASES)
 
 
 @dataclass(frozen=True)
@@ -39,6 +36,10 @@ class Plan:
     data_parallel_size: int
     ranks: Sequence[RankMemory]
     sync_bytes: int
+
+    @property
+    def layout(self) -> dict[str, int]:
+        return {"dp": self.data_parallel_size, **self.config.backend_cfg.parallel.model_dump()}
 
     @property
     def num_parameters(self) -> int:
@@ -127,3 +128,90 @@ def candidate_layouts(config: RuntimeConfig, num_ranks: int) -> list[ParallelCon
         if num_ranks % (tp * pp * cp) == 0 and num_ranks % (pp * ep * base.etp) == 0
     ]
     return [base.replace(tp=replica // (pp * cp), pp=pp, cp=cp, ep=ep) for replica, pp, cp, ep in sorted(found)]
+
+
+def as_text(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> str:
+    """The table of the largest ranks, and what follows from it."""
+    work, peaks = plan.workload, {phase: plan.peak(phase) for phase in PHASES}
+    unit = ByteUnit.up_to(max(peaks.values()))
+    taken = [plan.largest(phase).phase(phase, work.offload) for phase in PHASES]
+    lines = [
+        f"{plan.config.backend} on {count(plan.num_ranks, 'rank')}, {_layout_text(plan)}; {work.num_micro_batches} "
+        f"micro-batches of {work.micro_batch_tokens} tokens in sequences of {work.sequence_length}",
+        "",
+        *_table(
+            f"{unit.name} on the largest rank",
+            *(
+                (name, *(unit.of(found[name]) if name in found else "" for found in taken))
+                for name in COMPONENTS
+                if any(name in found for found in taken)
+            ),
+            ("total", *map(unit.of, peaks.values())),
+        ),
+    ]
+    if len(plan.ranks) > 1:
+        ranks = (
+            (str(rank.pipeline_rank), *(unit.of(rank.total(phase, work.offload)) for phase in PHASES)) for rank in plan.ranks
+        )
+        lines += _table(f"{unit.name} of pipeline rank", *ranks)
+    if plan.config.backend == "bridge":
+        lines.append("activations are those of Megatron's own layers; Transformer Engine's keep less")
+    logits = max(rank.logits_chunk for rank in plan.ranks)
+    if logits:
+        lines.append(f"logits: {unit.of(logits)} {unit.name} at one time, in the workspace")
+    lines.append(
+        f"a weight sync sends {unit.of(plan.sync_bytes)} {unit.name} in {work.sync_dtype}; through shared memory "
+        "or gloo it keeps as much of /dev/shm until it is closed"
+    )
+    if device_bytes is None:
+        return "\n".join(lines)
+    device = f"{unit.of(device_bytes)} {unit.name}"
+    over = [f"{phase.replace('_', ' ')} needs {unit.of(peaks[phase])}" for phase in plan.phases_over(device_bytes)]
+    if not over:
+        return "\n".join([*lines, "", f"fits {device}, of which {unit.of(device_bytes - max(peaks.values()))} are left"])
+    remedy = (
+        f"no layout of {count(plan.num_ranks, 'rank')} fits: take more ranks, smaller micro-batches, activation "
+        "checkpointing, or offload more"
+    )
+    if fitting is not None:
+        most = max(fitting.peak(phase) for phase in PHASES)
+        remedy = f"fits with {unit.of(most)} {unit.name}: {_layout_text(fitting)}"
+    return "\n".join([*lines, "", f"does not fit {device}: {', '.join(over)}", remedy])
+
+
+def as_json(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> dict[str, Any]:
+    """Bytes per rank and phase."""
+    offload, ranks_of_a_stage = plan.workload.offload, plan.num_ranks // len(plan.ranks)
+    facts: dict[str, Any] = {
+        "backend": plan.config.backend,
+        "num_ranks": plan.num_ranks,
+        "parallel": plan.layout,
+        "workload": plan.workload.model_dump(),
+        "sync_bytes": plan.sync_bytes,
+        "peak": {phase: plan.peak(phase) for phase in PHASES},
+        "ranks": [
+            {
+                "pipeline_rank": rank.pipeline_rank,
+                "first_rank": rank.pipeline_rank * ranks_of_a_stage,
+                "num_ranks": ranks_of_a_stage,
+                "phases": {phase: {**rank.phase(phase, offload), "total": rank.total(phase, offload)} for phase in PHASES},
+                "logits_chunk": rank.logits_chunk,
+                "kept_per_micro_batch": {str(stage): kept for stage, kept in rank.kept_per_micro_batch.items()},
+            }
+            for rank in plan.ranks
+        ],
+    }
+    if device_bytes is not None:
+        over = plan.phases_over(device_bytes)
+        facts |= {"device_bytes": device_bytes, "fits": not over, "phases_over": over}
+        facts["suggestion"] = None if fitting is None else as_json(fitting, device_bytes, None)
+    return facts
+
+
+def _table(title: str, *rows: tuple[str, ...]) -> list[str]:
+    """Bytes of each phase, and an empty line."""
+    return [*(line.replace("_", " ") for line in table(COLUMNS, [(title, *PHASES), *rows])), ""]
+
+
+def _layout_text(plan: Plan) -> str:
+    return " ".join(f"{name}={size}" for name, size in plan.layout.items() if size > 1 or name == "dp")

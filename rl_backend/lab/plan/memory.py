@@ -17,13 +17,28 @@ type Phase = Literal["training", "optimizer_step", "log_probs", "weight_sync", "
 PHASES: tuple[Phase, ...] = ("training", "optimizer_step", "log_probs", "weight_sync", "rollout")
 """Forward and backward passes; clipping and stepping; forward passes alone; the export of weights; no work at all."""
 
-_USED: Mapping[Phase, tuple[Part, ...]] = {
-    "training": ("model", "grad"),
-    "optimizer_step": ("model", "optimizer", "grad"),
-    "log_probs": ("model",),
-    "weight_sync": ("model",),
+PARTS: Mapping[str, Part] = {"weights": "model", "gradients": "grad", "optimizer": "optimizer"}
+"""Component -> the part of a handle that it is: on the device in every phase, unless it is offloaded and not used."""
+
+USED: Mapping[Phase, tuple[str, ...]] = {
+    "training": ("weights", "gradients", "undo", "unreduced_gradients", "gathered_parameters", "activations", "workspace"),
+    "optimizer_step": ("weights", "optimizer", "gradients", "undo"),
+    "log_probs": ("weights", "gathered_parameters", "evaluation_workspace"),
+    "weight_sync": ("weights", "sync_bucket"),
     "rollout": (),
 }
+"""What each phase works with: fields of :class:`RankMemory`."""
+
+
+def _component(field: str) -> str:
+    """Both workspaces are one component: a phase has one of them."""
+    return field.removeprefix("evaluation_")
+
+
+COMPONENTS = tuple(
+    dict.fromkeys(name for names in (PARTS, *USED.values()) for name in names if name != "evaluation_workspace")
+)
+"""All of :meth:`RankMemory.phase`, in the order of a table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,28 +75,9 @@ class RankMemory:
 
     def phase(self, phase: Phase, offload: Collection[Part]) -> dict[str, int]:
         """Bytes by purpose; the parts of ``offload`` are on the device only where the phase uses them."""
-        used = _USED[phase]
-        parts: dict[Part, tuple[str, int]] = {
-            "model": ("weights", self.weights),
-            "optimizer": ("optimizer", self.optimizer),
-            "grad": ("gradients", self.gradients),
-        }
-        found = {name: size for part, (name, size) in parts.items() if part in used or part not in offload}
-        if phase == "training":
-            found |= {
-                "undo": self.undo,
-                "unreduced_gradients": self.unreduced_gradients,
-                "gathered_parameters": self.gathered_parameters,
-                "activations": self.activations,
-                "workspace": self.workspace,
-            }
-        elif phase == "optimizer_step":
-            found["undo"] = self.undo
-        elif phase == "log_probs":
-            found |= {"gathered_parameters": self.gathered_parameters, "workspace": self.evaluation_workspace}
-        elif phase == "weight_sync":
-            found["sync_bucket"] = self.sync_bucket
-        return {name: size for name, size in found.items() if size}
+        kept = (name for name, part in PARTS.items() if part not in offload)
+        sizes = {name: int(getattr(self, name)) for name in dict.fromkeys((*kept, *USED[phase]))}
+        return {_component(name): size for name, size in sizes.items() if size}
 
     def total(self, phase: Phase, offload: Collection[Part]) -> int:
         return sum(self.phase(phase, offload).values())

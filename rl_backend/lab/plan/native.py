@@ -2,27 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from rl_backend.contracts import NativeConfig, RuntimeConfig
-from rl_backend.lab.plan.activations import Stage, StageMemory, measure_stage, most_in_flight
+from rl_backend.contracts import NativeConfig, RuntimeConfig, WeightName, stored_tensors
+from rl_backend.lab.plan.activations import StageMemory, measure_stage, most_in_flight
 from rl_backend.lab.plan.memory import RankMemory, Workload
-from rl_backend.lab.plan.shards import ParameterSize, ShardedStage, sync_bucket_bytes, weights_to_sync
 from rl_backend.model import ModelStage
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.imagined import imagined_rank
+from rl_backend.parallel.shards import local_tensor
 from rl_backend.pipeline import Action, Kind, make_schedule
 from rl_backend.primitive.tiles import logits_chunk_bytes
+from rl_backend.runtime.export_stream import plan_buckets
 from rl_backend.runtime.native.build import build_module
 from rl_backend.runtime.native.layout import ModelDescription, algorithm, describe_model, model_stages, schedule_name
 
 MASTER_BYTES = torch.float32.itemsize
 """Of a parameter that is trained, its gradient, and each of Adam's two moments."""
+
+
+class ParameterSize(NamedTuple):
+    """Elements of one parameter.
+
+    Attributes:
+        held: what this rank keeps of it.
+        computed: what this rank computes with, of a parameter that tensor or expert parallelism splits: its part.
+        whole: shape on all ranks together.
+        trained: whether it has a gradient.
+    """
+
+    held: int
+    computed: int
+    whole: tuple[int, ...]
+    trained: bool
+
+
+@dataclass(frozen=True)
+class ShardedStage:
+    """Parameters of a stage, or of a model without stages, on one rank.
+
+    Attributes:
+        parameters: by name.
+        units: name -> names of the parameters that FSDP gathers with that module; those of the root under "". Empty where
+            nothing is sharded.
+    """
+
+    parameters: Mapping[str, ParameterSize]
+    units: Mapping[str, Sequence[str]]
+
+    @classmethod
+    def of(cls, sharded: nn.Module, plain: nn.Module) -> ShardedStage:
+        """Args:
+        sharded: as the runtime builds it.
+        plain: the same without FSDP.
+        """
+        computed = {name: local_tensor(value).numel() for name, value in plain.named_parameters()}
+        parameters = {
+            name: ParameterSize(local_tensor(value).numel(), computed[name], tuple(value.shape), value.requires_grad)
+            for name, value in sharded.named_parameters()
+        }
+        modules = [name for name, module in sharded.named_modules() if isinstance(module, FSDPModule)]
+        units: dict[str, list[str]] = {module: [] for module in modules}
+        for name in parameters if units else ():
+            units[max((unit for unit in units if not unit or name.startswith(f"{unit}.")), key=len)].append(name)
+        return cls(parameters, units)
+
+    @cached_property
+    def held(self) -> int:
+        return sum(each.held for each in self.parameters.values())
+
+    @cached_property
+    def held_and_trained(self) -> int:
+        return sum(each.held for each in self.parameters.values() if each.trained)
+
+    def gathered(self, *, all_at_once: bool, trained: bool = False) -> int:
+        """Elements of whole parameters that exist at one time.
+
+        Args:
+            all_at_once: nothing is freed between forward and backward. Otherwise two layers are there, the one that
+                computes and the one that is fetched ahead, and the parameters outside of layers.
+            trained: count those that have gradients only.
+        """
+        sizes = {
+            unit: sum(self.parameters[name].computed for name in names if self.parameters[name].trained or not trained)
+            for unit, names in self.units.items()
+        }
+        if all_at_once:
+            return sum(sizes.values())
+        layers = [unit for unit in sizes if unit and not any(unit.startswith(f"{other}.") for other in sizes if other)]
+        whole = [sum(size for unit, size in sizes.items() if f"{unit}.".startswith(f"{layer}.")) for layer in layers]
+        return sizes.get("", 0) + 2 * max(whole, default=0)
 
 
 @dataclass(frozen=True)
@@ -107,9 +185,8 @@ def rank_stages(
     measured: dict[int, StageMemory] = {}
     batch = workload.micro_batch()
     with imagined_rank(parallel, pipeline_rank * (num_ranks // parallel.pp), num_ranks) as groups:
-        parts: Mapping[int, ModelStage | None] = model_stages(model.family, model.architecture, native, pipeline_rank) or {
-            0: None
-        }
+        stages = model_stages(model.family, model.architecture, native, pipeline_rank)
+        parts: Mapping[int, ModelStage | None] = stages or {0: None}
         # A rank that is the only one of its job, and computes in the dtype of its parameters, is left without FSDP.
         alone = replace(groups, world_group=_alone())
         as_they_are = native.replace(param_dtype="float32", reduce_dtype="float32")
@@ -119,7 +196,7 @@ def rank_stages(
             # What FSDP would do to its parameters.
             plain = plain.to(getattr(torch, native.param_dtype))
             hidden_size = None if part is None or part.first else model.hf_config["hidden_size"]
-            measured[number] = measure_stage(Stage(plain, hidden_size, splits_backward), batch, groups)
+            measured[number] = measure_stage(plain, batch, groups, hidden_size, splits_backward=splits_backward)
     return RankStages(sharded, measured, any(part is None or part.last for part in parts.values()))
 
 
@@ -145,3 +222,42 @@ def _gathered(native: NativeConfig, stages: list[ShardedStage]) -> int:
     if not native.reshard_after_forward:
         return sum(stage.gathered(all_at_once=True) for stage in stages) * int(size)
     return max(stage.gathered(all_at_once=False) for stage in stages) * int(size)
+
+
+class SyncedWeight(NamedTuple):
+    """A full tensor of a weight sync."""
+
+    name: str
+    nbytes: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def weights_to_sync(
+    names: Mapping[str, WeightName], parameters: Mapping[str, ParameterSize], dtype: torch.dtype
+) -> list[SyncedWeight]:
+    """What ``export_weights`` yields of a model."""
+    return [
+        SyncedWeight(stored, math.prod(parameters[key].whole[len(index) :]) * dtype.itemsize, dtype)
+        for key, name in names.items()
+        for index, stored in stored_tensors(name)
+    ]
+
+
+def sync_bucket_bytes(weights: Sequence[SyncedWeight], byte_budget: int | None, world_size: int) -> int:
+    """What ``export_weights`` of the native runtime takes on a rank at one time.
+
+    Beside the full tensors of a bucket: padding of at most an eighth, what the rank sends, and the tensor that is put
+    together. A single rank only changes the dtype.
+
+    Raises:
+        ConfigError: a budget smaller than the largest tensor.
+    """
+    buckets = plan_buckets(weights, byte_budget)
+    largest = max(weight.nbytes for weight in weights)
+    if world_size == 1:
+        return largest
+    bucket = max(sum(weight.nbytes for weight in each) for each in buckets)
+    return bucket + bucket // 8 + bucket // world_size + largest

@@ -1,4 +1,4 @@
-"""Charts of metrics over the steps of a run."""
+"""Charts of metrics over the steps of a run, and of the seconds of each phase."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from rl_backend.lab.picture import (
     step_labels,
     tag,
 )
-from rl_backend.lab.report.metrics import Chart
+from rl_backend.lab.report.metrics import PHASE, Chart
 from rl_backend.lab.report.run_data import Series
 from rl_backend.lab.text import short
 
 WIDTH, HEIGHT = 440, 190
 LEFT, RIGHT, TOP, BOTTOM = 52, 20, 8, 26
+PHASES_WIDTH, PHASES_HEIGHT, MOST_BARS = 920, 240, 160
 EACH_STEP = 60
 """Up to so many points every one is drawn alone; of more, the running mean stands out from them."""
 
@@ -71,13 +72,75 @@ def draw_chart(chart: Chart, series: Sequence[Series], run_steps: tuple[int, int
         tag("line", class_="cursor", y1=TOP, y2=HEIGHT - BOTTOM, x1=-9, x2=-9),
         *(tag("circle", class_=f"dot s{index}", r=3, cx=-9, cy=-9) for index in range(len(series))),
     ]
+    latest = " / ".join(short(one.values[-1]) for one in series)
+    unit = tag("span", chart.unit, class_="unit") if chart.unit else None
     return tag(
         "figure",
-        _title(chart, series),
+        tag("h3", chart.title, unit, tag("output", latest, title=f"at step {series[0].steps[-1]}")),
         drawing(WIDTH, HEIGHT, f"{chart.title} over steps", *body, data_hover=_hover(chart, series, drawn, across, up)),
         legend((f"s{index}", [one.name]) for index, one in enumerate(series)) if len(series) > 1 else None,
         tag("figcaption", join(*(tag("span", note, class_="warn") for note in notes)), chart.note or None),
         id=f"chart-{series[0].name}",
+    )
+
+
+def draw_phases(series: Sequence[Series]) -> Html:
+    """A bar for each step, or for several together their mean; phases from the bottom up in the order of a step."""
+    steps = sorted({step for one in series for step in one.steps})
+    by_step = [dict(zip(one.steps, one.values, strict=True)) for one in series]
+    size = math.ceil(len(steps) / MOST_BARS)
+    groups = [steps[start : start + size] for start in range(0, len(steps), size)]
+    # A phase that a step did not have took 0 seconds.
+    bars = [
+        [sum(value for step in group if 0 <= (value := values.get(step, 0.0)) < math.inf) / len(group) for values in by_step]
+        for group in groups
+    ]
+    across = linear_axis(steps[0], steps[-1], LEFT, PHASES_WIDTH - RIGHT, about=8, whole=True)
+    up = linear_axis(0.0, max(max(map(sum, bars)), 1e-6), PHASES_HEIGHT - BOTTOM, TOP)
+    slot = (PHASES_WIDTH - RIGHT - LEFT) / len(bars)
+    gap = 1.0 if slot > 4 else 0.0
+    rectangles = []
+    for index, bar in enumerate(bars):
+        base = 0.0
+        for phase, seconds in enumerate(bar):
+            low, high = up.at(base), up.at(base + seconds)
+            base += seconds
+            if low - high > 0.05:
+                x, width = LEFT + index * slot + gap / 2, slot - gap
+                rectangles.append(
+                    tag("path", class_=f"bar s{phase % 8}", d=f"M{x:.1f} {low:.1f}V{high:.1f}h{width:.1f}V{low:.1f}z")
+                )
+    # Labels stand below the middles of their bars.
+    shown = linear_axis(steps[0], steps[-1], LEFT + slot / 2, PHASES_WIDTH - RIGHT - slot / 2, about=8, whole=True)
+    names = [one.name.removeprefix(PHASE) for one in series]
+    hover = {
+        "bars": [LEFT, slot],
+        "names": names,
+        "steps": [[group[0], group[-1]] for group in groups],
+        "values": [[float(f"{value:.4g}") for value in bar] for bar in bars],
+    }
+    totals = [sum(value for value in one.values if math.isfinite(value)) for one in series]
+    mean = f"{short(sum(totals) / len(steps))} s per step"
+    whole = sum(totals) or 1.0
+    shares = [tag("small", f"{total / len(steps):.3g} s, {100 * total / whole:.0f}%") for total in totals]
+    keys = [(f"s{index % 8}", [name, " ", share]) for index, (name, share) in enumerate(zip(names, shares, strict=True))]
+    return tag(
+        "figure",
+        tag("h3", "Time of a step by phase", tag("span", "seconds", class_="unit"), tag("output", mean)),
+        drawing(
+            PHASES_WIDTH,
+            PHASES_HEIGHT,
+            "seconds of each phase over steps",
+            grid_lines(up, LEFT, PHASES_WIDTH - RIGHT),
+            step_labels(shown if len(bars) > 1 else across, PHASES_HEIGHT),
+            *rectangles,
+            tag("rect", class_="cursor-bar", y=TOP, height=PHASES_HEIGHT - TOP - BOTTOM, width=f"{slot:.1f}", x=-999),
+            data_hover=json.dumps(hover, separators=(",", ":")),
+        ),
+        legend(keys),
+        tag("figcaption", f"Each bar is the mean of {size} steps." if size > 1 else "Each bar is one step."),
+        class_="wide",
+        id="phases",
     )
 
 
@@ -97,13 +160,6 @@ def _value_axis(chart: Chart, series: Sequence[Series]) -> Axis:
     return linear_axis(max(low, -limit), min(high, limit), bottom, top)
 
 
-def _is_noisy(of: Sequence[Point]) -> bool:
-    """Whether the curve goes up and down so much that its running mean says more; a schedule does not."""
-    means = [point.mean for point in of if math.isfinite(point.mean)]
-    way = sum(abs(after - before) for before, after in pairwise(means))
-    return bool(means) and way > NOISY * (max(means) - min(means))
-
-
 def _curve(of: Sequence[Point], across: Axis, up: Axis, index: int) -> Html:
     """The values with a dot at each; of many, pale, and in front of them their running mean."""
     places = [_place(point.step, point.mean, across, up) for point in of]
@@ -113,7 +169,9 @@ def _curve(of: Sequence[Point], across: Axis, up: Axis, index: int) -> Html:
         curve = tag("path", class_=f"line s{index}", d=path(places))
         return join(curve, tag("g", *dots, class_=f"dots s{index}"))
     faint = _band(of, across, up) if grouped else path(places)
-    if _is_noisy(of):
+    values = [point.mean for point in of if math.isfinite(point.mean)]
+    # Where a curve goes up and down a lot, its running mean says more; a schedule does not.
+    if values and sum(abs(after - before) for before, after in pairwise(values)) > NOISY * (max(values) - min(values)):
         means = running_mean([point.mean for point in of], max(2 * (len(of) // 30) + 1, 3))
         places = [_place(point.step, mean, across, up) for point, mean in zip(of, means, strict=True)]
     return join(
@@ -162,12 +220,6 @@ def _notes(series: Series, up: Axis, *, named: bool) -> list[str]:
     if below:
         notes.append(f"{prefix}{below} values of 0 or below are drawn at the bottom of the logarithmic axis. ")
     return notes
-
-
-def _title(chart: Chart, series: Sequence[Series]) -> Html:
-    latest = " / ".join(short(one.values[-1]) for one in series)
-    unit = tag("span", chart.unit, class_="unit") if chart.unit else None
-    return tag("h3", chart.title, unit, tag("output", latest, title=f"at step {series[0].steps[-1]}"))
 
 
 def _hover(chart: Chart, series: Sequence[Series], drawn: Sequence[Sequence[Point]], across: Axis, up: Axis) -> str:

@@ -11,10 +11,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from rl_backend.lab.picture import Html, document, escaped, join, tag
-from rl_backend.lab.report.charts import EACH_STEP, draw_chart
+from rl_backend.lab.picture import Html, document, escaped, tag
+from rl_backend.lab.report.charts import EACH_STEP, draw_chart, draw_phases
 from rl_backend.lab.report.metrics import PHASE, charts_for
-from rl_backend.lab.report.phases import draw_phases
 from rl_backend.lab.report.run_data import RunData, read_run
 from rl_backend.lab.report.samples import draw_samples
 from rl_backend.lab.report.timeline import draw_timeline, read_step
@@ -69,51 +68,45 @@ def _sections(data: RunData) -> list[Html]:
             draw_chart(chart, [data.metrics[name] for name in chart.names], data.span, most)
             for chart in charts[:MOST_CHARTS]
         ]
-        left = [chart.title for chart in charts[MOST_CHARTS:]]
-        note = f"Not drawn, as there are more than {MOST_CHARTS}: {', '.join(left)}" if left else None
-        sections.append(
-            tag(
-                "section",
-                tag("h2", group),
-                tag("div", *figures, class_="charts"),
-                tag("p", note, class_="note") if note else None,
-            )
-        )
-    time = _time(data)
+        left = ", ".join(chart.title for chart in charts[MOST_CHARTS:])
+        note = tag("p", f"Not drawn, as there are more than {MOST_CHARTS}: {left}", class_="note") if left else None
+        sections.append(_section(group, tag("div", *figures, class_="charts"), note))
+    phases = [series for name, series in data.metrics.items() if name.startswith(PHASE)]
+    time = [draw_phases(phases)] if phases else []
+    trace = data.path / "trace.json"
+    if trace.is_file() and (step := read_step(trace)) is not None:
+        note = "The whole trace: open trace.json of the run folder in Perfetto (ui.perfetto.dev) or chrome://tracing."
+        time += [draw_timeline(step), tag("p", note, class_="note")]
     if time:
-        sections.append(tag("section", tag("h2", "Where does the time go?"), *time))
+        sections.append(_section("Where does the time go?", *time))
     if data.first_held_out:
         sections.append(draw_samples("Held-out answers", data.first_held_out, data.last_held_out))
     if data.first_samples:
         sections.append(draw_samples("Samples", data.first_samples, data.last_samples))
-    if data.summary:
-        sections.append(tag("section", tag("h2", "Summary"), _table(data.summary)))
-    if data.config:
-        sections.append(tag("section", tag("h2", "Configuration"), _table(data.config)))
+    for title, values in (("Summary", data.summary), ("Configuration", data.config)):
+        if values:
+            rows = [tag("tr", tag("th", name), tag("td", _value(value))) for name, value in values.items()]
+            sections.append(_section(title, tag("div", tag("table", *rows), class_="table")))
     return sections
 
 
-def _time(data: RunData) -> list[Html]:
-    phases = [series for name, series in data.metrics.items() if name.startswith(PHASE)]
-    figures = [draw_phases(phases)] if phases else []
-    trace = data.path / "trace.json"
-    if trace.is_file() and (step := read_step(trace)) is not None:
-        figures.append(draw_timeline(step))
-        note = "The whole trace: open trace.json of the run folder in Perfetto (ui.perfetto.dev) or chrome://tracing."
-        figures.append(tag("p", note, class_="note"))
-    return figures
+def _section(title: str, *body: Html | None, **attributes: object) -> Html:
+    return tag("section", tag("h2", title), *body, **attributes)
 
 
 def _headline(data: RunData) -> Html:
-    state = str(data.run.get("state", "unknown"))
-    planned = data.config.get("steps")
-    tiles = [_tile("state", state, state)]
-    tiles.append(_tile("steps", f"{data.steps}" + (f" of {planned}" if isinstance(planned, int) else "")))
-    tiles += [_tile(name, value) for name, value in _results(data)]
+    state, planned = str(data.run.get("state", "unknown")), data.config.get("steps")
+    facts = [("steps", f"{data.steps}" + (f" of {planned}" if isinstance(planned, int) else "")), *_results(data)]
     seconds = data.summary.get("seconds")
     elapsed = seconds if isinstance(seconds, int | float) and math.isfinite(seconds) else _elapsed(data.run)
     if elapsed is not None:
-        tiles.append(_tile("time", duration(elapsed)))
+        facts.append(("time", duration(elapsed)))
+    tiles = [
+        tag("div", tag("small", name), tag("b", value), class_=f"tile {kind}".strip())
+        for name, value, kind in (("state", state, state), *((*fact, "") for fact in facts))
+    ]
+    written = f"as of {datetime.now(UTC).strftime('%Y-%m-%d %H:%M:%S UTC')}"
+    when = f"{written}; reload for later steps" if state == "running" else written
     command = data.run.get("command")
     lines = [
         tag("p", " ".join(map(str, command)), class_="command") if isinstance(command, list) else None,
@@ -124,7 +117,7 @@ def _headline(data: RunData) -> Html:
     )
     return tag(
         "header",
-        tag("h1", data.path.resolve().name, _when(data)),
+        tag("h1", data.path.resolve().name, tag("span", when, class_="unit")),
         *lines,
         tag("div", *tiles, class_="tiles"),
         tag("p", reading, class_="note") if data.steps > EACH_STEP else None,
@@ -151,16 +144,6 @@ def _results(data: RunData) -> list[tuple[str, str]]:
     return found
 
 
-def _tile(name: str, value: str, kind: str = "") -> Html:
-    return tag("div", tag("small", name), tag("b", value), class_=f"tile {kind}".strip())
-
-
-def _when(data: RunData) -> Html:
-    written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    going = data.run.get("state") == "running"
-    return tag("span", f"as of {written}" + ("; reload for later steps" if going else ""), class_="unit")
-
-
 def _elapsed(run: Mapping[str, Any]) -> float | None:
     try:
         started = datetime.fromisoformat(run["started"])
@@ -182,23 +165,14 @@ def _problems(data: RunData) -> Html | None:
     if not problems:
         return None
     more = [f"and {len(problems) - 12} more"] if len(problems) > 12 else []
-    return tag(
-        "section", tag("h2", "Problems"), tag("ul", *(tag("li", line) for line in problems[:12] + more)), class_="problems"
-    )
-
-
-def _table(values: Mapping[str, Any]) -> Html:
-    rows = [tag("tr", tag("th", name), tag("td", _value(value))) for name, value in values.items()]
-    return tag("div", tag("table", *rows), class_="table")
+    return _section("Problems", tag("ul", *(tag("li", line) for line in problems[:12] + more)), class_="problems")
 
 
 def _value(value: Any) -> Html:
     if isinstance(value, str):
         return escaped(value)
-    if isinstance(value, float):
-        return escaped(short(value))
-    return escaped(json.dumps(value))
+    return escaped(short(value) if isinstance(value, float) else json.dumps(value))
 
 
 def _own_file(name: str) -> Html:
-    return join(Html(resources.files("rl_backend.lab.report").joinpath(name).read_text(encoding="utf-8")))
+    return Html(resources.files("rl_backend.lab.report").joinpath(name).read_text(encoding="utf-8"))

@@ -27,14 +27,14 @@ def draw_samples(kind: str, first: Sequence[Sample], last: Sequence[Sample]) -> 
     shared.sort(key=lambda prompt: -abs(_mean_reward(after[prompt]) - _mean_reward(before[prompt])))
     left = [*shared, *(prompt for prompt in before if prompt not in after)][:PROMPTS]
     right = [*shared, *(prompt for prompt in after if prompt not in before)][:PROMPTS]
-    middle = _middle([*first, *last])
-    rows: list[Html] = []
+    # Between the lowest and the highest reward, for the colours; None when there is nothing to tell apart.
+    rewards = _rewards([*first, *last], finite=True)
+    middle = (min(rewards) + max(rewards)) / 2 if rewards and min(rewards) < max(rewards) else None
+    columns = [(left, before), (right, after)] if last else [(left, before)]
+    rows = []
     for index in range(max(len(left), len(right))):
-        cells = [
-            _cell(prompts[index], samples[prompts[index]], middle) if index < len(prompts) else tag("div")
-            for prompts, samples in ((left, before), (right, after) if last else (left, {}))
-            if samples
-        ]
+        pair = ((prompts[index], samples) if index < len(prompts) else None for prompts, samples in columns)
+        cells = (tag("div") if each is None else _cell(each[0], each[1][each[0]], middle) for each in pair)
         rows.append(tag("div", *cells, class_="pair"))
     heads = [_head(first), _head(last) if last else None]
     if not last:
@@ -43,10 +43,12 @@ def draw_samples(kind: str, first: Sequence[Sample], last: Sequence[Sample]) -> 
         note = f"Of {len(shared)} prompts that both steps had, those whose rewards changed most."
     else:
         note = "The two steps had no prompt in common."
+    if any(len(responses) > 1 for responses in before.values()):
+        note += f" Of each prompt: its best, its middle and its worst of up to {RESPONSES} responses."
     return tag(
         "section",
         tag("h2", f"{kind} before and after" if last else kind),
-        tag("p", note, _choice(first), class_="note"),
+        tag("p", note, class_="note"),
         tag("div", *heads, class_="pair heads"),
         *rows,
         id=kind.lower().replace(" ", "-"),
@@ -61,19 +63,18 @@ def _by_prompt(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
     return found
 
 
-def _choice(samples: Sequence[Sample]) -> str:
-    if all(len(responses) == 1 for responses in _by_prompt(samples).values()):
-        return ""
-    return f" Of each prompt: its best, its middle and its worst of up to {RESPONSES} responses."
+def _rewards(samples: Sequence[Sample], *, finite: bool = False) -> list[float]:
+    rewards = (_reward(sample) for sample in samples)
+    return [reward for reward in rewards if reward is not None and (not finite or math.isfinite(reward))]
 
 
 def _mean_reward(samples: Sequence[Sample]) -> float:
-    rewards = [reward for sample in samples if (reward := _reward(sample)) is not None and math.isfinite(reward)]
+    rewards = _rewards(samples, finite=True)
     return sum(rewards) / len(rewards) if rewards else 0.0
 
 
 def _head(samples: Sequence[Sample]) -> Html:
-    rewards = [reward for sample in samples if (reward := _reward(sample)) is not None]
+    rewards = _rewards(samples)
     mean = f", mean reward {short(sum(rewards) / len(rewards))}" if rewards else ""
     return tag("h3", _step(samples), tag("span", f"{len(samples)} samples{mean}", class_="unit"))
 
@@ -83,29 +84,20 @@ def _step(samples: Sequence[Sample]) -> str:
     return "Before the first step" if step == 0 else f"Step {step}"
 
 
-def _middle(samples: Sequence[Sample]) -> float | None:
-    """Between the lowest and the highest reward, for the colours; None when there is nothing to tell apart."""
-    rewards = [reward for sample in samples if (reward := _reward(sample)) is not None and math.isfinite(reward)]
-    return (min(rewards) + max(rewards)) / 2 if rewards and min(rewards) < max(rewards) else None
-
-
 def _cell(prompt: str, samples: Sequence[Sample], middle: float | None) -> Html:
-    rewards = [reward for sample in samples if (reward := _reward(sample)) is not None]
-    several = len(rewards) > 1
-    mean = tag("span", f"mean of {len(rewards)}: {short(sum(rewards) / len(rewards))}", class_="unit") if several else None
+    rewards = _rewards(samples)
+    words = f"mean of {len(rewards)}: {short(sum(rewards) / len(rewards))}" if len(rewards) > 1 else None
+    mean = tag("span", words, class_="unit") if words else None
+    ordered = sorted(samples, key=lambda sample: -(_reward(sample) or 0.0))
+    if len(ordered) > RESPONSES:
+        # Best, middle and worst.
+        ordered = [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
     return tag(
         "article",
         tag("div", tag("span", f"{_step(samples)}: prompt", class_="unit"), mean, class_="bar-line"),
         tag("pre", _clipped(prompt), class_="prompt"),
-        *(_response(sample, middle) for sample in _best_middle_worst(samples)),
+        *(_response(sample, middle) for sample in ordered),
     )
-
-
-def _best_middle_worst(samples: Sequence[Sample]) -> list[Sample]:
-    ordered = sorted(samples, key=lambda sample: -(_reward(sample) or 0.0))
-    if len(ordered) <= RESPONSES:
-        return ordered
-    return [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
 
 
 def _response(sample: Sample, middle: float | None) -> Html:

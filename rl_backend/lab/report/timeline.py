@@ -229,17 +229,12 @@ def _lane_background(lane: Lane, top: float, across: Axis) -> Html:
 
 
 def _ticks(across: Axis, bottom: float) -> Html:
-    return join(
-        *(
-            join(
-                tag(
-                    "line", class_="grid", x1=f"{across.at(tick):.1f}", x2=f"{across.at(tick):.1f}", y1=4, y2=f"{bottom:.0f}"
-                ),
-                tag("text", short(tick), x=f"{across.at(tick):.1f}", y=f"{bottom + 14:.0f}", text_anchor="middle"),
-            )
-            for tick in across.ticks
-        )
-    )
+    parts = []
+    for tick in across.ticks:
+        x = f"{across.at(tick):.1f}"
+        parts.append(tag("line", class_="grid", x1=x, x2=x, y1=4, y2=f"{bottom:.0f}"))
+        parts.append(tag("text", short(tick), x=x, y=f"{bottom + 14:.0f}", text_anchor="middle"))
+    return join(*parts)
 
 
 def _bar(bar: Bar, top: float, across: Axis) -> Html:
@@ -247,18 +242,14 @@ def _bar(bar: Bar, top: float, across: Axis) -> Html:
     y = top + bar.depth * ROW
     label = bar.name.removeprefix("run_on_ranks(").removesuffix(")")
     fits = len(label) * CHARACTER + 8 <= width
+    facts = (f"{key.replace('_', ' ')} {value}" for key, value in bar.arguments.items())
     return tag(
         "g",
         tag("rect", x=f"{left:.2f}", y=f"{y:.1f}", width=f"{max(width, 0.6):.2f}", height=ROW - 2, rx=min(2.0, width / 2)),
         tag("text", label, x=f"{left + 4:.1f}", y=f"{y + 11:.1f}") if fits else None,
         class_=f"event k-{_kind(bar)}",
-        data_tip=_tip(bar.name, bar.end - bar.start, bar.arguments),
+        data_tip="\n".join([f"{bar.name}: {short(bar.end - bar.start)} ms", *facts]),
     )
-
-
-def _tip(name: str, milliseconds: float, arguments: Mapping[str, Any]) -> str:
-    facts = [f"{key.replace('_', ' ')} {value}" for key, value in arguments.items()]
-    return "\n".join([f"{name}: {short(milliseconds)} ms", *facts])
 
 
 def _arrow(arrow: Arrow, tops: Mapping[tuple[int, int], float], timeline: StepTimeline, across: Axis) -> Html:

@@ -17,7 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from rl_backend.lab.doctor.packages import TESTED
+from rl_backend.lab.doctor.machine import TESTED
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("rl_backend", "actors", "adapters", "examples", "benchmarks")

@@ -8,11 +8,9 @@ import subprocess
 import pytest
 
 from rl_backend.lab.doctor import diagnosis, machine
-from rl_backend.lab.doctor.diagnosis import Facts, Report
-from rl_backend.lab.doctor.machine import Gpu, Machine
-from rl_backend.lab.doctor.packages import TESTED, Package
+from rl_backend.lab.doctor.diagnosis import Facts, Report, verdict
+from rl_backend.lab.doctor.machine import TESTED, Gpu, Machine, Package
 from rl_backend.lab.doctor.probes import MegatronProbe, RayProbe, TorchProbe
-from rl_backend.lab.doctor.text import verdict
 
 MACHINE = Machine(
     python="3.12.4",

@@ -8,8 +8,8 @@ import pytest
 
 from adapters.verl import registration
 from rl_backend.lab.doctor import diagnosis
+from rl_backend.lab.doctor.diagnosis import verl_lines
 from rl_backend.lab.doctor.probes import VENDOR_VARIABLE, VENDORS, TorchProbe, VerlProbe
-from rl_backend.lab.doctor.text import verl_lines
 
 OURS = {"language_model": "native", "value_model": "native"}
 VERLS = dict.fromkeys(OURS, "of verl")

@@ -21,7 +21,7 @@ from rl_backend.contracts import (
     UnsupportedError,
     WeightName,
 )
-from rl_backend.lab.plan.megatron_layers import LocalLayers
+from rl_backend.lab.plan.bridge import LocalLayers
 from rl_backend.lab.plan.memory import Workload
 from rl_backend.model import MODEL_FAMILIES, BuildSettings, ModelInput, ModelStage, register_model
 from rl_backend.model.blocks import LayerSpec, Mixer, MixerSpec, Rotation, linear_names
