@@ -50,15 +50,15 @@ def add_fields(parser: FlagGroup, config: type[BaseConfig], fields: Iterable[str
             kind = next(each for each in get_args(kind) if each is not type(None))
         if isinstance(kind, TypeAliasType):
             kind = kind.__value__
-        choices = get_args(kind) if get_origin(kind) is Literal else None
+        form: dict[str, Any] = {"type": kind, "metavar": "N" if kind is int else "X"}
+        if get_origin(kind) is Literal:
+            form = {"choices": get_args(kind)}
         default = "" if info.default is None else f" (default {info.default})"
         parser.add_argument(
             f"--{prefix}{flag(field)}",
             dest=f"{prefix}{field}".replace("-", "_"),
-            type=None if choices else kind,
-            choices=choices,
-            metavar=None if choices else "N" if kind is int else "X",
             help=f"{documented[field]}{default}".replace("%", "%%"),
+            **form,
         )
 
 
@@ -113,7 +113,7 @@ def check_output(name: str, path: Path) -> None:
 
 @contextmanager
 def exit_on_sigterm() -> Generator[None]:
-    """SIGTERM raises :class:`SystemExit` with status 143 in the main thread, so that ``finally`` ends what was started."""
+    """SIGTERM raises :class:`SystemExit` with status 143 in the main thread: ``finally`` then ends what was started."""
 
     def leave(_: int, __: FrameType | None) -> None:
         # A second signal must not cut the clean-up short.

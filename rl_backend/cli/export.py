@@ -27,28 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Exit status: 0 the directory is complete, 2 nothing was written. Every file of the checkpoint is verified first. "
         "In memory are the largest tensor and a piece of it. docs/checkpoints.md says more."
     )
-    parser.add_argument(
-        "--checkpoint", type=Path, required=True, metavar="DIR", help="of one model, or a step-... directory of a run"
-    )
-    parser.add_argument("--name", metavar="MODEL", help="which model of a run's checkpoint, for example policy")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new directory; must not exist")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="of the weights (default: the param_dtype of the run; float32 loses nothing)"
-    )
-    parser.add_argument(
-        "--shard-size",
-        type=int,
-        default=DEFAULT_SHARD_BYTES,
-        metavar="BYTES",
-        help="largest size of one file (default 5 GiB)",
-    )
-    parser.add_argument(
-        "--source",
-        type=Path,
-        metavar="HF_DIR",
-        help="where configuration and tokenizer come from (default: the directory that the run began from)",
-    )
-    parser.add_argument("--json", action="store_true", help="print what was written as JSON instead of text")
+    add = parser.add_argument
+    add("--checkpoint", type=Path, required=True, metavar="DIR", help="of one model, or a step-... directory of a run")
+    add("--name", metavar="MODEL", help="which model of a run's checkpoint, for example policy")
+    add("--out", type=Path, required=True, metavar="DIR", help="the new directory; must not exist")
+    add("--dtype", choices=DTYPES, help="of the weights (default: the param_dtype of the run; float32 loses nothing)")
+    add("--shard-size", type=int, default=DEFAULT_SHARD_BYTES, metavar="BYTES", help="of the largest file (default 5 GiB)")
+    add("--source", type=Path, metavar="HF_DIR", help="of configuration and tokenizer (default: where the run began from)")
+    add("--json", action="store_true", help="print what was written as JSON instead of text")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -33,12 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Exit status: 0 every test that ran passed, 1 a test failed, 2 the tests could not be run, "
         "3 there is no GPU that torch can use (nothing is run or written)."
     )
-    parser.add_argument(
-        "--json", type=Path, default=DEFAULT_RESULT, metavar="FILE", help=f"where the result goes (default {DEFAULT_RESULT})"
-    )
-    parser.add_argument(
-        "pytest_arguments", nargs="*", metavar="ARGUMENT", help="after --: for pytest, for example -- -k nccl"
-    )
+    result = f"where the result goes (default {DEFAULT_RESULT})"
+    parser.add_argument("--json", type=Path, default=DEFAULT_RESULT, metavar="FILE", help=result)
+    further = "after --: for pytest, for example -- -k nccl"
+    parser.add_argument("pytest_arguments", nargs="*", metavar="ARGUMENT", help=further)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -84,7 +82,7 @@ def _present(module: str) -> bool:
 
 
 def _command(tests: Path, *arguments: str) -> list[str]:
-    # A file that cannot be collected is an error of its own; the others run.
+    # A file that cannot be collected is one error; the others run.
     return [sys.executable, "-m", "pytest", str(tests), "-m", "gpu", "--continue-on-collection-errors", *arguments]
 
 

@@ -51,17 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(importlib.import_module(COMMANDS[parsed.command][0]).run(parsed))
     except Exception as error:
-        if parsed.debug or not _is_a_message(error):
+        # Looked up, not imported: the module needs torch, which is what `doctor` may find missing.
+        errors = sys.modules.get("rl_backend.contracts.errors")
+        expected = isinstance(error, CommandError) or (errors is not None and isinstance(error, errors.RLBackendError))
+        if parsed.debug or not expected:
             raise
         print(f"error: {error}", file=sys.stderr)
         return EXIT_ERROR
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-
-
-def _is_a_message(error: Exception) -> bool:
-    """Whether the text of ``error`` says all that a user needs."""
-    # Looked up, not imported: the module needs torch, which is what `doctor` may find missing.
-    errors = sys.modules.get("rl_backend.contracts.errors")
-    return isinstance(error, CommandError) or (errors is not None and isinstance(error, errors.RLBackendError))

@@ -40,37 +40,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Exit status: 0 all differences are within the tolerances, 1 one is not, 2 a side could not be run. "
         "docs/parity.md says what is compared and what the tolerances are."
     )
-    parser.add_argument("--model", required=True, metavar="DIR", help="local Hugging Face directory that both sides load")
+    add = parser.add_argument
+    add("--model", required=True, metavar="DIR", help="local Hugging Face directory that both sides load")
     for name, default in (("reference", TRANSFORMERS), ("candidate", "native")):
-        meaning = f"a runtime, or {TRANSFORMERS} (default {default})"
-        parser.add_argument(f"--{name}", default=default, metavar="RUNTIME", help=meaning)
+        add(f"--{name}", default=default, metavar="RUNTIME", help=f"a runtime, or {TRANSFORMERS} (default {default})")
     add_fields(parser, ParityConfig, TRAINING)
-    parser.add_argument(
-        "--dtype",
-        default="float32",
-        choices=[*DTYPES, "both"],
-        help="of parameters in forward and backward; both reports bfloat16 beside float32",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where the whole result goes")
+    dtypes = "of parameters in forward and backward; both reports bfloat16 beside float32"
+    add("--dtype", default="float32", choices=[*DTYPES, "both"], help=dtypes)
+    add("--json", type=Path, metavar="FILE", help="where the whole result goes")
     for side, prefix in PREFIXES.items():
         group = parser.add_argument_group(f"layout of the {side}", "Each rank is a process.")
         add_fields(group, ParallelConfig, SIZES, prefix)
         add_fields(group, ParitySide, ("dp",), prefix)
-        group.add_argument(
-            f"--{side}-options",
-            default="{}",
-            metavar="JSON",
-            help="further fields of the runtime's configuration; those that a flag sets are refused",
-        )
+        further = "further fields of the runtime's configuration; those that a flag sets are refused"
+        group.add_argument(f"--{side}-options", default="{}", metavar="JSON", help=further)
     more = parser.add_argument_group("the run")
     add_fields(more, ParityConfig, RUN)
-    more.add_argument(
-        "--tolerance-factor",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="multiplies all tolerances but that of the loaded weights (default 1)",
-    )
+    factor = "multiplies all tolerances but that of the loaded weights (default 1)"
+    more.add_argument("--tolerance-factor", type=float, default=1.0, metavar="X", help=factor)
     add_plugins(more)
 
 

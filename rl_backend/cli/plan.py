@@ -28,31 +28,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Exit status: 0 it fits, or no --device-gib was given, 1 it does not fit, 2 it cannot be planned, as when a size "
         "does not divide the model. docs/plan.md says what is counted and how well."
     )
-    parser.add_argument(
-        "--model", type=Path, required=True, metavar="PATH", help="Hugging Face directory, or its config.json; no weights"
-    )
-    parser.add_argument("--backend", choices=("native", "bridge"), default="native", help="default native")
-    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="of the whole job, one device each")
-    parser.add_argument("--device-gib", type=float, metavar="X", help="memory of a device: does it fit, or what does?")
-    parser.add_argument("--json", action="store_true", help="print bytes per rank and phase as JSON instead of text")
-    layout = parser.add_argument_group("layout", "The rest of the ranks is data parallel.")
-    add_fields(layout, ParallelConfig, SIZES)
-    options = parser.add_argument_group("the runtime")
-    options.add_argument(
-        "--param-dtype", choices=DTYPES, default="bfloat16", help="of forward and backward (default bfloat16)"
-    )
+    add = parser.add_argument
+    add("--model", type=Path, required=True, metavar="PATH", help="Hugging Face directory, or its config.json; no weights")
+    add("--backend", choices=("native", "bridge"), default="native", help="default native")
+    add("--ranks", type=int, required=True, metavar="N", help="of the whole job, one device each")
+    add("--device-gib", type=float, metavar="X", help="memory of a device: does it fit, or what does?")
+    add("--json", action="store_true", help="print bytes per rank and phase as JSON instead of text")
+    add_fields(parser.add_argument_group("layout", "The rest of the ranks is data parallel."), ParallelConfig, SIZES)
+    runtime = parser.add_argument_group("the runtime")
+    runtime.add_argument("--param-dtype", choices=DTYPES, default="bfloat16", help="of the passes (default bfloat16)")
+    runtime.add_argument("--options", default="{}", metavar="JSON", help="further fields of the runtime's configuration")
+    add_plugins(runtime)
     add_fields(parser.add_argument_group("the native runtime"), NativeConfig, NATIVE)
-    options.add_argument("--options", default="{}", metavar="JSON", help="further fields of the runtime's configuration")
-    add_plugins(options)
     work = parser.add_argument_group("the work")
     add_fields(work, Workload, WORK)
     work.add_argument("--entropy", action="store_true", help="the loss takes the entropy")
-    work.add_argument(
-        "--offload",
-        default="",
-        metavar="PARTS",
-        help=f"of {','.join(PARTS)}: those in host memory whenever they are not used (default none)",
-    )
+    parts = f"of {','.join(PARTS)}: those in host memory whenever they are not used (default none)"
+    work.add_argument("--offload", default="", metavar="PARTS", help=parts)
 
 
 def run(arguments: argparse.Namespace) -> int:

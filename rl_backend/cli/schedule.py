@@ -33,31 +33,24 @@ FORMATS = (".png", ".svg", ".html")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "docs/schedules.md says what the schedules are, what they need and how the numbers are meant."
-    parser.add_argument(
-        "--schedule", choices=[*SCHEDULES, ALL], metavar="NAME", help=f"{', '.join(SCHEDULES)}; {ALL} compares"
-    )
-    parser.add_argument("--pp", type=int, metavar="N", help="pipeline ranks")
-    parser.add_argument("--microbatches", type=int, metavar="N", help="of a step, on each data-parallel rank")
-    parser.add_argument("--vpp", type=int, metavar="N", help="stages per rank (default: what the schedule needs, or 2)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--schedule", choices=[*SCHEDULES, ALL], metavar="NAME", help=f"{', '.join(SCHEDULES)}; {ALL} compares")
+    add("--pp", type=int, metavar="N", help="pipeline ranks")
+    add("--microbatches", type=int, metavar="N", help="of a step, on each data-parallel rank")
+    add("--vpp", type=int, metavar="N", help="stages per rank (default: what the schedule needs, or 2)")
+    add(
         "--costs",
         metavar="F,B,W",
         help="times of forward, backward for inputs and backward for weights of one micro-batch on one rank, in any unit; "
         "a rank's stages share them (default 1,1,1)",
     )
-    parser.add_argument("--comm", type=float, metavar="C", help="time of one transfer, same unit (default 0)")
-    parser.add_argument("--forward-only", action="store_true", help="a step without backward pass, as for log-probs")
-    parser.add_argument(
-        "--from-trace",
-        type=Path,
-        metavar="RUN",
-        help="in place of a schedule: a traced run's folder, or its trace; what its pipeline did, beside what was predicted",
-    )
-    parser.add_argument(
-        "--pass", dest="number", type=int, metavar="N", help="of --from-trace: which training pass (default: the median one)"
-    )
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="the timeline of one schedule: .png, .svg or .html")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    add("--comm", type=float, metavar="C", help="time of one transfer, same unit (default 0)")
+    add("--forward-only", action="store_true", help="a step without backward pass, as for log-probs")
+    trace = "in place of a schedule: folder or trace of a traced run; shows its pipeline beside what was predicted"
+    add("--from-trace", type=Path, metavar="RUN", help=trace)
+    add("--pass", dest="number", type=int, metavar="N", help="of --from-trace: which training pass (default: the median)")
+    add("--draw", type=Path, metavar="FILE", help="the timeline of one schedule: .png, .svg or .html")
+    add("--json", action="store_true", help="print JSON instead of text")
 
 
 def run(arguments: argparse.Namespace) -> int:

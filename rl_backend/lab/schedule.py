@@ -1,4 +1,4 @@
-"""Pipeline schedules, and what a traced run's pipeline did beside what its schedule predicts: in words and drawn."""
+"""Pipeline schedules, and a traced run's pipeline beside the prediction of its schedule, as text and pictures."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Chrome's trace-event format, which Perfetto and chrome://tracing open.
 
-The file is the format's "JSON Array": one event per line, written as it comes, so that the trace of a run that was killed
-can be read up to there. See "Trace Event Format" (Google, 2016) for the fields.
+The file is the format's "JSON Array": one event per line, written as it comes. The trace of a run that was killed can be
+read up to there. See "Trace Event Format" (Google, 2016) for the fields.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class ChromeTraceWriter:
 
 
 def read_trace(path: Path | str, most_bytes: int | None = None) -> list[dict[str, Any]]:
-    """The events of a trace that :class:`ChromeTraceWriter` wrote, also of one that was cut off in the middle.
+    """The events of a trace that :class:`ChromeTraceWriter` wrote, even if it was cut off in the middle.
 
     Args:
         most_bytes: of a longer file, read its beginning, where processes are named, and its end; together so many bytes.

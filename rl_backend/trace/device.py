@@ -1,4 +1,4 @@
-"""Spans of work on a GPU, which goes on after the call that starts it has returned."""
+"""Spans of work on a GPU, which continues after the call that starts it has returned."""
 
 from __future__ import annotations
 

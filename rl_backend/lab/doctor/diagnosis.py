@@ -34,7 +34,7 @@ _TARGET = "adapters.verl.engine_config.RLBackendEngineConfig"
 
 @dataclass(frozen=True)
 class Facts:
-    """The machine, the installation, and what probes found; a probe is None that was not tried."""
+    """The machine, the installation, and what the probes found; None stands for a probe that was not tried."""
 
     machine: Machine
     packages: tuple[Package, ...]
@@ -68,7 +68,7 @@ class Capability:
 
 @dataclass(frozen=True)
 class Report:
-    """All that the command says. ``problems`` are what is broken of the required; ``remarks`` can be lived with."""
+    """All that the command says. ``problems`` must be repaired before anything trains; ``remarks`` need no action."""
 
     problems: tuple[str, ...]
     remarks: tuple[str, ...]
@@ -76,7 +76,7 @@ class Report:
     facts: Facts
 
     def as_json(self) -> dict[str, Any]:
-        """Conclusions first, facts beside them."""
+        """Conclusions first, then the facts."""
         report = asdict(self)
         facts: dict[str, Any] = report.pop("facts")
         return report | facts

@@ -1,4 +1,4 @@
-"""Probes: torch, Ray, Megatron and verl, each tried in a process of its own, so that a crash there is a result here."""
+"""Probes of torch, Ray, Megatron and verl. Each runs in a new process: a crash there is a result here."""
 
 from __future__ import annotations
 
@@ -103,14 +103,14 @@ print(json.dumps(found))
 
 @dataclass(frozen=True)
 class VerlProbe(Probe):
-    """Which engine verl would build here, and whether it finds this package.
+    """Which engine verl would build here, and whether verl finds this package.
 
     Attributes:
         error: None when verl imports.
-        installed: whether this package's entry point for verl is.
+        installed: whether this package's entry point for verl is installed.
         loaded: whether verl loaded it.
-        load_error: what it raises, where verl did not load it; None when nothing.
-        override_error: what the configuration class that ``_target_`` names raises on import; None when nothing.
+        load_error: the error of loading it, where verl did not; None without one.
+        override_error: the error of importing the configuration class that ``_target_`` names; None without one.
         engines: verl's model type -> backend of our engine, ``of verl``, or why there is none; for ``strategy=megatron`` and
             verl's own configuration class.
         device: what verl trains on.

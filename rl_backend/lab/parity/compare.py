@@ -104,7 +104,7 @@ def compare(
     """Compares the first step stage by stage, then every step's loss and gradient norm.
 
     Args:
-        required_modules: paths of the modules whose activations both sides must have; each side has further ones of its own.
+        required_modules: paths of the modules whose activations both sides must have; each side may have more.
     """
     steps = _steps(reference, candidate, tolerances)
     loaded = _tensors(reference.loaded_weights, candidate.loaded_weights, tolerances.loaded_weights)
@@ -176,7 +176,7 @@ def _weight(
         ours, theirs, before = ours[clear], theirs[clear], before[clear]
     change = ours.double() - before.double()
     scale = max(two_norm(change), UPDATE_FLOOR * two_norm(ours))
-    # Both less what they were, so that the change is what the difference is relative to.
+    # Weights minus their values before the step: the difference is relative to the change.
     return tensor_difference(name, change, theirs.double() - before.double(), tolerances.weights, scale)
 
 

@@ -1,4 +1,4 @@
-"""What is compared with what, and the batch that both sides train on."""
+"""The configuration of a comparison, and the batch that both sides train on."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class ParitySide(BaseConfig):
 
     @property
     def world_size(self) -> int:
-        """Ranks, each a process of its own."""
+        """Ranks; each is a process."""
         return self.parallel.model_parallel_size * self.data_parallel_size
 
     @property
@@ -210,7 +210,7 @@ def make_sequences(config: ParityConfig, hf_config: Mapping[str, Any]) -> list[T
 
 
 def plan_batch(config: ParityConfig, data_parallel_size: int) -> MicroBatchPlan:
-    """Deals the sequences out in turn, so that every rank has the same number of micro-batches."""
+    """Deals the sequences out in turn: every rank has the same number of micro-batches."""
     bins = data_parallel_size * config.num_micro_batches
     dealt = [tuple(range(start, config.num_sequences, bins)) for start in range(bins)]
     return MicroBatchPlan(tuple(tuple(dealt[rank::data_parallel_size]) for rank in range(data_parallel_size)))

@@ -1,4 +1,4 @@
-"""How far two tensors or numbers are apart, and how far they may be."""
+"""Differences of two tensors or numbers, and the tolerances for them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Tolerances(NamedTuple):
     Attributes:
         loaded_weights, activations, log_probs, gradients, weights: of tensors in the first step, in the 2-norm.
         loss, grad_norm: over the first 5 steps; ten times as much over the first 20, and again for every four times as
-            many: what rounding does to one step is the start of the next, so that differences grow with the steps, and with
-            the learning rate.
+            many: each step starts from the rounding of the one before, and differences grow with the steps and the
+            learning rate.
     """
 
     loaded_weights: float
@@ -127,8 +127,8 @@ def tensor_difference(
 def activation_difference(name: str, reference: Tensor | None, candidate: Tensor | None, tolerance: float) -> Difference:
     """The norm of the difference, or the factor that all elements share, whichever uses up more of its tolerance.
 
-    Rounding of thousands of elements averages out in the factor, so it shows what the norm does not, like a slightly other
-    eps of a norm.
+    Rounding of thousands of elements averages out in the factor. It shows what the norm does not, for example a slightly
+    different eps of a norm layer.
     """
     whole = tensor_difference(name, reference, candidate, tolerance)
     if reference is None or candidate is None or not math.isfinite(whole.amount):

@@ -1,4 +1,4 @@
-"""What one side did."""
+"""Records: what one rank saw, and what one side computed."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def run_parity(config: ParityConfig, tolerances: Tolerances, tell: Callable[[str
 def record_side(
     config: ParityConfig, name: SideName, device: str, folder: Path, start: StartRank = start_rank
 ) -> SideRecord:
-    """Runs one side, each rank in a process of its own.
+    """Runs one side, each rank in a new process.
 
     Args:
         device: ``cpu`` or ``cuda``.

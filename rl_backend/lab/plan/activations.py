@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rl_backend.contracts import PackedBatch
+from rl_backend.lab.plan.memory import PassMemory
 from rl_backend.model import ModelInput
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.imagined import META
@@ -105,15 +106,6 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-class PassMemory(NamedTuple):
-    """Bytes that the passes of a step take on a rank, as :class:`~rl_backend.lab.plan.memory.RankMemory` has them."""
-
-    activations: int
-    workspace: int
-    evaluation_workspace: int
-    kept_per_micro_batch: Mapping[int, int]
-
-
 def most_in_flight(actions: Iterable[Action], stages: Mapping[int, StageMemory]) -> PassMemory:
     """Follows the actions of one rank to the moment when the most is needed."""
     kept = 0
@@ -133,7 +125,8 @@ def most_in_flight(actions: Iterable[Action], stages: Mapping[int, StageMemory])
         elif action.kind is Kind.BACKWARD_WEIGHT:
             kept -= memory.put_off
     return PassMemory(
-        *most,
+        activations=most[0],
+        workspace=most[1],
         evaluation_workspace=max(memory.evaluation_peak for memory in stages.values()),
         kept_per_micro_batch={number: memory.kept for number, memory in stages.items()},
     )

@@ -95,7 +95,7 @@ def bridge_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
                 gathered_parameters=0,
                 logits_chunk=logits_chunk(model, native, workload) if stages.has_head else 0,
                 sync_bucket=COPIES_OF_EXPORTED * max(weight.nbytes for weight in weights),
-                **most_in_flight(actions[pipeline_rank], measured)._asdict(),
+                **vars(most_in_flight(actions[pipeline_rank], measured)),
             )
         )
     return found, sum(weight.nbytes for weight in weights)
@@ -147,7 +147,7 @@ class LocalLayers:
         return self._rows * heads * self._length**2 * _FLOAT
 
     def stage(self, native: StageMemory, num_layers: int, *, last: bool) -> StageMemory:
-        """A stage of ``num_layers``, given what the native model's takes beside what it keeps."""
+        """A stage of ``num_layers``; ``native`` says what the same stage of the native model takes."""
         layer = self._layer()
         kept = num_layers * (self._checkpoint() if self.options.recompute_granularity == "full" else layer)
         kept += self._end() if last else 0

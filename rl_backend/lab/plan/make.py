@@ -80,8 +80,8 @@ def make_plan(config: RuntimeConfig, num_ranks: int, workload: Workload) -> Plan
 def suggest_layout(plan: Plan, device_bytes: int) -> Plan | None:
     """The first layout in the order of :func:`candidate_layouts` that fits a device, or None.
 
-    Everything else stays as in ``plan``, the number of micro-batches too, so that with fewer data-parallel ranks a step has
-    fewer tokens.
+    Everything else stays as in ``plan``, even the number of micro-batches: with fewer data-parallel ranks a step has fewer
+    tokens.
     """
     if not plan.phases_over(device_bytes):
         return plan

@@ -1,4 +1,4 @@
-"""Bytes on a device: of one rank, by what they are for and when, and the workload that they depend on."""
+"""Bytes on a device by purpose and phase, and the workload that they depend on."""
 
 from __future__ import annotations
 
@@ -42,7 +42,24 @@ COMPONENTS = tuple(
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankMemory:
+class PassMemory:
+    """Bytes that the passes of a step take on a rank.
+
+    Attributes:
+        activations: kept for backward passes when the most is needed, of all micro-batches in flight.
+        workspace: everything else that passes need then.
+        evaluation_workspace: the same of a forward-only pass.
+        kept_per_micro_batch: stage -> what one micro-batch keeps there for its backward pass.
+    """
+
+    activations: int
+    workspace: int
+    evaluation_workspace: int
+    kept_per_micro_batch: Mapping[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory(PassMemory):
     """Bytes on the ranks of one pipeline rank, of which the first of each group holds as much as any.
 
     Attributes:
@@ -51,11 +68,7 @@ class RankMemory:
         undo: what post-validation keeps to take a step back: a copy of weights and moments, and gradients.
         unreduced_gradients: of whole parameters, before they are reduced over the ranks.
         gathered_parameters: whole parameters that FSDP has gathered, in the dtype of the computation.
-        activations: kept for backward passes when the most is needed, of all micro-batches in flight.
-        workspace: everything else that passes need then.
-        evaluation_workspace: the same of a forward-only pass.
         logits_chunk: of both workspaces at most, the logits of a chunk of tokens.
-        kept_per_micro_batch: stage -> what one micro-batch keeps there for its backward pass.
         sync_bucket: full tensors, and what they are gathered through, in a weight sync.
     """
 
@@ -66,11 +79,7 @@ class RankMemory:
     undo: int
     unreduced_gradients: int
     gathered_parameters: int
-    activations: int
-    workspace: int
-    evaluation_workspace: int
     logits_chunk: int
-    kept_per_micro_batch: Mapping[int, int]
     sync_bucket: int
 
     def phase(self, phase: Phase, offload: Collection[Part]) -> dict[str, int]:
@@ -84,7 +93,7 @@ class RankMemory:
 
 
 class Workload(BaseConfig):
-    """One step of training and what goes on around it.
+    """One step of training, and the offload and weight sync around it.
 
     Attributes:
         sequence_length: tokens of every sequence.

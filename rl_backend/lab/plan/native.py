@@ -157,7 +157,7 @@ def native_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
                 gathered_parameters=_gathered(native, sharded),
                 logits_chunk=logits_chunk(model, native, workload) if stages.has_head else 0,
                 sync_bucket=bucket,
-                **most_in_flight(actions[pipeline_rank], stages.measured)._asdict(),
+                **vars(most_in_flight(actions[pipeline_rank], stages.measured)),
             )
         )
     return found, sum(weight.nbytes for weight in weights)
@@ -217,7 +217,7 @@ def whole_parameters(ranks: list[RankStages]) -> dict[str, ParameterSize]:
 
 
 def _gathered(native: NativeConfig, stages: list[ShardedStage]) -> int:
-    """All stages of the rank when nothing is freed between passes, otherwise the one that runs."""
+    """All stages of the rank if nothing is freed between passes, else the largest: one runs at a time."""
     size = getattr(torch, native.param_dtype).itemsize
     if not native.reshard_after_forward:
         return sum(stage.gathered(all_at_once=True) for stage in stages) * int(size)

@@ -233,7 +233,7 @@ def _hover(chart: Chart, series: Sequence[Series], drawn: Sequence[Sequence[Poin
 
 
 def _hovered(series: Series, point: Point) -> list[float | str]:
-    """First step, number of further ones, mean, and the range where there is one; in words what is not finite."""
+    """First step, number of steps after it, mean, and the range if there is one; values that are not finite are words."""
     steps = [point.first, point.last - point.first]
     if math.isnan(point.mean):
         return [*steps, short(series.values[series.steps.index(point.first)])]

@@ -1,4 +1,4 @@
-"""What the metrics of a run are called, measured in and shown beside."""
+"""Metrics of a run: titles, units, and the charts and groups that show them."""
 
 from __future__ import annotations
 

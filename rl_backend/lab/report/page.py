@@ -75,8 +75,8 @@ def _sections(data: RunData) -> list[Html]:
     time = [draw_phases(phases)] if phases else []
     trace = data.path / "trace.json"
     if trace.is_file() and (step := read_step(trace)) is not None:
-        note = "The whole trace: open trace.json of the run folder in Perfetto (ui.perfetto.dev) or chrome://tracing."
-        time += [draw_timeline(step), tag("p", note, class_="note")]
+        where = "The whole trace: open trace.json of the run folder in Perfetto (ui.perfetto.dev) or chrome://tracing."
+        time += [draw_timeline(step), tag("p", where, class_="note")]
     if time:
         sections.append(_section("Where does the time go?", *time))
     if data.first_held_out:

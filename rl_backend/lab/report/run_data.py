@@ -1,4 +1,4 @@
-"""Reading a run folder, also of a run that goes on or was cut off."""
+"""A run folder as data, even while the run continues or after it was cut off."""
 
 from __future__ import annotations
 

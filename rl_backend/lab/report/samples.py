@@ -1,4 +1,4 @@
-"""What the model wrote at first and at last."""
+"""Samples of the model: what it wrote first and last."""
 
 from __future__ import annotations
 

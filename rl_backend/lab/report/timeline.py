@@ -99,7 +99,7 @@ def read_step(path: Path) -> StepTimeline | None:
     steps = sorted((event for event in events if event.get("cat") == "step"), key=lambda event: event["ts"])
     if not steps:
         return None
-    # The first has the set-up in it; of the last two, a run that goes on may not have the actors' events yet.
+    # The first includes the set-up. A run that continues may not have the actors' events of the last two yet.
     steps = steps[1:-2] or steps
     middle = statistics.median_low(event["dur"] for event in steps)
     step = next(event for event in steps if event["dur"] == middle)
@@ -177,7 +177,7 @@ def draw_timeline(timeline: StepTimeline) -> Html:
 
 
 def _is_whole(event: dict[str, Any]) -> bool:
-    """Whether an event has what is read of it: a viewer may have saved, or a person cut, the trace."""
+    """Whether an event has all fields that are read: a viewer may have saved the trace, or a person may have cut it."""
     numbers = {
         "X": ("ts", "dur", "pid", "tid"),
         "s": ("ts", "pid", "tid", "id"),
