@@ -88,11 +88,14 @@ def json_text(value: Any, *, indent: int | None = None, ensure_ascii: bool = Tru
     return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def as_number(value: Any) -> float | int | None:
+def as_number(value: Any) -> float | None:
     """What :func:`json_text`, or Python's own ``json``, has written for a number; None for anything else."""
-    if isinstance(value, str):
-        return float(value) if value in NOT_FINITE else None
-    return value if isinstance(value, int | float) else None
+    if not isinstance(value, int | float) and value not in NOT_FINITE:
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return math.inf if value > 0 else -math.inf
 
 
 def _trimmed(number: str) -> str:

@@ -245,7 +245,14 @@ def points(series: Series, most: int) -> list[Point]:
     """At most ``most`` points over all steps; neighbours are put together, which keeps their extremes."""
     count = len(series.steps)
     size = math.ceil(count / most)
-    return [_point(series, start, min(start + size, count)) for start in range(0, count, size)]
+    found = []
+    for start in range(0, count, size):
+        steps, values = series.steps[start : start + size], series.values[start : start + size]
+        finite = [value for value in values if math.isfinite(value)]
+        # A plain sum of values near the largest float would overflow.
+        mean = sum(value / len(finite) for value in finite) if finite else math.nan
+        found.append(Point(steps[0], steps[-1], mean, min(finite, default=math.nan), max(finite, default=math.nan)))
+    return found
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
@@ -260,13 +267,3 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
         number = counts[end] - counts[start]
         means.append((sums[end] - sums[start]) / number if number else math.nan)
     return means
-
-
-def _point(series: Series, start: int, end: int) -> Point:
-    finite = [value for value in series.values[start:end] if math.isfinite(value)]
-    first, last = series.steps[start], series.steps[end - 1]
-    if not finite:
-        return Point(first, last, math.nan, math.nan, math.nan)
-    # A plain sum of values near the largest float would overflow.
-    mean = sum(value / len(finite) for value in finite)
-    return Point(first, last, mean, min(finite), max(finite))

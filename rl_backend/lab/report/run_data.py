@@ -120,7 +120,7 @@ def _read_metrics(data: RunData) -> None:
             if value is None:
                 not_numbers.add(name)
             elif name != "step":
-                found.setdefault(name, {})[step] = _number(value)
+                found.setdefault(name, {})[step] = value
     data.problems += [f"metrics.jsonl: {name} is not a number in every step" for name in sorted(not_numbers)]
     data.steps = len(steps)
     data.span = (min(steps), max(steps)) if steps else (0, 0)
@@ -128,13 +128,6 @@ def _read_metrics(data: RunData) -> None:
         name: Series(name, tuple(sorted(values)), tuple(values[step] for step in sorted(values)))
         for name, values in found.items()
     }
-
-
-def _number(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # a whole number of hundreds of digits
-        return math.inf if value > 0 else -math.inf
 
 
 def _read_samples(data: RunData, name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

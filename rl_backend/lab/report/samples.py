@@ -64,7 +64,7 @@ def _by_prompt(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
 
 
 def _rewards(samples: Sequence[Sample], *, finite: bool = False) -> list[float]:
-    rewards = (_reward(sample) for sample in samples)
+    rewards = (as_number(sample.get("reward")) for sample in samples)
     return [reward for reward in rewards if reward is not None and (not finite or math.isfinite(reward))]
 
 
@@ -88,7 +88,7 @@ def _cell(prompt: str, samples: Sequence[Sample], middle: float | None) -> Html:
     rewards = _rewards(samples)
     words = f"mean of {len(rewards)}: {short(sum(rewards) / len(rewards))}" if len(rewards) > 1 else None
     mean = tag("span", words, class_="unit") if words else None
-    ordered = sorted(samples, key=lambda sample: -(_reward(sample) or 0.0))
+    ordered = sorted(samples, key=lambda sample: -(as_number(sample.get("reward")) or 0.0))
     if len(ordered) > RESPONSES:
         # Best, middle and worst.
         ordered = [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
@@ -101,7 +101,7 @@ def _cell(prompt: str, samples: Sequence[Sample], middle: float | None) -> Html:
 
 
 def _response(sample: Sample, middle: float | None) -> Html:
-    reward = _reward(sample)
+    reward = as_number(sample.get("reward"))
     facts = ", ".join(
         _versions(value) if name == "version_spans" else f"{name.replace('_', ' ')} {_plain(value)}"
         for name, value in sample.items()
@@ -117,11 +117,6 @@ def _response(sample: Sample, middle: float | None) -> Html:
         tag("pre", _clipped(str(sample.get("response", "")))),
         class_="response",
     )
-
-
-def _reward(sample: Sample) -> float | None:
-    reward = as_number(sample.get("reward"))
-    return None if reward is None else float(reward)
 
 
 def _plain(value: Any) -> str:
