@@ -16,14 +16,7 @@ import torch
 from rl_backend.contracts import ConfigError, NativeConfig, PackedWeight, RuntimeConfig, UnsupportedError
 from rl_backend.lab.plan.activations import StageMemory, most_in_flight
 from rl_backend.lab.plan.memory import RankMemory, Workload
-from rl_backend.lab.plan.native import (
-    ParameterSize,
-    logits_chunk,
-    rank_actions,
-    rank_stages,
-    weights_to_sync,
-    whole_parameters,
-)
+from rl_backend.lab.plan.native import ParameterSize, rank_actions, rank_stages, weights_to_sync
 from rl_backend.model.decoder import DecoderSpec
 from rl_backend.model.feedforward.moe import MoESpec
 from rl_backend.model.feedforward.swiglu import SwiGLUSpec
@@ -73,7 +66,7 @@ def bridge_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
     layers_of_a_stage = int(model.architecture.num_layers) // num_stages
     actions = rank_actions(native, workload.num_micro_batches)
     ranks = [rank_stages(model, native, rank, num_ranks, workload) for rank in range(native.parallel.pp)]
-    weights = weights_to_sync(model.weight_names, whole_parameters(ranks), getattr(torch, workload.sync_dtype))
+    weights = weights_to_sync(model, ranks, workload)
     experts = {name for name, stored in model.weight_names.items() if isinstance(stored, PackedWeight)}
     found = []
     for pipeline_rank, stages in enumerate(ranks):
@@ -93,7 +86,7 @@ def bridge_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
                 undo=0,
                 unreduced_gradients=0,
                 gathered_parameters=0,
-                logits_chunk=logits_chunk(model, native, workload) if stages.has_head else 0,
+                logits_chunk=stages.logits_chunk,
                 sync_bucket=COPIES_OF_EXPORTED * max(weight.nbytes for weight in weights),
                 **vars(most_in_flight(actions[pipeline_rank], measured)),
             )

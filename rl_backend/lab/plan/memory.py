@@ -30,11 +30,6 @@ USED: Mapping[Phase, tuple[str, ...]] = {
 """What each phase works with: fields of :class:`RankMemory`."""
 
 
-def _component(field: str) -> str:
-    """Both workspaces are one component: a phase has one of them."""
-    return field.removeprefix("evaluation_")
-
-
 COMPONENTS = tuple(
     dict.fromkeys(name for names in (PARTS, *USED.values()) for name in names if name != "evaluation_workspace")
 )
@@ -86,7 +81,8 @@ class RankMemory(PassMemory):
         """Bytes by purpose; the parts of ``offload`` are on the device only where the phase uses them."""
         kept = (name for name, part in PARTS.items() if part not in offload)
         sizes = {name: int(getattr(self, name)) for name in dict.fromkeys((*kept, *USED[phase]))}
-        return {_component(name): size for name, size in sizes.items() if size}
+        # Both workspaces are one component: a phase has one of them.
+        return {name.removeprefix("evaluation_"): size for name, size in sizes.items() if size}
 
     def total(self, phase: Phase, offload: Collection[Part]) -> int:
         return sum(self.phase(phase, offload).values())

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from rl_backend.contracts import NativeConfig, RuntimeConfig, WeightName, stored_tensors
+from rl_backend.contracts import NativeConfig, RuntimeConfig, stored_tensors
 from rl_backend.lab.plan.activations import StageMemory, measure_stage, most_in_flight
 from rl_backend.lab.plan.memory import RankMemory, Workload
 from rl_backend.model import ModelStage
@@ -105,23 +105,11 @@ class ShardedStage:
 
 @dataclass(frozen=True)
 class RankStages:
-    """The stages of one pipeline rank, and what a micro-batch takes on each."""
+    """The stages of one pipeline rank, what a micro-batch takes on each, and bytes of the largest chunk of logits."""
 
     sharded: Mapping[int, ShardedStage]
     measured: Mapping[int, StageMemory]
-    has_head: bool
-
-
-def logits_chunk(model: ModelDescription, native: NativeConfig, workload: Workload) -> int:
-    """Bytes of the largest chunk of logits on a rank that has the head."""
-    if workload.head != "log_probs":
-        return 0
-    return logits_chunk_bytes(
-        -(-workload.micro_batch_tokens // native.parallel.cp),
-        -(-model.hf_config["vocab_size"] // native.parallel.tp),
-        native.log_prob_chunk_tokens,
-        calculate_entropy=workload.calculate_entropy,
-    )
+    logits_chunk: int
 
 
 def native_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> tuple[list[RankMemory], int]:
@@ -136,8 +124,7 @@ def native_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
     actions = rank_actions(native, workload.num_micro_batches)
     accumulates = workload.num_micro_batches > 1 or schedule_name(native) is not None
     ranks = [rank_stages(model, native, rank, num_ranks, workload) for rank in range(native.parallel.pp)]
-    parameters = whole_parameters(ranks)
-    weights = weights_to_sync(model.weight_names, parameters, getattr(torch, workload.sync_dtype))
+    weights = weights_to_sync(model, ranks, workload)
     bucket = sync_bucket_bytes(weights, workload.byte_budget, num_ranks)
     found = []
     for pipeline_rank, stages in enumerate(ranks):
@@ -155,7 +142,7 @@ def native_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
                 undo=held * MASTER_BYTES + optimizer + trained * MASTER_BYTES if native.post_validation else 0,
                 unreduced_gradients=unreduced * int(getattr(torch, native.reduce_dtype).itemsize),
                 gathered_parameters=_gathered(native, sharded),
-                logits_chunk=logits_chunk(model, native, workload) if stages.has_head else 0,
+                logits_chunk=stages.logits_chunk,
                 sync_bucket=bucket,
                 **vars(most_in_flight(actions[pipeline_rank], stages.measured)),
             )
@@ -197,7 +184,15 @@ def rank_stages(
             plain = plain.to(getattr(torch, native.param_dtype))
             hidden_size = None if part is None or part.first else model.hf_config["hidden_size"]
             measured[number] = measure_stage(plain, batch, groups, hidden_size, splits_backward=splits_backward)
-    return RankStages(sharded, measured, any(part is None or part.last for part in parts.values()))
+    chunk = 0
+    if workload.head == "log_probs" and any(part is None or part.last for part in parts.values()):
+        chunk = logits_chunk_bytes(
+            -(-workload.micro_batch_tokens // parallel.cp),
+            -(-model.hf_config["vocab_size"] // parallel.tp),
+            native.log_prob_chunk_tokens,
+            calculate_entropy=workload.calculate_entropy,
+        )
+    return RankStages(sharded, measured, chunk)
 
 
 def _build(model: ModelDescription, part: ModelStage | None, native: NativeConfig, groups: ParallelGroups) -> nn.Module:
@@ -209,11 +204,6 @@ def _alone() -> dist.ProcessGroup:
     mine = dist.new_group([dist.get_rank()])
     assert isinstance(mine, dist.ProcessGroup), "this rank is in it"
     return mine
-
-
-def whole_parameters(ranks: list[RankStages]) -> dict[str, ParameterSize]:
-    """Parameters of all stages."""
-    return {name: size for rank in ranks for stage in rank.sharded.values() for name, size in stage.parameters.items()}
 
 
 def _gathered(native: NativeConfig, stages: list[ShardedStage]) -> int:
@@ -235,13 +225,13 @@ class SyncedWeight(NamedTuple):
         return self.name
 
 
-def weights_to_sync(
-    names: Mapping[str, WeightName], parameters: Mapping[str, ParameterSize], dtype: torch.dtype
-) -> list[SyncedWeight]:
+def weights_to_sync(model: ModelDescription, ranks: Sequence[RankStages], workload: Workload) -> list[SyncedWeight]:
     """What ``export_weights`` yields of a model."""
+    dtype = getattr(torch, workload.sync_dtype)
+    parameters = {name: size for rank in ranks for stage in rank.sharded.values() for name, size in stage.parameters.items()}
     return [
         SyncedWeight(stored, math.prod(parameters[key].whole[len(index) :]) * dtype.itemsize, dtype)
-        for key, name in names.items()
+        for key, name in model.weight_names.items()
         for index, stored in stored_tensors(name)
     ]
 
