@@ -58,11 +58,16 @@ def run(arguments: argparse.Namespace) -> int:
     dtype = arguments.dtype or _run_dtype(weights)
     sizes = [math.prod(shape) * DTYPES[dtype].itemsize for shape in weights.shapes.values()]
     say = _Progress(quiet=arguments.json)
-    say.line(_describe(weights))
+    manifest = weights.manifest
+    say.line(
+        f"{weights.path}: {manifest.model_type}{', a critic' if manifest.head == 'values' else ''}, weight version "
+        f"{manifest.weight_version}, written by the {manifest.runtime_config.get('backend')} runtime on "
+        f"{count(manifest.world_size, 'rank')}"
+    )
     say.line(f"configuration and tokenizer from {source}")
     with exit_on_sigterm():
-        stored = sum(facts.num_bytes for facts in weights.manifest.files.values())
-        say.start(f"verifying {len(weights.manifest.files)} files", stored)
+        stored = sum(facts.num_bytes for facts in manifest.files.values())
+        say.start(f"verifying {len(manifest.files)} files", stored)
         weights.verify(say.advance)
         say.start(f"writing {len(sizes)} tensors in {dtype}", sum(sizes))
         export_checkpoint(
@@ -74,9 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
             "checkpoint": str(weights.path),
             "out": str(out),
             "source": str(source),
-            "model_type": weights.manifest.model_type,
-            "head": weights.manifest.head,
-            "weight_version": weights.manifest.weight_version,
+            "model_type": manifest.model_type,
+            "head": manifest.head,
+            "weight_version": manifest.weight_version,
             "dtype": dtype,
             "tensors": len(sizes),
             "bytes": sum(sizes),
@@ -100,13 +105,14 @@ class _Progress:
 
     def start(self, what: str, total: int) -> None:
         self._done, self._total, self._said = 0, total, time.monotonic()
-        self.line(f"{what}, {_size(total)}")
+        self.line(f"{what}, {ByteUnit.up_to(total).text(total)}")
 
     def advance(self, num_bytes: int) -> None:
         self._done += num_bytes
         if time.monotonic() - self._said >= 5:
             self._said = time.monotonic()
-            self.line(f"  {_size(self._done)} of {_size(self._total)}")
+            done, total = (ByteUnit.up_to(size).text(size) for size in (self._done, self._total))
+            self.line(f"  {done} of {total}")
 
 
 def _model_directory(path: Path, name: str | None) -> Path:
@@ -139,17 +145,3 @@ def _run_dtype(weights: TrainingWeights) -> str:
             field=field,
         )
     return dtype
-
-
-def _describe(weights: TrainingWeights) -> str:
-    manifest = weights.manifest
-    backend, ranks = manifest.runtime_config.get("backend"), manifest.world_size
-    return (
-        f"{weights.path}: {manifest.model_type}{', a critic' if manifest.head == 'values' else ''}, weight version "
-        f"{manifest.weight_version}, written by the {backend} runtime on {count(ranks, 'rank')}"
-    )
-
-
-def _size(num_bytes: int) -> str:
-    unit = ByteUnit.up_to(num_bytes)
-    return f"{unit.of(num_bytes)} {unit.name}"

@@ -60,6 +60,10 @@ class ByteUnit(NamedTuple):
         """The number alone."""
         return f"{size / self.num_bytes:.2f}"
 
+    def text(self, size: int) -> str:
+        """The number and the unit."""
+        return f"{self.of(size)} {self.name}"
+
 
 def table(columns: str, rows: Iterable[Sequence[object]]) -> list[str]:
     """A line for each row, whose cells are set in ``columns``, as in ``"{:10}  {:>8}"``."""

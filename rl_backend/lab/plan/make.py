@@ -158,14 +158,14 @@ def as_text(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> str:
         lines.append("activations are those of Megatron's own layers; Transformer Engine's keep less")
     logits = max(rank.logits_chunk for rank in plan.ranks)
     if logits:
-        lines.append(f"logits: {unit.of(logits)} {unit.name} at one time, in the workspace")
+        lines.append(f"logits: {unit.text(logits)} at one time, in the workspace")
     lines.append(
-        f"a weight sync sends {unit.of(plan.sync_bytes)} {unit.name} in {work.sync_dtype}; through shared memory "
+        f"a weight sync sends {unit.text(plan.sync_bytes)} in {work.sync_dtype}; through shared memory "
         "or gloo it keeps as much of /dev/shm until it is closed"
     )
     if device_bytes is None:
         return "\n".join(lines)
-    device = f"{unit.of(device_bytes)} {unit.name}"
+    device = unit.text(device_bytes)
     over = [f"{phase.replace('_', ' ')} needs {unit.of(peaks[phase])}" for phase in plan.phases_over(device_bytes)]
     if not over:
         return "\n".join([*lines, "", f"fits {device}, of which {unit.of(device_bytes - max(peaks.values()))} are left"])
@@ -175,7 +175,7 @@ def as_text(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> str:
     )
     if fitting is not None:
         most = max(fitting.peak(phase) for phase in PHASES)
-        remedy = f"fits with {unit.of(most)} {unit.name}: {_layout_text(fitting)}"
+        remedy = f"fits with {unit.text(most)}: {_layout_text(fitting)}"
     return "\n".join([*lines, "", f"does not fit {device}: {', '.join(over)}", remedy])
 
 

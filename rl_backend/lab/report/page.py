@@ -79,10 +79,9 @@ def _sections(data: RunData) -> list[Html]:
         time += [draw_timeline(step), tag("p", where, class_="note")]
     if time:
         sections.append(_section("Where does the time go?", *time))
-    if data.first_held_out:
-        sections.append(draw_samples("Held-out answers", data.first_held_out, data.last_held_out))
-    if data.first_samples:
-        sections.append(draw_samples("Samples", data.first_samples, data.last_samples))
+    for kind, (first, last) in (("Held-out answers", data.held_out), ("Samples", data.samples)):
+        if first:
+            sections.append(draw_samples(kind, first, last))
     for title, values in (("Summary", data.summary), ("Configuration", data.config)):
         if values:
             rows = [tag("tr", tag("th", name), tag("td", _value(value))) for name, value in values.items()]

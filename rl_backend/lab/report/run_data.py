@@ -5,13 +5,16 @@ from __future__ import annotations
 import fcntl
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rl_backend.lab.text import as_number
+
+type Sample = Mapping[str, Any]
+type FirstAndLast = tuple[Sequence[Sample], Sequence[Sample]]
 
 SAMPLE_BYTES = 4 * 2**20
 """Read from either end of a file of samples, which may have gigabytes."""
@@ -42,8 +45,8 @@ class RunData:
         run: of ``run.json``; its ``state`` is "killed" where that says "running" and no process holds the folder any more.
         metrics: name -> its series.
         steps: number of those logged, ``span`` the first and the last.
-        first_samples: of the first step that has some; ``last_samples`` of the last, empty when that is the same.
-        first_held_out, last_held_out: the same of the held-out prompts; the first are of step 0, before training.
+        samples: of the first step that has some and of the last; the second is empty when that is the same step.
+        held_out: the same of the held-out prompts; the first are of step 0, before training.
         problems: what could not be read.
     """
 
@@ -54,10 +57,8 @@ class RunData:
     metrics: dict[str, Series] = field(default_factory=dict)
     steps: int = 0
     span: tuple[int, int] = (0, 0)
-    first_samples: list[dict[str, Any]] = field(default_factory=list)
-    last_samples: list[dict[str, Any]] = field(default_factory=list)
-    first_held_out: list[dict[str, Any]] = field(default_factory=list)
-    last_held_out: list[dict[str, Any]] = field(default_factory=list)
+    samples: FirstAndLast = ((), ())
+    held_out: FirstAndLast = ((), ())
     problems: list[str] = field(default_factory=list)
 
 
@@ -70,8 +71,7 @@ def read_run(path: Path | str) -> RunData:
         data.run |= {"state": "killed", "ended": _last_write(data.path)}
     data.summary = _read_object(data, "summary.json")
     _read_metrics(data)
-    data.first_samples, data.last_samples = _read_samples(data, "samples.jsonl")
-    data.first_held_out, data.last_held_out = _read_samples(data, "held_out.jsonl")
+    data.samples, data.held_out = _read_samples(data, "samples.jsonl"), _read_samples(data, "held_out.jsonl")
     return data
 
 
@@ -130,11 +130,10 @@ def _read_metrics(data: RunData) -> None:
     }
 
 
-def _read_samples(data: RunData, name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Those of the first step, and those of the last where that is another."""
+def _read_samples(data: RunData, name: str) -> FirstAndLast:
     path = data.path / name
     if not path.is_file():
-        return [], []
+        return (), ()
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(SAMPLE_BYTES).decode("utf-8", "replace").split("\n")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rl_backend.lab.picture import Html, join, tag
+from rl_backend.lab.report.run_data import Sample
 from rl_backend.lab.text import as_number, short
 
 PROMPTS, RESPONSES, CHARACTERS = 6, 3, 1500
 TEXTS = ("prompt", "response", "reward", "step")
-
-type Sample = Mapping[str, Any]
 
 
 def draw_samples(kind: str, first: Sequence[Sample], last: Sequence[Sample]) -> Html:

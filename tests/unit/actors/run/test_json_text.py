@@ -70,7 +70,7 @@ def test_half_of_a_surrogate_pair_can_be_written_and_read_back(tmp_path: Path) -
     data = read_run(tmp_path)
     assert data.problems == []
     assert data.metrics["reward"].values == (0.5,)
-    assert data.first_samples[0]["response"] == "\ud83d"
+    assert data.samples[0][0]["response"] == "\ud83d"
     assert (tmp_path / "report.html").exists()
 
 
