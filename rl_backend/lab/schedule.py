@@ -25,20 +25,13 @@ STYLE = "body { margin: 24px; background: #fff; color: #1c2330; } div { overflow
 INK, QUIET, WHITE = "#1c2330", "#5b6675", "#ffffff"
 LANE_FILL, STRIP_FILL, GRID = "#eef1f5", "#98a3b3", "#d5dbe3"
 
-FILLS = {
-    Kind.FORWARD: ("#2463b4", "#9cc3f0"),
-    Kind.BACKWARD: ("#a3480b", "#f5b98a"),
-    Kind.BACKWARD_INPUT: ("#d97706", "#fbd38d"),
-    Kind.BACKWARD_WEIGHT: ("#178a63", "#9fdcc3"),
+KINDS = {
+    Kind.FORWARD: ("forward", "#2463b4", "#9cc3f0"),
+    Kind.BACKWARD: ("backward", "#a3480b", "#f5b98a"),
+    Kind.BACKWARD_INPUT: ("backward for inputs", "#d97706", "#fbd38d"),
+    Kind.BACKWARD_WEIGHT: ("backward for weights", "#178a63", "#9fdcc3"),
 }
-"""Of a rank's first stage, and of its other ones."""
-
-NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "backward for inputs",
-    Kind.BACKWARD_WEIGHT: "backward for weights",
-}
+"""Name, and colours of a rank's first stage and of its other ones."""
 
 
 def schedule_facts(
@@ -206,10 +199,11 @@ def page(picture: Picture, schedule: Schedule, text: str) -> str:
 
 def _box(span: Span, first_stage: int, top: float, scale: float) -> Iterator[Rectangle | Text]:
     kind, stage, micro_batch = span.action
+    name, dark, pale = KINDS[kind]
     first = stage == first_stage
     x, width = LEFT + span.start * scale, (span.end - span.start) * scale
-    tip = f"{NAMES[kind]}, stage {stage}, micro-batch {micro_batch}: {short(span.start)} to {short(span.end)}"
-    yield Rectangle(x, top, max(width - 1, 0.5), LANE, FILLS[kind][0 if first else 1], tip)
+    tip = f"{name}, stage {stage}, micro-batch {micro_batch}: {short(span.start)} to {short(span.end)}"
+    yield Rectangle(x, top, max(width - 1, 0.5), LANE, dark if first else pale, tip)
     label = str(micro_batch)
     if len(label) * CHARACTER + 3 <= width:
         yield Text(x + (width - 1) / 2, top + LANE / 2, label, WHITE if first else INK, 11, "middle")
@@ -241,15 +235,15 @@ def _ticks(makespan: float, scale: float, bottom: float) -> Iterator[Rectangle |
 
 def _legend(schedule: Schedule) -> Iterator[Rectangle | Text]:
     """What the colours are."""
-    kinds = [kind for kind in FILLS if any(action.kind is kind for own in schedule.actions for action in own)]
+    present = {action.kind for own in schedule.actions for action in own}
     x: float = LEFT
     shades = 2 if schedule.stages_per_rank > 1 else 1
-    for kind in kinds:
-        for shade in range(shades):
-            yield Rectangle(x + shade * 11, LEGEND - 5, 10, 10, FILLS[kind][shade])
+    for name, *colours in (each for kind, each in KINDS.items() if kind in present):
+        for shade, colour in enumerate(colours[:shades]):
+            yield Rectangle(x + shade * 11, LEGEND - 5, 10, 10, colour)
         x += shades * 11 + 4
-        yield Text(x, LEGEND, NAMES[kind], size=11, fill=QUIET)
-        x += len(NAMES[kind]) * 5.8 + 16
+        yield Text(x, LEGEND, name, size=11, fill=QUIET)
+        x += len(name) * 5.8 + 16
     if shades > 1:
         yield Text(x, LEGEND, "dark: first stage of the rank", size=11, fill=QUIET)
         x += 160

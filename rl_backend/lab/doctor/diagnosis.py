@@ -50,6 +50,7 @@ class Facts:
 
     @property
     def missing_for_bridge(self) -> list[str]:
+        """Packages of Megatron that are not installed."""
         return [name for name in ("megatron-core", "megatron-bridge") if self.installed(name) is None]
 
     @property

@@ -44,7 +44,7 @@ class ParitySide(BaseConfig):
     Attributes:
         runtime: name of a registered runtime, or ``transformers``.
         parallel: its layout.
-        dp: data-parallel ranks; None takes the fewest that the layout allows (more than 1 only for expert parallelism).
+        dp: data-parallel ranks; by default the fewest that the layout allows (more than 1 only for expert parallelism).
         options: further fields of the runtime's configuration, other than layout, optimizer, dtype and device; for
             transformers ``attn_implementation``.
     """
@@ -95,15 +95,15 @@ class ParityConfig(BaseConfig):
         model: local Hugging Face directory; both sides load it.
         steps: optimizer steps.
         lr: learning rate, constant. Differences grow with it from the second step on.
-        weight_decay: large enough by default that a wrong decay group shows in the first step.
+        weight_decay: the default is large enough to show a wrong decay group in the first step.
         dtype: of parameters in forward and backward; optimizers work on float32.
         num_sequences: sequences of the batch, which is the same in every step.
-        num_micro_batches: into how many micro-batches every data-parallel rank splits its share.
+        num_micro_batches: of each data-parallel rank.
         max_length: tokens of the longest sequence; the shortest has 2.
         seed: of the batch, and of the runtimes.
         device: ``auto`` takes CUDA when there is a device.
         threads: CPU threads of each rank.
-        timeout: seconds that one side may take.
+        timeout: seconds for one side.
         plugins: as in :class:`~rl_backend.contracts.RuntimeConfig`.
     """
 

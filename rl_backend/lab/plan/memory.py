@@ -97,9 +97,9 @@ class Workload(BaseConfig):
         num_micro_batches: of a step, on each data-parallel rank.
         head: what the model ends in.
         calculate_entropy: whether the loss takes the entropy.
-        offload: parts that are in host memory whenever they are not in use.
+        offload: parts that are in host memory when they are not used.
         sync_dtype: of the weights that the rollout engines get.
-        byte_budget: of ``export_weights``; None gathers one tensor at a time.
+        byte_budget: of a weight sync; by default it gathers one tensor at a time.
     """
 
     sequence_length: int = Field(default=4096, ge=1)
