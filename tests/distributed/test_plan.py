@@ -109,8 +109,6 @@ def native_job(model: str, settings: Mapping[str, Any]) -> dict[str, int]:
 
 
 def bridge_job(model: str, settings: Mapping[str, Any]) -> dict[str, int]:
-    from rl_backend.runtime.bridge.optimizer_state import part_tensors
-
     with open_bridge(model, **settings) as runtime:
         handle = runtime.build_model()
         saved = SavedBytes(lambda: (value for chunk in handle.chunks for value in chunk.parameters()))
@@ -123,7 +121,7 @@ def bridge_job(model: str, settings: Mapping[str, Any]) -> dict[str, int]:
 
         with saved:
             runtime.forward_backward(handle, micro_batches(handle.data_parallel_size), loss)
-        parts = part_tensors(handle)
+        parts = handle.part_tensors()
         # A layer that is computed again saves its tensors once more, which is a pass's workspace.
         activations = before_backward if settings.get("recompute_granularity") else saved.peak
         found = {"weights": held(parts["model"]), "gradients": held(parts["grad"]), "optimizer": held(parts["optimizer"])}
