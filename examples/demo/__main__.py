@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from actors import Session
 from actors.cluster.placement import share_cluster
 from actors.cluster.session import ray_session
 from actors.run.command_line import parse_config, run_command
@@ -101,16 +102,16 @@ def demo_settings(config: DemoConfig, task: Path, model: Path, run_dir: Path) ->
     }
 
 
-def reinforce(config: DemoConfig, task: Path, model: Path, run_dir: Path) -> RunResult:
-    """Trains the warm model with rewards."""
+def reinforce(config: DemoConfig, task: Path, model: Path, run_dir: Path, session: Session | None = None) -> RunResult:
+    """Trains the warm model with rewards, in ``session`` or in one of its own."""
     settings = demo_settings(config, task, model, run_dir)
     if config.algorithm == "ppo":
-        return ppo.train(ppo.PPOConfig(**settings, critic_lr=1e-3, kl_coef=1e-3))
+        return ppo.train(ppo.PPOConfig(**settings, critic_lr=1e-3, kl_coef=1e-3), session)
     if config.algorithm == "grpo":
-        return grpo.train(grpo.GRPOConfig(**settings))
+        return grpo.train(grpo.GRPOConfig(**settings), session)
     recipe = json.loads((RECIPES / f"{config.algorithm}.json").read_text())
     # A second update is off-policy, and only there do the clipped ratios of the recipes differ.
-    return grpo.train(grpo.GRPOConfig(**settings, **recipe, updates_per_step=2))
+    return grpo.train(grpo.GRPOConfig(**settings, **recipe, updates_per_step=2), session)
 
 
 def fresh_folder(path: Path) -> None:

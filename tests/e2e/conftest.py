@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+
+# Every engine that samples would compile a function of vLLM's sampler, and that takes as long as its start. The examples
+# that test_copied_examples.py runs as their users do compile it.
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 import pytest
 import ray
@@ -12,19 +17,23 @@ from actors.cluster.local_ray import init_local_ray
 from actors.rollout.config import RolloutConfig
 from actors.rollout.group import RolloutGroup
 from actors.run.rl_run import RunResult
+from actors.run.session import Session, open_session
 from actors.sync.push import WeightSync
-from examples.demo.__main__ import DemoConfig, reinforce, warm_start
+from examples import grpo
+from examples.demo.__main__ import DemoConfig, demo_settings, reinforce, warm_start
 from examples.demo.task import write_task
 from tests.support.rollout import ReferenceTrainer
 
 LEARNED_STEPS = 24
+CLUSTER_CPUS = 12
+"""Logical cores of Ray: for the demo's session and what runs beside it."""
 
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """A Ray cluster of this test session alone, with eight logical cores whatever the machine has."""
+    """A Ray cluster of this test session alone, with as many logical cores whatever the machine has."""
     init_local_ray(
-        num_cpus=8,
+        num_cpus=CLUSTER_CPUS,
         num_gpus=0,
         include_dashboard=False,
         log_to_driver=False,
@@ -83,3 +92,10 @@ def learned(task: Path, warm_model: Path, tmp_path_factory: pytest.TempPathFacto
     """A run of the demo's GRPO, ``LEARNED_STEPS`` long, and its folder."""
     folder = tmp_path_factory.mktemp("learned")
     return reinforce(DemoConfig(steps=LEARNED_STEPS), task, warm_model, folder), folder / "grpo"
+
+
+@pytest.fixture(scope="session")
+def demo_session(task: Path, warm_model: Path) -> Iterator[Session]:
+    """One training rank and one engine for runs of the demo, one after the other."""
+    with open_session(grpo.GRPOConfig(**demo_settings(DemoConfig(), task, warm_model, task.parent))) as session:
+        yield session

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from actors.run.rl_run import RunResult
+from actors.run.session import Session
 from examples import grpo, ppo
 from examples.demo.__main__ import Algorithm, DemoConfig, demo_settings, reinforce
 from tests.support.moe import upcycle
@@ -32,8 +33,8 @@ def require_learned(result: RunResult) -> None:
 
 
 @pytest.mark.shows("algorithms: PPO with a critic learns the demo task with all models on one group")
-def test_ppo_with_a_critic_learns_the_task(task: Path, warm_model: Path, tmp_path: Path) -> None:
-    result = reinforce(DemoConfig(algorithm="ppo", steps=30), task, warm_model, tmp_path)
+def test_ppo_with_a_critic_learns_the_task(task: Path, warm_model: Path, demo_session: Session, tmp_path: Path) -> None:
+    result = reinforce(DemoConfig(algorithm="ppo", steps=30), task, warm_model, tmp_path, demo_session)
     require_learned(result)
     assert result.max_log_prob_gap <= 1e-5
     metrics = lines(tmp_path / "ppo" / "metrics.jsonl")
@@ -45,13 +46,15 @@ def test_ppo_with_a_critic_learns_the_task(task: Path, warm_model: Path, tmp_pat
 
 
 @pytest.mark.shows("algorithms: PPO with a training group for each model gets the same rewards as with one group for all")
-def test_a_group_for_each_model_gives_the_same_run(task: Path, warm_model: Path, tmp_path: Path) -> None:
+def test_a_group_for_each_model_gives_the_same_run(
+    task: Path, warm_model: Path, demo_session: Session, tmp_path: Path
+) -> None:
     settings = demo_settings(DemoConfig(algorithm="ppo", steps=4), task, warm_model, tmp_path)
     options = {"kl_coef": 1e-2, "critic_lr": 1e-3, "critic_warmup_steps": 1, "epochs": 2, "updates_per_step": 2}
     runs = []
-    for groups in ("one", "each"):
+    for groups, session in (("one", demo_session), ("each", None)):
         run_dir = tmp_path / groups
-        ppo.train(ppo.PPOConfig(**{**settings, **options, "groups": groups, "run_dir": str(run_dir)}))
+        ppo.train(ppo.PPOConfig(**{**settings, **options, "groups": groups, "run_dir": str(run_dir)}), session)
         runs.append(lines(run_dir / "metrics.jsonl"))
     for name in ("reward", "kl", "value_loss", "explained_variance", "critic_grad_norm", "weight_version"):
         # Threads of a group differ in number, and so does the last bit of a sum.
@@ -73,8 +76,10 @@ def test_ppo_replays_the_routes_of_its_old_policy(task: Path, warm_model: Path, 
 
 @pytest.mark.shows("algorithms: GSPO, DAPO with dynamic sampling, and CISPO learn the demo task")
 @pytest.mark.parametrize("algorithm", ["gspo", "dapo", "cispo"])
-def test_a_recipe_learns_the_task(algorithm: Algorithm, task: Path, warm_model: Path, tmp_path: Path) -> None:
-    result = reinforce(DemoConfig(algorithm=algorithm, steps=STEPS), task, warm_model, tmp_path)
+def test_a_recipe_learns_the_task(
+    algorithm: Algorithm, task: Path, warm_model: Path, demo_session: Session, tmp_path: Path
+) -> None:
+    result = reinforce(DemoConfig(algorithm=algorithm, steps=STEPS), task, warm_model, tmp_path, demo_session)
     require_learned(result)
     if algorithm == "dapo":
         metrics = lines(tmp_path / "dapo" / "metrics.jsonl")
@@ -85,8 +90,10 @@ def test_a_recipe_learns_the_task(algorithm: Algorithm, task: Path, warm_model: 
 
 
 @pytest.mark.shows("algorithms: GRPO learns the demo task from samples one step old, with importance weights")
-def test_sampling_ahead_learns_the_task_and_records_versions(task: Path, warm_model: Path, tmp_path: Path) -> None:
-    result = reinforce(DemoConfig(steps=STEPS, max_staleness=1), task, warm_model, tmp_path)
+def test_sampling_ahead_learns_the_task_and_records_versions(
+    task: Path, warm_model: Path, demo_session: Session, tmp_path: Path
+) -> None:
+    result = reinforce(DemoConfig(steps=STEPS, max_staleness=1), task, warm_model, tmp_path, demo_session)
     require_learned(result)
     metrics, samples = lines(tmp_path / "grpo" / "metrics.jsonl"), lines(tmp_path / "grpo" / "samples.jsonl")
     assert [line["staleness_max"] for line in metrics] == [0] + [1] * (STEPS - 1)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import ray
 
-from actors import open_session
+from actors import Session
 from actors.run import RunResult
 from examples import grpo
 from examples.demo.__main__ import DemoConfig, demo_settings
@@ -37,8 +37,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(installed: Path, folder: Path, *command: str) -> str:
-    """Runs Python in ``folder``, where nothing of this source tree can be imported."""
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    """Runs Python in ``folder``, where nothing of this source tree can be imported, and vLLM as it comes."""
+    ours = ("RAY_ADDRESS", "TORCH_COMPILE_DISABLE")
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
     done = subprocess.run(
         [sys.executable, *command],
         cwd=folder,
@@ -103,24 +104,24 @@ def stop_after(last: int) -> Any:
 
 @pytest.mark.shows("loop: runs that share Ray, trainer and engines match runs that start their own, in every digit")
 def test_a_run_in_a_session_that_is_open_is_the_run_that_opens_its_own(
-    learned: tuple[RunResult, Path], tmp_path: Path
+    learned: tuple[RunResult, Path], demo_session: Session, tmp_path: Path
 ) -> None:
+    """The session may have had other runs before; ``learned`` has opened its own."""
     last, reference = 3, learned[1]
     settings = json.loads((reference / "config.json").read_text()) | {"trace": False}
     config = grpo.GRPOConfig(**settings)
-    with open_session(config) as session:
-        for name in ("first", "second"):
-            with pytest.raises(StopError):
-                grpo.train(config.replace(run_dir=str(tmp_path / name)), session, stop_after(last))
-            assert ray.is_initialized() and session.rollout is not None
-            for file in ("metrics.jsonl", "samples.jsonl", "held_out.jsonl"):
-                assert lines(tmp_path / name / file, last) == lines(reference / file, last), file
-        for changes, message in (
-            ({"ranks": 2}, "ranks=1.*the run asks for 2"),
-            ({"dtype": "bfloat16"}, "param_dtype='float32'.*the run asks for 'bfloat16'"),
-            ({"seed": 1}, "seed=0.*the run asks for 1"),
-            ({"max_response_tokens": 9}, "max_model_len=16.*have up to 17 tokens"),
-        ):
-            other = config.replace(run_dir=str(tmp_path / "other"), **changes)
-            with pytest.raises(ConfigError, match=message):
-                grpo.train(other, session)
+    for name in ("first", "second"):
+        with pytest.raises(StopError):
+            grpo.train(config.replace(run_dir=str(tmp_path / name)), demo_session, stop_after(last))
+        assert ray.is_initialized() and demo_session.rollout is not None
+        for file in ("metrics.jsonl", "samples.jsonl", "held_out.jsonl"):
+            assert lines(tmp_path / name / file, last) == lines(reference / file, last), file
+    for changes, message in (
+        ({"ranks": 2}, "ranks=1.*the run asks for 2"),
+        ({"dtype": "bfloat16"}, "param_dtype='float32'.*the run asks for 'bfloat16'"),
+        ({"seed": 1}, "seed=0.*the run asks for 1"),
+        ({"max_response_tokens": 9}, "max_model_len=16.*have up to 17 tokens"),
+    ):
+        other = config.replace(run_dir=str(tmp_path / "other"), **changes)
+        with pytest.raises(ConfigError, match=message):
+            grpo.train(other, demo_session)

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from actors.run.rl_run import RunResult
-from actors.train.model import RouterReplayMode
+from actors.run.session import Session
 from examples import grpo
 from examples.demo.__main__ import DemoConfig, demo_settings, reinforce
 from rl_backend.contracts import ConfigError, RegistryError
@@ -54,8 +54,8 @@ def test_the_trained_model_is_a_hugging_face_directory(learned: tuple[RunResult,
 
 
 @pytest.mark.shows("loop: GRPO with shuffled rewards does not improve")
-def test_shuffled_rewards_teach_nothing(task: Path, warm_model: Path, tmp_path: Path) -> None:
-    result = reinforce(DemoConfig(steps=FEWER, shuffle_rewards=True), task, warm_model, tmp_path)
+def test_shuffled_rewards_teach_nothing(task: Path, warm_model: Path, demo_session: Session, tmp_path: Path) -> None:
+    result = reinforce(DemoConfig(steps=FEWER, shuffle_rewards=True), task, warm_model, tmp_path, demo_session)
     assert result.accuracy_before is not None
     assert result.accuracy_after is not None
     assert result.accuracy_after <= result.accuracy_before + 0.05
@@ -70,13 +70,25 @@ def test_two_ranks_and_two_engines_learn_the_task(task: Path, warm_model: Path, 
     assert result.max_log_prob_gap <= 1e-5
 
 
-@pytest.mark.shows("loop: GRPO on a Qwen3-MoE learns the demo task with R2, and with R3 and experts over 2 training ranks")
-@pytest.mark.parametrize(("mode", "layout", "updates"), [("R2", {}, 2), ("R3", {"ranks": 2, "ep": 2}, 1)])
-def test_a_mixture_of_experts_learns_the_task(
-    mode: RouterReplayMode, layout: dict[str, int], updates: int, task: Path, warm_model: Path, tmp_path: Path
+@pytest.mark.shows("loop: GRPO on a Qwen3-MoE learns the demo task with R3 and experts over 2 training ranks")
+def test_a_mixture_of_experts_over_two_ranks_learns_the_task_where_vllm_sent_its_tokens(
+    task: Path, warm_model: Path, tmp_path: Path
 ) -> None:
     mixture = upcycle(warm_model, tmp_path / "mixture")
-    config = DemoConfig(model="qwen3_moe", steps=FEWER, router_replay=mode, **layout)
+    config = DemoConfig(model="qwen3_moe", steps=FEWER, router_replay="R3", ranks=2, ep=2)
+    assert_mixture_learns(config, 1, task, mixture, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.shows("loop: GRPO on a Qwen3-MoE learns the demo task with R2")
+def test_a_mixture_of_experts_learns_the_task_with_the_routes_of_its_old_policy(
+    task: Path, warm_model: Path, tmp_path: Path
+) -> None:
+    mixture = upcycle(warm_model, tmp_path / "mixture")
+    assert_mixture_learns(DemoConfig(model="qwen3_moe", steps=FEWER, router_replay="R2"), 2, task, mixture, tmp_path)
+
+
+def assert_mixture_learns(config: DemoConfig, updates: int, task: Path, mixture: Path, tmp_path: Path) -> None:
     settings = demo_settings(config, task, mixture, tmp_path)
     result = grpo.train(grpo.GRPOConfig(**settings, updates_per_step=updates))
     assert result.accuracy_before is not None

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from actors.run.rl_run import RunResult
+from actors.run.session import Session
 from examples import grpo
 from examples.demo.__main__ import Algorithm, DemoConfig, demo_settings, reinforce
 
@@ -31,17 +32,22 @@ def gain(result: RunResult) -> float:
 
 @pytest.mark.shows("algorithms: Dr. GRPO, RLOO and REINFORCE++ with a KL in the reward learn the demo task")
 @pytest.mark.parametrize("algorithm", ["dr_grpo", "rloo", "reinforce_plus_plus"])
-def test_a_recipe_learns_the_task(algorithm: Algorithm, task: Path, warm_model: Path, tmp_path: Path) -> None:
-    assert gain(reinforce(DemoConfig(algorithm=algorithm, steps=STEPS), task, warm_model, tmp_path)) >= 0.15
+def test_a_recipe_learns_the_task(
+    algorithm: Algorithm, task: Path, warm_model: Path, demo_session: Session, tmp_path: Path
+) -> None:
+    config = DemoConfig(algorithm=algorithm, steps=STEPS)
+    assert gain(reinforce(config, task, warm_model, tmp_path, demo_session)) >= 0.15
 
 
 @pytest.mark.shows("algorithms: GRPO with a KL to a reference learns the demo task; a large coefficient holds it back")
-def test_a_kl_to_a_reference_holds_the_policy_back(task: Path, warm_model: Path, tmp_path: Path) -> None:
+def test_a_kl_to_a_reference_holds_the_policy_back(
+    task: Path, warm_model: Path, demo_session: Session, tmp_path: Path
+) -> None:
     found = {}
     for kl_coef in (1e-3, 10.0):
         settings = demo_settings(DemoConfig(steps=STEPS), task, warm_model, tmp_path)
         run_dir = tmp_path / f"kl-{kl_coef}"
-        result = grpo.train(grpo.GRPOConfig(**{**settings, "kl_coef": kl_coef, "run_dir": str(run_dir)}))
+        result = grpo.train(grpo.GRPOConfig(**{**settings, "kl_coef": kl_coef, "run_dir": str(run_dir)}), demo_session)
         found[kl_coef] = gain(result), [line["kl"] for line in lines(run_dir / "metrics.jsonl")]
     (weak_gain, weak), (strong_gain, strong) = found.values()
     # The first update starts at the reference itself, so its KL is zero and pulls nowhere.

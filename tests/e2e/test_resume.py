@@ -16,6 +16,7 @@ import pytest
 import ray
 
 from actors.run.rl_run import RunResult
+from actors.run.session import Session, open_session
 from actors.run.start import checkpoints_of
 from examples import grpo, ppo, sft
 from examples.demo.__main__ import DemoConfig, demo_settings
@@ -92,7 +93,9 @@ def test_a_killed_sft_run_goes_on_as_if_it_had_not_been(warm_model: Path, tmp_pa
 @pytest.mark.shows(
     "resume: GRPO killed by kill -9 and resumed draws the samples of an uninterrupted run, and learns the same"
 )
-def test_a_killed_grpo_run_goes_on_as_if_it_had_not_been(learned: tuple[RunResult, Path], tmp_path: Path) -> None:
+def test_a_killed_grpo_run_goes_on_as_if_it_had_not_been(
+    learned: tuple[RunResult, Path], demo_session: Session, tmp_path: Path
+) -> None:
     last, reference = 10, learned[1]
     settings = json.loads((reference / "config.json").read_text())
     settings |= {"run_dir": str(tmp_path / "run"), "save_every": 2, "resume": "auto", "trace": False}
@@ -100,7 +103,7 @@ def test_a_killed_grpo_run_goes_on_as_if_it_had_not_been(learned: tuple[RunResul
     config = grpo.GRPOConfig(**settings)
     assert checkpoints_of(config).steps()
     with pytest.raises(StopEarlyError):
-        grpo.train(config, on_step=stop_after(last))
+        grpo.train(config, demo_session, stop_after(last))
     for name in ("metrics.jsonl", "samples.jsonl", "held_out.jsonl"):
         assert lines(tmp_path / "run" / name, last) == lines(reference / name, last), name
 
@@ -119,13 +122,14 @@ def test_a_killed_run_of_either_runtime_goes_on_as_if_it_had_not_been(
     if algorithm == "ppo":
         settings |= {"critic_lr": 1e-3, "kl_coef": 1e-3}
     settings["run_dir"] = str(tmp_path / "reference")
-    with pytest.raises(StopEarlyError):
-        module.train(kind(**settings), on_step=stop_after(last))
-    settings |= {"run_dir": str(tmp_path / "run"), "save_every": 2, "resume": "auto"}
-    kill_after_a_checkpoint(f"examples.{algorithm}", settings, tmp_path)
-    config = kind(**settings)
-    assert 0 < max(checkpoints_of(config).steps()) < last
-    with pytest.raises(StopEarlyError):
-        module.train(config, on_step=stop_after(last))
+    with open_session(kind(**settings)) as session:
+        with pytest.raises(StopEarlyError):
+            module.train(kind(**settings), session, stop_after(last))
+        settings |= {"run_dir": str(tmp_path / "run"), "save_every": 2, "resume": "auto"}
+        kill_after_a_checkpoint(f"examples.{algorithm}", settings, tmp_path)
+        config = kind(**settings)
+        assert 0 < max(checkpoints_of(config).steps()) < last
+        with pytest.raises(StopEarlyError):
+            module.train(config, session, stop_after(last))
     for name in ("metrics.jsonl", "samples.jsonl", "held_out.jsonl"):
         assert lines(tmp_path / "run" / name, last) == lines(tmp_path / "reference" / name, last), name

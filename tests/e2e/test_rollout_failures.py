@@ -16,16 +16,15 @@ import ray
 
 from actors.rollout import placement as rollout_placement
 from actors.rollout.config import RolloutConfig, SamplingConfig
-from actors.rollout.engine import RolloutEngine
 from actors.rollout.engines import EngineSet
 from actors.rollout.group import RolloutGroup
-from actors.rollout.messages import EngineInfo
-from actors.rollout.placement import NodePlace
 from actors.sync.push import WeightSync
 from actors.sync.source import SourceRanks
 from actors.sync.transport.base import PushPlan, StreamingTransport
 from actors.sync.transport.shared_memory import SharedMemoryTransport
 from rl_backend.contracts import ConfigError, EngineDeadError, EngineDirtyError, RolloutError, TensorInfo, UnsupportedError
+from tests.e2e.conftest import CLUSTER_CPUS
+from tests.support.engines import GroupWithoutModel, MendableGroup
 from tests.support.rollout import ReferenceTrainer
 
 PROMPTS = [[5, 6, 7, 8], list(range(10, 60)), [9, 8, 7], [44]]
@@ -43,7 +42,7 @@ def module_group(ray_cluster: None, untied_model: Path) -> Iterator[RolloutGroup
     config = RolloutConfig(
         model_path=str(untied_model), num_engines=2, device="cpu", dtype="float32", max_model_len=256, kv_cache_gib=0.25
     )
-    with RolloutGroup(config) as group:
+    with MendableGroup(config) as group:
         yield group
 
 
@@ -99,23 +98,6 @@ def test_an_engine_that_dies_while_sampling_is_named_within_seconds_and_restarts
     assert_serves(group, trainer, trainer.source.version, {0, 1})
 
 
-def test_a_call_to_an_engine_that_was_restarted_since_keeps_its_error_and_leaves_the_new_one_alone(
-    group: RolloutGroup, sync: WeightSync
-) -> None:
-    long = SamplingConfig(max_new_tokens=200)
-    calls = [group.submit(PROMPTS * 8, long) for _ in range(2)]
-    kill(group, 1)
-    with pytest.raises(EngineDeadError, match="engine 1 is dead"):
-        calls[0].result()
-    group.restart(1)
-    for _ in range(2):
-        with pytest.raises(EngineDeadError, match="engine 1 is dead"):
-            calls[1].result()
-    assert calls[1].done()
-    assert group.engines == (0, 1)
-    sync.push()
-
-
 def test_waiting_for_an_engine_that_still_samples_does_not_count_it_as_dead(
     group: RolloutGroup, trainer: ReferenceTrainer
 ) -> None:
@@ -152,8 +134,19 @@ class StreamedTransport(StreamingTransport):
         self._staging.close(train, rollout)
 
 
+def mend(group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync) -> None:
+    """Brings the updates that engines are lost for to an end, in place of restarts."""
+    group._lost.clear()
+    staged = SharedMemoryTransport().stage(sync._plan(), trainer.source, group)
+    version, manifest = trainer.source.version, staged.manifest.model_dump_json()
+    outcomes = group.call("mend", manifest, each=lambda engine: (staged.segments[engine], version))
+    assert list(outcomes.values()) == [None, None]
+    sync.push()
+    assert_serves(group, trainer, version, {0, 1})
+
+
 def test_no_engine_whose_streamed_update_began_serves_after_another_could_not_begin(
-    group: RolloutGroup, trainer: ReferenceTrainer
+    group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
 ) -> None:
     with WeightSync(trainer.source, group) as streamed:
         streamed._transport, streamed._requested = StreamedTransport(), "streamed"
@@ -166,10 +159,11 @@ def test_no_engine_whose_streamed_update_began_serves_after_another_could_not_be
             streamed.push()
     assert "another engine could not begin" in str(group.lost_engines[0])
     assert set(group.lost_engines) == {0, 1}
+    mend(group, trainer, sync)
 
 
 def test_engines_are_dirty_when_the_trainer_fails_in_the_middle_of_a_stream_and_say_why(
-    group: RolloutGroup, trainer: ReferenceTrainer
+    group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
 ) -> None:
     actors = group.actors()
     streamed = WeightSync(trainer.source, group)
@@ -182,17 +176,7 @@ def test_engines_are_dirty_when_the_trainer_fails_in_the_middle_of_a_stream_and_
     for actor in actors:
         with pytest.raises(EngineDirtyError, match=r"dirty: .*the trainer failed: ValueError: no more weights"):
             ray.get(actor.generate.remote([], SAMPLING, None))
-
-
-def test_an_engine_that_does_not_restart_stays_lost_with_the_reason(
-    group: RolloutGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(group, "config", group.config.replace(engine_args={"no_such_argument": 1}))
-        with pytest.raises(ConfigError, match="no such argument"):
-            group.restart(1)
-    assert group.engines == (0,)
-    assert "no such argument" in str(group.lost_engines[1])
+    mend(group, trainer, sync)
 
 
 def test_an_engine_found_dead_by_a_push_leaves_the_others_on_the_old_weights(
@@ -254,20 +238,6 @@ def test_a_wrong_shape_that_reaches_the_loader_makes_the_engine_dirty(
     assert_serves(group, trainer, trainer.source.version, {1})
 
 
-class EngineWithoutModel(RolloutEngine):
-    """Starts slowly, and loads nothing."""
-
-    def start(self, place: NodePlace) -> EngineInfo:
-        time.sleep(1.0)
-        facts = {"name": self._name, "pid": os.getpid(), "node_id": self.node(), "node_ip": "", "host": "", "device": "cpu"}
-        sizes = {"workers": 1, "device_ids": (), "vocab_size": 8, "max_model_len": 8, "version": 0}
-        return EngineInfo(**facts, **sizes, cores=(), dtype="float32", state="serving")  # type: ignore[arg-type]
-
-
-class GroupWithoutModel(RolloutGroup):
-    engine_class = EngineWithoutModel
-
-
 def ended(pid: int) -> bool:
     deadline = time.monotonic() + 30
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
@@ -307,7 +277,8 @@ def test_more_gpus_than_are_free_are_refused_at_once_with_both_numbers(
     monkeypatch.setattr(rollout_placement, "resolve_device", lambda config: "cuda")
     config = RolloutConfig(model_path=str(untied_model), num_engines=2, device="cuda", placement_timeout=1.0)
     with pytest.raises(
-        UnsupportedError, match=r"2 engines with 0 CPU and 1 GPU each, .* 2 GPU; after 1 s .* in 1 node of 8 CPU and 0 GPU"
+        UnsupportedError,
+        match=rf"2 engines with 0 CPU and 1 GPU each, .* 2 GPU; after 1 s .* in 1 node of {CLUSTER_CPUS} CPU and 0 GPU",
     ):
         RolloutGroup(config)
 

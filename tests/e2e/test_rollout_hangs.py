@@ -6,9 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,46 +15,16 @@ import ray
 import torch
 
 from actors.rollout.config import RolloutConfig, SamplingConfig
-from actors.rollout.engine import RolloutEngine
 from actors.rollout.group import RolloutGroup
-from actors.rollout.messages import EngineInfo, Generated, Request, Response
-from actors.rollout.placement import NodePlace
 from actors.sync.push import WeightSync
 from actors.sync.source import WeightSource
-from actors.wire.segment import Segment
-from rl_backend.contracts import EngineDeadError, WeightManifest
+from rl_backend.contracts import ConfigError, EngineDeadError
+from tests.support.engines import GroupWithoutVllm
 
 LIMIT = 4.0
 PROMPTS = [[1], [2]]
 SLEEPS = SamplingConfig(max_new_tokens=2)
 """The stand-in samples for ``max_new_tokens`` seconds."""
-
-
-class EngineWithoutVllm(RolloutEngine):
-    """Everything but vLLM."""
-
-    def start(self, place: NodePlace) -> EngineInfo:
-        config = SimpleNamespace(get_vocab_size=lambda: 128, max_model_len=64)
-        self._llm: Any = SimpleNamespace(model_config=config)
-        return self.describe()
-
-    def generate(self, requests: Sequence[Request], sampling: SamplingConfig, require_version: int | None) -> Generated:
-        time.sleep(sampling.max_new_tokens)
-        return Generated(self._version, [[Response([1], [0.0], "length")] for _ in requests], None)
-
-    def verify(self, manifest: WeightManifest, segment: Segment, push: str = "") -> float:
-        self._verified = manifest
-        time.sleep(0.2)
-        return 0.2
-
-    def load(self, version: int) -> float:
-        assert self._verified is not None and self._verified.version == version
-        self._version = version
-        return 0.0
-
-
-class GroupWithoutVllm(RolloutGroup):
-    engine_class = EngineWithoutVllm
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +77,32 @@ def test_an_engine_that_hangs_while_it_samples_is_named_and_ended(group: Rollout
         time.sleep(0.1)
     group.restart(1)
     assert len(group.generate(PROMPTS, SamplingConfig(max_new_tokens=1))) == 2
+
+
+def test_a_call_to_an_engine_that_was_restarted_since_keeps_its_error_and_leaves_the_new_one_alone(
+    group: RolloutGroup,
+) -> None:
+    calls = [group.submit(PROMPTS, SLEEPS) for _ in range(2)]
+    os.kill(group.infos[1].pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="engine 1 is dead"):
+        calls[0].result()
+    group.restart(1)
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="engine 1 is dead"):
+            calls[1].result()
+    assert calls[1].done()
+    assert group.engines == (0, 1)
+
+
+def test_an_engine_that_does_not_restart_stays_lost_with_the_reason(
+    group: RolloutGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(group, "config", group.config.replace(model_path="/no/such/model"))
+        with pytest.raises(ConfigError, match="/no/such/model"):
+            group.restart(1)
+    assert group.engines == (0,)
+    assert "/no/such/model" in str(group.lost_engines[1])
 
 
 def test_calls_that_wait_for_each_other_have_their_whole_time_each(group: RolloutGroup) -> None:

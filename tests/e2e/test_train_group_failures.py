@@ -28,6 +28,7 @@ from rl_backend.contracts import (
     RuntimeConfig,
     UnsupportedError,
 )
+from tests.e2e.conftest import CLUSTER_CPUS
 from tests.support.unigram_runtime import UnigramConfig
 
 UNIGRAM = RuntimeConfig(plugins=("tests.support.unigram_runtime",), backend="unigram", hf_path="unused")
@@ -216,10 +217,12 @@ def test_a_group_that_nobody_refers_to_gives_its_cores_back() -> None:
 
 def test_more_cores_or_gpus_than_the_cluster_has_are_refused_within_seconds() -> None:
     start = time.monotonic()
-    with pytest.raises(UnsupportedError, match=r"asks for 100 ranks with 1 CPU .*together 100 CPU .* of 8 CPU") as raised:
+    with pytest.raises(
+        UnsupportedError, match=rf"asks for 100 ranks with 1 CPU .*together 100 CPU .* of {CLUSTER_CPUS} CPU"
+    ) as raised:
         TrainGroup(UNIGRAM, num_ranks=100, placement_timeout=1.0)
     assert raised.value.details["asked"] == {"CPU": 100}
-    assert raised.value.details["total"]["CPU"] == 8
+    assert raised.value.details["total"]["CPU"] == CLUSTER_CPUS
     with pytest.raises(UnsupportedError, match=r"together 1 CPU and 1 GPU.* 0 GPU"):
         TrainGroup(UNIGRAM, gpus_per_rank=1, placement_timeout=1.0)
     assert time.monotonic() - start < 15.0

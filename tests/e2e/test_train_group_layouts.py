@@ -90,7 +90,14 @@ def engine(ray_cluster: None, model: Path) -> Iterator[RolloutGroup]:
         yield group
 
 
-@pytest.fixture(scope="module", params=BACKENDS.values(), ids=BACKENDS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        # `make test` has the bridge with a pipeline, and tp on the native runtime.
+        pytest.param(config, id=name, marks=[pytest.mark.long] if name == "bridge tp=2" else [])
+        for name, config in BACKENDS.items()
+    ],
+)
 def train(ray_cluster: None, model: Path, request: pytest.FixtureRequest) -> Iterator[TrainGroup]:
     backend = "bridge" if isinstance(request.param, BridgeConfig) else "native"
     config = RuntimeConfig(

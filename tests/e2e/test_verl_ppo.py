@@ -45,21 +45,52 @@ def check_steps(found: Metrics) -> None:
         assert metrics["training/rollout_probs_diff_max"] < 1e-4
 
 
+def check_kl(found: Metrics) -> None:
+    assert found[1]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
+    assert found[2]["actor/kl_loss"] > 1e-6
+
+
+def check_critic(found: Metrics) -> None:
+    for metrics in found.values():
+        assert metrics["critic/grad_norm"] > 0
+        assert metrics["critic/vf_loss"] >= 0
+
+
+@pytest.mark.shows(
+    "verl: main_ppo trains PPO with a native actor and reference and a critic on the bridge, and writes checkpoints"
+)
+def test_ppo_trains_on_both_runtimes_and_leaves_a_checkpoint(options: dict[str, Any], tmp_path: Path) -> None:
+    changes = [
+        QUICK,
+        "++critic.megatron.backend=bridge",
+        *ppo.PPOOptions(**options, run_dir=str(tmp_path), backend="native").engine("actor_rollout_ref.ref.megatron"),
+        "actor_rollout_ref.actor.use_kl_loss=True",
+    ]
+    given = ppo.PPOOptions(
+        **options, run_dir=str(tmp_path), backend="native", critic_lr=1e-3, save_every=2, overrides=" ".join(changes)
+    )
+    found = run_trainer(ppo.train, given)
+    check_steps(found)
+    check_kl(found)
+    check_critic(found)
+    for role in ("actor", "critic"):
+        assert (tmp_path / f"checkpoints/global_step_2/{role}/training_state/manifest.json").is_file()
+
+
+@pytest.mark.long
 @pytest.mark.shows("verl: main_ppo trains GRPO with a KL reference and vLLM, and writes a checkpoint")
 def test_grpo_trains_and_leaves_a_checkpoint(options: dict[str, Any], tmp_path: Path) -> None:
     given = grpo.GRPOOptions(**options, run_dir=str(tmp_path), backend="native", save_every=2, overrides=QUICK)
     found = run_trainer(grpo.train, given)
     check_steps(found)
-    assert found[1]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
-    assert found[2]["actor/kl_loss"] > 1e-6
+    check_kl(found)
     assert (tmp_path / "checkpoints/global_step_2/actor/training_state/manifest.json").is_file()
 
 
+@pytest.mark.long
 @pytest.mark.shows("verl: main_ppo trains PPO with a critic on the bridge")
 def test_ppo_trains_actor_and_critic(options: dict[str, Any], tmp_path: Path) -> None:
     given = ppo.PPOOptions(**options, run_dir=str(tmp_path), backend="bridge", critic_lr=1e-3, overrides=QUICK)
     found = run_trainer(ppo.train, given)
     check_steps(found)
-    for metrics in found.values():
-        assert metrics["critic/grad_norm"] > 0
-        assert metrics["critic/vf_loss"] >= 0
+    check_critic(found)

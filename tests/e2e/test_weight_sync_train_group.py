@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from actors import HandleRef, Loss, RolloutConfig, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
 from actors.wire.segment import DIRECTORY
 from rl_backend.contracts import NativeConfig, OptimizerConfig, RuntimeConfig, TokenSequence, WeightVersionError
+from tests.support.listening import family, listening_sockets
 from tests.support.sft_batches import random_token_sequences
 
 PROMPTS = [[5, 6, 7], list(range(20, 60)), [9, 10], [100, 90, 80, 70]]
@@ -76,20 +78,6 @@ def test_engines_and_ranks_agree_on_log_probs_after_every_step(
             assert mean_gap(train, policy, rollout, temperature=0.8) <= TOLERANCE
 
 
-def test_groups_that_end_leave_no_shared_memory_behind_though_the_sync_was_not_closed(
-    ray_cluster: None, tied_model: Path
-) -> None:
-    native = NativeConfig(device="cpu")
-    engines = RolloutConfig(model_path=str(tied_model), device="cpu", dtype="float32", max_model_len=64, kv_cache_gib=0.25)
-    with TrainGroup(RuntimeConfig(hf_path=str(tied_model), backend_cfg=native)) as ranks, RolloutGroup(engines) as group:
-        model = ranks.build_model()
-        for transport in ("shared_memory", "gloo"):
-            WeightSync(ranks, group, model, transport=transport).push()
-        pids = [ranks.ranks[0].pid, group.infos[0].pid]
-        assert all(segments_of(pid) for pid in pids)
-    assert not any(segments_of(pid) for pid in pids)
-
-
 def test_a_second_model_of_the_group_with_older_weights_is_refused(
     train: TrainGroup, policy: HandleRef, rollout: RolloutGroup
 ) -> None:
@@ -100,3 +88,35 @@ def test_a_second_model_of_the_group_with_older_weights_is_refused(
     with WeightSync(train, rollout, fresh) as other, pytest.raises(WeightVersionError, match="refuses the older version 0"):
         other.push()
     assert mean_gap(train, policy, rollout, temperature=1.0) <= TOLERANCE
+
+
+@pytest.mark.shows("security: ranks, engines, weight transfer and Ray on one machine listen on the loopback address alone")
+def test_a_run_on_one_machine_listens_on_the_loopback_address_alone(
+    train: TrainGroup, policy: HandleRef, rollout: RolloutGroup
+) -> None:
+    with WeightSync(train, rollout, policy, transport="gloo") as sync:
+        train_one_step(train, policy, seed=6)
+        sync.push()
+        sockets = listening_sockets(family(psutil.Process()))
+    ranks = {rank.pid for rank in train.ranks}
+    holders = {int(socket.process.split()[0]) for socket in sockets}
+    # Each rank listens for its peers, each engine for the weights, and Ray's own processes for each other.
+    assert ranks <= holders
+    assert rollout.infos[0].pid in holders
+    names = {socket.process.split()[1] for socket in sockets}
+    assert {"gcs_server", "raylet"} <= names
+    assert [socket for socket in sockets if not socket.out_of_reach] == []
+
+
+def test_groups_that_end_leave_no_shared_memory_behind_though_the_sync_was_not_closed(
+    train: TrainGroup, policy: HandleRef, rollout: RolloutGroup
+) -> None:
+    """The last test of this module: it ends both groups."""
+    for seed, transport in enumerate(("shared_memory", "gloo"), start=7):
+        train_one_step(train, policy, seed)
+        WeightSync(train, rollout, policy, transport=transport).push()
+    pids = [train.ranks[0].pid, rollout.infos[0].pid]
+    assert all(segments_of(pid) for pid in pids)
+    rollout.close()
+    train.shutdown()
+    assert not any(segments_of(pid) for pid in pids)
