@@ -9,7 +9,7 @@ import pytest
 from examples import grpo
 from examples.demo.__main__ import DemoConfig, demo_settings
 
-STEPS = 16
+STEPS = 10
 
 
 @pytest.mark.shows("bridge: GRPO with Ray and vLLM learns the demo task; mean log-prob gap at most 1e-5 in float32")

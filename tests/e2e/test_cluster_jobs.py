@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_cluster import assert_learned, options
+from tests.e2e.test_cluster import STEPS, assert_learned, options
 from tests.support.clusters import HeadNode
 
 SUBMIT = ("-m", "examples.ray_job.submit")
@@ -32,7 +32,7 @@ def test_a_submitted_job_learns_the_task(head: HeadNode, task: Path, warm_model:
     run = head.run(*SUBMIT, "--address", head.address, "--python", _python(), "--", *command)
     assert run.returncode == 0, run.stdout
     assert_learned(json.loads((tmp_path / "run" / "summary.json").read_text()))
-    assert "step   16/16" in run.stdout
+    assert f"step   {STEPS}/{STEPS}" in run.stdout
     assert (tmp_path / "run" / "model" / "config.json").exists()
 
 

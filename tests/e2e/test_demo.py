@@ -17,7 +17,7 @@ from rl_backend.contracts import ConfigError, RegistryError
 from tests.e2e.conftest import LEARNED_STEPS
 from tests.support.moe import upcycle
 
-STEPS, FEWER = LEARNED_STEPS, 16
+STEPS, FEWER = LEARNED_STEPS, 10
 """Of the run that others are compared with, and enough to have learned."""
 
 
