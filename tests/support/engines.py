@@ -65,12 +65,10 @@ class GroupWithoutVllm(RolloutGroup):
 class MendableEngine(RolloutEngine):
     """An engine that need not be restarted after an update that began and got no weights."""
 
-    def mend(self, manifest: str, segment: Segment, version: int) -> None:
-        """Ends the update with the staged weights of ``manifest``."""
+    def mend(self) -> None:
+        """Ends the update, which leaves the weights that were there."""
         self._state, self._failure = "paused", ""
-        self.init_transfer({"kind": "staged", "path": segment.path, "nbytes": segment.nbytes})
-        self.update({"manifest": manifest})
-        self.finish_update(version)
+        self.finish_update(self._version)
         self.resume()
 
 
