@@ -1,13 +1,24 @@
-"""Reading a Hugging Face ``config.json`` field by field, with refusals that name the field."""
+"""A Hugging Face ``config.json``, read field by field with refusals that name the field; and its rotary embedding.
+
+The embedding may be in the format of transformers 4 or 5.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from rl_backend.contracts import UnsupportedError
+from rl_backend.primitive.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    Rotary,
+    RotaryScaling,
+    YarnScaling,
+    yarn_attention_factor,
+)
 
 
 def is_finite(value: Any) -> bool:
@@ -69,3 +80,146 @@ class HFConfig:
             field=field,
             value=repr(value),
         )
+
+
+class RotaryContext(NamedTuple):
+    """Attributes:
+    rotary: what determines the angles.
+    max_length: longest sequence, in tokens, that the embedding is made for.
+    """
+
+    rotary: Rotary
+    max_length: int
+
+
+def read_rotary(config: HFConfig, head_dim: int, default_theta: float | None = None) -> RotaryContext:
+    """Reads ``rope_theta``, and ``rope_scaling`` (transformers 4) or ``rope_parameters`` (transformers 5).
+
+    As in transformers, ``original_max_position_embeddings`` beside that object takes precedence over the one inside, and is
+    ``max_position_embeddings`` where both are absent. The longest sequence has ``max_position_embeddings`` tokens;
+    ``linear`` multiplies that by ``factor``, as vLLM does, and ``yarn`` allows ``factor * original_max_position_embeddings``
+    where the directory gives only the original length.
+
+    Args:
+        default_theta: where there is none; None refuses that.
+
+    Raises:
+        UnsupportedError: another ``rope_type`` (``dynamic``, ``longrope``, ...), or a field that is missing, unknown or
+            out of range.
+    """
+    if head_dim % 2:
+        config.refuse("head_dim", head_dim, "rotary embedding needs an even number")
+    field, parameters = _parameters(config)
+    entry = _Entry(config, field, parameters)
+    max_length = config.positive_int("max_position_embeddings")
+    if parameters.get("rope_theta") is None:
+        theta = config.positive_float("rope_theta", default_theta)
+    else:
+        theta = entry.number("rope_theta")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    match kind:
+        case "default":
+            entry.check_fields()
+            return RotaryContext(Rotary(head_dim, theta), max_length)
+        case "linear":
+            entry.check_fields("factor")
+            scaling: RotaryScaling = LinearScaling(entry.factor())
+            max_length = entry.lengthened(max_length, scaling.factor)
+        case "llama3":
+            entry.check_fields("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+            scaling = _llama3(entry, max_length)
+        case "yarn":
+            entry.check_fields(
+                "factor",
+                "original_max_position_embeddings",
+                "attention_factor",
+                "beta_fast",
+                "beta_slow",
+                "mscale",
+                "mscale_all_dim",
+                "truncate",
+            )
+            if theta <= 1.0:
+                config.refuse("rope_theta", theta, "yarn needs a number above 1")
+            scaling = _yarn(entry, max_length)
+            max_length = max(max_length, entry.lengthened(scaling.original_max_position_embeddings, scaling.factor))
+        case _:
+            config.refuse(field, dict(parameters), f"rope_type {kind!r} is not one of default, linear, llama3 and yarn")
+    return RotaryContext(Rotary(head_dim, theta, scaling), max_length)
+
+
+class _Entry(NamedTuple):
+    """The object that describes the scaling."""
+
+    config: HFConfig
+    field: str
+    parameters: Mapping[str, Any]
+
+    def refuse(self, reason: str) -> NoReturn:
+        self.config.refuse(self.field, dict(self.parameters), reason)
+
+    def check_fields(self, *known: str) -> None:
+        unknown = sorted(set(self.parameters) - {*known, "rope_type", "type", "rope_theta", "partial_rotary_factor"})
+        if unknown:
+            self.refuse(f"this rope_type has no {', '.join(unknown)}")
+
+    def number(self, name: str, *, default: float | None = None, least: float = 0.0, inclusive: bool = False) -> float:
+        value: Any = self.parameters.get(name)
+        value = default if value is None else value
+        if not is_finite(value) or value < least or (value == least and not inclusive):
+            self.refuse(f"{name} is {value!r}; expected a finite number {'at least' if inclusive else 'above'} {least:g}")
+        return float(value)
+
+    def factor(self) -> float:
+        return self.number("factor", least=1.0, inclusive=True)
+
+    def original_length(self, max_length: int) -> int:
+        if self.config.get("original_max_position_embeddings") is not None:
+            return self.config.positive_int("original_max_position_embeddings")
+        return int(self.number("original_max_position_embeddings", default=max_length, least=1.0, inclusive=True))
+
+    def lengthened(self, length: int, factor: float) -> int:
+        try:
+            return int(length * factor)
+        except OverflowError:
+            self.refuse(f"a factor of {factor:g} makes {length} tokens more than can be counted")
+
+
+def _parameters(config: HFConfig) -> tuple[str, Mapping[str, Any]]:
+    """The field that describes the embedding, and its object."""
+    found = {field: config.get(field) for field in ("rope_parameters", "rope_scaling") if config.get(field) is not None}
+    for field, value in found.items():
+        if not isinstance(value, Mapping):
+            config.refuse(field, value, "expected an object")
+        if value.get("partial_rotary_factor", 1.0) != 1.0:
+            config.refuse(field, dict(value), "only a partial_rotary_factor of 1.0 is implemented")
+    if len(found) == 2 and found["rope_parameters"] != found["rope_scaling"]:
+        config.refuse("rope_scaling", dict(found["rope_scaling"]), "rope_parameters says something else; leave one out")
+    return next(iter(found.items()), ("rope_parameters", {}))
+
+
+def _llama3(entry: _Entry, max_length: int) -> Llama3Scaling:
+    low, high = entry.number("low_freq_factor"), entry.number("high_freq_factor")
+    if not high > low:
+        entry.refuse("high_freq_factor must be above low_freq_factor")
+    return Llama3Scaling(entry.factor(), low, high, entry.original_length(max_length))
+
+
+def _yarn(entry: _Entry, max_length: int) -> YarnScaling:
+    original = entry.original_length(max_length)
+    factor = entry.factor() if entry.parameters.get("factor") is not None else max_length / original
+    if factor < 1.0:
+        entry.refuse(f"without a factor, max_position_embeddings={max_length} must be at least the original {original}")
+    truncate = entry.parameters.get("truncate", True)
+    if not isinstance(truncate, bool):
+        entry.refuse("truncate must be true or false")
+    mscale, mscale_all_dim = (entry.number(name, default=0.0, inclusive=True) for name in ("mscale", "mscale_all_dim"))
+    attention_factor = yarn_attention_factor(factor, mscale, mscale_all_dim)
+    return YarnScaling(
+        factor,
+        original,
+        entry.number("attention_factor", default=attention_factor),
+        entry.number("beta_fast", default=32.0),
+        entry.number("beta_slow", default=1.0),
+        truncate,
+    )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_backend.contracts import ConfigError
 from rl_backend.parallel.collectives import all_to_all_rows
-from rl_backend.primitive.dispatch import ExpertOrder, ExpertTokens, copy_rows, sort_by_expert, spread_evenly, sum_rows
+from rl_backend.primitive.experts import ExpertOrder, ExpertTokens, copy_rows, sort_by_expert, spread_evenly, sum_rows
 from rl_backend.primitive.router import Routing
 
 

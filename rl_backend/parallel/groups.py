@@ -264,15 +264,17 @@ def leave_default_group() -> None:
 
 
 def _init_default_group(device: torch.device) -> None:
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    device_id = device if device.type == "cuda" else None
-    if "WORLD_SIZE" not in os.environ:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT, device_id=device_id)
-        return
-    meeting, rank, world_size = job_store(COLLECTIVE_TIMEOUT)
+    on_cuda = device.type == "cuda"
+    store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
+    if "WORLD_SIZE" in os.environ:
+        store, rank, world_size = job_store(COLLECTIVE_TIMEOUT)
     dist.init_process_group(
-        backend, store=meeting, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT, device_id=device_id
+        "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=COLLECTIVE_TIMEOUT,
+        device_id=device if on_cuda else None,
     )
 
 

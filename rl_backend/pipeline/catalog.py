@@ -55,12 +55,12 @@ class Algorithm:
     """How a schedule is made.
 
     Attributes:
-        placement: of the stages, see ``placement.py``.
+        placement: of the stages: :func:`~rl_backend.pipeline.schedule.loop_placement` or ``v_placement``.
         orders: from ranks, micro-batches, stages per rank and costs the orders of computations to choose from.
         bound: from ranks, micro-batches and stages per rank the most activations that each rank may hold.
         stages_per_rank: how many it needs; None for any number from 2 on.
-        whole_groups: micro-batches come in groups of as many as there are ranks.
-        micro_batches_per_rank: there are at least so many times as many micro-batches as ranks, and one.
+        whole_groups: the number of micro-batches must be a multiple of the number of ranks.
+        micro_batches_per_rank: the fewest micro-batches, divided by the number of ranks; one is always needed.
         splits_backward: into a pass for the inputs and one for the weights.
     """
 
@@ -81,7 +81,7 @@ SCHEDULES = {
     "1f1b": Algorithm(
         placement="loop",
         orders=lambda p, m, v, costs: [orders.one_forward_one_backward(p, m)],
-        bound=lambda p, m, v: orders.bound_of_one_forward_one_backward(p, m),
+        bound=lambda p, m, v: [min(m, p - rank) for rank in range(p)],
         splits_backward=False,
     ),
     "interleaved-1f1b": Algorithm(
@@ -95,12 +95,12 @@ SCHEDULES = {
     "zb-h1": Algorithm(
         placement="loop",
         orders=lambda p, m, v, costs: [orders.zb_h1(p, m)],
-        bound=lambda p, m, v: orders.bound_of_zb_h1(p, m),
+        bound=lambda p, m, v: [min(m, p)] * p,
     ),
     "zb-h2": Algorithm(
         placement="loop",
         orders=lambda p, m, v, costs: [orders.zb_h2(p, m), orders.zb_h1(p, m)],
-        bound=lambda p, m, v: orders.bound_of_zb_h2(p, m),
+        bound=lambda p, m, v: [min(m, 2 * p - 1)] * p,
     ),
     "zbv": Algorithm(
         placement="v",
@@ -111,12 +111,12 @@ SCHEDULES = {
     "dualpipev": Algorithm(
         placement="v",
         orders=lambda p, m, v, costs: [orders.dualpipev(p, m)],
-        bound=lambda p, m, v: orders.bound_of_dualpipev(p, m),
+        bound=lambda p, m, v: [2 * p + 1] * p,
         stages_per_rank=2,
         micro_batches_per_rank=2,
     ),
 }
-"""What :func:`make_schedule` knows."""
+"""Schedules that :func:`make_schedule` can make, with p ranks, m micro-batches and v stages per rank."""
 
 
 def make_schedule(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,10 @@ def read_passes(path: Path) -> list[MeasuredPass]:
         OSError: the trace cannot be read.
     """
     passes: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
-    for event in _computations(read_trace(path)):
-        passes[event["args"]["model"], event["args"]["pass"]].append(event)
+    for event in read_trace(path):
+        facts = event.get("args", {})
+        if event.get("ph") == "X" and event.get("name") in _KINDS and facts.get("pipeline") == 0:
+            passes[facts["model"], facts["pass"]].append(dict(event))
     ordered = sorted(passes.items(), key=lambda one: min(event["ts"] for event in one[1]))
     found = (_read_pass(model, number, events) for (model, number), events in ordered)
     return [one for one in found if one is not None]
@@ -88,12 +90,6 @@ def median_pass(passes: Sequence[MeasuredPass]) -> MeasuredPass:
     """The pass of median makespan; of at least one."""
     middle = statistics.median_low(one.measured.makespan for one in passes)
     return next(one for one in passes if one.measured.makespan == middle)
-
-
-def _computations(events: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    for event in events:
-        if event.get("ph") == "X" and event.get("name") in _KINDS and event.get("args", {}).get("pipeline") == 0:
-            yield dict(event)
 
 
 def _read_pass(model: str, number: int, events: Sequence[Mapping[str, Any]]) -> MeasuredPass | None:

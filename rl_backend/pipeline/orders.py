@@ -52,11 +52,6 @@ def interleaved(pp_size: int, num_micro_batches: int, stages_per_rank: int) -> l
     ]
 
 
-def bound_of_one_forward_one_backward(pp_size: int, num_micro_batches: int) -> list[int]:
-    """Activations of each rank: those of the forward passes that it runs ahead."""
-    return [min(num_micro_batches, pp_size - rank) for rank in range(pp_size)]
-
-
 def bound_of_interleaved(pp_size: int, num_micro_batches: int, stages_per_rank: int) -> list[int]:
     """Activations of each rank: those of the forward passes that it runs ahead."""
     most = num_micro_batches * stages_per_rank
@@ -92,16 +87,6 @@ def zb_h2(pp_size: int, num_micro_batches: int) -> list[list[Action]]:
     return [_order(rank, num_micro_batches, ahead=2 * (pp_size - rank) - 1, put_off=2 * rank) for rank in range(pp_size)]
 
 
-def bound_of_zb_h1(pp_size: int, num_micro_batches: int) -> list[int]:
-    """Activations of each rank: p."""
-    return [min(num_micro_batches, pp_size)] * pp_size
-
-
-def bound_of_zb_h2(pp_size: int, num_micro_batches: int) -> list[int]:
-    """Activations of each rank: 2p - 1."""
-    return [min(num_micro_batches, 2 * pp_size - 1)] * pp_size
-
-
 def _order(stage: int, num_micro_batches: int, *, ahead: int, put_off: int) -> list[Action]:
     order = [Action(Kind.FORWARD, stage, micro_batch) for micro_batch in range(min(ahead, num_micro_batches))]
     for micro_batch in range(num_micro_batches):
@@ -117,11 +102,6 @@ def _order(stage: int, num_micro_batches: int, *, ahead: int, put_off: int) -> l
 def dualpipev(pp_size: int, num_micro_batches: int) -> list[list[Action]]:
     """The eight phases of each rank; needs ``num_micro_batches >= 2 * pp_size``."""
     return [_rank_order(pp_size, num_micro_batches, rank) for rank in range(pp_size)]
-
-
-def bound_of_dualpipev(pp_size: int, num_micro_batches: int) -> list[int]:
-    """Activations of each rank: 2p + 1."""
-    return [2 * pp_size + 1] * pp_size
 
 
 class _DualPipeRank:

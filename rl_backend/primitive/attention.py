@@ -69,7 +69,8 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segmen
         (N, heads, head_dim)
     """
     if query.is_meta:
-        return meta_attention(query, key, value)
+        on_meta: Tensor = _MetaAttention.apply(query, key, value)
+        return on_meta
     if window is not None and window >= max(segments.key_lens):
         window = None
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
@@ -195,17 +196,11 @@ def _visible(start: int, stop: int, first: int, window: int, device: torch.devic
     return (distance >= 0) & (distance < window)
 
 
-def meta_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Shapes as in :func:`~rl_backend.primitive.attention.packed_attention`.
-
-    Keeps its inputs, its output and a float32 log-sum-exp per query and head, as flash attention (Dao et al., arXiv
+class _MetaAttention(torch.autograd.Function):
+    """Keeps its inputs, its output and a float32 log-sum-exp per query and head, as flash attention (Dao et al., arXiv
     2205.14135) and :func:`~rl_backend.primitive.blocked_attention.blocked_attention` do.
     """
-    attended: Tensor = _MetaAttention.apply(query, key, value)
-    return attended
 
-
-class _MetaAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)

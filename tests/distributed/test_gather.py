@@ -19,8 +19,9 @@ from rl_backend.contracts import PackedWeight, ParallelConfig, UnsupportedError,
 from rl_backend.parallel.groups import close_groups, open_groups
 from rl_backend.parallel.shards import layout_of, local_region, local_tensor
 from rl_backend.runtime.export_stream import plan_buckets
-from rl_backend.runtime.native import gather
-from rl_backend.runtime.native.gather import TensorLayout, gather_weights, model_layouts, sharded_weights
+from rl_backend.runtime.native import export
+from rl_backend.runtime.native.export import gather_weights, sharded_weights
+from rl_backend.runtime.native.layout import TensorLayout, model_layouts
 from tests.distributed.test_shards import DENSE, EXPERTS, numbered, sharded
 from tests.support.rank_pool import RankPool
 
@@ -48,7 +49,7 @@ CASES: dict[tuple[str, ...], list[tuple[tuple[int, ...], list[Placement], int]]]
 @contextmanager
 def received_bytes(count: list[int]) -> Iterator[None]:
     """Adds up what collectives of the gather give to this rank."""
-    all_gather, broadcast = gather.all_gather_into, dist.broadcast
+    all_gather, broadcast = export.all_gather_into, dist.broadcast
 
     def counted_gather(output: Tensor, *args: Any, **kwargs: Any) -> Any:
         count[0] += output.nbytes
@@ -58,11 +59,11 @@ def received_bytes(count: list[int]) -> Iterator[None]:
         count[0] += tensor.nbytes
         return broadcast(tensor, *args, **kwargs)
 
-    gather.all_gather_into, gather.dist.broadcast = counted_gather, counted_broadcast
+    export.all_gather_into, export.dist.broadcast = counted_gather, counted_broadcast
     try:
         yield
     finally:
-        gather.all_gather_into, gather.dist.broadcast = all_gather, broadcast
+        export.all_gather_into, export.dist.broadcast = all_gather, broadcast
 
 
 def gather_job(mesh_shape: tuple[int, ...], names: tuple[str, ...]) -> None:

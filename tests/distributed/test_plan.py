@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from rl_backend.contracts import PackedBatch, RuntimeConfig
 from rl_backend.lab.plan import Workload, make_plan
+from rl_backend.parallel.fsdp import _fsdp_modules, _param_groups
 from rl_backend.parallel.shards import local_tensor
-from rl_backend.runtime.native.fsdp_state import _fsdp_modules, _param_groups
 from tests.support.bridge_runs import bridge_config, open_bridge
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe

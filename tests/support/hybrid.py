@@ -14,11 +14,10 @@ from rl_backend.contracts import stored_tensors
 from rl_backend.model import BuildSettings, register_model
 from rl_backend.model.blocks import FeedForwardSpec, LayerSpec
 from rl_backend.model.decoder import DecoderSpec
-from rl_backend.model.families import decoder_family
+from rl_backend.model.families import decoder_family, read_decoder, read_router
 from rl_backend.model.feedforward.moe import MoEOptions, MoESpec
 from rl_backend.model.feedforward.swiglu import SwiGLUSpec
 from rl_backend.model.hf_config import HFConfig
-from rl_backend.model.hf_decoder import read_decoder, read_router
 from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.primitive.rope import Rotary
 

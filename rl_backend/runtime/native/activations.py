@@ -14,7 +14,7 @@ from rl_backend.parallel.collectives import all_gather
 from rl_backend.parallel.context import TokenLayout, gather_outputs
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.runtime.module_outputs import module_paths, record_outputs
-from rl_backend.runtime.native.forward_backward import lay_out, run_micro_batches
+from rl_backend.runtime.native.forward_backward import PassRequest, lay_out, run_micro_batches
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.pipeline import run_pipeline
 
@@ -45,7 +45,7 @@ def record_activations(handle: NativeHandle, data: Sequence[PackedBatch]) -> lis
                 stage: stack.enter_context(record_outputs(module, hf_names, hidden_size))
                 for stage, module in (handle.stages or {0: handle.model}).items()
             }
-            run(handle, [batch], None, forward_only=True, keep_gathered=False)
+            run(handle, PassRequest([batch], None, forward_only=True))
         layout = lay_out(batch.to(handle.groups.device), handle.groups, 1).layout
         rows = batch.num_tokens if layout is None else layout.index.shape[0] // handle.groups.tp_group.size()
         whole = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,13 +25,13 @@ from rl_backend.model import BuildSettings, ModelFamily, ModelStage
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.primitive.deferred import put_off_in_linear_layers
 from rl_backend.runtime.interface import Runtime
-from rl_backend.runtime.native.gather import model_layouts
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.layout import (
     algorithm,
     check_model_layout,
     describe_model,
     micro_batch_multiple,
+    model_layouts,
     model_stages,
 )
 from rl_backend.runtime.native.optimizer import NativeOptimizer
@@ -67,7 +67,10 @@ def build_handle(
     whole_names = dict(described.weight_names)
     parameters = _parameters(modules, family, whole_names, groups)
     layouts = model_layouts(parameters, groups)
-    _require_all(whole_names, layouts, family)
+    if absent := sorted(whole_names.keys() - layouts.keys()):
+        raise UnsupportedError(
+            f"weight_names of model family {family.name!r} names {absent[:4]}, which are not in the model", parameters=absent
+        )
     stage_copies = {copy: original for copy, original in family.stage_copies.items() if copy in layouts}
     names = {name: whole_names[stage_copies.get(name, name)] for name in parameters}
     load_weights(
@@ -78,6 +81,7 @@ def build_handle(
         stored_buffers=family.stored_buffers,
         elsewhere=stored_names(whole_names),
     )
+    max_length = hf_config.get("max_position_embeddings") if family.max_length is None else family.max_length(architecture)
     return NativeHandle(
         name=name,
         forward_only=forward_only,
@@ -92,7 +96,7 @@ def build_handle(
         architecture=architecture,
         hf_config=hf_config,
         vocab_size=_vocab_size(hf_config),
-        max_length=_max_length(family, architecture, hf_config),
+        max_length=max_length,
         model=model,
         stages=stages,
         micro_batch_multiple=micro_batch_multiple(native),
@@ -165,20 +169,6 @@ def _parameters(
         )
     order = (*weight_names, *family.stage_copies)
     return {name: found[name] for name in order if name in found}
-
-
-def _require_all(weight_names: Mapping[str, WeightName], found: Collection[str], family: ModelFamily) -> None:
-    absent = sorted(set(weight_names).difference(found))
-    if absent:
-        raise UnsupportedError(
-            f"weight_names of model family {family.name!r} names {absent[:4]}, which are not in the model", parameters=absent
-        )
-
-
-def _max_length(family: ModelFamily, architecture: Any, hf_config: Mapping[str, Any]) -> int | None:
-    if family.max_length is not None:
-        return family.max_length(architecture)
-    return hf_config.get("max_position_embeddings")
 
 
 def _vocab_size(hf_config: Any) -> int:

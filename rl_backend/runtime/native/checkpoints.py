@@ -14,9 +14,9 @@ from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.pieces import TensorPieces
 from rl_backend.checkpoint.training_state import StateTensors
 from rl_backend.contracts import stored_tensors
-from rl_backend.parallel.shards import Region, local_region, local_tensor, owns
+from rl_backend.parallel import fsdp
+from rl_backend.parallel.shards import local_region, local_tensor, owns
 from rl_backend.runtime import saved_state
-from rl_backend.runtime.native import fsdp_state
 from rl_backend.runtime.native.handle import NativeHandle
 
 _STEP, _MOMENTS = "step", ("exp_avg", "exp_avg_sq")
@@ -26,13 +26,14 @@ def load_training_checkpoint(handle: NativeHandle, path: Path) -> TrainingManife
     """Restores a handle from ``path``; a forward-only one takes the weights and their version."""
 
     def tensors() -> StateTensors:
-        fsdp_state.reshard(handle.model)
+        fsdp.reshard(handle.model)
         return all_tensors(handle)
 
     manifest, loaded = saved_state.load_state(handle, path, _shapes(handle), tensors, handle.groups.host_group)
     _fill_copies(handle)
     if handle.optimizer is not None:
-        _restore_steps(handle, manifest)
+        for name, steps in _step_tensors(handle):
+            steps.fill_(manifest.fewer_steps.get(name, manifest.optimizer_steps))
         handle.optimizer.restore_schedule(manifest.schedule_steps)
         saved_state.restore_random_state(loaded, handle.groups.device)
     return manifest
@@ -79,35 +80,23 @@ def _pieces(handle: NativeHandle, kind: str, name: str, tensor: Tensor) -> Itera
     for index, stored in stored_tensors(handle.weight_names[original]):
         place = tuple(i - part.start for i, part in zip(index, region, strict=False))
         if all(part.start <= i < part.stop for i, part in zip(index, region, strict=False)):
-            yield f"{kind}.{stored}", _piece(parameter.shape[len(index) :], local[place], region[len(index) :], writes)
-
-
-def _piece(whole: tuple[int, ...], local: Tensor, region: Region, writes: bool) -> TensorPieces:
-    offsets = tuple(part.start for part in region)
-    return TensorPieces(whole, {offsets: local} if local.numel() else {}, writes=writes)
+            offsets, held = tuple(part.start for part in region[len(index) :]), local[place]
+            pieces = {offsets: held} if held.numel() else {}
+            yield f"{kind}.{stored}", TensorPieces(parameter.shape[len(index) :], pieces, writes=writes)
 
 
 def _progress(handle: NativeHandle) -> saved_state.Progress:
     """AdamW counts steps for each parameter: one without a gradient does not take part. Of use on rank 0."""
     group = handle.groups.host_group
+    counts = dict(_step_tensors(handle))
+    values = torch.stack(list(counts.values())).tolist() if counts else []  # one wait for the device
+    mine = {name: int(count) for name, count in zip(counts, values, strict=True)}
     parts: list[dict[str, int]] = [{}] * dist.get_world_size(group)
-    dist.gather_object(_steps(handle), parts if dist.get_rank(group) == 0 else None, group=group, group_dst=0)
+    dist.gather_object(mine, parts if dist.get_rank(group) == 0 else None, group=group, group_dst=0)
     steps = {name: count for part in parts for name, count in part.items()}
     usual = Counter(steps.values()).most_common(1)[0][0] if steps else 0
     fewer = {name: count for name, count in steps.items() if count != usual}
     return saved_state.Progress(handle.trainer("training state").schedule.num_steps, usual, fewer)
-
-
-def _steps(handle: NativeHandle) -> dict[str, int]:
-    """First Hugging Face name of each parameter of this rank -> steps."""
-    counts = dict(_step_tensors(handle))
-    values = torch.stack(list(counts.values())).tolist() if counts else []
-    return {name: int(count) for name, count in zip(counts, values, strict=True)}
-
-
-def _restore_steps(handle: NativeHandle, manifest: TrainingManifest) -> None:
-    for name, tensor in _step_tensors(handle):
-        tensor.fill_(manifest.fewer_steps.get(name, manifest.optimizer_steps))
 
 
 def _step_tensors(handle: NativeHandle) -> Iterator[tuple[str, Tensor]]:

@@ -1,18 +1,26 @@
-"""Full weights and gradients out of shards, bucket by bucket."""
+"""Full weights and gradients out of shards: what each rank has of them, gathered bucket by bucket."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.contracts import HandleError, TensorInfo, WeightShard, stored_names, stored_tensors
+from rl_backend.contracts import HandleError, TensorInfo, WeightName, WeightShard, stored_names, stored_tensors
+from rl_backend.parallel.collectives import all_gather_into
+from rl_backend.parallel.shards import Region, ShardLayout, local_region, local_tensor
 from rl_backend.runtime.export_stream import WeightStream, plan_buckets, require_known_names, start_stream
-from rl_backend.runtime.native.gather import ShardedWeight, gather_weights, sharded_weights
 from rl_backend.runtime.native.handle import NativeHandle
+from rl_backend.runtime.native.layout import TensorLayout
+
+_SMALL_BYTES = 1 << 16
 
 
 def describe_weights(handle: NativeHandle, dtype: torch.dtype | None) -> tuple[TensorInfo, ...]:
@@ -32,7 +40,7 @@ def export_weights(
     handle: NativeHandle, *, dtype: torch.dtype | None, byte_budget: int | None, only: Collection[str] | None
 ) -> WeightStream:
     """Checks the arguments, then returns the generator that gathers, as
-    :func:`~rl_backend.runtime.native.gather.gather_weights` does, one bucket after the other.
+    :func:`gather_weights` does, one bucket after the other.
 
     Args:
         byte_budget: bytes of full tensors in one bucket; None gathers one tensor at a time. On top come padding (at most an
@@ -84,8 +92,203 @@ def export_gradients(handle: NativeHandle, *, only: Collection[str] | None) -> W
 
 def _start(weights: Sequence[ShardedWeight], handle: NativeHandle, byte_budget: int | None) -> WeightStream:
     group, device = handle.groups.world_group, handle.groups.device
-
-    def gather(bucket: Sequence[ShardedWeight]) -> Iterator[tuple[str, Tensor]]:
-        return gather_weights(bucket, group, device)
-
+    gather = partial(gather_weights, group=group, device=device)
     return start_stream(plan_buckets(weights, byte_budget), gather, group, device)
+
+
+class Part(NamedTuple):
+    """A rectangle of a weight, and the global rank that sends it."""
+
+    rank: int
+    region: Region
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(part.stop - part.start for part in self.region)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ShardedWeight:
+    """A parameter or its gradient, or one of the tensors that are packed in it.
+
+    Attributes:
+        shape, dtype: of the whole tensor that is gathered.
+        parts: together the whole weight once.
+        tensor: this rank's parameter or gradient; None on ranks of other pipeline stages.
+        place: of the weight in the first dimensions of this rank's part of ``tensor``; empty for all of it. Of no use on a
+            rank that has no part of the weight.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[Part, ...]
+    tensor: Tensor | None
+    place: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return self.name
+
+    def held(self) -> Tensor:
+        """This rank's part of the weight, in the dtype of ``tensor``."""
+        assert self.tensor is not None, "asked of a rank that has a part"
+        return local_tensor(self.tensor)[self.place]
+
+
+def sharded_weights(
+    tensors: Mapping[str, Tensor],
+    names: Mapping[str, WeightName],
+    layouts: Mapping[str, TensorLayout],
+    *,
+    dtype: torch.dtype | None,
+    only: Collection[str] | None,
+) -> list[ShardedWeight]:
+    """Every Hugging Face tensor of ``names``, or those of ``only``, in order. Not a collective, and the same on every rank.
+
+    Args:
+        tensors: name in the module -> parameter or gradient, of those that this rank has.
+        layouts: of all of ``names``.
+        dtype: None takes the parameters'.
+    """
+    weights = []
+    for key, name in names.items():
+        wanted = [(index, stored) for index, stored in stored_tensors(name) if only is None or stored in only]
+        if not wanted:
+            continue
+        layout, num_packed = layouts[key], len(wanted[0][0])
+        shape, parts, tensor = layout.shards.shape[num_packed:], _parts(layout.shards, num_packed), tensors.get(key)
+        first = () if tensor is None else local_region(tensor)
+        for index, stored in wanted:
+            place = tuple(number - part.start for number, part in zip(index, first, strict=False))
+            weights.append(ShardedWeight(stored, shape, dtype or layout.dtype, parts[index], tensor, place))
+    return weights
+
+
+def _parts(layout: ShardLayout, num_packed: int) -> dict[tuple[int, ...], tuple[Part, ...]]:
+    """Parts by the place of a weight in the first ``num_packed`` dimensions."""
+    found: dict[tuple[int, ...], list[Part]] = {
+        index: [] for index in itertools.product(*map(range, layout.shape[:num_packed]))
+    }
+    for rank, region in layout.parts():
+        packed, inner = region[:num_packed], region[num_packed:]
+        for index in itertools.product(*(range(part.start, part.stop) for part in packed)):
+            found[index].append(Part(rank, inner))
+    return {index: tuple(parts) for index, parts in found.items()}
+
+
+def gather_weights(
+    weights: Sequence[ShardedWeight], group: dist.ProcessGroup, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields (name, whole tensor) of weights of one dtype. A collective over ``group``, all of it before the first tensor.
+
+    One all-gather where the ranks have about as much of the weights each. Otherwise, where most of it would be padding, one
+    broadcast from each rank that has something: a rank receives the weights once and nothing else. A tensor may be a view of
+    what was received.
+    """
+    if group.size() == 1:
+        for weight in weights:
+            yield weight.name, weight.held().to(weight.dtype)
+        return
+    plan = _Plan(weights, group)
+    received = plan.exchange(device)
+    for weight, starts in zip(weights, plan.starts, strict=True):
+        yield weight.name, _assemble(weight, starts, received, plan)
+
+
+class _Plan:
+    """Where each part lies in the flat buffer that its rank sends.
+
+    Attributes:
+        places: global rank -> place in the group.
+        starts: for each weight, the first element of each of its parts in the buffer of the part's rank.
+        sizes: elements of the buffer of each rank.
+    """
+
+    def __init__(self, weights: Sequence[ShardedWeight], group: dist.ProcessGroup) -> None:
+        self.weights = weights
+        self.group = group
+        self.dtype = weights[0].dtype
+        self.places = {rank: place for place, rank in enumerate(dist.get_process_group_ranks(group))}
+        self.sizes = [0] * len(self.places)
+        self.starts: list[list[int]] = []
+        for weight in weights:
+            starts = []
+            for part in weight.parts:
+                place = self.places[part.rank]
+                starts.append(self.sizes[place])
+                self.sizes[place] += part.numel
+            self.starts.append(starts)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether parts padded to the longest take little more than the weights: an eighth, or what nobody notices."""
+        padded, exact = max(self.sizes) * len(self.sizes), sum(self.sizes)
+        return padded <= exact + exact // 8 or padded * self.dtype.itemsize <= _SMALL_BYTES
+
+    def exchange(self, device: torch.device) -> Tensor | list[Tensor]:
+        """The buffer of each rank; (ranks, longest buffer) where they are about equally long."""
+        if not self.is_even:
+            buffers = [torch.empty(size, dtype=self.dtype, device=device) for size in self.sizes]
+            self._pack(buffers[self.group.rank()])
+            for place, buffer in enumerate(buffers):
+                if buffer.numel():
+                    dist.broadcast(buffer, group=self.group, group_src=place)
+            return buffers
+        longest = max(self.sizes)
+        mine = torch.empty(longest, dtype=self.dtype, device=device)
+        self._pack(mine)
+        gathered = torch.empty(len(self.sizes), longest, dtype=self.dtype, device=device)
+        if longest:
+            all_gather_into(gathered.view(-1), mine, group=self.group)
+        return gathered
+
+    def _pack(self, buffer: Tensor) -> None:
+        """Copies what this rank sends into ``buffer``."""
+        mine = self.group.rank()
+        for weight, starts in zip(self.weights, self.starts, strict=True):
+            for part, start in zip(weight.parts, starts, strict=True):
+                if self.places[part.rank] == mine:
+                    buffer[start : start + part.numel].view(part.shape).copy_(weight.held())
+
+
+def _assemble(weight: ShardedWeight, starts: Sequence[int], received: Tensor | list[Tensor], plan: _Plan) -> Tensor:
+    if isinstance(received, Tensor) and _follows_ranks(weight, starts, plan):
+        flat = received[:, starts[0] : starts[0] + weight.parts[0].numel].reshape(-1)
+        return flat[: weight.numel].view(weight.shape)
+    pieces = [
+        received[plan.places[part.rank]][start : start + part.numel].view(part.shape)
+        for part, start in zip(weight.parts, starts, strict=True)
+    ]
+    if len(pieces) == 1:
+        return pieces[0]
+    whole = torch.empty(weight.shape, dtype=weight.dtype, device=received[0].device)
+    for part, piece in zip(weight.parts, pieces, strict=True):
+        whole[part.region].copy_(piece)
+    return whole
+
+
+def _follows_ranks(weight: ShardedWeight, starts: Sequence[int], plan: _Plan) -> bool:
+    """Whether the parts are equal numbers of the weight's rows in the order of the ranks, at one place in every buffer."""
+    parts = weight.parts
+    if len(parts) < 2:
+        return False
+    rows = [part.region[0].start for part in parts]
+    return (
+        [plan.places[part.rank] for part in parts] == list(range(len(parts)))
+        and set(starts) == {starts[0]}
+        and rows == sorted(rows)
+        and all(part.shape[1:] == weight.shape[1:] for part in parts)
+        and all(part.numel == parts[0].numel for part in parts[:-1])
+    )

@@ -5,27 +5,36 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rl_backend.contracts import (
-    ForwardResult,
-    LossFn,
-    ModelOutput,
-    PackedBatch,
-    RoutedLayers,
-)
+from rl_backend.contracts import ForwardResult, LossFn, ModelOutput, PackedBatch, RoutedLayers
 from rl_backend.model import ModelInput
+from rl_backend.parallel import fsdp
 from rl_backend.parallel.context import TokenLayout, gather_outputs, lay_out_tokens
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.primitive.attention import Segments
-from rl_backend.runtime.native import fsdp_state
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.routes import PassRoutes
 from rl_backend.runtime.pass_results import PassResults
 from rl_backend.runtime.router_replay import RouterReplay, routes_to_replay
 from rl_backend.trace.device import device_span
+
+
+class PassRequest(NamedTuple):
+    """One ``forward_backward``, as the runtime asks for it.
+
+    Attributes:
+        data: micro-batches; checked, except with post-validation.
+        loss_fn: None in a forward-only pass without a loss.
+    """
+
+    data: Sequence[PackedBatch]
+    loss_fn: LossFn | None
+    forward_only: bool
+    router_replay: RouterReplay = "off"
 
 
 @dataclass(frozen=True)
@@ -108,32 +117,29 @@ def _own_tokens(rows: Tensor | None, groups: ParallelGroups) -> Tensor | None:
     return torch.tensor_split(rows, groups.tp_group.size())[groups.tp_group.rank()]
 
 
-def run_micro_batches(
-    handle: NativeHandle,
-    data: Sequence[PackedBatch],
-    loss_fn: LossFn | None,
-    *,
-    forward_only: bool,
-    keep_gathered: bool,
-    router_replay: RouterReplay = "off",
-) -> ForwardResult:
+def run_micro_batches(handle: NativeHandle, request: PassRequest) -> ForwardResult:
     """Runs checked micro-batches; gradients are reduced over the ranks once, in the last backward pass.
-
-    Args:
-        keep_gathered: leave parameters gathered between micro-batches.
 
     Raises:
         BatchError: what the loss returned is not a 0-d tensor with a gradient, or a metric is not a number.
     """
-    routes = PassRoutes(handle, router_replay)
-    groups = handle.groups
-    results = PassResults(loss_fn, groups.dp_group, forward_only=forward_only, keeps_outputs=handle.has_outputs)
+    data, forward_only = request.data, request.forward_only
+    routes = PassRoutes(handle, request.router_replay)
+    results = new_results(handle, request)
     with abandoned_on_error(handle, forward_only):
-        for index, batch in enumerate(data):
+        for index in range(len(data)):
             if not forward_only:
-                fsdp_state.set_gradient_sync(handle.model, index == len(data) - 1, keep_gathered=keep_gathered)
-            _run_one(handle, batch.to(groups.device), index, len(data), forward_only, routes, results)
+                keep_gathered = not handle.options.reshard_after_forward
+                fsdp.set_gradient_sync(handle.model, index == len(data) - 1, keep_gathered=keep_gathered)
+            _run_one(handle, request, index, routes, results)
     return results.result(data, routes.outputs(data))
+
+
+def new_results(handle: NativeHandle, request: PassRequest) -> PassResults:
+    """Where the losses, metrics and outputs of a pass are collected."""
+    return PassResults(
+        request.loss_fn, handle.groups.dp_group, forward_only=request.forward_only, keeps_outputs=handle.has_outputs
+    )
 
 
 @contextmanager
@@ -142,30 +148,24 @@ def abandoned_on_error(handle: NativeHandle, forward_only: bool) -> Generator[No
     try:
         yield
     except BaseException:
-        fsdp_state.abandon_step(handle.model)
+        fsdp.abandon_step(handle.model)
         if not forward_only:
             handle.broken = "forward_backward raised an error in the middle, so its gradients are incomplete"
         raise
-    fsdp_state.reshard(handle.model)
+    fsdp.reshard(handle.model)
 
 
-def _run_one(
-    handle: NativeHandle,
-    batch: PackedBatch,
-    index: int,
-    num_micro_batches: int,
-    forward_only: bool,
-    routes: PassRoutes,
-    results: PassResults,
-) -> None:
-    work = {"micro_batch": index, "tokens": batch.input_ids.shape[0], "sequences": batch.seq_lens.shape[0]}
+def _run_one(handle: NativeHandle, request: PassRequest, index: int, routes: PassRoutes, results: PassResults) -> None:
+    # A function of its own, so that nothing of a micro-batch outlives it.
     device = handle.groups.device
-    with torch.set_grad_enabled(not forward_only), device_span(device, "forward", "micro_batch", **work):
-        rank_batch = lay_out(batch, handle.groups, num_micro_batches, routes.replayed)
+    batch = request.data[index].to(device)
+    work = {"micro_batch": index, "tokens": batch.num_tokens, "sequences": batch.num_sequences}
+    with torch.set_grad_enabled(not request.forward_only), device_span(device, "forward", "micro_batch", **work):
+        rank_batch = lay_out(batch, handle.groups, len(request.data), routes.replayed)
         with routes.forward(index, 0, rank_batch.layout):
             output = handle.model(rank_batch.inputs)
         loss = results.add(index, batch, rank_batch.outputs(output, handle.groups))
-    if not forward_only:
+    if not request.forward_only:
         assert loss is not None, "a backward pass has a loss"
         with device_span(device, "backward", "micro_batch", **work):
             loss.backward()

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from rl_backend.contracts import NativeConfig, PendingStepResult, RoutedLayers, StepResult, WeightName
 from rl_backend.contracts.operations import Part
 from rl_backend.model import ModelFamily
+from rl_backend.parallel import fsdp
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import local_tensor
 from rl_backend.runtime.handle import GuardedHandle
-from rl_backend.runtime.native import fsdp_state
-from rl_backend.runtime.native.gather import TensorLayout
-from rl_backend.runtime.native.optimizer import NativeOptimizer
-from rl_backend.runtime.native.pending_step import PendingStep
+from rl_backend.runtime.native.layout import TensorLayout
+from rl_backend.runtime.native.optimizer import NativeOptimizer, PendingStep
 from rl_backend.runtime.offload import Offload
 
 
@@ -106,7 +105,7 @@ class NativeHandle(GuardedHandle[NativeOptimizer]):
         """Drops all gradients, those that no rank has reduced yet and those in host memory too."""
         for parameter in self.parameters.values():
             parameter.grad = None
-        fsdp_state.drop_unreduced_gradients(self.model)
+        fsdp.drop_unreduced_gradients(self.model)
         self.offload.forget("grad")
 
     def part_tensors(self) -> dict[Part, list[Tensor]]:

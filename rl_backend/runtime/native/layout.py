@@ -1,4 +1,4 @@
-"""Layout of a model before anything is built: its description, the stages of this rank, and whether it fits."""
+"""Layout of a model: its description, the stages of this rank, whether it fits, and where its parameters lie."""
 
 from __future__ import annotations
 
@@ -6,9 +6,23 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.contracts import ConfigError, Head, NativeConfig, ParallelConfig, RuntimeConfig, WeightName
+from rl_backend.contracts import (
+    ConfigError,
+    Head,
+    NativeConfig,
+    ParallelConfig,
+    RuntimeConfig,
+    UnsupportedError,
+    WeightName,
+)
 from rl_backend.model import BuildSettings, ModelFamily, ModelStage, find_model
+from rl_backend.parallel.groups import ParallelGroups
+from rl_backend.parallel.shards import ShardLayout, layout_of
 from rl_backend.pipeline.catalog import Algorithm, require_stages
 from rl_backend.pipeline.schedule import split_layers
 
@@ -143,3 +157,35 @@ def _require_one(family: ModelFamily, parallel: ParallelConfig, names: Iterable[
                 f"model family {family.name!r} is not laid out like that; use 1, or do it in its parallelize and build, and "
                 f"say so with ModelFamily.{missing}",
             )
+
+
+class TensorLayout(NamedTuple):
+    """What every rank knows of a parameter, even of one of another pipeline stage."""
+
+    shards: ShardLayout
+    dtype: torch.dtype
+
+
+def model_layouts(parameters: Mapping[str, Tensor], groups: ParallelGroups) -> dict[str, TensorLayout]:
+    """The layout of every parameter of the model. With a pipeline a collective over its stages.
+
+    Args:
+        parameters: name in the module -> parameter of this rank.
+
+    Raises:
+        UnsupportedError: a parameter that is not laid out over all ranks of its stage, on these.
+    """
+    ranks = groups.mesh.mesh.flatten().tolist()
+    layouts = {name: TensorLayout(layout_of(value), value.dtype) for name, value in parameters.items()}
+    for name, layout in layouts.items():
+        if sorted(layout.shards.ranks) != sorted(ranks):
+            raise UnsupportedError(
+                f"{name} is laid out over the ranks {layout.shards.ranks} of {tuple(ranks)}; parallelize must lay it out "
+                "over all of them, as copies where it is not cut, so that every rank knows where it is",
+                parameter=name,
+            )
+    if groups.pp_group.size() == 1:
+        return layouts
+    stages: list[dict[str, TensorLayout]] = [{} for _ in range(groups.pp_group.size())]
+    dist.all_gather_object(stages, layouts, group=groups.pp_group)
+    return {name: layout for stage in stages for name, layout in stage.items()}

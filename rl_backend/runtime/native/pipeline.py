@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from rl_backend.contracts import ForwardResult, LossFn, ModelOutput, PackedBatch
+from rl_backend.contracts import ForwardResult, ModelOutput
+from rl_backend.parallel import fsdp
 from rl_backend.pipeline.catalog import make_schedule, require_micro_batches
-from rl_backend.pipeline.executor import PipelineExecutor
+from rl_backend.pipeline.executor import PipelineExecutor, add_gradients_of_copies, drop_gradients_of_copies
 from rl_backend.pipeline.measured import SPAN_NAMES, span_arguments
 from rl_backend.pipeline.schedule import Action, Schedule
-from rl_backend.pipeline.tied_embeddings import add_gradients_of_copies, drop_gradients_of_copies
-from rl_backend.runtime.native import fsdp_state
-from rl_backend.runtime.native.forward_backward import abandoned_on_error, lay_out
+from rl_backend.runtime.native.forward_backward import PassRequest, abandoned_on_error, lay_out, new_results
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.layout import schedule_name
 from rl_backend.runtime.native.routes import PassRoutes
-from rl_backend.runtime.pass_results import PassResults
-from rl_backend.runtime.router_replay import RouterReplay
 from rl_backend.trace.device import device_span
 
 
-def run_pipeline(
-    handle: NativeHandle,
-    data: Sequence[PackedBatch],
-    loss_fn: LossFn | None,
-    *,
-    forward_only: bool,
-    keep_gathered: bool,
-    router_replay: RouterReplay = "off",
-) -> ForwardResult:
+def run_pipeline(handle: NativeHandle, request: PassRequest) -> ForwardResult:
     """As :func:`~rl_backend.runtime.native.forward_backward.run_micro_batches`, with the configuration's schedule.
 
     Losses and metrics are on the ranks of the last stage, outputs on its source rank.
@@ -41,11 +29,9 @@ def run_pipeline(
     Raises:
         BatchError: what the loss returned is not a 0-d tensor with a gradient, or a metric is not a number.
     """
-    one = PipelinePass(
-        handle, data, loss_fn, forward_only=forward_only, keep_gathered=keep_gathered, router_replay=router_replay
-    )
+    one = PipelinePass(handle, request)
     handle.num_passes += 1
-    with abandoned_on_error(handle, forward_only):
+    with abandoned_on_error(handle, request.forward_only):
         one.run()
     return one.result()
 
@@ -53,25 +39,16 @@ def run_pipeline(
 class PipelinePass:
     """One ``forward_backward``; arguments as of :func:`run_pipeline`."""
 
-    def __init__(
-        self,
-        handle: NativeHandle,
-        data: Sequence[PackedBatch],
-        loss_fn: LossFn | None,
-        *,
-        forward_only: bool,
-        keep_gathered: bool,
-        router_replay: RouterReplay,
-    ) -> None:
+    def __init__(self, handle: NativeHandle, request: PassRequest) -> None:
         self._handle = handle
-        self._data = data
-        self._forward_only = forward_only
-        self._routes = PassRoutes(handle, router_replay)
-        schedule = pass_schedule(handle, len(data), forward_only=forward_only)
-        self._work = _Stages(handle, data, loss_fn, schedule, self._routes)
+        self._data = request.data
+        self._forward_only = request.forward_only
+        self._routes = PassRoutes(handle, request.router_replay)
+        schedule = pass_schedule(handle, len(request.data), forward_only=request.forward_only)
+        self._work = _Stages(handle, request, schedule, self._routes)
         self._executor = PipelineExecutor(schedule, handle.groups.pp_group, self._work)
         for stage in handle.stages.values():
-            fsdp_state.set_gradient_sync(stage, False, keep_gathered=keep_gathered)
+            fsdp.set_gradient_sync(stage, False, keep_gathered=not handle.options.reshard_after_forward)
 
     @property
     def hidden_rows(self) -> tuple[int, ...]:
@@ -85,7 +62,7 @@ class PipelinePass:
 
     def abandon(self) -> None:
         self._executor.abandon()
-        fsdp_state.abandon_step(self._handle.model)
+        fsdp.abandon_step(self._handle.model)
 
     def run(self) -> None:
         handle = self._handle
@@ -95,7 +72,7 @@ class PipelinePass:
             self._executor.run()
         if not self._forward_only:
             for stage in handle.stages.values():
-                fsdp_state.reduce_gradients(stage)
+                fsdp.reduce_gradients(stage)
             add_gradients_of_copies(handle.parameters, handle.stage_copies, handle.groups.pp_group)
 
     def result(self) -> ForwardResult:
@@ -135,22 +112,13 @@ def _name_and_ranks(handle: NativeHandle) -> tuple[str, int]:
 class _Stages:
     """The computations of this rank's stages, and what the last one gave."""
 
-    def __init__(
-        self,
-        handle: NativeHandle,
-        data: Sequence[PackedBatch],
-        loss_fn: LossFn | None,
-        schedule: Schedule,
-        routes: PassRoutes,
-    ) -> None:
+    def __init__(self, handle: NativeHandle, request: PassRequest, schedule: Schedule, routes: PassRoutes) -> None:
         self._handle = handle
         self._schedule = schedule
-        self._data = [batch.to(handle.groups.device) for batch in data]
+        self._data = [batch.to(handle.groups.device) for batch in request.data]
         self._routes = routes
-        self._rank_batches = [lay_out(batch, handle.groups, len(data), routes.replayed) for batch in self._data]
-        self.results = PassResults(
-            loss_fn, handle.groups.dp_group, forward_only=schedule.forward_only, keeps_outputs=handle.has_outputs
-        )
+        self._rank_batches = [lay_out(batch, handle.groups, len(self._data), routes.replayed) for batch in self._data]
+        self.results = new_results(handle, request)
 
     def forward(self, stage: int, micro_batch: int, hidden: Tensor | None) -> Tensor | None:
         rank_batch = self._rank_batches[micro_batch]
@@ -166,22 +134,11 @@ class _Stages:
         return empty_hidden(self._handle, inputs.input_ids.shape[0] // self._handle.groups.tp_group.size())
 
     def after_weights(self, stage: int) -> None:
-        fsdp_state.accumulate_gradients(self._handle.stages[stage])
+        fsdp.accumulate_gradients(self._handle.stages[stage])
 
     def span(self, action: Action) -> AbstractContextManager[object]:
-        batch = self._data[action.micro_batch]
-        return device_span(
-            self._handle.groups.device,
-            SPAN_NAMES[action.kind],
-            "micro_batch",
-            tokens=batch.num_tokens,
-            sequences=batch.num_sequences,
-            **self._facts(action),
-        )
-
-    def _facts(self, action: Action) -> dict[str, int | str]:
-        handle = self._handle
-        return span_arguments(
+        handle, batch = self._handle, self._data[action.micro_batch]
+        facts = span_arguments(
             action,
             schedule=self._schedule,
             pipeline=handle.groups.pipeline,
@@ -189,3 +146,5 @@ class _Stages:
             model=handle.name,
             number=handle.num_passes,
         )
+        work = {"tokens": batch.num_tokens, "sequences": batch.num_sequences}
+        return device_span(handle.groups.device, SPAN_NAMES[action.kind], "micro_batch", **work, **facts)

@@ -18,7 +18,7 @@ from rl_backend.runtime.router_replay import RouterReplay, gather_rows, gather_s
 
 
 class PassRoutes:
-    """What one ``forward_backward`` does about routes.
+    """What one ``forward_backward`` does about routes: nothing, or it keeps every router's choices, or replays the batch's.
 
     Attributes:
         replayed: the layers with experts of the whole model when these take the routes of the batch; else None.
@@ -28,58 +28,35 @@ class PassRoutes:
     """
 
     def __init__(self, handle: NativeHandle, router_replay: RouterReplay) -> None:
-        routers = None if router_replay == "off" else handle.routed_layers
-        self.replayed = routers if router_replay == "replay" else None
-        self._routers = {} if routers is None else _routers_of_stages(handle, routers)
-        self._recorder: RouteRecorder | None = None
-        if routers is not None and router_replay == "record":
-            self._recorder = RouteRecorder(handle, routers, self._routers)
+        layers = None if router_replay == "off" else handle.routed_layers
+        self._handle = handle
+        self._routers = {} if layers is None else _routers_of_stages(handle, layers)
+        self.replayed = layers if router_replay == "replay" else None
+        self._recorded = layers if router_replay == "record" else None
+        self._chosen: dict[tuple[int, int], Tensor] = {}
+        self._layouts: dict[int, TokenLayout | None] = {}
 
     @contextmanager
     def forward(self, micro_batch: int, stage: int, layout: TokenLayout | None) -> Generator[None]:
         """Around the forward pass of one stage of the model, or of the model as stage 0.
 
+        What is computed again in the backward pass, outside of it, is not recorded twice.
+
         Raises:
             UnsupportedError: the model does not give a router its routes.
         """
-        if self._recorder is not None:
-            with self._recorder.record(micro_batch, stage, layout):
-                yield
-            return
-        hooks = [
-            router.register_forward_pre_hook(_require_routes, with_kwargs=True) for router in self._routers.get(stage, ())
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def outputs(self, data: Sequence[PackedBatch]) -> dict[str, list[Tensor]]:
-        """``routed_experts`` on source ranks, when routes are recorded; then a collective over the replica."""
-        return {} if self._recorder is None else self._recorder.outputs(data)
-
-
-class RouteRecorder:
-    """Keeps the choices of every router of this rank's stages for every micro-batch."""
-
-    def __init__(self, handle: NativeHandle, layers: RoutedLayers, routers: Mapping[int, Sequence[Router]]) -> None:
-        self._handle = handle
-        self._model = layers
-        self._places = _places_on_ranks(handle, layers)
-        self._routers = routers
-        self._chosen: dict[tuple[int, int], Tensor] = {}
-        self._layouts: dict[int, TokenLayout | None] = {}
-
-    @contextmanager
-    def record(self, micro_batch: int, stage: int, layout: TokenLayout | None) -> Generator[None]:
-        """Around a forward pass. What is computed again in the backward pass, outside of it, is not recorded twice."""
-        chosen: list[Tensor] = []
+        recorded, chosen = self._recorded, list[Tensor]()
 
         def keep(_: nn.Module, __: Any, routing: Routing) -> None:
-            chosen.append(routing.experts.to(self._model.dtype))
+            assert recorded is not None, "routes are recorded"
+            chosen.append(routing.experts.to(recorded.dtype))
 
-        hooks = [router.register_forward_hook(keep) for router in self._routers[stage]]
+        hooks = [
+            router.register_forward_pre_hook(_require_routes, with_kwargs=True)
+            if recorded is None
+            else router.register_forward_hook(keep)
+            for router in self._routers.get(stage, ())
+        ]
         try:
             yield
         finally:
@@ -90,14 +67,17 @@ class RouteRecorder:
             self._chosen[micro_batch, stage] = torch.stack(chosen, dim=1)
 
     def outputs(self, data: Sequence[PackedBatch]) -> dict[str, list[Tensor]]:
-        """As :meth:`PassRoutes.outputs`."""
+        """``routed_experts`` on source ranks, when routes are recorded; then a collective over the replica."""
+        if self._recorded is None:
+            return {}
         groups = self._handle.groups
         stages = [
             torch.cat([self._of_tokens(self._chosen[index, stage], index) for index in range(len(data))])
             for stage, routers in self._routers.items()
             if routers
         ]
-        routes = gather_stages(stages, data, self._places, self._model, groups.pp_group, groups.device)
+        places = _places_on_ranks(self._handle, self._recorded)
+        routes = gather_stages(stages, data, places, self._recorded, groups.pp_group, groups.device)
         return {"routed_experts": routes} if self._handle.has_outputs else {}
 
     def _of_tokens(self, rows: Tensor, micro_batch: int) -> Tensor:

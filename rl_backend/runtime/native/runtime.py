@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -30,7 +29,7 @@ from rl_backend.runtime.guarded import GuardedRuntime
 from rl_backend.runtime.native import checkpoints, export
 from rl_backend.runtime.native.activations import record_activations
 from rl_backend.runtime.native.build import build_handle
-from rl_backend.runtime.native.forward_backward import run_micro_batches
+from rl_backend.runtime.native.forward_backward import PassRequest, run_micro_batches
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.layout import has_last_stage
 from rl_backend.runtime.native.pipeline import require_schedulable, run_pipeline
@@ -74,19 +73,11 @@ class NativeRuntime(GuardedRuntime[NativeHandle, ParallelGroups]):
         router_replay: RouterReplay,
     ) -> ForwardResult:
         """See the base class; outputs are on the training device."""
-        run: Callable[..., ForwardResult] = run_pipeline if handle.stages else run_micro_batches
+        request = PassRequest(data, loss_fn, forward_only, router_replay)
         if self.native.post_validation:
-            run = partial(run_validated, problem=self._problem(handle, data, router_replay, forward_only=forward_only))
-        else:
-            self._check(handle, data, router_replay, forward_only=forward_only)
-        return run(
-            handle,
-            data,
-            loss_fn,
-            forward_only=forward_only,
-            keep_gathered=not self.native.reshard_after_forward,
-            router_replay=router_replay,
-        )
+            return run_validated(handle, request, self._problem(handle, request))
+        self._check(handle, data, router_replay, forward_only=forward_only)
+        return run_pipeline(handle, request) if handle.stages else run_micro_batches(handle, request)
 
     def _record_activations(self, handle: NativeHandle, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:
         return record_activations(handle, data)
@@ -125,20 +116,12 @@ class NativeRuntime(GuardedRuntime[NativeHandle, ParallelGroups]):
     def _close_groups(self) -> None:
         close_groups(self.groups)
 
-    def _problem(
-        self, handle: NativeHandle, data: Sequence[PackedBatch], router_replay: RouterReplay, *, forward_only: bool
-    ) -> BatchError | None:
+    def _problem(self, handle: NativeHandle, request: PassRequest) -> BatchError | None:
         """What is wrong with this rank's data by itself."""
-        problem = problem_on_rank(
-            data,
-            self.config.max_tokens_per_micro_batch,
-            handle.vocab_size,
-            handle.max_length,
-            router_replay,
-            handle.routed_layers,
-        )
+        limits = self.config.max_tokens_per_micro_batch, handle.vocab_size, handle.max_length
+        problem = problem_on_rank(request.data, *limits, request.router_replay, handle.routed_layers)
         try:
-            require_schedulable(handle, len(data), forward_only=forward_only)
+            require_schedulable(handle, len(request.data), forward_only=request.forward_only)
         except BatchError as error:
             problem = problem or error
         return problem

@@ -1,18 +1,17 @@
 """Validated passes of a pipeline, which begin before it is known whether they count.
 
-See :mod:`~rl_backend.runtime.native.pending_step`.
+See :class:`~rl_backend.runtime.native.optimizer.PendingStep`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.contracts import BatchError, ForwardResult, LossFn, PackedBatch
+from rl_backend.contracts import BatchError, ForwardResult
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.pipeline.executor import EmptyStages, PipelineExecutor
 from rl_backend.runtime import saved_state
@@ -25,10 +24,9 @@ from rl_backend.runtime.batch_checks import (
     problem_in_replica,
     refused_by,
 )
-from rl_backend.runtime.native.forward_backward import abandoned_on_error
+from rl_backend.runtime.native.forward_backward import PassRequest, abandoned_on_error
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.pipeline import PipelinePass, empty_hidden, pass_schedule
-from rl_backend.runtime.router_replay import RouterReplay
 
 
 class Terms(NamedTuple):
@@ -127,16 +125,7 @@ def _receive(group: dist.ProcessGroup, rank: int) -> Terms:
     return Terms(bool(refused), bool(forward_only), kind, checksum, tuple(hidden_rows.tolist()))
 
 
-def run_validated(
-    handle: NativeHandle,
-    data: Sequence[PackedBatch],
-    loss_fn: LossFn | None,
-    problem: BatchError | None,
-    *,
-    forward_only: bool,
-    keep_gathered: bool,
-    router_replay: RouterReplay,
-) -> ForwardResult:
+def run_validated(handle: NativeHandle, request: PassRequest, problem: BatchError | None) -> ForwardResult:
     """As :func:`~rl_backend.runtime.native.pipeline.run_pipeline`, before all ranks have agreed and settled the last step.
 
     Forward passes of a training pass begin at once. Before the first loss and the first backward pass a rank waits until it
@@ -144,28 +133,22 @@ def run_validated(
     ranks and, where only the step was wrong, runs again. A loss never sees outputs of weights that are taken back.
 
     Args:
-        problem: why this rank refuses ``data``.
+        problem: why this rank refuses the data.
 
     Raises:
         BatchError: on every rank, when one refuses its data or has other data; nothing has changed.
     """
-
-    def new_pass() -> PipelinePass:
-        return PipelinePass(
-            handle, data, loss_fn, forward_only=forward_only, keep_gathered=keep_gathered, router_replay=router_replay
-        )
-
-    one = None if problem is not None else new_pass()
+    one = None if problem is not None else PipelinePass(handle, request)
     terms = Terms(
         refused=problem is not None,
-        forward_only=forward_only,
-        kind=kind_of_pass(forward_only, router_replay),
-        checksum=checksum(data),
+        forward_only=request.forward_only,
+        kind=kind_of_pass(request.forward_only, request.router_replay),
+        checksum=checksum(request.data),
         hidden_rows=() if one is None else one.hidden_rows,
     )
     handle.num_passes += 1
     agreement = Agreement(terms, problem, handle.groups)
-    if one is None or forward_only or not agreement.runs:
+    if one is None or request.forward_only or not agreement.runs:
         _stand_in(handle, agreement)
         assert one is not None, "all ranks have raised"
     else:
@@ -173,8 +156,8 @@ def run_validated(
         if result is not None:
             return result
         handle.num_passes += 1
-        one = new_pass()
-    with abandoned_on_error(handle, forward_only):
+        one = PipelinePass(handle, request)
+    with abandoned_on_error(handle, request.forward_only):
         one.run()
     return one.result()
 

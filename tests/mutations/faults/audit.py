@@ -12,8 +12,8 @@ FAULTS = [
     Fault(
         "gradients-reduced-in-every-micro-batch",
         "rl_backend/runtime/native/forward_backward.py",
-        "fsdp_state.set_gradient_sync(handle.model, index == len(data) - 1, keep_gathered=keep_gathered)",
-        "fsdp_state.set_gradient_sync(handle.model, True, keep_gathered=keep_gathered)",
+        "fsdp.set_gradient_sync(handle.model, index == len(data) - 1, keep_gathered=keep_gathered)",
+        "fsdp.set_gradient_sync(handle.model, True, keep_gathered=keep_gathered)",
         (f"{_REDUCTIONS}::test_gradients_are_reduced_once_whatever_the_number_of_micro_batches",),
         "every micro-batch would pay for a reduction over all ranks",
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutations.fault import Fault
 
 _NATIVE = "rl_backend/runtime/native"
-_TIED_EMBEDDINGS = "rl_backend/pipeline/tied_embeddings.py"
+_TIED_EMBEDDINGS = "rl_backend/pipeline/executor.py"
 _OPTIMIZER = "tests/unit/rl_backend/runtime/test_optimizer.py"
 _RUNTIME = "tests/unit/rl_backend/runtime/test_native_runtime.py"
 _CHECKPOINTS = "tests/distributed/test_checkpoints.py"
@@ -116,7 +116,7 @@ FAULTS = [
     Fault(
         "zero-grad-keeps-unreduced-gradients",
         f"{_NATIVE}/handle.py",
-        "            parameter.grad = None\n        fsdp_state.drop_unreduced_gradients(self.model)\n",
+        "            parameter.grad = None\n        fsdp.drop_unreduced_gradients(self.model)\n",
         "            parameter.grad = None\n",
         (
             "tests/distributed/test_failures.py::test_a_pass_that_fails_in_the_middle_leaves_nothing_behind_after_zero_grad[2-{}-backward]",
@@ -168,7 +168,7 @@ FAULTS = [
     Fault(
         "put-off-gradients-in-the-parameters-dtype",
         f"{_NATIVE}/pipeline.py",
-        "        fsdp_state.accumulate_gradients(self._handle.stages[stage])\n",
+        "        fsdp.accumulate_gradients(self._handle.stages[stage])\n",
         "        pass\n",
         (f"{_PIPELINES}::test_weight_gradients_that_are_put_off_are_accumulated_in_the_reduction_dtype",),
         "gradients of many micro-batches would add up in bfloat16",
@@ -184,8 +184,8 @@ FAULTS = [
     Fault(
         "step-counts-not-loaded",
         f"{_NATIVE}/checkpoints.py",
-        "        tensor.fill_(manifest.fewer_steps.get(name, manifest.optimizer_steps))\n",
-        "        pass\n",
+        "            steps.fill_(manifest.fewer_steps.get(name, manifest.optimizer_steps))\n",
+        "            pass\n",
         (f"{_CHECKPOINTS}::test_training_goes_on_exactly_where_it_was_on_any_number_of_ranks[2-2-False]",),
         "Adam's bias correction would begin anew",
     ),
@@ -208,7 +208,7 @@ FAULTS = [
     Fault(
         "gathered-weights-survive-a-load",
         f"{_NATIVE}/checkpoints.py",
-        "        fsdp_state.reshard(handle.model)\n        return all_tensors(handle)",
+        "        fsdp.reshard(handle.model)\n        return all_tensors(handle)",
         "        return all_tensors(handle)",
         (
             f"{_CHECKPOINTS}::test_training_goes_on_exactly_where_it_was_on_any_number_of_ranks[2-2-False]",
@@ -237,7 +237,7 @@ FAULTS = [
     ),
     Fault(
         "plain-step-though-it-clips",
-        f"{_NATIVE}/pending_step.py",
+        f"{_NATIVE}/optimizer.py",
         "return result.ok and not self._optimizer.clips(result)",
         "return result.ok",
         ("tests/distributed/test_post_validation.py::test_steps_that_are_validated_later_are_those_that_wait[1f1b]",),
@@ -245,7 +245,7 @@ FAULTS = [
     ),
     Fault(
         "step-taken-back-without-its-moments",
-        f"{_NATIVE}/pending_step.py",
+        f"{_NATIVE}/optimizer.py",
         'for key in ("exp_avg", "exp_avg_sq", "step")))',
         'for key in ("exp_avg", "exp_avg_sq")))',
         ("tests/distributed/test_post_validation.py::test_steps_that_are_validated_later_are_those_that_wait[1f1b]",),
@@ -253,9 +253,9 @@ FAULTS = [
     ),
     Fault(
         "parameters-freed-between-micro-batches",
-        f"{_NATIVE}/runtime.py",
-        "keep_gathered=not self.native.reshard_after_forward,",
-        "keep_gathered=False,",
+        f"{_NATIVE}/forward_backward.py",
+        "keep_gathered = not handle.options.reshard_after_forward",
+        "keep_gathered = False",
         (
             "tests/distributed/test_gathered_parameters.py"
             "::test_parameters_that_stay_are_gathered_once_whatever_the_number_of_micro_batches",

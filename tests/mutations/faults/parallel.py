@@ -180,7 +180,7 @@ FAULTS = [
     ),
     Fault(
         "weight-put-together-in-the-wrong-order",
-        "rl_backend/runtime/native/gather.py",
+        "rl_backend/runtime/native/export.py",
         "        and rows == sorted(rows)\n",
         "",
         ("tests/distributed/test_gather.py::test_tensors_are_gathered_whole_and_little_else_is_received",),
@@ -188,7 +188,7 @@ FAULTS = [
     ),
     Fault(
         "packed-experts-all-the-first",
-        "rl_backend/runtime/native/gather.py",
+        "rl_backend/runtime/native/export.py",
         "weights.append(ShardedWeight(stored, shape, dtype or layout.dtype, parts[index], tensor, place))",
         "weights.append(ShardedWeight(stored, shape, dtype or layout.dtype, parts[index], tensor, (0,) * len(place)))",
         ("tests/distributed/test_moe.py::test_packed_experts_are_exported_as_the_directory_holds_them[mixtral-32768-1]",),

@@ -129,7 +129,7 @@ FAULTS = [
     ),
     Fault(
         "copies-of-a-token-not-summed",
-        "rl_backend/primitive/dispatch.py",
+        "rl_backend/primitive/experts.py",
         "copies.view(*places.shape, *rows.shape[1:]).sum(1)",
         "copies.view(*places.shape, *rows.shape[1:])[:, 0]",
         (f"{_MOE_TESTS}::test_every_copy_reaches_its_expert_and_comes_back",),

@@ -19,8 +19,8 @@ FAULTS = [
     Fault(
         "layers-recorded-in-reverse",
         "rl_backend/runtime/native/routes.py",
-        "            chosen.append(routing.experts.to(self._model.dtype))\n",
-        "            chosen.insert(0, routing.experts.to(self._model.dtype))\n",
+        "            chosen.append(routing.experts.to(recorded.dtype))\n",
+        "            chosen.insert(0, routing.experts.to(recorded.dtype))\n",
         (f"{_REPLAY}::test_one_rank_replays_what_every_layout_recorded[native]",),
         "layers would have each other's routes",
     ),

@@ -11,8 +11,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rl_backend.contracts import UnsupportedError
-from rl_backend.model.hf_config import HFConfig
-from rl_backend.model.hf_rotary import RotaryContext, read_rotary
+from rl_backend.model.hf_config import HFConfig, RotaryContext, read_rotary
 from rl_backend.primitive.rope import rotary_cos_sin
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
