@@ -223,9 +223,9 @@ class Decoder(nn.Module):
 
 
 def parallelize(module: nn.Module, groups: ParallelGroups, config: NativeConfig) -> None:
-    """Tensor, context and expert parallelism, activation checkpointing and FSDP2, each layer a unit of its own.
+    """Tensor, context and expert parallelism, activation checkpointing and FSDP2, each layer a separate unit.
 
-    Experts are a unit of their own where their copies are on other ranks than those of the rest of the layer.
+    Experts are separate units where their copies are on other ranks than those of the rest of the layer.
     """
     if not isinstance(module, Decoder):
         raise TypeError(f"parallelize got a {type(module).__name__}; expected Decoder")

@@ -1,4 +1,4 @@
-"""What a model is built from, and what its forward receives."""
+"""Inputs of a model: of its construction and of its forward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_backend.primitive.attention import Segments
 class ModelInput(NamedTuple):
     """What a model's ``forward`` takes: a rank's T tokens of one packed micro-batch.
 
-    These are all of its tokens, sequence after sequence, but with context and tensor parallelism.
+    Without context and tensor parallelism these are all tokens of the micro-batch, sequence after sequence.
 
     Attributes:
         input_ids, position_ids: (T,) int64.

@@ -51,8 +51,8 @@ def lay_out_tokens(
 
     Args:
         seq_lens: B lengths of at least 1.
-        multiple: of what N shall be: sequence parallelism shares the rows out over that many tensor-parallel ranks. One more
-            sequence, of padding, fills up.
+        multiple: N must be a multiple of this, because sequence parallelism shares the rows out over that many
+            tensor-parallel ranks. One more sequence, of padding, fills up.
     """
     lengths, sequences = torch.tensor(seq_lens), torch.arange(len(seq_lens))
     chunk_lens, chunks_of_rank = (lengths, 1) if cp_size == 1 else (-(-lengths // (2 * cp_size)), 2)
@@ -76,7 +76,7 @@ def lay_out_tokens(
     index = torch.where(position_ids < lengths[of_row], position_ids + _starts(lengths)[of_row], -1)
     places = cut.places(sequences.repeat_interleave(lengths), _ranges(torch.zeros_like(lengths), lengths))
 
-    # What fills up is a segment of its own: it attends to itself, and nobody to it.
+    # The filler is a separate segment: it attends to itself, and nothing attends to it.
     if len(filler):
         position_ids, index = torch.cat((position_ids, filler)), torch.cat((index, torch.full_like(filler, -1)))
         key_index = torch.cat((key_index, cp_rank * cut.num_rows + num_rows + filler))

@@ -1,6 +1,6 @@
 """Sharding by FSDP2, the same for every model family, and the state of it that a runtime changes between passes.
 
-What changes the state leaves a model that is not an FSDP module as it is.
+A model that is not an FSDP module has no such state and stays as it is.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def set_gradient_sync(model: nn.Module, enabled: bool, *, keep_gathered: bool) -
 def accumulate_gradients(model: nn.Module) -> None:
     """Adds gradients of full parameters to those that wait for a reduction, in its dtype.
 
-    FSDP2 does so at the end of a backward pass; gradients that are computed after theirs would otherwise add up in the dtype
+    FSDP2 does so at the end of a backward pass; without this, gradients that are computed later would add up in the dtype
     of the parameters, and it refuses to reduce gradients of two dtypes.
     """
     for module in _fsdp_modules(model):

@@ -149,7 +149,7 @@ def close_groups(groups: ParallelGroups) -> None:
         for group in groups.made:
             dist.destroy_process_group(group)
         for mesh in (groups.mesh, groups.expert_mesh):
-            # DTensor's caches may keep a mesh for ever, and it its groups, with three threads for each of gloo's.
+            # DTensor's caches may keep a mesh forever. The mesh would keep its groups, and each gloo group three threads.
             mesh._pg_registry.clear()
         leave_default_group()
 
@@ -163,7 +163,7 @@ def _open(parallel: ParallelConfig, device: torch.device, post_validation: bool)
     subgroups = _Subgroups()
     pp_group, dp_group, cp_group, tp_group = (subgroups.along(dense, dimension) for dimension in range(4))
     pp_rank = pp_group.rank()
-    # DTensor's caches take meshes of equal names and ranks for one mesh, also when the groups of one are gone.
+    # DTensor's caches take meshes of equal names and ranks for one mesh, even after the groups of one are gone.
     unique = next(_num_opened)
     fsdp, tp, edp, ep, etp = (f"{name}_{unique}" for name in ("fsdp", "tp", "edp", "ep", "etp"))
     mesh = DeviceMesh.from_group(

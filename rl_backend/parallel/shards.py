@@ -27,7 +27,7 @@ class ShardLayout:
         mesh_shape: of the mesh; empty for a tensor that is whole.
         ranks: global ranks of the mesh, its last dimension fastest.
         cuts: (mesh dimension, tensor dimension) in the order in which the tensor is cut. Each divides what those before it
-            left as ``torch.chunk`` does: in parts of equal size, but for the last one that is not empty. Along the other
+            left as ``torch.chunk`` does: in parts of equal size, except the last that is not empty. Along the other
             mesh dimensions ranks have copies.
     """
 

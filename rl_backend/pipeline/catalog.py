@@ -165,7 +165,7 @@ def make_schedule(
 
 
 def require_stages(name: str, pp_size: int, stages_per_rank: int | None = None) -> Algorithm:
-    """The algorithm; raises :class:`ConfigError` unless it exists and can do so many stages per rank (None: any)."""
+    """The algorithm; raises :class:`ConfigError` unless it exists and can do this number of stages per rank (None: any)."""
     algorithm = SCHEDULES.get(name)
     if algorithm is None:
         raise ConfigError.of("schedule", name, f"unknown; known: {', '.join(SCHEDULES)}")
@@ -190,7 +190,7 @@ def require_stages(name: str, pp_size: int, stages_per_rank: int | None = None) 
 
 
 def require_micro_batches(name: str, pp_size: int, num_micro_batches: int, *, forward_only: bool = False) -> None:
-    """Raises :class:`BatchError` unless the schedule, which exists, can do so many micro-batches."""
+    """Raises :class:`BatchError` unless the schedule, which exists, can do this number of micro-batches."""
     algorithm = SCHEDULES[name]
     given = f"{num_micro_batches} micro-batches"
     if num_micro_batches < 1:

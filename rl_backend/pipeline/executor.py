@@ -83,7 +83,7 @@ class PipelineExecutor:
     """Runs the actions of one rank, with receives posted in their places and waited for when they are needed.
 
     Micro-batches may differ in length. Communication goes through ``isend`` and ``irecv`` in the order of the schedule, that
-    of one global sequence of events: no rank can wait for another in a circle, also where a backend works a rank's transfers
+    of one global sequence of events: no rank can wait for another in a circle, even where a backend works a rank's transfers
     off one after the other.
 
     Args:
@@ -165,7 +165,7 @@ class PipelineExecutor:
             self.peak_activations = max(self.peak_activations, len(self._activations) + len(self._put_off))
         if stage + 1 < self._schedule.num_stages:
             assert output is not None, "only the last stage returns nothing"
-            # Each stage is a graph of its own; gradients cross from one to the other as tensors.
+            # Each stage has its own graph; gradients cross from one to the other as tensors.
             self._hidden[stage + 1, micro_batch] = output.detach()
 
     def _backward(self, action: Action) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from rl_backend.contracts import ScheduleError
@@ -37,7 +38,7 @@ def greedy_order(
         priority: of the kinds among what a rank can start at the same time; of one kind, later stages come first.
 
     Raises:
-        ScheduleError: ``begun`` leads to where nothing can go on.
+        ScheduleError: after ``begun`` nothing can continue.
     """
     state = _State(placement, num_micro_batches, costs, bound, begun, priority)
     ranks = range(len(bound))
@@ -59,34 +60,29 @@ def _start(candidate: _Candidate | None) -> float:
     return float("inf") if candidate is None else candidate.start
 
 
+@dataclass
 class _State:
-    """What has been put in order so far, and when it ends."""
+    """What has been put in order so far, and when it ends; arguments as of :func:`greedy_order`."""
 
-    def __init__(
-        self,
-        placement: Sequence[int],
-        num_micro_batches: int,
-        costs: Costs,
-        bound: Sequence[int],
-        begun: Sequence[Sequence[Action]],
-        priority: Sequence[Kind],
-    ) -> None:
-        self.orders: list[list[Action]] = [[] for _ in bound]
-        self._placement = placement
-        self._num_micro_batches = num_micro_batches
-        self._costs = costs
-        self._bound = bound
-        self._begun = [deque(own) for own in begun]
-        self._priority = {kind: place for place, kind in enumerate(priority)}
-        self._stages = [[stage for stage, on in enumerate(placement) if on == rank] for rank in range(len(bound))]
-        self._clock = [0.0 for _ in bound]
-        self._held = [0 for _ in bound]
+    placement: Sequence[int]
+    num_micro_batches: int
+    costs: Costs
+    bound: Sequence[int]
+    begun: Sequence[Sequence[Action]]
+    priority: Sequence[Kind]
+
+    def __post_init__(self) -> None:
+        ranks, stages = range(len(self.bound)), range(len(self.placement))
+        self.orders: list[list[Action]] = [[] for _ in ranks]
+        self._begun = [deque(own) for own in self.begun]
+        self._stages = [[stage for stage in stages if self.placement[stage] == rank] for rank in ranks]
+        self._clock = [0.0 for _ in ranks]
+        self._held = [0 for _ in ranks]
         self._done: Counter[tuple[Kind, int]] = Counter()
         self._ends: dict[Action, float] = {}
+        # Backward passes are split in every greedy order: gradients come from those for the inputs.
         self._gradients = {
-            Action(Kind.BACKWARD_INPUT, stage, micro_batch)
-            for stage in range(len(placement))
-            for micro_batch in range(num_micro_batches)
+            Action(Kind.BACKWARD_INPUT, stage, index) for stage in stages for index in range(self.num_micro_batches)
         }
 
     def best(self, rank: int) -> _Candidate | None:
@@ -101,19 +97,19 @@ class _State:
         if self._begun[rank]:
             self._begun[rank].popleft()
         self.orders[rank].append(action)
-        self._ends[action] = self._clock[rank] = candidate.start + self._costs.of(action)
+        self._ends[action] = self._clock[rank] = candidate.start + self.costs.of(action)
         self._done[action.kind, action.stage] += 1
         # An activation is held from its forward pass to the end of its backward pass for the weights.
         self._held[rank] += (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD_WEIGHT)
 
     def _open(self, rank: int) -> Iterator[Action]:
-        """The next micro-batch of each stage for each kind, but forward passes beyond the bound."""
+        """The next micro-batch of each stage for each kind, without forward passes beyond the bound."""
         last = self._stages[rank][-1]
         for stage in self._stages[rank]:
-            for kind in self._priority:
+            for kind in self.priority:
                 done = self._done[kind, stage]
-                room = self._bound[rank] - self._held[rank] - (stage != last)
-                if done < self._num_micro_batches and (kind is not Kind.FORWARD or room > 0):
+                room = self.bound[rank] - self._held[rank] - (stage != last)
+                if done < self.num_micro_batches and (kind is not Kind.FORWARD or room > 0):
                     yield Action(kind, stage, done)
 
     def _candidate(self, rank: int, action: Action) -> _Candidate | None:
@@ -121,6 +117,6 @@ class _State:
         for needed in inputs_of(action, self._gradients):
             if needed not in self._ends:
                 return None
-            delay = self._costs.communication if self._placement[needed.stage] != rank else 0.0
+            delay = self.costs.communication if self.placement[needed.stage] != rank else 0.0
             start = max(start, self._ends[needed] + delay)
-        return _Candidate(start, self._priority[action.kind], len(self._placement) - action.stage, action)
+        return _Candidate(start, self.priority.index(action.kind), len(self.placement) - action.stage, action)

@@ -18,7 +18,7 @@ def validate(schedule: Schedule) -> None:
     - Each stage does each micro-batch once: one forward pass, one full backward pass or one for the inputs and one for the
       weights, and a send and a receive for each result that another rank needs; nothing else.
     - In each direction between two ranks, receives are posted in the order of the sends.
-    - No rank waits for ever, even if its transfers are worked off one after the other: all actions can be brought into one
+    - No rank waits forever, even if its transfers are worked off one after the other: all actions can be brought into one
       order in which each comes after what it needs.
     - No rank holds more activations than ``activation_bound``.
 

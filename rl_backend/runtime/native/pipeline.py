@@ -36,6 +36,9 @@ def run_pipeline(handle: NativeHandle, request: PassRequest) -> ForwardResult:
     return one.result()
 
 
+_make_schedule = lru_cache(maxsize=32)(make_schedule)
+
+
 class PipelinePass:
     """One ``forward_backward``; arguments as of :func:`run_pipeline`."""
 
@@ -87,14 +90,10 @@ def require_schedulable(handle: NativeHandle, num_micro_batches: int, *, forward
 
 
 def pass_schedule(handle: NativeHandle, num_micro_batches: int, *, forward_only: bool) -> Schedule:
-    """The configuration's schedule for so many micro-batches, which it can do."""
+    """The configuration's schedule for a number of micro-batches that it can do."""
     name, pp_size = _name_and_ranks(handle)
-    return _make_schedule(name, pp_size, handle.groups.parallel.vpp, num_micro_batches, forward_only)
-
-
-@lru_cache(maxsize=32)
-def _make_schedule(name: str, pp_size: int, stages_per_rank: int, num_micro_batches: int, forward_only: bool) -> Schedule:
-    return make_schedule(name, pp_size, num_micro_batches, stages_per_rank=stages_per_rank, forward_only=forward_only)
+    stages_per_rank = handle.groups.parallel.vpp
+    return _make_schedule(name, pp_size, num_micro_batches, stages_per_rank=stages_per_rank, forward_only=forward_only)
 
 
 def empty_hidden(handle: NativeHandle, rows: int) -> Tensor:
