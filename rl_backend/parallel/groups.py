@@ -265,9 +265,8 @@ def leave_default_group() -> None:
 
 def _init_default_group(device: torch.device) -> None:
     on_cuda = device.type == "cuda"
-    store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
-    if "WORLD_SIZE" in os.environ:
-        store, rank, world_size = job_store(COLLECTIVE_TIMEOUT)
+    alone = "WORLD_SIZE" not in os.environ
+    store, rank, world_size = (dist.HashStore(), 0, 1) if alone else job_store(COLLECTIVE_TIMEOUT)  # type: ignore[attr-defined]
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
         store=store,
