@@ -90,8 +90,6 @@ class MoESpec(FeedForwardSpec):
 class MoE(FeedForward):
     """Each token goes through ``top_k`` of E experts and, where there are any, through the shared ones.
 
-    Routing and applying are two steps, so that a choice of experts can be kept, or come from elsewhere.
-
     Args:
         intermediate_size: of one expert.
         shared_intermediate_size: of the experts that see every token, taken together (DeepSeekMoE, arXiv 2401.06066,
@@ -123,7 +121,13 @@ class MoE(FeedForward):
         self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False) if shared_gate else None
 
     def forward(self, x: Tensor, router: RouterInput = RouterInput()) -> Tensor:  # noqa: B008 - immutable
-        return self.apply_experts(x, self.route(x, router))
+        routed: Tensor = self.experts(x, self.route(x, router))
+        if self.shared_expert is None:
+            return routed
+        shared: Tensor = self.shared_expert(x)
+        if self.shared_expert_gate is not None:
+            shared = torch.sigmoid(self.shared_expert_gate(x)) * shared
+        return routed + shared
 
     def route(self, x: Tensor, router: RouterInput = RouterInput()) -> Routing:  # noqa: B008 - immutable
         """Chooses experts for (T, hidden_size), or takes those of ``router``, and weights them."""
@@ -132,22 +136,16 @@ class MoE(FeedForward):
             routing, self.gate.settings, self.coefficients, router.loss_weight, router.padding, self.sum_over_ranks
         )
 
-    def apply_experts(self, x: Tensor, routing: Routing) -> Tensor:
-        """What the experts make of (T, hidden_size)."""
-        routed: Tensor = self.experts(x, routing)
-        if self.shared_expert is None:
-            return routed
-        shared: Tensor = self.shared_expert(x)
-        if self.shared_expert_gate is not None:
-            shared = torch.sigmoid(self.shared_expert_gate(x)) * shared
-        return routed + shared
-
     def split(self, groups: ParallelGroups) -> Sequence[nn.Module]:
         """Experts over ep and etp; the router, and what gates shared experts, on every rank for its own tokens."""
         if groups.token_group.size() > 1:
             self.sum_over_ranks = sum_over(groups.token_group)
         if groups.expert_group.size() > 1:
-            self._split_experts(groups)
+            ep, etp, num_experts = groups.parallel.ep, groups.parallel.etp, self.gate.settings.num_experts
+            self.experts.dispatcher = AllToAllDispatcher(groups.expert_group, num_experts, ep, etp)
+            # Dimension 0 numbers the experts, dimension 2 their intermediate features, of both parameters.
+            dimensions = {"gate_up_proj": (0, 2), "down_proj": (0, 2)}
+            distribute_experts(self.experts, groups.ep_etp_mesh if etp > 1 else groups.ep_mesh, dimensions)
         if groups.tp_group.size() > 1:
             tensor = TensorParallel(groups.tp_mesh)
             tensor.replicate(self.gate)
@@ -157,11 +155,3 @@ class MoE(FeedForward):
                 tensor.replicate(self.shared_expert_gate)
         # With ep=etp=tp=1 experts have their copies where the rest of the layer has, and are sharded with it.
         return () if groups.expert_group.size() == groups.tp_group.size() == 1 else (self.experts,)
-
-    def _split_experts(self, groups: ParallelGroups) -> None:
-        ep, etp = groups.parallel.ep, groups.parallel.etp
-        num_experts = self.gate.settings.num_experts
-        self.experts.dispatcher = AllToAllDispatcher(groups.expert_group, num_experts, ep, etp)
-        # Dimension 0 numbers the experts, dimension 2 their intermediate features, of both parameters.
-        dimensions = {"gate_up_proj": (0, 2), "down_proj": (0, 2)}
-        distribute_experts(self.experts, groups.ep_etp_mesh if etp > 1 else groups.ep_mesh, dimensions)

@@ -223,6 +223,7 @@ class _Plan:
         self.places = {rank: place for place, rank in enumerate(dist.get_process_group_ranks(group))}
         self.sizes = [0] * len(self.places)
         self.starts: list[list[int]] = []
+        # Parts of one rank lie end to end, in the order of the weights; every rank computes the same plan.
         for weight in weights:
             starts = []
             for part in weight.parts:
@@ -264,6 +265,7 @@ class _Plan:
 
 
 def _assemble(weight: ShardedWeight, starts: Sequence[int], received: Tensor | list[Tensor], plan: _Plan) -> Tensor:
+    # Rows that FSDP2 cut in the order of the ranks are whole as soon as they are beside each other, without a second buffer.
     if isinstance(received, Tensor) and _follows_ranks(weight, starts, plan):
         flat = received[:, starts[0] : starts[0] + weight.parts[0].numel].reshape(-1)
         return flat[: weight.numel].view(weight.shape)

@@ -45,11 +45,6 @@ class Terms(NamedTuple):
     checksum: int
     hidden_rows: tuple[int, ...]
 
-    @property
-    def has_warm_up(self) -> bool:
-        """Whether there are transfers before all ranks have agreed."""
-        return not (self.refused or self.forward_only)
-
 
 class Agreement:
     """Agreement on a pass between the ranks of a pipeline, of which none waits for those after it.
@@ -110,6 +105,7 @@ def _difference(mine: Terms, first: Terms) -> BatchError | None:
 
 
 def _send(terms: Terms, group: dist.ProcessGroup, rank: int) -> list[tuple[dist.Work, Tensor]]:
+    # Two messages: the receiver learns from the first how long the second is.
     head = [terms.refused, terms.forward_only, terms.kind, terms.checksum, len(terms.hidden_rows)]
     messages = [torch.tensor(numbers, dtype=torch.int64) for numbers in (head, terms.hidden_rows)]
     sent = [(dist.isend(message, group=group, group_dst=rank), message) for message in messages]
@@ -194,7 +190,7 @@ def _stand_in(handle: NativeHandle, agreement: Agreement) -> None:
     handle.settle_everywhere()
     terms = agreement.terms
     executor = None
-    if terms.has_warm_up:
+    if not (terms.refused or terms.forward_only):
         schedule = pass_schedule(handle, len(terms.hidden_rows), forward_only=False)
         hidden = [empty_hidden(handle, rows) for rows in terms.hidden_rows]
         executor = PipelineExecutor(schedule, handle.groups.pp_group, EmptyStages(hidden))
