@@ -24,10 +24,10 @@ type Rotation = tuple[Tensor, Tensor]
 
 
 class RouterInput(NamedTuple):
-    """What the router of a layer is told of the tokens that it routes.
+    """Facts about the tokens that a router routes.
 
     Attributes:
-        loss_weight: what the router's losses of these tokens count for.
+        loss_weight: factor of the router's losses of these tokens.
         padding: (T,) bool, tokens that do not count in the router's losses.
         experts: (T, top_k), experts chosen elsewhere; see :meth:`~rl_backend.primitive.router.Router.forward`.
     """

@@ -11,7 +11,7 @@ from rl_backend.primitive.attention import Segments
 
 
 class ModelInput(NamedTuple):
-    """What a model's ``forward`` takes: a rank's T tokens of one packed micro-batch.
+    """The argument of a model's ``forward``: a rank's T tokens of one packed micro-batch.
 
     Without context and tensor parallelism these are all tokens of the micro-batch, sequence after sequence.
 
@@ -22,13 +22,13 @@ class ModelInput(NamedTuple):
         labels: (T,) int64, the next token, -100 at each sequence's last position.
         temperature: number or (T,) float32.
         calculate_entropy: whether ``ModelOutput.entropy`` is wanted.
-        router_loss_weight: what losses of a router count for in this micro-batch: 1 / number of micro-batches, so that a
-            step has their mean.
+        router_loss_weight: factor of a router's losses in this micro-batch: 1 / number of micro-batches, which gives a step
+            their mean.
         padding: bool, which of the rows between this rank's blocks stand for no token; None where all do. Their label is
             -100.
         routes: (rows, layers with experts of the whole model, top_k) integers, the experts that the routers must take; -1
             for the rows for which they choose. None where they choose for all.
-        hidden: (rows, hidden_size), what the pipeline stage before put out; None for the first.
+        hidden: (rows, hidden_size), the output of the pipeline stage before; None for the first.
     """
 
     input_ids: torch.Tensor

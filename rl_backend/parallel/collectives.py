@@ -18,7 +18,7 @@ _reduce_scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single"
 
 
 def sum_over(group: dist.ProcessGroup) -> Callable[[Tensor], object]:
-    """What adds a tensor up over the ranks of ``group``, in place and without a backward pass; a collective over them."""
+    """A function that adds a tensor up over the ranks of ``group``, in place and without a backward pass. A collective."""
     return partial(dist.all_reduce, group=group)
 
 

@@ -23,7 +23,7 @@ from rl_backend.parallel.shards import chunk
 from rl_backend.primitive.log_prob import NextToken, VocabularyShard, next_token_log_probs
 
 type View = Callable[[Tensor], Tensor]
-"""What a module computes with in the place of this rank's part of a parameter."""
+"""Gives the tensor that a module uses in place of this rank's part of a parameter."""
 
 
 class TensorParallel:

@@ -73,7 +73,7 @@ class EmptyStages:
 
 
 class _Activation(NamedTuple):
-    """What is kept from a forward pass until its backward pass."""
+    """Tensors that are kept from a forward pass until its backward pass."""
 
     hidden: Tensor | None
     output: Tensor

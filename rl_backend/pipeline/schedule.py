@@ -13,7 +13,7 @@ from rl_backend.contracts import ConfigError
 
 
 class Kind(StrEnum):
-    """What an action does; the value is its name in print.
+    """The kind of an action; its value is the name in print.
 
     The backward pass of a stage is either one ``BACKWARD``, or a ``BACKWARD_INPUT``, which the stage before waits for, and
     a ``BACKWARD_WEIGHT`` at any time after it. Sends and receives are posted: only the computation that needs what is
@@ -216,7 +216,7 @@ class Schedule:
 
     @cached_property
     def warm_up(self) -> WarmUp:
-        """What each rank can do before it is known whether the pass counts."""
+        """The actions of each rank that can run before it is known whether the pass counts."""
         return plan_warm_up(self.actions, self.num_stages)
 
     def __str__(self) -> str:

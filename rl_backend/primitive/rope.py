@@ -100,7 +100,7 @@ type RotaryScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 @dataclass(frozen=True)
 class Rotary:
-    """What determines the angles.
+    """A rotary embedding: the facts that determine its angles.
 
     Attributes:
         head_dim: even.

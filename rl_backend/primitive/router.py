@@ -17,7 +17,7 @@ _TINY = 1e-20
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """What kind of router.
+    """The kind of a router: how it scores, chooses and weights experts.
 
     Attributes:
         num_experts: E.
@@ -117,8 +117,8 @@ def _scores(logits: Tensor, score: Literal["softmax", "sigmoid"]) -> Tensor:
 
 class RouterLossCoefficients(NamedTuple):
     """Attributes:
-    load_balancing: what :func:`load_balancing_loss` is multiplied by.
-    z: what :func:`router_z_loss` is multiplied by.
+    load_balancing: factor of :func:`load_balancing_loss`.
+    z: factor of :func:`router_z_loss`.
     """
 
     load_balancing: float = 0.0
@@ -126,7 +126,7 @@ class RouterLossCoefficients(NamedTuple):
 
 
 class ExpertUse(NamedTuple):
-    """What the tokens of a micro-batch, padding left out, chose; without a gradient.
+    """Choices of the tokens of a micro-batch, without padding and without a gradient.
 
     Attributes:
         counts: (E,) int64, how often each expert was chosen.
@@ -143,7 +143,7 @@ def expert_use(
     padding: Tensor | None = None,
     sum_over_ranks: Callable[[Tensor], object] | None = None,
 ) -> ExpertUse:
-    """What (T, top_k) choices come to.
+    """Counts (T, top_k) choices.
 
     Args:
         padding: (T,) bool, tokens that do not count.

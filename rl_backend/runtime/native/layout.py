@@ -160,7 +160,7 @@ def _require_one(family: ModelFamily, parallel: ParallelConfig, names: Iterable[
 
 
 class TensorLayout(NamedTuple):
-    """What every rank knows of a parameter, even of one of another pipeline stage."""
+    """The layout of a parameter, which every rank knows, even of one of another pipeline stage."""
 
     shards: ShardLayout
     dtype: torch.dtype

@@ -40,7 +40,7 @@ class PassRoutes:
     def forward(self, micro_batch: int, stage: int, layout: TokenLayout | None) -> Generator[None]:
         """Around the forward pass of one stage of the model, or of the model as stage 0.
 
-        What is computed again in the backward pass, outside of it, is not recorded twice.
+        A recomputation in the backward pass runs outside of it, so it is not recorded a second time.
 
         Raises:
             UnsupportedError: the model does not give a router its routes.

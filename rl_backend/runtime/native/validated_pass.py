@@ -30,7 +30,7 @@ from rl_backend.runtime.native.pipeline import PipelinePass, empty_hidden, pass_
 
 
 class Terms(NamedTuple):
-    """What a rank is asked to run.
+    """The pass that a rank is asked to run.
 
     Attributes:
         refused: nothing runs.
