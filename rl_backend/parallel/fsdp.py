@@ -89,12 +89,10 @@ def accumulate_gradients(model: nn.Module) -> None:
     FSDP2 does so at the end of a backward pass; without this, gradients that are computed later would add up in the dtype
     of the parameters, and it refuses to reduce gradients of two dtypes.
     """
-    for module in _fsdp_modules(model):
-        for group in _param_groups(module._get_fsdp_state()):
-            for parameter in group.fsdp_params:
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter.accumulate_unsharded_grad_if_needed()
-                    parameter.to_accumulated_grad_if_needed()
+    for parameter in fsdp_parameters(model):
+        if hasattr(parameter, "_unsharded_param"):
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
 
 
 def reduce_gradients(model: nn.Module) -> None:
@@ -138,12 +136,17 @@ def abandon_step(model: nn.Module) -> None:
 
 def drop_unreduced_gradients(model: nn.Module) -> None:
     """Drops gradients of full parameters that wait for a backward pass with reduction."""
+    for parameter in fsdp_parameters(model):
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+
+
+def fsdp_parameters(model: nn.Module) -> Iterator[Any]:
+    """FSDP2's own records of parameters: the shard of each, and the full parameter and gradient while there are any."""
     for module in _fsdp_modules(model):
         for group in _param_groups(module._get_fsdp_state()):
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
+            yield from group.fsdp_params
 
 
 def _fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rl_backend.contracts import PackedBatch, RuntimeConfig
 from rl_backend.lab.plan import Workload, make_plan
-from rl_backend.parallel.fsdp import _fsdp_modules, _param_groups
+from rl_backend.parallel.fsdp import fsdp_parameters
 from rl_backend.parallel.shards import local_tensor
 from tests.support.bridge_runs import bridge_config, open_bridge
 from tests.support.models import write_tiny
@@ -79,11 +79,10 @@ def held(tensors: Iterable[Tensor]) -> int:
 def unreduced(model: nn.Module) -> list[Tensor]:
     """Gradients that wait for a reduction over the ranks."""
     found = []
-    for module in _fsdp_modules(model):
-        for parameter in (each for group in _param_groups(module._get_fsdp_state()) for each in group.fsdp_params):
-            whole = getattr(parameter, "_unsharded_param", None)
-            gradients = (parameter.unsharded_accumulated_grad, None if whole is None else whole.grad)
-            found += [local_tensor(gradient) for gradient in gradients if gradient is not None]
+    for parameter in fsdp_parameters(model):
+        whole = getattr(parameter, "_unsharded_param", None)
+        gradients = (parameter.unsharded_accumulated_grad, None if whole is None else whole.grad)
+        found += [local_tensor(gradient) for gradient in gradients if gradient is not None]
     return found
 
 
