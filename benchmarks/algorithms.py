@@ -27,9 +27,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ray_session(1, 1):
         task = Path(folder) / "task"
         write_task(task, seed=0)
-        model = warm_start(DemoConfig(), task, Path(folder))
+        model = warm_start(DemoConfig.model_validate({}), task, Path(folder))
         for name in chosen or algorithms:
-            config = DemoConfig(algorithm=name, steps=STEPS, trace=False)
+            config = DemoConfig.model_validate({"algorithm": name, "steps": STEPS, "trace": False})
             runs[name] = vars(reinforce(config, task, model, Path(folder)))
     write_result(
         "algorithms",

@@ -26,14 +26,14 @@ def run_seed(seed: int, folder: Path) -> list[dict[str, Any]]:
     """On-policy and sampling ahead, in that order in the result."""
     task = folder / "task"
     write_task(task, seed)
-    model = warm_start(DemoConfig(seed=seed), task, folder)
+    model = warm_start(DemoConfig.model_validate({"seed": seed}), task, folder)
     staleness = (0, MAX_STALENESS) if seed % 2 == 0 else (MAX_STALENESS, 0)
     runs = [run_once(seed, max_staleness, task, model, folder) for max_staleness in staleness]
     return sorted(runs, key=lambda run: run["max_staleness"])
 
 
 def run_once(seed: int, max_staleness: int, task: Path, model: Path, folder: Path) -> dict[str, Any]:
-    config = DemoConfig(seed=seed, max_staleness=max_staleness, trace=False)
+    config = DemoConfig.model_validate({"seed": seed, "max_staleness": max_staleness, "trace": False})
     run_dir = folder / f"staleness_{max_staleness}"
     result = reinforce(config, task, model, run_dir)
     lines = [json.loads(line) for line in (run_dir / config.algorithm / "metrics.jsonl").read_text().splitlines()]

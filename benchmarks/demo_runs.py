@@ -27,7 +27,7 @@ from tests.support.clusters import HeadNode, TwoNodes
 
 STEPS = 60
 SECONDS = 3600.0
-ZBV = ("--pp", "2", "--vpp", "2", "--backend-options", '{"pipeline_schedule": "zbv"}')
+ZBV = ("--pp", "2", "--vpp", "2", "--train.backend_cfg.pipeline_schedule", "zbv")
 DEMOS: dict[str, tuple[str, ...]] = {
     "pp2_1f1b": ("--ranks", "2", "--pp", "2"),
     "pp2_zbv": ("--ranks", "2", *ZBV),
@@ -47,20 +47,16 @@ def run_demo(options: Sequence[str], folder: Path) -> dict[str, Any]:
 
 def grpo_options(folder: Path, **changes: Any) -> list[str]:
     """Options of ``examples.grpo`` for the demo's task, from a warm start beside ``folder``, which is made where none is."""
-    config, shared = DemoConfig(steps=STEPS), folder.parent / "shared"
+    config, shared = DemoConfig.model_validate({"steps": STEPS}), folder.parent / "shared"
     task, warm = shared / "task", shared / "warm_start" / "model"
     if not warm.exists():
-        write_task(task, config.seed)
+        write_task(task, config.train.seed)
         with ray_session(1):
             warm_start(config, task, shared)
-    settings = {**demo_settings(config, task, warm, folder), "run_dir": folder / "run", "trace": None, "transport": None}
-    settings |= {"shuffle_rewards": None, "backend_options": None, "plugins": None, **changes}
-    return [
-        part
-        for option, value in settings.items()
-        if value is not None
-        for part in (f"--{option.replace('_', '-')}", str(value))
-    ]
+    settings = {**demo_settings(config, task, warm, folder), "run_dir": str(folder / "run"), "trace": False, **changes}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "options.json").write_text(json.dumps(settings | {"transport": "auto"}))
+    return ["--config", str(folder / "options.json"), "--run-dir", str(folder / "run")]
 
 
 def two_nodes(folder: Path) -> dict[str, Any]:

@@ -10,8 +10,8 @@ file stands alone: copy it to begin a loop of your own.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import ClassVar, Literal, Self
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -20,6 +20,7 @@ from torch import Tensor
 from actors import Loss, RLRun, Session
 from actors.run import (
     OnStep,
+    PolicyLoss,
     RLConfig,
     RunResult,
     parse_config,
@@ -40,34 +41,42 @@ from rl_backend.algorithm import (
     zero_masked,
 )
 from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.contracts import ConfigError
+from rl_backend.contracts import MAY_CHANGE, SAME_CONTENTS, ConfigError, HasEffect
 
 
 class PPOConfig(RLConfig):
     """All options of a run."""
 
-    may_change: ClassVar[frozenset[str]] = RLConfig.may_change | {"groups"}
-    contents: ClassVar[tuple[str, ...]] = (*RLConfig.contents, "critic_model")
+    preset: ClassVar[Mapping[str, Any]] = {
+        **RLConfig.preset,
+        "sampling.n": 1,
+        "loss.clip_ratio_low": 0.2,
+        "loss.clip_ratio_high": 0.2,
+    }
 
-    run_dir: str = Field(default="runs/ppo", description="new folder for metrics, samples and the trained models")
+    run_dir: Annotated[str, MAY_CHANGE] = Field(
+        default="runs/ppo", description="new folder for metrics, samples and the trained models"
+    )
     prompts_per_step: int = Field(default=256, ge=1, description="prompts sampled in each step")
-    samples_per_prompt: int = Field(default=1, ge=1, description="responses per prompt")
     epochs: int = Field(
         default=1, ge=1, description="passes over a step's samples, each of updates_per_step optimizer steps"
     )
-    groups: Literal["one", "each"] = Field(
+    groups: Annotated[Literal["one", "each"], MAY_CHANGE] = Field(
         default="one", description="one training group for all models, or one of `ranks` ranks for each"
     )
-    critic_model: str | None = Field(default=None, description="directory that the critic starts from; none: model")
+    critic_model: Annotated[str | None, SAME_CONTENTS] = Field(
+        default=None, description="directory that the critic starts from; none: model"
+    )
     critic_lr: float = Field(default=1e-5, gt=0, description="peak learning rate of the critic")
     critic_warmup_steps: int = Field(default=0, ge=0, description="first steps, in which only the critic is trained")
     gamma: float = Field(default=1.0, ge=0, le=1, description="discount of later rewards")
     lam: float = Field(default=1.0, ge=0, le=1, description="lambda of generalised advantage estimation")
-    clip_ratio_low: float = Field(default=0.2, ge=0, description="clip range of the policy ratio below 1")
-    clip_ratio_high: float = Field(default=0.2, ge=0, description="clip range of the policy ratio above 1")
+    loss: PolicyLoss = Field(default=PolicyLoss(), description="what the actor minimises")
     cliprange_value: float | None = Field(default=0.5, gt=0, description="clip range of values; none: no clip")
     kl_coef: float = Field(default=0.0, ge=0, description="weight of the KL to the initial policy; 0 builds no reference")
-    kl_place: Literal["reward", "loss"] = Field(default="reward", description="KL taken off the rewards, or in the loss")
+    kl_place: Annotated[Literal["reward", "loss"], HasEffect(lambda c: c.kl_coef, "kl_coef=0 has no KL to place")] = Field(
+        default="reward", description="KL taken off the rewards, or in the loss"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -75,8 +84,6 @@ class PPOConfig(RLConfig):
             raise ConfigError.of(
                 "PPOConfig.critic_warmup_steps", self.critic_warmup_steps, f"leaves none of steps={self.steps} to the actor"
             )
-        if self.kl_place != "reward" and not self.kl_coef:
-            raise ConfigError.of("PPOConfig.kl_place", self.kl_place, "kl_coef=0 has no KL to place")
         return self
 
     @property
@@ -93,20 +100,15 @@ class PPOConfig(RLConfig):
         return 1 if self.groups == "one" else 3 if self.kl_coef else 2
 
     def actor_loss(self) -> Loss:
-        return Loss(
-            "rl_backend.algorithm:grpo_loss",
-            clip_ratio_low=self.clip_ratio_low,
-            clip_ratio_high=self.clip_ratio_high,
-            kl_coef=self.kl_coef - self.kl_in_reward,
-            entropy_coef=self.entropy_coef,
-            **self.importance_options(),
-        )
+        options = {"kl_coef": self.kl_coef - self.kl_in_reward, "entropy_coef": self.entropy_coef}
+        return self.loss.function(self.sampling.max_new_tokens, **options, **self.importance_options())
 
     def critic_loss(self) -> Loss:
         return Loss("rl_backend.algorithm:value_loss", cliprange_value=self.cliprange_value)
 
     def critic_optimizer(self) -> OptimizerConfig:
-        return self.optimizer_config(self.critic_lr, self.steps * self.updates_per_step * self.epochs)
+        steps = self.steps * self.updates_per_step * self.epochs
+        return self.train.backend_cfg.optimizer.replace(lr=self.critic_lr, total_training_steps=steps)
 
 
 def train(config: PPOConfig, session: Session | None = None, on_step: OnStep | None = None) -> RunResult:

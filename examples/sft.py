@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from actors import Loss, Run, Session
 from actors.run import GroupModel, OnStep, TrainingConfig, parse_config, run_command, update_metrics
 from rl_backend import TokenSequence
-from rl_backend.contracts import BatchError, ConfigError
+from rl_backend.contracts import MAY_CHANGE, SAME_CONTENTS, BatchError, ConfigError
 from rl_backend.data.prompts import endless_batches, load_prompts, load_tokenizer
 
 SHOWN = ("nll", "grad_norm", "held_out_nll", "answer_probability")
@@ -30,16 +30,21 @@ SHOWN = ("nll", "grad_norm", "held_out_nll", "answer_probability")
 class SFTConfig(TrainingConfig):
     """All options of a run."""
 
-    may_change: ClassVar[frozenset[str]] = TrainingConfig.may_change | {"eval_every"}
+    preset: ClassVar[Mapping[str, Any]] = {**TrainingConfig.preset, "train.backend_cfg.optimizer.lr": 1e-5}
 
-    dataset: str = Field(description="training examples: .jsonl (prompt, answer) or verl-style .parquet")
-    eval_dataset: str | None = Field(default=None, description="held-out examples")
-    run_dir: str = Field(default="runs/sft", description="new folder for metrics and the trained model")
-    steps: int = Field(default=100, ge=1, description="optimizer steps")
+    dataset: Annotated[str, SAME_CONTENTS] = Field(
+        description="training examples: .jsonl (prompt, answer) or verl-style .parquet"
+    )
+    eval_dataset: Annotated[str | None, SAME_CONTENTS] = Field(default=None, description="held-out examples")
+    run_dir: Annotated[str, MAY_CHANGE] = Field(
+        default="runs/sft", description="new folder for metrics and the trained model"
+    )
+    steps: Annotated[int, MAY_CHANGE] = Field(default=100, ge=1, description="optimizer steps")
     batch_size: int = Field(default=64, ge=1, description="examples in each step")
     max_prompt_tokens: int = Field(default=2048, ge=1, description="longest prompt")
-    lr: float = Field(default=1e-5, gt=0, description="peak learning rate")
-    eval_every: int = Field(default=50, ge=1, description="steps between evaluations, and between printed lines")
+    eval_every: Annotated[int, MAY_CHANGE] = Field(
+        default=50, ge=1, description="steps between evaluations, and between printed lines"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -59,7 +64,7 @@ def train(config: SFTConfig, session: Session | None = None, on_step: OnStep | N
     """
     run = Run(config, session, on_step)
     tokenizer = load_tokenizer(config.model)
-    limits = config.max_prompt_tokens, config.max_tokens_per_micro_batch
+    limits = config.max_prompt_tokens, config.train.max_tokens_per_micro_batch
     sequences = load_sequences(config.dataset, tokenizer, *limits)
     held_out = load_sequences(config.eval_dataset, tokenizer, *limits) if config.eval_dataset else []
     batches = islice(endless_batches(sequences, config.batch_size, config.seed), run.start.step, None)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rl_backend.contracts import BaseConfig, ConfigError
+from rl_backend.contracts import MAY_CHANGE, BaseConfig, ConfigError, HasEffect
 
 _OWN_ARGUMENTS = {
     "model": "model_path",
@@ -36,6 +36,12 @@ _WITHOUT_ROUTES = {
     "prefill_context_parallel_size": "its ranks see some of the tokens alone",
     "kv_transfer_config": "keys and values from elsewhere come without their routes",
 }
+
+
+_OF_ALL_MEMORY = HasEffect(
+    lambda config: config.kv_cache_gib is None,
+    "vLLM would ignore it beside kv_cache_gib={0.kv_cache_gib:g}; give one of them",
+)
 
 
 class RolloutConfig(BaseConfig):
@@ -77,28 +83,28 @@ class RolloutConfig(BaseConfig):
     """
 
     model_path: str = Field(min_length=1)
-    num_engines: int = Field(default=1, ge=1)
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    num_engines: Annotated[int, MAY_CHANGE] = Field(default=1, ge=1)
+    device: Annotated[Literal["auto", "cpu", "cuda"], MAY_CHANGE] = "auto"
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    load_format: Literal["auto", "dummy"] = "auto"
-    tensor_parallel: int = Field(default=1, ge=1)
-    cores_per_engine: int | None = Field(default=None, ge=1)
-    cores: tuple[tuple[int, ...], ...] | None = None
-    placement: Literal["pack", "spread"] = "pack"
-    placement_timeout: float = Field(default=10.0, gt=0)
-    gpus_per_worker: float = Field(default=1.0, gt=0, le=1)
-    max_model_len: int = Field(default=2048, ge=2)
-    max_num_batched_tokens: int | None = Field(default=None, ge=1)
-    kv_cache_gib: float | None = Field(default=None, gt=0)
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    enforce_eager: bool = True
-    prefix_caching: bool = True
+    load_format: Annotated[Literal["auto", "dummy"], MAY_CHANGE] = "auto"
+    tensor_parallel: Annotated[int, MAY_CHANGE] = Field(default=1, ge=1)
+    cores_per_engine: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
+    cores: Annotated[tuple[tuple[int, ...], ...] | None, MAY_CHANGE] = None
+    placement: Annotated[Literal["pack", "spread"], MAY_CHANGE] = "pack"
+    placement_timeout: Annotated[float, MAY_CHANGE] = Field(default=10.0, gt=0)
+    gpus_per_worker: Annotated[float, MAY_CHANGE] = Field(default=1.0, gt=0, le=1)
+    max_model_len: Annotated[int, MAY_CHANGE] = Field(default=2048, ge=2)
+    max_num_batched_tokens: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
+    kv_cache_gib: Annotated[float | None, MAY_CHANGE] = Field(default=None, gt=0)
+    gpu_memory_utilization: Annotated[float, MAY_CHANGE, _OF_ALL_MEMORY] = Field(default=0.9, gt=0, le=1)
+    enforce_eager: Annotated[bool, MAY_CHANGE] = True
+    prefix_caching: Annotated[bool, MAY_CHANGE] = True
     return_routed_experts: bool = False
-    sleep_mode: bool = False
+    sleep_mode: Annotated[bool, MAY_CHANGE] = False
     require_push: bool = False
     seed: int = Field(default=0, ge=0)
-    start_timeout: float = Field(default=600.0, gt=0)
-    sampling_timeout: float = Field(default=3600.0, gt=0)
+    start_timeout: Annotated[float, MAY_CHANGE] = Field(default=600.0, gt=0)
+    sampling_timeout: Annotated[float, MAY_CHANGE] = Field(default=3600.0, gt=0)
     engine_args: dict[str, Any] = Field(default_factory=dict)
 
     @field_validator("engine_args")
@@ -136,12 +142,6 @@ class RolloutConfig(BaseConfig):
             )
         if self.device == "cpu":
             check_engine_device(self, self.device)
-        if self.kv_cache_gib is not None and self.is_set("gpu_memory_utilization"):
-            raise ConfigError.of(
-                "RolloutConfig.gpu_memory_utilization",
-                self.gpu_memory_utilization,
-                f"vLLM would ignore it beside kv_cache_gib={self.kv_cache_gib:g}; give one of them",
-            )
         if self.return_routed_experts:
             self._check_routes()
         return self
@@ -196,6 +196,11 @@ def check_engine_device(config: RolloutConfig, device: str) -> None:
             )
 
 
+_SAMPLES = HasEffect(
+    lambda config: config.temperature, "temperature=0 takes the likeliest token whatever else is kept; leave it out"
+)
+
+
 class SamplingConfig(BaseConfig):
     """How responses are sampled.
 
@@ -213,8 +218,8 @@ class SamplingConfig(BaseConfig):
 
     n: int = Field(default=1, ge=1)
     temperature: float = Field(default=1.0, ge=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=0)
+    top_p: Annotated[float, _SAMPLES] = Field(default=1.0, gt=0, le=1)
+    top_k: Annotated[int, _SAMPLES] = Field(default=0, ge=0)
     max_new_tokens: int = Field(default=128, ge=1)
     stop_token_ids: tuple[int, ...] = ()
     log_probs: bool = True
@@ -225,13 +230,6 @@ class SamplingConfig(BaseConfig):
             raise ConfigError.of(
                 "SamplingConfig.temperature", self.temperature, "vLLM would raise it to 0.01; use 0 for greedy sampling"
             )
-        for name in ("top_p", "top_k"):
-            if self.temperature == 0 and self.is_set(name):
-                raise ConfigError.of(
-                    f"SamplingConfig.{name}",
-                    getattr(self, name),
-                    "temperature=0 takes the likeliest token whatever else is kept; leave it out",
-                )
         if self.temperature == 0 and self.n > 1:
             raise ConfigError.of("SamplingConfig.n", self.n, "greedy responses are all the same; use n=1 at temperature=0")
         return self

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from actors.run.command_line import run_command as run_command
     from actors.run.config import TrainingConfig as TrainingConfig
     from actors.run.metrics import MetricsWriter as MetricsWriter
+    from actors.run.rl_config import PolicyLoss as PolicyLoss
     from actors.run.rl_config import RLConfig as RLConfig
     from actors.run.rl_run import RunResult as RunResult
     from actors.run.run import OnStep as OnStep
@@ -32,6 +33,7 @@ _MODULES = {
     "GroupModel": "actors.train.model",
     "MetricsWriter": "actors.run.metrics",
     "OnStep": "actors.run.run",
+    "PolicyLoss": "actors.run.rl_config",
     "RLConfig": "actors.run.rl_config",
     "RunResult": "actors.run.rl_run",
     "TrainingBatch": "actors.run.collect",
@@ -51,6 +53,7 @@ __all__ = [
     "GroupModel",
     "MetricsWriter",
     "OnStep",
+    "PolicyLoss",
     "RLConfig",
     "RunResult",
     "TrainingBatch",

@@ -52,7 +52,9 @@ def load_inputs(config: RLConfig) -> Inputs:
         prompts=prompts,
         held_out=held_out,
         batches=endless_batches(prompts, config.prompts_per_step, config.seed),
-        sampling=config.sampling_config(stop_token_ids(config.model, tokenizer)),
+        sampling=config.sampling.replace(
+            stop_token_ids=(*config.sampling.stop_token_ids, *stop_token_ids(config.model, tokenizer))
+        ),
     )
 
 
@@ -204,7 +206,7 @@ class BatchCollector:
         rewards = score(batch.samples, batch.prompts, self._inputs.tokenizer, self._inputs.reward)
         if self._config.shuffle_rewards:
             random.Random(f"{self._config.seed} {batch.number}").shuffle(rewards)
-        size = self._config.samples_per_prompt
+        size = self._config.sampling.n
         for start in range(0, len(rewards), size):
             rows = slice(start, start + size)
             yield _Group(batch.prompts[rows], batch.samples[rows], rewards[rows])

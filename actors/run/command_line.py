@@ -1,44 +1,94 @@
-"""A command line made from a configuration: one ``--option`` per field, and ``--config FILE.json`` for a saved one."""
+"""A command line made from a configuration: a flag for each value, and ``--config FILE`` for those of a file."""
 
 from __future__ import annotations
 
-import argparse
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import yaml
+from pydantic import create_model
+from pydantic_settings import CliSettingsSource
+from pydantic_settings.exceptions import SettingsError
 
 from actors.cluster.session import EXIT_TERMINATED, RunTerminated
+from actors.run.help import nearest, write_help
+from actors.run.options import Options, put
 from actors.run.state import read_object
-from rl_backend.contracts import BaseConfig, ClusterLostError, ConfigError, RLBackendError
+from rl_backend.contracts import BaseConfig, ClusterLostError, ConfigError, RegistryError, RLBackendError
+
+_EARLY = ("backend", "train.backend", "plugins", "train.plugins")
+"""Flags that decide which others there are."""
+
+_ADVICE = {
+    "expected one argument": "needs a value; see --help",
+    "ignored explicit argument": "takes no value; give the flag, or --no- and its name",
+}
+"""argparse's words -> ours."""
 
 
 def parse_config[C: BaseConfig](config_type: type[C], description: str, arguments: Sequence[str] | None = None) -> C:
-    """Reads ``config_type`` from the command line; options given there replace those of ``--config``.
+    """Reads ``config_type`` from the command line; flags given there replace the values of ``--config``.
+
+    A flag is the place of a value, ``--train.backend_cfg.parallel.tp``, or its short name, ``--tp``.
 
     Raises:
-        ConfigError: a value that the configuration refuses, or a ``--config`` file that cannot be read.
+        ConfigError: a flag that is not there, a value that the configuration refuses, or a ``--config`` file that cannot
+            be read.
     """
-    parser = argparse.ArgumentParser(description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False)
-    parser.add_argument("--config", metavar="FILE", help="JSON of all options, as config.json in a run folder has it")
-    for name, field in config_type.model_fields.items():
-        option = f"--{name.replace('_', '-')}"
-        text = (field.description or "").replace("%", "%%")
-        if field.annotation is bool:
-            parser.add_argument(option, action=argparse.BooleanOptionalAction, dest=name, help=text)
-        else:
-            default = "required" if field.is_required() else f"default: {field.default}"
-            parser.add_argument(option, dest=name, metavar="X", help=f"{text} ({default})")
-    given = vars(parser.parse_args(arguments))
-    values: dict[str, Any] = {}
-    if "config" in given:
-        path = Path(given.pop("config"))
+    given = [_as_field(argument) for argument in (sys.argv[1:] if arguments is None else arguments)]
+    short, renamed = (config_type.short, config_type.renamed) if issubclass(config_type, Options) else ({}, {})
+    early = _Parser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    early.add_argument("--config")
+    for name in _EARLY:
+        early.add_argument(f"--{name}")
+    found = {name: value for name, value in vars(early.parse_known_args(given)[0]).items() if value is not None}
+    values = _nest(config_type, read_file(Path(found.pop("config"))) if "config" in found else {})
+    types: dict[str, type[BaseConfig]] = {}
+    if issubclass(config_type, Options):
+        known = {name: value for name, value in found.items() if name in short or "." in name}
         try:
-            values = read_object(path)
-        except (OSError, ValueError) as error:
-            raise ConfigError.of("--config", str(path), f"cannot be read as options: {error}") from None
-    return config_type(**{**values, **{name: None if value == "none" else value for name, value in given.items()}})
+            types = config_type.section_types(_merged(values, _nest(config_type, known)))
+        except RegistryError as error:
+            raise ConfigError(f"--backend: {error}") from None
+        except ConfigError as error:
+            raise ConfigError(_with_flags(str(error), config_type, dict(_sections(config_type, types)))) from None
+    sections = dict(_sections(config_type, types))
+    for argument, following in pairwise([*given, ""]):
+        flag, inline, value = argument.partition("=")
+        name = flag.removeprefix("--").removeprefix("no-")
+        value = value if inline else following
+        if flag.startswith("--") and name in renamed and not (name in config_type.model_fields and value.startswith("{")):
+            raise ConfigError(f"{_shown(flag)} {value}".rstrip() + f": is --{renamed[name]} now; use that")
+    parser = _Parser(prog=_program(), allow_abbrev=False, add_help=False)
+    parser.describe(config_type, description, sections)
+    parser.add_argument("-h", "--help", action="help")
+    parser.add_argument("--config")
+    try:
+        source: Any = CliSettingsSource(
+            _with_types(config_type, types),  # type: ignore[arg-type]
+            cli_parse_args=given,
+            cli_parse_none_str="none",
+            cli_implicit_flags=True,
+            cli_avoid_json=True,
+            cli_shortcuts={path: name for name, path in short.items()},
+            root_parser=parser,
+        )
+        read = dict(source())
+    except SettingsError as error:
+        place = re.search(r"[\"']?([a-z]\w*(?:\.\w+)+)", str(error))
+        flag = f"--{place[1]}" if place else "command line"
+        raise ConfigError(f"{flag}: is not JSON ({error.__cause__ or error}); give a value like '{{\"name\": 1}}'") from None
+    read.pop("config", None)
+    try:
+        return config_type(**_merged(values, _nest(config_type, read)))
+    except ConfigError as error:
+        raise ConfigError(_with_flags(str(error), config_type, sections)) from None
 
 
 def run_command(main: Callable[[], None]) -> None:
@@ -59,3 +109,107 @@ def run_command(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+class _Parser(ArgumentParser):
+    """argparse with help of our own, and errors that are :class:`ConfigError`."""
+
+    def describe(self, config_type: type[BaseConfig], text: str, sections: Mapping[str, type[BaseConfig]]) -> None:
+        self._help = config_type, text, sections
+
+    def format_help(self) -> str:
+        return write_help(self.prog, *self._help)
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.fullmatch(r"unrecognized arguments: (.*)", message, re.DOTALL)
+        known = re.fullmatch(r"argument (?:\S+/)?(--\S+): (.*)", message)
+        if unknown is None:
+            advice = known and _ADVICE.get(known[2].partition(" '")[0], known[2])
+            raise ConfigError(f"{_shown(known[1])}: {advice}" if known else f"command line: {message}")
+        config_type, _, sections = self._help
+        flag, _, value = unknown[1].partition(" ")
+        flag, _, inline = flag.partition("=")
+        advice = nearest(flag, config_type, sections)
+        raise ConfigError(f"{_shown(flag)} {inline or value.partition(' --')[0]}".rstrip() + f": {advice}")
+
+
+def _as_field(argument: str) -> str:
+    """``--run-dir=x`` -> ``--run_dir=x``."""
+    if not argument.startswith("--"):
+        return argument
+    flag, separator, value = argument[2:].partition("=")
+    no, name = ("no-", flag[3:]) if flag.startswith("no-") else ("", flag)
+    return f"--{no}{name.replace('-', '_')}{separator}{value}"
+
+
+def _shown(flag: str) -> str:
+    """As help has it: ``--run-dir``, but ``--train.hf_path``."""
+    flag = flag.partition("=")[0]
+    return flag if "." in flag else flag.replace("_", "-")
+
+
+def _program() -> str:
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return f"python -m {spec.name.removesuffix('.__main__')}" if spec else f"python {sys.argv[0]}"
+
+
+def read_file(path: Path) -> Mapping[str, Any]:
+    """Values of a ``--config`` file, YAML by its suffix, else JSON.
+
+    Raises:
+        ConfigError: it cannot be read, or is not an object.
+    """
+    try:
+        if path.suffix not in (".yaml", ".yml"):
+            return read_object(path)
+        values = yaml.safe_load(path.read_text())
+        if not isinstance(values, dict):
+            raise ValueError("not a YAML mapping")
+        return values
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError.of("--config", str(path), f"cannot be read as options: {' '.join(str(error).split())}") from None
+
+
+def _nest(config_type: type[BaseConfig], values: Mapping[str, Any]) -> dict[str, Any]:
+    return config_type.nest(values) if issubclass(config_type, Options) else dict(values)
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for values in (below, above):
+        for name, value in values.items():
+            put(merged, name, value)
+    return merged
+
+
+def _sections(
+    kind: type[BaseConfig], types: Mapping[str, type[BaseConfig]], prefix: str = ""
+) -> Iterator[tuple[str, type[BaseConfig]]]:
+    """Prefix and type of a configuration and of all that are nested in it."""
+    yield prefix, kind
+    for name, field in kind.model_fields.items():
+        nested = types.get(prefix + name, field.annotation)
+        if isinstance(nested, type) and issubclass(nested, BaseConfig):
+            yield from _sections(nested, types, f"{prefix}{name}.")
+
+
+def _with_types(kind: type[BaseConfig], types: Mapping[str, type[BaseConfig]], prefix: str = "") -> type[BaseConfig]:
+    """A subclass whose nested configurations have these types, for a parser that reads annotations."""
+    fields: dict[str, Any] = {}
+    for name, field in kind.model_fields.items():
+        if any(f"{path}.".startswith(f"{prefix}{name}.") for path in types) and isinstance(field.annotation, type):
+            nested = types.get(prefix + name, field.annotation)
+            fields[name] = (_with_types(nested, types, f"{prefix}{name}."), field)
+    return create_model(kind.__name__, __base__=kind, **fields) if fields else kind
+
+
+def _with_flags(message: str, config_type: type[BaseConfig], sections: Mapping[str, type[BaseConfig]]) -> str:
+    """The message with flags in place of fields: ``OptimizerConfig.lr=0`` -> ``--lr=0``."""
+    prefixes = {kind.__name__: prefix for prefix, kind in sections.items()}
+
+    def flag(match: re.Match[str]) -> str:
+        path = prefixes[match[1]] + match[2]
+        return _shown(f"--{config_type.name_of(path) if issubclass(config_type, Options) else path}")
+
+    names = "|".join(map(re.escape, prefixes))
+    return re.sub(rf"\b({names})\.([\w.]*\w)", flag, message)

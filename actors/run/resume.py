@@ -1,38 +1,23 @@
 """What a resumed run must have in common with the one before: options and files that decide what is learned.
 
-Options that may change are in ``may_change`` of a run's configuration, see :mod:`actors.run.config`.
+Fields declare what may change, see :class:`~rl_backend.contracts.OnResume`; all others decide.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from actors.run.config import TrainingConfig, resolve_dtype
+from actors.run.config import TrainingConfig
 from actors.run.manifest import RunCheckpoint
+from actors.run.options import get, has
 from rl_backend.checkpoint.state_files import file_facts
-from rl_backend.contracts import BACKEND_CONFIGS, CheckpointError, ConfigError
-
-_EXECUTION = frozenset(
-    {
-        "device",
-        "activation_checkpointing",
-        "reshard_after_forward",
-        "log_prob_chunk_tokens",
-        "pipeline_schedule",
-        "pipeline_layers",
-        "recompute_granularity",
-        "recompute_method",
-        "recompute_num_layers",
-        "recompute_modules",
-    }
-)
-"""Fields of ``backend_options`` that decide how a step is computed, and not what; those of a plugin decide."""
+from rl_backend.contracts import SAME_CONTENTS, BaseConfig, CheckpointError, ConfigError, OnResume
 
 _WHOLE = (".json", ".jinja", ".model", ".txt")
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
@@ -48,13 +33,35 @@ def saved_facts(config: TrainingConfig) -> dict[str, Any]:
 
 
 def deciding_options(config: TrainingConfig) -> dict[str, Any]:
-    """Those that a resumed run must have too, as JSON; without those that name files."""
-    values = config.model_dump(mode="json", exclude={*config.may_change, *config.contents, "dtype"})
-    backend = BACKEND_CONFIGS.get(config.backend)(parallel=config.parallel, **config.backend_options)
-    given = backend.model_dump(mode="json", include=set(config.backend_options) - _EXECUTION)
-    default = {name: field.get_default(call_default_factory=True) for name, field in type(backend).model_fields.items()}
-    values["backend_options"] = {name: value for name, value in given.items() if getattr(backend, name) != default[name]}
-    return values
+    """Name -> value, as JSON, of those that a resumed run must have too, where they are not the default."""
+    values = config.model_dump(mode="json")
+    deciding = (path for path, owner, name in _places(config, None) if owner.is_set(name) and has(values, path))
+    return {config.name_of(path): get(values, path) for path in deciding}
+
+
+def _places(config: BaseConfig, kind: OnResume | None, prefix: str = "") -> Iterator[tuple[str, BaseConfig, str]]:
+    """Place, configuration and name of each value of which a resume asks this; None: to be the same."""
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        declared = next((each for each in field.metadata if isinstance(each, OnResume)), None)
+        if isinstance(value, BaseConfig) and declared is None:
+            yield from _places(value, kind, f"{prefix}{name}.")
+        elif declared == kind:
+            yield prefix + name, config, name
+
+
+def _saved_options(config: TrainingConfig, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Deciding options of a checkpoint; those of the version before, which had them all, by their names of today."""
+    if "backend_options" not in saved:
+        return dict(saved)
+    ours = config.model_dump()
+    for path, _, name in _places(config, None):
+        if has(ours, path):
+            (get(ours, path.rpartition(".")[0]) if "." in path else ours).pop(name)
+    given = {config.renamed.get(name, name): value for name, value in saved.items() if value not in ("", {})}
+    if not given.get("lr_warmup_steps"):
+        given.pop("lr_warmup_steps", None)  # 0 says what -1 says
+    return deciding_options(type(config)(**{**ours, **given}))
 
 
 def require_same_run(config: TrainingConfig, checkpoint: RunCheckpoint) -> None:
@@ -69,7 +76,7 @@ def require_same_run(config: TrainingConfig, checkpoint: RunCheckpoint) -> None:
         saved: Mapping[str, Any] = checkpoint.state["run"]
         if saved["example"] != name:
             raise ConfigError.of("resume", config.resume, f"{path} is of a run of {saved['example']}, this is one of {name}")
-        options: dict[str, Any] = saved["options"]
+        options: Any = saved["options"]
         contents: dict[str, Any] = saved["contents"]
         if not (isinstance(options, dict) and isinstance(contents, dict)):
             raise TypeError("its options and contents are not objects")
@@ -80,33 +87,30 @@ def require_same_run(config: TrainingConfig, checkpoint: RunCheckpoint) -> None:
             f"{path} is damaged, its state does not say of which run it is ({error}); go on from another checkpoint",
             path=str(path),
         ) from None
-    here = deciding_options(config)
+    here, options = deciding_options(config), _saved_options(config, options)
     for option in here | options:
         if options.get(option) != here.get(option):
+            place = config.short.get(option, option)
             raise ConfigError.of(
                 f"{name}.{option}",
-                here.get(option),
-                f"the run of {path} has {options.get(option)!r}, and would not go on as it was; use that, or a new run",
+                get(config, place) if has(config, place) else None,
+                f"the run of {path} has {options.get(option, 'the default')!r}, and would not go on as it was; use that, or "
+                "a new run",
             )
     for option, found in _contents(config).items():
         if contents.get(option) != found:
             raise ConfigError.of(
                 f"{name}.{option}",
-                getattr(config, option),
+                get(config, config.short.get(option, option)),
                 f"is not, byte for byte, what the run of {path} has; use that, or a new run",
             )
     if config.dtype != "auto":
-        require_same_dtype(config, checkpoint, config.dtype)
+        require_same_dtype(config, checkpoint)
 
 
-def require_same_dtype(config: TrainingConfig, checkpoint: RunCheckpoint, dtype: str | None = None) -> None:
-    """Raises :class:`ConfigError` unless ``config`` trains in the dtype that saved ``checkpoint``.
-
-    Args:
-        dtype: that of ``config``; None resolves it, which needs Ray.
-    """
-    saved = checkpoint.state["run"].get("dtype")
-    dtype = dtype or resolve_dtype(config.dtype)
+def require_same_dtype(config: TrainingConfig, checkpoint: RunCheckpoint) -> None:
+    """Raises :class:`ConfigError` unless ``config`` trains in the dtype that saved ``checkpoint``; auto needs Ray."""
+    saved, dtype = checkpoint.state["run"].get("dtype"), config.trained_dtype
     if saved != dtype:
         raise ConfigError.of(
             f"{type(config).__name__}.dtype",
@@ -118,7 +122,7 @@ def require_same_dtype(config: TrainingConfig, checkpoint: RunCheckpoint, dtype:
 def _contents(config: TrainingConfig) -> dict[str, Any]:
     if not Path(config.dataset).is_file():
         raise ConfigError.of("dataset", config.dataset, "no such file")
-    return {name: _content(getattr(config, name)) for name in config.contents}
+    return {config.name_of(path): _content(getattr(owner, name)) for path, owner, name in _places(config, SAME_CONTENTS)}
 
 
 def _content(named: str | None) -> Any:

@@ -2,38 +2,102 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from actors.cluster.placement import ClusterShare
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.run.config import TrainingConfig, resolve_dtype
+from actors.run.options import Follows
 from actors.sync.push import TransportName
+from actors.train.loss import Loss
 from actors.train.model import RouterReplayMode
-from rl_backend.contracts import ConfigError
+from rl_backend.algorithm import LossAggMode
+from rl_backend.contracts import MAY_CHANGE, SAME_CONTENTS, BaseConfig, ConfigError, HasEffect
+
+_DIVIDES = HasEffect(
+    lambda loss: loss.loss_agg_mode == "seq-mean-token-sum-norm", "only loss_agg_mode='seq-mean-token-sum-norm' divides"
+)
+_EVALUATES = HasEffect(lambda config: config.eval_dataset, "needs an eval_dataset")
+_WEIGHTS = HasEffect(
+    lambda config: config.importance_options(),
+    "importance={0.importance!r} and max_staleness={0.max_staleness} has no weights to cap; leave it out, or set importance "
+    "to truncate or mask",
+)
+
+
+class PolicyLoss(BaseConfig):
+    """A loss of a policy. Options that are None are as the loss has them.
+
+    Attributes:
+        name: surrogate: grpo (PPO's), gspo or cispo.
+        clip_ratio_low: clip range of the policy ratio below 1.
+        clip_ratio_high: clip range of the policy ratio above 1.
+        loss_agg_mode: how token losses are averaged.
+        loss_scale_factor: divisor of seq-mean-token-sum-norm; None takes the longest response.
+    """
+
+    name: Literal["grpo", "gspo", "cispo"] = "grpo"
+    clip_ratio_low: float | None = Field(default=None, ge=0)
+    clip_ratio_high: float | None = Field(default=None, ge=0)
+    loss_agg_mode: LossAggMode | None = None
+    loss_scale_factor: Annotated[float | None, Field(gt=0), _DIVIDES] = None
+
+    def function(self, longest_response: int, **options: Any) -> Loss:
+        """What ranks minimise, with further options."""
+        given = {name: value for name, value in self.model_dump(exclude={"name"}).items() if value is not None}
+        if self.loss_agg_mode == "seq-mean-token-sum-norm":
+            given.setdefault("loss_scale_factor", float(longest_response))
+        return Loss(f"rl_backend.algorithm:{self.name}_loss", **given, **options)
 
 
 class RLConfig(TrainingConfig):
     """Those of every training, sampling, and what lies between."""
 
-    may_change: ClassVar[frozenset[str]] = TrainingConfig.may_change | {
-        "engines",
-        "transport",
-        "samples_logged",
-        "eval_every",
+    short: ClassVar[Mapping[str, str]] = {
+        **TrainingConfig.short,
+        "engines": "rollout.num_engines",
+        "samples_per_prompt": "sampling.n",
+        "max_response_tokens": "sampling.max_new_tokens",
+        "temperature": "sampling.temperature",
     }
-    contents: ClassVar[tuple[str, ...]] = (*TrainingConfig.contents, "reward")
+    renamed: ClassVar[Mapping[str, str]] = {
+        **TrainingConfig.renamed,
+        "loss": "loss.name",
+        **{name: f"loss.{name}" for name in PolicyLoss.model_fields if name != "name"},
+    }
+    preset: ClassVar[Mapping[str, Any]] = {**TrainingConfig.preset, "sampling.n": 8, "sampling.max_new_tokens": 512}
+    follows: ClassVar[Mapping[str, Follows]] = {
+        **TrainingConfig.follows,
+        "rollout.model_path": Follows(lambda config: config.model, "engines sample from the trained model", until="-"),
+        "rollout.dtype": Follows(lambda config: resolve_dtype(config.dtype)),
+        "rollout.placement": Follows(lambda config: config.placement),
+        "rollout.max_model_len": Follows(lambda config: config.longest_sequence, until=2),
+        "rollout.seed": Follows(lambda config: config.seed),
+        "rollout.require_push": Follows(lambda config: True, "a run pushes before it samples"),
+        "rollout.sleep_mode": Follows(lambda config: False, "a run's engines never sleep; leave it out"),
+        "rollout.return_routed_experts": Follows(
+            lambda config: config.router_replay == "R3", "follows from router_replay; set that to R3"
+        ),
+        "sampling.log_probs": Follows(lambda config: True, "training compares them with its own; leave it out"),
+    }
 
-    dataset: str = Field(description="training prompts: .jsonl (prompt, answer) or verl-style .parquet")
-    eval_dataset: str | None = Field(default=None, description="held-out prompts, answered greedily before and after")
-    reward: str = Field(description="verl-style compute_score as package.module:function or path/file.py:function")
-    run_dir: str = Field(description="new folder for metrics, samples and the trained model")
+    rollout: RolloutConfig = Field(description="vLLM's engines")
+    sampling: SamplingConfig = Field(description="how training responses are sampled")
+    dataset: Annotated[str, SAME_CONTENTS] = Field(
+        description="training prompts: .jsonl (prompt, answer) or verl-style .parquet"
+    )
+    eval_dataset: Annotated[str | None, SAME_CONTENTS] = Field(
+        default=None, description="held-out prompts, answered greedily before and after"
+    )
+    reward: Annotated[str, SAME_CONTENTS] = Field(
+        description="verl-style compute_score as package.module:function or path/file.py:function"
+    )
+    run_dir: Annotated[str, MAY_CHANGE] = Field(description="new folder for metrics, samples and the trained model")
     prompts_per_step: int = Field(default=32, ge=1, description="prompts sampled in each step")
-    samples_per_prompt: int = Field(default=8, ge=1, description="responses per prompt: the group")
     updates_per_step: int = Field(default=1, ge=1, description="optimizer steps in each training step")
-    max_response_tokens: int = Field(default=512, ge=1, description="longest response")
-    temperature: float = Field(default=1.0, gt=0, description="sampling temperature")
     entropy_coef: float = Field(default=0.0, ge=0, description="weight of the entropy bonus")
     max_staleness: int = Field(
         default=0, ge=0, description="training steps by which a sample's weights may be behind; 0: strictly on-policy"
@@ -49,19 +113,21 @@ class RLConfig(TrainingConfig):
         description="weights for tokens that other weights or kernels sampled: cap them, or leave out those outside "
         "[1 / importance_cap, importance_cap]; auto: truncate when sampling ahead, else off",
     )
-    importance_cap: float = Field(default=2.0, gt=1, description="largest importance weight")
+    importance_cap: Annotated[float, _WEIGHTS] = Field(default=2.0, gt=1, description="largest importance weight")
     router_replay: RouterReplayMode = Field(
         default="off",
         description="for mixtures of experts: updates send tokens to the experts of the pass for the old log-probs (R2), or "
         "both send them to vLLM's (R3)",
     )
-    engines: int = Field(default=1, ge=1, description="vLLM engines")
-    placement: Literal["pack", "spread"] = Field(
-        default="pack", description="ranks on few nodes of a cluster, or on many; engines likewise"
+    transport: Annotated[TransportName, MAY_CHANGE] = Field(
+        default="auto", description="of weights: auto, shared_memory, gloo, nccl or cuda_ipc"
     )
-    transport: TransportName = Field(default="auto", description="auto, shared_memory, gloo, nccl or cuda_ipc")
-    samples_logged: int = Field(default=256, ge=0, description="samples of each step that samples.jsonl has")
-    eval_every: int = Field(default=0, ge=0, description="also evaluate every so many steps; 0: only before and after")
+    samples_logged: Annotated[int, MAY_CHANGE] = Field(
+        default=256, ge=0, description="samples of each step that samples.jsonl has"
+    )
+    eval_every: Annotated[int, MAY_CHANGE, _EVALUATES] = Field(
+        default=0, ge=0, description="also evaluate every so many steps; 0: only before and after"
+    )
     shuffle_rewards: bool = Field(default=False, description="control experiment: rewards go to the wrong responses")
 
     @model_validator(mode="after")
@@ -78,13 +144,18 @@ class RLConfig(TrainingConfig):
                 f"an update has {self.sequences_per_update} responses; each of {self.data_parallel_size} data-parallel "
                 "ranks needs one",
             )
-        longest = self.max_prompt_tokens + self.max_response_tokens
-        if longest > self.max_tokens_per_micro_batch:
-            raise ConfigError.of(
-                f"{name}.max_tokens_per_micro_batch",
-                self.max_tokens_per_micro_batch,
-                f"must hold one sequence: max_prompt_tokens + max_response_tokens = {longest}",
-            )
+        if not self.sampling.temperature:
+            raise ConfigError.of(f"{name}.temperature", 0.0, "must be above 0: equal responses teach nothing")
+        for field, tokens in (
+            ("max_tokens_per_micro_batch", self.train.max_tokens_per_micro_batch),
+            ("rollout.max_model_len", self.rollout.max_model_len),
+        ):
+            if self.longest_sequence > tokens:
+                raise ConfigError.of(
+                    f"{name}.{field}",
+                    tokens,
+                    f"must hold one sequence: max_prompt_tokens + max_response_tokens = {self.longest_sequence}",
+                )
         if self.max_staleness == 0 and self.sample_ahead:
             raise ConfigError.of(
                 f"{name}.sample_ahead",
@@ -101,20 +172,16 @@ class RLConfig(TrainingConfig):
             raise ConfigError.of(
                 f"{name}.importance", "off", "stale_samples='correct' needs importance weights; use truncate or mask"
             )
-        if self.is_set("importance_cap") and not self.importance_options():
-            where = f"importance={self.importance!r}" + ("" if self.importance == "off" else " and max_staleness=0")
-            raise ConfigError.of(
-                f"{name}.importance_cap",
-                self.importance_cap,
-                f"{where} has no weights to cap; leave it out, or set importance to truncate or mask",
-            )
-        if self.eval_every and not self.eval_dataset:
-            raise ConfigError.of(f"{name}.eval_every", self.eval_every, "needs an eval_dataset")
         return self
 
     @property
     def sequences_per_update(self) -> int:
-        return self.prompts_per_step * self.samples_per_prompt // self.updates_per_step
+        return self.prompts_per_step * self.sampling.n // self.updates_per_step
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt with the longest response."""
+        return self.max_prompt_tokens + self.sampling.max_new_tokens
 
     @property
     def optimizer_steps(self) -> int:
@@ -122,7 +189,7 @@ class RLConfig(TrainingConfig):
 
     @property
     def num_engines(self) -> int:
-        return self.engines
+        return self.rollout.num_engines
 
     @property
     def batches_ahead(self) -> int:
@@ -131,7 +198,7 @@ class RLConfig(TrainingConfig):
 
     def meta(self) -> dict[str, Any]:
         """Facts of every batch."""
-        meta = {"temperature": self.temperature, "calculate_entropy": self.entropy_coef > 0}
+        meta = {"temperature": self.sampling.temperature, "calculate_entropy": self.entropy_coef > 0}
         # Routes of runtimes and of samples are for the layers with experts alone.
         return meta if self.router_replay == "off" else meta | {"routed_experts_layers": "moe"}
 
@@ -145,37 +212,25 @@ class RLConfig(TrainingConfig):
 
     def rollout_config(self, share: ClusterShare) -> RolloutConfig:
         """Of the engines, with their share of the cluster."""
-        return RolloutConfig(
-            model_path=self.model,
-            num_engines=self.engines,
-            dtype=resolve_dtype(self.dtype),
-            max_model_len=self.max_prompt_tokens + self.max_response_tokens,
-            seed=self.seed,
-            require_push=True,
-            cores_per_engine=share.cores_per_engine,
-            placement=self.placement,
-            gpus_per_worker=share.gpus or 1.0,
-            gpu_memory_utilization=0.4 if 0 < share.gpus < 1 else 0.9,
-            return_routed_experts=self.router_replay == "R3",
-        )
+        config: RolloutConfig = self.filled("rollout")
+        of_share: dict[str, Any] = {}
+        if config.cores is None and config.cores_per_engine is None:
+            of_share["cores_per_engine"] = share.cores_per_engine
+        if share.gpus and not config.is_set("gpus_per_worker"):
+            of_share["gpus_per_worker"] = share.gpus
+        if 0 < share.gpus < 1 and config.kv_cache_gib is None and not config.is_set("gpu_memory_utilization"):
+            of_share["gpu_memory_utilization"] = 0.4
+        return config.replace(**of_share)
 
     def facts(self) -> list[str]:
         """For the first line that a run prints."""
         facts = [
-            f"{self.prompts_per_step} x {self.samples_per_prompt} responses a step",
+            f"{self.prompts_per_step} x {self.sampling.n} responses a step",
             self.describe_ranks(),
-            f"{self.engines} vLLM engine(s)",
+            f"{self.num_engines} vLLM engine(s)",
         ]
         if self.batches_ahead:
             facts.append(f"sampling {self.batches_ahead} batch(es) ahead")
         if self.router_replay != "off":
             facts.append(f"router replay {self.router_replay}")
         return facts
-
-    def sampling_config(self, stop_token_ids: tuple[int, ...]) -> SamplingConfig:
-        return SamplingConfig(
-            n=self.samples_per_prompt,
-            temperature=self.temperature,
-            max_new_tokens=self.max_response_tokens,
-            stop_token_ids=stop_token_ids,
-        )

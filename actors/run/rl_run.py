@@ -195,7 +195,7 @@ class RLRun(Run[RLConfig]):
         inputs = self.inputs
         if not inputs.held_out:
             return None
-        greedy = inputs.sampling.replace(n=1, temperature=0.0)
+        greedy = inputs.sampling.replace(n=1, temperature=0.0, top_p=1.0, top_k=0)
         samples = self._rollout.generate([prompt.token_ids for prompt in inputs.held_out], greedy)
         rewards = score(samples, inputs.held_out, inputs.tokenizer, inputs.reward)
         self.folder.log_held_out(step, describe(samples, inputs.held_out, rewards, inputs.tokenizer))

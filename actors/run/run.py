@@ -106,7 +106,7 @@ class Run[C: TrainingConfig]:
         config, groups = self.config, self.session.groups
         trainer = groups[min(group, len(groups) - 1)]
         if not forward_only:
-            optimizer = optimizer or config.optimizer_config(config.lr, config.optimizer_steps)
+            optimizer = optimizer or config.train.backend_cfg.optimizer
         handle = trainer.build_model(
             name=name, forward_only=forward_only, head=head, hf_path=hf_path or config.model, optimizer=optimizer
         )

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from actors.rollout.stream import StreamPosition, load_drawn, save_drawn
-from actors.run.config import TrainingConfig, resolve_dtype
+from actors.run.config import TrainingConfig
 from actors.run.folder import RunFolder
 from actors.run.metrics import Clock
 from actors.run.resume import require_same_dtype, saved_facts
@@ -47,7 +47,7 @@ class RunSaver:
         self._models = models
         self._store = RunCheckpoints(folder.path / CHECKPOINTS, config.keep_checkpoints or None)
         self._store.clean_up()
-        self._run = {**saved_facts(config), "dtype": resolve_dtype(config.dtype)} if config.save_every else {}
+        self._run = {**saved_facts(config), "dtype": config.trained_dtype} if config.save_every else {}
         self._saving: int | None = None
         self._state: dict[str, Any] = {}
         if start.checkpoint is not None:

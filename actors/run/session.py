@@ -11,6 +11,7 @@ from typing import Any
 
 from actors.cluster.placement import ClusterShare, share_cluster
 from actors.cluster.session import raised_on_sigterm, ray_session
+from actors.rollout.config import RolloutConfig
 from actors.rollout.group import RolloutGroup
 from actors.run.config import TrainingConfig
 from actors.run.lock import usable_run_dir
@@ -18,7 +19,8 @@ from actors.train.context import RankContext
 from actors.train.group import TrainGroup
 from rl_backend.contracts import ConfigError, RuntimeConfig
 
-_OF_ENGINES = ("num_engines", "dtype", "seed", "return_routed_experts")
+_OF_A_RUN = {"model_path", "max_model_len"}
+_OF_THE_CLUSTER = {"cores_per_engine", "cores", "placement", "gpus_per_worker", "gpu_memory_utilization"}
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,9 @@ class Session:
         asked = config.rollout_config(ClusterShare(1, 1, 0))
         engines = None if self.rollout is None else self.rollout.config
         if asked is not None:
-            wanted |= {f"rollout.{name}": getattr(asked, name) for name in _OF_ENGINES}
-            found |= {f"rollout.{name}": getattr(engines, name, None) for name in _OF_ENGINES}
+            compared = [name for name in RolloutConfig.model_fields if name not in _OF_A_RUN | _OF_THE_CLUSTER]
+            wanted |= {f"rollout.{name}": getattr(asked, name) for name in compared}
+            found |= {f"rollout.{name}": getattr(engines, name, None) for name in compared}
         for name in wanted | found:
             if wanted.get(name) != found.get(name):
                 raise ConfigError.of(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -14,8 +15,9 @@ from actors import Session
 from actors.cluster.placement import share_cluster
 from actors.cluster.session import ray_session
 from actors.run.command_line import parse_config, run_command
-from actors.run.config import RuntimeOptions
+from actors.run.config import RankOptions
 from actors.run.lock import usable_run_dir, written_to
+from actors.run.options import Follows, put
 from actors.run.rl_run import RunResult
 from actors.train.model import RouterReplayMode
 from examples import grpo, ppo, sft
@@ -32,15 +34,19 @@ MODELS: dict[ModelName, str] = {
 }
 
 
-class DemoConfig(RuntimeOptions):
-    """Options of the demo."""
+class DemoConfig(RankOptions):
+    """Options of the demo; those of ``train`` are passed on to both of its runs."""
+
+    follows: ClassVar[Mapping[str, Follows]] = {
+        **RankOptions.follows,
+        "train.hf_path": Follows(lambda config: f"{config.run_dir}/task/model", "the demo makes its model", until="-"),
+    }
 
     run_dir: str = Field(default="runs/demo", description="folder for everything; an earlier demo in it is replaced")
     model: ModelName = Field(default="qwen3", description="qwen3, or qwen3_moe: a mixture of 8 experts, 2 for each token")
     algorithm: Algorithm = Field(
         default="grpo", description="grpo, ppo, or a recipe: cispo, dapo, dr_grpo, gspo, reinforce_plus_plus, rloo"
     )
-    seed: int = Field(default=0, ge=0, description="fixes model, data, samples and training")
     steps: int = Field(default=120, ge=1, description="training steps")
     max_staleness: int = Field(default=0, ge=0, description="steps by which samples may be behind; 0: strictly on-policy")
     router_replay: RouterReplayMode = Field(
@@ -58,21 +64,28 @@ class DemoConfig(RuntimeOptions):
             )
         return self
 
+    def shared(self) -> dict[str, Any]:
+        """Options of both runs: of ``train`` those that were given."""
+        given: dict[str, Any] = {"ranks": self.ranks, "dtype": self.dtype}
+        put(given, "train", self.train)
+        return given
+
 
 def warm_start(config: DemoConfig, task: Path, run_dir: Path) -> Path:
     """SFT from random weights on careless demonstrations."""
     return sft.train(
-        sft.SFTConfig(
-            model=str(task / "model"),
-            dataset=str(task / "demonstrations.jsonl"),
-            eval_dataset=str(task / "validation.jsonl"),
-            run_dir=str(run_dir / "warm_start"),
-            steps=700,
-            lr=2e-3,
-            lr_warmup_steps=20,
-            lr_decay_style="linear",
-            seed=config.seed,
-            **config.runtime_options(),
+        sft.SFTConfig.model_validate(
+            {
+                **config.shared(),
+                "model": str(task / "model"),
+                "dataset": str(task / "demonstrations.jsonl"),
+                "eval_dataset": str(task / "validation.jsonl"),
+                "run_dir": str(run_dir / "warm_start"),
+                "steps": 700,
+                "lr": 2e-3,
+                "lr_warmup_steps": 20,
+                "lr_decay_style": "linear",
+            }
         )
     )
 
@@ -80,6 +93,7 @@ def warm_start(config: DemoConfig, task: Path, run_dir: Path) -> Path:
 def demo_settings(config: DemoConfig, task: Path, model: Path, run_dir: Path) -> dict[str, Any]:
     """Fields of the RL examples' configurations; the run is in ``run_dir/<algorithm>``."""
     return {
+        **config.shared(),
         "model": str(model),
         "dataset": str(task / "train.jsonl"),
         "eval_dataset": str(task / "held_out.jsonl"),
@@ -95,10 +109,8 @@ def demo_settings(config: DemoConfig, task: Path, model: Path, run_dir: Path) ->
         "router_replay": config.router_replay,
         "engines": config.engines,
         "transport": "shared_memory",
-        "seed": config.seed,
         "trace": config.trace,
         "shuffle_rewards": config.shuffle_rewards,
-        **config.runtime_options(),
     }
 
 
@@ -111,7 +123,7 @@ def reinforce(config: DemoConfig, task: Path, model: Path, run_dir: Path, sessio
         return grpo.train(grpo.GRPOConfig(**settings), session)
     recipe = json.loads((RECIPES / f"{config.algorithm}.json").read_text())
     # A second update is off-policy, and only there do the clipped ratios of the recipes differ.
-    return grpo.train(grpo.GRPOConfig(**settings, **recipe, updates_per_step=2), session)
+    return grpo.train(grpo.GRPOConfig(**{**settings, **recipe, "updates_per_step": 2}), session)
 
 
 def fresh_folder(path: Path) -> None:
@@ -132,7 +144,7 @@ def main() -> None:
     task = run_dir / "task"
     with usable_run_dir(run_dir):
         (run_dir / "demo.json").write_text(config.model_dump_json(indent=2) + "\n")
-        write_task(task, config.seed, config.model, num_layers=layers_for(config.pp * config.vpp))
+        write_task(task, config.train.seed, config.model, num_layers=layers_for(config.parallel.pp * config.parallel.vpp))
     print("The task: add two two-digit numbers; the answer is written last digit first, as in 47+38=58.")
     with ray_session(config.ranks, config.engines):
         share_cluster(config.ranks, config.engines)  # refuses what would not fit, before the warm start
@@ -146,7 +158,7 @@ def main() -> None:
         "max_log_prob_gap": result.max_log_prob_gap,
         "step_seconds": result.step_seconds,
         "seconds": time.perf_counter() - started,
-        **config.model_dump(exclude={"run_dir"}),
+        **config.model_dump(mode="json", exclude={"run_dir"}),
     }
     with written_to(run_dir):
         (run_dir / "summary.json").write_text(json_text(summary, indent=2) + "\n")

@@ -1,6 +1,6 @@
 """Everything that crosses a boundary: configurations, batches, losses, results, handles, errors and weight manifests."""
 
-from rl_backend.contracts.base_config import BaseConfig
+from rl_backend.contracts.base_config import MAY_CHANGE, SAME_CONTENTS, BaseConfig, HasEffect, OnResume
 from rl_backend.contracts.batch import PackedBatch, TokenSequence
 from rl_backend.contracts.errors import (
     BatchError,
@@ -52,7 +52,9 @@ from rl_backend.contracts.weights import (
 
 __all__ = [
     "BACKEND_CONFIGS",
+    "MAY_CHANGE",
     "MODEL_CONFIGS",
+    "SAME_CONTENTS",
     "UNVERSIONED",
     "VALUE_HEAD_WEIGHTS",
     "BackendConfig",
@@ -67,6 +69,7 @@ __all__ = [
     "ForwardResult",
     "GroupFailedError",
     "HandleError",
+    "HasEffect",
     "Head",
     "LossFn",
     "Metric",
@@ -75,6 +78,7 @@ __all__ = [
     "ModelOptions",
     "ModelOutput",
     "NativeConfig",
+    "OnResume",
     "OperationOrderError",
     "OptimizerConfig",
     "PackedBatch",

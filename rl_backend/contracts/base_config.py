@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
@@ -10,10 +12,41 @@ from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, Validatio
 from rl_backend.contracts.errors import ConfigError
 
 
+@dataclass(frozen=True)
+class HasEffect:
+    """Metadata of a field: elsewhere than ``when``, a value other than the default has no effect and is refused.
+
+    Attributes:
+        when: of the configuration.
+        because: why there is no effect, and what to do; ``{0.name}`` is a value of the configuration.
+    """
+
+    when: Callable[[Any], Any]
+    because: str
+
+
+@dataclass(frozen=True)
+class OnResume:
+    """Metadata of a field: what a run that continues from a checkpoint is asked of it. Others must be the same.
+
+    Attributes:
+        same_contents: the files that the value names must have the same contents; else the value may change.
+    """
+
+    same_contents: bool = False
+
+
+MAY_CHANGE = OnResume()
+"""It decides where, how long or how a run computes, and not what is learned."""
+
+SAME_CONTENTS = OnResume(same_contents=True)
+
+
 class BaseConfig(BaseModel):
     """Frozen configuration. Building one with a wrong or unknown field raises :class:`ConfigError`.
 
-    ``model_dump_json`` and ``model_validate_json`` are inverse to each other for every subclass.
+    ``model_dump_json`` and ``model_validate_json`` are inverse to each other for every subclass. Fields declare with
+    :class:`HasEffect` when they have none, and are refused then.
     """
 
     model_config = ConfigDict(
@@ -24,9 +57,14 @@ class BaseConfig(BaseModel):
     @classmethod
     def _raise_config_error(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         try:
-            return handler(value)
+            config = handler(value)
         except ValidationError as error:
             raise ConfigError(_describe(cls, error), config=cls.__name__) from None
+        for name, field in cls.model_fields.items():
+            for effect in field.metadata:
+                if isinstance(effect, HasEffect) and config.is_set(name) and not effect.when(config):
+                    raise ConfigError.of(f"{cls.__name__}.{name}", getattr(config, name), effect.because.format(config))
+        return config
 
     def replace(self, **changes: Any) -> Self:
         """A validated copy with ``changes`` applied."""

@@ -6,10 +6,17 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rl_backend.contracts.base_config import BaseConfig
+from rl_backend.contracts.base_config import BaseConfig, HasEffect
 from rl_backend.contracts.errors import ConfigError
 
 NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+
+_DECAYS = HasEffect(lambda c: c.lr_decay_style != "constant", "lr_decay_style='constant' never decays; set the style")
+_WSD = HasEffect(lambda c: c.lr_decay_style == "WSD", "lr_decay_style={0.lr_decay_style!r} does not read it; use WSD")
+_WARMS_UP = HasEffect(
+    lambda c: c.warmup_steps, "there is no warm-up to begin with it; set lr_warmup_steps or lr_warmup_steps_ratio"
+)
+_BY_RATIO = HasEffect(lambda c: c.lr_warmup_steps < 0, "lr_warmup_steps={0.lr_warmup_steps} decides; give one of them")
 
 
 class OptimizerConfig(BaseConfig):
@@ -32,14 +39,14 @@ class OptimizerConfig(BaseConfig):
 
     optimizer: Literal["adam"] = "adam"
     lr: NonNegative = 1e-3
-    min_lr: NonNegative = 0.0
-    lr_warmup_init: NonNegative = 0.0
+    min_lr: Annotated[NonNegative, _DECAYS] = 0.0
+    lr_warmup_init: Annotated[NonNegative, _WARMS_UP] = 0.0
     lr_warmup_steps: int = Field(default=-1, ge=-1)
-    lr_warmup_steps_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
-    lr_decay_steps: int | None = Field(default=None, ge=1)
+    lr_warmup_steps_ratio: Annotated[float, _BY_RATIO] = Field(default=0.0, ge=0.0, le=1.0)
+    lr_decay_steps: Annotated[int | None, Field(ge=1), _DECAYS] = None
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "constant"
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
-    lr_wsd_decay_steps: int | None = Field(default=None, ge=0)
+    lr_wsd_decay_style: Annotated[Literal["exponential", "linear", "cosine", "minus_sqrt"], _WSD] = "exponential"
+    lr_wsd_decay_steps: Annotated[int | None, Field(ge=0), _WSD] = None
     total_training_steps: int = Field(default=-1, ge=-1)
     weight_decay: NonNegative = 0.01
     weight_decay_start: NonNegative | None = None
@@ -73,7 +80,6 @@ class OptimizerConfig(BaseConfig):
             raise ConfigError.of(
                 f"{name}.lr_wsd_decay_steps", self.lr_wsd_decay_steps, f"must not exceed lr_decay_steps={self.decay_steps}"
             )
-        self._check_unread(name)
         start = self.weight_decay if self.weight_decay_start is None else self.weight_decay_start
         if self.weight_decay_incr_style == "constant" and start != self.weight_decay:
             raise ConfigError.of(
@@ -90,24 +96,6 @@ class OptimizerConfig(BaseConfig):
                 f"{name}.weight_decay_incr_style", self.weight_decay_incr_style, "needs total_training_steps"
             )
         return self
-
-    def _check_unread(self, name: str) -> None:
-        """Refuses what the chosen schedule would not read."""
-        unread: dict[str, str] = {}
-        if self.lr_decay_style == "constant":
-            unread |= dict.fromkeys(("min_lr", "lr_decay_steps"), "lr_decay_style='constant' never decays; set the style")
-        if self.lr_decay_style != "WSD":
-            unread |= dict.fromkeys(
-                ("lr_wsd_decay_style", "lr_wsd_decay_steps"),
-                f"lr_decay_style={self.lr_decay_style!r} does not read it; use WSD",
-            )
-        if self.warmup_steps == 0:
-            unread["lr_warmup_init"] = "there is no warm-up to begin with it; set lr_warmup_steps or lr_warmup_steps_ratio"
-        if self.lr_warmup_steps >= 0:
-            unread["lr_warmup_steps_ratio"] = f"lr_warmup_steps={self.lr_warmup_steps} decides; give one of them"
-        for field, reason in unread.items():
-            if self.is_set(field):
-                raise ConfigError.of(f"{name}.{field}", getattr(self, field), reason)
 
     @property
     def warmup_steps(self) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator
 
-from rl_backend.contracts.base_config import BaseConfig
+from rl_backend.contracts.base_config import MAY_CHANGE, SAME_CONTENTS, BaseConfig, HasEffect
 from rl_backend.contracts.errors import ConfigError
 from rl_backend.contracts.optimizer_config import OptimizerConfig
 from rl_backend.contracts.parallel_config import ParallelConfig
@@ -19,6 +19,9 @@ BACKEND_CONFIGS: Registry[type[BackendConfig]] = Registry(
 )
 MODEL_CONFIGS: Registry[type[ModelOptions]] = Registry("model family", "register_model(...)", built_in="rl_backend.model")
 
+_PIPELINE = HasEffect(
+    lambda config: config.parallel.pp > 1, "with parallel.pp=1 all ranks end a step together; set it to False"
+)
 
 type PipelineSchedule = Literal["auto", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zbv", "dualpipev"]
 
@@ -30,7 +33,7 @@ class ModelOptions(BaseConfig):
 class BackendConfig(BaseConfig):
     """Base of the options of one runtime: what every runtime has."""
 
-    parallel: ParallelConfig = ParallelConfig()
+    parallel: Annotated[ParallelConfig, MAY_CHANGE] = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
 
 
@@ -55,15 +58,15 @@ class NativeConfig(BackendConfig):
         model_cfg: that family's own options; needs ``model`` to be named. None takes its defaults.
     """
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], MAY_CHANGE] = "auto"
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    activation_checkpointing: Literal["none", "full"] = "none"
-    reshard_after_forward: bool = True
-    log_prob_chunk_tokens: int = Field(default=1024, ge=1)
-    pipeline_schedule: PipelineSchedule = "auto"
-    pipeline_layers: tuple[int, ...] | None = None
-    post_validation: bool = False
+    activation_checkpointing: Annotated[Literal["none", "full"], MAY_CHANGE] = "none"
+    reshard_after_forward: Annotated[bool, MAY_CHANGE] = True
+    log_prob_chunk_tokens: Annotated[int, MAY_CHANGE] = Field(default=1024, ge=1)
+    pipeline_schedule: Annotated[PipelineSchedule, MAY_CHANGE] = "auto"
+    pipeline_layers: Annotated[tuple[int, ...] | None, MAY_CHANGE] = None
+    post_validation: Annotated[bool, MAY_CHANGE, _PIPELINE] = False
     model: str = "auto"
     model_cfg: SerializeAsAny[ModelOptions] | None = None
 
@@ -75,14 +78,6 @@ class NativeConfig(BackendConfig):
         if info.data["model"] == "auto":
             raise ConfigError.of("NativeConfig.model_cfg", value, "name the family in `model` to give it options")
         return _resolve("NativeConfig.model_cfg", MODEL_CONFIGS.get(info.data["model"]), value)
-
-    @model_validator(mode="after")
-    def _validates_a_pipeline(self) -> Self:
-        if self.post_validation and self.parallel.pp == 1:
-            raise ConfigError.of(
-                "NativeConfig.post_validation", True, "with parallel.pp=1 all ranks end a step together; set it to False"
-            )
-        return self
 
 
 BACKEND_CONFIGS.add("native", NativeConfig)
@@ -104,7 +99,7 @@ class RuntimeConfig(BaseConfig):
 
     Attributes:
         plugins: modules imported before the rest is read, in every process that builds the runtime; they call
-            ``register_model`` and ``register_runtime``.
+            ``register_model`` and ``register_runtime``. Text has commas between them.
         backend: name of a registered runtime.
         hf_path: local Hugging Face directory with ``config.json`` and safetensors.
         seed: seeds every random generator of the runtime.
@@ -113,16 +108,22 @@ class RuntimeConfig(BaseConfig):
     """
 
     plugins: tuple[str, ...] = ()
-    backend: str = "native"
-    hf_path: str = Field(min_length=1)
+    backend: Annotated[str, MAY_CHANGE] = "native"
+    hf_path: Annotated[str, SAME_CONTENTS] = Field(min_length=1)
     seed: int = 0
-    max_tokens_per_micro_batch: int = Field(default=8192, ge=1)
+    max_tokens_per_micro_batch: Annotated[int, MAY_CHANGE] = Field(default=8192, ge=1)
     backend_cfg: SerializeAsAny[BackendConfig] = Field(default_factory=dict, validate_default=True)
 
     def options[B: BackendConfig](self, kind: type[B]) -> B:
         """``backend_cfg`` by its type, for a runtime that knows which one ``backend`` names."""
         assert isinstance(self.backend_cfg, kind), "RuntimeConfig resolves backend_cfg by backend"
         return self.backend_cfg
+
+    @field_validator("plugins", mode="before")
+    @classmethod
+    def _split_plugins(cls, plugins: Any) -> Any:
+        """``"a, b"`` -> ``("a", "b")``."""
+        return tuple(name for part in plugins.split(",") if (name := part.strip())) if isinstance(plugins, str) else plugins
 
     @field_validator("plugins")
     @classmethod

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
+from rl_backend.contracts.base_config import MAY_CHANGE, HasEffect
 from rl_backend.contracts.errors import ConfigError
 from rl_backend.contracts.parallel_config import ParallelConfig
 from rl_backend.contracts.runtime_config import BackendConfig
@@ -235,6 +236,11 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
+def _read_by(granularity: str) -> HasEffect:
+    because = f"Megatron reads it with recompute_granularity={granularity!r} only, here it is {{0.recompute_granularity!r}}"
+    return HasEffect(lambda config: config.recompute_granularity == granularity, because)
+
+
 class BridgeConfig(BackendConfig):
     """Options of the ``bridge`` runtime.
 
@@ -256,13 +262,13 @@ class BridgeConfig(BackendConfig):
         override_optimizer_config: fields of Megatron's ``OptimizerConfig``.
     """
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], MAY_CHANGE] = "auto"
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    recompute_granularity: Literal["full", "selective"] | None = None
-    recompute_method: Literal["uniform", "block"] | None = None
-    recompute_num_layers: int | None = Field(default=None, ge=1)
-    recompute_modules: tuple[str, ...] | None = None
-    log_prob_chunk_tokens: int = Field(default=1024, ge=1)
+    recompute_granularity: Annotated[Literal["full", "selective"] | None, MAY_CHANGE] = None
+    recompute_method: Annotated[Literal["uniform", "block"] | None, MAY_CHANGE, _read_by("full")] = None
+    recompute_num_layers: Annotated[int | None, Field(ge=1), MAY_CHANGE, _read_by("full")] = None
+    recompute_modules: Annotated[tuple[str, ...] | None, MAY_CHANGE, _read_by("selective")] = None
+    log_prob_chunk_tokens: Annotated[int, MAY_CHANGE] = Field(default=1024, ge=1)
     override_transformer_config: dict[str, Any] = Field(default_factory=dict)
     override_ddp_config: dict[str, Any] = Field(default_factory=dict)
     override_optimizer_config: dict[str, Any] = Field(default_factory=dict)
@@ -281,16 +287,8 @@ class BridgeConfig(BackendConfig):
         return self
 
     def _check_recompute(self) -> None:
-        granularity = self.recompute_granularity
-        for name, needs in (("method", "full"), ("num_layers", "full"), ("modules", "selective")):
-            value = getattr(self, f"recompute_{name}")
-            if value is not None and granularity != needs:
-                raise ConfigError.of(
-                    f"BridgeConfig.recompute_{name}",
-                    value,
-                    f"Megatron reads it with recompute_granularity={needs!r} only, here it is {granularity!r}",
-                )
-            if value is None and granularity == needs == "full":
+        for name in ("method", "num_layers"):
+            if self.recompute_granularity == "full" and getattr(self, f"recompute_{name}") is None:
                 raise ConfigError.of(
                     f"BridgeConfig.recompute_{name}",
                     None,

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.long
 
 LEARNED = 0.9
 STEPS = 60
-ZBV = ("--vpp", "2", "--backend-options", '{"pipeline_schedule": "zbv"}')
+ZBV = ("--vpp", "2", "--train.backend_cfg.pipeline_schedule", "zbv")
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,6 @@ def test_the_demo_learns_its_task_in_a_pipeline(model: str, options: tuple[str, 
     )
     assert run.returncode == 0, run.stdout + run.stderr
     summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
-    assert (summary["pp"], summary["model"]) == (2, model)
+    assert (summary["train"]["backend_cfg"]["parallel"]["pp"], summary["model"]) == (2, model)
     assert summary["accuracy_after"] >= LEARNED
     assert summary["max_log_prob_gap"] <= 1e-5

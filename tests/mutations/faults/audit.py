@@ -54,8 +54,8 @@ FAULTS = [
     Fault(
         "grpo-without-its-kl",
         "examples/grpo.py",
-        'kl_coef = self.kl_coef if self.kl_place == "loss" else 0.0',
-        "kl_coef = 0.0",
+        '"kl_coef": self.kl_coef - self.kl_in_reward,',
+        '"kl_coef": 0.0,',
         ("tests/unit/examples/test_grpo_loss.py::test_a_kl_in_the_loss_pulls_the_policy_to_its_reference",),
         "kl_coef would build a reference and train without it",
     ),

@@ -46,7 +46,7 @@ def test_a_session_serves_runs_of_other_models_rates_and_shorter_responses() -> 
         ({"ranks": 2, "tp": 2}, "ranks=1"),
         ({"seed": 3}, r"seed=0.*the run asks for 3"),
         ({"backend": "bridge"}, r"backend='native'.*the run asks for 'bridge'"),
-        ({"backend_options": {"log_prob_chunk_tokens": 8}}, r"backend_cfg\.log_prob_chunk_tokens=1024.*asks for 8"),
+        ({"train.backend_cfg.log_prob_chunk_tokens": 8}, r"backend_cfg\.log_prob_chunk_tokens=1024.*asks for 8"),
         ({"engines": 2}, r"rollout\.num_engines=1.*asks for 2"),
         ({"router_replay": "R3"}, r"rollout\.return_routed_experts=False.*asks for True"),
         ({"max_response_tokens": 600}, r"max_model_len=1024.*have up to 1112 tokens"),

@@ -148,13 +148,16 @@ def test_an_earlier_checkpoint_goes_on_in_a_new_folder_and_leaves_the_later_ones
         ({"seed": 1}, r"GRPOConfig\.seed=1"),
         ({"lr": 2e-6}, r"GRPOConfig\.lr=2e-06"),
         ({"dtype": "float32"}, r"GRPOConfig\.dtype='float32': is float32 here; .* has bfloat16"),
-        ({"plugins": "math"}, r"GRPOConfig\.plugins='math'"),
-        ({"backend_options": {"reduce_dtype": "bfloat16"}}, r"GRPOConfig\.backend_options=\{'reduce_dtype': 'bfloat16'\}"),
+        ({"plugins": "math"}, r"GRPOConfig\.plugins=\('math',\)"),
+        ({"train.backend_cfg.reduce_dtype": "bfloat16"}, r"GRPOConfig\.train\.backend_cfg\.reduce_dtype='bfloat16'"),
         (
-            {"backend": "bridge", "backend_options": {"override_transformer_config": {"moe_z_loss_coeff": 0.1}}},
-            r"GRPOConfig\.backend_options=\{'override_transformer_config'",
+            {"backend": "bridge", "train.backend_cfg.override_transformer_config": {"moe_z_loss_coeff": 0.1}},
+            r"GRPOConfig\.train\.backend_cfg\.override_transformer_config=\{'moe_z_loss_coeff'",
         ),
-        ({"seed": 1, "lr": 2e-6, "kl_coef": 0.1}, r"GRPOConfig\.lr="),
+        ({"temperature": 0.9}, r"GRPOConfig\.temperature=0\.9"),
+        ({"rollout.engine_args": {"quantization": "fp8"}}, r"GRPOConfig\.rollout\.engine_args=\{'quantization'"),
+        ({"loss": {"name": "gspo"}}, r"GRPOConfig\.loss\.name='gspo'"),
+        ({"seed": 1, "lr": 2e-6, "kl_coef": 0.1}, r"GRPOConfig\.seed="),
         ({"max_staleness": 1}, r"GRPOConfig\.max_staleness=1"),
         ({"kl_coef": 0.1}, r"GRPOConfig\.kl_coef=0\.1"),
     ],
@@ -178,7 +181,8 @@ def test_where_and_how_long_a_run_goes_may_change(tmp_path: Path) -> None:
     saving = {"save_every": 9, "keep_checkpoints": 0, "async_save": False, "dtype": "bfloat16"}
     assert find_start(config.replace(resume="auto", **changes, **saving, **files)).step == 2
     execution = {"activation_checkpointing": "full", "log_prob_chunk_tokens": 7, "device": "cpu", "reduce_dtype": "float32"}
-    assert find_start(config.replace(resume="auto", backend_options=execution)).step == 2
+    given = {f"train.backend_cfg.{name}": value for name, value in execution.items()}
+    assert find_start(config.replace(resume="auto", **given)).step == 2
 
 
 @pytest.mark.parametrize("name", ["m/config.json", "m/model.safetensors", "m/tokenizer.json", "reward.py", "train.jsonl"])

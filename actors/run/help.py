@@ -1,0 +1,114 @@
+"""Help of a command line that is made from a configuration."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from types import NoneType
+from typing import Any, Literal, TypeAliasType, get_args, get_origin
+
+from actors.run.options import Options
+from rl_backend.contracts import BaseConfig
+
+WIDTH, INDENT = 100, 30
+
+
+def write_help(prog: str, config_type: type[BaseConfig], text: str, sections: Mapping[str, type[BaseConfig]]) -> str:
+    """Usage, and a group of flags for each configuration: flag, short name, choices, what it is, default."""
+    lines = [f"usage: {prog} [--config FILE] [--FLAG VALUE ...]", "", *_wrap(text, "")]
+    rows = _row("--config FILE", "YAML or JSON with any of these values; flags on the command line replace them")
+    groups = {"options": rows + _row("--help", "this text")}
+    short = config_type.short if issubclass(config_type, Options) else {}
+    preset = config_type.preset if issubclass(config_type, Options) else {}
+    follows = config_type.follows if issubclass(config_type, Options) else {}
+    for prefix, kind in sections.items():
+        texts = _documented(kind)
+        title = f"{prefix[:-1]} ({kind.__name__})" if prefix else "options"
+        rows = groups.setdefault(title, [])
+        for name, field in kind.model_fields.items():
+            path = prefix + name
+            rule = follows.get(path)
+            if f"{path}." in sections or (rule is not None and rule.because):
+                continue
+            default = preset.get(path, field.get_default(call_default_factory=True))
+            if rule is not None:
+                default = "as the run's other options say"
+            shown = "required" if field.is_required() and path not in preset else f"default: {_plain(default)}"
+            alias = next((each for each, place in short.items() if place == path), None)
+            flag = f"--{path if prefix else path.replace('_', '-')}"
+            flags = flag if alias is None else f"--{alias.replace('_', '-')}, {flag}"
+            if field.annotation is bool:
+                flags += f", --no-{flag[2:]}"
+            said = field.description or texts.get(name, "")
+            rows += _row(f"{flags}{_value(field.annotation)}", f"{said} ({shown})".strip())
+    for title, rows in groups.items():
+        if rows:
+            lines += ["", f"{title}:", *rows]
+    return "\n".join(lines) + "\n"
+
+
+def nearest(flag: str, config_type: type[BaseConfig], sections: Mapping[str, type[BaseConfig]]) -> str:
+    """What to do about a flag that there is not."""
+    if not flag.startswith("--"):
+        return "is not a flag; flags begin with --, see --help"
+    places = [prefix + name for prefix, kind in sections.items() for name in kind.model_fields]
+    short = dict(config_type.short) if issubclass(config_type, Options) else {}
+    asked = flag.lstrip("-").replace("-", "_")
+    ends = {place.rpartition(".")[2]: place for place in reversed(places)} | {name: name for name in short}
+    near = get_close_matches(asked, places, n=1, cutoff=0.8) if "." in asked else []
+    near = near or [ends[end] for end in get_close_matches(asked.rpartition(".")[2], ends, n=1)]
+    if not near:
+        return "there is no such flag; see --help"
+    return f"there is no such flag; did you mean --{near[0] if '.' in near[0] else near[0].replace('_', '-')}?"
+
+
+def _row(flags: str, text: str) -> list[str]:
+    lines = _wrap(text, " " * INDENT)
+    if len(flags) + 4 > INDENT:
+        return [f"  {flags}", *lines]
+    return [f"  {flags}".ljust(INDENT) + lines[0][INDENT:], *lines[1:]]
+
+
+def _wrap(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _value(annotation: Any) -> str:
+    """`` {auto,cpu}``, `` INT``: what stands after a flag."""
+    if isinstance(annotation, TypeAliasType):
+        return _value(annotation.__value__)
+    if annotation is bool:
+        return ""
+    if get_origin(annotation) is Literal:
+        return f" {{{','.join(map(str, get_args(annotation)))}}}"
+    kinds = [each for each in get_args(annotation) if each is not NoneType]
+    if NoneType in get_args(annotation) and len(kinds) == 1:
+        return _value(kinds[0])
+    named = {int: " INT", float: " FLOAT", str: " TEXT"}
+    if get_origin(annotation) in (tuple, list):
+        return f"{_value(kinds[0])},..." if kinds[0] in named else " JSON"
+    return named.get(annotation, " JSON")
+
+
+def _plain(value: Any) -> str:
+    if value is None or value == () or value == {}:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _documented(kind: type[BaseConfig]) -> dict[str, str]:
+    """Field -> text, from the ``Attributes:`` of the docstrings of a class and its bases."""
+    found: dict[str, str] = {}
+    for each in reversed(kind.__mro__):
+        found |= _attributes(inspect.cleandoc(each.__dict__.get("__doc__") or ""))
+    return found
+
+
+def _attributes(doc: str) -> Iterator[tuple[str, str]]:
+    section = re.search(r"^Attributes:\n((?:    .*\n?|\n)*)", doc, re.MULTILINE)
+    for entry in re.finditer(r"^    (\w+(?:, \w+)*): (.*(?:\n        .*)*)", section[1] if section else "", re.MULTILINE):
+        for name in entry[1].split(", "):
+            yield name, re.sub(r"\s+", " ", entry[2]).replace("``", "").rstrip(".")

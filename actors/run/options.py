@@ -1,0 +1,157 @@
+"""Options of a run: nested configurations, short names of their values, and values that follow from others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from pydantic import ModelWrapValidatorHandler, SerializerFunctionWrapHandler, model_serializer, model_validator
+
+from rl_backend.contracts import BaseConfig, ConfigError
+
+
+@dataclass(frozen=True)
+class Follows:
+    """A value of a nested configuration that follows from other options unless it is given.
+
+    Attributes:
+        value: of the run's options.
+        because: why the run decides it: another value is refused. Empty where a given value wins.
+        until: stands in for a value that the nested configuration cannot be read without.
+    """
+
+    value: Callable[[Any], Any]
+    because: str = ""
+    until: Any = None
+
+
+class Options(BaseConfig):
+    """A configuration of nested ones. A value is given by its place, or by a short name, to the constructor too::
+
+        GRPOConfig(train={"backend_cfg": {"parallel": {"tp": 2}}})
+        GRPOConfig(**{"train.backend_cfg.parallel.tp": 2})
+        GRPOConfig(tp=2)
+
+    Attributes:
+        short: short name -> place.
+        renamed: options of earlier versions -> place of their value now; they are refused with it.
+        preset: place -> default, where it differs from that of the nested configuration.
+        follows: place -> what it follows from. Such a value is saved only where it was given.
+    """
+
+    short: ClassVar[Mapping[str, str]] = {}
+    renamed: ClassVar[Mapping[str, str]] = {}
+    preset: ClassVar[Mapping[str, Any]] = {}
+    follows: ClassVar[Mapping[str, Follows]] = {}
+
+    @classmethod
+    def section_types(cls, values: Mapping[str, Any]) -> dict[str, type[BaseConfig]]:
+        """Place -> type, of nested configurations whose type is decided by ``values``, as :meth:`nest` returns them."""
+        return {}
+
+    @classmethod
+    def nest(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """``values`` in their places; a value by its short name wins over one in its place.
+
+        Raises:
+            ConfigError: an option of an earlier version.
+        """
+        nested: dict[str, Any] = {}
+        for name in sorted(values, key=lambda name: name in cls.short or "." in name):
+            value = values[name]
+            if name in cls.renamed and (name not in cls.model_fields or not isinstance(value, Mapping | BaseConfig)):
+                raise ConfigError.of(f"{cls.__name__}.{name}", value, f"is {cls.renamed[name]} now; set that")
+            put(nested, cls.short.get(name, name), value)
+        return nested
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(values, Mapping):
+            return handler(values)
+        given = cls.nest(values)
+        whole: dict[str, Any] = {}
+        stand_ins = {path: rule.until for path, rule in cls.follows.items() if rule.until is not None}
+        for path, value in (stand_ins | dict(cls.preset) | given).items():
+            put(whole, path, value)
+        config = handler(whole)
+        for path, rule in cls.follows.items():
+            if has(config, path) and (rule.because or (rule.until is not None and not has(given, path))):
+                section, _, rest = path.partition(".")
+                owner, name = get(config, path.rpartition(".")[0]), path.rpartition(".")[2]
+                found, wanted, default = getattr(owner, name), rule.value(config), type(owner).model_fields[name].default
+                if has(given, path) and found not in (default, wanted):
+                    raise ConfigError.of(f"{cls.__name__}.{path}", found, rule.because)
+                object.__setattr__(config, section, _with_value(getattr(config, section), rest, wanted, given=False))
+        return config
+
+    @model_serializer(mode="wrap")
+    def _without_what_follows(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        for path in self.follows:
+            section, _, name = path.rpartition(".")
+            if has(values, path) and not self.gives(path):
+                get(values, section).pop(name)
+        return values
+
+    @classmethod
+    def name_of(cls, path: str) -> str:
+        """The short name of a place, or the place."""
+        return next((name for name, place in cls.short.items() if place == path), path)
+
+    def gives(self, path: str) -> bool:
+        """Whether a value of a nested configuration was given, even if it is the default."""
+        section, _, name = path.rpartition(".")
+        return name in get(self, section).model_fields_set
+
+    def filled(self, section: str) -> Any:
+        """A nested configuration with all that follows from other options, where it was not given."""
+        config = getattr(self, section)
+        for path, rule in self.follows.items():
+            first, _, rest = path.partition(".")
+            if first == section and has(self, path) and not self.gives(path):
+                config = _with_value(config, rest, rule.value(self))
+        return config
+
+
+def put(values: dict[str, Any], path: str, value: Any) -> None:
+    """Sets a value at a place of nested dictionaries; dictionaries and configurations are merged into what is there."""
+    name, _, rest = path.partition(".")
+    if isinstance(value, BaseConfig):
+        value = {each: getattr(value, each) for each in value.model_fields_set}
+    if rest:
+        below = values.get(name)
+        values[name] = below if isinstance(below, dict) else {}
+        put(values[name], rest, value)
+    elif isinstance(value, Mapping):
+        values[name] = dict(values.get(name) or {}) if isinstance(values.get(name), Mapping | None) else {}
+        for each, inner in value.items():
+            put(values[name], each, inner)
+    else:
+        values[name] = value
+
+
+def get(values: Any, path: str) -> Any:
+    """The value at a place of nested dictionaries or configurations."""
+    for name in path.split("."):
+        values = values[name] if isinstance(values, Mapping) else getattr(values, name)
+    return values
+
+
+def has(values: Any, path: str) -> bool:
+    """Whether there is such a place."""
+    for name in path.split("."):
+        if not (name in values if isinstance(values, Mapping) else hasattr(values, name)):
+            return False
+        values = values[name] if isinstance(values, Mapping) else getattr(values, name)
+    return True
+
+
+def _with_value[C: BaseConfig](config: C, path: str, value: Any, *, given: bool = True) -> C:
+    """A copy with one value changed; which values were given stays as it was, but for that one."""
+    name, _, rest = path.partition(".")
+    new = config.replace(**{name: _with_value(getattr(config, name), rest, value, given=given) if rest else value})
+    was = set(config.model_fields_set) | {name}
+    object.__setattr__(new, "__pydantic_fields_set__", was if rest or given else was - {name})
+    return new

@@ -1,0 +1,282 @@
+"""Options of a run: places and short names, files, old names, values that follow, and what has no effect."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import ray
+
+from actors.cluster.placement import ClusterShare
+from actors.run.command_line import parse_config
+from actors.run.resume import deciding_options, saved_facts
+from actors.run.start import checkpoints_of, find_start
+from examples.demo.__main__ import RECIPES, DemoConfig, demo_settings
+from examples.grpo import GRPOConfig
+from examples.ppo import PPOConfig
+from examples.sft import SFTConfig
+from rl_backend.contracts import MAY_CHANGE, BaseConfig, ConfigError, HasEffect, NativeConfig
+from rl_backend.runtime.bridge_config import BridgeConfig
+
+REQUIRED = ("--model", "m", "--dataset", "d", "--reward", "r")
+
+
+def read(*arguments: str, kind: Any = GRPOConfig) -> Any:
+    return parse_config(kind, "", [*REQUIRED, *arguments])
+
+
+@pytest.fixture(autouse=True)
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "cluster_resources", dict)
+
+
+@pytest.mark.shows(
+    "options: every field of the runtime, the engines, sampling and the loss is a flag, often with a short name"
+)
+def test_a_flag_is_the_place_of_a_value_or_its_short_name(tmp_path: Path) -> None:
+    config = read(
+        *(
+            "--tp",
+            "2",
+            "--ranks",
+            "2",
+            "--train.backend_cfg.optimizer.weight_decay",
+            "0.5",
+            "--lr",
+            "2e-5",
+            "--engines",
+            "3",
+        ),
+        *("--rollout.dtype", "bfloat16", "--rollout.engine_args", '{"quantization": "fp8"}', "--loss.clip_ratio_low", "0.1"),
+        *("--samples-per-prompt", "4", "--sampling.top_p", "0.9", "--no-train.backend_cfg.reshard_after_forward"),
+        *("--train.backend_cfg.optimizer.betas", "0.9,0.95", "--metrics-to", "none", "--plugins", "json,math"),
+    )
+    optimizer = config.train.backend_cfg.optimizer
+    assert (config.parallel.tp, config.train.plugins, config.metrics_to) == (2, ("json", "math"), None)
+    assert (optimizer.weight_decay, optimizer.lr, optimizer.betas) == (0.5, 2e-5, (0.9, 0.95))
+    assert config.train.backend_cfg.reshard_after_forward is False
+    assert (config.rollout.num_engines, config.rollout.dtype) == (3, "bfloat16")
+    assert config.rollout.engine_args == {"quantization": "fp8"}
+    assert (config.sampling.n, config.sampling.top_p, config.loss.clip_ratio_low) == (4, 0.9, 0.1)
+    (tmp_path / "saved.json").write_text(config.model_dump_json())
+    assert parse_config(GRPOConfig, "", ["--config", str(tmp_path / "saved.json")]) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= (
+            flat(value, f"{prefix}{name}.")
+            if isinstance(value, dict) and value and name != "engine_args"
+            else {prefix + name: value}
+        )
+    return found
+
+
+def test_flags_replace_a_file_which_replaces_defaults(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("tp: 2\nranks: 4\nlr: 1.0e-5\nloss: {clip_ratio_high: 0.3}\nrollout:\n  seed: 7\n")
+    (tmp_path / "mine.json").write_text('{"train": {"backend_cfg": {"parallel": {"tp": 2}}}, "ranks": 4}')
+    config = read("--config", str(tmp_path / "mine.yaml"), "--tp", "4", "--rollout.prefix_caching")
+    assert (config.parallel.tp, config.ranks, config.train.backend_cfg.optimizer.lr) == (4, 4, 1e-5)
+    assert (config.loss.clip_ratio_high, config.rollout.seed, config.sampling.n) == (0.3, 7, 8)
+    assert read("--config", str(tmp_path / "mine.json")).parallel.tp == 2
+    for text, message in (
+        ("- a", "not a YAML mapping"),
+        ("a: [", "cannot be read as options"),
+        ("speed: 3", "unknown field"),
+    ):
+        (tmp_path / "bad.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            read("--config", str(tmp_path / "bad.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--tpp", "2"), "--tpp 2: there is no such flag; did you mean --tp?"),
+        (("--temprature=0.3",), "--temprature 0.3: there is no such flag; did you mean --temperature?"),
+        (("--engine_args", "{}"), "--engine-args {}: there is no such flag; did you mean --rollout.engine_args?"),
+        (("--rollout.dtyp", "x"), "--rollout.dtyp x: there is no such flag; did you mean --rollout.dtype?"),
+        (("--train.parallel.tp", "2"), "--train.parallel.tp 2: there is no such flag; did you mean --tp?"),
+        (("--zzzzzz",), "--zzzzzz: there is no such flag; see --help"),
+        (("yes",), "yes: is not a flag; flags begin with --, see --help"),
+        (("--backend-options", "{}"), "--backend-options {}: is --train.backend_cfg now; use that"),
+        (("--weight-decay", "0.1"), "--weight-decay 0.1: is --train.backend_cfg.optimizer.weight_decay now; use that"),
+        (("--clip-grad=2",), "--clip-grad 2: is --train.backend_cfg.optimizer.clip_grad now; use that"),
+        (("--loss", "gspo"), "--loss gspo: is --loss.name now; use that"),
+        (("--clip-ratio-low", "0.1"), "--clip-ratio-low 0.1: is --loss.clip_ratio_low now; use that"),
+        (("--lr", "fast"), '--lr="fast": input should be a valid number, unable to parse string as a number'),
+        (("--lr",), "--lr: needs a value; see --help"),
+        (("--trace=1",), "--no-trace: takes no value; give the flag, or --no- and its name"),
+        (("--rollout.cores", "1,2"), "--rollout.cores.0=1: input should be a valid tuple"),
+        (("--rollout.engine_args", "x"), "--rollout.engine_args: is not JSON"),
+        (("--backend", "jax"), "--backend: unknown runtime 'jax'; known: bridge, native"),
+        (("--plugins", "nothing_there"), "--plugins='nothing_there': cannot be imported"),
+        (("--no-async-save",), "--async-save=False: save_every=0 saves no checkpoints; set it too"),
+        (
+            ("--rollout.kv_cache_gib", "1", "--rollout.gpu_memory_utilization", "0.5"),
+            "--rollout.gpu_memory_utilization=0.5: vLLM",
+        ),
+        (("--train.backend_cfg.optimizer.min_lr", "1e-9"), "--train.backend_cfg.optimizer.min_lr=1e-09: lr_decay_style"),
+        (
+            ("--backend", "bridge", "--train.backend_cfg.pipeline_schedule", "zbv"),
+            "--train.backend_cfg.pipeline_schedule zbv: there is no such flag",
+        ),
+    ],
+)
+def test_a_wrong_flag_is_one_sentence_that_says_what_to_do(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read(*arguments)
+    assert str(refused.value).startswith(message)
+    assert "\n" not in str(refused.value)
+
+
+def test_flags_are_those_of_the_chosen_runtime() -> None:
+    config = read("--backend", "bridge", "--train.backend_cfg.override_transformer_config", '{"moe_z_loss_coeff": 0.1}')
+    assert isinstance(config.train.backend_cfg, BridgeConfig)
+    assert config.train.backend_cfg.override_transformer_config == {"moe_z_loss_coeff": 0.1}
+
+
+def test_values_that_follow_are_filled_in_unless_they_are_given_and_are_not_saved() -> None:
+    config = read("--seed", "3", "--max-response-tokens", "8", "--router-replay", "R3", "--dtype", "float32", "--steps", "7")
+    rollout = config.rollout_config(ClusterShare(2, 3, 0))
+    assert (rollout.model_path, rollout.max_model_len, rollout.seed, rollout.dtype) == ("m", 520, 3, "float32")
+    assert (rollout.require_push, rollout.return_routed_experts, rollout.cores_per_engine) == (True, True, 3)
+    assert config.runtime_config().options(NativeConfig).param_dtype == "float32"
+    assert config.train.backend_cfg.optimizer.total_training_steps == 7
+    longer = config.replace(max_response_tokens=16, steps=9, model="other")
+    rollout = longer.rollout_config(ClusterShare(2, 3, 0))
+    assert (rollout.max_model_len, rollout.model_path) == (528, "other")
+    assert longer.train.backend_cfg.optimizer.total_training_steps == 9
+    given = read("--rollout.seed", "5", "--rollout.max_model_len", "2000", "--train.backend_cfg.param_dtype", "bfloat16")
+    given = GRPOConfig.model_validate_json(given.model_dump_json())
+    rollout = given.rollout_config(ClusterShare(2, 3, 0))
+    assert (rollout.seed, rollout.max_model_len, rollout.dtype) == (5, 2000, "float32")
+    assert given.trained_dtype == "bfloat16"
+    saved = flat(config.model_dump())
+    assert not {"rollout.model_path", "rollout.max_model_len", "rollout.seed", "rollout.dtype"} & set(saved)
+
+
+def test_a_field_declares_when_it_has_no_effect() -> None:
+    class Mine(BaseConfig):
+        on: bool = False
+        size: Annotated[int, MAY_CHANGE, HasEffect(lambda mine: mine.on, "on={0.on!r} has no size; set on")] = 3
+
+    assert Mine(on=True, size=4).size == 4
+    assert Mine(size=3) == Mine()
+    with pytest.raises(ConfigError, match=r"^Mine\.size=4: on=False has no size; set on$"):
+        Mine(size=4)
+
+
+def old_options(config: GRPOConfig | PPOConfig, **changes: Any) -> dict[str, Any]:
+    """What the version before saved of a run: flat, with all defaults."""
+    names = ("steps", "run_dir", "ranks", "placement", "save_every", "keep_checkpoints", "async_save", "resume", "trace")
+    nested = ("train", "rollout", "sampling", "loss", "dtype", "dataset", "eval_dataset", "reward", "critic_model")
+    moved = ("metrics_to", "transport", "samples_logged", "eval_every", "groups")
+    own = {name: value for name, value in config.model_dump(mode="json").items() if name not in (*names, *nested, *moved)}
+    optimizer, policy = config.train.backend_cfg.optimizer, config.loss
+    return {
+        **own,
+        **{name: getattr(optimizer, name) for name in ("lr", "lr_decay_style", "weight_decay", "clip_grad")},
+        **{name: value for name, value in policy.model_dump().items() if name != "name"},
+        **({"loss": policy.name} if isinstance(config, GRPOConfig) else {}),
+        "lr_warmup_steps": max(optimizer.lr_warmup_steps, 0),
+        "plugins": "",
+        "seed": config.train.seed,
+        "samples_per_prompt": config.sampling.n,
+        "max_response_tokens": config.sampling.max_new_tokens,
+        "temperature": config.sampling.temperature,
+        "backend_options": {},
+        **changes,
+    }
+
+
+@pytest.mark.shows("resume: a run folder of the version before, with flat options, is continued, or refused by name")
+@pytest.mark.parametrize("kind", [GRPOConfig, PPOConfig])
+def test_a_checkpoint_of_the_version_before_is_continued(tmp_path: Path, kind: Any) -> None:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    files = {"model": str(tmp_path), "dataset": str(tmp_path / "train.jsonl"), "reward": "json:dumps"}
+    given = {**files, "run_dir": str(tmp_path / "run"), "steps": 4, "save_every": 2, "lr": 3e-5, "lr_decay_style": "linear"}
+    config = kind(**given, temperature=0.8, **{"train.backend_cfg.optimizer.weight_decay": 0.0})
+
+    def save(step: int, options: dict[str, Any]) -> None:
+        store = checkpoints_of(config)
+        (store.draft(step) / "policy").mkdir(parents=True)
+        (store.draft(step) / "policy" / "manifest.json").write_text("{}")
+        store.commit(step, {"run": saved_facts(config) | {"dtype": "float32", "options": options}, "logs": {}})
+
+    again = config.replace(resume=str(tmp_path / "run" / "checkpoints" / "latest"), run_dir=str(tmp_path / "new"))
+    for step, backend in ((2, {}), (3, {"reduce_dtype": "bfloat16"})):
+        save(step, old_options(config, backend_options=backend))
+        changes = {f"train.backend_cfg.{name}": value for name, value in backend.items()}
+        assert find_start(again.replace(ranks=2, tp=2, **changes)).step == step
+    with pytest.raises(ConfigError, match=r"train\.backend_cfg\.reduce_dtype='float32': the run of .* has 'bfloat16'"):
+        find_start(again)
+    save(4, old_options(config))
+    for option, changes in (("lr", {"lr": 1e-5}), ("seed", {"seed": 2}), ("temperature", {"temperature": 1.0})):
+        with pytest.raises(ConfigError, match=rf"{kind.__name__}\.{option}="):
+            find_start(again.replace(**changes))
+
+
+def test_a_configuration_of_the_version_before_is_refused_by_the_new_name(tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text('{"backend_options": {"log_prob_chunk_tokens": 8}, "clip_ratio_low": null}')
+    with pytest.raises(
+        ConfigError, match=r"--backend_options=.*: is train\.backend_cfg now|backend_options.*train\.backend_cfg"
+    ):
+        read("--config", str(tmp_path / "old.json"))
+
+
+def test_what_decides_what_is_learned_is_declared_on_the_fields() -> None:
+    config = read("--tp", "2", "--ranks", "2", "--lr", "3e-5", "--rollout.enforce_eager", "--sampling.top_p", "0.9")
+    of_sampling = {"sampling.top_p": 0.9, "samples_per_prompt": 8, "max_response_tokens": 512}
+    assert deciding_options(config) == {"lr": 3e-5, **of_sampling}
+    assert set(saved_facts(config.replace(dataset=__file__))["contents"]) == {"model", "dataset", "eval_dataset", "reward"}
+
+
+@pytest.mark.parametrize("kind", [GRPOConfig, PPOConfig, SFTConfig, DemoConfig])
+def test_help_has_every_flag_in_lines_of_a_hundred(kind: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_config(kind, "What it does.", ["--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert max(map(len, text.splitlines())) <= 100
+    for part in (
+        "What it does.",
+        "--tp, --train.backend_cfg.parallel.tp INT",
+        "train.backend_cfg (NativeConfig):",
+        "default: 1",
+    ):
+        assert part in text
+    assert "param_dtype of" not in text and "--rollout.model_path" not in text
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.json")), ids=lambda path: path.stem)
+def test_a_recipe_is_read_beside_flags(recipe: Path) -> None:
+    config = read("--config", str(recipe), "--lr", "1e-5")
+    assert config.train.backend_cfg.optimizer.lr == 1e-5
+    assert GRPOConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_the_demos_options_go_to_both_of_its_runs(tmp_path: Path) -> None:
+    demo = parse_config(DemoConfig, "", ["--tp", "2", "--ranks", "2", "--seed", "3", "--train.backend_cfg.device", "cpu"])
+    config = GRPOConfig(**demo_settings(demo, tmp_path, tmp_path, tmp_path))
+    assert (config.parallel.tp, config.ranks, config.seed) == (2, 2, 3)
+    assert config.train.options(NativeConfig).device == "cpu"
+    assert (config.train.max_tokens_per_micro_batch, config.train.backend_cfg.optimizer.lr) == (16384, 3e-4)
+    with pytest.raises(ConfigError, match=r"train\.hf_path='other': the demo makes its model"):
+        parse_config(DemoConfig, "", ["--train.hf_path", "other"])
+
+
+def test_reading_flags_imports_no_vllm() -> None:
+    code = (
+        "import sys\nfrom actors.run import parse_config\nfrom examples.grpo import GRPOConfig\n"
+        "parse_config(GRPOConfig, '', ['--model', 'm', '--dataset', 'd', '--reward', 'r'])\n"
+        "print([name for name in ('vllm', 'transformers', 'megatron', 'tensorboard') if name in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
