@@ -38,10 +38,8 @@ def write_help(prog: str, config_type: type[BaseConfig], text: str, sections: Ma
                 default = "as the run's other options say"
             shown = "required" if field.is_required() and path not in preset else f"default: {_plain(default)}"
             alias = next((each for each, place in short.items() if place == path), None)
-            flag = f"--{path if prefix else path.replace('_', '-')}"
-            flags = flag if alias is None else f"--{alias.replace('_', '-')}, {flag}"
-            if field.annotation is bool:
-                flags += f", --no-{flag[2:]}"
+            names = [path if prefix else path.replace("_", "-")] if alias is None else [alias.replace("_", "-"), path]
+            flags = ", ".join(f"--{'[no-]' if field.annotation is bool else ''}{each}" for each in names)
             said = field.description or texts.get(name, "")
             rows += _row(f"{flags}{_value(field.annotation)}", f"{said} ({shown})".strip())
     for title, rows in groups.items():
@@ -68,7 +66,10 @@ def nearest(flag: str, config_type: type[BaseConfig], sections: Mapping[str, typ
 def _row(flags: str, text: str) -> list[str]:
     lines = _wrap(text, " " * INDENT)
     if len(flags) + 4 > INDENT:
-        return [f"  {flags}", *lines]
+        return [
+            *textwrap.wrap(flags, WIDTH, initial_indent="  ", subsequent_indent="      ", break_long_words=False),
+            *lines,
+        ]
     return [f"  {flags}".ljust(INDENT) + lines[0][INDENT:], *lines[1:]]
 
 

@@ -79,8 +79,8 @@ class Options(BaseConfig):
         for path, rule in cls.follows.items():
             if has(config, path) and (rule.because or (rule.until is not None and not has(given, path))):
                 section, _, rest = path.partition(".")
-                owner, name = get(config, path.rpartition(".")[0]), path.rpartition(".")[2]
-                found, wanted, default = getattr(owner, name), rule.value(config), type(owner).model_fields[name].default
+                found, default = config.value_and_default(path)
+                wanted = rule.value(config)
                 if has(given, path) and found not in (default, wanted):
                     raise ConfigError.of(f"{cls.__name__}.{path}", found, rule.because)
                 object.__setattr__(config, section, _with_value(getattr(config, section), rest, wanted, given=False))
@@ -99,6 +99,15 @@ class Options(BaseConfig):
     def name_of(cls, path: str) -> str:
         """The short name of a place, or the place."""
         return next((name for name, place in cls.short.items() if place == path), path)
+
+    def value_and_default(self, name: str) -> tuple[Any, Any]:
+        """Of a short name or place; twice None where there is no such one."""
+        path = self.short.get(name, name)
+        section, _, field = path.rpartition(".")
+        if not has(self, path):
+            return None, None
+        owner = type(get(self, section) if section else self)
+        return get(self, path), owner.model_fields[field].get_default(call_default_factory=True)
 
     def gives(self, path: str) -> bool:
         """Whether a value of a nested configuration was given, even if it is the default."""

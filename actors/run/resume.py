@@ -90,13 +90,10 @@ def require_same_run(config: TrainingConfig, checkpoint: RunCheckpoint) -> None:
     here, options = deciding_options(config), _saved_options(config, options)
     for option in here | options:
         if options.get(option) != here.get(option):
-            place = config.short.get(option, option)
-            raise ConfigError.of(
-                f"{name}.{option}",
-                get(config, place) if has(config, place) else None,
-                f"the run of {path} has {options.get(option, 'the default')!r}, and would not go on as it was; use that, or "
-                "a new run",
-            )
+            value, default = config.value_and_default(option)
+            there = options.get(option, default)
+            problem = f"the run of {path} has {there!r}, and would not go on as it was; use that, or a new run"
+            raise ConfigError.of(f"{name}.{option}", value, problem)
     for option, found in _contents(config).items():
         if contents.get(option) != found:
             raise ConfigError.of(
