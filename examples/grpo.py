@@ -10,7 +10,8 @@ cluster, else on this machine. The file stands alone: copy it to begin a loop of
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -30,7 +31,7 @@ from actors.run import (
     with_outputs,
 )
 from rl_backend.algorithm import overlong_penalty
-from rl_backend.contracts import MAY_CHANGE, ConfigError, HasEffect
+from rl_backend.contracts import ConfigError, HasEffect
 
 _DYNAMIC = HasEffect(lambda config: config.dynamic_sampling, "only dynamic_sampling takes several batches")
 
@@ -38,9 +39,8 @@ _DYNAMIC = HasEffect(lambda config: config.dynamic_sampling, "only dynamic_sampl
 class GRPOConfig(RLConfig):
     """All options of a run."""
 
-    run_dir: Annotated[str, MAY_CHANGE] = Field(
-        default="runs/grpo", description="new folder for metrics, samples and the trained model"
-    )
+    preset: ClassVar[Mapping[str, Any]] = {**RLConfig.preset, "run_dir": "runs/grpo"}
+
     advantage: Advantage = Field(
         default="grpo", description="grpo, dr_grpo, rloo, reinforce_plus_plus or reinforce_plus_plus_baseline"
     )

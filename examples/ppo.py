@@ -49,15 +49,13 @@ class PPOConfig(RLConfig):
 
     preset: ClassVar[Mapping[str, Any]] = {
         **RLConfig.preset,
+        "run_dir": "runs/ppo",
+        "prompts_per_step": 256,
         "sampling.n": 1,
         "loss.clip_ratio_low": 0.2,
         "loss.clip_ratio_high": 0.2,
     }
 
-    run_dir: Annotated[str, MAY_CHANGE] = Field(
-        default="runs/ppo", description="new folder for metrics, samples and the trained models"
-    )
-    prompts_per_step: int = Field(default=256, ge=1, description="prompts sampled in each step")
     epochs: int = Field(
         default=1, ge=1, description="passes over a step's samples, each of updates_per_step optimizer steps"
     )

@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 from actors import Loss, Run, Session
 from actors.run import GroupModel, OnStep, TrainingConfig, parse_config, run_command, update_metrics
 from rl_backend import TokenSequence
-from rl_backend.contracts import MAY_CHANGE, SAME_CONTENTS, BatchError, ConfigError
+from rl_backend.contracts import MAY_CHANGE, BatchError, ConfigError
 from rl_backend.data.prompts import endless_batches, load_prompts, load_tokenizer
 
 SHOWN = ("nll", "grad_norm", "held_out_nll", "answer_probability")
@@ -30,18 +30,14 @@ SHOWN = ("nll", "grad_norm", "held_out_nll", "answer_probability")
 class SFTConfig(TrainingConfig):
     """All options of a run."""
 
-    preset: ClassVar[Mapping[str, Any]] = {**TrainingConfig.preset, "train.backend_cfg.optimizer.lr": 1e-5}
+    preset: ClassVar[Mapping[str, Any]] = {
+        **TrainingConfig.preset,
+        "run_dir": "runs/sft",
+        "max_prompt_tokens": 2048,
+        "train.backend_cfg.optimizer.lr": 1e-5,
+    }
 
-    dataset: Annotated[str, SAME_CONTENTS] = Field(
-        description="training examples: .jsonl (prompt, answer) or verl-style .parquet"
-    )
-    eval_dataset: Annotated[str | None, SAME_CONTENTS] = Field(default=None, description="held-out examples")
-    run_dir: Annotated[str, MAY_CHANGE] = Field(
-        default="runs/sft", description="new folder for metrics and the trained model"
-    )
-    steps: Annotated[int, MAY_CHANGE] = Field(default=100, ge=1, description="optimizer steps")
     batch_size: int = Field(default=64, ge=1, description="examples in each step")
-    max_prompt_tokens: int = Field(default=2048, ge=1, description="longest prompt")
     eval_every: Annotated[int, MAY_CHANGE] = Field(
         default=50, ge=1, description="steps between evaluations, and between printed lines"
     )

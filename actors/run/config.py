@@ -125,10 +125,10 @@ class TrainingConfig(RankOptions):
     }
 
     dataset: Annotated[str, SAME_CONTENTS] = Field(
-        description="training data: .jsonl (prompt, answer) or verl-style .parquet"
+        description="rows to train on: .jsonl (prompt, answer) or verl-style .parquet"
     )
-    eval_dataset: Annotated[str | None, SAME_CONTENTS] = Field(default=None, description="held-out data")
-    run_dir: Annotated[str, MAY_CHANGE] = Field(description="new folder for metrics and the trained model")
+    eval_dataset: Annotated[str | None, SAME_CONTENTS] = Field(default=None, description="held-out rows")
+    run_dir: Annotated[str, MAY_CHANGE] = Field(description="new folder for all that the run writes, with the trained model")
     steps: Annotated[int, MAY_CHANGE] = Field(default=100, ge=1, description="training steps")
     max_prompt_tokens: int = Field(default=512, ge=1, description="longest prompt")
     placement: Annotated[Literal["pack", "spread"], MAY_CHANGE] = Field(

@@ -66,10 +66,7 @@ def nearest(flag: str, config_type: type[BaseConfig], sections: Mapping[str, typ
 def _row(flags: str, text: str) -> list[str]:
     lines = _wrap(text, " " * INDENT)
     if len(flags) + 4 > INDENT:
-        return [
-            *textwrap.wrap(flags, WIDTH, initial_indent="  ", subsequent_indent="      ", break_long_words=False),
-            *lines,
-        ]
+        return [*_wrap(flags, "  "), *lines]
     return [f"  {flags}".ljust(INDENT) + lines[0][INDENT:], *lines[1:]]
 
 

@@ -86,16 +86,9 @@ class RLConfig(TrainingConfig):
 
     rollout: RolloutConfig = Field(description="vLLM's engines")
     sampling: SamplingConfig = Field(description="how training responses are sampled")
-    dataset: Annotated[str, SAME_CONTENTS] = Field(
-        description="training prompts: .jsonl (prompt, answer) or verl-style .parquet"
-    )
-    eval_dataset: Annotated[str | None, SAME_CONTENTS] = Field(
-        default=None, description="held-out prompts, answered greedily before and after"
-    )
     reward: Annotated[str, SAME_CONTENTS] = Field(
         description="verl-style compute_score as package.module:function or path/file.py:function"
     )
-    run_dir: Annotated[str, MAY_CHANGE] = Field(description="new folder for metrics, samples and the trained model")
     prompts_per_step: int = Field(default=32, ge=1, description="prompts sampled in each step")
     updates_per_step: int = Field(default=1, ge=1, description="optimizer steps in each training step")
     entropy_coef: float = Field(default=0.0, ge=0, description="weight of the entropy bonus")

@@ -117,7 +117,7 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
         ({"backend_options": {"param_dtype": "bfloat16"}}, r"backend_options=.*: is train\.backend_cfg now; set that"),
         ({"lr": 0}, r"lr=0\.0: must be above 0"),
         ({"seed": -1}, r"seed=-1: must be at least 0"),
-        ({"temperature": 0}, r"temperature=0\.0: must be above 0"),
+        ({"temperature": 0, "samples_per_prompt": 1}, r"temperature=0\.0: must be above 0"),
         ({"rollout.max_model_len": 600}, r"rollout\.max_model_len=600: must hold one sequence: .* = 1024"),
         ({"rollout.model_path": "other"}, r"rollout\.model_path='other': engines sample from the trained model"),
         ({"rollout.sleep_mode": True}, r"rollout\.sleep_mode=True: a run's engines never sleep"),
