@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from argparse import ArgumentParser
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from argparse import SUPPRESS, ArgumentParser
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,7 +18,7 @@ from pydantic_settings.exceptions import SettingsError
 
 from actors.cluster.session import EXIT_TERMINATED, RunTerminated
 from actors.run.help import nearest, write_help
-from actors.run.options import Options, put
+from actors.run.options import Options, declared, merged, sections_of
 from actors.run.state import read_object
 from rl_backend.contracts import BaseConfig, ClusterLostError, ConfigError, RegistryError, RLBackendError
 
@@ -42,53 +42,40 @@ def parse_config[C: BaseConfig](config_type: type[C], description: str, argument
             be read.
     """
     given = [_as_field(argument) for argument in (sys.argv[1:] if arguments is None else arguments)]
-    short, renamed = (config_type.short, config_type.renamed) if issubclass(config_type, Options) else ({}, {})
-    early = _Parser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    early.add_argument("--config")
-    for name in _EARLY:
-        early.add_argument(f"--{name}")
-    found = {name: value for name, value in vars(early.parse_known_args(given)[0]).items() if value is not None}
-    values = _nest(config_type, read_file(Path(found.pop("config"))) if "config" in found else {})
+    says = declared(config_type)
+    _refuse_renamed(says, given)
+    early = _Parser(add_help=False, allow_abbrev=False)
+    for name in ("config", *_EARLY):
+        early.add_argument(f"--{name}", default=SUPPRESS)
+    found = vars(early.parse_known_args(given)[0])
+    values = says.nest(read_file(Path(found.pop("config"))) if "config" in found else {})
     types: dict[str, type[BaseConfig]] = {}
-    if issubclass(config_type, Options):
-        known = {name: value for name, value in found.items() if name in short or "." in name}
-        try:
-            types = config_type.section_types(_merged(values, _nest(config_type, known)))
-        except RegistryError as error:
-            raise ConfigError(f"--backend: {error}") from None
-        except ConfigError as error:
-            raise ConfigError(_with_flags(str(error), config_type, dict(_sections(config_type, types)))) from None
-    sections = dict(_sections(config_type, types))
-    for argument, following in pairwise([*given, ""]):
-        flag, inline, value = argument.partition("=")
-        name = flag.removeprefix("--").removeprefix("no-")
-        value = value if inline else following
-        if flag.startswith("--") and name in renamed and not (name in config_type.model_fields and value.startswith("{")):
-            raise ConfigError(f"{_shown(flag)} {value}".rstrip() + f": is --{renamed[name]} now; use that")
-    parser = _Parser(prog=_program(), allow_abbrev=False, add_help=False)
-    parser.describe(config_type, description, sections)
-    parser.add_argument("-h", "--help", action="help")
-    parser.add_argument("--config")
     try:
+        known = {name: value for name, value in found.items() if name in says.short or "." in name}
+        types = says.section_types(merged(values, says.nest(known)))
+        parser = _Parser(prog=_program(), allow_abbrev=False, add_help=False)
+        parser.describe(config_type, description, types)
+        for flag in ("--help", "-h"):
+            parser.add_argument(flag, action="help")
+        parser.add_argument("--config")
         source: Any = CliSettingsSource(
             _with_types(config_type, types),  # type: ignore[arg-type]
             cli_parse_args=given,
             cli_parse_none_str="none",
             cli_implicit_flags=True,
             cli_avoid_json=True,
-            cli_shortcuts={path: name for name, path in short.items()},
+            cli_shortcuts={path: name for name, path in says.short.items()},
             root_parser=parser,
         )
-        read = dict(source())
+        return config_type(**merged(values, says.nest({**source()})))
     except SettingsError as error:
-        place = re.search(r"[\"']?([a-z]\w*(?:\.\w+)+)", str(error))
-        flag = f"--{place[1]}" if place else "command line"
+        place = re.search(r"[a-z]\w*(?:\.\w+)+", str(error))
+        flag = f"--{place[0]}" if place else "command line"
         raise ConfigError(f"{flag}: is not JSON ({error.__cause__ or error}); give a value like '{{\"name\": 1}}'") from None
-    read.pop("config", None)
-    try:
-        return config_type(**_merged(values, _nest(config_type, read)))
+    except RegistryError as error:
+        raise ConfigError(f"--backend: {error}") from None
     except ConfigError as error:
-        raise ConfigError(_with_flags(str(error), config_type, sections)) from None
+        raise ConfigError(_with_flags(str(error), says, dict(sections_of(config_type, types)))) from None
 
 
 def run_command(main: Callable[[], None]) -> None:
@@ -114,8 +101,8 @@ def run_command(main: Callable[[], None]) -> None:
 class _Parser(ArgumentParser):
     """argparse with help of our own, and errors that are :class:`ConfigError`."""
 
-    def describe(self, config_type: type[BaseConfig], text: str, sections: Mapping[str, type[BaseConfig]]) -> None:
-        self._help = config_type, text, sections
+    def describe(self, config_type: type[BaseConfig], text: str, types: Mapping[str, type[BaseConfig]]) -> None:
+        self._help = config_type, text, dict(sections_of(config_type, types))
 
     def format_help(self) -> str:
         return write_help(self.prog, *self._help)
@@ -170,29 +157,6 @@ def read_file(path: Path) -> Mapping[str, Any]:
         raise ConfigError.of("--config", str(path), f"cannot be read as options: {' '.join(str(error).split())}") from None
 
 
-def _nest(config_type: type[BaseConfig], values: Mapping[str, Any]) -> dict[str, Any]:
-    return config_type.nest(values) if issubclass(config_type, Options) else dict(values)
-
-
-def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for values in (below, above):
-        for name, value in values.items():
-            put(merged, name, value)
-    return merged
-
-
-def _sections(
-    kind: type[BaseConfig], types: Mapping[str, type[BaseConfig]], prefix: str = ""
-) -> Iterator[tuple[str, type[BaseConfig]]]:
-    """Prefix and type of a configuration and of all that are nested in it."""
-    yield prefix, kind
-    for name, field in kind.model_fields.items():
-        nested = types.get(prefix + name, field.annotation)
-        if isinstance(nested, type) and issubclass(nested, BaseConfig):
-            yield from _sections(nested, types, f"{prefix}{name}.")
-
-
 def _with_types(kind: type[BaseConfig], types: Mapping[str, type[BaseConfig]], prefix: str = "") -> type[BaseConfig]:
     """A subclass whose nested configurations have these types, for a parser that reads annotations."""
     fields: dict[str, Any] = {}
@@ -203,13 +167,21 @@ def _with_types(kind: type[BaseConfig], types: Mapping[str, type[BaseConfig]], p
     return create_model(kind.__name__, __base__=kind, **fields) if fields else kind
 
 
-def _with_flags(message: str, config_type: type[BaseConfig], sections: Mapping[str, type[BaseConfig]]) -> str:
+def _with_flags(message: str, says: type[Options], sections: Mapping[str, type[BaseConfig]]) -> str:
     """The message with flags in place of fields: ``OptimizerConfig.lr=0`` -> ``--lr=0``."""
     prefixes = {kind.__name__: prefix for prefix, kind in sections.items()}
-
-    def flag(match: re.Match[str]) -> str:
-        path = prefixes[match[1]] + match[2]
-        return _shown(f"--{config_type.name_of(path) if issubclass(config_type, Options) else path}")
-
     names = "|".join(map(re.escape, prefixes))
-    return re.sub(rf"\b({names})\.([\w.]*\w)", flag, message)
+    return re.sub(
+        rf"\b({names})\.([\w.]*\w)",
+        lambda match: _shown(f"--{says.name_of(prefixes[match[1]] + match[2])}"),
+        message,
+    )
+
+
+def _refuse_renamed(says: type[Options], given: Sequence[str]) -> None:
+    for argument, following in pairwise([*given, ""]):
+        flag, inline, value = argument.partition("=")
+        name, value = flag.removeprefix("--").removeprefix("no-"), value if inline else following
+        # A section may have the name that an option had; it takes a JSON object.
+        if flag.startswith("--") and name in says.renamed and not (name in says.model_fields and value.startswith("{")):
+            raise ConfigError(f"{_shown(flag)} {value}".rstrip() + f": is --{says.renamed[name]} now; use that")

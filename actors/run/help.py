@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from types import NoneType
 from typing import Any, Literal, TypeAliasType, get_args, get_origin
 
-from actors.run.options import Options
+from actors.run.options import declared
 from rl_backend.contracts import BaseConfig
 
 WIDTH, INDENT = 100, 30
@@ -21,24 +21,22 @@ def write_help(prog: str, config_type: type[BaseConfig], text: str, sections: Ma
     lines = [f"usage: {prog} [--config FILE] [--FLAG VALUE ...]", "", *_wrap(text, "")]
     rows = _row("--config FILE", "YAML or JSON with any of these values; flags on the command line replace them")
     groups = {"options": rows + _row("--help", "this text")}
-    short = config_type.short if issubclass(config_type, Options) else {}
-    preset = config_type.preset if issubclass(config_type, Options) else {}
-    follows = config_type.follows if issubclass(config_type, Options) else {}
+    says = declared(config_type)
     for prefix, kind in sections.items():
         texts = _documented(kind)
         title = f"{prefix[:-1]} ({kind.__name__})" if prefix else "options"
         rows = groups.setdefault(title, [])
         for name, field in kind.model_fields.items():
             path = prefix + name
-            rule = follows.get(path)
+            rule = says.follows.get(path)
             if f"{path}." in sections or (rule is not None and rule.because):
                 continue
-            default = preset.get(path, field.get_default(call_default_factory=True))
+            default = says.preset.get(path, field.get_default(call_default_factory=True))
             if rule is not None:
                 default = "as the run's other options say"
-            shown = "required" if field.is_required() and path not in preset else f"default: {_plain(default)}"
-            alias = next((each for each, place in short.items() if place == path), None)
-            names = [path if prefix else path.replace("_", "-")] if alias is None else [alias.replace("_", "-"), path]
+            shown = "required" if field.is_required() and path not in says.preset else f"default: {_plain(default)}"
+            name_here = says.name_of(path)
+            names = [name_here if "." in name_here else name_here.replace("_", "-"), *([path] if name_here != path else [])]
             flags = ", ".join(f"--{'[no-]' if field.annotation is bool else ''}{each}" for each in names)
             said = field.description or texts.get(name, "")
             rows += _row(f"{flags}{_value(field.annotation)}", f"{said} ({shown})".strip())
@@ -53,7 +51,7 @@ def nearest(flag: str, config_type: type[BaseConfig], sections: Mapping[str, typ
     if not flag.startswith("--"):
         return "is not a flag; flags begin with --, see --help"
     places = [prefix + name for prefix, kind in sections.items() for name in kind.model_fields]
-    short = dict(config_type.short) if issubclass(config_type, Options) else {}
+    short = declared(config_type).short
     asked = flag.lstrip("-").replace("-", "_")
     ends = {place.rpartition(".")[2]: place for place in reversed(places)} | {name: name for name in short}
     near = get_close_matches(asked, places, n=1, cutoff=0.8) if "." in asked else []

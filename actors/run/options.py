@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -62,7 +62,7 @@ class Options(BaseConfig):
             value = values[name]
             if name in cls.renamed and (name not in cls.model_fields or not isinstance(value, Mapping | BaseConfig)):
                 raise ConfigError.of(f"{cls.__name__}.{name}", value, f"is {cls.renamed[name]} now; set that")
-            put(nested, cls.short.get(name, name), value)
+            nested = merged(nested, at(cls.short.get(name, name), value))
         return nested
 
     @model_validator(mode="wrap")
@@ -73,9 +73,9 @@ class Options(BaseConfig):
         given = cls.nest(values)
         whole: dict[str, Any] = {}
         stand_ins = {path: rule.until for path, rule in cls.follows.items() if rule.until is not None}
-        for path, value in (stand_ins | dict(cls.preset) | given).items():
-            put(whole, path, value)
-        config = handler(whole)
+        for path, value in {**stand_ins, **cls.preset}.items():
+            whole = merged(whole, at(path, value))
+        config = handler(merged(whole, given))
         for path, rule in cls.follows.items():
             if has(config, path) and (rule.because or (rule.until is not None and not has(given, path))):
                 section, _, rest = path.partition(".")
@@ -124,21 +124,40 @@ class Options(BaseConfig):
         return config
 
 
-def put(values: dict[str, Any], path: str, value: Any) -> None:
-    """Sets a value at a place of nested dictionaries; dictionaries and configurations are merged into what is there."""
-    name, _, rest = path.partition(".")
-    if isinstance(value, BaseConfig):
-        value = {each: getattr(value, each) for each in value.model_fields_set}
-    if rest:
-        below = values.get(name)
-        values[name] = below if isinstance(below, dict) else {}
-        put(values[name], rest, value)
-    elif isinstance(value, Mapping):
-        values[name] = dict(values.get(name) or {}) if isinstance(values.get(name), Mapping | None) else {}
-        for each, inner in value.items():
-            put(values[name], each, inner)
-    else:
+def declared(config_type: type[BaseConfig]) -> type[Options]:
+    """What a configuration says of its options; nothing, where it is not :class:`Options`."""
+    return config_type if issubclass(config_type, Options) else Options
+
+
+def sections_of(
+    kind: type[BaseConfig], types: Mapping[str, type[BaseConfig]], prefix: str = ""
+) -> Iterator[tuple[str, type[BaseConfig]]]:
+    """Prefix and type of a configuration and of all that are nested in it; ``types`` as :meth:`Options.section_types`."""
+    yield prefix, kind
+    for name, field in kind.model_fields.items():
+        nested = types.get(prefix + name, field.annotation)
+        if isinstance(nested, type) and issubclass(nested, BaseConfig):
+            yield from sections_of(nested, types, f"{prefix}{name}.")
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested dictionaries; where both have a value, that of ``above``. Configurations become the values given to them."""
+    values = dict(below)
+    for name, value in above.items():
+        if isinstance(value, BaseConfig):
+            value = {each: getattr(value, each) for each in value.model_fields_set}
+        if isinstance(value, Mapping):
+            there = values.get(name)
+            value = merged(there if isinstance(there, Mapping) else {}, value)
         values[name] = value
+    return values
+
+
+def at(path: str, value: Any) -> dict[str, Any]:
+    """``a.b``, 1 -> ``{"a": {"b": 1}}``."""
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return dict(value)
 
 
 def get(values: Any, path: str) -> Any:

@@ -17,7 +17,7 @@ from actors.cluster.session import ray_session
 from actors.run.command_line import parse_config, run_command
 from actors.run.config import RankOptions
 from actors.run.lock import usable_run_dir, written_to
-from actors.run.options import Follows, put
+from actors.run.options import Follows, merged
 from actors.run.rl_run import RunResult
 from actors.train.model import RouterReplayMode
 from examples import grpo, ppo, sft
@@ -66,9 +66,7 @@ class DemoConfig(RankOptions):
 
     def shared(self) -> dict[str, Any]:
         """Options of both runs: of ``train`` those that were given."""
-        given: dict[str, Any] = {"ranks": self.ranks, "dtype": self.dtype}
-        put(given, "train", self.train)
-        return given
+        return merged({}, {"ranks": self.ranks, "dtype": self.dtype, "train": self.train})
 
 
 def warm_start(config: DemoConfig, task: Path, run_dir: Path) -> Path:
