@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from types import NoneType
 from typing import Any, Literal, TypeAliasType, get_args, get_origin
@@ -23,7 +21,7 @@ def write_help(prog: str, config_type: type[BaseConfig], text: str, sections: Ma
     groups = {"options": rows + _row("--help", "this text")}
     says = declared(config_type)
     for prefix, kind in sections.items():
-        texts = _documented(kind)
+        texts = kind.documented()
         title = f"{prefix[:-1]} ({kind.__name__})" if prefix else "options"
         rows = groups.setdefault(title, [])
         for name, field in kind.model_fields.items():
@@ -33,7 +31,7 @@ def write_help(prog: str, config_type: type[BaseConfig], text: str, sections: Ma
                 continue
             default = says.preset.get(path, field.get_default(call_default_factory=True))
             if rule is not None:
-                default = "as the run's other options say"
+                default = "follows from other options"
             shown = "required" if field.is_required() and path not in says.preset else f"default: {_plain(default)}"
             name_here = says.name_of(path)
             names = [name_here if "." in name_here else name_here.replace("_", "-"), *([path] if name_here != path else [])]
@@ -93,18 +91,3 @@ def _plain(value: Any) -> str:
     if value is None or value == () or value == {}:
         return "none"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _documented(kind: type[BaseConfig]) -> dict[str, str]:
-    """Field -> text, from the ``Attributes:`` of the docstrings of a class and its bases."""
-    found: dict[str, str] = {}
-    for each in reversed(kind.__mro__):
-        found |= _attributes(inspect.cleandoc(each.__dict__.get("__doc__") or ""))
-    return found
-
-
-def _attributes(doc: str) -> Iterator[tuple[str, str]]:
-    section = re.search(r"^Attributes:\n((?:    .*\n?|\n)*)", doc, re.MULTILINE)
-    for entry in re.finditer(r"^    (\w+(?:, \w+)*): (.*(?:\n        .*)*)", section[1] if section else "", re.MULTILINE):
-        for name in entry[1].split(", "):
-            yield name, re.sub(r"\s+", " ", entry[2]).replace("``", "").rstrip(".")

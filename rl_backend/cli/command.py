@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import re
 import signal
@@ -37,12 +36,7 @@ def add_fields(parser: FlagGroup, config: type[BaseConfig], fields: Iterable[str
     Args:
         prefix: stands before the flag's name.
     """
-    attributes = (inspect.getdoc(config) or "").partition("Attributes:\n")[2]
-    documented = {
-        name: " ".join(text.replace("``", "").split()).rstrip(".")
-        for names, text in re.findall(r"^    (\w[\w, ]*): (.+(?:\n {8}.+)*)", attributes, re.MULTILINE)
-        for name in names.split(", ")
-    }
+    documented = config.documented()
     for field in fields:
         info = config.model_fields[field]
         kind = info.annotation

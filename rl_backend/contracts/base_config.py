@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
@@ -74,6 +76,16 @@ class BaseConfig(BaseModel):
     def is_set(self, name: str) -> bool:
         """Whether a field asks for something: its value is not its default, which saved configurations spell out."""
         return bool(getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True))
+
+    @classmethod
+    def documented(cls) -> dict[str, str]:
+        """Field -> text of ``Attributes:`` in the docstrings of this class and its bases, on one line."""
+        docs = "\n".join(inspect.cleandoc(each.__doc__ or "") for each in reversed(cls.__mro__) if "__doc__" in vars(each))
+        return {
+            name: " ".join(text.replace("``", "").split()).rstrip(".")
+            for names, text in re.findall(r"^    (\w[\w, ]*): (.+(?:\n {8}.+)*)", docs, re.MULTILINE)
+            for name in names.split(", ")
+        }
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (type(self), self.model_dump_json()))
