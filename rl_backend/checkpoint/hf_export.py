@@ -161,10 +161,7 @@ def export_checkpoint(
             progress(tensor.nbytes)
 
     config = critic_config(read_hf_config(source)) if weights.manifest.head == "values" else None
-    infos = [
-        TensorInfo(name=name, shape=shape, dtype=str(dtype).removeprefix("torch."), nbytes=math.prod(shape) * dtype.itemsize)
-        for name, shape in weights.shapes.items()
-    ]
+    infos = [TensorInfo.of(name, shape, dtype) for name, shape in weights.shapes.items()]
     write_hf_directory(out, infos, tensors(), source, config=config, max_shard_bytes=max_shard_bytes)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
+import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
@@ -92,6 +93,12 @@ class TensorInfo(BaseConfig):
     offset: int = Field(default=0, ge=0)
     nbytes: int = Field(ge=0)
     digest: str = ""
+
+    @classmethod
+    def of(cls, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Self:
+        """A whole tensor of torch's."""
+        dtype_name = str(dtype).removeprefix("torch.")
+        return cls(name=name, shape=shape, dtype=dtype_name, nbytes=math.prod(shape) * dtype.itemsize)
 
     @property
     def num_elements(self) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_backend.contracts import PackedBatch
 from rl_backend.runtime.bridge.handle import BridgeHandle
-from rl_backend.runtime.bridge.optimizer_state import num_steps, parameter_states
+from rl_backend.runtime.bridge.optimizer import num_steps, parameter_states
 from rl_backend.runtime.bridge.runtime import BridgeRuntime
 from tests.support.models import write_tiny
 from tests.support.native import deal, micro_batches, token_loss

@@ -17,9 +17,8 @@ from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.pieces import TensorPieces
 from rl_backend.checkpoint.training_state import StateTensors
 from rl_backend.runtime import saved_state
-from rl_backend.runtime.bridge.export import finish_parameter_gathers
 from rl_backend.runtime.bridge.handle import BridgeHandle
-from rl_backend.runtime.bridge.optimizer_state import ParameterState, num_steps, parameter_states, set_num_steps
+from rl_backend.runtime.bridge.optimizer import ParameterState, num_steps, parameter_states, set_num_steps
 from rl_backend.runtime.bridge.sharding import Placed, StoredNames, pieces_of, placed_tensors
 from rl_backend.runtime.saved_state import Differs
 
@@ -36,7 +35,7 @@ def all_tensors(handle: BridgeHandle) -> StateTensors:
     placed = placed_tensors(handle.models, _names(handle))
     if handle.optimizer is None:
         return _model_tensors(placed, ())
-    finish_parameter_gathers(handle)
+    handle.finish_parameter_gathers()
     states = list(parameter_states(handle.optimizer.megatron))
     moments: dict[str, TensorPieces] = {}
     for name in _MOMENTS:

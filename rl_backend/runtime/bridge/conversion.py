@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import VALUE_HEAD_WEIGHTS, Head, UnsupportedError
-from rl_backend.runtime.bridge.batch import CriticOutputLayer
+from rl_backend.runtime.export_stream import require_known_names
 
 _EXPERT = re.compile(r"experts\.(\d+)")
 _VALUE_HEAD = "output_layer.value_head"
@@ -60,7 +59,7 @@ class WeightConverter:
 
     Args:
         models: this rank's chunks without their wrappers.
-        bridge: Megatron-Bridge's ``AutoBridge`` of the directory; ``model_bridge`` is its part for the family.
+        pretrained, model_bridge: the directory, and Megatron-Bridge's part for the model family.
         hf_path: the directory that the model was built from; its headers say the shapes.
 
     Attributes:
@@ -73,7 +72,7 @@ class WeightConverter:
     def __init__(
         self,
         models: Sequence[nn.Module],
-        bridge: Any,
+        pretrained: Any,
         model_bridge: Any,
         pg: ProcessGroupCollection,
         *,
@@ -82,11 +81,16 @@ class WeightConverter:
     ) -> None:
         self._models = list(models)
         self._config: Any = models[0].config
-        self._pretrained = bridge.hf_pretrained
+        self._pretrained = pretrained
         self._model_bridge = model_bridge
         self._pg = pg
         self._hf_path = hf_path
         self.conversions = self._plan(head)
+
+    def select(self, operation: str, names: Collection[str] | None) -> list[Conversion]:
+        """Those that give a tensor of ``names``; raises :class:`ConfigError` for a name that the model does not have."""
+        require_known_names(operation, names, {name for conversion in self.conversions for name in conversion.shapes})
+        return [each for each in self.conversions if names is None or not each.shapes.keys().isdisjoint(names)]
 
     @torch.no_grad()
     def convert(
@@ -165,9 +169,8 @@ class WeightConverter:
     def _require_every_parameter(self, tasks: Sequence[Any]) -> None:
         converted = {parameter_key(task) for task in tasks if task.param_weight is not None}
         for stage, model in enumerate(self._models):
-            tied = bool(getattr(model, "share_embeddings_and_output_weights", False))
             for name, _ in model.named_parameters():
-                if f"{stage}.{name}" not in converted and not (tied and name == "output_layer.weight"):
+                if f"{stage}.{name}" not in converted and not is_tied_copy(model, name):
                     raise UnsupportedError(
                         f"Megatron-Bridge has no name for the parameter {name} that {self._hf_path} stores", name=name
                     )
@@ -185,9 +188,8 @@ class WeightConverter:
 
     def _named_shapes(self, tasks: Sequence[Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """The names that ``megatron_to_hf`` of Megatron-Bridge's mappings gives, with the directory's shapes."""
-        mapping = tasks[0].mapping
-        names = [mapping.hf_param] if isinstance(mapping.hf_param, str) else list(mapping.hf_param.values())
-        if mapping.is_expert and not _is_stacked(tasks[0]):
+        names = list(hf_names(tasks[0]))
+        if tasks[0].mapping.is_expert and not _is_stacked(tasks[0]):
             names = [name for template in names for name in self._of_every_rank(template)]
         missing = [name for name in names if name not in shapes]
         if missing:
@@ -207,21 +209,15 @@ class WeightConverter:
         return [_EXPERT.sub(f"experts.{int(found[1]) % per_rank + rank * per_rank}", template) for rank in range(size)]
 
 
-@contextmanager
-def _without_critic_heads(models: Sequence[Any]) -> Generator[None]:
-    """Megatron-Bridge complains of parameters that it has no name for."""
-    heads = [
-        (model, model.output_layer)
-        for model in models
-        if isinstance(getattr(model, "output_layer", None), CriticOutputLayer)
-    ]
-    for model, _ in heads:
-        model.output_layer = None
-    try:
-        yield
-    finally:
-        for model, layer in heads:
-            model.output_layer = layer
+def hf_names(task: Any) -> tuple[str, ...]:
+    """Hugging Face names of the weights that one parameter of Megatron is made of."""
+    names = task.mapping.hf_param
+    return (names,) if isinstance(names, str) else tuple(names.values())
+
+
+def is_tied_copy(model: nn.Module, name: str) -> bool:
+    """Whether a parameter is the last stage's copy of tied embeddings, which has no weights of its own."""
+    return name == "output_layer.weight" and bool(getattr(model, "share_embeddings_and_output_weights", False))
 
 
 def parameter_key(task: Any) -> str:

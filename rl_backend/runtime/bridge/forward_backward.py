@@ -1,10 +1,10 @@
-"""Micro-batches through Megatron's pipeline schedules, and hidden states between the modules on the way."""
+"""Micro-batches through Megatron's pipeline schedules: losses, the gradients of several passes, hidden states."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from rl_backend.contracts import BatchError, ForwardResult, LossFn, PackedBatch
+from rl_backend.parallel.collectives import all_gather_into
 from rl_backend.runtime.bridge.batch import (
     LaidOut,
     as_model_output,
@@ -21,7 +22,7 @@ from rl_backend.runtime.bridge.batch import (
     lay_out_padded,
     padded_shape,
 )
-from rl_backend.runtime.bridge.build import hf_names
+from rl_backend.runtime.bridge.conversion import hf_names
 from rl_backend.runtime.bridge.handle import BridgeHandle
 from rl_backend.runtime.bridge.routes import PassRoutes
 from rl_backend.runtime.module_outputs import record_outputs
@@ -147,6 +148,57 @@ def _forward_step(
         return output, compute_loss
 
     return step
+
+
+@contextmanager
+def accumulated_gradients(chunks: Sequence[Any], *, has_gradients: bool) -> Generator[None]:
+    """Around a backward pass: adds its gradients to those of earlier passes.
+
+    Megatron reduces the whole buffer over the ranks at the end of every pass; what is there already would be reduced once
+    more. So the reduced shards are set aside, and added when the pass is over. After an error they are lost.
+
+    Args:
+        has_gradients: a backward pass has run since the last ``zero_grad``. Without one this does nothing.
+    """
+    if not has_gradients:
+        yield
+        return
+    held = [shard.part.clone() for shard in _shards(chunks)]
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    yield
+    for shard, earlier in zip(_shards(chunks), held, strict=True):
+        shard.part.add_(earlier)
+
+
+def gather_gradients(chunks: Sequence[Any]) -> None:
+    """Gathers the reduced shards into the gradient buffers of every rank."""
+    for shard in _shards(chunks):
+        if shard.group.size() > 1:
+            all_gather_into(shard.whole, shard.part.clone(), group=shard.group)
+
+
+class _Shard(NamedTuple):
+    """One bucket of Megatron's gradient buffers.
+
+    Attributes:
+        whole: the bucket.
+        part: what this rank has reduced of it, and its optimizer reads.
+        group: the ranks that have one part each.
+    """
+
+    whole: Tensor
+    part: Tensor
+    group: dist.ProcessGroup
+
+
+def _shards(chunks: Sequence[Any]) -> Iterator[_Shard]:
+    for chunk in chunks:
+        # Experts are reduced over other ranks than the rest.
+        for bucket_group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+            group = bucket_group.intra_distributed_optimizer_instance_group
+            for bucket in bucket_group.buckets:
+                yield _Shard(bucket.grad_data, bucket.grad_data.chunk(group.size())[group.rank()], group)
 
 
 class ActivationRecorder:

@@ -1,4 +1,4 @@
-"""Models of the bridge runtime."""
+"""Models of the bridge runtime, and building one for one rank."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from rl_backend.contracts import RoutedLayers
+from rl_backend.checkpoint.hf_reader import read_hf_config
+from rl_backend.contracts import Head, RoutedLayers, RuntimeConfig
 from rl_backend.contracts.operations import Part
 from rl_backend.runtime.bridge.batch import OutputProcessor
 from rl_backend.runtime.bridge.conversion import WeightConverter
 from rl_backend.runtime.bridge.groups import BridgeGroups
+from rl_backend.runtime.bridge.loading import load_model, open_bridge
 from rl_backend.runtime.bridge.optimizer import BridgeOptimizer
-from rl_backend.runtime.bridge.optimizer_state import part_tensors
-from rl_backend.runtime.bridge.routes import ModelRouters
+from rl_backend.runtime.bridge.provider import make_provider, override, takes_packed_sequences
+from rl_backend.runtime.bridge.routes import ModelRouters, connect_routers
 from rl_backend.runtime.bridge_config import BridgeConfig
 from rl_backend.runtime.handle import GuardedHandle
+from rl_backend.runtime.interface import Runtime
 from rl_backend.runtime.offload import Offload
 
 
@@ -29,8 +32,6 @@ class BridgeHandle(GuardedHandle[BridgeOptimizer]):
 
     Attributes:
         groups: device and process groups.
-        bridge: Megatron-Bridge's ``AutoBridge`` of the directory.
-        model_bridge: its part for this model family: the conversion of weights.
         provider: what the model was built from; Megatron's ``TransformerConfig`` of it.
         chunks: this rank's model chunks, one per virtual stage; in Megatron's DDP when trained.
         processor: what the last stage computes from hidden states.
@@ -41,10 +42,8 @@ class BridgeHandle(GuardedHandle[BridgeOptimizer]):
     """
 
     groups: BridgeGroups
-    bridge: Any
-    model_bridge: Any
     provider: Any
-    chunks: Sequence[MegatronModule]
+    chunks: Sequence[Any]
     processor: OutputProcessor
     packs_sequences: bool
     routers: ModelRouters | None
@@ -66,8 +65,23 @@ class BridgeHandle(GuardedHandle[BridgeOptimizer]):
         models: list[nn.Module] = unwrap_model(list(self.chunks))
         return models
 
+    def finish_parameter_gathers(self) -> None:
+        """With ``overlap_param_gather`` Megatron leaves it to the next forward pass to gather what the optimizer wrote."""
+        for chunk in self.chunks:
+            if self.optimizer is not None and chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
     def part_tensors(self) -> Mapping[Part, Sequence[Tensor]]:
-        return part_tensors(self.chunks, None if self.optimizer is None else self.optimizer.megatron)
+        parts: dict[Part, list[Tensor]] = {"model": [each.detach() for chunk in self.chunks for each in chunk.parameters()]}
+        if self.optimizer is not None:
+            # Gradients of one dtype share a buffer.
+            buffers = [buffer for chunk in self.chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+            parts["grad"] = [buffer.grad_data for buffer in buffers]
+            # In float32 the optimizer's masters are views of the parameters, and go with the model.
+            models = {tensor.untyped_storage()._cdata for tensor in parts["model"]}
+            held = self.optimizer.held_tensors()
+            parts["optimizer"] = [each.detach() for each in held if each.untyped_storage()._cdata not in models]
+        return parts
 
     def roots(self) -> Iterable[nn.Module]:
         return self.chunks
@@ -81,6 +95,101 @@ class BridgeHandle(GuardedHandle[BridgeOptimizer]):
         self.owner = None
         self.optimizer = None
         self.chunks = ()
-        self.provider = self.bridge = self.model_bridge = None
+        self.provider = None
         self.converter.release()
         self.offload = Offload(self.name, self.groups.device)
+
+
+def build_handle(
+    owner: Runtime[Any], config: RuntimeConfig, groups: BridgeGroups, *, forward_only: bool, name: str, head: Head
+) -> BridgeHandle:
+    """Builds the model of ``config.hf_path``. A collective: Megatron spreads weights from one rank of each group."""
+    options = config.options(BridgeConfig)
+    hf_config = read_hf_config(config.hf_path)
+    bridge = open_bridge(config.hf_path)
+    provider = make_provider(bridge, config, groups, head)
+    ddp_config = override(
+        "BridgeConfig.override_ddp_config", DistributedDataParallelConfig, options.override_ddp_config, _ddp_settings()
+    )
+    pretrained, model_bridge = bridge.hf_pretrained, bridge._model_bridge
+    # It draws a bar for every load and export.
+    model_bridge._with_progress_tracking = lambda tasks, *_, **__: iter(tasks)
+
+    def load(chunks: list[nn.Module]) -> list[nn.Module]:
+        load_model(chunks, pretrained, model_bridge, groups, hf_path=config.hf_path, head=head)
+        if forward_only:
+            for chunk in chunks:
+                chunk.requires_grad_(False)
+        return chunks
+
+    chunks = provider.provide_distributed_model(
+        ddp_config=ddp_config,
+        wrap_with_ddp=not forward_only,
+        use_cpu_initialization=groups.device.type == "cpu",
+        init_model_with_meta_device=False,
+        pre_wrap_hook=load,
+        pg_collection=groups.pg,
+    )
+    for chunk in chunks:
+        chunk.train(not forward_only)
+    optimizer = None
+    if not forward_only:
+        optimizer = BridgeOptimizer(options, chunks, groups, vocab_size=provider.vocab_size)
+        _connect(provider, chunks, ddp_config)
+    models = unwrap_model(list(chunks))
+    return BridgeHandle(
+        name=name,
+        forward_only=forward_only,
+        weight_version=0,
+        head=head,
+        data_parallel_rank=groups.dp_rank,
+        data_parallel_size=groups.dp_size,
+        micro_batch_multiple=_micro_batch_multiple(provider, groups),
+        owner=owner,
+        config=config,
+        groups=groups,
+        provider=provider,
+        hf_config=hf_config,
+        chunks=chunks,
+        processor=OutputProcessor(
+            groups,
+            vocab_size=provider.vocab_size,
+            chunk_tokens=options.log_prob_chunk_tokens,
+            sequence_parallel=provider.sequence_parallel,
+        ),
+        vocab_size=provider.vocab_size,
+        max_length=hf_config.get("max_position_embeddings"),
+        packs_sequences=takes_packed_sequences(options, groups.device),
+        optimizer=optimizer,
+        routers=connect_routers(models, provider, groups),
+        converter=WeightConverter(models, pretrained, model_bridge, groups.pg, head=head, hf_path=config.hf_path),
+        offload=Offload(name, groups.device),
+    )
+
+
+def _micro_batch_multiple(provider: Any, groups: BridgeGroups) -> int:
+    """Megatron's interleaved schedule takes micro-batches in groups."""
+    return (provider.microbatch_group_size_per_vp_stage or groups.parallel.pp) if groups.parallel.vpp > 1 else 1
+
+
+def _ddp_settings() -> Mapping[str, Any]:
+    return {
+        "use_distributed_optimizer": True,
+        "grad_reduce_in_fp32": True,
+        "overlap_grad_reduce": False,
+        "overlap_param_gather": False,
+        "check_for_nan_in_grad": False,
+    }
+
+
+def _connect(provider: Any, chunks: Sequence[Any], ddp_config: Any) -> None:
+    """What the pipeline schedules call, as Megatron's own training loop sets it."""
+    provider.finalize_model_grads_func = finalize_model_grads
+    if ddp_config.overlap_grad_reduce:
+        functions = [chunk.no_sync for chunk in chunks]
+        provider.no_sync_func = functions if len(functions) > 1 else functions[0]
+    if ddp_config.overlap_param_gather and ddp_config.align_param_gather:
+        gather = [chunk.start_param_sync for chunk in chunks]
+        provider.param_sync_func = gather if len(gather) > 1 else gather[0]
+    for chunk in chunks:
+        assert isinstance(chunk, DistributedDataParallel), "trained chunks are wrapped"

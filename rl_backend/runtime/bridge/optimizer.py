@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,116 +17,37 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from rl_backend.contracts import HandleError, OptimizerConfig, StepResult
-from rl_backend.parallel.collectives import all_gather_into
 from rl_backend.runtime.bridge.groups import BridgeGroups
-from rl_backend.runtime.bridge.optimizer_state import allocate_moments, distributed_optimizers
-from rl_backend.runtime.bridge.overrides import override
+from rl_backend.runtime.bridge.provider import override
 from rl_backend.runtime.bridge_config import BridgeConfig
-from rl_backend.runtime.gradient_squares import sum_of_squares
-
-_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-
-
-class GradientStatistics(NamedTuple):
-    """Attributes:
-    norm: 2-norm of the gradient of the whole model; not finite when an element of any rank is not.
-    num_zeros: its zeros; None when they are not counted.
-    """
-
-    norm: float
-    num_zeros: int | None
-
-
-class GradientReader:
-    """Reads gradients that ``prepare_grads`` has prepared.
-
-    Megatron's own norm adds squares in float32; without Transformer Engine and Apex it loses 5e-5 of the norm with an
-    embedding of 4099 rows. Its count of zeros takes in the rows that pad a vocabulary.
-
-    Args:
-        megatron: the ``MegatronOptimizer``, whose shards over all ranks make up the model once.
-        chunks: the model's stages on this rank.
-        vocab_size: tokens of the model. Rows beyond it pad the vocabulary and are no part of the gradient.
-    """
-
-    def __init__(
-        self, megatron: Any, chunks: Sequence[Any], groups: BridgeGroups, *, vocab_size: int, count_zeros: bool
-    ) -> None:
-        self._megatron = megatron
-        self._groups = groups
-        self._count_zeros = count_zeros
-        first_row = {
-            parameter: groups.pg.tp.rank() * parameter.shape[0]
-            for model in unwrap_model(list(chunks))
-            for name, parameter in model.named_parameters()
-            if name.endswith(_VOCABULARY)
-        }
-        self._padding = sum(_padded_elements(megatron, first_row, vocab_size)) if count_zeros else 0
-
-    def read(self, *, found_not_finite: bool) -> GradientStatistics:
-        """A collective over all ranks; the same result on each.
-
-        Args:
-            found_not_finite: this rank knows already of an element that is not; the norm becomes NaN.
-        """
-        mine = torch.zeros(1, 2, dtype=torch.float64, device=self._groups.device)
-        gradients = [
-            gradient
-            for part in distributed_optimizers(self._megatron)
-            for gradient in part.get_grads_for_grad_norm()
-            if gradient.numel()
-        ]
-        if gradients:
-            mine[0, 0] = sum_of_squares(gradients)
-            if self._count_zeros:
-                zeros = torch.stack([gradient.numel() - gradient.count_nonzero() for gradient in gradients]).sum()
-                mine[0, 1] = zeros - self._padding
-        if found_not_finite:
-            mine[0, 0] = math.nan
-        rows = mine
-        if self._groups.world_size > 1:
-            rows = mine.new_empty(self._groups.world_size, 2)
-            all_gather_into(rows, mine, group=self._groups.world_group)
-        squares, zeros_everywhere = (math.fsum(column) for column in rows.T.tolist())
-        norm = math.sqrt(squares) if math.isfinite(squares) else squares
-        return GradientStatistics(norm, int(zeros_everywhere) if self._count_zeros else None)
-
-
-def _padded_elements(megatron: Any, first_row: dict[nn.Parameter, int], vocab_size: int) -> Iterator[int]:
-    """How many elements of this rank's shards pad the vocabulary, for each parameter that has some and is counted."""
-    for part in distributed_optimizers(megatron):
-        for parameter in part.model_param_group_index_map:
-            if parameter in first_row and param_is_not_shared(parameter):
-                span = part._get_model_param_range_map(parameter)["param"]
-                yield _overlap(span, parameter, vocab_size - first_row[parameter])
-
-
-def _overlap(span: Any, parameter: Tensor, real_rows: int) -> int:
-    start = min(max(real_rows, 0), parameter.shape[0]) * parameter.shape[1]
-    return max(0, int(span.end) - max(int(span.start), start))
-
+from rl_backend.runtime.gradient_statistics import gather_statistics, norm_and_zeros, rank_statistics
 
 logger = logging.getLogger(__name__)
 
 _NEVER = 2**31
 """Steps of a schedule that does not end; Megatron wants a number."""
 
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+
 
 class BridgeOptimizer:
     """Megatron's Adam over float32 masters that are sharded over the data-parallel ranks.
 
+    Args:
+        chunks: the model's stages on this rank.
+        vocab_size: tokens of the model. Rows beyond it pad the vocabulary and are no part of the gradient.
+
     Attributes:
-        megatron: the ``MegatronOptimizer``.
+        megatron: the ``MegatronOptimizer``, whose shards over all ranks make up the model once.
         scheduler: its ``OptimizerParamScheduler``, counting optimizer steps.
     """
 
     def __init__(self, options: BridgeConfig, chunks: Sequence[Any], groups: BridgeGroups, *, vocab_size: int) -> None:
         self._config = options.optimizer
+        self._groups = groups
         self.megatron = get_megatron_optimizer(_megatron_config(options), list(chunks), use_gloo_process_groups=False)
-        allocate_moments(self.megatron)
-        self._gradients = GradientReader(
-            self.megatron, chunks, groups, vocab_size=vocab_size, count_zeros=self._config.log_num_zeros_in_grad
-        )
+        _allocate_moments(self.megatron)
+        self._padding = sum(_padded_elements(self.megatron, chunks, groups, vocab_size))
         self.scheduler = _scheduler(self.megatron, self._config)
 
     def step(self, handle_name: str, *, has_gradients: bool) -> StepResult:
@@ -141,7 +62,7 @@ class BridgeOptimizer:
             raise HandleError(
                 f"optimizer_step on {handle_name!r} without gradients; call forward_backward first", handle=handle_name
             )
-        norm, num_zeros = self._gradients.read(found_not_finite=bool(self.megatron.prepare_grads()))
+        norm, num_zeros = self._norm_and_zeros(found_not_finite=bool(self.megatron.prepare_grads()))
         if not math.isfinite(norm):
             logger.warning("optimizer step of %r skipped: the gradient norm is %s", handle_name, norm)
             return StepResult(False, norm, num_zeros)
@@ -153,6 +74,26 @@ class BridgeOptimizer:
                     clip_grad_by_total_norm_fp32(parameters, self._config.clip_grad, norm, decoupled)
         self.megatron.step_with_ready_grads()
         return StepResult(True, norm, num_zeros)
+
+    def _norm_and_zeros(self, *, found_not_finite: bool) -> tuple[float, int | None]:
+        """Of the prepared gradients, the same on every rank; zeros where they are counted. A collective over all ranks.
+
+        Megatron's own norm adds squares in float32; without Transformer Engine and Apex it loses 5e-5 of the norm with an
+        embedding of 4099 rows. Its count of zeros takes in the rows that pad a vocabulary.
+
+        Args:
+            found_not_finite: this rank already knows of an element that is not finite; the norm becomes NaN.
+        """
+        parts = distributed_optimizers(self.megatron)
+        gradients = [gradient for part in parts for gradient in part.get_grads_for_grad_norm()]
+        count_zeros = self._config.log_num_zeros_in_grad
+        mine = rank_statistics(gradients, self._groups.device, count_zeros=count_zeros)
+        if count_zeros:
+            mine[0, 1] -= self._padding
+        if found_not_finite:
+            mine[0, 0] = math.nan
+        norm, num_zeros = norm_and_zeros(gather_statistics(mine, self._groups.world_group))
+        return norm, num_zeros if count_zeros else None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -178,6 +119,14 @@ class BridgeOptimizer:
         """Sets the schedules to ``num_steps`` steps taken."""
         self.scheduler.num_steps = 0
         self.scheduler.step(increment=num_steps)
+
+    def held_tensors(self) -> Iterator[Tensor]:
+        """The masters and moments of this rank, some of them views of parameters."""
+        for part in distributed_optimizers(self.megatron):
+            for group in part.optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = part.optimizer.state[parameter].values()
+                    yield from (tensor for tensor in [parameter, *state] if isinstance(tensor, Tensor))
 
     def zero_grad(self) -> None:
         """Drops the gradients of the masters; those of the model are in the DDP buffers."""
@@ -223,3 +172,90 @@ def _scheduler(optimizer: Any, config: OptimizerConfig) -> Any:
         wsd_decay_steps=config.lr_wsd_decay_steps,
         lr_wsd_decay_style=config.lr_wsd_decay_style,
     )
+
+
+def _padded_elements(megatron: Any, chunks: Sequence[Any], groups: BridgeGroups, vocab_size: int) -> Iterator[int]:
+    """How many elements of this rank's shards pad the vocabulary, for each parameter that has some and is counted."""
+    first_row = {
+        parameter: groups.pg.tp.rank() * parameter.shape[0]
+        for model in unwrap_model(list(chunks))
+        for name, parameter in model.named_parameters()
+        if name.endswith(_VOCABULARY)
+    }
+    for part in distributed_optimizers(megatron):
+        for parameter in part.model_param_group_index_map:
+            if parameter in first_row and param_is_not_shared(parameter):
+                rows, columns = parameter.shape
+                real_rows = min(max(vocab_size - first_row[parameter], 0), rows)
+                span = part._get_model_param_range_map(parameter)["param"]
+                yield max(0, int(span.end) - max(int(span.start), real_rows * columns))
+
+
+class ParameterState(NamedTuple):
+    """This rank's part of one parameter.
+
+    Attributes:
+        parameter: of the model.
+        start, end: the part, in elements of the flattened parameter.
+        tensors: flat, ``end - start`` elements each: ``param`` (the master; a view of the parameter when it is float32)
+            and the moments ``exp_avg`` and ``exp_avg_sq``.
+    """
+
+    parameter: nn.Parameter
+    start: int
+    end: int
+    tensors: Mapping[str, Tensor]
+
+
+def distributed_optimizers(megatron: Any) -> list[Any]:
+    """The ``DistributedOptimizer`` objects in a ``MegatronOptimizer``: one for experts, one for the rest."""
+    parts = getattr(megatron, "chained_optimizers", [megatron])
+    return [part for part in parts if not part.is_stub_optimizer]
+
+
+def _allocate_moments(megatron: Any) -> None:
+    """Allocates what Adam would in its first step, so that offloading and checkpoints see one layout at all times."""
+    for part in distributed_optimizers(megatron):
+        adam = part.optimizer
+        fresh = [(group, each) for group in adam.param_groups for each in group["params"] if not adam.state[each]]
+        part.init_state_fn(adam, part.config)
+        for group, parameter in fresh:
+            if isinstance(adam, torch.optim.Adam):
+                device = parameter.device if group["fused"] or group["capturable"] else torch.device("cpu")
+                adam.state[parameter]["step"] = torch.zeros((), dtype=torch.float32, device=device)
+
+
+def parameter_states(megatron: Any) -> Iterator[ParameterState]:
+    """Every parameter of which this rank has a part."""
+    for part in distributed_optimizers(megatron):
+        for parameter in part.model_param_group_index_map:
+            span = part._get_model_param_range_map(parameter)["param"]
+            tensors = part._get_main_param_and_optimizer_states(parameter)
+            yield ParameterState(
+                parameter, span.start, span.end, {name: tensors[name] for name in ("param", "exp_avg", "exp_avg_sq")}
+            )
+
+
+def num_steps(megatron: Any) -> int:
+    """Steps that Adam has taken. torch counts them for each parameter, the Adam of Transformer Engine for each group."""
+    for part in distributed_optimizers(megatron):
+        adam = part.optimizer
+        if isinstance(adam, torch.optim.Adam):
+            counts = [state["step"] for state in adam.state.values()]
+        else:
+            counts = [group.get("step", 0) for group in adam.param_groups if group["params"]]
+        if counts:
+            return int(counts[0])
+    return 0
+
+
+def set_num_steps(megatron: Any, steps: int) -> None:
+    """Makes the next step of Adam the one after ``steps``."""
+    for part in distributed_optimizers(megatron):
+        adam = part.optimizer
+        if isinstance(adam, torch.optim.Adam):
+            for state in adam.state.values():
+                state["step"].fill_(steps)
+        else:
+            for group in adam.param_groups:
+                group["step"] = steps

@@ -1,131 +1,48 @@
-"""Megatron-Bridge's model provider: what it is told, and what of config.json it does not pass on."""
+"""Settings of Megatron-Bridge's model provider, from this runtime's options and the user's own values."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.gpt_provider import GPTModelProvider, default_layer_spec
-from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from transformers import AutoConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import ConfigError, Head, RuntimeConfig, UnsupportedError
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.installed import has_transformer_engine
+from rl_backend.runtime.bridge.loading import read_provider
 from rl_backend.runtime.bridge.megatron_cpu import SequenceParallelRMSNorm
-from rl_backend.runtime.bridge.overrides import (
-    LOCAL_LAYERS,
-    attention_backend,
-    check_overrides_of_model,
-    require_deterministic_kernels,
-)
 from rl_backend.runtime.bridge_config import BridgeConfig
 
-_YARN_DEFAULTS: Mapping[str, Any] = {
-    "yarn_beta_fast": 32.0,
-    "yarn_beta_slow": 1.0,
-    "yarn_mscale": 1.0,
-    "yarn_mscale_all_dim": 0.0,
-    "yarn_correction_range_round_to_int": True,
+_NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+
+LOCAL_LAYERS: Mapping[str, Any] = {
+    "masked_softmax_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "cross_entropy_loss_fusion": False,
+    "persist_layer_norm": False,
+    "moe_permute_fusion": False,
+    "moe_grouped_gemm": False,
+    "moe_router_fusion": False,
+    "fp8": None,
+    "fp4": None,
+    "tp_comm_overlap": False,
+    "cuda_graph_impl": "none",
 }
-"""What transformers computes with where ``config.json`` does not say; Megatron-Bridge passes on None."""
+"""What Megatron's own layers do without: kernels of Transformer Engine, Apex or CUDA."""
 
-
-def require_same_model(hf_config: Any, provider: Any) -> None:
-    """Sets what Megatron-Bridge leaves out and Megatron has; :class:`UnsupportedError` for what Megatron would ignore.
-
-    Args:
-        hf_config: transformers' configuration.
-        provider: what Megatron-Bridge made of it.
-    """
-    rope: dict[str, Any] = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "linear":
-        provider.seq_len_interpolation_factor = float(rope["factor"])
-    if kind == "yarn":
-        for name, default in _YARN_DEFAULTS.items():
-            if getattr(provider, name) is None:
-                setattr(provider, name, default)
-    known = {
-        "default": True,
-        "linear": True,
-        "yarn": provider.position_embedding_type == "yarn" and rope.get("attention_factor") is None,
-        "llama3": provider.rope_scaling
-        and (rope.get("low_freq_factor"), rope.get("high_freq_factor"), rope.get("original_max_position_embeddings"))
-        == (1.0, 4.0, 8192),
-    }
-    if not known.get(kind, False):
-        raise UnsupportedError(
-            f"config.json has rope parameters {rope!r}, which Megatron would compute otherwise or ignore; the native "
-            "runtime may serve it",
-            rope_type=kind,
-        )
-    window = getattr(hf_config, "sliding_window", None)
-    layers = getattr(hf_config, "layer_types", None) or ()
-    slides = window is not None and (any("sliding" in layer for layer in layers) if layers else True)
-    if slides and provider.window_size is None:
-        raise UnsupportedError(
-            f"config.json has sliding_window={window}, which Megatron-Bridge does not pass on; the native runtime may "
-            "serve it",
-            sliding_window=window,
-        )
-    _require_experts_everywhere(hf_config, provider)
-    if getattr(provider, "use_mup", False):
-        raise UnsupportedError("the model scales its logits (MuP); the bridge runtime does not")
-
-
-def _require_experts_everywhere(hf_config: Any, provider: Any) -> None:
-    """Refuses layers without experts between those with, of which Megatron-Bridge makes mixtures as well."""
-    step, listed = getattr(hf_config, "decoder_sparse_step", None) or 1, getattr(hf_config, "mlp_only_layers", None) or []
-    dense = [layer for layer in range(provider.num_layers) if layer in listed or (layer + 1) % step]
-    if provider.num_moe_experts is not None and dense and provider.moe_layer_freq == 1:
-        raise UnsupportedError(
-            f"config.json: decoder_sparse_step={step}, mlp_only_layers={list(listed)}: layers {dense} have no experts, and "
-            "Megatron-Bridge gives experts to every layer; the native runtime may serve it",
-            layers=dense,
-        )
-
-
-def open_bridge(hf_path: str) -> AutoBridge:
-    """The Megatron-Bridge of a directory, by its ``model_type``.
-
-    Raises:
-        UnsupportedError: transformers or Megatron-Bridge does not know the model.
-        CheckpointError: weight files that are missing or damaged.
-    """
-    model_type = HFReader(hf_path).config.get("model_type")
-    try:
-        config = AutoConfig.from_pretrained(hf_path)
-    except ValueError as error:
-        raise UnsupportedError(
-            f"{hf_path}: transformers has no configuration for model_type {model_type!r}, which Megatron-Bridge starts from",
-            model_type=model_type,
-        ) from error
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-    if name is not None:
-        # A critic's directory names ...ForTokenClassification, which Megatron-Bridge does not know.
-        config.architectures = [name]
-    pretrained = PreTrainedCausalLM.from_pretrained(hf_path)
-    pretrained.config = config
-    bridge = AutoBridge(pretrained)
-    try:
-        found = AutoBridge.supports(config) and bridge._model_bridge is not None
-    except NotImplementedError:
-        found = False
-    if not found:
-        raise UnsupportedError(
-            f"{hf_path}: Megatron-Bridge has no bridge for model_type {config.model_type!r} ({config.architectures}); the "
-            "native runtime may serve it",
-            model_type=config.model_type,
-        )
-    return bridge
+_LOCAL_ATTENTION = ("masked_softmax_fusion", "attention_softmax_in_fp32")
+"""What Megatron's own attention alone reads."""
 
 
 def make_provider(bridge: AutoBridge, config: RuntimeConfig, groups: BridgeGroups, head: Head) -> GPTModelProvider:
@@ -136,18 +53,7 @@ def make_provider(bridge: AutoBridge, config: RuntimeConfig, groups: BridgeGroup
         UnsupportedError: what Megatron would ignore or cannot do on this device.
     """
     options = config.options(BridgeConfig)
-    try:
-        provider = bridge.to_megatron_provider(load_weights=False)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise UnsupportedError(
-            f"Megatron-Bridge cannot read the configuration of {config.hf_path}: {error}; the native runtime may serve it"
-        ) from error
-    if not isinstance(provider, GPTModelProvider):
-        raise UnsupportedError(
-            f"Megatron-Bridge builds {config.hf_path} with {type(provider).__name__}; this runtime trains GPTModelProvider "
-            "models only"
-        )
-    require_same_model(bridge.hf_pretrained.config, provider)
+    provider = read_provider(bridge, config.hf_path)
     _require_layout(options, provider, groups)
     settings = _settings(options, provider, groups.device, head)
     check_overrides_of_model(options, provider, transformer_engine=uses_transformer_engine(groups.device))
@@ -285,3 +191,75 @@ def _replace(spec: Any, old: object, new: object) -> Any:
         values = {each.name: getattr(spec, each.name) for each in dataclasses.fields(spec)}
         return dataclasses.replace(spec, **{name: _replace(value, old, new) for name, value in values.items()})
     return spec
+
+
+def override[T](field: str, config_type: Callable[..., T], overrides: Mapping[str, Any], settings: Mapping[str, Any]) -> T:
+    """One of Megatron's dataclasses from this runtime's settings and the user's.
+
+    Raises:
+        ConfigError: a field that the dataclass does not have, or values that it refuses.
+    """
+    names = {each.name for each in dataclasses.fields(config_type)}  # type: ignore[arg-type]
+    for name, value in overrides.items():
+        if name not in names:
+            raise ConfigError.of(f"{field}[{name!r}]", value, f"Megatron's {config_type.__name__} has no such field")
+    try:
+        return config_type(**{**settings, **overrides})
+    except (AssertionError, ValueError, TypeError) as error:
+        raise ConfigError(f"{field}={dict(overrides)!r}: Megatron refuses it: {error}") from error
+
+
+def attention_backend(name: str) -> AttnBackend:
+    """Megatron compares with members of its enumeration only; raises :class:`ConfigError` for a name that none has."""
+    if name not in AttnBackend.__members__:
+        field = "BridgeConfig.override_transformer_config['attention_backend']"
+        raise ConfigError.of(field, name, f"expected one of {', '.join(map(repr, AttnBackend.__members__))}")
+    return AttnBackend[name]
+
+
+def check_overrides_of_model(options: BridgeConfig, provider: Any, *, transformer_engine: bool) -> None:
+    """Refuses overrides that this model or device would ignore.
+
+    Args:
+        provider: Megatron-Bridge's of the model, before anything is set.
+        transformer_engine: whether layers are Transformer Engine's.
+
+    Raises:
+        ConfigError: names the override.
+    """
+    for name, value in options.override_transformer_config.items():
+        field = f"BridgeConfig.override_transformer_config[{name!r}]"
+        if not transformer_engine and (
+            name == "attention_backend" or (name in LOCAL_LAYERS and value != LOCAL_LAYERS[name])
+        ):
+            raise ConfigError.of(field, value, "needs layers of Transformer Engine: CUDA and the package transformer-engine")
+        if transformer_engine and name in _LOCAL_ATTENTION and value != getattr(provider, name):
+            raise ConfigError.of(
+                field, value, "Transformer Engine's attention, which this device has, would ignore it; leave it out"
+            )
+        if name.startswith("moe_") and provider.num_moe_experts is None:
+            raise ConfigError.of(field, value, "this model has no experts, so Megatron would ignore it")
+    name = "apply_wd_to_qk_layernorm"
+    value = options.override_optimizer_config.get(name)
+    if value and not provider.qk_layernorm:
+        raise ConfigError.of(
+            f"BridgeConfig.override_optimizer_config[{name!r}]",
+            value,
+            "this model has no norms of queries and keys, so Megatron would ignore it; leave it out",
+        )
+
+
+def require_deterministic_kernels() -> None:
+    """Sets what Transformer Engine reads where attention is built, and without which Megatron refuses to build it.
+
+    Raises:
+        ConfigError: the environment asks for the contrary.
+    """
+    given = os.environ.setdefault(_NONDETERMINISTIC, "0")
+    if given != "0":
+        raise ConfigError.of(
+            "BridgeConfig.override_transformer_config['deterministic_mode']",
+            True,
+            f"the environment has {_NONDETERMINISTIC}={given}, with which Transformer Engine may choose kernels that are "
+            "not; unset it, or set it to 0",
+        )

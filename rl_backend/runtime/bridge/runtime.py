@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -12,19 +12,33 @@ from torch import Tensor
 
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.training_state import StateTensors
-from rl_backend.contracts import ForwardResult, Head, LossFn, PackedBatch, RuntimeConfig, StepResult, TensorInfo
+from rl_backend.contracts import (
+    ForwardResult,
+    HandleError,
+    Head,
+    LossFn,
+    PackedBatch,
+    RuntimeConfig,
+    StepResult,
+    TensorInfo,
+)
 from rl_backend.parallel.groups import training_device
-from rl_backend.runtime.bridge import checkpoints, export
-from rl_backend.runtime.bridge.build import build_handle
-from rl_backend.runtime.bridge.export import held_gradients
-from rl_backend.runtime.bridge.forward_backward import record_activations, require_micro_batches, run_micro_batches
+from rl_backend.runtime.bridge import checkpoints
+from rl_backend.runtime.bridge.conversion import Conversion
+from rl_backend.runtime.bridge.forward_backward import (
+    accumulated_gradients,
+    gather_gradients,
+    record_activations,
+    require_micro_batches,
+    run_micro_batches,
+)
 from rl_backend.runtime.bridge.groups import BridgeGroups, close_groups, open_groups
-from rl_backend.runtime.bridge.handle import BridgeHandle
+from rl_backend.runtime.bridge.handle import BridgeHandle, build_handle
 from rl_backend.runtime.bridge.installed import quiet
 from rl_backend.runtime.bridge.megatron_cpu import iterate_on_cpu, on_cpu
 from rl_backend.runtime.bridge.routes import require_replayable
 from rl_backend.runtime.bridge_config import BridgeConfig
-from rl_backend.runtime.export_stream import WeightStream
+from rl_backend.runtime.export_stream import WeightStream, plan_buckets, start_stream
 from rl_backend.runtime.guarded import GuardedRuntime
 from rl_backend.runtime.router_replay import RouterReplay
 
@@ -85,7 +99,7 @@ class BridgeRuntime(GuardedRuntime[BridgeHandle, BridgeGroups]):
             with torch.no_grad():
                 return run_micro_batches(handle, data, loss_fn, forward_only=True, router_replay=router_replay)
         try:
-            with held_gradients(handle.chunks, has_gradients=handle.has_gradients):
+            with accumulated_gradients(handle.chunks, has_gradients=handle.has_gradients):
                 result = run_micro_batches(handle, data, loss_fn, forward_only=False, router_replay=router_replay)
         except BaseException:
             handle.broken = "forward_backward raised an error in the middle, so its gradients are incomplete"
@@ -109,21 +123,63 @@ class BridgeRuntime(GuardedRuntime[BridgeHandle, BridgeGroups]):
         return handle.trainer("optimizer_step").step(handle.name, has_gradients=handle.has_gradients)
 
     def _describe_weights(self, handle: BridgeHandle, dtype: torch.dtype | None) -> tuple[TensorInfo, ...]:
-        return export.describe_weights(handle, dtype)
+        return tuple(
+            TensorInfo.of(name, shape, dtype or conversion.dtype)
+            for conversion in handle.converter.conversions
+            for name, shape in conversion.shapes.items()
+        )
 
     def _gather_weights(
         self, handle: BridgeHandle, dtype: torch.dtype | None, byte_budget: int | None, names: Collection[str] | None
     ) -> WeightStream:
         """See the base class; by default in ``param_dtype``.
 
-        What Megatron keeps as one parameter (query, key and value; gate and up) is gathered as one, and so counts as one
-        in the budget.
+        Parameters are gathered one by one, as Megatron-Bridge does. What Megatron keeps as one parameter (query, key and
+        value; gate and up) counts as one in the budget, after every ``byte_budget`` bytes of which the ranks agree to
+        continue. Copies while a parameter is put together from its shards come on top.
         """
-        return export.export_weights(handle, dtype=dtype, byte_budget=byte_budget, only=names)
+        buckets = plan_buckets(handle.converter.select("export_weights", names), byte_budget)
+        handle.finish_parameter_gathers()
+
+        def converted(conversion: Conversion) -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in handle.converter.convert(conversion):
+                if names is None or name in names:
+                    yield name, tensor.to(dtype or conversion.dtype)
+
+        return self._start_stream(buckets, converted)
 
     def _gather_gradients(self, handle: BridgeHandle, names: Collection[str] | None) -> WeightStream:
-        """See the base class. A weight that no loss reached has a gradient of zeros."""
-        return export.export_gradients(handle, only=names)
+        """See the base class. A weight that no loss reached has a gradient of zeros.
+
+        The reduced shards are gathered into the gradient buffers, whose other parts are of no use after a backward pass.
+        This takes no memory beyond one converted parameter.
+        """
+        if not handle.has_gradients:
+            raise HandleError("export_gradients without gradients; call forward_backward first", handle=handle.name)
+        conversions = [each for each in handle.converter.select("export_gradients", names) if each.trained]
+        gather_gradients(handle.chunks)
+        gradients = {
+            f"{stage}.{name}": parameter.main_grad
+            for stage, model in enumerate(handle.models)
+            for name, parameter in model.named_parameters()
+        }
+
+        def converted(conversion: Conversion) -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in handle.converter.convert(conversion, gradients):
+                if names is None or name in names:
+                    yield name, tensor.float()
+
+        return self._start_stream([[conversion] for conversion in conversions], converted)
+
+    def _start_stream(
+        self,
+        buckets: Sequence[Sequence[Conversion]],
+        converted: Callable[[Conversion], Iterator[tuple[str, Tensor]]],
+    ) -> WeightStream:
+        def gather(bucket: Sequence[Conversion]) -> Iterator[tuple[str, Tensor]]:
+            return (item for conversion in bucket for item in converted(conversion))
+
+        return start_stream(buckets, gather, self.groups.world_group, self.groups.device)
 
     def _training_state(self, handle: BridgeHandle) -> tuple[StateTensors, TrainingManifest]:
         return checkpoints.all_tensors(handle), checkpoints.training_manifest(handle)

@@ -15,10 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rl_backend.contracts import HandleError, OptimizerConfig, PackedWeight, StepResult, WeightName, stored_tensors
-from rl_backend.parallel.collectives import all_gather_into
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import local_tensor, owns
-from rl_backend.runtime.gradient_squares import sum_of_squares
+from rl_backend.runtime.gradient_statistics import gather_statistics, norm_and_zeros, rank_statistics
 from rl_backend.runtime.native.lr_schedule import ParameterSchedule
 
 logger = logging.getLogger(__name__)
@@ -75,13 +74,7 @@ class NativeOptimizer:
             HandleError: there are no gradients.
         """
         self.require_gradients(handle_name)
-        mine = self.statistics()
-        rows = mine.new_empty(self._groups.world_size, mine.shape[1])
-        if self._groups.world_size > 1:
-            all_gather_into(rows, mine, group=self._groups.world_group)
-        else:
-            rows.copy_(mine)
-        result = self.judge(rows)
+        result = self.judge(gather_statistics(self.statistics(), self._groups.world_group))
         self.apply(result, handle_name)
         return result
 
@@ -93,30 +86,19 @@ class NativeOptimizer:
             )
 
     def statistics(self) -> Tensor:
-        """(1, 2) float64: squared 2-norm of this rank's gradients, and their zeros, 0 unless they are wanted.
-
-        Copies that another rank counts are left out.
-        """
+        """As :func:`rank_statistics`. Copies that another rank counts are left out."""
         counted = (self.parameters[name].grad for name in self.parameters if name in self._counted)
         local = (local_tensor(gradient) for gradient in counted if gradient is not None)
-        filled = [gradient for gradient in local if gradient.numel()]
-        statistics = torch.zeros(1, 2, dtype=torch.float64, device=self._groups.device)
-        if filled:
-            statistics[0, 0] = sum_of_squares(filled)
-            if self._config.log_num_zeros_in_grad:
-                statistics[0, 1] = torch.stack([gradient.numel() - gradient.count_nonzero() for gradient in filled]).sum()
-        return statistics
+        return rank_statistics(local, self._groups.device, count_zeros=self._config.log_num_zeros_in_grad)
 
     def judge(self, rows: Tensor) -> StepResult:
         """The result of a step.
 
         Args:
-            rows: (ranks, 2), each rank's :meth:`statistics`. Their sums are exact, so that neither the order of the
-                ranks nor the layout makes a difference.
+            rows: (ranks, 2), each rank's :meth:`statistics`.
         """
-        squares, zeros = (math.fsum(column) for column in rows.T.tolist())
-        norm = math.sqrt(squares)
-        return StepResult(math.isfinite(norm), norm, int(zeros) if self._config.log_num_zeros_in_grad else None)
+        norm, zeros = norm_and_zeros(rows)
+        return StepResult(math.isfinite(norm), norm, zeros if self._config.log_num_zeros_in_grad else None)
 
     def clips(self, result: StepResult) -> bool:
         """Whether gradients are scaled down before the step."""

@@ -23,7 +23,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-earlier-gradients-dropped",
-        f"{_BRIDGE}/export.py",
+        f"{_BRIDGE}/forward_backward.py",
         "        shard.part.add_(earlier)\n",
         "        pass\n",
         (f"{_GRADIENTS}::test_gradients_of_several_passes_add_up[1-{{}}-{{}}]",),
@@ -31,7 +31,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-earlier-gradients-reduced-again",
-        f"{_BRIDGE}/export.py",
+        f"{_BRIDGE}/forward_backward.py",
         "    for chunk in chunks:\n        chunk.zero_grad_buffer()\n    yield\n",
         "    yield\n",
         (f"{_GRADIENTS}::test_gradients_of_several_passes_add_up[2-{{}}-{{}}]",),
@@ -39,17 +39,17 @@ FAULTS = [
     ),
     Fault(
         "bridge-norm-of-one-rank",
-        f"{_BRIDGE}/optimizer.py",
-        "            all_gather_into(rows, mine, group=self._groups.world_group)\n",
-        "            rows.copy_(mine.expand_as(rows))\n",
+        "rl_backend/runtime/gradient_statistics.py",
+        "    all_gather_into(rows, mine, group=group)\n",
+        "    rows.copy_(mine.expand_as(rows))\n",
         ("tests/distributed/test_bridge_norms.py::test_the_norm_and_zeros_are_those_of_the_gradients",),
         "ranks would clip by different norms, and one could step while another does not",
     ),
     Fault(
         "bridge-counts-zeros-of-padding",
         f"{_BRIDGE}/optimizer.py",
-        "mine[0, 1] = zeros - self._padding",
-        "mine[0, 1] = zeros",
+        "mine[0, 1] -= self._padding",
+        "mine[0, 1] -= 0",
         ("tests/distributed/test_bridge_norms.py::test_the_norm_and_zeros_are_those_of_the_gradients",),
         "rows that pad a vocabulary would count as zeros of the gradient",
     ),
@@ -90,7 +90,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-steps-not-loaded",
-        f"{_BRIDGE}/optimizer_state.py",
+        f"{_BRIDGE}/optimizer.py",
         '                state["step"].fill_(steps)\n',
         "                pass\n",
         (f"{_CHECKPOINTS}::test_a_run_resumes_bit_for_bit[2-{{}}-{{}}-True]",),
@@ -191,7 +191,7 @@ FAULTS = [
     ),
     Fault(
         "bridge-decays-norms-that-are-not-there",
-        f"{_BRIDGE}/overrides.py",
+        f"{_BRIDGE}/provider.py",
         "    if value and not provider.qk_layernorm:\n",
         "    if False:\n",
         ("tests/unit/rl_backend/runtime/test_bridge_config.py::test_decay_of_norms_that_a_model_does_not_have_is_refused",),

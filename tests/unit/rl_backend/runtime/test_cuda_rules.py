@@ -139,7 +139,7 @@ VARIABLE = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 def test_deterministic_mode_sets_what_transformer_engine_reads(
     tied_model: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, refused: bool
 ) -> None:
-    from rl_backend.runtime.bridge import provider
+    from rl_backend.runtime.bridge import loading, provider
 
     monkeypatch.setenv(VARIABLE, given or "")
     if given is None:
@@ -147,7 +147,7 @@ def test_deterministic_mode_sets_what_transformer_engine_reads(
     options = {"override_transformer_config": {"deterministic_mode": True}}
     with open_bridge(tied_model, **options) as runtime:
         groups, config = runtime.groups, runtime.config
-        bridge = provider.open_bridge(str(tied_model))
+        bridge = loading.open_bridge(str(tied_model))
         monkeypatch.setattr(provider, "uses_transformer_engine", lambda device: True)
         if refused:
             with pytest.raises(ConfigError, match=f"deterministic_mode'.*{VARIABLE}=1"):
