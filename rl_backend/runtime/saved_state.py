@@ -17,7 +17,7 @@ from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.state_files import TensorsReader
 from rl_backend.checkpoint.training_state import StateTensors, open_training_state, raise_on_every_rank, read_training_state
 from rl_backend.contracts import CheckpointError, ConfigError, ParallelConfig
-from rl_backend.runtime.handle import GuardedHandle
+from rl_backend.runtime.engine import GuardedHandle
 
 RANDOM = "random."
 """Names of random state begin with it and end with the rank; one that a checkpoint does not have stays as it is."""

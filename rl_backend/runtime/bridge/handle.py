@@ -21,7 +21,7 @@ from rl_backend.runtime.bridge.optimizer import BridgeOptimizer
 from rl_backend.runtime.bridge.provider import make_provider, override, takes_packed_sequences
 from rl_backend.runtime.bridge.routes import ModelRouters, connect_routers
 from rl_backend.runtime.bridge_config import BridgeConfig
-from rl_backend.runtime.handle import GuardedHandle
+from rl_backend.runtime.engine import GuardedHandle
 from rl_backend.runtime.interface import Runtime
 from rl_backend.runtime.offload import Offload
 

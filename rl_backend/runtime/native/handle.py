@@ -15,7 +15,7 @@ from rl_backend.model import ModelFamily
 from rl_backend.parallel import fsdp
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import local_tensor
-from rl_backend.runtime.handle import GuardedHandle
+from rl_backend.runtime.engine import GuardedHandle
 from rl_backend.runtime.native.layout import TensorLayout
 from rl_backend.runtime.native.optimizer import NativeOptimizer, PendingStep
 from rl_backend.runtime.offload import Offload
