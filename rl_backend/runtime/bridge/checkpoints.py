@@ -19,7 +19,7 @@ from rl_backend.checkpoint.training_state import StateTensors
 from rl_backend.runtime import saved_state
 from rl_backend.runtime.bridge.handle import BridgeHandle
 from rl_backend.runtime.bridge.optimizer import ParameterState, num_steps, parameter_states, set_num_steps
-from rl_backend.runtime.bridge.sharding import Placed, StoredNames, pieces_of, placed_tensors
+from rl_backend.runtime.bridge.sharding import Block, StoredNames, model_blocks, pieces_of
 from rl_backend.runtime.saved_state import Differs
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -32,15 +32,15 @@ def all_tensors(handle: BridgeHandle) -> StateTensors:
     In the place of weights are the optimizer's float32 masters, of which a data-parallel rank has a part. Of a forward-only
     handle the weights.
     """
-    placed = placed_tensors(handle.models, _names(handle))
+    blocks = model_blocks(handle.models, _names(handle))
     if handle.optimizer is None:
-        return _model_tensors(placed, ())
+        return _model_tensors(blocks, ())
     handle.finish_parameter_gathers()
     states = list(parameter_states(handle.optimizer.megatron))
     moments: dict[str, TensorPieces] = {}
     for name in _MOMENTS:
-        moments |= {f"optimizer.{name}.{key}": pieces for key, pieces in pieces_of(placed, _held(name, states)).items()}
-    return {**_model_tensors(placed, states), **moments, **_random_state(handle)}
+        moments |= {f"optimizer.{name}.{key}": pieces for key, pieces in pieces_of(blocks, _held(name, states)).items()}
+    return {**_model_tensors(blocks, states), **moments, **_random_state(handle)}
 
 
 def training_manifest(handle: BridgeHandle) -> TrainingManifest:
@@ -68,11 +68,11 @@ def load_training_checkpoint(handle: BridgeHandle, path: Path) -> TrainingManife
     return manifest
 
 
-def _model_tensors(placed: Sequence[Placed], states: Sequence[ParameterState]) -> StateTensors:
+def _model_tensors(blocks: Sequence[Block], states: Sequence[ParameterState]) -> StateTensors:
     """Masters of what is trained; the rest as it is in the model."""
-    whole = [each.tensor for each in placed if not (states and each.tensor.requires_grad)]
+    whole = [each.tensor for each in blocks if not (states and each.tensor.requires_grad)]
     flat = {id(tensor): (0, tensor.numel(), tensor.detach().view(-1)) for tensor in whole}
-    return {f"model.{key}": pieces for key, pieces in pieces_of(placed, {**flat, **_held("param", states)}).items()}
+    return {f"model.{key}": pieces for key, pieces in pieces_of(blocks, {**flat, **_held("param", states)}).items()}
 
 
 def _held(name: str, states: Sequence[ParameterState]) -> dict[int, tuple[int, int, Tensor]]:

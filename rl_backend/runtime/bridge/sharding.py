@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron.bridge.models.conversion.param_mapping import (
@@ -83,7 +82,10 @@ class StoredNames:
         if pair is None or not self._keeps_rows(pair[0]):
             return None
         conversion, task = pair
-        names = {part: _of_expert(name, expert) for part, name in _names(task.mapping).items()}
+        stored = task.mapping.hf_param
+        names = {"": stored} if isinstance(stored, str) else dict(stored)
+        if expert is not None:
+            names = {part: _EXPERT.sub(f"experts.{expert}", name) for part, name in names.items()}
         shapes = {part: conversion.shapes[name] for part, name in names.items()}
         found = tuple(
             StoredRows(start, start + size, names[part], shapes[part], at)
@@ -117,42 +119,34 @@ class StoredNames:
         return runs
 
 
-def _names(mapping: Any) -> dict[str, str]:
-    return {"": mapping.hf_param} if isinstance(mapping.hf_param, str) else dict(mapping.hf_param)
-
-
-def _of_expert(name: str, expert: int | None) -> str:
-    return name if expert is None else _EXPERT.sub(f"experts.{expert}", name)
-
-
 _METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": False}
 
 
-@dataclass(frozen=True)
-class Placed:
+class Block(NamedTuple):
     """A parameter or buffer of this rank, or one of the blocks it consists of (gate and up of an MLP).
 
     Attributes:
-        key: Megatron's name of the whole tensor, the same in every layout.
+        sharded: the block in the whole tensor, as Megatron's checkpoints have it. The whole tensor has further dimensions in
+            front (the expert), as many as ``prepend_axis_num`` says.
         tensor: of the model, the whole parameter or buffer.
-        start: of the block, in elements of the flattened tensor.
-        shape: of the block.
-        whole_shape: of the whole tensor, with a dimension in front for each of ``prepended``.
-        offsets: of the block in the whole tensor.
-        prepended: dimensions of the whole tensor that the block does not have (the expert).
-        writes: this rank's copy is the one that is saved, but for data-parallel copies.
         rows: of the whole tensor, or of the block's expert, in Hugging Face's; None where they have no place there.
     """
 
-    key: str
+    sharded: ShardedTensor
     tensor: Tensor
-    start: int
-    shape: tuple[int, ...]
-    whole_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    prepended: int
-    writes: bool
     rows: tuple[StoredRows, ...] | None
+
+    @property
+    def start(self) -> int:
+        """Of the block, in elements of the flattened tensor."""
+        return int(self.sharded.data.storage_offset() - self.tensor.storage_offset())
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank's copy is the one that is saved, apart from data-parallel copies."""
+        replica = self.sharded.replica_id
+        # The last number counts data-parallel ranks: each has a part of the optimizer's state.
+        return not (isinstance(replica, tuple) and any(replica[:-1]))
 
 
 class Piece(NamedTuple):
@@ -171,12 +165,12 @@ class Piece(NamedTuple):
     start: int
 
 
-def placed_tensors(models: Sequence[nn.Module], names: StoredNames) -> list[Placed]:
+def model_blocks(models: Sequence[nn.Module], names: StoredNames) -> list[Block]:
     """Every parameter and stored buffer of this rank's chunks."""
-    return [placed for model in models for entry in _leaves(_sharded_state(model)) for placed in _placed(entry, names)]
+    return [block for model in models for entry in _leaves(_sharded_state(model)) for block in _blocks(entry, names)]
 
 
-def pieces_of(placed: Sequence[Placed], flat: Mapping[int, tuple[int, int, Tensor]]) -> dict[str, TensorPieces]:
+def pieces_of(blocks: Sequence[Block], flat: Mapping[int, tuple[int, int, Tensor]]) -> dict[str, TensorPieces]:
     """Pieces by the name that a checkpoint has for the whole tensor: Hugging Face's, or ``megatron.`` and Megatron's.
 
     Args:
@@ -184,37 +178,35 @@ def pieces_of(placed: Sequence[Placed], flat: Mapping[int, tuple[int, int, Tenso
             optimizer holds for them. Tensors that are not in it are left out.
     """
     found: dict[str, TensorPieces] = {}
-    for each in placed:
-        if id(each.tensor) not in flat:
+    for block in blocks:
+        if id(block.tensor) not in flat:
             continue
-        start, end, elements = flat[id(each.tensor)]
-        first, last = max(start, each.start), min(end, each.start + math.prod(each.shape))
-        for box in boxes(each.shape, first - each.start, last - each.start):
-            for piece in _split(each, box):
-                at = each.start + piece.start - start
-                pieces = found.setdefault(piece.name, TensorPieces(piece.shape, {}, writes=each.writes)).pieces
+        start, end, elements = flat[id(block.tensor)]
+        shape = block.sharded.local_shape
+        first, last = max(start, block.start), min(end, block.start + math.prod(shape))
+        for box in boxes(shape, first - block.start, last - block.start):
+            for piece in _split(block, box):
+                at = block.start + piece.start - start
+                pieces = found.setdefault(piece.name, TensorPieces(piece.shape, {}, writes=block.writes)).pieces
                 pieces[piece.offsets] = elements[at : at + math.prod(piece.sizes)].view(piece.sizes)
     return found
 
 
-def _split(placed: Placed, box: Box) -> Iterator[Piece]:
+def _split(block: Block, box: Box) -> Iterator[Piece]:
     """A rectangle of a block, cut where its rows part in Hugging Face's tensors. Rows that pad a vocabulary are left out."""
-    offsets = tuple(a + b for a, b in zip(placed.offsets, (0,) * placed.prepended + box.offsets, strict=True))
-    if placed.rows is None:
-        yield Piece(f"megatron.{placed.key}", placed.whole_shape, offsets, (1,) * placed.prepended + box.sizes, box.start)
+    whole, prepended = block.sharded, block.sharded.prepend_axis_num
+    offsets = tuple(a + b for a, b in zip(whole.global_offset, (0,) * prepended + box.offsets, strict=True))
+    if block.rows is None:
+        sizes_of_whole = (1,) * prepended + box.sizes
+        yield Piece(f"megatron.{whole.key}", tuple(whole.global_shape), offsets, sizes_of_whole, box.start)
         return
-    row, *others = offsets[placed.prepended :]
+    row, *others = offsets[prepended:]
     num_rows, *sizes = box.sizes
-    for run in placed.rows:
+    for run in block.rows:
         first, last = max(row, run.start), min(row + num_rows, run.stop)
         if first < last:
-            yield Piece(
-                run.name,
-                run.shape,
-                (run.at + first - run.start, *others),
-                (last - first, *sizes),
-                box.start + (first - row) * math.prod(sizes),
-            )
+            at = (run.at + first - run.start, *others)
+            yield Piece(run.name, run.shape, at, (last - first, *sizes), box.start + (first - row) * math.prod(sizes))
 
 
 def _sharded_state(model: Any) -> Any:
@@ -225,9 +217,8 @@ def _sharded_state(model: Any) -> Any:
     return model.sharded_state_dict(metadata=metadata)
 
 
-def _placed(entry: ShardedTensor | ShardedTensorFactory, names: StoredNames) -> Iterator[Placed]:
-    blocks = list(_leaves(entry.build())) if isinstance(entry, ShardedTensorFactory) else [entry]
-    for block in blocks:
+def _blocks(entry: ShardedTensor | ShardedTensorFactory, names: StoredNames) -> Iterator[Block]:
+    for block in _leaves(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]:
         assert isinstance(block, ShardedTensor), "a factory builds sharded tensors"
         if not block.data.is_contiguous():
             raise UnsupportedError(
@@ -235,21 +226,9 @@ def _placed(entry: ShardedTensor | ShardedTensorFactory, names: StoredNames) -> 
                 "the bridge runtime does not save",
                 name=block.key,
             )
-        offsets, prepended = tuple(block.global_offset), block.prepend_axis_num
-        num_rows = block.global_shape[prepended]
-        replica = block.replica_id if isinstance(block.replica_id, tuple) else (block.replica_id,)
-        yield Placed(
-            key=block.key,
-            tensor=entry.data,
-            start=block.data.storage_offset() - entry.data.storage_offset(),
-            shape=tuple(block.local_shape),
-            whole_shape=tuple(block.global_shape),
-            offsets=offsets,
-            prepended=prepended,
-            # The last number counts data-parallel ranks: each has a part of the optimizer's state.
-            writes=not any(replica[:-1]),
-            rows=names.rows(entry.data, block.key, num_rows, offsets[0] if prepended else None),
-        )
+        experts = block.prepend_axis_num
+        expert = block.global_offset[0] if experts else None
+        yield Block(block, entry.data, names.rows(entry.data, block.key, block.global_shape[experts], expert))
 
 
 def _leaves(tree: Any) -> Iterator[ShardedTensor | ShardedTensorFactory]:
