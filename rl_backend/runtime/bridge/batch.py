@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,25 +43,16 @@ class LaidOut:
         return hidden.flatten(0, 1).index_select(0, self.places)
 
 
-def padded_shape(batch: PackedBatch, multiple: int) -> tuple[int, int]:
-    """(sequences, longest sequence rounded up to a multiple): sequence parallelism splits the columns evenly."""
-    return batch.num_sequences, _round_up(int(batch.seq_lens.max()), multiple)
-
-
-def common_shape(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The smallest shape that holds all."""
-    return max(rows for rows, _ in shapes), max(columns for _, columns in shapes)
-
-
-def lay_out_padded(batch: PackedBatch, shape: tuple[int, int], *, mark_padding: bool) -> LaidOut:
+def lay_out_padded(batch: PackedBatch, multiple: int, *, mark_padding: bool) -> LaidOut:
     """A row per sequence, padded on the right.
 
     Padding comes after the sequence, so the causal mask keeps it out of every real token; Megatron makes that mask itself.
 
     Args:
+        multiple: the columns are rounded up to one of it: sequence parallelism splits them evenly.
         mark_padding: tell the router which tokens are padding (True), so that they count in no balancing loss.
     """
-    rows, columns = shape
+    rows, columns = batch.num_sequences, _round_up(int(batch.seq_lens.max()), multiple)
     device = batch.device
     row, column = batch.sequence_ids, batch.position_ids
     input_ids = torch.zeros(rows, columns, dtype=torch.int64, device=device)
@@ -75,15 +66,14 @@ def lay_out_padded(batch: PackedBatch, shape: tuple[int, int], *, mark_padding: 
         is_padding = torch.ones(rows, columns, dtype=torch.bool, device=device)
         is_padding[row, column] = False
         inputs["padding_mask"] = is_padding
-    return LaidOut(batch, inputs, shape, column * rows + row)
+    return LaidOut(batch, inputs, (rows, columns), column * rows + row)
 
 
 def lay_out_packed(batch: PackedBatch, multiple: int, *, mark_padding: bool) -> LaidOut:
     """All sequences in one row ("thd"), for attention that takes their boundaries.
 
-    Rounded up to a multiple by a sequence of padding at the end.
-
     Args:
+        multiple: a sequence of padding at the end rounds the row up to one of it.
         mark_padding: as in :func:`lay_out_padded`.
     """
     tokens = batch.num_tokens

@@ -12,16 +12,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from rl_backend.contracts import BatchError, ForwardResult, LossFn, PackedBatch
+from rl_backend.contracts import ForwardResult, LossFn, PackedBatch
 from rl_backend.parallel.collectives import all_gather_into
-from rl_backend.runtime.bridge.batch import (
-    LaidOut,
-    as_model_output,
-    common_shape,
-    lay_out_packed,
-    lay_out_padded,
-    padded_shape,
-)
+from rl_backend.runtime.bridge.batch import LaidOut, as_model_output, lay_out_packed, lay_out_padded
 from rl_backend.runtime.bridge.conversion import hf_names
 from rl_backend.runtime.bridge.handle import BridgeHandle
 from rl_backend.runtime.bridge.routes import PassRoutes
@@ -30,8 +23,11 @@ from rl_backend.runtime.pass_results import PassResults
 from rl_backend.runtime.router_replay import RouterReplay
 from rl_backend.trace.device import device_span
 
-type Observe = Callable[[int, Any, LaidOut], AbstractContextManager[None]]
-"""(micro-batch, chunk, its tokens) -> a context around the forward pass of that chunk."""
+type Observe = Callable[[int, int, LaidOut], AbstractContextManager[None]]
+"""(micro-batch, number of the chunk, its tokens) -> a context around the forward pass of that chunk."""
+
+type ComputeLoss = Callable[[Tensor], tuple[Tensor, dict[str, Any]]]
+"""What Megatron's schedules call for the outputs of the last stage."""
 
 
 def run_micro_batches(
@@ -52,24 +48,19 @@ def run_micro_batches(
     """
     laid_out = lay_out(handle, data)
     groups = handle.groups
+    pp, vpp = groups.parallel.pp, groups.parallel.vpp
     results = PassResults(loss_fn, groups.dp_group, forward_only=forward_only, keeps_outputs=groups.has_outputs)
-    shape = common_shape([each.shape for each in laid_out])
-    schedule = get_forward_backward_func(
-        pp_size=handle.groups.parallel.pp,
-        vp_size=handle.groups.parallel.vpp if handle.groups.parallel.vpp > 1 else None,
-    )
+    schedule = get_forward_backward_func(pp_size=pp, vp_size=vpp if vpp > 1 else None)
     iterators = [iter(enumerate(laid_out)) for _ in handle.chunks]
-    sequence_parallel = handle.provider.sequence_parallel
-    with PassRoutes(
-        handle.routers, handle.chunks, handle.groups, router_replay, sequence_parallel=sequence_parallel
-    ) as routes:
+    with PassRoutes(handle.routers, groups, router_replay, sequence_parallel=handle.provider.sequence_parallel) as routes:
         schedule(
             forward_step_func=_forward_step(handle, len(data), results, observe, routes),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=list(handle.chunks) if len(handle.chunks) > 1 else handle.chunks[0],
             num_microbatches=len(data),
-            seq_length=shape[1],
-            micro_batch_size=shape[0],
+            # Buffers between stages hold the largest micro-batch.
+            seq_length=max(each.shape[1] for each in laid_out),
+            micro_batch_size=max(each.shape[0] for each in laid_out),
             forward_only=forward_only,
         )
     return results.result(data, routes.outputs(data))
@@ -85,10 +76,8 @@ def lay_out(handle: BridgeHandle, data: Sequence[PackedBatch]) -> list[LaidOut]:
         or provider.moe_z_loss_coeff is not None
         or provider.moe_router_enable_expert_bias
     )
-    if handle.packs_sequences:
-        return [lay_out_packed(batch, multiple, mark_padding=mark_padding) for batch in batches]
-    shapes = [padded_shape(batch, multiple) for batch in batches]
-    return [lay_out_padded(batch, shape, mark_padding=mark_padding) for batch, shape in zip(batches, shapes, strict=True)]
+    lay_out_batch = lay_out_packed if handle.packs_sequences else lay_out_padded
+    return [lay_out_batch(batch, multiple, mark_padding=mark_padding) for batch in batches]
 
 
 def _chunk_inputs(handle: BridgeHandle, chunk: Any, laid_out: LaidOut) -> Mapping[str, Any]:
@@ -100,43 +89,31 @@ def _chunk_inputs(handle: BridgeHandle, chunk: Any, laid_out: LaidOut) -> Mappin
     return {**laid_out.inputs, "padding_mask": mask.chunk(group.size(), dim=1)[group.rank()]}
 
 
-def require_micro_batches(handle: BridgeHandle, count: int) -> None:
-    """Raises :class:`BatchError` for a number of micro-batches that Megatron's interleaved schedule does not take."""
-    multiple, pp = handle.micro_batch_multiple, handle.groups.parallel.pp
-    if 0 < count % multiple < pp:
-        raise BatchError(
-            f"{count} micro-batches with pp={pp} and vpp={handle.groups.parallel.vpp}: Megatron's interleaved schedule "
-            f"takes groups of {multiple}, and the last must have at least pp={pp}; use a multiple of {multiple}",
-            micro_batches=count,
-        )
-
-
 def _forward_step(
     handle: BridgeHandle,
     num_micro_batches: int,
     results: PassResults,
     observe: Observe,
     routes: PassRoutes,
-) -> Callable[[Iterator[tuple[int, LaidOut]], Any], tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Any]]]]]:
+) -> Callable[[Iterator[tuple[int, LaidOut]], Any], tuple[Tensor, ComputeLoss]]:
     """What Megatron's schedules call for each micro-batch and model chunk."""
 
-    def step(
-        iterator: Iterator[tuple[int, LaidOut]], chunk: Any
-    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Any]]]]:
+    def step(iterator: Iterator[tuple[int, LaidOut]], chunk: Any) -> tuple[Tensor, ComputeLoss]:
         index, laid_out = next(iterator)
+        number = next(number for number, each in enumerate(handle.chunks) if each is chunk)
         batch = laid_out.batch
         work = {"micro_batch": index, "tokens": batch.num_tokens, "sequences": batch.num_sequences}
         with (
             device_span(handle.groups.device, "forward", "micro_batch", **work),
-            observe(index, chunk, laid_out),
-            routes.forward(index, chunk, laid_out),
+            observe(index, number, laid_out),
+            routes.forward(index, number, laid_out),
         ):
             output = chunk(
                 **_chunk_inputs(handle, chunk, laid_out),
                 output_processor=handle.processor,
                 output_processor_context=laid_out,
             )
-            routes.before_backward(chunk, output)
+            routes.before_backward(number, output)
 
         def compute_loss(outputs: Tensor) -> tuple[Tensor, dict[str, Any]]:
             loss = results.add(index, batch, as_model_output(outputs, laid_out, handle.head))
@@ -201,46 +178,31 @@ def _shards(chunks: Sequence[Any]) -> Iterator[_Shard]:
                 yield _Shard(bucket.grad_data, bucket.grad_data.chunk(group.size())[group.rank()], group)
 
 
-class ActivationRecorder:
-    """Keeps what the modules of each chunk put out for each micro-batch."""
-
-    def __init__(self, handle: BridgeHandle) -> None:
-        self._handle = handle
-        self._names = [_parameter_names(handle, index) for index in range(len(handle.chunks))]
-        self.found: dict[tuple[int, int], dict[str, Tensor]] = {}
-        """(micro-batch, stage of the whole model) -> path -> (T, hidden_size) float32 on the host."""
-
-    @contextmanager
-    def record(self, micro_batch: int, chunk: object, laid_out: LaidOut) -> Generator[None]:
-        """Records the one forward pass of ``chunk`` in the context."""
-        index = next(number for number, each in enumerate(self._handle.chunks) if each is chunk)
-        groups = self._handle.groups
-        stage = index * groups.parallel.pp + groups.pg.pp.rank()
-        with record_outputs(self._handle.models[index], self._names[index], self._handle.provider.hidden_size) as outputs:
-            yield
-        packed = {path: self._pack(output, laid_out) for path, output in outputs.items()}
-        self.found[micro_batch, stage] = {path: value for path, value in packed.items() if value is not None}
-
-    def _pack(self, output: Tensor, laid_out: LaidOut) -> Tensor | None:
-        """(columns, rows, H), or this rank's part of the columns -> (T, H); None for rows that are not tokens."""
-        group, (rows, columns) = self._handle.groups.pg.tp, laid_out.shape
-        if output.dim() != 3 or output.shape[1] != rows or output.shape[0] not in (columns, columns // group.size()):
-            return None
-        if output.shape[0] != columns:
-            parts = [torch.empty_like(output) for _ in range(group.size())]
-            dist.all_gather(parts, output.contiguous(), group=group)
-            output = torch.cat(parts)
-        return laid_out.pack(output).to("cpu", torch.float32)
-
-
 def record_activations(handle: BridgeHandle, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:
     """Runs checked micro-batches forward; see :meth:`rl_backend.runtime.Runtime.activations`."""
-    recorder = ActivationRecorder(handle)
-    run_micro_batches(handle, data, None, forward_only=True, observe=recorder.record)
-    group = handle.groups.pg.pp
-    stages: list[dict[tuple[int, int], dict[str, Tensor]]] = [{}] * group.size()
-    dist.all_gather_object(stages, recorder.found, group=group)
-    if not handle.groups.has_outputs:
+    groups = handle.groups
+    pp_group, hidden_size = groups.pg.pp, handle.provider.hidden_size
+    tasks = [task for conversion in handle.converter.conversions for task in conversion.tasks]
+    here: dict[tuple[int, int], dict[str, Tensor]] = {}
+    """(micro-batch, stage of the whole model) -> path -> (T, hidden_size) float32 on the host."""
+
+    @contextmanager
+    def record(micro_batch: int, chunk: int, laid_out: LaidOut) -> Generator[None]:
+        names = {
+            task.param_name: hf_names(task)
+            for task in tasks
+            if task.megatron_module is not None and (task.vp_stage or 0) == chunk
+        }
+        with record_outputs(handle.models[chunk], names, hidden_size) as outputs:
+            yield
+        packed = {path: _pack_output(output, laid_out, groups.pg.tp) for path, output in outputs.items()}
+        stage = chunk * groups.parallel.pp + pp_group.rank()
+        here[micro_batch, stage] = {path: value for path, value in packed.items() if value is not None}
+
+    run_micro_batches(handle, data, None, forward_only=True, observe=record)
+    stages: list[dict[tuple[int, int], dict[str, Tensor]]] = [{}] * pp_group.size()
+    dist.all_gather_object(stages, here, group=pp_group)
+    if not groups.has_outputs:
         return []
     activations: list[dict[str, Tensor]] = [{} for _ in data]
     found = {key: outputs for stage in stages for key, outputs in stage.items()}
@@ -249,11 +211,13 @@ def record_activations(handle: BridgeHandle, data: Sequence[PackedBatch]) -> lis
     return list(activations)
 
 
-def _parameter_names(handle: BridgeHandle, chunk: int) -> dict[str, tuple[str, ...]]:
-    """Name of a parameter in one of this rank's chunks -> its Hugging Face names."""
-    return {
-        task.param_name: hf_names(task)
-        for conversion in handle.converter.conversions
-        for task in conversion.tasks
-        if task.megatron_module is not None and (task.vp_stage or 0) == chunk
-    }
+def _pack_output(output: Tensor, laid_out: LaidOut, tp_group: dist.ProcessGroup) -> Tensor | None:
+    """(columns, rows, H), or this rank's part of the columns -> (T, H); None for rows that are not tokens."""
+    rows, columns = laid_out.shape
+    if output.dim() != 3 or output.shape[1] != rows or output.shape[0] not in (columns, columns // tp_group.size()):
+        return None
+    if output.shape[0] != columns:
+        parts = [torch.empty_like(output) for _ in range(tp_group.size())]
+        dist.all_gather(parts, output.contiguous(), group=tp_group)
+        output = torch.cat(parts)
+    return laid_out.pack(output).to("cpu", torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -76,17 +77,13 @@ def open_groups(parallel: ParallelConfig, device: torch.device) -> BridgeGroups:
         ConfigError: the world size does not fit ``parallel``, or this process already uses Megatron with another layout.
     """
     join_default_group(device)
-    try:
+    with ExitStack() as undone_on_error:
+        undone_on_error.callback(leave_default_group)
         dp_size = parallel.data_parallel_size(dist.get_world_size())
         _join_model_parallel(parallel, device)
-        try:
-            host_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
-        except BaseException:
-            _leave_model_parallel()
-            raise
-    except BaseException:
-        leave_default_group()
-        raise
+        undone_on_error.callback(_leave_model_parallel)
+        host_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        undone_on_error.pop_all()
     return BridgeGroups(
         parallel=parallel,
         device=device,
@@ -112,16 +109,16 @@ def close_groups(groups: BridgeGroups) -> None:
 def _leave_model_parallel() -> None:
     _state.users -= 1
     if _state.users == 0:
-        _state.parallel = None
         _destroy_model_parallel()
 
 
 def _destroy_model_parallel() -> None:
-    """Megatron's own function forgets some of its groups only; each keeps three threads over gloo.
+    """Megatron's own function forgets only some of its groups; each keeps three threads over gloo.
 
     None is destroyed: that waits for what a rank that failed has not received. They end with the default group.
     The rotary embeddings' caches of angles hold groups as well.
     """
+    _state.parallel = None
     parallel_state.destroy_model_parallel()
     for name, value in vars(parallel_state).items():
         if isinstance(value, dist.ProcessGroup) or name == "_global_process_group_list":

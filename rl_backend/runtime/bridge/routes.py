@@ -155,21 +155,18 @@ class PassRoutes:
     """What one ``forward_backward`` does about routes. A context: routers choose for themselves again when it is left.
 
     Args:
-        chunks: the model.
         sequence_parallel: tensor-parallel ranks have a part of the tokens each.
     """
 
     def __init__(
         self,
         routers: ModelRouters | None,
-        chunks: Sequence[Any],
         groups: BridgeGroups,
         router_replay: RouterReplay,
         *,
         sequence_parallel: bool,
     ) -> None:
         self._routers = None if router_replay == "off" else routers
-        self._chunks = chunks
         self._groups = groups
         self._sequence_parallel = sequence_parallel
         self._replays = router_replay == "replay"
@@ -186,37 +183,35 @@ class PassRoutes:
             self._bind(chunk, None)
 
     @contextmanager
-    def forward(self, micro_batch: int, chunk: Any, laid_out: LaidOut) -> Generator[None]:
+    def forward(self, micro_batch: int, chunk: int, laid_out: LaidOut) -> Generator[None]:
         """Around the forward pass of a chunk. What is computed again in the backward pass is not recorded twice."""
         routers = self._routers
         if routers is None:
             yield
             return
-        index = self._index(chunk)
         if self._replays:
-            self._bind(index, self._rows(laid_out, routers))
+            self._bind(chunk, self._rows(laid_out, routers))
             yield
             return
-        for each in routers.chunks[index]:
+        for each in routers.chunks[chunk]:
             each.recording = True
         try:
             yield
         finally:
-            for each in routers.chunks[index]:
+            for each in routers.chunks[chunk]:
                 each.recording = False
-        if routers.chunks[index]:
-            self._chosen[micro_batch, index] = self._of_tokens(routers, index, laid_out)
+        if routers.chunks[chunk]:
+            self._chosen[micro_batch, chunk] = self._of_tokens(routers, chunk, laid_out)
 
-    def before_backward(self, chunk: Any, output: Tensor) -> None:
+    def before_backward(self, chunk: int, output: Tensor) -> None:
         """Has the backward pass from ``output``, which the chunk has just computed, find its routes again.
 
         Layers that are computed again route once more, and other micro-batches come through the chunk before that.
         """
         if self._routers is None or not self._replays or not output.requires_grad:
             return
-        index = self._index(chunk)
-        routes = self._bound[index]
-        output.register_hook(lambda _: self._bind(index, routes))
+        routes = self._bound[chunk]
+        output.register_hook(lambda _: self._bind(chunk, routes))
 
     def outputs(self, data: Sequence[PackedBatch]) -> dict[str, list[Tensor]]:
         """``routed_experts`` on source ranks, when routes are recorded; then a collective over the pipeline."""
@@ -230,9 +225,6 @@ class PassRoutes:
         ]
         routes = gather_stages(stages, data, routers.places, routers.layers, groups.pg.pp, groups.device)
         return {"routed_experts": routes} if groups.has_outputs else {}
-
-    def _index(self, chunk: Any) -> int:
-        return next(number for number, each in enumerate(self._chunks) if each is chunk)
 
     def _bind(self, chunk: int, routes: Tensor | None) -> None:
         assert self._routers is not None, "only models with routers have bound chunks"

@@ -13,6 +13,7 @@ from torch import Tensor
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.training_state import StateTensors
 from rl_backend.contracts import (
+    BatchError,
     ForwardResult,
     HandleError,
     Head,
@@ -29,7 +30,6 @@ from rl_backend.runtime.bridge.forward_backward import (
     accumulated_gradients,
     gather_gradients,
     record_activations,
-    require_micro_batches,
     run_micro_batches,
 )
 from rl_backend.runtime.bridge.groups import BridgeGroups, close_groups, open_groups
@@ -79,7 +79,13 @@ class BridgeRuntime(GuardedRuntime[BridgeHandle, BridgeGroups]):
             return build_handle(self, config, self.groups, forward_only=forward_only, name=name, head=head)
 
     def _require_schedulable(self, handle: BridgeHandle, num_micro_batches: int, *, forward_only: bool) -> None:
-        require_micro_batches(handle, num_micro_batches)
+        multiple, pp, vpp = handle.micro_batch_multiple, self.groups.parallel.pp, self.groups.parallel.vpp
+        if 0 < num_micro_batches % multiple < pp:
+            raise BatchError(
+                f"{num_micro_batches} micro-batches with pp={pp} and vpp={vpp}: Megatron's interleaved schedule takes "
+                f"groups of {multiple}, and the last must have at least pp={pp}; use a multiple of {multiple}",
+                micro_batches=num_micro_batches,
+            )
 
     def _require_replayable(self, handle: BridgeHandle, router_replay: RouterReplay) -> None:
         require_replayable(handle.name, handle.routed_layers, handle.provider, router_replay)

@@ -123,8 +123,8 @@ FAULTS = [
     Fault(
         "bridge-rows-in-the-wrong-order",
         f"{_BRIDGE}/batch.py",
-        "return LaidOut(batch, inputs, shape, column * rows + row)",
-        "return LaidOut(batch, inputs, shape, row * columns + column)",
+        "return LaidOut(batch, inputs, (rows, columns), column * rows + row)",
+        "return LaidOut(batch, inputs, (rows, columns), row * columns + column)",
         (f"{_GRADIENTS}::test_exported_gradients_are_the_native_ones_before_clipping[1-{{}}]",),
         "log-probs would belong to other tokens",
     ),
@@ -147,7 +147,7 @@ FAULTS = [
     Fault(
         "bridge-replay-of-the-last-micro-batch",
         f"{_BRIDGE}/routes.py",
-        "        output.register_hook(lambda _: self._bind(index, routes))\n",
+        "        output.register_hook(lambda _: self._bind(chunk, routes))\n",
         "",
         (
             f"{_REPLAY}::test_every_layout_replays_what_one_rank_recorded[bridge vpp2, recomputed]",
