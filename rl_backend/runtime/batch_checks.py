@@ -16,37 +16,29 @@ from rl_backend.runtime.router_replay import MODES, RouterReplay
 
 def check_micro_batches(
     data: Sequence[PackedBatch],
+    problem: BatchError | None,
+    kind: int,
     group: dist.ProcessGroup,
     device: torch.device,
     *,
-    max_tokens: int,
-    vocab_size: int,
-    max_length: int | None,
-    forward_only: bool,
-    router_replay: RouterReplay,
-    routers: RoutedLayers | None,
-    replica: dist.ProcessGroup | None = None,
+    replica: dist.ProcessGroup,
 ) -> None:
     """Refuses data that cannot run, on every rank together, so that none is left waiting in a collective.
 
     Args:
+        problem: of this rank's data by itself, see :func:`problem_on_rank`.
+        kind: of the pass, see :func:`kind_of_pass`.
         group: the ranks that run together, for collectives on ``device``.
-        routers: what the routes of a replay must fit.
-        replica: of these, the ranks that hold parts of one model and so must have the same data; None where each has a whole
-            one.
+        replica: of these, the ranks that hold parts of one model and so must have the same data.
 
     Raises:
-        BatchError: other data than on another rank of the replica; no micro-batches; one over ``max_tokens``; a sequence
-            over ``max_length``; a token outside the vocabulary; a temperature that is not positive; routes that
-            :func:`~rl_backend.contracts.check_routes` refuses; another number of micro-batches, or another kind of pass, on
-            another rank; or another rank refused its data.
+        BatchError: this problem; other data than on another rank of the replica; another number of micro-batches, or another
+            kind of pass, on another rank; or another rank refused its data.
     """
-    problem = problem_on_rank(data, max_tokens, vocab_size, max_length, router_replay, routers)
-    if replica is not None and replica.size() > 1:
+    if replica.size() > 1:
         difference = problem_in_replica(checksum(data), replica, device)
         problem = problem or difference
     if group.size() > 1:
-        kind = kind_of_pass(forward_only, router_replay)
         ranks_problem = problem_between_ranks(len(data), problem is not None, kind, group, device)
         problem = problem or ranks_problem
     if problem is not None:
@@ -55,15 +47,23 @@ def check_micro_batches(
 
 def problem_on_rank(
     data: Sequence[PackedBatch],
+    *,
     max_tokens: int,
     vocab_size: int,
     max_length: int | None,
     router_replay: RouterReplay,
     routers: RoutedLayers | None,
 ) -> BatchError | None:
-    """What is wrong with this rank's micro-batches by themselves; arguments as of :func:`check_micro_batches`."""
-    replayed = routers if router_replay == "replay" else None
-    return _problem(data, max_tokens, vocab_size, max_length) or _problem_of_routes(data, replayed)
+    """What is wrong with this rank's micro-batches by themselves.
+
+    No micro-batches; one over ``max_tokens``; a sequence over ``max_length``; a token outside the vocabulary; a temperature
+    that is not positive; routes that :func:`~rl_backend.contracts.check_routes` refuses.
+
+    Args:
+        routers: what the routes of a replay must fit.
+    """
+    problem = _problem(data, max_tokens, vocab_size, max_length)
+    return problem or _problem_of_routes(data, routers if router_replay == "replay" else None)
 
 
 def kind_of_pass(forward_only: bool, router_replay: RouterReplay) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
@@ -15,7 +15,7 @@ from rl_backend.contracts.runtime_config import BackendConfig
 
 _PARALLEL = "BridgeConfig.parallel"
 _OPTIMIZER = "BridgeConfig.optimizer"
-_PRECISION = "BridgeConfig.param_dtype"
+_PRECISION = dict.fromkeys(("params_dtype", "bf16", "fp16"), "BridgeConfig.param_dtype")
 _RUNTIME = "the runtime, which would be wrong with another value"
 
 _TRANSFORMER_ELSEWHERE = {
@@ -26,13 +26,8 @@ _TRANSFORMER_ELSEWHERE = {
     "context_parallel_size": f"{_PARALLEL}.cp",
     "expert_model_parallel_size": f"{_PARALLEL}.ep",
     "expert_tensor_parallel_size": f"{_PARALLEL}.etp",
-    "params_dtype": _PRECISION,
-    "bf16": _PRECISION,
-    "fp16": _PRECISION,
-    "recompute_granularity": "BridgeConfig.recompute_granularity",
-    "recompute_method": "BridgeConfig.recompute_method",
-    "recompute_num_layers": "BridgeConfig.recompute_num_layers",
-    "recompute_modules": "BridgeConfig.recompute_modules",
+    **_PRECISION,
+    **{f"recompute_{name}": f"BridgeConfig.recompute_{name}" for name in ("granularity", "method", "num_layers", "modules")},
     "moe_token_dispatcher_type": "the runtime: all-to-all, which takes another number of tokens on every rank",
     "distribute_saved_activations": f"{_PARALLEL}.tp: with sequence parallelism each rank keeps its part of them",
     "persist_layer_norm": "the layers: these models have RMSNorm, whose kernels are chosen without it",
@@ -44,19 +39,15 @@ _DDP_ELSEWHERE = {
     "check_for_nan_in_grad": "optimizer_step, which skips the step on every rank",
 }
 _OPTIMIZER_ELSEWHERE = {
-    "optimizer": f"{_OPTIMIZER}.optimizer",
-    "lr": f"{_OPTIMIZER}.lr",
-    "min_lr": f"{_OPTIMIZER}.min_lr",
-    "weight_decay": f"{_OPTIMIZER}.weight_decay",
-    "clip_grad": f"{_OPTIMIZER}.clip_grad",
+    **{
+        name: f"{_OPTIMIZER}.{name}"
+        for name in ("optimizer", "lr", "min_lr", "weight_decay", "clip_grad", "log_num_zeros_in_grad")
+    },
     "adam_beta1": f"{_OPTIMIZER}.betas",
     "adam_beta2": f"{_OPTIMIZER}.betas",
     "adam_eps": f"{_OPTIMIZER}.eps",
-    "log_num_zeros_in_grad": f"{_OPTIMIZER}.log_num_zeros_in_grad",
-    "grad_norm_skip_threshold": "optimizer_step, which skips steps that are not finite only",
-    "params_dtype": _PRECISION,
-    "bf16": _PRECISION,
-    "fp16": _PRECISION,
+    "grad_norm_skip_threshold": "optimizer_step, which skips only steps that are not finite",
+    **_PRECISION,
     "use_distributed_optimizer": _RUNTIME,
     "use_precision_aware_optimizer": _RUNTIME,
     "optimizer_cpu_offload": "Runtime.to(handle, 'cpu')",
@@ -76,6 +67,19 @@ class Overrides(NamedTuple):
     needs: Mapping[str, str]
 
 
+NEEDS_TRANSFORMER_ENGINE = (
+    "apply_rope_fusion",
+    "attention_backend",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "gradient_accumulation_fusion",
+    "masked_softmax_fusion",
+    "moe_grouped_gemm",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+)
+"""Fields of ``TRANSFORMER`` that choose a kernel which only layers of Transformer Engine have."""
+
 TRANSFORMER = Overrides(
     allowed=(
         # pipeline stages
@@ -91,14 +95,9 @@ TRANSFORMER = Overrides(
         "attention_dropout",
         "attention_softmax_in_fp32",
         "fp32_residual_connection",
-        "attention_backend",
         "deterministic_mode",
         # kernels
-        "masked_softmax_fusion",
-        "bias_activation_fusion",
-        "bias_dropout_fusion",
-        "apply_rope_fusion",
-        "gradient_accumulation_fusion",
+        *NEEDS_TRANSFORMER_ENGINE,
         "tp_comm_overlap",
         # experts
         "moe_router_load_balancing_type",
@@ -109,9 +108,6 @@ TRANSFORMER = Overrides(
         "moe_expert_capacity_factor",
         "moe_pad_expert_input_to_capacity",
         "moe_token_drop_policy",
-        "moe_grouped_gemm",
-        "moe_permute_fusion",
-        "moe_router_fusion",
     ),
     elsewhere=_TRANSFORMER_ELSEWHERE,
     needs={
@@ -120,19 +116,6 @@ TRANSFORMER = Overrides(
     },
 )
 """Of Megatron-Bridge's model provider, which is a ``TransformerConfig``."""
-
-NEEDS_TRANSFORMER_ENGINE = (
-    "apply_rope_fusion",
-    "attention_backend",
-    "bias_activation_fusion",
-    "bias_dropout_fusion",
-    "gradient_accumulation_fusion",
-    "masked_softmax_fusion",
-    "moe_grouped_gemm",
-    "moe_permute_fusion",
-    "moe_router_fusion",
-)
-"""Those of ``TRANSFORMER`` that choose a kernel which only layers of Transformer Engine have."""
 
 DDP = Overrides(
     allowed=(
@@ -186,19 +169,10 @@ def check_in_layout(field: str, values: Mapping[str, Any], parallel: ParallelCon
             "needs buffers of Transformer Engine (initialize_ub) that the runtime does not make; leave it out",
         )
     for name, value in values.items():
-        for concerns, works, needed in _IN_LAYOUT:
-            if value and concerns(name) and not works(parallel):
-                raise ConfigError.of(
-                    f"{field}[{name!r}]", value, f"Megatron would ignore it: needs {_PARALLEL}.{needed} > 1"
-                )
+        needed = "vpp" if name == "microbatch_group_size_per_vp_stage" else "pp" if "pipeline" in name else None
+        if value and needed is not None and getattr(parallel, needed) == 1:
+            raise ConfigError.of(f"{field}[{name!r}]", value, f"Megatron would ignore it: needs {_PARALLEL}.{needed} > 1")
     _check_balancing(field, values)
-
-
-_IN_LAYOUT: Sequence[tuple[Callable[[str], bool], Callable[[ParallelConfig], bool], str]] = (
-    (lambda name: "pipeline" in name, lambda parallel: parallel.pp > 1, "pp"),
-    (lambda name: name == "microbatch_group_size_per_vp_stage", lambda parallel: parallel.vpp > 1, "vpp"),
-)
-"""Which fields, in which layouts they have an effect, and the size that makes it one."""
 
 
 _BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing")

@@ -25,7 +25,7 @@ from rl_backend.contracts import (
     TensorInfo,
 )
 from rl_backend.contracts.operations import ATOMS
-from rl_backend.runtime.batch_checks import check_micro_batches
+from rl_backend.runtime.batch_checks import check_micro_batches, kind_of_pass, problem_on_rank
 from rl_backend.runtime.checkpoint_writer import CheckpointWriter
 from rl_backend.runtime.engine import Engine, GuardedHandle, RankGroups, config_of_model
 from rl_backend.runtime.interface import RankPlace, Runtime
@@ -276,17 +276,19 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
 
     def _check(self, handle: H, data: Sequence[PackedBatch], router_replay: RouterReplay, *, forward_only: bool) -> None:
         """Raises :class:`BatchError` on every rank for data that some rank cannot run."""
-        check_micro_batches(
+        problem, kind = self._problem(handle, data, router_replay), kind_of_pass(forward_only, router_replay)
+        groups = self.groups
+        check_micro_batches(data, problem, kind, groups.world_group, groups.device, replica=groups.replica_group)
+        # Afterwards, because by then all ranks have the same number, so that none raises alone.
+        self._require_schedulable(handle, len(data), forward_only=forward_only)
+
+    def _problem(self, handle: H, data: Sequence[PackedBatch], router_replay: RouterReplay) -> BatchError | None:
+        """What is wrong with this rank's data by itself."""
+        return problem_on_rank(
             data,
-            self.groups.world_group,
-            self.groups.device,
             max_tokens=self.config.max_tokens_per_micro_batch,
             vocab_size=handle.vocab_size,
             max_length=handle.max_length,
-            forward_only=forward_only,
             router_replay=router_replay,
             routers=handle.routed_layers,
-            replica=self.groups.replica_group,
         )
-        # Afterwards, because by then all ranks have the same number, so that none raises alone.
-        self._require_schedulable(handle, len(data), forward_only=forward_only)

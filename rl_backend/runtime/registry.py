@@ -65,19 +65,12 @@ def create_runtime(config: RuntimeConfig) -> Runtime[Any]:
     return _FACTORIES.get(config.backend)(config)
 
 
-def _native(config: RuntimeConfig) -> Runtime[Any]:
-    return importlib.import_module("rl_backend.runtime.native").NativeRuntime(config)  # type: ignore[no-any-return]
+def _imported(module: str, name: str) -> Callable[[RuntimeConfig], Any]:
+    """Imports the function when it is called: a runtime that is not used costs nothing."""
+    return lambda config: getattr(importlib.import_module(f"rl_backend.runtime.{module}"), name)(config)
 
 
-def _bridge(config: RuntimeConfig) -> Runtime[Any]:
-    return importlib.import_module("rl_backend.runtime.bridge").BridgeRuntime(config)  # type: ignore[no-any-return]
-
-
-def _check_native(config: RuntimeConfig) -> None:
-    importlib.import_module("rl_backend.runtime.native.layout").check_config(config)
-
-
-_FACTORIES.add("native", _native)
-_CHECKS["native"] = _check_native
-_FACTORIES.add("bridge", _bridge)
+_FACTORIES.add("native", _imported("native", "NativeRuntime"))
+_CHECKS["native"] = _imported("native.layout", "check_config")
+_FACTORIES.add("bridge", _imported("bridge", "BridgeRuntime"))
 BACKEND_CONFIGS.add("bridge", BridgeConfig)

@@ -23,7 +23,6 @@ from rl_backend.contracts import (
     WeightShard,
 )
 from rl_backend.parallel.groups import ParallelGroups, close_groups, open_groups, training_device
-from rl_backend.runtime.batch_checks import problem_on_rank
 from rl_backend.runtime.export_stream import WeightStream
 from rl_backend.runtime.guarded import GuardedRuntime
 from rl_backend.runtime.native import checkpoints, export
@@ -75,7 +74,12 @@ class NativeRuntime(GuardedRuntime[NativeHandle, ParallelGroups]):
         """See the base class; outputs are on the training device."""
         request = PassRequest(data, loss_fn, forward_only, router_replay)
         if self.native.post_validation:
-            return run_validated(handle, request, self._problem(handle, request))
+            problem = self._problem(handle, data, router_replay)
+            try:
+                require_schedulable(handle, len(data), forward_only=forward_only)
+            except BatchError as error:
+                problem = problem or error
+            return run_validated(handle, request, problem)
         self._check(handle, data, router_replay, forward_only=forward_only)
         return run_pipeline(handle, request) if handle.stages else run_micro_batches(handle, request)
 
@@ -115,13 +119,3 @@ class NativeRuntime(GuardedRuntime[NativeHandle, ParallelGroups]):
 
     def _close_groups(self) -> None:
         close_groups(self.groups)
-
-    def _problem(self, handle: NativeHandle, request: PassRequest) -> BatchError | None:
-        """What is wrong with this rank's data by itself."""
-        limits = self.config.max_tokens_per_micro_batch, handle.vocab_size, handle.max_length
-        problem = problem_on_rank(request.data, *limits, request.router_replay, handle.routed_layers)
-        try:
-            require_schedulable(handle, len(request.data), forward_only=request.forward_only)
-        except BatchError as error:
-            problem = problem or error
-        return problem

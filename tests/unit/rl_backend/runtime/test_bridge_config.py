@@ -93,7 +93,7 @@ REFUSED_AT_ONCE: dict[str, tuple[dict[str, Any], str]] = {
         {"override_transformer_config": {"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "my_aux_losses"}},
         r"\['moe_router_load_balancing_type'\]='my_aux_losses': expected one of 'none', 'aux_loss'",
     ),
-    "skipping by size": ({"override_optimizer_config": {"grad_norm_skip_threshold": 3.0}}, "not finite only"),
+    "skipping by size": ({"override_optimizer_config": {"grad_norm_skip_threshold": 3.0}}, "only steps that are not finite"),
     "no distributed optimizer": ({"override_ddp_config": {"use_distributed_optimizer": False}}, "the runtime"),
     "a method without granularity": ({"recompute_method": "block"}, "recompute_granularity='full'"),
     "modules of a full recomputation": (
