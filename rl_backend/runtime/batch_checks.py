@@ -23,7 +23,7 @@ def check_micro_batches(
     *,
     replica: dist.ProcessGroup,
 ) -> None:
-    """Refuses data that cannot run, on every rank together, so that none is left waiting in a collective.
+    """Refuses data that cannot run, on every rank together: no rank is left waiting in a collective.
 
     Args:
         problem: of this rank's data by itself, see :func:`problem_on_rank`.

@@ -58,7 +58,7 @@ _OPTIMIZER_ELSEWHERE = {
 class Overrides(NamedTuple):
     """Attributes:
     allowed: fields that a user may set.
-    elsewhere: field -> what decides it, for those that somebody may look for here.
+    elsewhere: field -> what decides it, for those that a user may look for here.
     needs: field -> the field without which Megatron ignores it.
     """
 

@@ -35,7 +35,7 @@ def require_known_names(operation: str, wanted: Collection[str] | None, known: C
 
 
 def plan_buckets[G: Gathered](items: Sequence[G], byte_budget: int | None) -> list[list[G]]:
-    """``items`` in order, in buckets of at most ``byte_budget`` bytes and one dtype; None puts each in one of its own.
+    """``items`` in order, in buckets of at most ``byte_budget`` bytes and one dtype; None gives each its own bucket.
 
     Raises:
         ConfigError: a budget smaller than the largest item.
@@ -71,7 +71,7 @@ def start_stream[G](
 
     Before each bucket, and once more at the end, the ranks agree that all of them continue. A rank whose generator is closed
     takes part up to there and says no, and the others raise :class:`ExportInterruptedError`. The generator has run to its
-    first yield, so that closing it unused still tells the other ranks.
+    first yield, because closing it unused must still tell the other ranks.
     """
     stream = _stream(buckets, gather, group, device)
     next(stream)

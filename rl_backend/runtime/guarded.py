@@ -279,7 +279,7 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
         problem, kind = self._problem(handle, data, router_replay), kind_of_pass(forward_only, router_replay)
         groups = self.groups
         check_micro_batches(data, problem, kind, groups.world_group, groups.device, replica=groups.replica_group)
-        # Afterwards, because by then all ranks have the same number, so that none raises alone.
+        # Afterwards: by then all ranks have the same number, and none raises alone.
         self._require_schedulable(handle, len(data), forward_only=forward_only)
 
     def _problem(self, handle: H, data: Sequence[PackedBatch], router_replay: RouterReplay) -> BatchError | None:

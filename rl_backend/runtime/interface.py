@@ -83,7 +83,7 @@ class Runtime[H: ModelHandle](ABC):
             name: for messages; empty takes one from the order of building.
             head: ``values`` builds a critic: in place of the language-model head a linear layer with bias on the final
                 normalised hidden state gives ``ModelOutput.values``. It is ``score.weight`` and ``score.bias`` of the
-                directory; what the directory lacks of them is 0, so that values start at 0, or at those of a reward model
+                directory; what the directory lacks of them is 0: values start at 0, or at those of a reward model
                 without bias. A stored ``lm_head.weight`` is not read.
             hf_path: the directory; None takes ``config.hf_path``. The model family follows from its ``config.json``.
             optimizer: None takes that of the configuration.

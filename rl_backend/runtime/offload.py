@@ -102,7 +102,7 @@ class Offload:
         self._keep_buffers(self._moved.pop(part, []))
 
     def clear(self, part: Part) -> None:
-        """Brings a part back with zeros in the place of its contents; nothing to do when it is on the device."""
+        """Brings a part back filled with zeros; nothing to do when it is on the device."""
         for each in self._moved.get(part, ()):
             each.storage.resize_(each.host.nbytes)
             _bytes(each.storage).zero_()

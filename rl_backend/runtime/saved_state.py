@@ -184,7 +184,7 @@ def source_rank(rank: int, here: RankLayout, saved: RankLayout, differs: Differs
     """The rank of ``saved`` whose state of a stream ``rank`` continues, or None where there is no such rank.
 
     In the same layout it is the rank itself. In another one all ranks of a replica continue the first rank of the replica of
-    their data-parallel rank, so that ranks which must draw the same numbers do. Streams that differ inside a replica
+    their data-parallel rank: ranks that must draw the same numbers do. Streams that differ inside a replica
     continue where the layout still has as many of them.
     """
     if saved == here:

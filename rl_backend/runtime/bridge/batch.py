@@ -50,7 +50,7 @@ def lay_out_padded(batch: PackedBatch, multiple: int, *, mark_padding: bool) -> 
 
     Args:
         multiple: the columns are rounded up to one of it: sequence parallelism splits them evenly.
-        mark_padding: tell the router which tokens are padding (True), so that they count in no balancing loss.
+        mark_padding: tell the router which tokens are padding (True); they count in no balancing loss.
     """
     rows, columns = batch.num_sequences, _round_up(int(batch.seq_lens.max()), multiple)
     device = batch.device
@@ -156,8 +156,8 @@ class OutputProcessor:
         """All columns, on every tensor-parallel rank.
 
         Args:
-            every_rank_the_same: every rank computes the same from them, so that each already has the whole gradient;
-                otherwise each has a part of it, and the parts are added up.
+            every_rank_the_same: every rank computes the same from them, and so already has the whole gradient. When False,
+                each has a part of it, and the parts are added up.
         """
         group = self._groups.pg.tp
         result = hidden
@@ -182,7 +182,7 @@ class OutputProcessor:
 
 
 class CriticOutputLayer(nn.Module):
-    """A critic's head in the place of the language-model head.
+    """A critic's head, which replaces the language-model head.
 
     Its parameters are the same on every tensor-parallel rank, and so are their gradients.
 

@@ -29,8 +29,8 @@ _TRACKED = f"{saved_state.RANDOM}megatron."
 def all_tensors(handle: BridgeHandle) -> StateTensors:
     """Weights, moments and random state by name: pieces of Hugging Face's tensors, whatever the layout.
 
-    In the place of weights are the optimizer's float32 masters, of which a data-parallel rank has a part. Of a forward-only
-    handle the weights.
+    The optimizer's float32 masters, of which a data-parallel rank has a part, replace the weights. Of a forward-only handle
+    the weights.
     """
     blocks = model_blocks(handle.models, _names(handle))
     if handle.optimizer is None:
@@ -47,7 +47,7 @@ def training_manifest(handle: BridgeHandle) -> TrainingManifest:
     """Everything of the training state that is not a tensor."""
     optimizer = handle.trainer("training state")
     progress = saved_state.Progress(optimizer.num_schedule_steps, num_steps(optimizer.megatron))
-    return saved_state.training_manifest(handle, _shapes(handle), progress, private=_names(handle).private)
+    return saved_state.training_manifest(handle, handle.converter.shapes, progress, private=_names(handle).private)
 
 
 def load_training_checkpoint(handle: BridgeHandle, path: Path) -> TrainingManifest:
@@ -58,7 +58,7 @@ def load_training_checkpoint(handle: BridgeHandle, path: Path) -> TrainingManife
 
     group = handle.groups.host_group
     manifest, loaded = saved_state.load_state(
-        handle, path, _shapes(handle), lambda: all_tensors(handle), group, problem=problem, differs=_differs
+        handle, path, handle.converter.shapes, lambda: all_tensors(handle), group, problem=problem, differs=_differs
     )
     if handle.optimizer is not None:
         _copy_masters(handle)
@@ -125,7 +125,7 @@ def _differs(stream: str) -> Differs:
 
 
 def _bytes(state: Tensor | torch.Generator) -> Tensor:
-    """With graph-safe random numbers Megatron keeps generators in the place of their states."""
+    """With graph-safe random numbers Megatron keeps generators instead of their states."""
     return state.get_state() if isinstance(state, torch.Generator) else state.clone()
 
 
@@ -141,7 +141,3 @@ def _uneven_steps(manifest: TrainingManifest, path: Path) -> str | None:
 
 def _names(handle: BridgeHandle) -> StoredNames:
     return StoredNames(handle.converter.conversions, handle.models[0].config)
-
-
-def _shapes(handle: BridgeHandle) -> dict[str, tuple[int, ...]]:
-    return {name: shape for conversion in handle.converter.conversions for name, shape in conversion.shapes.items()}

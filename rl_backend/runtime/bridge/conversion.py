@@ -37,7 +37,7 @@ class Conversion:
             pipeline stages they have no parameter.
         shapes: Hugging Face name -> shape of what comes out, in order, the same on every rank.
         dtype: of the parameter.
-        trained: it has a gradient; otherwise it is a buffer.
+        trained: it has a gradient; buffers have none.
     """
 
     tasks: tuple[Any, ...]
@@ -87,9 +87,14 @@ class WeightConverter:
         self._hf_path = hf_path
         self.conversions = self._plan(head)
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Hugging Face name -> shape of every weight, in the order of export."""
+        return {name: shape for conversion in self.conversions for name, shape in conversion.shapes.items()}
+
     def select(self, operation: str, names: Collection[str] | None) -> list[Conversion]:
         """Those that give a tensor of ``names``; raises :class:`ConfigError` for a name that the model does not have."""
-        require_known_names(operation, names, {name for conversion in self.conversions for name in conversion.shapes})
+        require_known_names(operation, names, self.shapes)
         return [each for each in self.conversions if names is None or not each.shapes.keys().isdisjoint(names)]
 
     @torch.no_grad()
@@ -99,7 +104,7 @@ class WeightConverter:
         """Yields every tensor of a conversion, whole, on every rank. A collective over the ranks of a model replica.
 
         Args:
-            replacements: :func:`parameter_key` -> what to convert in the place of the parameter, of the same shape. The
+            replacements: :func:`parameter_key` -> what to convert instead of the parameter, of the same shape. The
                 conversion is linear then: the constant that some norms add to their weight is left out.
         """
         tasks = list(conversion.tasks)
@@ -153,15 +158,15 @@ class WeightConverter:
         for hf_name in VALUE_HEAD_WEIGHTS:
             name = f"{_VALUE_HEAD}.{hf_name.rpartition('.')[2]}"
             parameters = [dict(model.named_parameters()).get(name) for model in self._models]
-            stages = [stage for stage, parameter in enumerate(parameters) if parameter is not None]
+            stage = next((stage for stage, parameter in enumerate(parameters) if parameter is not None), None)
             tasks.append(
                 WeightConversionTask(
                     param_name=name,
                     global_param_name=name,
                     mapping=ReplicatedMapping(name, hf_name),
-                    vp_stage=stages[0] if stages else None,
-                    megatron_module=self._models[stages[0]].get_submodule(_VALUE_HEAD) if stages else None,
-                    param_weight=parameters[stages[0]] if stages else None,
+                    vp_stage=stage,
+                    megatron_module=None if stage is None else self._models[stage].get_submodule(_VALUE_HEAD),
+                    param_weight=None if stage is None else parameters[stage],
                 )
             )
         return tasks

@@ -131,8 +131,8 @@ def _join_model_parallel(parallel: ParallelConfig, device: torch.device) -> None
     if _state.users == 0:
         if parallel_state.is_initialized():
             raise ConfigError(
-                "Megatron's model parallel groups of this process were made by somebody else; let the bridge runtime make "
-                "them, or use a process of its own"
+                "other code has made Megatron's model parallel groups in this process; let the bridge runtime make them, or "
+                "use another process"
             )
         try:
             with on_cpu(device):
@@ -153,7 +153,7 @@ def _join_model_parallel(parallel: ParallelConfig, device: torch.device) -> None
         raise ConfigError.of(
             "BridgeConfig.parallel",
             parallel,
-            f"this process already uses Megatron with {_state.parallel!r}, and Megatron keeps one layout per process; use a "
-            "process of its own for each layout",
+            f"this process already uses Megatron with {_state.parallel!r}, and Megatron keeps one layout per process; use "
+            "another process for each layout",
         )
     _state.users += 1

@@ -35,7 +35,7 @@ class BridgeHandle(GuardedHandle[BridgeOptimizer]):
         provider: what the model was built from; Megatron's ``TransformerConfig`` of it.
         chunks: this rank's model chunks, one per virtual stage; in Megatron's DDP when trained.
         processor: what the last stage computes from hidden states.
-        packs_sequences: attention takes packed sequences; otherwise micro-batches are padded.
+        packs_sequences: attention takes packed sequences; without it micro-batches are padded.
         routers: of this rank's layers with experts; None for a model without.
         converter: its parameters as Hugging Face tensors.
         has_gradients: a backward pass has run since the last ``zero_grad``.
@@ -100,6 +100,15 @@ class BridgeHandle(GuardedHandle[BridgeOptimizer]):
         self.offload = Offload(self.name, self.groups.device)
 
 
+_DDP_SETTINGS = {
+    "use_distributed_optimizer": True,
+    "grad_reduce_in_fp32": True,
+    "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
+    "check_for_nan_in_grad": False,
+}
+
+
 def build_handle(
     owner: Runtime[Any], config: RuntimeConfig, groups: BridgeGroups, *, forward_only: bool, name: str, head: Head
 ) -> BridgeHandle:
@@ -109,7 +118,7 @@ def build_handle(
     bridge = open_bridge(config.hf_path)
     provider = make_provider(bridge, config, groups, head)
     ddp_config = override(
-        "BridgeConfig.override_ddp_config", DistributedDataParallelConfig, options.override_ddp_config, _ddp_settings()
+        "BridgeConfig.override_ddp_config", DistributedDataParallelConfig, options.override_ddp_config, _DDP_SETTINGS
     )
     pretrained, model_bridge = bridge.hf_pretrained, bridge._model_bridge
     # It draws a bar for every load and export.
@@ -137,6 +146,9 @@ def build_handle(
         optimizer = BridgeOptimizer(options, chunks, groups, vocab_size=provider.vocab_size)
         _connect(provider, chunks, ddp_config)
     models = unwrap_model(list(chunks))
+    # Megatron's interleaved schedule takes micro-batches in groups.
+    interleaved = groups.parallel.vpp > 1
+    multiple = (provider.microbatch_group_size_per_vp_stage or groups.parallel.pp) if interleaved else 1
     return BridgeHandle(
         name=name,
         forward_only=forward_only,
@@ -144,7 +156,7 @@ def build_handle(
         head=head,
         data_parallel_rank=groups.dp_rank,
         data_parallel_size=groups.dp_size,
-        micro_batch_multiple=_micro_batch_multiple(provider, groups),
+        micro_batch_multiple=multiple,
         owner=owner,
         config=config,
         groups=groups,
@@ -165,21 +177,6 @@ def build_handle(
         converter=WeightConverter(models, pretrained, model_bridge, groups.pg, head=head, hf_path=config.hf_path),
         offload=Offload(name, groups.device),
     )
-
-
-def _micro_batch_multiple(provider: Any, groups: BridgeGroups) -> int:
-    """Megatron's interleaved schedule takes micro-batches in groups."""
-    return (provider.microbatch_group_size_per_vp_stage or groups.parallel.pp) if groups.parallel.vpp > 1 else 1
-
-
-def _ddp_settings() -> Mapping[str, Any]:
-    return {
-        "use_distributed_optimizer": True,
-        "grad_reduce_in_fp32": True,
-        "overlap_grad_reduce": False,
-        "overlap_param_gather": False,
-        "check_for_nan_in_grad": False,
-    }
 
 
 def _connect(provider: Any, chunks: Sequence[Any], ddp_config: Any) -> None:

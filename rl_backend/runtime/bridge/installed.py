@@ -106,7 +106,7 @@ def import_megatron() -> None:
         warnings.filterwarnings("ignore", message, category)
     with quiet(), _same_pickles():
         try:
-            # First, so that it finds out by itself whether Transformer Engine is there.
+            # First: it finds out by itself whether Transformer Engine is there.
             for name in ("models.gpt", "distributed", "optimizer", "pipeline_parallel"):
                 importlib.import_module(f"megatron.core.{name}")
             with placeholders():

@@ -202,7 +202,7 @@ def _require_same_model(hf_config: Any, provider: Any) -> None:
 
 
 def _require_experts_everywhere(hf_config: Any, provider: Any) -> None:
-    """Refuses layers without experts between those with, of which Megatron-Bridge makes mixtures as well."""
+    """Refuses layers without experts between layers with experts: Megatron-Bridge gives experts to both."""
     step, listed = getattr(hf_config, "decoder_sparse_step", None) or 1, getattr(hf_config, "mlp_only_layers", None) or []
     dense = [layer for layer in range(provider.num_layers) if layer in listed or (layer + 1) % step]
     if provider.num_moe_experts is not None and dense and provider.moe_layer_freq == 1:

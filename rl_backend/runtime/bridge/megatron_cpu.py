@@ -32,7 +32,7 @@ class Patch(NamedTuple):
 
 
 class _Stream:
-    """A CUDA stream, or its event, of which nothing is to be waited for."""
+    """A CUDA stream, or its event, with nothing to wait for."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -77,7 +77,7 @@ PATCHES = (
     Patch(torch.cuda, "current_stream", lambda *_: _Stream(), "gradient buffers wait for the stream of the backward pass"),
     Patch(torch.cuda, "Stream", _Stream, "the MoE dispatcher makes one for copies to the host"),
     Patch(torch.cuda, "get_rng_state", lambda *_: torch.get_rng_state(), "seeding keeps the state that it found"),
-    Patch(torch.cuda, "manual_seed", torch.manual_seed, "each tensor-parallel rank has random states of its own"),
+    Patch(torch.cuda, "manual_seed", torch.manual_seed, "each tensor-parallel rank has its own random states"),
     Patch(_RANDOM, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state(), "the tracker of states reads it"),
     Patch(_RANDOM, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state), "and sets it"),
     Patch(_DISPATCHER, "maybe_move_tensor_to_cpu", _on_host, "sizes of the all-to-all as numbers of the host"),
@@ -103,11 +103,7 @@ def _is_cuda(device: object) -> bool:
     return isinstance(device, str | torch.device) and str(device).startswith("cuda")
 
 
-class _Depth(threading.local):
-    value = 0
-
-
-_depth = _Depth()
+_inside = threading.local()
 _lock = threading.Lock()
 _users = 0
 _saved: list[tuple[Any, str, Any]] = []
@@ -116,16 +112,16 @@ _saved: list[tuple[Any, str, Any]] = []
 @contextmanager
 def on_cpu(device: torch.device) -> Generator[None]:
     """Inside, Megatron runs on ``device``: on a CPU the patches hold, on CUDA nothing is changed. Nests."""
-    if device.type != "cpu" or _depth.value:
+    if device.type != "cpu" or getattr(_inside, "value", False):
         yield
         return
     _apply()
-    _depth.value += 1
+    _inside.value = True
     try:
         with _OnCpu():
             yield
     finally:
-        _depth.value -= 1
+        _inside.value = False
         _undo()
 
 
@@ -137,7 +133,7 @@ def _apply() -> None:
         if _users > 1:
             return
         for patch in PATCHES:
-            owner = _owner(patch)
+            owner = importlib.import_module(patch.owner) if isinstance(patch.owner, str) else patch.owner
             _saved.append((owner, patch.attribute, getattr(owner, patch.attribute)))
             setattr(owner, patch.attribute, patch.replacement)
 
@@ -150,10 +146,6 @@ def _undo() -> None:
             return
         while _saved:
             setattr(*_saved.pop())
-
-
-def _owner(patch: Patch) -> Any:
-    return importlib.import_module(patch.owner) if isinstance(patch.owner, str) else patch.owner
 
 
 def iterate_on_cpu[T](device: torch.device, items: Iterator[T]) -> Generator[T]:

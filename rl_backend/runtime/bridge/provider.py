@@ -166,7 +166,7 @@ def _use_local_layers(provider: Any) -> None:
     """Megatron's own layers in place of Transformer Engine's, with a norm that allows sequence parallelism."""
     if provider.transformer_layer_spec is not default_layer_spec:
         raise UnsupportedError(
-            f"Megatron-Bridge builds {type(provider).__name__} with layers of its own, which need Transformer Engine: CUDA "
+            f"Megatron-Bridge builds {type(provider).__name__} with special layers, which need Transformer Engine: CUDA "
             "and the package transformer-engine"
         )
 
@@ -261,5 +261,5 @@ def require_deterministic_kernels() -> None:
             "BridgeConfig.override_transformer_config['deterministic_mode']",
             True,
             f"the environment has {_NONDETERMINISTIC}={given}, with which Transformer Engine may choose kernels that are "
-            "not; unset it, or set it to 0",
+            "not deterministic; unset it, or set it to 0",
         )

@@ -125,7 +125,10 @@ def require_replayable(model: str, layers: RoutedLayers | None, provider: Any, r
         return
     balancing = provider.moe_router_load_balancing_type
     kinds = {balancing} if isinstance(balancing, str) else set(balancing)
-    balances = any("aux_loss" in kind for kind in kinds) and _any_positive(provider.moe_aux_loss_coeff)
+    coefficients = provider.moe_aux_loss_coeff
+    balances = any("aux_loss" in kind for kind in kinds) and any(
+        each > 0 for each in ([coefficients] if isinstance(coefficients, int | float) else coefficients)
+    )
     reasons = {
         "moe_router_fusion": (provider.moe_router_fusion, "its kernel chooses the experts itself; use False"),
         "moe_router_load_balancing_type": (
@@ -145,10 +148,6 @@ def require_replayable(model: str, layers: RoutedLayers | None, provider: Any, r
                 router_replay=router_replay,
                 setting=name,
             )
-
-
-def _any_positive(coefficients: float | Sequence[float]) -> bool:
-    return any(each > 0 for each in ([coefficients] if isinstance(coefficients, int | float) else coefficients))
 
 
 class PassRoutes:
