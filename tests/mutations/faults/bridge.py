@@ -39,9 +39,9 @@ FAULTS = [
     ),
     Fault(
         "bridge-norm-of-one-rank",
-        "rl_backend/runtime/gradient_statistics.py",
-        "    all_gather_into(rows, mine, group=group)\n",
-        "    rows.copy_(mine.expand_as(rows))\n",
+        f"{_BRIDGE}/optimizer.py",
+        "norm_and_zeros(gather_statistics(mine, self._groups.world_group))",
+        "norm_and_zeros(mine)",
         ("tests/distributed/test_bridge_norms.py::test_the_norm_and_zeros_are_those_of_the_gradients",),
         "ranks would clip by different norms, and one could step while another does not",
     ),
