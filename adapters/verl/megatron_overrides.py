@@ -15,14 +15,6 @@ from rl_backend.runtime import bridge_config
 TRANSFORMER_FIELD = "McoreEngineConfig.override_transformer_config"
 DDP_FIELD = "McoreEngineConfig.override_ddp_config"
 OPTIMIZER_FIELD = "McoreOptimizerConfig.override_optimizer_config"
-_SIZES = {
-    "tensor_model_parallel_size": "tp",
-    "pipeline_model_parallel_size": "pp",
-    "virtual_pipeline_model_parallel_size": "vpp",
-    "context_parallel_size": "cp",
-    "expert_model_parallel_size": "ep",
-    "expert_tensor_parallel_size": "etp",
-}
 _AUX, _Z, _BALANCING = "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type"
 _BIAS, _BIAS_RATE = "moe_router_enable_expert_bias", "moe_router_bias_update_rate"
 _OFFLOAD, _FRACTION = "optimizer_cpu_offload", "optimizer_offload_fraction"
@@ -181,8 +173,8 @@ def _asked(
     for name, value in given.items():
         decision = decisions.get(name)
         field = f"{where}[{name!r}]"
-        if name in _SIZES and where == TRANSFORMER_FIELD:
-            size = getattr(parallel, _SIZES[name])
+        if name in bridge_config.SIZES and where == TRANSFORMER_FIELD:
+            size = getattr(parallel, bridge_config.SIZES[name])
             if not any(same(value, each) for each in (size, *([None] if size == 1 else []))):
                 raise ConfigError.of(field, value, f"the engine's {name} is {size}; set that one, and remove this")
         elif name in DECIDED:

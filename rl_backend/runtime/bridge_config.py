@@ -18,14 +18,19 @@ _OPTIMIZER = "BridgeConfig.optimizer"
 _PRECISION = dict.fromkeys(("params_dtype", "bf16", "fp16"), "BridgeConfig.param_dtype")
 _RUNTIME = "the runtime, which would be wrong with another value"
 
+SIZES = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "virtual_pipeline_model_parallel_size": "vpp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp",
+}
+"""Megatron's names of the sizes in :class:`~rl_backend.contracts.ParallelConfig`."""
+
 _TRANSFORMER_ELSEWHERE = {
-    "tensor_model_parallel_size": f"{_PARALLEL}.tp",
+    **{name: f"{_PARALLEL}.{size}" for name, size in SIZES.items()},
     "sequence_parallel": f"{_PARALLEL}.tp (on when tp > 1)",
-    "pipeline_model_parallel_size": f"{_PARALLEL}.pp",
-    "virtual_pipeline_model_parallel_size": f"{_PARALLEL}.vpp",
-    "context_parallel_size": f"{_PARALLEL}.cp",
-    "expert_model_parallel_size": f"{_PARALLEL}.ep",
-    "expert_tensor_parallel_size": f"{_PARALLEL}.etp",
     **_PRECISION,
     **{f"recompute_{name}": f"BridgeConfig.recompute_{name}" for name in ("granularity", "method", "num_layers", "modules")},
     "moe_token_dispatcher_type": "the runtime: all-to-all, which takes another number of tokens on every rank",
@@ -53,6 +58,12 @@ _OPTIMIZER_ELSEWHERE = {
     "optimizer_cpu_offload": "Runtime.to(handle, 'cpu')",
     "overlap_param_gather": "BridgeConfig.override_ddp_config['overlap_param_gather']",
 }
+
+
+def megatron_sizes(parallel: ParallelConfig) -> dict[str, int | None]:
+    """The layout in Megatron's names; without virtual stages their number is None."""
+    sizes = {name: getattr(parallel, size) for name, size in SIZES.items()}
+    return {**sizes, "virtual_pipeline_model_parallel_size": parallel.vpp if parallel.vpp > 1 else None}
 
 
 class Overrides(NamedTuple):

@@ -82,8 +82,7 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
             yield
 
     def zero_grad(self, handle: H) -> None:
-        self._require(handle, "zero_grad")
-        with self._engine():
+        with self._atom(handle, "zero_grad"):
             self._drop_gradients(handle)
         handle.broken = ""
 
@@ -102,16 +101,14 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
         steps are refused until ``zero_grad``, because its gradients are incomplete. An error of one rank alone leaves the
         others in a collective until that times out; a ``TrainGroup`` stops them at once.
         """
-        self._require(handle, "forward_backward", forward_only=forward_only)
-        self._require_replayable(handle, router_replay)
-        if loss_fn is None and not forward_only:
-            raise BatchError("forward_backward without loss_fn; pass one, or forward_only=True")
-        with self._engine():
+        with self._atom(handle, "forward_backward", forward_only=forward_only):
+            self._require_replayable(handle, router_replay)
+            if loss_fn is None and not forward_only:
+                raise BatchError("forward_backward without loss_fn; pass one, or forward_only=True")
             return self._run_passes(handle, data, loss_fn, forward_only=forward_only, router_replay=router_replay)
 
     def optimizer_step(self, handle: H) -> StepResult:
-        self._require(handle, "optimizer_step")
-        with self._engine():
+        with self._atom(handle, "optimizer_step"):
             result = self._step(handle)
         # A pending step advances the version once it is settled.
         if not isinstance(result, PendingStepResult) and result.ok:
@@ -119,8 +116,7 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
         return result
 
     def lr_scheduler_step(self, handle: H) -> float:
-        self._require(handle, "lr_scheduler_step")
-        with self._engine():
+        with self._atom(handle, "lr_scheduler_step"):
             return handle.trainer("lr_scheduler_step").schedule_step()  # type: ignore[no-any-return]
 
     def to(
@@ -140,8 +136,7 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
         Raises:
             HandleError: ``device`` is neither ``cpu`` nor ``device``.
         """
-        self._require(handle, "to")
-        with self._engine():
+        with self._atom(handle, "to"):
             move_parts(handle.offload, handle.part_tensors(), device, model=model, optimizer=optimizer, grad=grad)
 
     def weight_infos(self, handle: H, *, dtype: torch.dtype | None = None) -> tuple[TensorInfo, ...]:
@@ -157,21 +152,18 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
         names: Collection[str] | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
         """See the base class; tensors are on the training device. The result is a generator: ``close()`` ends it early."""
-        self._require(handle, "export_weights")
-        with self._engine():
+        with self._atom(handle, "export_weights"):
             stream = self._gather_weights(handle, dtype, byte_budget, names)
         return self._stream_in_engine(stream)
 
     def export_gradients(self, handle: H, *, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """See the base class; tensors are on the training device."""
-        self._require(handle, "export_gradients")
-        with self._engine():
+        with self._atom(handle, "export_gradients"):
             stream = self._gather_gradients(handle, names)
         return self._stream_in_engine(stream)
 
     def activations(self, handle: H, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:
-        self._require(handle, "activations")
-        with self._engine(), self.eval_mode(handle):
+        with self._atom(handle, "activations"), self.eval_mode(handle):
             self._check(handle, data, "off", forward_only=True)
             return self._record_activations(handle, data)
 
@@ -185,8 +177,7 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         """See the base class. ``hf`` with ``asynchronous`` is refused."""
-        self._require(handle, "save_checkpoint", hf=hf)
-        with self._engine():
+        with self._atom(handle, "save_checkpoint", hf=hf):
             if hf:
                 self._writer.save_hf(
                     handle,
@@ -216,8 +207,7 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
 
         Random state is that of :func:`~rl_backend.runtime.saved_state.source_rank`; where there is none it stays.
         """
-        self._require(handle, "load_checkpoint")
-        with self._engine():
+        with self._atom(handle, "load_checkpoint"):
             self._writer.wait()
             manifest = self._load_training_state(handle, Path(path))
             if not handle.forward_only:
@@ -248,6 +238,13 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
                 last_first.callback(handle.settle)
 
     # The guards.
+
+    @contextmanager
+    def _atom(self, handle: H, operation: str, **arguments: bool) -> Generator[None]:
+        """Around an atom of the engine, once :meth:`_require` has found nothing wrong."""
+        self._require(handle, operation, **arguments)
+        with self._engine():
+            yield
 
     def _require(self, handle: H, operation: str, **arguments: bool) -> None:
         """Raises :class:`HandleError` for a model that lacks what ``operation`` needs."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rl_backend.contracts import ModelOutput, PackedBatch
 from rl_backend.parallel.tensor import vocabulary_shard
-from rl_backend.primitive.log_prob import VocabularyShard, next_token_log_probs
+from rl_backend.primitive.log_prob import next_token_log_probs
 from rl_backend.primitive.value_head import ValueHead
 from rl_backend.runtime.bridge.groups import BridgeGroups
 
@@ -140,14 +140,18 @@ class OutputProcessor:
         calculate_entropy = bool(batch.meta.get("calculate_entropy", False))
         weight = output_layer.weight if output_weight is None else output_weight
         assert isinstance(weight, Tensor)
+        group = self._groups.pg.tp
+        first_row = int(group.rank()) * weight.shape[0]
+        rows = max(0, min(weight.shape[0], self._vocab_size - first_row))
         result = next_token_log_probs(
             context.pack(self._gather(hidden_states, every_rank_the_same=False)),
-            self._real_rows(weight),
+            # Without the rows by which Megatron pads the vocabulary.
+            weight if rows == weight.shape[0] else weight[:rows],
             batch.labels,
             temperature=batch.temperature,
             chunk_tokens=self._chunk_tokens,
             calculate_entropy=calculate_entropy,
-            shard=self._shard(weight),
+            shard=None if group.size() == 1 else vocabulary_shard(group, first_row, self._vocab_size),
         )
         entropy = result.entropy if result.entropy is not None else torch.zeros_like(result.log_probs)
         return torch.stack([result.log_probs, entropy])
@@ -168,17 +172,6 @@ class OutputProcessor:
         elif group.size() > 1 and not every_rank_the_same:
             result = copy_to_tensor_model_parallel_region(hidden, group=group)
         return result
-
-    def _first_row(self, weight: Tensor) -> int:
-        return int(self._groups.pg.tp.rank()) * weight.shape[0]
-
-    def _real_rows(self, weight: Tensor) -> Tensor:
-        rows = max(0, min(weight.shape[0], self._vocab_size - self._first_row(weight)))
-        return weight if rows == weight.shape[0] else weight[:rows]
-
-    def _shard(self, weight: Tensor) -> VocabularyShard | None:
-        group = self._groups.pg.tp
-        return None if group.size() == 1 else vocabulary_shard(group, self._first_row(weight), self._vocab_size)
 
 
 class CriticOutputLayer(nn.Module):

@@ -15,6 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from rl_backend.contracts import ConfigError, ParallelConfig
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT, join_default_group, leave_default_group
 from rl_backend.runtime.bridge.megatron_cpu import on_cpu
+from rl_backend.runtime.bridge_config import megatron_sizes
 
 
 @dataclass(frozen=True)
@@ -137,12 +138,7 @@ def _join_model_parallel(parallel: ParallelConfig, device: torch.device) -> None
         try:
             with on_cpu(device):
                 parallel_state.initialize_model_parallel(
-                    tensor_model_parallel_size=parallel.tp,
-                    pipeline_model_parallel_size=parallel.pp,
-                    virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
-                    context_parallel_size=parallel.cp,
-                    expert_model_parallel_size=parallel.ep,
-                    expert_tensor_parallel_size=parallel.etp,
+                    **megatron_sizes(parallel),
                     distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
                 )
         except BaseException:

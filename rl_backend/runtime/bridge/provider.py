@@ -19,21 +19,14 @@ from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.installed import has_transformer_engine
 from rl_backend.runtime.bridge.loading import read_provider
 from rl_backend.runtime.bridge.megatron_cpu import SequenceParallelRMSNorm
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge_config import NEEDS_TRANSFORMER_ENGINE, BridgeConfig, megatron_sizes
 
 _NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 
 LOCAL_LAYERS: Mapping[str, Any] = {
-    "masked_softmax_fusion": False,
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "apply_rope_fusion": False,
-    "gradient_accumulation_fusion": False,
+    **{name: False for name in NEEDS_TRANSFORMER_ENGINE if name != "attention_backend"},
     "cross_entropy_loss_fusion": False,
     "persist_layer_norm": False,
-    "moe_permute_fusion": False,
-    "moe_grouped_gemm": False,
-    "moe_router_fusion": False,
     "fp8": None,
     "fp4": None,
     "tp_comm_overlap": False,
@@ -83,13 +76,12 @@ def takes_packed_sequences(options: BridgeConfig, device: torch.device) -> bool:
 def _settings(options: BridgeConfig, provider: Any, device: torch.device, head: Head) -> dict[str, Any]:
     parallel, dtype = options.parallel, getattr(torch, options.param_dtype)
     settings: dict[str, Any] = {
-        "tensor_model_parallel_size": parallel.tp,
+        **megatron_sizes(parallel),
         "sequence_parallel": parallel.tp > 1,
-        "pipeline_model_parallel_size": parallel.pp,
-        "virtual_pipeline_model_parallel_size": parallel.vpp if parallel.vpp > 1 else None,
-        "context_parallel_size": parallel.cp,
-        "expert_model_parallel_size": parallel.ep,
-        "expert_tensor_parallel_size": parallel.etp,
+        "variable_seq_lengths": parallel.pp > 1,
+        # With two stages each neighbour is the previous and the next one, and only separate sends tell these apart.
+        "overlap_p2p_comm": parallel.vpp > 1,
+        "batch_p2p_comm": parallel.vpp == 1,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "autocast_dtype": dtype,
@@ -101,6 +93,7 @@ def _settings(options: BridgeConfig, provider: Any, device: torch.device, head: 
         "should_pad_vocab": provider.vocab_size % parallel.tp != 0,
         "make_vocab_size_divisible_by": 1,
         "mtp_num_layers": None,
+        "moe_token_dispatcher_type": "alltoall",
         "recompute_granularity": options.recompute_granularity,
         "recompute_method": options.recompute_method,
         "recompute_num_layers": options.recompute_num_layers,
@@ -119,11 +112,6 @@ def _settings(options: BridgeConfig, provider: Any, device: torch.device, head: 
         settings["moe_router_bias_update_rate"] = 0.0
     if not uses_transformer_engine(device):
         settings |= LOCAL_LAYERS
-    settings["moe_token_dispatcher_type"] = "alltoall"
-    settings["variable_seq_lengths"] = parallel.pp > 1
-    # With two stages each neighbour is the previous and the next one, and only separate sends tell these apart.
-    settings["overlap_p2p_comm"] = parallel.vpp > 1
-    settings["batch_p2p_comm"] = parallel.vpp == 1
     return settings
 
 

@@ -99,8 +99,8 @@ FAULTS = [
     Fault(
         "bridge-vocabulary-with-its-padding",
         f"{_BRIDGE}/batch.py",
-        "return weight if rows == weight.shape[0] else weight[:rows]",
-        "return weight",
+        "weight if rows == weight.shape[0] else weight[:rows],",
+        "weight,",
         ("tests/distributed/test_bridge_vocabulary.py::test_padding_of_a_vocabulary_has_no_probability",),
         "padding would take a part of every probability",
     ),
