@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -146,13 +146,7 @@ class BridgeRuntime(GuardedRuntime[BridgeHandle, BridgeGroups]):
         """
         buckets = plan_buckets(handle.converter.select("export_weights", names), byte_budget)
         handle.finish_parameter_gathers()
-
-        def converted(conversion: Conversion) -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in handle.converter.convert(conversion):
-                if names is None or name in names:
-                    yield name, tensor.to(dtype or conversion.dtype)
-
-        return self._start_stream(buckets, converted)
+        return self._start_stream(handle, buckets, names, dtype)
 
     def _gather_gradients(self, handle: BridgeHandle, names: Collection[str] | None) -> WeightStream:
         """See the base class. A weight that no loss reached has a gradient of zeros.
@@ -169,21 +163,22 @@ class BridgeRuntime(GuardedRuntime[BridgeHandle, BridgeGroups]):
             for stage, model in enumerate(handle.models)
             for name, parameter in model.named_parameters()
         }
-
-        def converted(conversion: Conversion) -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in handle.converter.convert(conversion, gradients):
-                if names is None or name in names:
-                    yield name, tensor.float()
-
-        return self._start_stream([[conversion] for conversion in conversions], converted)
+        return self._start_stream(handle, [[each] for each in conversions], names, torch.float32, replacements=gradients)
 
     def _start_stream(
         self,
+        handle: BridgeHandle,
         buckets: Sequence[Sequence[Conversion]],
-        converted: Callable[[Conversion], Iterator[tuple[str, Tensor]]],
+        names: Collection[str] | None,
+        dtype: torch.dtype | None,
+        *,
+        replacements: Mapping[str, Tensor] | None = None,
     ) -> WeightStream:
         def gather(bucket: Sequence[Conversion]) -> Iterator[tuple[str, Tensor]]:
-            return (item for conversion in bucket for item in converted(conversion))
+            for conversion in bucket:
+                for name, tensor in handle.converter.convert(conversion, replacements):
+                    if names is None or name in names:
+                        yield name, tensor.to(dtype or conversion.dtype)
 
         return start_stream(buckets, gather, self.groups.world_group, self.groups.device)
 
