@@ -159,6 +159,7 @@ def problem_between_ranks(
     count: int, refused: bool, kind: int, group: dist.ProcessGroup, device: torch.device
 ) -> BatchError | None:
     """Whether another rank of ``group`` refused its data, or has another number or kind of it. A collective."""
+    # The largest negative is the smallest: one collective gives both ends of every fact.
     facts = [count, kind, group.rank() + 1 if refused else 0]
     extremes = torch.tensor([*facts, *(-fact for fact in facts)], device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)

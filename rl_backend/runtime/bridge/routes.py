@@ -228,6 +228,7 @@ class PassRoutes:
     def _bind(self, chunk: int, routes: Tensor | None) -> None:
         assert self._routers is not None, "only models with routers have bound chunks"
         self._bound[chunk] = routes
+        # The places of a rank are those of its chunks, one chunk after the other.
         first = sum(map(len, self._routers.chunks[:chunk]))
         layers = self._routers.chunks[chunk]
         places = self._routers.places[self._groups.pg.pp.rank()][first : first + len(layers)]

@@ -109,6 +109,7 @@ class StoredNames:
             order = ("gate", "up") if isinstance(mapping, GatedMLPMapping) else ("",)
             starts = [sum(num_rows[part] for part in order[:index]) for index in range(len(order))]
             return [(part, start, num_rows[part], 0) for part, start in zip(order, starts, strict=True)]
+        # Megatron keeps the queries of a group next to its key and value: tensor parallelism cuts between groups.
         groups = self._config.num_query_groups or self._config.num_attention_heads
         runs, start = [], 0
         for group in range(groups):
@@ -182,6 +183,7 @@ def pieces_of(blocks: Sequence[Block], flat: Mapping[int, tuple[int, int, Tensor
         if id(block.tensor) not in flat:
             continue
         start, end, elements = flat[id(block.tensor)]
+        # An optimizer's part begins and ends anywhere in the flattened tensor, even inside a row.
         shape = block.sharded.local_shape
         first, last = max(start, block.start), min(end, block.start + math.prod(shape))
         for box in boxes(shape, first - block.start, last - block.start):
