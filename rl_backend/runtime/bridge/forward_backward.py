@@ -148,11 +148,19 @@ def accumulated_gradients(chunks: Sequence[Any], *, has_gradients: bool) -> Gene
         shard.part.add_(earlier)
 
 
-def gather_gradients(chunks: Sequence[Any]) -> None:
-    """Gathers the reduced shards into the gradient buffers of every rank."""
+def gather_gradients(chunks: Sequence[Any]) -> dict[str, Tensor]:
+    """Whole gradients by :func:`~rl_backend.runtime.bridge.conversion.parameter_key`, on every rank.
+
+    The reduced shards are gathered into the gradient buffers, whose other parts are of no use after a backward pass.
+    """
     for shard in _shards(chunks):
         if shard.group.size() > 1:
             all_gather_into(shard.whole, shard.part.clone(), group=shard.group)
+    return {
+        f"{stage}.{name}": parameter.main_grad
+        for stage, model in enumerate(unwrap_model(list(chunks)))
+        for name, parameter in model.named_parameters()
+    }
 
 
 class _Shard(NamedTuple):

@@ -151,18 +151,12 @@ class BridgeRuntime(GuardedRuntime[BridgeHandle, BridgeGroups]):
     def _gather_gradients(self, handle: BridgeHandle, names: Collection[str] | None) -> WeightStream:
         """See the base class. A weight that no loss reached has a gradient of zeros.
 
-        The reduced shards are gathered into the gradient buffers, whose other parts are of no use after a backward pass.
         This takes no memory beyond one converted parameter.
         """
         if not handle.has_gradients:
             raise HandleError("export_gradients without gradients; call forward_backward first", handle=handle.name)
         conversions = [each for each in handle.converter.select("export_gradients", names) if each.trained]
-        gather_gradients(handle.chunks)
-        gradients = {
-            f"{stage}.{name}": parameter.main_grad
-            for stage, model in enumerate(handle.models)
-            for name, parameter in model.named_parameters()
-        }
+        gradients = gather_gradients(handle.chunks)
         return self._start_stream(handle, [[each] for each in conversions], names, torch.float32, replacements=gradients)
 
     def _start_stream(

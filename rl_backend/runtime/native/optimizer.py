@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rl_backend.contracts import HandleError, OptimizerConfig, PackedWeight, StepResult, WeightName, stored_tensors
+from rl_backend.parallel.collectives import all_gather_into
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import local_tensor, owns
 from rl_backend.runtime.gradient_statistics import gather_statistics, norm_and_zeros, rank_statistics
