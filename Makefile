@@ -9,14 +9,15 @@ export RAY_USAGE_STATS_ENABLED := 0
 export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
 
-.PHONY: help setup demo test test-all mutate bench gpu-check doctor
+.PHONY: help setup demo check test test-all mutate bench gpu-check doctor
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make setup                     make .venv: Python 3.12 and exact versions (DEVICE=cpu or gpu, PYTHON=... to choose)'
 	@echo 'make demo                      GRPO on a small Qwen3 with Ray and vLLM, from nothing (BACKEND=bridge, ARGS="...")'
+	@echo 'make check                     lint, types, import contracts and the unit tests without heavy imports (minutes)'
 	@echo 'make test                      lint, types, import contracts and tests (ARGS="..." goes to pytest)'
-	@echo 'make test-all                  the same with the proofs that take minutes each'
+	@echo 'make test-all                  the same with every case and long proof; writes benchmarks/results/matrix.json'
 	@echo 'make mutate                    put deliberate faults into a copy, one by one, and print those that no test notices'
 	@echo 'make bench NAME=train_speed    run one benchmark; without NAME, list them (ARGS="...")'
 	@echo 'make gpu-check                 run the tests that need a GPU and write a JSON result (PYTHON=python3: without set-up)'
@@ -28,14 +29,16 @@ setup:
 demo: setup
 	@cd "$(ROOT)" && exec $(PY) -m examples.demo $(if $(BACKEND),--backend "$(BACKEND)") $(ARGS)
 
-test-all: override ARGS := -m 'long or not long' $(ARGS)
-test test-all: setup
+test-all: override ARGS := -m 'long or not long' --matrix=benchmarks/results/matrix.json $(ARGS)
+check: TESTS := tests.support.light
+test test-all: TESTS := tests.lanes
+check test test-all: setup
 	@cd "$(ROOT)" && \
 	echo 'ruff check' && $(PY) -m ruff check && \
 	echo 'ruff format' && $(PY) -m ruff format --check && \
 	echo 'mypy' && $(PY) -m mypy && \
 	echo 'import contracts' && .venv/bin/lint-imports --no-logo && \
-	echo 'pytest' && exec $(PY) -m tests.lanes $(ARGS)
+	echo 'pytest' && exec $(PY) -m $(TESTS) $(ARGS)
 
 mutate: setup
 	@cd "$(ROOT)" && PYTHONPATH="$(ROOT)" exec $(PY) -m tests.mutations $(ARGS)

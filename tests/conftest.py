@@ -20,7 +20,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import pytest
 import torch
 
-from tests.support.models import write_tiny_qwen3
+from tests.support.matrix import pytest_addoption, pytest_configure  # noqa: F401 - hooks
 
 # verl, where tests run it.
 if not torch.accelerator.is_available():
@@ -47,10 +47,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3 directory whose lm_head is its embedding."""
+    from tests.support.models import write_tiny_qwen3
+
     return write_tiny_qwen3(tmp_path_factory.mktemp("tied"))
 
 
 @pytest.fixture(scope="session")
 def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3 directory with an lm_head of its own."""
+    from tests.support.models import write_tiny_qwen3
+
     return write_tiny_qwen3(tmp_path_factory.mktemp("untied"), tie_word_embeddings=False)

@@ -1,7 +1,8 @@
 """The suite as ``make test`` runs it: two pytest processes side by side, and one exit status.
 
 Tests with Ray and vLLM wait for starts and time limits much of their time. The other lane, which computes, fills that.
-Arguments go to both lanes, or to one pytest where they name files.
+Arguments go to both lanes, or to one pytest where they name files. ``--matrix=FILE`` writes the record of the run
+(:mod:`tests.support.matrix`), unless files are named or the run is interrupted.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from tests.support import matrix
+
 ROOT = Path(__file__).parents[1]
 LANES = (("tests/e2e",), ("tests/unit", "tests/golden", "tests/gpu", "tests/distributed"))
 """Folders of each lane. The output of the first is shown while it runs, the other's when both have ended."""
@@ -30,6 +33,8 @@ NOTHING_SELECTED = 5
 
 
 def main(arguments: Sequence[str]) -> int:
+    record = next((each.partition("=")[2] for each in arguments if each.startswith("--matrix=")), None)
+    arguments = [each for each in arguments if not each.startswith("--matrix=")]
     if any(not argument.startswith("-") and Path(argument.partition("::")[0]).exists() for argument in arguments):
         os.chdir(ROOT)
         os.execv(sys.executable, [sys.executable, "-m", "pytest", *arguments])
@@ -37,10 +42,11 @@ def main(arguments: Sequence[str]) -> int:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lanes-") as folder:
         shown, kept = (Path(folder) / name for name in ("shown.log", "kept.log"))
+        cases = [Path(folder) / f"{lane}.json" for lane in range(len(LANES))] if record else [None] * len(LANES)
         with subprocess.Popen(["tee", str(shown)], stdin=subprocess.PIPE) as tee, kept.open("w") as output:
             lanes = [
-                _start(folders, niceness, arguments, out)
-                for folders, niceness, out in zip(LANES, NICENESS, (tee.stdin, output), strict=True)
+                _start(folders, niceness, [*arguments, *([f"--cases={each}"] if each else [])], out)
+                for folders, niceness, out, each in zip(LANES, NICENESS, (tee.stdin, output), cases, strict=True)
             ]
             try:
                 statuses = [lane.wait() for lane in lanes]
@@ -51,6 +57,8 @@ def main(arguments: Sequence[str]) -> int:
             except BaseException:
                 _end(lanes, ask=True)
                 raise
+        if record:
+            matrix.write(ROOT / record, [each for each in cases if each and each.exists()])
         logs = [log.read_text(errors="replace").rstrip() for log in (shown, kept)]
     print(logs[1], "", sep="\n")
     print(*(line for log in logs for line in re.findall(r"^(?:FAILED|ERROR) .*", log, re.MULTILINE)), sep="\n")

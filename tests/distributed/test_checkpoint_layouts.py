@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 from rl_backend.contracts import Head
 from tests.support.bridge_state import write_tiny_mixture
-from tests.support.checkpoint_layouts import DENSE, MIXTURE, Layout, bridge, continue_in, native, read_whole
+from tests.support.checkpoint_layouts import DENSE, MIXTURE, Layout, Saved, bridge, load_in, native, read_whole, save_in
 from tests.support.critic import squared_error
 from tests.support.models import write_tiny, write_tiny_qwen3
 from tests.support.native import assert_equal_tensors, micro_batches, token_loss
@@ -27,26 +29,47 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_mixture(tmp_path_factory.mktemp("mixture"))
 
 
-def check(ranks: RankPool, model: Path, folder: Path, saver: Layout, loaders: list[Layout]) -> None:
-    for loader, difference in continue_in(ranks, model, folder, saver, loaders).items():
-        if loader == saver:
-            assert difference["loss"] == 0, loader
-        else:
-            assert difference["loss"] < 1e-6, f"{loader}: {difference}"
+type Saves = Callable[[Path, Layout], Saved]
+
+
+@pytest.fixture(scope="module")
+def saves(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saves:
+    """What a layout saves of a model; once for all that load it."""
+
+    @cache
+    def save(model: Path, saver: Layout) -> Saved:
+        return save_in(ranks, model, tmp_path_factory.mktemp("saved") / "checkpoint", saver)
+
+    return save
+
+
+def from_one_to_another(pairs: Mapping[Layout, list[Layout]]) -> list[object]:
+    return [pytest.param(saver, loader, id=f"{saver} to {loader}") for saver, found in pairs.items() for loader in found]
+
+
+def check(loader: Layout, saver: Layout, difference: float) -> None:
+    if loader == saver:
+        assert difference == 0
+    else:
+        assert difference < 1e-6, f"{saver} to {loader}"
 
 
 @pytest.mark.shows(
     "checkpoints: dp, tp, pp, vpp, cp, the world size and the runtime may change; moments stay equal in every bit"
 )
-@pytest.mark.parametrize("saver", list(DENSE), ids=str)
-def test_a_dense_model_goes_on_in_another_layout(ranks: RankPool, dense: Path, tmp_path: Path, saver: Layout) -> None:
-    check(ranks, dense, tmp_path, saver, DENSE[saver])
+@pytest.mark.parametrize(("saver", "loader"), from_one_to_another(DENSE))
+def test_a_dense_model_goes_on_in_another_layout(
+    ranks: RankPool, dense: Path, saves: Saves, tmp_path: Path, saver: Layout, loader: Layout
+) -> None:
+    check(loader, saver, load_in(ranks, dense, saves(dense, saver), tmp_path / "again", loader))
 
 
 @pytest.mark.shows("checkpoints: a mixture of experts continues with another layout of its experts, on either runtime")
-@pytest.mark.parametrize("saver", list(MIXTURE), ids=str)
-def test_a_mixture_goes_on_in_another_layout(ranks: RankPool, mixture: Path, tmp_path: Path, saver: Layout) -> None:
-    check(ranks, mixture, tmp_path, saver, MIXTURE[saver])
+@pytest.mark.parametrize(("saver", "loader"), from_one_to_another(MIXTURE))
+def test_a_mixture_goes_on_in_another_layout(
+    ranks: RankPool, mixture: Path, saves: Saves, tmp_path: Path, saver: Layout, loader: Layout
+) -> None:
+    check(loader, saver, load_in(ranks, mixture, saves(mixture, saver), tmp_path / "again", loader))
 
 
 def exchange_job(model: str, folder: str, head: Head) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,15 +118,27 @@ def test_random_state_is_each_ranks_own_and_is_restored(ranks: RankPool, tied_mo
     assert all(torch.equal(first, second) for first, second in zip(before, after, strict=True))
 
 
-def refused_load_job(model: str, path: str) -> str:
+@pytest.fixture(scope="module")
+def saved(ranks: RankPool, tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two ranks, to read or to copy."""
+    path = tmp_path_factory.mktemp("whole") / "saved"
+    ranks.run(save_job, str(tied_model), str(path), False)
+    return path
+
+
+def refused_loads_job(model: str, paths: Sequence[str]) -> list[str]:
+    """Why each is refused; nothing changes, and the model can be trained after each."""
+    messages = []
     with open_runtime(model) as runtime:
         handle = runtime.build_model()
-        held = weights(handle)
-        with pytest.raises(CheckpointError) as caught:
-            runtime.load_checkpoint(handle, path)
-        assert_equal_tensors(weights(handle), held)
-        train(runtime, handle, 1)
-    return str(caught.value)
+        for path in paths:
+            held = weights(handle)
+            with pytest.raises(CheckpointError) as caught:
+                runtime.load_checkpoint(handle, path)
+            assert_equal_tensors(weights(handle), held)
+            train(runtime, handle, 1)
+            messages.append(str(caught.value))
+    return messages
 
 
 def remove_file(checkpoint: Path) -> str:
@@ -200,23 +213,20 @@ DAMAGES = [
 @pytest.mark.shows(
     "checkpoints: a missing file, a flipped byte, a changed manifest or another model's checkpoint is refused by name"
 )
-@pytest.mark.parametrize("damage", DAMAGES)
 def test_an_incomplete_checkpoint_is_refused_on_every_rank_before_anything_changes(
-    ranks: RankPool, tied_model: Path, tmp_path: Path, damage: Any
+    ranks: RankPool, tied_model: Path, saved: Path, tmp_path: Path
 ) -> None:
-    path = tmp_path / "saved"
-    ranks.run(save_job, str(tied_model), str(path), False)
-    reason = damage(path)
-    for message in ranks.run(refused_load_job, str(tied_model), str(path)):
-        assert reason in message
+    paths = [shutil.copytree(saved, tmp_path / damage.__name__) for damage in DAMAGES]
+    reasons = [damage(path) for damage, path in zip(DAMAGES, paths, strict=True)]
+    for messages in ranks.run(refused_loads_job, str(tied_model), [str(path) for path in paths]):
+        for path, reason, message in zip(paths, reasons, messages, strict=True):
+            assert reason in message, path.name
 
 
 def test_another_models_checkpoint_is_refused_by_name(
-    ranks: RankPool, tied_model: Path, untied_model: Path, tmp_path: Path
+    ranks: RankPool, tied_model: Path, untied_model: Path, saved: Path
 ) -> None:
-    path = str(tmp_path / "saved")
-    ranks.run(save_job, str(tied_model), path, False)
-    for message in ranks.run(refused_load_job, str(untied_model), path):
+    for (message,) in ranks.run(refused_loads_job, str(untied_model), [str(saved)]):
         assert "another model: lm_head.weight" in message
         assert str(tied_model) in message
 

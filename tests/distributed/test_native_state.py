@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -132,27 +133,24 @@ def test_a_checkpoint_goes_from_layout_to_layout_unchanged(ranks: RankPool, mixt
         path = ranks.run(pass_on_job, source, layouts, path, expected, world_size=world_size)[0]
 
 
-def statistics_job(model: str, layouts: Sequence[Layout]) -> list[tuple[float, int]]:
-    """Norm and zeros of a step that is taken in each layout, after one that a single rank's gradient makes impossible."""
-    found = []
-    for layout in layouts:
-        optimizer = OptimizerConfig(lr=1e-3, log_num_zeros_in_grad=True)
-        with open_runtime(model, parallel=layout, optimizer=optimizer) as runtime:
-            handle = runtime.build_model()
-            rank, size = handle.data_parallel_rank, handle.data_parallel_size
-            batches = micro_batches(deal([[0, 1], [2, 3], [4, 5], [6, 7]], size)[rank], dp_size=size)
-            runtime.forward_backward(handle, batches, token_loss)
-            spoil_last_rank(handle)
-            before = {name: local_tensor(parameter).clone() for name, parameter in handle.parameters.items()}
-            skipped = runtime.optimizer_step(handle)
-            assert not skipped.ok and math.isnan(skipped.grad_norm) and handle.weight_version == 0
-            assert_equal_tensors({name: local_tensor(value) for name, value in handle.parameters.items()}, before)
-            runtime.zero_grad(handle)
-            runtime.forward_backward(handle, batches, token_loss)
-            result = runtime.optimizer_step(handle)
-            assert result.ok and result.num_zeros is not None
-            found.append((result.grad_norm, result.num_zeros))
-    return found
+def statistics_job(model: str, layout: Layout) -> tuple[float, int]:
+    """Norm and zeros of a step that is taken after one that a single rank's gradient makes impossible."""
+    optimizer = OptimizerConfig(lr=1e-3, log_num_zeros_in_grad=True)
+    with open_runtime(model, parallel=layout, optimizer=optimizer) as runtime:
+        handle = runtime.build_model()
+        rank, size = handle.data_parallel_rank, handle.data_parallel_size
+        batches = micro_batches(deal([[0, 1], [2, 3], [4, 5], [6, 7]], size)[rank], dp_size=size)
+        runtime.forward_backward(handle, batches, token_loss)
+        spoil_last_rank(handle)
+        before = {name: local_tensor(parameter).clone() for name, parameter in handle.parameters.items()}
+        skipped = runtime.optimizer_step(handle)
+        assert not skipped.ok and math.isnan(skipped.grad_norm) and handle.weight_version == 0
+        assert_equal_tensors({name: local_tensor(value) for name, value in handle.parameters.items()}, before)
+        runtime.zero_grad(handle)
+        runtime.forward_backward(handle, batches, token_loss)
+        result = runtime.optimizer_step(handle)
+        assert result.ok and result.num_zeros is not None
+        return result.grad_norm, result.num_zeros
 
 
 def spoil_last_rank(handle: NativeHandle) -> None:
@@ -162,14 +160,32 @@ def spoil_last_rank(handle: NativeHandle) -> None:
         local_tensor(next(each for each in gradients if local_tensor(each).numel())).view(-1)[0] = math.nan
 
 
+@pytest.fixture(scope="module")
+def on_one_rank(ranks: RankPool) -> Callable[[Path], tuple[float, int]]:
+    """Norm and zeros of a model; computed once."""
+    return cache(lambda model: ranks.run(statistics_job, str(model), {}, world_size=1)[0])
+
+
 @pytest.mark.shows("runtime: gradient norm and zeros of native tp, cp, ep, etp and pp count every element once")
-@pytest.mark.parametrize(("model", "layouts"), [("dense", DENSE), ("mixture", MIXTURE)], ids=["dense", "mixture"])
+@pytest.mark.parametrize(
+    ("model", "world", "layout"),
+    [
+        pytest.param(model, world, layout, id="-".join([model, f"{world}-ranks", *(f"{k}{v}" for k, v in layout.items())]))
+        for model, layouts in (("dense", DENSE), ("mixture", MIXTURE))
+        for world, found in layouts.items()
+        for layout in found
+    ],
+)
 def test_norm_and_zeros_are_one_ranks_and_one_bad_gradient_stops_all(
-    ranks: RankPool, request: pytest.FixtureRequest, model: str, layouts: dict[int, list[Layout]]
+    ranks: RankPool,
+    request: pytest.FixtureRequest,
+    on_one_rank: Callable[[Path], tuple[float, int]],
+    model: str,
+    world: int,
+    layout: Layout,
 ) -> None:
-    path = str(request.getfixturevalue(model))
-    ((norm, zeros),) = ranks.run(statistics_job, path, [{}], world_size=1)[0]
+    path: Path = request.getfixturevalue(model)
+    norm, zeros = on_one_rank(path)
     assert zeros > 0 or model == "mixture"
-    for world_size, some in layouts.items():
-        for found in ranks.run(statistics_job, path, some, world_size=world_size):
-            assert found == [(pytest.approx(norm, rel=1e-5), zeros)] * len(some)
+    for found in ranks.run(statistics_job, str(path), layout, world_size=world):
+        assert found == (pytest.approx(norm, rel=1e-5), zeros)

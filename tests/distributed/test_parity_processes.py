@@ -93,10 +93,13 @@ def run_faulty(model: Path, folder: Path, fault: Fault, *, dp: int = 2, timeout:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("refusal", "^the candidate 'faulty' stopped: this runtime refuses to work$"),
-        ("crash", "rank 1 of the candidate 'faulty' failed:\n(.*\n)*ZeroDivisionError: a bug"),
+        pytest.param("refusal", "^the candidate 'faulty' stopped: this runtime refuses to work$", marks=pytest.mark.long),
+        pytest.param(
+            "crash", "rank 1 of the candidate 'faulty' failed:\n(.*\n)*ZeroDivisionError: a bug", marks=pytest.mark.long
+        ),
         ("death", "rank 1 of the candidate 'faulty' died with status 9"),
     ],
+    ids=["refusal", "crash", "death"],
 )
 def test_a_rank_that_ends_early_ends_the_side_with_its_error(
     tied_model: Path, tmp_path: Path, started: list[subprocess.Popen[bytes]], fault: Fault, message: str
@@ -106,6 +109,7 @@ def test_a_rank_that_ends_early_ends_the_side_with_its_error(
     assert all(process.returncode is not None for process in started)
 
 
+@pytest.mark.long
 def test_a_model_that_the_runtime_refuses_is_told_apart_from_other_errors(tied_model: Path, tmp_path: Path) -> None:
     model = shutil.copytree(tied_model, tmp_path / "model")
     fields = json.loads((model / "config.json").read_text())

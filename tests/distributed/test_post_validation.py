@@ -176,7 +176,7 @@ SOMETIMES = [PLAIN, JOINT, PLAIN, SPOILED, PLAIN, ALONE, SPOILED, JOINT]
         ("dense", 2, {"pp": 2}, {}, SOMETIMES),
         ("dense", 2, {"pp": 2, "vpp": 2}, ZBV | {"reshard_after_forward": False}, SOMETIMES),
         ("dense", 2, {"pp": 2, "vpp": 2}, ZBV | {"param_dtype": "bfloat16"}, ALWAYS),
-        ("dense", 4, {"pp": 4, "vpp": 2}, ZBV, SOMETIMES),
+        pytest.param("dense", 4, {"pp": 4, "vpp": 2}, ZBV, SOMETIMES, marks=pytest.mark.long),
         ("dense", 4, {"pp": 2, "vpp": 2}, ZBV, SOMETIMES),
         ("mixture", 4, {"pp": 2, "tp": 2}, {"pipeline_schedule": "zb-h2"}, SOMETIMES),
     ],
@@ -268,7 +268,7 @@ def refusals_job(
         return messages, state_of(handle)
 
 
-@pytest.mark.parametrize("refusing", [0, 1])
+@pytest.mark.parametrize("refusing", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_data_that_one_rank_refuses_is_refused_on_all_and_changes_nothing(
     ranks: RankPool, dense: Path, refusing: int
 ) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -138,26 +138,48 @@ def _mean_loss(mine: Any) -> float:
     return float(sum(total for total, _ in found) / sum(weight for _, weight in found))
 
 
+class Saved(NamedTuple):
+    """A checkpoint on the disk.
+
+    Attributes:
+        continued: what its saver trained after it.
+        state: its tensors.
+    """
+
+    path: Path
+    continued: Continued
+    state: dict[str, Tensor]
+
+
+def save_in(ranks: RankPool, model: Path, path: Path, saver: Layout) -> Saved:
+    whole = ranks.run(save_job, saver, str(model), str(path), world_size=saver.world_size)[0]
+    return Saved(path, whole, read_whole(path))
+
+
+def load_in(ranks: RankPool, model: Path, saved: Saved, again: Path, loader: Layout) -> float:
+    """Trains on in another layout, and saves to ``again`` before that.
+
+    Returns the largest relative difference of the losses after the checkpoint to those of its saver. Weights, moments,
+    counts, learning rates and ``extra`` must be the same in every digit after loading.
+    """
+    whole = saved.continued
+    part = ranks.run(load_job, loader, str(model), str(saved.path), str(again), world_size=loader.world_size)[0]
+    assert part.weight_version == whole.weight_version == STEPS_BEFORE
+    assert part.learning_rates == whole.learning_rates
+    assert part.extra == whole.extra == {"next_batch": STEPS_BEFORE}
+    _require_equal(read_whole(again), saved.state, str(loader))
+    return max(abs(a - b) / b for a, b in zip(part.losses, whole.losses, strict=True))
+
+
 def continue_in(
     ranks: RankPool, model: Path, folder: Path, saver: Layout, loaders: Sequence[Layout]
 ) -> dict[Layout, dict[str, float]]:
-    """Loader -> ``loss``, the largest relative difference of the losses after the checkpoint to those without a break.
-
-    Weights, moments, counts, learning rates and ``extra`` must be the same in every digit after loading.
-    """
-    path = folder / "saved"
-    whole = ranks.run(save_job, saver, str(model), str(path), world_size=saver.world_size)[0]
-    state, found = read_whole(path), {}
-    for index, loader in enumerate(loaders):
-        again = folder / f"again-{index}"
-        part = ranks.run(load_job, loader, str(model), str(path), str(again), world_size=loader.world_size)[0]
-        assert part.weight_version == whole.weight_version == STEPS_BEFORE
-        assert part.learning_rates == whole.learning_rates
-        assert part.extra == whole.extra == {"next_batch": STEPS_BEFORE}
-        _require_equal(read_whole(again), state, str(loader))
-        differences = [abs(a - b) / b for a, b in zip(part.losses, whole.losses, strict=True)]
-        found[loader] = {"loss": max(differences)}
-    return found
+    """Loader -> ``loss``, the difference of :func:`load_in`."""
+    saved = save_in(ranks, model, folder / "saved", saver)
+    return {
+        loader: {"loss": load_in(ranks, model, saved, folder / f"again-{index}", loader)}
+        for index, loader in enumerate(loaders)
+    }
 
 
 def read_whole(path: Path) -> dict[str, Tensor]:

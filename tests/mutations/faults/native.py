@@ -33,7 +33,9 @@ FAULTS = [
         f"{_NATIVE}/optimizer.py",
         "self.judge(gather_statistics(self.statistics(), self._groups.world_group))",
         "self.judge(self.statistics())",
-        ("tests/distributed/test_native_state.py::test_norm_and_zeros_are_one_ranks_and_one_bad_gradient_stops_all[dense]",),
+        (
+            "tests/distributed/test_native_state.py::test_norm_and_zeros_are_one_ranks_and_one_bad_gradient_stops_all[dense-2-ranks-tp2]",
+        ),
         "ranks would clip by different norms, and a bad one would step alone",
     ),
     Fault(

@@ -167,7 +167,9 @@ FAULTS = [
         "rl_backend/parallel/shards.py",
         "return not any(place for mesh_dim, place in enumerate(coordinate) if mesh_dim not in cut)",
         "return True",
-        ("tests/distributed/test_native_state.py::test_norm_and_zeros_are_one_ranks_and_one_bad_gradient_stops_all[dense]",),
+        (
+            "tests/distributed/test_native_state.py::test_norm_and_zeros_are_one_ranks_and_one_bad_gradient_stops_all[dense-4-ranks-tp4]",
+        ),
         "norms of layouts with copies would be too large",
     ),
     Fault(

@@ -15,7 +15,18 @@ from tests.support.clusters import ROOT
 SECONDS = 120.0
 
 
-@pytest.mark.parametrize("where", ["driver", "ray", "twice", "reward", "reward_that_catches_all", "reward_that_exits"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "driver",
+        "ray",
+        "reward",
+        *(
+            pytest.param(where, marks=pytest.mark.long)
+            for where in ("twice", "reward_that_catches_all", "reward_that_exits")
+        ),
+    ],
+)
 @pytest.mark.shows("failures: SIGTERM (a scheduler, ray job stop) ends a run with status 143, and run.json says interrupted")
 def test_sigterm_interrupts_a_run(where: str, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}

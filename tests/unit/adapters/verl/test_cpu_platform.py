@@ -62,7 +62,12 @@ def test_verl_that_finds_the_plugin_runs_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plugins", "variables"), [("none", {}), ("rl_backend", {}), ("rl_backend", {"VERL_PLATFORM": "nvidia"})]
+    ("plugins", "variables"),
+    [
+        ("none", {}),
+        ("rl_backend", {}),
+        pytest.param("rl_backend", {"VERL_PLATFORM": "nvidia"}, marks=pytest.mark.long),
+    ],
 )
 def test_nothing_changes_without_the_plugin_or_where_no_cpu_is_asked_for(plugins: str, variables: dict[str, str]) -> None:
     """A driver without accelerators may have workers with them. And verl, torch and vLLM still need the changes."""

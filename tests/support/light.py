@@ -1,0 +1,98 @@
+"""The unit tests of ``make check``: those that import nothing heavy and start no process.
+
+python -m tests.support.light [ARGUMENTS OF PYTEST]
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.claims import ROOT
+
+HEAVY = frozenset({"megatron", "ray", "transformers", "verl", "vllm"})
+"""Packages whose import takes seconds."""
+STARTS = frozenset({"multiprocessing", "subprocess"})
+FIXTURES = frozenset({"tied_model", "untied_model"})
+"""Of ``tests/conftest.py``, written with transformers."""
+
+
+def light_tests(root: Path = ROOT) -> list[Path]:
+    """Files of ``tests/unit`` of which no function imports anything heavy, nor what they import, at whatever distance."""
+    return [file for file in sorted((root / "tests" / "unit").rglob("test_*.py")) if is_light(file, root)]
+
+
+def is_light(file: Path, root: Path = ROOT) -> bool:
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    mine = set(_imported(nodes))
+    arguments = {node.arg for node in nodes if isinstance(node, ast.arg)}
+    # pytest.importorskip("verl") and the like
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    direct = {name.partition(".")[0] for name in mine | {text for text in texts if text.isidentifier()}}
+    return not (direct & (HEAVY | STARTS) or reached(mine, root) & HEAVY or arguments & FIXTURES)
+
+
+def reached(names: Iterable[str], root: Path = ROOT) -> set[str]:
+    """Packages from outside that are imported with these modules, as far as statements outside of functions say."""
+    found: set[str] = set()
+    seen: set[Path] = set()
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        files = _files(name, root)
+        if not files:
+            found.add(name.partition(".")[0])
+        for file in files:
+            if file not in seen:
+                seen.add(file)
+                waiting += _imported(_outside_functions(ast.parse(file.read_text()).body))
+    return found
+
+
+def _files(name: str, root: Path) -> list[Path]:
+    """What importing a dotted name reads of this tree; the last part may be a name in a module."""
+    parts = name.split(".")
+    places = [root.joinpath(*parts[: length + 1]) for length in range(len(parts))]
+    each = (file for place in places for file in (place / "__init__.py", place.with_suffix(".py")))
+    return [file for file in each if file.is_file()]
+
+
+def _imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _outside_functions(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    for node in body:
+        yield node
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from _outside_functions(node.orelse)
+            continue
+        for field in ("body", "orelse", "finalbody", "handlers"):
+            for inner in getattr(node, field, []):
+                yield from _outside_functions(inner.body if isinstance(inner, ast.ExceptHandler) else [inner])
+
+
+def main(arguments: list[str]) -> int:
+    files = [str(file.relative_to(ROOT)) for file in light_tests()]
+    status = pytest.main([*files, "-q", *arguments])
+    if heavy := sorted(HEAVY & sys.modules.keys()):
+        print(
+            f"error: a test of make check has imported {', '.join(heavy)}; tests/support/light.py must find that",
+            file=sys.stderr,
+        )
+        return status or 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,163 @@
+"""What ``make test`` leaves to ``make test-all``, and the record of a run: layouts, features, outcomes and seconds.
+
+A plugin of pytest. Of the cases of ``tests/distributed`` it keeps a set that covers every pair of values (:func:`needs`);
+the others get the marker ``long``. Whoever names a file or a test gets all of its cases. ``--cases FILE`` writes what became
+of each case; from the files of both lanes ``tests/lanes.py --matrix=FILE`` makes the record.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.covering import Fact, covering, facts, pairs
+
+REDUCED = "tests/distributed/"
+RECORDED = ("tests/distributed/", "tests/e2e/", "tests/golden/")
+"""Folders whose cases are recorded one by one; of the others, files."""
+RULE = (
+    "make test runs cases of tests/distributed such that every pair of values that one case has is in a case that runs, "
+    "every test runs with every value of its own parameters, and a test of a claim with every value of a layout that its "
+    "cases have; make test-all runs them all"
+)
+
+
+def needs(item: pytest.Item) -> set[Hashable]:
+    """What a case covers: its test with each parameter that is no layout, each pair of its values, and a claim's values."""
+    test, found = item.nodeid.partition("[")[0], _facts(item)
+    own = {(test, name, repr(value)) for name, value in _parameters(item).items() if not facts("", [f"{name}={value!r}"])}
+    return {test, *own, *pairs(found), *({(test, value) for value in found} if item.get_closest_marker("shows") else ())}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cases", metavar="FILE", help="write what became of each case, as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Matrix(config))
+
+
+class Matrix:
+    """The choice when tests are collected, and what became of each case."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.file: str | None = config.getoption("--cases")
+        self.names_files = any(argument.partition("::")[0].endswith(".py") for argument in config.args)
+        self.cases: dict[str, dict[str, Any]] = {}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        long = {item.nodeid for item in items if item.get_closest_marker("long")}
+        if not self.names_files:
+            for item in left_out(items):
+                item.add_marker(pytest.mark.long)
+        for item in items:
+            self.cases[item.nodeid] = {
+                "has": sorted(_facts(item)),
+                "run_by": "make test-all" if item.get_closest_marker("long") else "make test",
+                "why": "long" if item.nodeid in long else "covered" if item.get_closest_marker("long") else None,
+                "outcome": None,
+                "seconds": 0.0,
+            }
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        case = self.cases.get(report.nodeid)
+        if case is not None:
+            case["seconds"] += report.duration
+            if report.outcome != "passed" or report.when == "call":
+                case["outcome"] = report.outcome if case["outcome"] in (None, "passed") else case["outcome"]
+
+    def pytest_sessionfinish(self) -> None:
+        if self.file is not None:
+            Path(self.file).write_text(json.dumps(self.cases))
+
+
+def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Items that ``make test`` can do without."""
+    cases = {
+        item.nodeid: item
+        for item in items
+        if item.nodeid.startswith(REDUCED) and hasattr(item, "callspec") and not item.get_closest_marker("long")
+    }
+    covered, cost = {}, {}
+    for name, item in cases.items():
+        found = _facts(item)
+        covered[name] = needs(item)
+        cost[name] = 2.0 if ("ranks", "4") in found else 1.0
+    kept = covering(covered, cost)
+    return [item for name, item in cases.items() if name not in kept]
+
+
+def _facts(item: pytest.Item) -> frozenset[Fact]:
+    """From the name without its folder, and the parameters."""
+    values = [f"{name}={value!r}" for name, value in _parameters(item).items() if not callable(value)]
+    return facts(item.nodeid.rpartition("/")[2], values)
+
+
+def _parameters(item: pytest.Item) -> Mapping[str, Any]:
+    return item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+
+
+def write(file: Path, parts: Iterable[Path]) -> None:
+    """The record, from the ``--cases`` of each lane."""
+    cases: dict[str, Any] = {}
+    for part in parts:
+        cases |= json.loads(part.read_text())
+    file.write_text(_text(record(cases)))
+
+
+def record(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What was run, one by one or by file, and how it was chosen."""
+    ran = {name: case for name, case in cases.items() if case["outcome"] is not None}
+    axes: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
+    one_by_one, by_file = {}, defaultdict[str, Counter[str]](Counter)
+    for name, case in sorted(ran.items()):
+        for axis, value in case["has"]:
+            axes[axis][value].update([case["outcome"], *(["in make test"] if case["run_by"] == "make test" else [])])
+        if name.startswith(RECORDED):
+            seconds = round(case["seconds"], 2)
+            one_by_one[name] = {**case, "has": _by_axis(case["has"]), "seconds": seconds}
+        else:
+            by_file[name.partition("::")[0]].update({case["outcome"]: 1, "seconds": round(case["seconds"])})
+    tally = {axis: {value: dict(count) for value, count in sorted(each.items())} for axis, each in sorted(axes.items())}
+    return {
+        "rule": RULE,
+        "reduced_to_pairs": {
+            "make test": sum(case["why"] == "covered" for case in cases.values()),
+            "make test-all": 0,
+        },
+        "not_selected": sum(case["outcome"] is None for case in cases.values()),
+        "outcomes": dict(Counter(case["outcome"] for case in ran.values())),
+        "seconds": {
+            "all": round(sum(case["seconds"] for case in ran.values())),
+            "make test": round(sum(case["seconds"] for case in ran.values() if case["run_by"] == "make test")),
+        },
+        "axes": tally,
+        "files": {name: dict(count) for name, count in by_file.items()},
+        "cases": one_by_one,
+    }
+
+
+def _by_axis(found: Iterable[Fact]) -> dict[str, str]:
+    """Axis -> value, or values."""
+    values: dict[str, list[str]] = defaultdict(list)
+    for axis, value in sorted(found):
+        values[axis].append(value)
+    return {axis: ", ".join(each) for axis, each in values.items()}
+
+
+def _text(found: Mapping[str, Any]) -> str:
+    """JSON with a line for each case, which a diff shows alone."""
+    parts = []
+    for key, value in found.items():
+        if key in ("axes", "files", "cases"):
+            lines = [f"  {json.dumps(name)}: {json.dumps(each)}" for name, each in value.items()]
+            parts.append(f" {json.dumps(key)}: {{\n" + ",\n".join(lines) + "\n }")
+        else:
+            parts.append(f" {json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
