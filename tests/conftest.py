@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -31,6 +32,11 @@ LONG_SECONDS = 1800
 
 # Tests compute on tensors so small that threads cost more than they save, most of all beside engines and ranks.
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """What modules hold is no garbage, and a runtime that closes would look through it for a second."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

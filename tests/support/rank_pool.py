@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -18,8 +20,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-_START_METHOD = os.environ.get("RANK_POOL_START_METHOD", "spawn")
-"""``fork`` where each run has a few tests only and time counts (tests/mutations); ranks then have what the test has."""
+_START_METHOD = os.environ.get("RANK_POOL_START_METHOD", "forkserver")
+"""``fork`` where each run has a few tests only and time counts (tests/mutations); ranks then have what the test has.
+
+The server of ``forkserver`` imports ``preload`` once, for all ranks and for those that take the place of dead ones.
+"""
 _START_SECONDS = 200.0
 
 
@@ -109,6 +114,8 @@ class RankPool:
 
     def _start(self) -> None:
         context: Any = multiprocessing.get_context(_START_METHOD)
+        if _START_METHOD == "forkserver":
+            context.set_forkserver_preload(list(self._preload))
         for index in range(self.size):
             ours, theirs = context.Pipe()
             stacks = Path(self._folder.name, f"stacks-{index}")
@@ -163,6 +170,8 @@ def _serve(rank: int, connection: Connection, stacks: str, preload: tuple[str, .
     torch.set_num_threads(1)
     for name in preload:
         importlib.import_module(name)
+    gc.freeze()
+    modules = len(sys.modules)
     connection.send_bytes(b"ready")
     with open(stacks, "w") as stream:
         faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
@@ -172,6 +181,11 @@ def _serve(rank: int, connection: Connection, stacks: str, preload: tuple[str, .
             except EOFError:
                 return
             connection.send_bytes(_run_job(rank, job, world_size, store, init_group))
+            # A runtime that closes collects garbage. What modules hold is none, and takes longer to look at than a job.
+            if len(sys.modules) > modules:
+                modules = len(sys.modules)
+                gc.collect()
+                gc.freeze()
 
 
 def _run_job(rank: int, job: bytes, world_size: int, store: str, init_group: bool) -> bytes:
