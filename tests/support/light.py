@@ -6,8 +6,10 @@ python -m tests.support.light [ARGUMENTS OF PYTEST]
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,8 @@ from tests.support.claims import ROOT
 HEAVY = frozenset({"megatron", "ray", "transformers", "verl", "vllm"})
 """Packages whose import takes seconds."""
 STARTS = frozenset({"multiprocessing", "subprocess"})
+PRELOADS = ("tests.mutations.child",)
+"""Modules that import, when they are used, what their forks need."""
 FIXTURES = frozenset({"tied_model", "untied_model"})
 """Of ``tests/conftest.py``, written with transformers."""
 
@@ -30,9 +34,12 @@ def is_light(file: Path, root: Path = ROOT) -> bool:
     nodes = list(ast.walk(ast.parse(file.read_text())))
     mine = set(_imported(nodes))
     arguments = {node.arg for node in nodes if isinstance(node, ast.arg)}
-    # pytest.importorskip("verl") and the like
+    # pytest.importorskip("verl"), a loss "package.module:function" and the like
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    direct = {name.partition(".")[0] for name in mine | {text for text in texts if text.isidentifier()}}
+    mine |= {text.replace(":", ".") for text in texts if re.fullmatch(r"\w+(\.\w+)*(:\w+)?", text)}
+    direct = {name.partition(".")[0] for name in mine}
+    if any(name.startswith(PRELOADS) for name in mine):
+        return False
     return not (direct & (HEAVY | STARTS) or reached(mine, root) & HEAVY or arguments & FIXTURES)
 
 
@@ -49,7 +56,7 @@ def reached(names: Iterable[str], root: Path = ROOT) -> set[str]:
         for file in files:
             if file not in seen:
                 seen.add(file)
-                waiting += _imported(_outside_functions(ast.parse(file.read_text()).body))
+                waiting += _of_module(file, file.stat().st_mtime_ns)
     return found
 
 
@@ -59,6 +66,12 @@ def _files(name: str, root: Path) -> list[Path]:
     places = [root.joinpath(*parts[: length + 1]) for length in range(len(parts))]
     each = (file for place in places for file in (place / "__init__.py", place.with_suffix(".py")))
     return [file for file in each if file.is_file()]
+
+
+@cache
+def _of_module(file: Path, changed: int) -> tuple[str, ...]:
+    """Names that a module imports when it is imported."""
+    return tuple(_imported(_outside_functions(ast.parse(file.read_text()).body)))
 
 
 def _imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
@@ -87,7 +100,7 @@ def main(arguments: list[str]) -> int:
     status = pytest.main([*files, "-q", *arguments])
     if heavy := sorted(HEAVY & sys.modules.keys()):
         print(
-            f"error: a test of make check has imported {', '.join(heavy)}; tests/support/light.py must find that",
+            f"error: a test of make check has imported {', '.join(heavy)}; tests/support/light.py must leave them out",
             file=sys.stderr,
         )
         return status or 1
