@@ -34,7 +34,7 @@ def add_fields(parser: FlagGroup, config: type[BaseConfig], fields: Iterable[str
     What is not on the command line is None; see :func:`given`.
 
     Args:
-        prefix: stands before the flag's name.
+        prefix: stands before the field's name, for flags of several configurations of one type.
     """
     documented = config.documented()
     for field in fields:
@@ -49,8 +49,8 @@ def add_fields(parser: FlagGroup, config: type[BaseConfig], fields: Iterable[str
             form = {"choices": get_args(kind)}
         default = "" if info.default is None else f" (default {info.default})"
         parser.add_argument(
-            f"--{prefix}{flag(field)}",
-            dest=f"{prefix}{field}".replace("-", "_"),
+            f"--{flag(prefix + field)}",
+            dest=prefix + field,
             help=f"{documented[field]}{default}".replace("%", "%%"),
             **form,
         )
@@ -64,8 +64,7 @@ def add_plugins(parser: FlagGroup) -> None:
 
 def given(arguments: argparse.Namespace, fields: Iterable[str], prefix: str = "") -> dict[str, Any]:
     """Those of the fields whose flags are on the command line; ``prefix`` as in :func:`add_fields`."""
-    values = {field: getattr(arguments, f"{prefix}{field}".replace("-", "_")) for field in fields}
-    return {field: value for field, value in values.items() if value is not None}
+    return {field: value for field in fields if (value := getattr(arguments, prefix + field)) is not None}
 
 
 def in_flags(message: str, fields: str, micro_batches: str = "micro-batches") -> str:

@@ -14,6 +14,7 @@ from rl_backend.cli.command import (
     add_plugins,
     check_output,
     exit_on_sigterm,
+    flag,
     given,
     in_flags,
     json_object,
@@ -28,7 +29,7 @@ from rl_backend.runtime import check_config
 EXIT_DIVERGED = 1
 DTYPES: tuple[DType, ...] = get_args(DType.__value__)
 SIZES = tuple(ParallelConfig.model_fields)
-PREFIXES: dict[SideName, str] = {"candidate": "", "reference": "reference-"}
+PREFIXES: dict[SideName, str] = {"candidate": "", "reference": "reference_"}
 """Of the flags for the layout of a side."""
 
 TRAINING = ("steps", "lr")
@@ -124,10 +125,10 @@ def _side(arguments: argparse.Namespace, name: SideName) -> ParitySide:
             f"--{name} {runtime}: unknown runtime; known: {known}; --plugin MODULE adds those that a module registers"
         )
     options = json_object(f"{name}-options", getattr(arguments, f"{name}_options"))
-    sizes = given(arguments, SIZES, PREFIXES[name])
     try:
-        layout = given(arguments, ("dp",), PREFIXES[name])
-        return ParitySide(runtime=runtime, parallel=ParallelConfig(**sizes), options=options, **layout)
+        parallel = ParallelConfig(**given(arguments, SIZES, PREFIXES[name]))
+        dp = given(arguments, ("dp",), PREFIXES[name])
+        return ParitySide(runtime=runtime, parallel=parallel, options=options, **dp)
     except ConfigError as error:
         raise CommandError(f"{_flags(arguments, name)}: {error}") from None
 
@@ -135,7 +136,7 @@ def _side(arguments: argparse.Namespace, name: SideName) -> ParitySide:
 def _flags(arguments: argparse.Namespace, name: SideName) -> str:
     """What was asked for of a side, as on the command line."""
     prefix = PREFIXES[name]
-    sizes = [f"--{prefix}{size} {value}" for size, value in given(arguments, (*SIZES, "dp"), prefix).items()]
+    sizes = [f"--{flag(prefix + size)} {value}" for size, value in given(arguments, (*SIZES, "dp"), prefix).items()]
     options = getattr(arguments, f"{name}_options")
     chosen = [f"--{name}-options '{options}'"] if options != "{}" else []
     return " ".join([f"--{name} {getattr(arguments, name)}", *sizes, *chosen])

@@ -145,7 +145,7 @@ def test_arrows_lead_from_each_push_to_the_sampling_that_uses_its_weights(
 def test_the_report_shows_one_step_of_the_trace(run_dir: Path) -> None:
     step = read_step(run_dir / "trace.json")
     assert step is not None
-    assert [lane.name for lane in step.lanes] == ["driver", "rank 0", "rank 1", "engine 0", "engine 1"]
+    assert [lane.name for lane in step.lanes.values()] == ["driver", "rank 0", "rank 1", "engine 0", "engine 1"]
     figure = read_page(run_dir / "report.html").one("figure", id="timeline")
     drawn = {event.attributes["data-tip"].partition(":")[0] for event in figure.all("g", class_="event")}
     assert {"train", "forward_backward", "backward", "push"} <= drawn

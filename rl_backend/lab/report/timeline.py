@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,13 +53,15 @@ class Bar:
     arguments: dict[str, Any]
 
 
+type Thread = tuple[int, int]
+"""Numbers of a process and of a thread in it."""
+
+
 @dataclass
 class Lane:
-    """One thread of one process."""
+    """What one thread did."""
 
     name: str
-    pid: int
-    tid: int
     bars: list[Bar] = field(default_factory=list)
 
     @property
@@ -69,11 +71,11 @@ class Lane:
 
 @dataclass(frozen=True)
 class Arrow:
-    """From one event to another: ``(pid, tid, milliseconds)``."""
+    """From one event to another, each by its thread and the milliseconds at which it is met."""
 
     name: str
-    start: tuple[int, int, float]
-    end: tuple[int, int, float]
+    start: tuple[Thread, float]
+    end: tuple[Thread, float]
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class StepTimeline:
 
     step: int
     milliseconds: float
-    lanes: list[Lane]
+    lanes: dict[Thread, Lane]
     arrows: list[Arrow]
     hidden: list[str]
 
@@ -105,8 +107,8 @@ def read_step(path: Path) -> StepTimeline | None:
     step = next(event for event in steps if event["dur"] == middle)
     start, end = step["ts"], step["ts"] + step["dur"]
     names = {event["pid"]: event["args"]["name"] for event in events if event.get("name") == "process_name"}
-    lanes: dict[tuple[int, int], Lane] = {}
-    ends: dict[tuple[int, int], list[float]] = {}
+    lanes: dict[Thread, Lane] = {}
+    ends: dict[Thread, list[float]] = {}
     inside = [
         event
         for event in events
@@ -114,39 +116,34 @@ def read_step(path: Path) -> StepTimeline | None:
     ]
     for event in sorted(inside, key=lambda event: (event["ts"], -event["dur"])):
         key = event["pid"], event["tid"]
-        lane = lanes.setdefault(key, Lane(names.get(event["pid"], f"process {event['pid']}"), *key))
+        lane = lanes.setdefault(key, Lane(names.get(event["pid"], f"process {event['pid']}")))
         first, last = (event["ts"] - start) / 1000, (event["ts"] + event["dur"] - start) / 1000
         around = ends.setdefault(key, [])
         while around and around[-1] <= first + 1e-6:
             around.pop()
         lane.bars.append(Bar(event["name"], event["cat"], first, last, len(around), event.get("args", {})))
         around.append(last)
-    ordered = [lanes[key] for key in sorted(lanes)]
     # Both ends of a large run: the driver and ranks come first, engines last.
-    left_out = slice(MOST_LANES // 2, max(MOST_LANES // 2, len(ordered) - MOST_LANES // 2))
-    hidden = ordered[left_out]
-    shown = [lane for lane in ordered if lane not in hidden]
-    return StepTimeline(
-        int(step["args"]["step"]),
-        step["dur"] / 1000,
-        shown,
-        _arrows(events, start, end, {(lane.pid, lane.tid) for lane in shown}),
-        sorted({lane.name for lane in hidden}),
-    )
+    half = MOST_LANES // 2
+    hidden = sorted(lanes)[half : max(half, len(lanes) - half)]
+    shown = {key: lanes[key] for key in sorted(lanes) if key not in hidden}
+    arrows = _arrows(events, start, end, shown)
+    left_out = sorted({lanes[key].name for key in hidden})
+    return StepTimeline(int(step["args"]["step"]), step["dur"] / 1000, shown, arrows, left_out)
 
 
 def draw_timeline(timeline: StepTimeline) -> Html:
     """A figure with a lane for each process; arrows lead from a weight push over its load to the sampling that uses it."""
-    left = max(len(lane.name) for lane in timeline.lanes) * CHARACTER + 20 if timeline.lanes else 0.0
+    lanes = timeline.lanes
+    left = max(len(lane.name) for lane in lanes.values()) * CHARACTER + 20 if lanes else 0.0
     across = linear_axis(0.0, timeline.milliseconds, left, WIDTH - RIGHT, about=8, whole=timeline.milliseconds > 8)
-    tops: dict[tuple[int, int], float] = {}
+    tops: dict[Thread, float] = {}
     y = 8.0
-    for lane in timeline.lanes:
-        tops[lane.pid, lane.tid] = y
+    for key, lane in lanes.items():
+        tops[key] = y
         y += lane.depths * ROW + LANE_GAP
-    height = y + BOTTOM
-    bars = [(lane, bar) for lane in timeline.lanes for bar in lane.bars]
-    wide = [(lane, bar) for lane, bar in bars if _extent(bar, across)[1] >= THIN]
+    bars = [(key, bar) for key, lane in lanes.items() for bar in lane.bars]
+    wide = [(key, bar) for key, bar in bars if _extent(bar, across)[1] >= THIN]
     kinds = sorted({_kind(bar) for _, bar in wide}, key=list(KINDS).index)
     notes = [f"{len(bars) - len(wide)} events are too short to be seen. "] if len(wide) < len(bars) else []
     if timeline.hidden:
@@ -161,12 +158,12 @@ def draw_timeline(timeline: StepTimeline) -> Html:
         ),
         drawing(
             WIDTH,
-            round(height),
+            round(y + BOTTOM),
             "what each process did in one step",
-            *(_lane_background(lane, tops[lane.pid, lane.tid], across) for lane in timeline.lanes),
+            *(_lane_background(lane, tops[key], across) for key, lane in lanes.items()),
             _ticks(across, y),
-            *(_bar(bar, tops[lane.pid, lane.tid], across) for lane, bar in wide),
-            *(_arrow(arrow, tops, timeline, across) for arrow in timeline.arrows),
+            *(_bar(bar, tops[key], across) for key, bar in wide),
+            *(_arrow(arrow, tops, lanes, across) for arrow in timeline.arrows),
             class_="timeline",
         ),
         legend((f"k-{kind}", [KINDS[kind]]) for kind in kinds),
@@ -194,7 +191,7 @@ def _is_whole(event: dict[str, Any]) -> bool:
     return known and isinstance(arguments, dict) and (event.get("cat") != "step" or "step" in arguments)
 
 
-def _arrows(events: Sequence[dict[str, Any]], start: float, end: float, shown: set[tuple[int, int]]) -> list[Arrow]:
+def _arrows(events: Sequence[dict[str, Any]], start: float, end: float, shown: Container[Thread]) -> list[Arrow]:
     begun: dict[int, dict[str, Any]] = {}
     arrows = []
     for event in events:
@@ -202,8 +199,8 @@ def _arrows(events: Sequence[dict[str, Any]], start: float, end: float, shown: s
             begun[event["id"]] = event
         elif event.get("ph") == "f" and event["id"] in begun:
             first = begun.pop(event["id"])
-            ends = [(one["pid"], one["tid"], (one["ts"] - start) / 1000) for one in (first, event)]
-            if start <= event["ts"] <= end and all((pid, tid) in shown for pid, tid, _ in ends):
+            ends = [((one["pid"], one["tid"]), (one["ts"] - start) / 1000) for one in (first, event)]
+            if start <= event["ts"] <= end and all(key in shown for key, _ in ends):
                 arrows.append(Arrow(event["name"], ends[0], ends[1]))
     return arrows
 
@@ -252,12 +249,11 @@ def _bar(bar: Bar, top: float, across: Axis) -> Html:
     )
 
 
-def _arrow(arrow: Arrow, tops: Mapping[tuple[int, int], float], timeline: StepTimeline, across: Axis) -> Html:
+def _arrow(arrow: Arrow, tops: Mapping[Thread, float], lanes: Mapping[Thread, Lane], across: Axis) -> Html:
     ends = []
-    for pid, tid, milliseconds in (arrow.start, arrow.end):
-        lane = next(lane for lane in timeline.lanes if (lane.pid, lane.tid) == (pid, tid))
-        around = [bar.depth for bar in lane.bars if bar.start - 1e-6 <= milliseconds <= bar.end + 1e-6]
-        ends.append((across.at(milliseconds), tops[pid, tid] + max(around, default=0) * ROW + ROW / 2 - 1))
+    for key, milliseconds in (arrow.start, arrow.end):
+        around = [bar.depth for bar in lanes[key].bars if bar.start - 1e-6 <= milliseconds <= bar.end + 1e-6]
+        ends.append((across.at(milliseconds), tops[key] + max(around, default=0) * ROW + ROW / 2 - 1))
     (x1, y1), (x2, y2) = ends
     bend = max(18.0, (x2 - x1) / 2)
     return tag(

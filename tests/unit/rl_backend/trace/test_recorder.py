@@ -232,7 +232,7 @@ def test_the_timeline_of_a_step_has_every_process_and_nested_events(tmp_path: Pa
     step = read_step(path)
     assert step is not None
     assert (step.step, step.milliseconds) == (4, 0.904)
-    (lane,) = step.lanes
+    (lane,) = step.lanes.values()
     assert lane.name == "rank 0"
     assert [(bar.name, bar.depth, round(bar.start, 3)) for bar in lane.bars] == [
         ("forward_backward", 0, 0.1),
@@ -251,6 +251,6 @@ def test_the_timeline_of_a_large_run_keeps_the_driver_and_the_engines(tmp_path: 
     writer.close()
     step = read_step(tmp_path / "trace.json")
     assert step is not None
-    shown = [lane.name for lane in step.lanes]
+    shown = [lane.name for lane in step.lanes.values()]
     assert (shown[:2], shown[-2:]) == (["driver", "rank 0"], ["engine 0", "engine 1"])
     assert sorted([*shown, *step.hidden]) == sorted(names)
