@@ -77,11 +77,11 @@ class _CudaSpan(Span):
         self._end.record(self._stream)
         thread = self._recorder.thread
 
-        def resolve() -> list[Event] | None:
+        def resolve() -> Event | None:
             if not self._end.query():
                 return None
             start = self._device_reference.happened + self._device_reference.event.elapsed_time(self._begin) * 1e6
             duration = self._begin.elapsed_time(self._end) * 1e6
-            return [Event(self._name, self._category, int(start), int(duration), thread, self._arguments)]
+            return Event(self._name, self._category, int(start), int(duration), thread, self._arguments)
 
         self._recorder.add_when_known(resolve)

@@ -111,7 +111,7 @@ class TraceRecorder:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._events: deque[Event] | None = None
-        self._unfinished: deque[Callable[[], list[Event] | None]] = deque()
+        self._unfinished: deque[Callable[[], Event | None]] = deque()
         self._threads: dict[int, int] = {}
         self._dropped = 0
 
@@ -148,8 +148,8 @@ class TraceRecorder:
                 thread = self._threads.setdefault(threading.get_ident(), len(self._threads))
                 self._append(Event(name, category, start, end - start, thread, arguments))
 
-    def add_when_known(self, resolve: Callable[[], list[Event] | None]) -> None:
-        """Records spans whose times are not known yet, as those of a GPU; ``resolve`` returns None until they are."""
+    def add_when_known(self, resolve: Callable[[], Event | None]) -> None:
+        """Records a span whose times are not known yet, as on a GPU; ``resolve`` returns None until they are."""
         with self._lock:
             if self._events is None:
                 return
@@ -182,8 +182,7 @@ class TraceRecorder:
                 return [], 0
             while self._unfinished and (resolved := self._unfinished[0]()) is not None:
                 self._unfinished.popleft()
-                for event in resolved:
-                    self._append(event)
+                self._append(resolved)
             events, dropped = list(self._events), self._dropped
             self._events.clear()
             self._dropped = 0

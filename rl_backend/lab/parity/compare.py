@@ -109,8 +109,8 @@ def compare(
     steps = _steps(reference, candidate, tolerances)
     loaded = _tensors(reference.loaded_weights, candidate.loaded_weights, tolerances.loaded_weights)
     log_probs = tensor_difference("", reference.log_probs, candidate.log_probs, tolerances.log_probs)
-    # Backward computes the last layer first.
     floor = GRADIENT_FLOOR * math.sqrt(sum(two_norm(gradient) ** 2 for gradient in reference.gradients.values()))
+    # Backward computes the last layer first.
     gradients = _tensors(reference.gradients, candidate.gradients, tolerances.gradients, floor)[::-1]
     names = {**candidate.weights, **reference.weights}
     weights = [_weight(name, reference, candidate, tolerances, floor) for name in names]

@@ -105,7 +105,7 @@ def test_times_that_come_later_are_taken_when_they_are_known(recorder: TraceReco
     recorder.add("device work", "micro_batch", 5, 9, {})
     (event,) = recorder.take()
     known: list[bool] = []
-    recorder.add_when_known(lambda: [event] if known else None)
+    recorder.add_when_known(lambda: event if known else None)
     assert recorder.take() == []
     known.append(True)
     assert recorder.take() == [event]
