@@ -69,9 +69,9 @@ def parse_config[C: BaseConfig](config_type: type[C], description: str, argument
         )
         return config_type(**merged(values, says.nest({**source()})))
     except SettingsError as error:
-        place = re.search(r"[a-z]\w*(?:\.\w+)+", str(error))
-        flag = f"--{place[0]}" if place else "command line"
-        raise ConfigError(f"{flag}: is not JSON ({error.__cause__ or error}); give a value like '{{\"name\": 1}}'") from None
+        place = re.search(r"encountered for (\S+):|field \"(\w+)\"", str(error))
+        flag = _shown(f"--{place[1] or place[2]}") if place else "command line"
+        raise ConfigError(f"{flag}: neither JSON nor NAME=VALUE; give one of them, such as '{{\"name\": 1}}'") from None
     except RegistryError as error:
         raise ConfigError(f"--backend: {error}") from None
     except ConfigError as error:

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from difflib import get_close_matches
 from types import NoneType
-from typing import Any, Literal, TypeAliasType, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeAliasType, get_args, get_origin
 
 from actors.run.options import declared
 from rl_backend.contracts import BaseConfig
@@ -74,6 +74,8 @@ def _value(annotation: Any) -> str:
     """`` {auto,cpu}``, `` INT``: what stands after a flag."""
     if isinstance(annotation, TypeAliasType):
         return _value(annotation.__value__)
+    if get_origin(annotation) is Annotated:
+        return _value(get_args(annotation)[0])
     if annotation is bool:
         return ""
     if get_origin(annotation) is Literal:
@@ -88,6 +90,6 @@ def _value(annotation: Any) -> str:
 
 
 def _plain(value: Any) -> str:
-    if value is None or value == () or value == {}:
+    if value in (None, (), {}, ""):
         return "none"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -8,26 +8,31 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal
 
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from actors.cluster.placement import usable_cores
 from actors.run.lock import usable_run_dir
 from examples.demo.task import ModelName, layers_for
 from examples.verl.task import write_verl_task
-from rl_backend.contracts import BaseConfig, ConfigError
+from rl_backend.contracts import BaseConfig, ConfigError, HasEffect
 
 ENGINE_CONFIG = "adapters.verl.engine_config.RLBackendEngineConfig"
+
+
+_OF_DEMO = HasEffect(lambda options: options.model is None, "model is trained instead; give one of them")
 
 
 class VerlOptions(BaseConfig):
     """Which model, files, engine and machine."""
 
     model: str | None = Field(default=None, description="Hugging Face directory or name; none: the demo's model and files")
-    demo_model: ModelName = Field(default="qwen3", description="the demo's: qwen3, or qwen3_moe, a mixture of experts")
-    demo_layers: int | None = Field(
+    demo_model: Annotated[ModelName, _OF_DEMO] = Field(
+        default="qwen3", description="the demo's: qwen3, or qwen3_moe, a mixture of experts"
+    )
+    demo_layers: Annotated[int | None, _OF_DEMO] = Field(
         default=None, ge=1, description="layers of the demo's model; none: 3, rounded up to what pp divides"
     )
     train_files: str | None = Field(default=None, description="parquet in verl's format")
@@ -50,15 +55,6 @@ class VerlOptions(BaseConfig):
     def _make_absolute(cls, path: str | None) -> str | None:
         # verl's processes have other working directories; names of models and addresses stay as they are.
         return str(Path(path).resolve()) if path and Path(path).exists() else path
-
-    @model_validator(mode="after")
-    def _check_model(self) -> Self:
-        for name in ("demo_model", "demo_layers"):
-            if self.model is not None and self.is_set(name):
-                raise ConfigError.of(
-                    f"{type(self).__name__}.{name}", getattr(self, name), "model is trained instead; give one of them"
-                )
-        return self
 
     @property
     def on_cpu(self) -> bool:
