@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from rl_backend.contracts import BatchError, ConfigError, UnsupportedError
 
 type ChatMessage = dict[str, Any]
@@ -83,6 +81,9 @@ def load_tokenizer(model: str) -> Any:
     Raises:
         ConfigError: there is none, its files are damaged, or it does not name one.
     """
+    # Imported here: it takes seconds, and reading a command line needs none of it.
+    from transformers import AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     except Exception as error:  # a damaged tokenizer.json or tokenizer_config.json raises any type in transformers
