@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from actors.sync.source import WeightSource as WeightSource
     from actors.train.context import HandleRef as HandleRef
     from actors.train.context import RankContext as RankContext
-    from actors.train.future import GroupFuture as GroupFuture
     from actors.train.group import TrainGroup as TrainGroup
     from actors.train.loss import Loss as Loss
+    from actors.train.operations import GroupFuture as GroupFuture
 
 _MODULES = {
-    "GroupFuture": "actors.train.future",
+    "GroupFuture": "actors.train.operations",
     "HandleRef": "actors.train.context",
     "Loss": "actors.train.loss",
     "PushReport": "actors.sync.push",

@@ -29,11 +29,11 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from actors import HandleRef, Loss, RankContext, RolloutConfig, RolloutGroup, SamplingConfig, TrainGroup, sample_seeds
 from actors.cluster.local_ray import init_local_ray
-from actors.run.sequences import to_sequences, with_outputs
 from actors.train.model import GroupModel, RouterReplayMode
 from benchmarks.report import interleave, machine, medians, read_result, write_result
 from rl_backend import NativeConfig, RuntimeConfig, TokenSequence
 from rl_backend.algorithm import kl_penalty
+from rl_backend.algorithm.sequences import to_sequences, with_outputs
 
 MODEL: dict[str, Any] = {
     "vocab_size": 2048,

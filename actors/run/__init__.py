@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from actors.run.rl_config import RLConfig as RLConfig
     from actors.run.rl_run import RunResult as RunResult
     from actors.run.run import OnStep as OnStep
-    from actors.run.sequences import Advantage as Advantage
-    from actors.run.sequences import rewards_of_tokens as rewards_of_tokens
-    from actors.run.sequences import to_sequences as to_sequences
-    from actors.run.sequences import with_advantages as with_advantages
-    from actors.run.sequences import with_outputs as with_outputs
-    from actors.run.sequences import with_packed_fields as with_packed_fields
     from actors.train.model import GroupModel as GroupModel
     from actors.train.model import update_metrics as update_metrics
+    from rl_backend.algorithm.sequences import Advantage as Advantage
+    from rl_backend.algorithm.sequences import rewards_of_tokens as rewards_of_tokens
+    from rl_backend.algorithm.sequences import to_sequences as to_sequences
+    from rl_backend.algorithm.sequences import with_advantages as with_advantages
+    from rl_backend.algorithm.sequences import with_outputs as with_outputs
+    from rl_backend.algorithm.sequences import with_packed_fields as with_packed_fields
 
 _MODULES = {
-    "Advantage": "actors.run.sequences",
+    "Advantage": "rl_backend.algorithm.sequences",
     "GroupModel": "actors.train.model",
     "MetricsWriter": "actors.run.metrics",
     "OnStep": "actors.run.run",
@@ -39,13 +39,13 @@ _MODULES = {
     "TrainingBatch": "actors.run.collect",
     "TrainingConfig": "actors.run.config",
     "parse_config": "actors.run.command_line",
-    "rewards_of_tokens": "actors.run.sequences",
+    "rewards_of_tokens": "rl_backend.algorithm.sequences",
     "run_command": "actors.run.command_line",
-    "to_sequences": "actors.run.sequences",
+    "to_sequences": "rl_backend.algorithm.sequences",
     "update_metrics": "actors.train.model",
-    "with_advantages": "actors.run.sequences",
-    "with_outputs": "actors.run.sequences",
-    "with_packed_fields": "actors.run.sequences",
+    "with_advantages": "rl_backend.algorithm.sequences",
+    "with_outputs": "rl_backend.algorithm.sequences",
+    "with_packed_fields": "rl_backend.algorithm.sequences",
 }
 
 __all__ = [

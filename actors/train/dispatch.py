@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from ray import cloudpickle
 
-from actors.train.atoms import BuiltModel, RankForward
 from actors.train.context import HandleRef
+from actors.train.outcome import BuiltModel, RankForward
 from rl_backend.contracts import (
     BatchError,
     ForwardResult,

@@ -9,8 +9,7 @@ from typing import Any, Concatenate, Self
 
 from actors.cluster.placement import PlacementStrategy
 from actors.train.context import RankContext
-from actors.train.future import GroupFuture
-from actors.train.operations import TrainOperations
+from actors.train.operations import GroupFuture, TrainOperations
 from actors.train.order import Driver
 from actors.train.ranks import GroupMembers, TrainRanks
 from actors.train.start import start_ranks
@@ -23,7 +22,7 @@ class TrainGroup(TrainOperations):
     """Training ranks on cores or GPUs of their own.
 
     Every operation is a call that waits, and has ``.submit(...)``, which takes the same arguments and returns a
-    :class:`~actors.train.future.GroupFuture`::
+    :class:`~actors.train.operations.GroupFuture`::
 
         with TrainGroup(RuntimeConfig(hf_path=...), num_ranks=2) as group:
             policy = group.build_model()

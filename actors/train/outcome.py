@@ -3,16 +3,43 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from ray import cloudpickle
+from torch import Tensor
 
-from rl_backend.contracts import RLBackendError
+from rl_backend.contracts import Metric, RLBackendError
 
 _SIGNS = ("gloo/", "CUDA error", "NCCL error", "CUDNN_STATUS_", "CUBLAS_STATUS_EXECUTION_FAILED")
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """What a rank says about a model that it built."""
+
+    key: int
+    name: str
+    data_parallel_rank: int
+    data_parallel_size: int
+    is_source: bool
+    micro_batch_multiple: int
+
+
+@dataclass(frozen=True)
+class RankForward:
+    """One rank's ForwardResult on its way to the driver.
+
+    Attributes:
+        outputs: name -> the rank's sequences end to end, (T, ...) on the CPU.
+    """
+
+    losses: tuple[float, ...]
+    metrics: Mapping[str, Metric]
+    outputs: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from actors.cluster.watch import ray_is_usable
+from actors.train.loss import SentLoss
 from actors.train.order import Driver, OperationHeader
 from actors.train.outcome import Completed, Failed, breaks_process_group, with_origin
-from actors.train.sent_loss import SentLoss
 from actors.train.worker import RankInfo
 from rl_backend.contracts import GroupFailedError, HandleError, OperationOrderError, RLBackendError
 from rl_backend.contracts.operations import Operation
@@ -100,7 +100,7 @@ class TrainRanks:
             return header, refs
 
     def collect(self, title: str, number: int, refs: Sequence[ray.ObjectRef], timeout: float | None) -> list[Any]:
-        """One value per rank; raises as :meth:`~actors.train.future.GroupFuture.result`."""
+        """One value per rank; raises as :meth:`~actors.train.operations.GroupFuture.result`."""
         deadline = None if timeout is None else time.monotonic() + timeout
         rank_of = {ref: rank for rank, ref in enumerate(refs)}
         pending = list(refs)

@@ -1,12 +1,13 @@
-"""The Ray actor of one training rank, and what it reports: events of the trace, and Prometheus metrics."""
+"""The Ray actor of one training rank: the operations that it runs, and what it reports of them."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any, Concatenate
 
 import ray
 import torch
@@ -14,12 +15,11 @@ from ray import cloudpickle
 
 from actors.cluster import prometheus
 from actors.cluster.meeting import Meeting, MeetingPoint, PathToMeeting, node_address, use_interface
-from actors.train.atoms import run
 from actors.train.context import HandleRef, RankContext
+from actors.train.loss import LossReceiver, SentLoss
 from actors.train.order import Driver, OperationHeader, OperationLedger, OperationSequence
-from actors.train.outcome import Completed, Failed, Outcome, failed
-from actors.train.sent_loss import LossReceiver, SentLoss
-from rl_backend.contracts import HandleError, RLBackendError
+from actors.train.outcome import BuiltModel, Completed, Failed, Outcome, RankForward, failed
+from rl_backend.contracts import HandleError, LossFn, PackedBatch, PendingStepResult, RLBackendError, StepResult
 from rl_backend.contracts.operations import Operation
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT
 from rl_backend.parallel.store import store_environment
@@ -123,6 +123,90 @@ class TrainWorker:
     def take_trace(self, stop: bool = False) -> TraceBatch:
         """As :meth:`~rl_backend.trace.TraceRecorder.take_batch`."""
         return recorder.take_batch(stop=stop)
+
+
+def run(context: RankContext, operation: Operation, loss: LossFn | None) -> Any:
+    """Runs an operation on this rank, with its arguments as they are; returns what the rank answers.
+
+    Args:
+        loss: for an operation that takes one, and its arguments do not hold.
+    """
+    arguments = dict(operation.arguments)
+    if loss is not None:
+        arguments["loss_fn"] = loss
+    if operation.name in _OWN:
+        return _OWN[operation.name](context, **arguments)
+    handle = context.handle(arguments.pop("handle"))
+    return getattr(context.runtime, operation.name)(handle, **arguments)
+
+
+def _build_model(context: RankContext, **arguments: Any) -> BuiltModel:
+    handle = context.runtime.build_model(**arguments)
+    return BuiltModel(
+        context.keep(handle),
+        handle.name,
+        handle.data_parallel_rank,
+        handle.data_parallel_size,
+        context.runtime.is_mp_src_rank_with_outputs(handle),
+        handle.micro_batch_multiple,
+    )
+
+
+def _forward_backward(
+    context: RankContext, handle: HandleRef, data: Sequence[PackedBatch], loss_fn: LossFn | None = None, **arguments: Any
+) -> RankForward:
+    runtime, model = context.runtime, context.handle(handle)
+    with runtime.eval_mode(model) if arguments.get("forward_only") else runtime.train_mode(model):
+        result = runtime.forward_backward(model, data, loss_fn, **arguments)
+    # A view of a tensor is pickled with all of the tensor, so sequences travel as one.
+    outputs = {name: torch.cat(list(rows)).cpu() for name, rows in result.outputs.items()}
+    return RankForward(result.losses, dict(result.metrics), outputs)
+
+
+def _optimizer_step(context: RankContext, handle: HandleRef) -> StepResult | None:
+    """None for a step that other ranks still have a part of: to answer with its result would wait for them."""
+    result: StepResult = context.runtime.optimizer_step(context.handle(handle))
+    if not isinstance(result, PendingStepResult):
+        return result
+    context.keep_pending(result)
+    return None
+
+
+def _step_result(context: RankContext, handle: HandleRef, number: int) -> StepResult:
+    return context.take_pending(number)
+
+
+def _weight_version(context: RankContext, handle: HandleRef) -> int:
+    return context.handle(handle).weight_version
+
+
+def _run_on_ranks[**P, R](
+    context: RankContext,
+    function: Callable[Concatenate[RankContext, P], R],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> R:
+    return function(context, *args, **kwargs)
+
+
+def _shutdown(context: RankContext) -> None:
+    with ExitStack() as stack:
+        stack.callback(context.runtime.close)
+        for kept in context.state.values():
+            if callable(getattr(kept, "close", None)):
+                stack.callback(kept.close)
+
+
+_OWN: Mapping[str, Callable[..., Any]] = {
+    "build_model": _build_model,
+    "forward_backward": _forward_backward,
+    "optimizer_step": _optimizer_step,
+    "step_result": _step_result,
+    "weight_version": _weight_version,
+    "run_on_ranks": _run_on_ranks,
+    "shutdown": _shutdown,
+}
+"""Operations that are more than a call of the runtime's method of that name."""
 
 
 @contextmanager

@@ -49,7 +49,7 @@ def test_figures_are_those_of_the_benchmark_results(page: Path) -> None:
 
 def test_the_runtime_page_runs_as_it_stands(tied_model: Path, tmp_path: Path) -> None:
     code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "runtime_api.md").read_text(), re.DOTALL))
-    names = {"model_dir": str(tied_model), "checkpoint_dir": str(tmp_path / "checkpoint")}
+    names: dict[str, Any] = {"model_dir": str(tied_model), "checkpoint_dir": str(tmp_path / "checkpoint")}
     exec(compile(code, "runtime_api.md", "exec"), names)
     assert names["ok"] is True
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from actors import Loss
-from actors.train.sent_loss import LossSender
+from actors.train.loss import LossSender
 from rl_backend.contracts import ConfigError, ModelOutput, TokenSequence
 from rl_backend.data import pack
 from tests.support.losses import nll_loss

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from actors import HandleRef, RankContext, TrainGroup
-from actors.train.atoms import run
+from actors.train.worker import run
 from rl_backend.contracts import HandleError, OptimizerConfig
 from rl_backend.contracts.operations import ATOMS, PARTS, Operation
 from rl_backend.runtime import Runtime

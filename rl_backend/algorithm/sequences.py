@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from actors.rollout.sample import Sample
-from rl_backend.algorithm import (
+from rl_backend.algorithm.advantages import (
     ADVANTAGE_ESTIMATORS,
-    kl_in_reward,
     reinforce_plus_plus_advantages,
     reinforce_plus_plus_baseline_advantages,
-    token_rewards,
 )
+from rl_backend.algorithm.rewards import kl_in_reward, token_rewards
 from rl_backend.contracts import TokenSequence
 
 type Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
 
-def to_sequences(samples: Sequence[Sample], *, routes: bool = False) -> list[TokenSequence]:
+class SampledResponse(Protocol):
+    """A prompt with one response, as :class:`~actors.rollout.sample.Sample` is."""
+
+    @property
+    def prompt_ids(self) -> Sequence[int]: ...
+    @property
+    def response_ids(self) -> Sequence[int]: ...
+    @property
+    def log_probs(self) -> Sequence[float]: ...
+
+    def with_routes(self, sequence: TokenSequence) -> TokenSequence:
+        """Adds the experts that the engine chose."""
+        ...
+
+
+def to_sequences(samples: Sequence[SampledResponse], *, routes: bool = False) -> list[TokenSequence]:
     """Prompt and response of each sample, with ``loss_mask`` and ``rollout_log_probs``; with ``routes`` the engine's too."""
     sequences = [
         TokenSequence.from_prompt_and_response(
