@@ -159,7 +159,7 @@ def share_cluster(ranks: int, engines: int = 0, *, take_turns: bool = True) -> C
     equally many.
 
     Args:
-        take_turns: False where training and sampling go on at the same time, on cores of their own.
+        take_turns: False where training and sampling run at the same time, each on its own cores.
 
     Raises:
         ConfigError: fewer CPUs or GPUs than ranks and engines.

@@ -125,7 +125,7 @@ class _Watch:
 
     def _note(self, reason: str) -> None:
         error = ClusterLostError(
-            f"Ray is lost: {reason}; the run cannot go on. Its last checkpoint is whole: start it again with --resume auto",
+            f"Ray is lost: {reason}; the run cannot continue. Its last checkpoint is complete: restart with --resume auto",
             reason=reason,
         )
         _loss.append(error)

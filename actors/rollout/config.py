@@ -49,7 +49,7 @@ class RolloutConfig(BaseConfig):
 
     Attributes:
         model_path: local Hugging Face directory.
-        num_engines: engines, each a Ray actor of its own.
+        num_engines: engines, each a Ray actor.
         device: ``cpu`` or ``cuda``; ``auto`` takes CUDA when the Ray cluster has a GPU.
         dtype: dtype of weights and activations, and of the weights that a push sends.
         load_format: ``auto`` reads the directory's weights; ``dummy`` starts with random ones and refuses to sample until
@@ -162,7 +162,7 @@ class RolloutConfig(BaseConfig):
             raise ConfigError.of(
                 "RolloutConfig.cores_per_engine",
                 self.cores_per_engine,
-                "says how many cores and cores which; give one of them",
+                "set either cores_per_engine (a count) or cores (core ids), not both",
             )
         if len(cores) != self.num_engines:
             raise ConfigError.of(

@@ -39,7 +39,7 @@ class StreamPosition:
 
     Attributes:
         taken: batches that training has taken.
-        drawn: samples of the batches that follow, as far as they are sampled; their prompts are those of the data.
+        drawn: samples of the following batches, where they are complete; their prompts are those of the data.
     """
 
     taken: int = 0
@@ -102,7 +102,7 @@ class SampleStream:
 
     @property
     def position(self) -> StreamPosition:
-        """For a stream that goes on from here; batches that are being sampled are left to it."""
+        """For a stream that continues from here; it samples again what is being sampled now."""
         drawn: list[list[Sample]] = []
         for batch in self._waiting:
             if not batch.done() or batch.exception() is not None:

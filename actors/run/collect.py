@@ -74,7 +74,7 @@ def stop_token_ids(model: str, tokenizer: Any) -> tuple[int, ...]:
             raise ValueError(f"eos_token_id={named!r}, expected a token id or a list of them")
     except (OSError, ValueError) as error:
         raise ConfigError.of(
-            "model", model, f"generation_config.json cannot be used: {error}; put it right or remove it"
+            "model", model, f"generation_config.json cannot be used: {error}; repair or remove it"
         ) from None
     return tuple(dict.fromkeys([tokenizer.eos_token_id, *ids]))
 
@@ -105,7 +105,7 @@ class BatchCollector:
         inputs: how they are scored.
         batches_with_signal: with a number, dynamic sampling: groups of equal rewards are replaced by groups of further
             batches, of at most so many; what is missing then is filled up with them.
-        earlier: the :attr:`state` of the run that this one goes on from; empty at the first step.
+        earlier: the :attr:`state` of the run that this one continues; empty at the first step.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class BatchCollector:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a run that goes on after this step takes over; pushes as far back as samples may be."""
+        """What a run that continues after this step takes over; pushes as far back as samples may be."""
         oldest = max(self._step_of_version.values()) - self._config.batches_ahead
         pushes = [[version, step] for version, step in self._step_of_version.items() if step >= oldest]
         return {"step_of_version": pushes}

@@ -153,7 +153,7 @@ class TrainingConfig(RankOptions):
     )
     resume: Annotated[str | None, MAY_CHANGE] = Field(
         default=None,
-        description="auto: go on from the newest checkpoint in run_dir, if any; or the checkpoint to go on from",
+        description="auto: continue from the newest checkpoint in run_dir, if any; or the checkpoint to continue from",
     )
 
     @model_validator(mode="after")

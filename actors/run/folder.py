@@ -52,14 +52,14 @@ class RunFolder:
     and, with ``trace``, ``trace.json`` for Perfetto. Where Ray runs, each step's metrics are also exported to Prometheus.
     ``run.json`` says how a run ended on a full disk too.
 
-    A run that goes on from a checkpoint in the folder finds its logs cut back to that step, and so has each step once.
+    A run that continues from a checkpoint in the folder cuts its logs back to that step, so each step appears once.
 
     Args:
-        path: holds no other run, and none that is still going on.
+        path: holds no other run, and none that is still running.
         config: written first.
         start: where the run begins.
         trace: the groups whose actors are traced, with this process; empty for no trace.
-        report_seconds: shortest time between two reports of a run that goes on; 0 writes one at its end alone.
+        report_seconds: shortest time between two reports during the run; 0 writes one at its end only.
         lock: of the folder, where it was taken before; released with the folder.
         metrics_to: writers of each step's metrics beside ``metrics.jsonl``, with commas between: names of
             :data:`~actors.run.metrics.WRITERS`, or ``package.module:Class`` of a
@@ -111,7 +111,7 @@ class RunFolder:
             raise ConfigError.of(
                 "run_dir",
                 str(self.path),
-                f"another run has saved step {newest} to it meanwhile; begin again to go on from it",
+                f"another run saved step {newest} here in the meantime; restart to continue from it",
             )
         self._metrics, self._samples, self._held_out = (LogFile(self.path / name, start.kept.get(name)) for name in LOGS)
         self._facts: dict[str, Any] = {"started": _now(), "resumed": []}
@@ -122,8 +122,8 @@ class RunFolder:
                 raise ConfigError.of(
                     "run_dir",
                     str(self.path),
-                    "run.json of the run in it does not say when it started and was resumed; put the file right, or go on "
-                    "from the checkpoint in a new run_dir",
+                    "its run.json does not say when the run started and was resumed; repair the file, or continue from the "
+                    "checkpoint in a new run_dir",
                 )
             self._facts = {"started": started, "resumed": [*resumed, {"after_step": start.step, "at": _now()}]}
         options = config.model_dump_json(indent=2) + "\n"
@@ -223,7 +223,7 @@ class RunFolder:
             with suppress(Exception):  # what broke it may break its end; the first error is the one to tell
                 trace.close()
             message = f"{self.path}/trace.json ends here, {type(error).__name__}: {error}"
-            warnings.warn(f"{message}; the run goes on without a trace", stacklevel=3)
+            warnings.warn(f"{message}; the run continues without a trace", stacklevel=3)
 
     def _report(self) -> None:
         started = time.monotonic()

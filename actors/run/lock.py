@@ -40,7 +40,9 @@ class RunLock:
             holder = self._file.read().strip() or "another process"
             self._file.close()
             raise ConfigError.of(
-                "run_dir", str(run_dir), f"is in use by a run that goes on ({holder}); wait for its end or choose another"
+                "run_dir",
+                str(run_dir),
+                f"is in use by a run that is still alive ({holder}); wait for its end or choose another",
             ) from None
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
@@ -96,7 +98,7 @@ def usable_run_dir(run_dir: Path | str) -> Iterator[None]:
 
 @contextmanager
 def written_to(run_dir: Path) -> Iterator[None]:
-    """Around what is written while a run goes on.
+    """Around what is written during a run.
 
     Raises:
         RunFolderError: the file system refuses.

@@ -106,5 +106,5 @@ def read_run_checkpoint(path: Path | str) -> RunCheckpoint:
 
 def _damaged(path: Path, name: str, what: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} is damaged, {name}: {what}; remove the directory to go on from an earlier one", path=str(path), name=name
+        f"{path} is damaged, {name}: {what}; remove the directory to continue from an earlier one", path=str(path), name=name
     )

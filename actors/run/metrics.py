@@ -97,7 +97,7 @@ def require_unchanged(log: Path, facts: FileFacts) -> None:
         problem = f"is damaged: its first {facts.num_bytes} bytes are not those that it had at the checkpoint"
     else:
         return
-    raise ConfigError.of("resume", str(log), f"{problem}; put it right, or go on from the checkpoint in a new run_dir")
+    raise ConfigError.of("resume", str(log), f"{problem}; repair it, or continue from the checkpoint in a new run_dir")
 
 
 class WriterFacts(NamedTuple):

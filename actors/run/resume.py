@@ -24,7 +24,7 @@ _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 
 
 def saved_facts(config: TrainingConfig) -> dict[str, Any]:
-    """What a checkpoint says of its run, so that only the same one goes on from it.
+    """What a checkpoint says of its run; only the same run may continue from it.
 
     Raises:
         ConfigError: the dataset is missing.
@@ -84,7 +84,7 @@ def require_same_run(config: TrainingConfig, checkpoint: RunCheckpoint) -> None:
         raise CheckpointError(f"{path} is of another program: its state has no {error}; give it to that one") from None
     except (TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{path} is damaged, its state does not say of which run it is ({error}); go on from another checkpoint",
+            f"{path} is damaged, its state does not say which run it belongs to ({error}); continue from another checkpoint",
             path=str(path),
         ) from None
     here, options = deciding_options(config), _saved_options(config, options)
@@ -112,7 +112,7 @@ def require_same_dtype(config: TrainingConfig, checkpoint: RunCheckpoint) -> Non
         raise ConfigError.of(
             f"{type(config).__name__}.dtype",
             config.dtype,
-            f"is {dtype} here; the run of {checkpoint.path} has {saved}, and would not go on as it was; use dtype={saved}",
+            f"is {dtype} here; the run of {checkpoint.path} has {saved}; use dtype={saved}, or start a new run",
         )
 
 

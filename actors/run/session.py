@@ -27,7 +27,7 @@ _OF_THE_CLUSTER = {"cores_per_engine", "cores", "placement", "gpus_per_worker", 
 class Session:
     """Training groups and engines that are open, for one run after the other.
 
-    Every run builds models of its own, which stay on the ranks until the groups end, and begins with a push of its weights.
+    Every run builds its own models, which stay on the ranks until the groups end, and begins with a push of its weights.
 
     Attributes:
         groups: of equal ranks. A run's first model is on the first.

@@ -28,7 +28,7 @@ class RunStart:
     """Where a run begins.
 
     Attributes:
-        checkpoint: what it goes on from; None at the first step.
+        checkpoint: what it continues from; None at the first step.
         kept: what each log in the run folder had when the checkpoint was saved; of other logs nothing is kept.
         newest: step of the newest checkpoint in the run folder when this was decided.
         replaces: the folder holds steps of an interrupted run without a checkpoint, which this one takes again.
@@ -60,14 +60,14 @@ class RunStart:
         saved = self.checkpoint.state.get(part)
         if not isinstance(saved, Mapping):
             raise CheckpointError(
-                f"{self.checkpoint.path} has no usable {part!r} in its state; go on from another checkpoint",
+                f"{self.checkpoint.path} has no usable {part!r} in its state; continue from another checkpoint",
                 path=str(self.checkpoint.path),
             )
         return saved
 
     def describe(self) -> list[str]:
         """For the first line that a run prints."""
-        return [] if self.checkpoint is None else [f"going on after step {self.step}, from {self.checkpoint.path}"]
+        return [] if self.checkpoint is None else [f"continuing after step {self.step}, from {self.checkpoint.path}"]
 
 
 def find_start(config: TrainingConfig) -> RunStart:
@@ -75,7 +75,7 @@ def find_start(config: TrainingConfig) -> RunStart:
 
     Raises:
         ConfigError: the folder holds another run, or one that has finished, or ``config`` differs from that of the
-            checkpoint in what decides how training goes on.
+            checkpoint in something that decides how training continues.
         CheckpointError: a checkpoint that is damaged, or none.
     """
     own = checkpoints_of(config)
@@ -107,13 +107,13 @@ def find_start(config: TrainingConfig) -> RunStart:
         raise ConfigError.of(
             "resume",
             config.resume,
-            f"{config.run_dir} has later checkpoints, of step {newest} too; remove them, or go on in a new run_dir",
+            f"{config.run_dir} has later checkpoints, up to step {newest}; remove them, or continue in a new run_dir",
         )
     if _has_finished(config.run_dir) and read_file_of_run(config.run_dir, "config.json").get("steps") == config.steps:
         raise ConfigError.of(
             "resume",
             config.resume,
-            f"the run in {config.run_dir} has finished its {config.steps} steps; raise steps to go on",
+            f"the run in {config.run_dir} has finished its {config.steps} steps; raise steps to continue",
         )
     return RunStart(checkpoint, _kept_logs(checkpoint, config), newest)
 
@@ -125,7 +125,7 @@ def _kept_logs(checkpoint: RunCheckpoint, config: TrainingConfig) -> dict[str, F
     except (AttributeError, KeyError, TypeError, ConfigError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise CheckpointError(
-            f"{checkpoint.path} does not say what the logs of its run held ({problem}); go on from it in a new run_dir",
+            f"{checkpoint.path} does not say what the logs of its run held ({problem}); continue from it in a new run_dir",
             path=str(checkpoint.path),
         ) from None
     for name in LOGS:
@@ -167,7 +167,7 @@ def _may_be_replaced(config: TrainingConfig) -> bool:
         raise ConfigError.of(
             "resume",
             config.resume,
-            f"the run in {config.run_dir} began {where} and has no checkpoint of its own yet; begin there again, with "
+            f"the run in {config.run_dir} began {where} and has no checkpoint yet; start there again, with "
             f"resume={earlier.get('resume')!r}, or choose another run_dir",
         )
     if not has_steps:

@@ -85,7 +85,7 @@ class RunWatch:
         end, self._pipe = os.pipe()
         _started.add(self)
         try:
-            # It leaves at once, and the watcher, its child, goes on.
+            # It exits at once; the watcher, its child, stays.
             subprocess.run(
                 [sys.executable, "-I", "-S", watcher.__file__, str(self._folder), self.process],
                 stdin=end,

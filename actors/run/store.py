@@ -80,7 +80,7 @@ class RunCheckpoints:
         path, newest = self._path(step), max(self.steps(), default=-1)
         if newest >= step:
             raise CheckpointError(
-                f"{self.root} has a checkpoint of step {newest}, so that one of step {step} would not be its newest; remove "
+                f"{self.root} has a checkpoint of step {newest}, so one of step {step} would not be its newest; remove "
                 "those after it, or save to another directory",
                 path=str(path),
             )
@@ -90,7 +90,7 @@ class RunCheckpoints:
         """Makes the draft of ``step`` a checkpoint, in one rename, then points ``latest`` to it and removes old ones.
 
         Args:
-            state: what the loop needs to go on: JSON, with strings as keys.
+            state: what the loop needs to continue: JSON, with strings as keys.
 
         Raises:
             CheckpointError: a model is missing or still being saved, ``state`` is not JSON, or the file system refuses.

@@ -124,7 +124,7 @@ class TraceCollector:
         self._draw_arrows()
         self._writer.flush()
         ended = time.monotonic()
-        # Collecting takes at most two hundredths of the time of a run.
+        # Spend at most 2% of the run on collecting.
         self._next_collect = ended + max(COLLECT_SECONDS, 50 * (ended - started))
 
     def close(self) -> None:

@@ -66,7 +66,7 @@ class WeightSync:
         rollout: the engines.
         handle: which model of the training group; None for a :class:`~actors.sync.source.WeightSource`.
         transport: ``auto`` takes CUDA IPC where trainer and engine share a GPU, NCCL where both have one, shared memory on
-            one Ray node and gloo otherwise; ``PushReport.transport`` says which.
+            one Ray node, else gloo; ``PushReport.transport`` says which.
         byte_budget: largest number of bytes that the export gathers at one time, and of a bucket where weights are streamed;
             holds the largest tensor.
 
@@ -156,7 +156,7 @@ class WeightSync:
             error.add_note(f"WeightSync.close() failed as well: {closing}")
 
     def _choose(self, plan: PushPlan, rollout: EngineSet) -> Transport:
-        """The transport of this push; with ``auto``, chosen anew when the engines are others."""
+        """The transport of this push; with ``auto``, chosen again when the engines change."""
         if self._requested != "auto":
             self._transport = self._transport or make_transport(self._requested)
             return self._transport

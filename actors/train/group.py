@@ -19,7 +19,7 @@ from rl_backend.contracts.operations import Operation
 
 
 class TrainGroup(TrainOperations):
-    """Training ranks on cores or GPUs of their own.
+    """Training ranks, each on its own cores or GPU.
 
     Every operation is a call that waits, and has ``.submit(...)``, which takes the same arguments and returns a
     :class:`~actors.train.operations.GroupFuture`::
@@ -30,9 +30,9 @@ class TrainGroup(TrainOperations):
             future = group.optimizer_step.submit(policy)
 
     One driver operates a group. A pickled copy, in a task or another driver, is refused until it calls :meth:`take_over`.
-    An error that every rank answered to is raised as what it is, with the rank and the remote traceback, and the group goes
-    on (drop half-made gradients with ``zero_grad``). A rank that dies, or fails while its peers are in a collective, ends
-    the group with :class:`~rl_backend.contracts.GroupFailedError`.
+    An error that every rank answered to is raised as what it is, with the rank and the remote traceback, and the group
+    stays usable (drop half-made gradients with ``zero_grad``). A rank that dies, or fails while its peers are in a
+    collective, ends the group with :class:`~rl_backend.contracts.GroupFailedError`.
 
     With ``gpus_per_rank=1`` each rank sees one CUDA device, is ``LOCAL_RANK`` 0 on it, and the runtime uses NCCL. That path
     has not been run.

@@ -100,7 +100,7 @@ class SentLoss:
 
 
 class LossSender:
-    """Pickles a loss at every call, so that one whose state changed is sent anew, and puts each pickle into Ray once."""
+    """Pickles a loss at every call, because its state may have changed, and puts each pickle into Ray once."""
 
     def __init__(self) -> None:
         self._sent: OrderedDict[str, SentLoss] = OrderedDict()

@@ -52,8 +52,8 @@ class TrainRanks:
         owned: whether this driver is the one that rank 0's ledger lets operate.
 
     Attributes:
-        operator: who operates the group as far as this driver knows, for messages.
-        journal: the operations that built the group's models, as far as this driver knows.
+        operator: who operates the group, to this driver's knowledge; for messages.
+        journal: the operations that built the group's models, to this driver's knowledge.
     """
 
     def __init__(self, members: GroupMembers, driver: Driver, *, owned: bool) -> None:
@@ -69,7 +69,7 @@ class TrainRanks:
 
     @property
     def ended(self) -> bool:
-        """Whether the group failed or was shut down, as far as this driver knows."""
+        """Whether the group failed or was shut down, to this driver's knowledge."""
         return self._ended is not None
 
     def dispatch(

@@ -57,7 +57,7 @@ def backend_options(
         raise ConfigError.of(
             "RLBackendEngineConfig.backend_options['post_validation']",
             chosen["post_validation"],
-            "verl waits for the gradient norm of every step, so that nothing would overlap; leave it out",
+            "verl waits for the gradient norm of every step, so nothing would overlap; leave it out",
         )
     parallel = parallel_config(model, engine)
     options: dict[str, Any] = {"parallel": parallel, "param_dtype": engine.dtype, "device": _device(), **chosen}

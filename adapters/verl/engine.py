@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
 
 _EXPORT_BYTES = 2**28
-"""Weights gathered at one time, but for a larger one."""
+"""Bytes of weights gathered at one time; a larger weight is gathered alone."""
 
 
 class RuntimeEngine(BaseEngine):
@@ -80,7 +80,7 @@ class RuntimeEngine(BaseEngine):
 
     @override
     def initialize(self) -> None:
-        """Builds the model; a second call builds it anew, from the directory that the first one read."""
+        """Builds the model; a second call builds it again, from the directory that the first one read."""
         self._build(None)
 
     def _build(self, hf_path: str | None) -> None:

@@ -1,5 +1,5 @@
-"""What becomes of each field of verl 0.9.1's configurations. ``docs/verl.md`` shows these tables, and a test compares them
-with verl's classes, so that a version of verl with another field fails there.
+"""Decisions on the fields of verl 0.9.1's configurations. ``docs/verl.md`` shows these tables. A test compares them with
+verl's classes; a version of verl with another field fails there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ type Kind = Literal["mapped", "refused", "no meaning"]
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of one field.
+    """A decision on one field.
 
     Attributes:
         kind: ``mapped``: the engine honours it. ``refused``: only ``accepts`` is taken. ``no meaning``: not the engine's to
@@ -71,8 +71,8 @@ ENGINE: Mapping[str, Decision] = {
     "infer_micro_batch_size_per_gpu": _WORKER_SPLITS,
     "use_fused_kernels": _CHUNKED,
     "use_remove_padding": _PACKED,
-    "router_replay": _mapped("its own table"),
-    "qat": _mapped("its own table"),
+    "router_replay": _mapped("see its own table"),
+    "qat": _mapped("see its own table"),
     "tensor_model_parallel_size": _mapped("`ParallelConfig.tp`"),
     "pipeline_model_parallel_size": _mapped("`ParallelConfig.pp`"),
     "virtual_pipeline_model_parallel_size": _mapped("`ParallelConfig.vpp`; null is 1"),
@@ -86,7 +86,7 @@ ENGINE: Mapping[str, Decision] = {
     "use_megatron_fsdp": _mapped("with backend=native parameters are sharded in any case; refused with backend=bridge"),
     "entropy_from_logits_with_chunking": _CHUNKED,
     "entropy_from_logits_chunk_size": _mapped("`log_prob_chunk_tokens`, with entropy_from_logits_with_chunking"),
-    "pad_bshd_to_minibatch_max": _no_meaning("of padded batches, and there are none"),
+    "pad_bshd_to_minibatch_max": _no_meaning("applies to padded batches, which are never built"),
     "pad_to_length": _refused("packed micro-batches keep their length", False),
     "pad_to_length_bucket": _no_meaning("read with pad_to_length only, which is refused"),
     "use_dist_checkpointing": _mapped(
@@ -96,13 +96,13 @@ ENGINE: Mapping[str, Decision] = {
         "a Hugging Face directory, with use_dist_checkpointing; not read without. Megatron's own format is refused"
     ),
     "dist_checkpointing_prefix": _refused("first weights come from model.path, a Hugging Face directory", ""),
-    "dist_ckpt_optim_fully_reshardable": _mapped("either way every checkpoint can be loaded in another layout"),
+    "dist_ckpt_optim_fully_reshardable": _mapped("with either value every checkpoint loads in another layout"),
     "distrib_optim_fully_reshardable_mem_efficient": _refused("checkpoints are written in one way only", False),
-    "override_ddp_config": _mapped("its own table"),
-    "override_transformer_config": _mapped("recompute fields: activation checkpointing; others: their own table"),
-    "override_mcore_model_config": _refused("the model is what config.json says", {}),
+    "override_ddp_config": _mapped("see its own table"),
+    "override_transformer_config": _mapped("recompute fields: activation checkpointing; others: see their own table"),
+    "override_mcore_model_config": _refused("config.json decides what the model is", {}),
     "use_mbridge": _refused("weights are always read and exported with Hugging Face names", True),
-    "vanilla_mbridge": _no_meaning("which package converts weights for Megatron; the legacy one is never used"),
+    "vanilla_mbridge": _no_meaning("selects the package that converts weights for Megatron; the legacy one is never used"),
 }
 
 ROUTER_REPLAY: Mapping[str, Decision] = {
@@ -143,7 +143,7 @@ OPTIMIZER: Mapping[str, Decision] = {
     ),
     "betas": _mapped("`OptimizerConfig.betas` (verl does not give them to Megatron)"),
     "clip_grad": _mapped("`OptimizerConfig.clip_grad`"),
-    "grad_clip": _mapped("verl's old name of clip_grad, which verl itself replaces"),
+    "grad_clip": _mapped("verl's old name of clip_grad; verl itself replaces it"),
     "use_checkpoint_opt_param_scheduler": _refused(
         "a checkpoint always restores the position in the schedule; its rates are always those of this run", False
     ),
@@ -171,10 +171,10 @@ OPTIMIZER: Mapping[str, Decision] = {
         ),
         _ONLY_WITH_MUON,
     ),
-    "override_optimizer_config": _mapped("adam_beta1, adam_beta2, adam_eps: `OptimizerConfig`; others: their own table"),
+    "override_optimizer_config": _mapped("adam_beta1, adam_beta2, adam_eps: `OptimizerConfig`; others: see their own table"),
 }
 
-_TOKENIZER = _no_meaning("of verl's tokenizer, for its data and rollouts; saved with hf_model")
+_TOKENIZER = _no_meaning("configures verl's tokenizer, for its data and rollouts; saved with hf_model")
 
 MODEL: Mapping[str, Decision] = {
     "_target_": _HYDRA,
@@ -189,13 +189,15 @@ MODEL: Mapping[str, Decision] = {
     "tokenizer": _TOKENIZER,
     "processor": _TOKENIZER,
     "custom_chat_template": _TOKENIZER,
-    "generation_config": _no_meaning("of verl's rollouts"),
-    "trust_remote_code": _no_meaning("of verl's tokenizer and rollouts; the runtimes run no code of a model's directory"),
+    "generation_config": _no_meaning("configures verl's rollouts"),
+    "trust_remote_code": _no_meaning(
+        "configures verl's tokenizer and rollouts; the runtimes run no code of a model's directory"
+    ),
     "external_lib": _mapped("verl imports it in every process; it may register model families and runtimes"),
     "model_type": _mapped("`build_model(head=)`"),
     "hf_config": _mapped("whether the model has experts"),
     "architectures": _no_meaning("verl reads it from config.json; so do the runtimes"),
-    "override_config": _refused("the model is what config.json of path says; write the change there", {}),
+    "override_config": _refused("config.json of path decides what the model is; write the change there", {}),
     "enable_gradient_checkpointing": _mapped(
         "recompute each layer in the backward pass, where override_transformer_config.recompute_granularity is null (verl's "
         "Megatron engine does not read it)"
@@ -210,7 +212,7 @@ MODEL: Mapping[str, Decision] = {
     "lora": _refused(f"{_LORA}; with `rank=0` and no adapter_path it asks for nothing"),
     "lora_adapter_path": _refused(_LORA, None),
     **dict.fromkeys(("lora_alpha", "target_modules", "target_parameters", "exclude_modules"), _ONLY_WITH_LORA),
-    "mtp": _mapped("its own table"),
+    "mtp": _mapped("see its own table"),
 }
 
 MTP: Mapping[str, Decision] = {
@@ -245,9 +247,9 @@ CHECKPOINT: Mapping[str, Decision] = {
         "record names a step once its files are committed. A save of the last step waits, and so does one of SFT, whose "
         "trainer records at once"
     ),
-    "strict": _no_meaning("an export always has every weight, which is what it asks to check"),
+    "strict": _no_meaning("asks to check that an export has every weight; it always has"),
     "save_lora_only": _refused(_LORA, False),
-    "mbridge_config": _refused("of the legacy package mbridge", {}),
+    "mbridge_config": _refused("belongs to the legacy package mbridge", {}),
 }
 
 

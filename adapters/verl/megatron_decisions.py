@@ -1,4 +1,4 @@
-"""What becomes of Megatron's own fields in verl's three ``override_`` dictionaries. ``docs/verl.md`` shows this table."""
+"""Decisions on Megatron's own fields in verl's three ``override_`` dictionaries. ``docs/verl.md`` shows this table."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def same(value: object, other: object) -> bool:
 _PASSED_ON = "`BridgeConfig.override_transformer_config`"
 _OTHER_KERNELS = "no meaning: of MindSpeed, or of models that neither runtime has"
 _ALL_TO_ALL = MegatronField(
-    "no meaning: how tokens travel between Megatron's experts", "refused but for all-to-all", chooses_kernel=True
+    "no meaning: how tokens travel between Megatron's experts", "refused, except for all-to-all", chooses_kernel=True
 )
 
 
@@ -47,7 +47,7 @@ def _kernel(bridge: str) -> MegatronField:
 
 
 def _decided_by(what: str) -> MegatronField:
-    text = f"taken where it says what {what} says; refused otherwise"
+    text = f"accepted if it equals {what}; any other value is refused"
     return MegatronField(text, text)
 
 

@@ -157,7 +157,7 @@ def _require_positions(data: TensorDict) -> None:
 
 
 def _require_cuttable(data: TensorDict, cp_size: int) -> None:
-    """What verl asserts on one rank while the others go on to a collective."""
+    """What verl asserts on one rank while the others enter a collective."""
     if tu.get(data, "use_dynamic_bsz", True):
         limit, longest = tu.get(data, "max_token_len_per_gpu"), int(data["input_ids"].offsets().diff().max())
         if limit is None or longest > limit * cp_size:

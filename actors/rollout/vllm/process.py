@@ -34,9 +34,7 @@ def process_environment(device: str) -> dict[str, str]:
 def prepare_process(device: str, cores: tuple[int, ...], workers: int) -> None:
     """Sets what must be set before vLLM is imported. ``cores`` is empty on CUDA, else a multiple of ``workers`` long."""
     if "vllm" in sys.modules:
-        raise ConfigError(
-            "vllm was imported before its engine's environment was set; start engines in processes of their own"
-        )
+        raise ConfigError("vllm was imported before its engine's environment was set; start each engine in its own process")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"

@@ -95,7 +95,7 @@ class StreamingTransport(Transport):
     """Loads the weights bucket by bucket as they arrive; each bucket is verified before it is loaded."""
 
     kills_abandoned = False
-    """Whether an engine may wait for ever for a sender that failed, so that its process has to be ended."""
+    """Whether an engine may wait for ever for a sender that failed, so its process must be ended."""
 
     @abstractmethod
     def connect(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> None:
@@ -108,7 +108,7 @@ class StreamingTransport(Transport):
     def stream(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> dict[int, Any]:
         """Updates every engine from ``begin_update`` to ``finish_update``; each engine's outcome.
 
-        An engine whose update began and did not end is dirty, also when the failure was the trainer's or another engine's.
+        An engine whose update began and did not end is dirty, even when the trainer or another engine failed.
         """
         self.connect(plan, train, rollout)
         began = rollout.call("begin_update")

@@ -73,7 +73,7 @@ class GlooTransport(StagedTransport):
         self._members = {}
 
     def _connect(self, train: SourceRanks, rollout: EngineSet) -> None:
-        """One gloo group of the source rank and all living engines; made anew when the engines are others."""
+        """One gloo group of the source rank and all living engines; made again when the engines change."""
         members = {engine: rollout.infos[engine].pid for engine in rollout.engines}
         if members == self._members:
             return

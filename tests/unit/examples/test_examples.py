@@ -305,7 +305,7 @@ def test_a_damaged_tokenizer_is_refused_by_name(tmp_path: Path, name: str, text:
 )
 def test_a_damaged_generation_config_is_refused_by_name(tmp_path: Path, text: str) -> None:
     (tmp_path / "generation_config.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"model=.*generation_config\.json cannot be used: .*put it right or remove it"):
+    with pytest.raises(ConfigError, match=r"model=.*generation_config\.json cannot be used: .*repair or remove it"):
         stop_token_ids(str(tmp_path), character_tokenizer())
 
 

@@ -226,7 +226,7 @@ def test_wrong_directories_and_options_are_refused_with_what_to_do(tmp_path: Pat
     with pytest.raises(CheckpointError, match=r"it is one model's; give .*step-00000002"):
         read_run_checkpoint(tmp_path / "step-00000002" / "policy")
     for step in (1, 2):
-        with pytest.raises(CheckpointError, match="has a checkpoint of step 2, so that one of step"):
+        with pytest.raises(CheckpointError, match="has a checkpoint of step 2, so one of step"):
             RunCheckpoints(tmp_path).draft(step)
     with pytest.raises(ConfigError, match=r"RunCheckpoints\.keep_last=0: expected at least 1"):
         RunCheckpoints(tmp_path, keep_last=0)

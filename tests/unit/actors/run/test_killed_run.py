@@ -157,5 +157,5 @@ def test_a_run_begins_though_someone_looks_at_its_folder(tmp_path: Path) -> None
     with (tmp_path / ".lock").open("rb") as reader:
         fcntl.flock(reader, fcntl.LOCK_SH)
         threading.Timer(0.1, fcntl.flock, (reader, fcntl.LOCK_UN)).start()
-        with RunLock(tmp_path), pytest.raises(ConfigError, match="is in use by a run that goes on"):
+        with RunLock(tmp_path), pytest.raises(ConfigError, match="is in use by a run that is still alive"):
             RunLock(tmp_path)

@@ -116,14 +116,14 @@ def test_an_earlier_checkpoint_goes_on_in_a_new_folder_and_leaves_the_later_ones
     config = config_of(tmp_path, keep_checkpoints=0)
     run(config, last=6)
     earlier = str(tmp_path / "run" / "checkpoints" / "step-00000004")
-    with pytest.raises(ConfigError, match="has later checkpoints, of step 6 too; remove them, or go on in a new run_dir"):
+    with pytest.raises(ConfigError, match="has later checkpoints, up to step 6; remove them, or continue in a new run_dir"):
         find_start(config.replace(resume=earlier))
     elsewhere = config.replace(resume=earlier, run_dir=str(tmp_path / "other"))
     start = find_start(elsewhere)
     assert (start.step, start.same_folder) == (4, False)
     for last in (4, 5):
         run(elsewhere, last=last)
-        with pytest.raises(ConfigError, match=r"began after .*step-00000004 and has no checkpoint of its own yet"):
+        with pytest.raises(ConfigError, match=r"began after .*step-00000004 and has no checkpoint yet"):
             find_start(elsewhere.replace(resume="auto"))
     run(elsewhere, last=8)
     assert steps_of(elsewhere.run_dir) == [5, 6, 7, 8]
@@ -134,7 +134,7 @@ def test_an_earlier_checkpoint_goes_on_in_a_new_folder_and_leaves_the_later_ones
     killed = elsewhere.replace(run_dir=str(tmp_path / "killed"))
     RunFolder(killed.run_dir, killed, start=find_start(killed), report_seconds=0)._lock.release()
     (tmp_path / "killed" / "run.json").unlink()  # killed as soon as it had written where it begins
-    with pytest.raises(ConfigError, match=r"began after .*step-00000004 and has no checkpoint of its own yet"):
+    with pytest.raises(ConfigError, match=r"began after .*step-00000004 and has no checkpoint yet"):
         find_start(killed.replace(resume="auto"))
     assert find_start(killed).step == 4
     latest = str(tmp_path / "run" / "checkpoints" / "latest")
@@ -279,11 +279,11 @@ def test_one_run_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
     decided = find_start(config.replace(resume="auto"))
     with (
         RunFolder(config.run_dir, config, report_seconds=0),
-        pytest.raises(ConfigError, match="in use by a run that goes on"),
+        pytest.raises(ConfigError, match="in use by a run that is still alive"),
     ):
         RunFolder(config.run_dir, config, report_seconds=0)
     run(config, last=2)
-    with pytest.raises(ConfigError, match="another run has saved step 2 to it meanwhile"):
+    with pytest.raises(ConfigError, match="another run saved step 2 here in the meantime"):
         RunFolder(config.run_dir, config, start=RunStart(replaces=True, newest=decided.newest))
 
 
@@ -348,7 +348,7 @@ def test_a_state_that_another_program_saved_is_refused(tmp_path: Path, part: str
     store.commit(4, state)
     with pytest.raises(CheckpointError, match=r"step-00000004 (does not say|is of another program|is damaged)"):
         find_start(config)
-    with pytest.raises(CheckpointError, match="has no usable 'batches' in its state; go on from another"):
+    with pytest.raises(CheckpointError, match="has no usable 'batches' in its state; continue from another"):
         RunStart(saved).state("batches")
 
 
