@@ -1,4 +1,4 @@
-"""Where engines run: nodes, what they reserve there, and cores of a node.
+"""Placement of engines: nodes, what they reserve there, and cores of a node.
 
 A CPU engine chooses its cores where it has landed, because only there are they known. An abstract socket per core, held for
 as long as the process lives, keeps engines of different groups and jobs on one node apart.

@@ -1,4 +1,4 @@
-"""What a resumed run must have in common with the one before: options and files that decide what is learned.
+"""The identity of a run: options and files that a resumed run must share with the one before.
 
 Fields declare what may change, see :class:`~rl_backend.contracts.OnResume`; all others decide.
 """

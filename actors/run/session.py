@@ -1,4 +1,4 @@
-"""What a run works with while it lasts: Ray, training groups and engines."""
+"""The session of a run: Ray, training groups and engines, opened for it or lent to it."""
 
 from __future__ import annotations
 

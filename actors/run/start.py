@@ -1,4 +1,4 @@
-"""Where a run begins: at its first step, or after the last step of a checkpoint, which then must be of the same run."""
+"""The start of a run: at its first step, or after the last step of a checkpoint of the same run."""
 
 from __future__ import annotations
 

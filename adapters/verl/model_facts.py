@@ -1,4 +1,4 @@
-"""What decides about Megatron's fields beside a user: ``config.json``, the layout and the dtype of parameters."""
+"""Facts that decide Megatron's fields besides the user: ``config.json``, the layout and the parameters' dtype."""
 
 from __future__ import annotations
 

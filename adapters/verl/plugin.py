@@ -1,4 +1,4 @@
-"""What verl imports wherever it is imported itself: the entry point of the group ``verl.plugins``.
+"""verl's plugin: the module that verl imports wherever it is imported itself (entry points ``verl.plugins``).
 
 ``VERL_USE_EXTERNAL_MODULES=adapters.verl.plugin`` does the same without it, and does not swallow errors.
 """

@@ -1,4 +1,4 @@
-"""Which engine verl builds for ``strategy=megatron``: ours or its own.
+"""Registration of the engine that verl builds for ``strategy=megatron``: ours or its own.
 
 The class of the engine's configuration decides, and where that is verl's the environment variable ``VERL_ENGINE_VENDOR``.
 """

@@ -1,4 +1,4 @@
-"""What a whole configuration of ``main_ppo`` asks for beside the roles' own, refused where verl reads it."""
+"""Checks of a whole ``main_ppo`` configuration, beyond those of the roles, where verl reads it."""
 
 from __future__ import annotations
 

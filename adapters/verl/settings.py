@@ -1,4 +1,4 @@
-"""What an engine is built from, read from verl's configurations."""
+"""Settings of an engine, read from verl's configurations."""
 
 from __future__ import annotations
 

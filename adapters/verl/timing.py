@@ -1,4 +1,4 @@
-"""How much of an engine's time is the adapter's own."""
+"""The adapter's own share of an engine's time."""
 
 from __future__ import annotations
 
