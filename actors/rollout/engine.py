@@ -19,7 +19,7 @@ from actors.rollout.placement import NodePlace, choose_cores
 from actors.rollout.sample import ExpertIds, pack_routes
 from actors.rollout.vllm.expected import expected_weights
 from actors.rollout.vllm.process import prepare_process, start_vllm
-from actors.rollout.weights import WeightReceiver
+from actors.rollout.weight_update import WeightReceiver
 from actors.wire.segment import host_identity, remove_stale_segments
 from rl_backend.contracts import (
     UNVERSIONED,
