@@ -31,7 +31,7 @@ _JOINER, _GATE = b"rl_backend joiner", b"rl_backend gate"
 
 
 class Listener:
-    """Serves every connection to a port in a thread of its own, until it is closed.
+    """Serves each connection to a port in its own thread, until it is closed.
 
     Attributes:
         port: chosen by the system.

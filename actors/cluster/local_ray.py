@@ -12,7 +12,7 @@ from ray._private import ray_constants
 
 
 def init_local_ray(**options: Any) -> None:
-    """``ray.init(address="local", **options)``, where Ray and its processes listen on the loopback address alone.
+    """``ray.init(address="local", **options)``, where Ray and its processes listen only on the loopback address.
 
     By itself Ray binds to all interfaces of the machine, and its metrics can be read there without a token.
     """
@@ -21,7 +21,7 @@ def init_local_ray(**options: Any) -> None:
 
 
 def join_ray(address: str, **options: Any) -> None:
-    """``ray.init(address=address, **options)``, also where :func:`init_local_ray` of another process started that Ray.
+    """``ray.init(address=address, **options)``, even if :func:`init_local_ray` of another process started that Ray.
 
     Ray takes a loopback address for this machine's address in the network, where such a Ray does not answer.
     """

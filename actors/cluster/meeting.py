@@ -26,13 +26,13 @@ def node_address() -> str:
 
 
 def meeting_address(nodes: Iterable[str]) -> str:
-    """Where processes on nodes of these addresses meet, the first being this one: loopback where all are one machine's."""
+    """The address where processes on these nodes meet, this node first: loopback if all are one machine."""
     first, *others = nodes
     return LOOPBACK if all(other == first for other in others) else first
 
 
 def use_interface(address: str) -> None:
-    """Has gloo use the interface with this address of a meeting, unless ``GLOO_SOCKET_IFNAME`` names one.
+    """Makes gloo use the interface with a meeting's address, unless ``GLOO_SOCKET_IFNAME`` names one.
 
     Left to itself gloo takes the address of the host's name, which may be either. NCCL is left to itself, for it has one
     interface per process and weights may travel to other nodes, unless Ray itself is on the loopback address alone.
@@ -46,7 +46,7 @@ def use_interface(address: str) -> None:
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the interface with this IPv4 address; None when no interface has it as its first."""
+    """Name of the interface with this IPv4 address; None if it is no interface's first."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
@@ -60,7 +60,7 @@ def interface_of(address: str) -> str | None:
 
 @dataclass(frozen=True)
 class Meeting:
-    """How to get to a :class:`MeetingPoint`. Travels over Ray alone, for who has it is let in.
+    """The way to a :class:`MeetingPoint`. Travels only over Ray, because whoever has it is let in.
 
     Attributes:
         host: the loopback address where all members are on one machine, else the host's node's.

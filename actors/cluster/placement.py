@@ -21,7 +21,7 @@ from rl_backend.contracts import ConfigError, UnsupportedError
 
 
 def thread_environment() -> dict[str, str]:
-    """Variables for the environment of a process that does not exist yet.
+    """Environment variables for a process before it starts.
 
     Threads that wait sleep instead of spinning. A spinning thread holds the core that the one it waits for needs as soon as
     another process works on the same cores, and a step then takes many times as long. A value that the driver's environment
@@ -140,7 +140,7 @@ def _amounts(resources: Mapping[str, Any]) -> str:
 
 
 class ClusterShare(NamedTuple):
-    """What each process of a run reserves.
+    """The resources that each process of a run reserves.
 
     Attributes:
         gpus: of each training rank and each engine; see :func:`gpus_each`.
@@ -184,7 +184,7 @@ def share_cluster(ranks: int, engines: int = 0, *, take_turns: bool = True) -> C
 
 
 def gpus_each(ranks: int, engines: int) -> float:
-    """GPUs of each training rank and engine: 0 on a cluster without, 1, or half of an only one that both share.
+    """GPUs of each training rank and engine: 0 on a cluster without, 1, or half of a single one that both share.
 
     Raises:
         ConfigError: there are GPUs, but too few.

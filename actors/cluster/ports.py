@@ -15,7 +15,7 @@ def with_free_port[T](host: str, attempt: Callable[[int], T], *, attempts: int =
     """``attempt(port)`` with a port that is free at ``host``, for what must open the port itself.
 
     The port stays bound meanwhile, which keeps it from every program that does not set ``SO_REUSEADDR``; what opens it must
-    set that, as torch and vLLM do. A program that takes it all the same makes ``attempt`` fail, and it is called again with
+    set that, as torch and vLLM do. If a program takes it even so, ``attempt`` fails and is called again with
     another port.
 
     Raises:

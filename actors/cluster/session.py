@@ -113,7 +113,7 @@ def raised_on_sigterm() -> Iterator[None]:
 
 
 def termination() -> RunTerminated | None:
-    """What ends a run that got SIGTERM: a call into Ray that it ends raises a plain KeyboardInterrupt. None without one."""
+    """The reason to end a run that got SIGTERM; None without one. Calls into Ray raise a plain KeyboardInterrupt then."""
     return RunTerminated() if _received else None
 
 

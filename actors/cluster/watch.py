@@ -64,7 +64,7 @@ def watch_cluster() -> Iterator[None]:
 
 
 def cluster_loss() -> ClusterLostError | None:
-    """What a watch of this process has found; None while Ray is there."""
+    """The loss that a watch of this process has found; None while Ray is there."""
     return _loss[-1] if _loss else None
 
 
@@ -92,7 +92,7 @@ class _Watch:
         _loss.clear()
 
     def pending(self) -> bool:
-        """Whether the main thread has yet to be told of a loss; True once."""
+        """Whether the main thread must still be told of a loss; True once."""
         pending = bool(self._reason) and not self._told
         self._told = self._told or pending
         return pending

@@ -50,7 +50,7 @@ class _Queue:
 
 
 class SamplingCalls:
-    """Calls that sample, by engine. An engine serves one call at a time, so that later ones wait behind them.
+    """Calls that sample, by engine. An engine serves one call at a time; later ones wait.
 
     Args:
         limit: seconds for one call, after which the engine counts as dead: a process that hangs never answers, and Ray
@@ -124,7 +124,7 @@ class SamplingCalls:
         return queue.since + self._limit - time.monotonic() if queue.calls else math.inf
 
     def _refreshed(self, engine: int) -> _Queue:
-        """The engine's queue without the calls that have ended; whenever one has, the next has its whole time."""
+        """The engine's queue without the calls that have ended. When one ends, the time of the next begins."""
         queue = self._queues.setdefault(engine, _Queue([], time.monotonic()))
         if queue.calls:
             _, running = ray.wait(queue.calls, num_returns=len(queue.calls), timeout=0, fetch_local=False)
@@ -176,7 +176,7 @@ class _Call:
 
 
 class PendingSamples:
-    """Samples that are being made; :meth:`result` waits for them.
+    """Samples in the making; :meth:`result` waits for them.
 
     Args:
         prompts: of the whole call.

@@ -56,7 +56,7 @@ class RolloutConfig(BaseConfig):
             the first push.
         tensor_parallel: GPUs, or groups of cores, over which one engine is sharded.
         cores_per_engine: CPUs that each engine reserves from Ray. A CPU engine runs on as many cores of the node where it
-            lands, others than those of the engines that are there already. None reserves none: the engines divide the
+            lands, not used by the engines already there. None reserves none: the engines divide the
             cores of their node evenly, and on a cluster of several nodes CPU engines are refused.
         cores: for CPU engines, in place of ``cores_per_engine``: the core numbers of each engine, reserved from nobody;
             with ``tensor_parallel`` they are divided evenly.

@@ -51,7 +51,7 @@ class RolloutEngine(WeightReceiver):
         return str(ray.get_runtime_context().get_node_id())
 
     def start(self, place: NodePlace) -> EngineInfo:
-        """Starts vLLM. Apart from the constructor, so that a caller sees the errors as they are.
+        """Starts vLLM. Not in the constructor, where Ray would wrap its errors.
 
         Args:
             place: among the group's engines on this node.
@@ -144,7 +144,7 @@ class RolloutEngine(WeightReceiver):
         self._require_push = True
 
     def forget_weights(self) -> None:
-        """The next push is another model's, and may have any version; refuse to sample until then."""
+        """Prepares for another model: its push may have any version; the engine refuses to sample until then."""
         self._check_clean()
         self._version, self._require_push = UNVERSIONED, True
 

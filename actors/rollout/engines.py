@@ -148,7 +148,7 @@ class EngineSet(ABC):
 
 
 class FixedEngines(EngineSet):
-    """The engines that a group has at one time, whatever is restarted meanwhile.
+    """The engines that a group has at one time, whatever is restarted later.
 
     A push goes to the same processes from its first step to its last. One that is restarted in between is dead to the push,
     and its successor, which has verified nothing, is no part of it.

@@ -74,7 +74,7 @@ class RolloutGroup(EngineSet):
 
     @property
     def infos(self) -> dict[int, EngineInfo]:
-        """What each engine said when it started; also one that is being restarted."""
+        """What each engine said when it started, even one that is being restarted."""
         return dict(self._infos)
 
     def _members(self) -> dict[int, tuple[Any, EngineInfo]]:
@@ -120,7 +120,7 @@ class RolloutGroup(EngineSet):
         seeds: Sequence[int] | None = None,
         require_version: int | None = None,
     ) -> PendingSamples:
-        """:meth:`generate` without waiting. A push that comes later waits for it, so its weights are those of now."""
+        """:meth:`generate` without waiting. A later push waits for it, so it samples with the present weights."""
         self._check(prompts, sampling, seeds)
         with self._lock:
             actors = self._living()
@@ -135,12 +135,12 @@ class RolloutGroup(EngineSet):
         return pending
 
     def fixed(self) -> FixedEngines:
-        """The engines of this moment, for what must go to the same processes from beginning to end."""
+        """The present engines, for work that must go to the same processes from beginning to end."""
         members, lost = self._members(), self.lost_engines
         return FixedEngines(self.config, members, lost, lock=self._lock, sampling=self._sampling, lose=self._lose)
 
     def attach_weight_sync(self) -> None:
-        """From now on engines refuse to sample until weights have been pushed; also those restarted later."""
+        """From now on engines, even those restarted later, refuse to sample until weights have been pushed."""
         self._require_push = True
         _raise_first(self.call("require_push"))
 
@@ -154,7 +154,7 @@ class RolloutGroup(EngineSet):
         _raise_first(self.call("forget_weights"))
 
     def restart(self, engine: int) -> EngineInfo:
-        """Replaces an engine, dead, dirty or healthy, by a new one; its weights are those of the model directory.
+        """Replaces an engine (dead, dirty or healthy) with a new one, which has the weights of the model directory.
 
         Threads that restart the same engine do so one after the other.
 

@@ -52,7 +52,7 @@ def choose_cores(config: RolloutConfig, engine: int, place: NodePlace) -> tuple[
 
 
 def _claim(cores: list[int], count: int, place: NodePlace) -> tuple[int, ...]:
-    """``count`` cores that no other engine on this node runs on.
+    """``count`` cores that no other engine on this node uses.
 
     Where Ray was told of more CPUs than the node has cores, those of the engine's own place are shared.
     """

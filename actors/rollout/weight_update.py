@@ -80,7 +80,7 @@ class WeightReceiver(VllmInProcess):
     def verify_part(self, push: str, part: WeightManifest, segment: Segment) -> None:
         """Checks tensors that a push has staged, while its trainer stages those that come after them.
 
-        What passes is noted for :meth:`verify`, which reads only the rest and says what is wrong with it.
+        What passes is noted for :meth:`verify`, which reads only the rest and says what is wrong.
 
         Args:
             push: the push's own key.
@@ -98,7 +98,7 @@ class WeightReceiver(VllmInProcess):
             self._intact |= find_intact(self._map(segment), part.tensors, threads=threads)
 
     def verify(self, manifest: WeightManifest, segment: Segment, push: str = "") -> float:
-        """Proves that staged weights can be loaded, without loading them. Returns the seconds that it took.
+        """Checks that staged weights can be loaded, without loading them. Returns the seconds that it took.
 
         Args:
             manifest: of all tensors.
@@ -125,8 +125,8 @@ class WeightReceiver(VllmInProcess):
         """Loads the weights that :meth:`verify` accepted and stays paused until :meth:`resume`. Returns the seconds.
 
         Raises:
-            WeightCheckError: nothing of that version has been verified; the engine serves on as before.
-            EngineDirtyError: loading failed half way.
+            WeightCheckError: nothing of that version has been verified; the engine keeps serving as before.
+            EngineDirtyError: loading failed midway.
         """
         started = time.perf_counter()
         manifest, self._verified = self._verified, None

@@ -61,7 +61,7 @@ def load_inputs(config: RLConfig) -> Inputs:
 def stop_token_ids(model: str, tokenizer: Any) -> tuple[int, ...]:
     """What ends a response: the tokenizer's end-of-text token and those that ``generation_config.json`` names.
 
-    Chat models end a turn with another token than a text.
+    Chat models end a turn with a different token from a text.
 
     Raises:
         ConfigError: that file is damaged.
@@ -189,7 +189,7 @@ class BatchCollector:
         )
 
     def _age(self, batch: SampledBatch, step: int) -> int:
-        """Training steps by which a batch's oldest weights are behind those that ``step`` begins with."""
+        """Training steps between a batch's oldest weights and those that ``step`` begins with."""
         age = max(self._age_of(sample, step) for sample in batch.samples)
         if age > self._config.batches_ahead:
             raise WeightVersionError(
@@ -213,7 +213,7 @@ class BatchCollector:
 
 
 def score(samples: Sequence[Sample], prompts: Sequence[Prompt], tokenizer: Any, reward: RewardFunction) -> list[float]:
-    """The reward of each sample; ``prompts`` has the one that it answers."""
+    """The reward of each sample; ``prompts[i]`` is the one that ``samples[i]`` answers."""
     texts = tokenizer.batch_decode([sample.response_ids for sample in samples], skip_special_tokens=True)
     return [_score(text, prompt, reward) for text, prompt in zip(texts, prompts, strict=True)]
 

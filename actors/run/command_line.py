@@ -79,7 +79,7 @@ def parse_config[C: BaseConfig](config_type: type[C], description: str, argument
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Runs ``main``; an error of ours becomes one message and exit status 2, Ctrl-C status 130, SIGTERM status 143."""
+    """Runs ``main``; our errors become one message and exit status 2, Ctrl-C status 130, SIGTERM status 143."""
     try:
         main()
     except RLBackendError as error:

@@ -36,7 +36,7 @@ def _now() -> str:
 
 
 def set_aside(path: Path) -> Path:
-    """Renames what is at ``path``, if anything, to ``NAME.1.SUFFIX`` or the first number that is free; returns ``path``."""
+    """Renames whatever is at ``path`` to ``NAME.1.SUFFIX``, or the first free number; returns ``path``."""
     if path.exists():
         free = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
         path.rename(next(other for other in free if not other.exists()))
@@ -46,7 +46,7 @@ def set_aside(path: Path) -> Path:
 class RunFolder:
     """What a run leaves in one directory: a report for people, files for programs, and live metrics while it runs.
 
-    ``report.html`` is written when the run ends, however it ends, and now and then before. It is made of ``config.json``,
+    ``report.html`` is written when the run ends, however it ends, and about every minute before. It is made of ``config.json``,
     ``metrics.jsonl``, ``samples.jsonl``, ``held_out.jsonl``, ``summary.json`` and ``run.json`` (``state`` is running,
     finished, failed, interrupted or killed); ``rl-backend report DIR`` makes it again. Beside them are TensorBoard events
     and, with ``trace``, ``trace.json`` for Perfetto. Where Ray runs, each step's metrics are also exported to Prometheus.
@@ -175,7 +175,7 @@ class RunFolder:
             replace_text(self.path / "summary.json", json_text(summary, indent=2) + "\n")
 
     def place(self, name: str) -> Path:
-        """Where the run may write ``name``; what is there is set aside."""
+        """The path where the run may write ``name``; an earlier one is set aside."""
         with written_to(self.path):
             return set_aside(self.path / name)
 

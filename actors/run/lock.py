@@ -70,7 +70,7 @@ class RunLock:
 
 
 def _lock(file: TextIO) -> None:
-    """Tries for a moment: a reader that looks whether the folder is held holds it itself meanwhile."""
+    """Tries for a moment, because a reader that looks whether the folder is held holds it briefly itself."""
     deadline = time.monotonic() + _TRY_SECONDS
     while True:
         try:

@@ -77,7 +77,7 @@ class RunCheckpoint:
 def read_run_checkpoint(path: Path | str) -> RunCheckpoint:
     """Reads ``run.json`` and verifies that the checkpoint is the one that was committed; a link is followed.
 
-    What is inside of each model, ``load_checkpoint`` verifies.
+    ``load_checkpoint`` verifies the contents of each model.
 
     Raises:
         CheckpointError: not a checkpoint of a run, a file that is missing or has other bytes than were written, or a name

@@ -32,7 +32,7 @@ class Clock:
         self._last = time.monotonic_ns()
 
     def lap(self, phase: str) -> None:
-        """Ends ``phase``, which began with the lap before or with the clock. A phase that comes again adds up."""
+        """Ends ``phase``, which began with the lap before or with the clock. Times of a repeated phase add up."""
         now = time.monotonic_ns()
         name = f"seconds/{phase}"
         self.seconds[name] = self.seconds.get(name, 0.0) + (now - self._last) / 1e9
@@ -117,12 +117,12 @@ class WriterFacts(NamedTuple):
 
 
 class MetricsWriter(Protocol):
-    """Where the metrics of each step go, beside ``metrics.jsonl`` and Prometheus."""
+    """A receiver of each step's metrics, besides ``metrics.jsonl`` and Prometheus."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def flush(self) -> None:
-        """Hands over what was written; raises where something was lost."""
+        """Hands over what was written; raises if something was lost."""
 
     def close(self) -> None: ...
 
@@ -147,7 +147,7 @@ class TensorBoardWriter:
 
 
 class _TrackingWriter:
-    """A service that is told of each step at once and keeps what it is told."""
+    """A service that stores each step as soon as it is told."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -242,7 +242,7 @@ class Curves:
     """Every writer of a run.
 
     An error of TensorBoard's, which writes to the run's folder, is raised. Another writer that fails is dropped with a
-    warning: a run of days must not end for a service elsewhere.
+    warning: a run of days must not end because of a service elsewhere.
 
     Args:
         names: as :func:`writer_classes` reads them.

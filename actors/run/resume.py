@@ -65,7 +65,7 @@ def _saved_options(config: TrainingConfig, saved: Mapping[str, Any]) -> dict[str
 
 
 def require_same_run(config: TrainingConfig, checkpoint: RunCheckpoint) -> None:
-    """Checks all but a ``dtype`` of auto, see :func:`require_same_dtype`.
+    """Checks everything except ``dtype=auto``, see :func:`require_same_dtype`.
 
     Raises:
         ConfigError: names the first option in which ``config`` is another run than that of ``checkpoint``.

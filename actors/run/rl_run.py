@@ -157,7 +157,7 @@ class RLRun(Run[RLConfig]):
         """Also evaluates, where that is due, and prints the step.
 
         Raises:
-            RLBackendError: the log-prob gap is not a number: trainer or engines compute nonsense.
+            RLBackendError: the log-prob gap is not a number: trainer or engines compute wrong numbers.
         """
         config, step, batch, clock = self.config, self._step, self._batch, self._clock
         gap = metrics.get("log_prob_gap", 0.0)

@@ -31,7 +31,7 @@ class RunStart:
         checkpoint: what it continues from; None at the first step.
         kept: what each log in the run folder had when the checkpoint was saved; of other logs nothing is kept.
         newest: step of the newest checkpoint in the run folder when this was decided.
-        replaces: the folder holds steps of an interrupted run without a checkpoint, which this one takes again.
+        replaces: the folder holds steps of an interrupted run without a checkpoint, which this run repeats.
     """
 
     checkpoint: RunCheckpoint | None = None
@@ -50,7 +50,7 @@ class RunStart:
         return bool(self.kept)
 
     def state(self, part: str) -> Mapping[str, Any]:
-        """What a part of the loop has saved; empty at the first step.
+        """The state that a part of the loop has saved; empty at the first step.
 
         Raises:
             CheckpointError: the checkpoint has no such part.
@@ -119,7 +119,7 @@ def find_start(config: TrainingConfig) -> RunStart:
 
 
 def _kept_logs(checkpoint: RunCheckpoint, config: TrainingConfig) -> dict[str, FileFacts]:
-    """Of the run folder's logs, once they are known to be what they were when ``checkpoint`` was saved."""
+    """Facts of the run folder's logs, after checking that they are as when ``checkpoint`` was saved."""
     try:
         kept = {name: FileFacts(**facts) for name, facts in checkpoint.state["logs"].items()}
     except (AttributeError, KeyError, TypeError, ConfigError) as error:
@@ -151,7 +151,7 @@ def checkpoints_of(config: TrainingConfig) -> RunCheckpoints:
 
 
 def _may_be_replaced(config: TrainingConfig) -> bool:
-    """Whether the folder has steps of an interrupted run without a checkpoint, which may then be taken again.
+    """Whether the folder has steps of an interrupted run without a checkpoint, which may then be repeated.
 
     Raises:
         ConfigError: that run has finished, or was another one.

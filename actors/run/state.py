@@ -21,7 +21,7 @@ _LONGEST_ERROR = 8000
 
 
 class RunState:
-    """Writes ``run.json`` of a folder, all or nothing, and the last time on a full disk too.
+    """Writes ``run.json`` of a folder, all or nothing, the last time even on a full disk.
 
     The room for the last state is taken with the first one: a file of the same size waits beside it, is overwritten in place
     and takes its name.
@@ -81,7 +81,7 @@ class RunWatch:
         self.process = f"{os.getpid()} on {socket.gethostname()}, {uuid.uuid4().hex[:12]}"
 
     def start(self) -> None:
-        """Begins, once ``run.json`` has the first state. Where no process can be started it warns."""
+        """Begins, once ``run.json`` has the first state. Warns if no process can be started."""
         end, self._pipe = os.pipe()
         _started.add(self)
         try:

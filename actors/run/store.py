@@ -64,7 +64,7 @@ class RunCheckpoints:
         Found by looking at the directories, not at ``latest``, which a run that was killed may have left behind.
 
         Raises:
-            CheckpointError: it is damaged. An earlier one is not taken in its place, because the run had gone on.
+            CheckpointError: it is damaged. An earlier one is not used instead, because the run had continued.
         """
         committed = self._committed()
         return read_run_checkpoint(committed[-1][1]) if committed else None

@@ -18,7 +18,7 @@ _TRY_SECONDS, _GIVE_UP_SECONDS = 0.2, 600.0
 
 
 def watch(folder: str, process: str) -> None:
-    """Waits for the end of standard input; then the state of a run that says that it runs becomes "killed".
+    """Waits for the end of standard input, then turns the state "running" of the run into "killed".
 
     That of a run that ended in order, or that another process continues, is left alone.
     """
@@ -64,7 +64,7 @@ def _read(folder: str) -> dict[str, object]:
 
 
 def _write(folder: str, facts: dict[str, object]) -> None:
-    """Into the room that :class:`~actors.run.state.RunState` has taken for the last state."""
+    """Writes into the space that :class:`~actors.run.state.RunState` has reserved for the last state."""
     spare = os.path.join(folder, ".run.json.spare")
     with open(spare, "r+b" if os.path.exists(spare) else "w+b") as file:
         file.write((json.dumps(facts, indent=2) + "\n").encode())

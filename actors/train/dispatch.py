@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Shares(NamedTuple):
-    """An operation as the ranks get it.
+    """An operation, divided over the ranks.
 
     Attributes:
         calls: the pickled :class:`~rl_backend.contracts.operations.Operation` of each rank.

@@ -99,7 +99,7 @@ class TrainGroup(TrainOperations):
 
     @property
     def journal(self) -> tuple[Operation, ...]:
-        """What the group was told to build, in order; with the configuration, enough to build a lost group again::
+        """The operations that built the group's models, in order. With the configuration they build a lost group again::
 
             for operation in lost.journal:
                 again = group.submit(operation.name, **operation.arguments).result()
@@ -118,8 +118,8 @@ class TrainGroup(TrainOperations):
     ) -> list[R]:
         """Calls ``function(context, *args, **kwargs)`` in every rank's process as one operation; one result per rank.
 
-        ``context`` is the rank's :class:`~actors.train.context.RankContext`. What the function does with the runtime, it
-        does on every rank: the runtime's calls are collectives.
+        ``context`` is the rank's :class:`~actors.train.context.RankContext`. The function must call
+        the runtime on every rank alike, because the runtime's calls are collectives.
         """
         return self.submit_on_ranks(function, *args, **kwargs).result()
 

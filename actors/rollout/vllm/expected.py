@@ -14,7 +14,7 @@ from rl_backend.weights import ExpectedWeights, dtype_from_name
 def expected_weights(
     model_path: str, dtype: str, parameters: Sequence[str], packed_modules: Mapping[str, Sequence[str]]
 ) -> ExpectedWeights:
-    """What a push into this engine must hold.
+    """The weights that a push into this engine must hold.
 
     Names and shapes are those of the directory that vLLM was started from. A tensor that no parameter of vLLM's model comes
     from (a tied ``lm_head.weight``, stored buffers) is optional, provided that the others account for every parameter.

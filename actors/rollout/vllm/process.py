@@ -20,9 +20,9 @@ _HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
 def process_environment(device: str) -> dict[str, str]:
-    """Environment variables that must be there before the engine's process starts.
+    """Environment variables that must be set before the engine's process starts.
 
-    A weight update on a CPU allocates every packed weight anew; with huge pages that costs a small part of the page faults.
+    A weight update on a CPU allocates every packed weight again; huge pages avoid most of its page faults.
     """
     if device != "cpu":
         return {}

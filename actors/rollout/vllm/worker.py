@@ -49,7 +49,7 @@ class StagedInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class StagedUpdateInfo(WeightTransferUpdateInfo):
-    """What lies in it, as the JSON of a :class:`~rl_backend.contracts.WeightManifest` that the engine has verified."""
+    """The staged tensors, as the JSON of a :class:`~rl_backend.contracts.WeightManifest` that the engine has verified."""
 
     manifest: str
 
