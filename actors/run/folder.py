@@ -46,7 +46,7 @@ def set_aside(path: Path) -> Path:
 class RunFolder:
     """What a run leaves in one directory: a report for people, files for programs, and live metrics while it runs.
 
-    ``report.html`` is written when the run ends, however it ends, and about every minute before. It is made of ``config.json``,
+    ``report.html`` is written about every minute and when the run ends, however it ends. It is made of ``config.json``,
     ``metrics.jsonl``, ``samples.jsonl``, ``held_out.jsonl``, ``summary.json`` and ``run.json`` (``state`` is running,
     finished, failed, interrupted or killed); ``rl-backend report DIR`` makes it again. Beside them are TensorBoard events
     and, with ``trace``, ``trace.json`` for Perfetto. Where Ray runs, each step's metrics are also exported to Prometheus.

@@ -71,7 +71,7 @@ class RankContext:
         return self.operation
 
     def keep_pending(self, result: PendingStepResult) -> None:
-        """Stores the result of the running operation, which is not known yet; keeps the newest of those that nobody takes."""
+        """Stores the result of the running operation, which is not known yet; keeps the newest that nobody takes."""
         self._pending[self.operation] = result
         if len(self._pending) > KEPT_STEPS:
             del self._pending[min(self._pending)]

@@ -41,7 +41,7 @@ def packing_experts_again(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def packing_embeddings_again(model: nn.Module) -> Iterator[None]:
-    """Embeddings and heads that vLLM does not pack inside the context are packed at its end, from their parameters at that time.
+    """Embeddings and heads that vLLM does not pack inside the context are packed at its end, from their parameters then.
 
     Of a head that is tied only the embedding is loaded, which is another module.
     """
