@@ -38,7 +38,8 @@ class Call(NamedTuple):
     Attributes:
         time: nanoseconds of the machine's clock, the same in every process.
         file: below the root.
-        carries: kinds of data among its arguments, or in its result: ``tokens``, ``weights``, ``tensor`` or ``path``.
+        carries: kinds of data among its arguments, or in its result: ``tokens``, ``weights``, ``tensor``, ``stream`` (a
+            generator), ``pickle`` or ``path`` (of a checkpoint).
         stack: files and functions that it was called from, the nearest first.
     """
 
@@ -72,10 +73,11 @@ def read(folder: Path) -> list[Call]:
 class _Trace:
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
+        self._sources = SOURCES  # the module's own names are gone before the process ends
         self._inside = threading.local()
 
     def entered(self, code: CodeType, _: int) -> Any:
-        if not code.co_filename.startswith(SOURCES):
+        if not code.co_filename.startswith(self._sources):
             return sys.monitoring.DISABLE
         variable = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + variable]
@@ -84,7 +86,7 @@ class _Trace:
         return None
 
     def returned(self, code: CodeType, _: int, value: Any) -> Any:
-        if not code.co_filename.startswith(SOURCES):
+        if not code.co_filename.startswith(self._sources):
             return sys.monitoring.DISABLE
         self._write(True, code, sys._getframe(1), lambda: _carried([value]))
         return None
@@ -125,11 +127,11 @@ def _carried(value: Any, depth: int = 0) -> set[str]:
     if bases & {"Tensor", "ndarray", "memoryview"} or kind is mmap.mmap:
         return {"tensor"}
     if kind is bytes:
-        return {"tensor"} if len(value) > PICKLED_BYTES else set()
+        return {"pickle"} if len(value) > PICKLED_BYTES else set()
     if isinstance(value, str | Path):
         return {"path"} if "/checkpoints/" in str(value) else set()
     if kind is GeneratorType:
-        return {"tensor"} if value.gi_code.co_filename.startswith(SOURCES) else set()
+        return {"stream"} if value.gi_code.co_filename.startswith(SOURCES) else set()
     if depth == _DEPTH:
         return set()
     if kind in (list, tuple) or (isinstance(value, tuple) and hasattr(kind, "_fields")):

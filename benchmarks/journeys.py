@@ -42,10 +42,12 @@ class Journey(NamedTuple):
 
 JOURNEYS: Mapping[str, Journey] = {
     "batch to gradient": Journey(
-        ("RLRun.collect", True), ("GuardedRuntime.forward_backward", True), frozenset({"tokens", "tensor"})
+        ("RLRun.collect", True), ("GuardedRuntime.forward_backward", True), frozenset({"tokens", "tensor", "pickle"})
     ),
-    "weights to vLLM": Journey(("RLRun.push", False), ("RLRun.push", True), frozenset({"weights", "tensor"})),
-    "checkpoint to disk": Journey(("RunSaver.save", False), ("RunSaver.commit", True), frozenset({"path", "tensor"})),
+    "weights to vLLM": Journey(("RLRun.push", False), ("RLRun.push", True), frozenset({"weights", "tensor", "stream"})),
+    "checkpoint to disk": Journey(
+        ("RunSaver.save", False), ("RunSaver.commit", True), frozenset({"path", "tensor", "stream"})
+    ),
 }
 
 
@@ -126,7 +128,7 @@ def main() -> None:
     parser.parse_args()
     os.chdir(ROOT)
     with tempfile.TemporaryDirectory() as folder:
-        calls = trace_step(Path(folder))
+        calls = trace_step(Path(folder).resolve())
     found = {name: follow(journey, calls) for name, journey in JOURNEYS.items()}
     write_result("journeys", {name.replace(" ", "_"): journey for name, journey in found.items()})
     for name, journey in found.items():
