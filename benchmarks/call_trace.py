@@ -23,7 +23,8 @@ FOLDER = "JOURNEYS_TRACE"
 SOURCES = tuple(f"{ROOT / name}/" for name in ("rl_backend", "actors", "examples"))
 
 TOKENS = ("Sample", "TokenSequence", "PackedBatch")
-WEIGHTS = ("TensorInfo", "WeightManifest", "PackedTensor")
+WEIGHTS = ("TensorInfo", "WeightManifest")
+MANIFESTS = ("TrainingManifest", "RunManifest", "FileFacts")
 PICKLED_BYTES = 256
 """Shorter pickles are of operations without a batch."""
 
@@ -38,8 +39,8 @@ class Call(NamedTuple):
     Attributes:
         time: nanoseconds of the machine's clock, the same in every process.
         file: below the root.
-        carries: kinds of data among its arguments, or in its result: ``tokens``, ``weights``, ``tensor``, ``stream`` (a
-            generator), ``pickle`` or ``path`` (of a checkpoint).
+        carries: kinds of data among its arguments, or in its result: ``tokens``, ``weights``, ``manifest`` (of a
+            checkpoint), ``tensor``, ``stream`` (a generator), ``pickle`` or ``path`` (in a folder of checkpoints).
         stack: files and functions that it was called from, the nearest first.
     """
 
@@ -73,22 +74,23 @@ def read(folder: Path) -> list[Call]:
 class _Trace:
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
-        self._sources = SOURCES  # the module's own names are gone before the process ends
+        # Names of modules are gone before the process ends.
+        self._sources, self._disable, self._frame = SOURCES, sys.monitoring.DISABLE, sys._getframe
         self._inside = threading.local()
 
     def entered(self, code: CodeType, _: int) -> Any:
         if not code.co_filename.startswith(self._sources):
-            return sys.monitoring.DISABLE
+            return self._disable
         variable = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + variable]
-        frame = sys._getframe(1)
+        frame = self._frame(1)
         self._write(False, code, frame, lambda: _carried([frame.f_locals[name] for name in names if name in frame.f_locals]))
         return None
 
     def returned(self, code: CodeType, _: int, value: Any) -> Any:
         if not code.co_filename.startswith(self._sources):
-            return sys.monitoring.DISABLE
-        self._write(True, code, sys._getframe(1), lambda: _carried([value]))
+            return self._disable
+        self._write(True, code, self._frame(1), lambda: _carried([value]))
         return None
 
     def _write(self, returned: bool, code: CodeType, frame: FrameType, carried: Any) -> None:
@@ -124,10 +126,13 @@ def _carried(value: Any, depth: int = 0) -> set[str]:
         return {"tokens"}
     if bases & {*WEIGHTS}:
         return {"weights"}
+    if bases & {*MANIFESTS}:
+        return {"manifest"}
     if bases & {"Tensor", "ndarray", "memoryview"} or kind is mmap.mmap:
         return {"tensor"}
     if kind is bytes:
-        return {"pickle"} if len(value) > PICKLED_BYTES else set()
+        kinds = {"pickle": len(value) > PICKLED_BYTES, "path": b"/checkpoints/" in value}
+        return {name for name, holds in kinds.items() if holds}
     if isinstance(value, str | Path):
         return {"path"} if "/checkpoints/" in str(value) else set()
     if kind is GeneratorType:

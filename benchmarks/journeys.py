@@ -46,7 +46,7 @@ JOURNEYS: Mapping[str, Journey] = {
     ),
     "weights to vLLM": Journey(("RLRun.push", False), ("RLRun.push", True), frozenset({"weights", "tensor", "stream"})),
     "checkpoint to disk": Journey(
-        ("RunSaver.save", False), ("RunSaver.commit", True), frozenset({"path", "tensor", "stream"})
+        ("RunSaver.save", False), ("RunSaver.commit", True), frozenset({"path", "manifest", "tensor", "stream"})
     ),
 }
 
@@ -93,14 +93,16 @@ def settings(folder: Path) -> dict[str, Any]:
 
 def follow(journey: Journey, calls: Sequence[Call]) -> dict[str, Any]:
     """The files of one journey, in the order in which they are reached, with the functions that count."""
-    first = min(call.time for call in calls if (call.function, call.returned) == journey.begins)
+    # What the journey begins with is not part of it where its end is meant.
+    first = min(call.time + call.returned for call in calls if (call.function, call.returned) == journey.begins)
     last = max(call.time for call in calls if (call.function, call.returned) == journey.ends)
-    during = [call for call in calls if first < call.time <= last and "<module>" not in call.function]
+    during = [call for call in calls if first <= call.time <= last and "<module>" not in call.function]
     functions: dict[str, dict[str, None]] = {}
     for call in during:
         if journey.carries & set(call.carries):
             for file, function in [*reversed(call.stack), (call.file, call.function)]:
                 functions.setdefault(file, {})[_plain(function)] = None
+    functions = {file: functions[file] for file in _in_order(functions, during)}
     entered = {call.file for call in during}
     return {
         "files": len(functions),
@@ -119,6 +121,16 @@ def folders(files: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def _in_order(functions: Mapping[str, Iterable[str]], during: Sequence[Call]) -> list[str]:
+    """Files by when they were entered; those of functions that were entered earlier come first."""
+    entered: dict[str, int] = {}
+    for call in during:
+        entered.setdefault(call.file, call.time)
+    started = {(call.file, _plain(call.function)) for call in during}
+    earlier = {file for file, names in functions.items() if any((file, name) not in started for name in names)}
+    return sorted(functions, key=lambda file: 0 if file in earlier else entered[file])
+
+
 def _plain(function: str) -> str:
     return function.partition(".<locals>")[0]
 
@@ -130,7 +142,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         calls = trace_step(Path(folder).resolve())
     found = {name: follow(journey, calls) for name, journey in JOURNEYS.items()}
-    write_result("journeys", {name.replace(" ", "_"): journey for name, journey in found.items()})
+    write_result("journeys", {name.lower().replace(" ", "_"): journey for name, journey in found.items()})
     for name, journey in found.items():
         print(f"{name}: {journey['files']} files, {journey['folders']} folders ({journey['beside_files']} files beside)")
         for file, functions in journey["path"].items():

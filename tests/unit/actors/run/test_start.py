@@ -323,7 +323,7 @@ def test_a_file_of_the_run_without_what_a_resume_needs_is_named(tmp_path: Path) 
     run(config, last=2)
     start = find_start(config)
     (tmp_path / "run" / "run.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"run\.json of the run in it does not say when it started"):
+    with pytest.raises(ConfigError, match=r"its run\.json does not say when the run started"):
         RunFolder(config.run_dir, config, start=start)
     without = config_of(tmp_path, resume="auto", save_every=0, run_dir=str(tmp_path / "without"))
     run(without, last=2)
