@@ -24,7 +24,7 @@ SOURCES = tuple(f"{ROOT / name}/" for name in ("rl_backend", "actors", "examples
 
 TOKENS = ("Sample", "TokenSequence", "PackedBatch")
 WEIGHTS = ("TensorInfo", "WeightManifest")
-MANIFESTS = ("TrainingManifest", "RunManifest", "FileFacts")
+MANIFESTS = ("TrainingManifest", "RunManifest")
 PICKLED_BYTES = 256
 """Shorter pickles are of operations without a batch."""
 
