@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from actors.cluster.placement import ClusterShare
 from actors.rollout.config import RolloutConfig, SamplingConfig
@@ -38,6 +39,8 @@ class PolicyLoss(BaseConfig):
         loss_agg_mode: how token losses are averaged.
         loss_scale_factor: divisor of seq-mean-token-sum-norm; None takes the longest response.
     """
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     name: Literal["grpo", "gspo", "cispo"] = "grpo"
     clip_ratio_low: float | None = Field(default=None, ge=0)
@@ -137,8 +140,8 @@ class RLConfig(TrainingConfig):
                 f"an update has {self.sequences_per_update} responses; each of {self.data_parallel_size} data-parallel "
                 "ranks needs one",
             )
-        if not self.sampling.temperature:
-            raise ConfigError.of(f"{name}.temperature", 0.0, "must be above 0: equal responses teach nothing")
+        if not 0 < self.sampling.temperature < math.inf:
+            raise ConfigError.of(f"{name}.temperature", self.sampling.temperature, "must be above 0 and finite")
         for field, tokens in (
             ("max_tokens_per_micro_batch", self.train.max_tokens_per_micro_batch),
             ("rollout.max_model_len", self.rollout.max_model_len),
