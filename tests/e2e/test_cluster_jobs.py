@@ -14,6 +14,10 @@ from tests.e2e.test_cluster import STEPS, assert_learned, options
 from tests.support.clusters import HeadNode
 
 SUBMIT = ("-m", "examples.ray_job.submit")
+FAILURE = (
+    *("--", "timeit", "-n", "1", "-r", "1"),
+    "import os; print('error: no such model', flush=True); os._exit(2)",
+)
 SLEEP = (
     *("--", "timeit", "-n", "1", "-r", "1"),
     "import my_plugin, os, time; print(os.environ['GREETING'], my_plugin.FOUND, flush=True); time.sleep(600)",
@@ -51,7 +55,15 @@ def test_a_job_without_the_right_token_is_refused(head: HeadNode, settings: dict
     assert run.stdout.count("\n") == 1
 
 
-def test_the_exit_status_and_the_message_of_a_failed_job_reach_the_caller(head: HeadNode, tmp_path: Path) -> None:
+def test_the_exit_status_and_the_message_of_a_failed_job_reach_the_caller(head: HeadNode) -> None:
+    run = head.run(*SUBMIT, "--address", head.address, "--python", _python(), *FAILURE)
+    assert run.returncode == 2, run.stdout
+    assert "error: no such model" in run.stdout
+    assert " failed: Job entrypoint command failed with exit code 2" in run.stdout.splitlines()[-1]
+
+
+@pytest.mark.long
+def test_the_exit_status_and_the_message_of_a_failed_example_reach_the_caller(head: HeadNode, tmp_path: Path) -> None:
     command = ["examples.sft", "--model", "/no/such/model", "--dataset", "x.jsonl", "--run-dir", str(tmp_path / "run")]
     run = head.run(*SUBMIT, "--address", head.address, "--python", _python(), "--", *command)
     assert run.returncode == 2, run.stdout

@@ -61,7 +61,8 @@ def test_shuffled_rewards_teach_nothing(task: Path, warm_model: Path, demo_sessi
     assert result.accuracy_after <= result.accuracy_before + 0.05
 
 
-@pytest.mark.shows("loop: GRPO with 2 training ranks and 2 engines learns the demo task")
+@pytest.mark.long
+@pytest.mark.shows("loop: GRPO on a dense model with 2 training ranks and 2 engines learns the demo task")
 def test_two_ranks_and_two_engines_learn_the_task(task: Path, warm_model: Path, tmp_path: Path) -> None:
     result = reinforce(DemoConfig(steps=FEWER, ranks=2, engines=2), task, warm_model, tmp_path)
     assert result.accuracy_before is not None
@@ -70,12 +71,13 @@ def test_two_ranks_and_two_engines_learn_the_task(task: Path, warm_model: Path, 
     assert result.max_log_prob_gap <= 1e-5
 
 
+@pytest.mark.shows("loop: GRPO with 2 training ranks and 2 engines learns the demo task")
 @pytest.mark.shows("loop: GRPO on a Qwen3-MoE learns the demo task with R3 and experts over 2 training ranks")
 def test_a_mixture_of_experts_over_two_ranks_learns_the_task_where_vllm_sent_its_tokens(
     task: Path, warm_model: Path, tmp_path: Path
 ) -> None:
     mixture = upcycle(warm_model, tmp_path / "mixture")
-    config = DemoConfig(model="qwen3_moe", steps=FEWER, router_replay="R3", ranks=2, ep=2)
+    config = DemoConfig(model="qwen3_moe", steps=FEWER, router_replay="R3", ranks=2, ep=2, engines=2)
     assert_mixture_learns(config, 1, task, mixture, tmp_path)
 
 
