@@ -134,16 +134,15 @@ class StreamedTransport(StreamingTransport):
         self._staging.close(train, rollout)
 
 
-def mend(group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync) -> None:
-    """Brings the updates that engines are lost for to an end, in place of restarts."""
-    group._lost.clear()
-    assert list(group.call("mend").values()) == [None, None]
-    sync.push()
-    assert_serves(group, trainer, trainer.source.version, {0, 1})
+def mend(group: RolloutGroup, *engines: int) -> None:
+    """Brings the updates that these engines are lost for to an end, in place of restarts."""
+    for engine in engines:
+        del group._lost[engine]
+    assert group.call("mend") == dict.fromkeys(engines)
 
 
 def test_no_engine_whose_streamed_update_began_serves_after_another_could_not_begin(
-    group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
+    group: RolloutGroup, trainer: ReferenceTrainer
 ) -> None:
     with WeightSync(trainer.source, group) as streamed:
         streamed._transport, streamed._requested = StreamedTransport(), "streamed"
@@ -156,11 +155,11 @@ def test_no_engine_whose_streamed_update_began_serves_after_another_could_not_be
             streamed.push()
     assert "another engine could not begin" in str(group.lost_engines[0])
     assert set(group.lost_engines) == {0, 1}
-    mend(group, trainer, sync)
+    mend(group, 0)
 
 
 def test_engines_are_dirty_when_the_trainer_fails_in_the_middle_of_a_stream_and_say_why(
-    group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
+    group: RolloutGroup, trainer: ReferenceTrainer
 ) -> None:
     actors = group.actors()
     streamed = WeightSync(trainer.source, group)
@@ -173,7 +172,7 @@ def test_engines_are_dirty_when_the_trainer_fails_in_the_middle_of_a_stream_and_
     for actor in actors:
         with pytest.raises(EngineDirtyError, match=r"dirty: .*the trainer failed: ValueError: no more weights"):
             ray.get(actor.generate.remote([], SAMPLING, None))
-    mend(group, trainer, sync)
+    mend(group, 0, 1)
 
 
 def test_an_engine_found_dead_by_a_push_leaves_the_others_on_the_old_weights(
