@@ -5,7 +5,7 @@ rank and the engine enter is recorded. A file is on a journey if one of its func
 or is on the call stack above such a function. Checks that are given the data count, accessors too; what runs meanwhile
 without the data (order of operations, metrics, locks) is listed apart, as ``beside``.
 
-    python -m benchmarks.journeys
+    python -m benchmarks.journeys       # also brings the walks in docs/architecture.md up to date
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -25,6 +26,8 @@ from benchmarks import call_trace
 from benchmarks.call_trace import FOLDER, ROOT, Call
 from benchmarks.report import write_result
 
+PAGE = ROOT / "docs" / "architecture.md"
+ROW = re.compile(r"^\| `([\w/]+\.py)` \| (.*) \|\n?", re.MULTILINE)
 ONE_FOLDER = ("rl_backend/primitive", "rl_backend/model")
 """Count as one folder each, whatever is in them."""
 
@@ -121,6 +124,19 @@ def folders(files: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def with_walks(page: str, found: Mapping[str, Mapping[str, Any]]) -> str:
+    """``page`` with each journey's files in their order. What a row says of its file stays; that of a new file is empty."""
+    for name, journey in found.items():
+        head, title, rest = page.partition(f"### {name[0].upper()}{name[1:]}\n")
+        walk, following, tail = rest.partition("\n#")
+        said = dict(ROW.findall(walk))
+        rows = "".join(f"| `{file}` | {said.get(file, '')} |\n" for file in journey["path"])
+        counts = f"{journey['files']} files in {journey['folders']} folders; {journey['beside_files']} run beside."
+        text = re.sub(r"\d+ files in \d+ folders; \d+ run beside\.", counts, ROW.sub("", walk))
+        page = head + title + text.replace("|---|---|\n", f"|---|---|\n{rows}", 1) + following + tail
+    return page
+
+
 def _in_order(functions: Mapping[str, Iterable[str]], during: Sequence[Call]) -> list[str]:
     """Files by when they were entered; those of functions that were entered earlier come first."""
     entered: dict[str, int] = {}
@@ -143,6 +159,7 @@ def main() -> None:
         calls = trace_step(Path(folder).resolve())
     found = {name: follow(journey, calls) for name, journey in JOURNEYS.items()}
     write_result("journeys", {name.lower().replace(" ", "_"): journey for name, journey in found.items()})
+    PAGE.write_text(with_walks(PAGE.read_text(), found))
     for name, journey in found.items():
         print(f"{name}: {journey['files']} files, {journey['folders']} folders ({journey['beside_files']} files beside)")
         for file, functions in journey["path"].items():
