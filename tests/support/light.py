@@ -46,17 +46,22 @@ def is_light(file: Path, root: Path = ROOT) -> bool:
 def reached(names: Iterable[str], root: Path = ROOT) -> set[str]:
     """Packages from outside that are imported with these modules, as far as statements outside of functions say."""
     found: set[str] = set()
-    seen: set[Path] = set()
+    seen: set[Path | str] = set()
     waiting = list(names)
     while waiting:
         name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
         files = _files(name, root)
         if not files:
             found.add(name.partition(".")[0])
         for file in files:
+            now, later = _of_module(file, file.stat().st_mtime_ns)
+            waiting += [later[last] for last in [name.rpartition(".")[2]] if last in later]
             if file not in seen:
                 seen.add(file)
-                waiting += _of_module(file, file.stat().st_mtime_ns)
+                waiting += now
     return found
 
 
@@ -69,9 +74,15 @@ def _files(name: str, root: Path) -> list[Path]:
 
 
 @cache
-def _of_module(file: Path, changed: int) -> tuple[str, ...]:
-    """Names that a module imports when it is imported."""
-    return tuple(_imported(_outside_functions(ast.parse(file.read_text()).body)))
+def _of_module(file: Path, changed: int) -> tuple[list[str], dict[str, str]]:
+    """What a module imports when it is imported, and what when one of its names is used, by that name."""
+    body = ast.parse(file.read_text()).body
+    typed = [inner for node in body if _for_types(node) for inner in ast.walk(node)]
+    return list(_imported(_outside_functions(body))), {name.rpartition(".")[2]: name for name in _imported(typed)}
+
+
+def _for_types(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
 def _imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
@@ -87,7 +98,7 @@ def _outside_functions(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
         yield node
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if isinstance(node, ast.If) and _for_types(node):
             yield from _outside_functions(node.orelse)
             continue
         for field in ("body", "orelse", "finalbody", "handlers"):

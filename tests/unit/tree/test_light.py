@@ -50,6 +50,17 @@ def test_what_an_imported_module_imports_counts_outside_of_its_functions(tree: P
     assert is_light(file, tree)
 
 
+def test_a_name_that_a_package_imports_when_it_is_used_counts_where_it_is_imported(tree: Path) -> None:
+    lazy = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from rl_backend.heavy import Run\n"
+    (tree / "rl_backend" / "__init__.py").write_text(lazy)
+    (tree / "rl_backend" / "heavy.py").write_text("import ray\nRun = 1\n")
+    file = tree / "test_some.py"
+    file.write_text(PLAIN)
+    assert is_light(file, tree)
+    file.write_text("from rl_backend import Run\n")
+    assert not is_light(file, tree)
+
+
 def test_many_unit_tests_are_light_and_none_of_actors_that_start_ray() -> None:
     names = {file.relative_to(ROOT / "tests" / "unit").as_posix() for file in light_tests()}
     assert len(names) >= 40
