@@ -11,6 +11,8 @@ from pathlib import Path
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 # As many workers as a cluster has CPUs; the actors here have environments of their own and take none of them.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+# Less than Ray's 15, which the other lane of `make test` has: these tests wait for one process after the other.
+os.environ.setdefault("RAY_worker_niceness", "10")
 
 import pytest
 import ray

@@ -38,7 +38,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(installed: Path, folder: Path, *command: str) -> str:
     """Runs Python in ``folder``, where nothing of this source tree can be imported, and Ray and vLLM as they come."""
-    ours = ("RAY_ADDRESS", "RAY_prestart_worker_first_driver", "TORCH_COMPILE_DISABLE")
+    ours = ("RAY_ADDRESS", "RAY_prestart_worker_first_driver", "RAY_worker_niceness", "TORCH_COMPILE_DISABLE")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     done = subprocess.run(
         [sys.executable, *command],

@@ -39,6 +39,7 @@ class OwnCluster:
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_prestart_worker_first_driver": "0",
+            "RAY_worker_niceness": "10",
         }
         self._ending = ExitStack()
         # Ray's sockets lie in it, and their paths may have 107 characters.
