@@ -35,8 +35,8 @@ from actors.sync.push import PushReport, WeightSync
 from actors.sync.source import WeightSource
 from actors.sync.transport.base import raise_failures
 from benchmarks.report import interleave, machine, medians, require_sleeping_threads, write_result
-from rl_backend.contracts import WeightManifest
-from rl_backend.weights import plan_layout, read_tensor, tensor_info
+from rl_backend.contracts import TensorInfo, WeightManifest
+from rl_backend.weights.staging import plan_layout, read_tensor
 
 MODEL = {
     "vocab_size": 32_000,
@@ -104,7 +104,7 @@ class Trainer:
         self.same_directory = scratch / "save"
         self.same_directory.mkdir()
         model.config.save_pretrained(self.same_directory)
-        infos = [tensor_info(name, tensor) for name, tensor in self.weights().items()]
+        infos = [TensorInfo.of(name, tensor.shape, tensor.dtype) for name, tensor in self.weights().items()]
         self.unchecked = WeightManifest(version=0, tensors=plan_layout(infos)[0])
 
     def weights(self) -> dict[str, Tensor]:

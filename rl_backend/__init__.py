@@ -69,23 +69,15 @@ __all__ = [
     "register_runtime",
 ]
 
-_ELSEWHERE = {
-    "BuildSettings": "rl_backend.model",
-    "ModelFamily": "rl_backend.model",
-    "ModelInput": "rl_backend.model",
-    "register_model": "rl_backend.model",
-    "RankPlace": "rl_backend.runtime",
-    "Runtime": "rl_backend.runtime",
-    "check_config": "rl_backend.runtime",
-    "create_runtime": "rl_backend.runtime",
-    "register_runtime": "rl_backend.runtime",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_ELSEWHERE.get(name, "rl_backend.contracts")), name)
+    if name in __all__:
+        # Contracts first: a name of theirs needs neither models nor runtimes.
+        for room in ("contracts", "model", "runtime"):
+            module = importlib.import_module(f"rl_backend.{room}")
+            if hasattr(module, name):
+                return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

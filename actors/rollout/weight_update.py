@@ -23,7 +23,8 @@ from rl_backend.contracts import (
     WeightVersionError,
 )
 from rl_backend.trace import span
-from rl_backend.weights import ExpectedWeights, check_manifest, check_staged, find_intact
+from rl_backend.weights.compare import ExpectedWeights, check_manifest
+from rl_backend.weights.staging import check_staged, find_intact
 
 
 class WeightReceiver(VllmInProcess):

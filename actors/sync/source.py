@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts import ConfigError, TensorInfo
-from rl_backend.weights import tensor_info
 
 
 class SourceHandle(Protocol):
@@ -100,7 +99,7 @@ class _LocalRuntime:
         self._source = source
 
     def weight_infos(self, handle: SourceHandle, *, dtype: torch.dtype | None = None) -> tuple[TensorInfo, ...]:
-        return tuple(tensor_info(name, tensor) for name, tensor in self._source.tensors(dtype))
+        return tuple(TensorInfo.of(name, tensor.shape, tensor.dtype) for name, tensor in self._source.tensors(dtype))
 
     def export_weights(
         self, handle: SourceHandle, *, dtype: torch.dtype | None = None, byte_budget: int | None = None

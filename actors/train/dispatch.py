@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from ray import cloudpickle
 
 from actors.train.context import HandleRef
 from actors.train.outcome import BuiltModel, RankForward
-from rl_backend.contracts import (
-    BatchError,
-    ForwardResult,
-    HandleError,
-    RLBackendError,
-    TokenSequence,
-    merge_metrics,
-)
+from rl_backend.contracts import BatchError, ForwardResult, HandleError, RLBackendError, merge_metrics
 from rl_backend.contracts.operations import Join, Operation
-from rl_backend.data import MicroBatchPlan, check_same_fields, pack_plan, plan_micro_batches, restore_order
-
-if TYPE_CHECKING:
-    from tensordict import TensorDictBase
+from rl_backend.data import (
+    MicroBatchPlan,
+    check_same_fields,
+    pack_plan,
+    plan_micro_batches,
+    restore_order,
+    sequences_from_tensordict,
+)
 
 
 class Shares(NamedTuple):
@@ -57,7 +54,8 @@ def split(operation: Operation, num_ranks: int, max_tokens: int, *, has_loss: bo
         raise HandleError(f"model {handle.name!r} is forward-only; a backward pass needs gradients", name=handle.name)
     if trains and not has_loss:
         raise BatchError("loss=None: only a forward_only pass can do without a loss")
-    rows = _sequences(arguments.pop("sequences"))
+    given = arguments.pop("sequences")
+    rows = given if isinstance(given, Sequence) else sequences_from_tensordict(given)
     budget = _budget(arguments.pop("max_tokens_per_micro_batch"), max_tokens)
     meta = arguments.pop("meta")
     check_same_fields(rows)
@@ -84,14 +82,6 @@ def _budget(wanted: int | None, most: int) -> int:
             "group with a larger RuntimeConfig.max_tokens_per_micro_batch"
         )
     return most if wanted is None else wanted
-
-
-def _sequences(sequences: Sequence[TokenSequence] | TensorDictBase) -> Sequence[TokenSequence]:
-    if not isinstance(sequences, Sequence):
-        from rl_backend.data.tensordict import sequences_from_tensordict
-
-        return sequences_from_tensordict(sequences)
-    return sequences
 
 
 def _model(operation: Operation, shares: Shares, values: Sequence[BuiltModel], group_id: str) -> HandleRef:

@@ -150,7 +150,7 @@ class TrainOperations:
         The model is in training mode, or in evaluation mode when ``forward_only``, for the length of the call.
 
         Args:
-            sequences: a list, or a TensorDict with jagged fields (see :mod:`rl_backend.data.tensordict`), on the CPU.
+            sequences: a list, or a TensorDict with jagged fields (``sequences_from_tensordict``), on the CPU.
             loss: a :class:`~actors.train.loss.Loss`, or any callable that can be pickled. It is pickled at each call, and
                 sent to the ranks when the pickle is not one of the last few. None if a forward-only pass wants only outputs.
             meta: as ``PackedBatch.meta``; see :func:`~rl_backend.data.packing.pack_plan` for what is added.

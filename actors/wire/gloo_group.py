@@ -19,7 +19,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from actors.cluster.meeting import Meeting, PathToMeeting, node_address
 from rl_backend.contracts import TensorInfo
 from rl_backend.parallel.store import LOOPBACK
-from rl_backend.weights import read_tensor
+from rl_backend.weights.staging import read_tensor
 
 TIMEOUT = timedelta(seconds=120)
 """How long one side waits for the other."""

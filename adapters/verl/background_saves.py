@@ -11,7 +11,7 @@ import torch.distributed as dist
 from verl.utils.checkpoint.checkpoint_manager import get_checkpoint_tracker_filename
 
 from rl_backend.checkpoint.durable import rename_synced, write_synced
-from rl_backend.checkpoint.training_state import raise_on_every_rank
+from rl_backend.checkpoint.training_state import on_every_rank, raise_on_every_rank
 from rl_backend.contracts import CheckpointError, ModelHandle
 from rl_backend.runtime import Runtime
 
@@ -67,14 +67,10 @@ def begin_role(path: Path) -> None:
     Raises:
         CheckpointError: the file system refuses; on every rank.
     """
-    problem = None
-    if dist.get_rank() == 0:
-        try:
+    with on_every_rank(dist.distributed_c10d._get_default_group(), f"{path} could not be saved"):
+        if dist.get_rank() == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             _marker(path).touch()
-        except OSError as error:
-            problem = f"{path} could not be saved: {error}"
-    raise_on_every_rank(problem, dist.distributed_c10d._get_default_group())
 
 
 def record_step(path: Path, step: int) -> None:

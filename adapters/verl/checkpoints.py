@@ -14,7 +14,7 @@ from adapters.verl.background_saves import PendingSave, begin_role, record_step,
 from adapters.verl.checkpoint_contents import STATE, require_contents
 from adapters.verl.replacing import exists_on_rank_0, finish_replacing, found_name, replacing
 from rl_backend.checkpoint.durable import sync_tree
-from rl_backend.checkpoint.training_state import raise_on_every_rank
+from rl_backend.checkpoint.training_state import on_every_rank
 from rl_backend.contracts import CheckpointError, ModelHandle, UnsupportedError
 from rl_backend.runtime import Runtime
 
@@ -101,8 +101,10 @@ class EngineCheckpoints:
             with replacing(path / _HF_DIRECTORY) as new:
                 runtime.save_checkpoint(handle, new, hf=True)
                 if self._tokenizer is not None:
-                    problem = self._write_tokenizer(new) if first else None
-                    raise_on_every_rank(problem, dist.distributed_c10d._get_default_group())
+                    with on_every_rank(_all_ranks(), f"the tokenizer could not be written to {new}"):
+                        if first:
+                            self._tokenizer.save_pretrained(new)
+                            sync_tree(new)
         if background:
             self._begin(runtime, handle, PendingSave(path, step, max_ckpt_to_keep, None))
             return
@@ -141,25 +143,11 @@ class EngineCheckpoints:
             self._committed(save.path, save.step, save.keep, records=True)
 
     def _committed(self, path: Path, step: int, keep: int | None, *, records: bool) -> None:
-        problem = None
-        if dist.get_rank() == 0:
-            try:
+        with on_every_rank(_all_ranks(), f"verl's record of step {step} could not be written"):
+            if dist.get_rank() == 0:
                 if records:
                     record_step(path, step)
-            except OSError as error:
-                problem = f"verl's record of step {step} could not be written: {error}"
-            else:
                 self._kept.register_checkpoint(str(path), keep)
-        if records:
-            raise_on_every_rank(problem, dist.distributed_c10d._get_default_group())
-
-    def _write_tokenizer(self, directory: Path) -> str | None:
-        try:
-            self._tokenizer.save_pretrained(directory)
-            sync_tree(directory)
-        except Exception as error:  # noqa: BLE001 - raised by the caller, on every rank
-            return f"the tokenizer could not be written to {directory}: {type(error).__name__}: {error}"
-        return None
 
     def hf_directory(self, local_path: str, hdfs_path: str | None = None) -> Path | None:
         """The directory that weights alone are loaded from, or None where the training state is.
@@ -172,10 +160,10 @@ class EngineCheckpoints:
             return None
         path = found_name(path)
         if not (path / "config.json").is_file():
-            raise CheckpointError(
-                f"{path} is no Hugging Face directory; load_contents without optimizer and extra reads the weights that "
+            raise CheckpointError.at(
+                path,
+                "is no Hugging Face directory; load_contents without optimizer and extra reads the weights that "
                 "save_contents with 'model' or 'hf_model' wrote",
-                path=str(path),
             )
         return path
 
@@ -201,6 +189,10 @@ def own_tokenizer(model_config: HFModelConfig) -> Any:
     if model_config.custom_chat_template is None and model_config.tokenizer_path in (None, model_config.path):
         return None
     return model_config.tokenizer if model_config.processor is None else model_config.processor
+
+
+def _all_ranks() -> dist.ProcessGroup:
+    return dist.distributed_c10d._get_default_group()
 
 
 def _local(local_path: str, hdfs_path: str | None) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from rl_backend.checkpoint.durable import rename_synced
-from rl_backend.checkpoint.training_state import raise_on_every_rank
+from rl_backend.checkpoint.training_state import on_every_rank
 
 
 @contextmanager
@@ -25,18 +25,14 @@ def replacing(path: Path) -> Generator[Path]:
     """
     finish_replacing(path)
     new, old = _new(path), _old(path)
-    if dist.get_rank() == 0:
-        for left_behind in (new, old):
-            shutil.rmtree(left_behind, ignore_errors=True)
-    raise_on_every_rank(None, _all_ranks())
+    with on_every_rank(_all_ranks(), f"{path} cannot be replaced"):
+        if dist.get_rank() == 0:
+            for left_behind in (new, old):
+                shutil.rmtree(left_behind, ignore_errors=True)
     yield new
-    problem = None
-    if dist.get_rank() == 0:
-        try:
+    with on_every_rank(_all_ranks(), f"{new} could not take the place of {path}"):
+        if dist.get_rank() == 0:
             _take_place(path)
-        except OSError as error:
-            problem = f"{new} could not take the place of {path}: {error}"
-    raise_on_every_rank(problem, _all_ranks())
 
 
 def found_name(path: Path) -> Path:
@@ -59,15 +55,11 @@ def finish_replacing(path: Path) -> None:
     Raises:
         CheckpointError: the file system refuses; on every rank.
     """
-    problem = None
-    if dist.get_rank() == 0:
-        found = found_name(path)
-        try:
+    with on_every_rank(_all_ranks(), f"{path} could not be given its name; rename the one that a kill left beside it"):
+        if dist.get_rank() == 0:
+            found = found_name(path)
             if found != path:
                 rename_synced(found, path)
-        except OSError as error:
-            problem = f"{found} could not be given its name, {path}: {error}; rename it"
-    raise_on_every_rank(problem, _all_ranks())
 
 
 def _take_place(path: Path) -> None:

@@ -1,78 +1,38 @@
 """Advantages and losses: pure tensor functions on packed data."""
 
+from rl_backend.algorithm.advantages import ADVANTAGE_ESTIMATORS as ADVANTAGE_ESTIMATORS
+from rl_backend.algorithm.advantages import AdvantageEstimator as AdvantageEstimator
+from rl_backend.algorithm.advantages import dr_grpo_advantages as dr_grpo_advantages
+from rl_backend.algorithm.advantages import groups_with_signal as groups_with_signal
+from rl_backend.algorithm.advantages import grpo_advantages as grpo_advantages
+from rl_backend.algorithm.advantages import reinforce_plus_plus_advantages as reinforce_plus_plus_advantages
 from rl_backend.algorithm.advantages import (
-    ADVANTAGE_ESTIMATORS,
-    AdvantageEstimator,
-    dr_grpo_advantages,
-    groups_with_signal,
-    grpo_advantages,
-    reinforce_plus_plus_advantages,
-    reinforce_plus_plus_baseline_advantages,
-    rloo_advantages,
+    reinforce_plus_plus_baseline_advantages as reinforce_plus_plus_baseline_advantages,
 )
-from rl_backend.algorithm.aggregation import (
-    LOSS_AGG_MODES,
-    LossAggMode,
-    aggregate_loss,
-    aggregation_terms,
-    broadcast_to_tokens,
-    masked_sum,
-    sum_by_sequence,
-    token_mean_metric,
-    zero_masked,
-)
-from rl_backend.algorithm.importance import (
-    IMPORTANCE_LEVELS,
-    ImportanceLevel,
-    masked_importance_weights,
-    sequences_without_veto,
-    truncated_importance_weights,
-)
-from rl_backend.algorithm.policy import SURROGATES, Surrogate, cispo_loss, grpo_loss, gspo_loss, policy_loss, sft_loss
-from rl_backend.algorithm.rewards import KL_TYPES, kl_in_reward, kl_penalty, overlong_penalty, token_rewards
-from rl_backend.algorithm.surrogates import cispo_policy_loss, clipped_policy_loss, gspo_policy_loss
-from rl_backend.algorithm.value import explained_variance, gae_advantages, masked_whiten, value_loss
-
-__all__ = [
-    "ADVANTAGE_ESTIMATORS",
-    "IMPORTANCE_LEVELS",
-    "KL_TYPES",
-    "LOSS_AGG_MODES",
-    "SURROGATES",
-    "AdvantageEstimator",
-    "ImportanceLevel",
-    "LossAggMode",
-    "Surrogate",
-    "aggregate_loss",
-    "aggregation_terms",
-    "broadcast_to_tokens",
-    "cispo_loss",
-    "cispo_policy_loss",
-    "clipped_policy_loss",
-    "dr_grpo_advantages",
-    "explained_variance",
-    "gae_advantages",
-    "groups_with_signal",
-    "grpo_advantages",
-    "grpo_loss",
-    "gspo_loss",
-    "gspo_policy_loss",
-    "kl_in_reward",
-    "kl_penalty",
-    "masked_importance_weights",
-    "masked_sum",
-    "masked_whiten",
-    "overlong_penalty",
-    "policy_loss",
-    "reinforce_plus_plus_advantages",
-    "reinforce_plus_plus_baseline_advantages",
-    "rloo_advantages",
-    "sequences_without_veto",
-    "sft_loss",
-    "sum_by_sequence",
-    "token_mean_metric",
-    "token_rewards",
-    "truncated_importance_weights",
-    "value_loss",
-    "zero_masked",
-]
+from rl_backend.algorithm.advantages import rloo_advantages as rloo_advantages
+from rl_backend.algorithm.aggregation import LOSS_AGG_MODES as LOSS_AGG_MODES
+from rl_backend.algorithm.aggregation import LossAggMode as LossAggMode
+from rl_backend.algorithm.aggregation import aggregate_loss as aggregate_loss
+from rl_backend.algorithm.aggregation import broadcast_to_tokens as broadcast_to_tokens
+from rl_backend.algorithm.aggregation import masked_sum as masked_sum
+from rl_backend.algorithm.aggregation import token_mean_metric as token_mean_metric
+from rl_backend.algorithm.aggregation import zero_masked as zero_masked
+from rl_backend.algorithm.policy import cispo_loss as cispo_loss
+from rl_backend.algorithm.policy import grpo_loss as grpo_loss
+from rl_backend.algorithm.policy import gspo_loss as gspo_loss
+from rl_backend.algorithm.policy import policy_loss as policy_loss
+from rl_backend.algorithm.policy import sft_loss as sft_loss
+from rl_backend.algorithm.rewards import kl_in_reward as kl_in_reward
+from rl_backend.algorithm.rewards import kl_penalty as kl_penalty
+from rl_backend.algorithm.rewards import overlong_penalty as overlong_penalty
+from rl_backend.algorithm.rewards import token_rewards as token_rewards
+from rl_backend.algorithm.surrogates import cispo_policy_loss as cispo_policy_loss
+from rl_backend.algorithm.surrogates import clipped_policy_loss as clipped_policy_loss
+from rl_backend.algorithm.surrogates import gspo_policy_loss as gspo_policy_loss
+from rl_backend.algorithm.surrogates import masked_importance_weights as masked_importance_weights
+from rl_backend.algorithm.surrogates import sequences_without_veto as sequences_without_veto
+from rl_backend.algorithm.surrogates import truncated_importance_weights as truncated_importance_weights
+from rl_backend.algorithm.value import explained_variance as explained_variance
+from rl_backend.algorithm.value import gae_advantages as gae_advantages
+from rl_backend.algorithm.value import masked_whiten as masked_whiten
+from rl_backend.algorithm.value import value_loss as value_loss

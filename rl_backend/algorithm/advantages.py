@@ -14,10 +14,13 @@ from rl_backend.algorithm.aggregation import broadcast_to_tokens, check_packed
 from rl_backend.algorithm.value import gae_advantages, masked_whiten
 from rl_backend.contracts import BatchError, ConfigError
 
+type Rewards = Tensor | Sequence[float]
+type GroupIds = Tensor | Sequence[Hashable] | None
+
 
 @dataclass(frozen=True, eq=False)
 class RewardGroups:
-    """How each of N responses stands to its group; (N,) and float64 unless said otherwise.
+    """Each of N responses compared with its group; (N,), float64 unless noted.
 
     Attributes:
         size: responses in its group.
@@ -33,11 +36,7 @@ class RewardGroups:
     equal: Tensor
 
 
-def group_rewards(
-    rewards: Tensor | Sequence[float],
-    group_size: int | None = None,
-    group_ids: Tensor | Sequence[Hashable] | None = None,
-) -> RewardGroups:
+def group_rewards(rewards: Rewards, group_size: int | None = None, group_ids: GroupIds = None) -> RewardGroups:
     """Checks rewards and groups, and compares each reward with its group.
 
     Args:
@@ -65,12 +64,7 @@ def group_rewards(
     return RewardGroups(count[groups], torch.where(alone, scores, centered), torch.where(alone, 1.0, std[groups]), equal)
 
 
-def groups_with_signal(
-    rewards: Tensor | Sequence[float],
-    *,
-    group_size: int | None = None,
-    group_ids: Tensor | Sequence[Hashable] | None = None,
-) -> Tensor:
+def groups_with_signal(rewards: Rewards, *, group_size: int | None = None, group_ids: GroupIds = None) -> Tensor:
     """(N,) bool: False for every response of a group whose rewards are all equal, which gives no gradient.
 
     The filter of dynamic sampling: a loop keeps the other groups and samples further prompts in place of these. A response
@@ -88,7 +82,7 @@ def groups_with_signal(
     return (groups.size == 1) | ~groups.equal
 
 
-def finite_rewards(rewards: Tensor | Sequence[float]) -> Tensor:
+def finite_rewards(rewards: Rewards) -> Tensor:
     """(N,) float64; raises :class:`BatchError` for another shape or a reward that is not finite."""
     given = torch.as_tensor(rewards)
     if given.dim() != 1:
@@ -100,13 +94,13 @@ def finite_rewards(rewards: Tensor | Sequence[float]) -> Tensor:
     return scores
 
 
-def result_dtype(rewards: Tensor | Sequence[float]) -> torch.dtype:
+def result_dtype(rewards: Rewards) -> torch.dtype:
     """The dtype of ``rewards``; float32 when they are not floating."""
     given = torch.as_tensor(rewards).dtype
     return given if given.is_floating_point else torch.float32
 
 
-def _group_indices(scores: Tensor, group_size: int | None, group_ids: Tensor | Sequence[Hashable] | None) -> Tensor:
+def _group_indices(scores: Tensor, group_size: int | None, group_ids: GroupIds) -> Tensor:
     """(N,) int64 numbers from 0, on the device of ``scores``."""
     responses = scores.shape[0]
     if (group_size is None) == (group_ids is None):
@@ -128,21 +122,11 @@ def _group_indices(scores: Tensor, group_size: int | None, group_ids: Tensor | S
 class AdvantageEstimator(Protocol):
     """One advantage per response, (N,), from rewards (N,) and their groups."""
 
-    def __call__(
-        self,
-        rewards: Tensor | Sequence[float],
-        *,
-        group_size: int | None = None,
-        group_ids: Tensor | Sequence[Hashable] | None = None,
-    ) -> Tensor: ...
+    def __call__(self, rewards: Rewards, *, group_size: int | None = None, group_ids: GroupIds = None) -> Tensor: ...
 
 
 def grpo_advantages(
-    rewards: Tensor | Sequence[float],
-    *,
-    group_size: int | None = None,
-    group_ids: Tensor | Sequence[Hashable] | None = None,
-    eps: float = 1e-6,
+    rewards: Rewards, *, group_size: int | None = None, group_ids: GroupIds = None, eps: float = 1e-6
 ) -> Tensor:
     """One advantage per response: ``(r - mean(group)) / (std(group) + eps)``.
 
@@ -171,12 +155,7 @@ def grpo_advantages(
     return (groups.centered / (groups.std + eps)).to(result_dtype(rewards))
 
 
-def dr_grpo_advantages(
-    rewards: Tensor | Sequence[float],
-    *,
-    group_size: int | None = None,
-    group_ids: Tensor | Sequence[Hashable] | None = None,
-) -> Tensor:
+def dr_grpo_advantages(rewards: Rewards, *, group_size: int | None = None, group_ids: GroupIds = None) -> Tensor:
     """One advantage per response: ``r - mean(group)``; the reward itself where a response is alone in its group.
 
     Sources: Dr. GRPO, https://arxiv.org/abs/2503.20783, section 3.2; verl's ``compute_grpo_outcome_advantage`` with
@@ -188,12 +167,7 @@ def dr_grpo_advantages(
     return group_rewards(rewards, group_size, group_ids).centered.to(result_dtype(rewards))
 
 
-def rloo_advantages(
-    rewards: Tensor | Sequence[float],
-    *,
-    group_size: int | None = None,
-    group_ids: Tensor | Sequence[Hashable] | None = None,
-) -> Tensor:
+def rloo_advantages(rewards: Rewards, *, group_size: int | None = None, group_ids: GroupIds = None) -> Tensor:
     """One advantage per response: its reward less the mean reward of the *other* responses in its group.
 
     That is ``(r - mean(group)) * n / (n - 1)`` for n responses; the reward itself where a response is alone in its group,
@@ -234,12 +208,7 @@ def reinforce_plus_plus_advantages(token_rewards: Tensor, loss_mask: Tensor, seq
 
 
 def reinforce_plus_plus_baseline_advantages(
-    rewards: Tensor | Sequence[float],
-    loss_mask: Tensor,
-    seq_lens: Tensor,
-    *,
-    group_size: int | None = None,
-    group_ids: Tensor | Sequence[Hashable] | None = None,
+    rewards: Rewards, loss_mask: Tensor, seq_lens: Tensor, *, group_size: int | None = None, group_ids: GroupIds = None
 ) -> Tensor:
     """``reward - mean(group)`` at every response token, whitened over the tokens of the batch: (T,).
 

@@ -101,7 +101,7 @@ def required_values(model_output: ModelOutput) -> Tensor:
 
 
 def differentiable_entropy(model_output: ModelOutput) -> Tensor:
-    """``model_output.entropy``, with a gradient wherever ``log_probs`` has one; raises :class:`BatchError` otherwise."""
+    """``model_output.entropy``, with a gradient wherever ``log_probs`` has one; raises :class:`BatchError` without it."""
     entropy = model_output.entropy
     if entropy is None:
         raise BatchError("entropy_coef needs the entropy; set meta['calculate_entropy'] to True in every micro-batch")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,19 +22,20 @@ from rl_backend.algorithm.aggregation import (
     token_vector,
     zero_masked,
 )
-from rl_backend.algorithm.importance import (
+from rl_backend.algorithm.rewards import check_kl_type, kl_penalty
+from rl_backend.algorithm.surrogates import (
+    check_clip_options,
     check_importance_options,
+    cispo_policy_loss,
+    clipped_policy_loss,
+    gspo_policy_loss,
     masked_importance_weights,
     sequences_without_veto,
     truncated_importance_weights,
 )
-from rl_backend.algorithm.rewards import check_kl_type, kl_penalty
-from rl_backend.algorithm.surrogates import check_clip_options, cispo_policy_loss, clipped_policy_loss, gspo_policy_loss
 from rl_backend.contracts import ConfigError, MetricValue, ModelOutput, PackedBatch
 
-type Surrogate = Literal["ppo", "gspo", "cispo"]
-
-SURROGATES: tuple[str, ...] = get_args(Surrogate.__value__)
+SURROGATES = ("ppo", "gspo", "cispo")
 
 
 def policy_loss(
@@ -77,10 +78,10 @@ def policy_loss(
         loss_agg_mode, loss_scale_factor: see :func:`~rl_backend.algorithm.aggregation.aggregation_terms`.
         kl_coef: may be annealed to 0, where no reference is needed.
         kl_type: see :func:`~rl_backend.algorithm.rewards.kl_penalty`.
-        tis_cap: see :func:`~rl_backend.algorithm.importance.truncated_importance_weights`.
-        mis_bounds: see :func:`~rl_backend.algorithm.importance.masked_importance_weights`; instead of ``tis_cap``.
+        tis_cap: see :func:`~rl_backend.algorithm.surrogates.truncated_importance_weights`.
+        mis_bounds: see :func:`~rl_backend.algorithm.surrogates.masked_importance_weights`; instead of ``tis_cap``.
         importance_level: ``token`` or ``sequence``, of either.
-        importance_veto: see :func:`~rl_backend.algorithm.importance.sequences_without_veto`; with or without weights.
+        importance_veto: see :func:`~rl_backend.algorithm.surrogates.sequences_without_veto`; with or without weights.
         entropy_coef: weight of the entropy bonus, nats; needs ``meta["calculate_entropy"]``.
 
     Tokens with weight 0 still count in the denominators: dropping them makes the step smaller.
@@ -117,32 +118,24 @@ def policy_loss(
     def aggregate(token_losses: Tensor) -> Tensor:
         return aggregate_loss(token_losses, loss_mask, data, loss_agg_mode, loss_scale_factor=loss_scale_factor)
 
-    importance = tis_cap is not None or mis_bounds is not None or importance_veto is not None
-    metrics: dict[str, MetricValue] = {}
     clip = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high}
     if surrogate == "gspo":
-        token_losses, surrogate_metrics = gspo_policy_loss(
-            log_probs, old_log_probs, advantages, loss_mask, data.seq_lens, **clip
-        )
+        token_losses, clipped = gspo_policy_loss(log_probs, old_log_probs, advantages, loss_mask, data.seq_lens, **clip)
     elif surrogate == "cispo":
-        token_losses, surrogate_metrics = cispo_policy_loss(log_probs, old_log_probs, advantages, loss_mask, **clip)
+        token_losses, clipped = cispo_policy_loss(log_probs, old_log_probs, advantages, loss_mask, **clip)
     else:
-        token_losses, surrogate_metrics = clipped_policy_loss(
+        token_losses, clipped = clipped_policy_loss(
             log_probs, old_log_probs, advantages, loss_mask, clip_ratio_c=clip_ratio_c, **clip
         )
-    metrics.update(surrogate_metrics)
+    metrics: dict[str, MetricValue] = {**clipped}
 
+    importance = tis_cap is not None or mis_bounds is not None or importance_veto is not None
     if "rollout_log_probs" in data.token_fields or importance:
         rollout_log_probs = token_vector(data, "rollout_log_probs")
         metrics["log_prob_gap"] = token_mean_metric((old_log_probs - rollout_log_probs).abs(), loss_mask)
         if importance:
-            weights = _importance_weights(
-                (old_log_probs, rollout_log_probs, loss_mask, data.seq_lens),
-                tis_cap,
-                mis_bounds,
-                importance_level,
-                importance_veto,
-            )
+            compared = (old_log_probs, rollout_log_probs, loss_mask, data.seq_lens)
+            weights = _importance_weights(compared, tis_cap, mis_bounds, importance_level, importance_veto)
             metrics["importance_weight"] = token_mean_metric(weights, loss_mask)
             metrics["importance_dropped"] = token_mean_metric((weights == 0).to(weights.dtype), loss_mask)
             token_losses = token_losses * weights

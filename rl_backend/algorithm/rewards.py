@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from rl_backend.algorithm.advantages import finite_rewards, result_dtype
+from rl_backend.algorithm.advantages import Rewards, finite_rewards, result_dtype
 from rl_backend.algorithm.aggregation import check_not_negative, check_packed, zero_masked
 from rl_backend.contracts import BatchError, ConfigError
 
-_ESTIMATORS = {
-    "k1": "k1",
-    "kl": "k1",
-    "k2": "k2",
-    "mse": "k2",
-    "k3": "k3",
-    "low_var_kl": "k3",
-    "abs": "abs",
+
+def _k3(difference: Tensor) -> Tensor:
+    negated = (-difference).clamp(min=-20.0, max=20.0)
+    return (negated.exp() - negated - 1.0).clamp(min=-10.0, max=10.0)
+
+
+_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    **dict.fromkeys(("k1", "kl"), lambda difference: difference),
+    **dict.fromkeys(("k2", "mse"), lambda difference: 0.5 * difference.square()),
+    **dict.fromkeys(("k3", "low_var_kl"), _k3),
+    "abs": Tensor.abs,
 }
 
 KL_TYPES: tuple[str, ...] = (*_ESTIMATORS, *(f"{name}+" for name in _ESTIMATORS))
@@ -52,25 +55,14 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kl_type: str = "k3") ->
     """
     check_kl_type(kl_type)
     difference = log_probs - ref_log_probs
-    value = _estimate(difference, _ESTIMATORS[kl_type.removesuffix("+")])
+    value = _ESTIMATORS[kl_type.removesuffix("+")](difference)
     if not kl_type.endswith("+"):
         return value
     surrogate = 0.5 * difference.square()
     return surrogate - surrogate.detach() + value.detach()
 
 
-def _estimate(difference: Tensor, estimator: str) -> Tensor:
-    if estimator == "k1":
-        return difference
-    if estimator == "k2":
-        return 0.5 * difference.square()
-    if estimator == "abs":
-        return difference.abs()
-    negated = (-difference).clamp(min=-20.0, max=20.0)
-    return (negated.exp() - negated - 1.0).clamp(min=-10.0, max=10.0)
-
-
-def token_rewards(rewards: Tensor | Sequence[float], loss_mask: Tensor, seq_lens: Tensor) -> Tensor:
+def token_rewards(rewards: Rewards, loss_mask: Tensor, seq_lens: Tensor) -> Tensor:
     """(T,): each sequence's reward at the last token that ``loss_mask`` selects, 0 elsewhere.
 
     A sequence without any selected token has no action to reward; its reward is left out.
@@ -101,13 +93,7 @@ def token_rewards(rewards: Tensor | Sequence[float], loss_mask: Tensor, seq_lens
 
 
 def kl_in_reward(
-    rewards: Tensor,
-    log_probs: Tensor,
-    ref_log_probs: Tensor,
-    loss_mask: Tensor,
-    *,
-    kl_coef: float,
-    kl_type: str = "k1",
+    rewards: Tensor, log_probs: Tensor, ref_log_probs: Tensor, loss_mask: Tensor, *, kl_coef: float, kl_type: str = "k1"
 ) -> Tensor:
     """(T,): ``rewards - kl_coef * KL`` at the selected tokens, 0 elsewhere; without gradient.
 
@@ -118,7 +104,7 @@ def kl_in_reward(
         rewards: (T,) of tokens, see :func:`token_rewards`.
         log_probs: (T,) of the policy that sampled: ``old_log_probs``.
         ref_log_probs: (T,) of the reference.
-        loss_mask: (T,); the others are not read where it is 0.
+        loss_mask: (T,); the other tensors are not read where it is 0.
         kl_coef: 0 or above.
         kl_type: see :func:`~rl_backend.algorithm.rewards.kl_penalty`.
 

@@ -82,7 +82,7 @@ def gae_advantages(
     Args:
         token_rewards: (T,) floating, see :func:`~rl_backend.algorithm.rewards.token_rewards`.
         values: (T,) floating, of the critic that saw the batch before its update.
-        loss_mask: (T,); selects where it is not 0; the others are not read elsewhere.
+        loss_mask: (T,); selects where it is not 0; elsewhere the other tensors are not read.
         seq_lens: (B,) int64 on the CPU.
         gamma: discount, within [0, 1].
         lam: within [0, 1]; 1 gives the return less the value, 0 the temporal difference.
@@ -103,11 +103,13 @@ def gae_advantages(
 
     selected = loss_mask != 0
     counts = [int(part.sum()) for part in torch.split(selected, seq_lens.tolist())]
+    # Rows hold selected tokens alone, so the next column is the next action of the same sequence.
     rewards = _one_row_per_sequence(token_rewards[selected], counts)
     state_values = _one_row_per_sequence(values[selected], counts)
     next_values = torch.nn.functional.pad(state_values[:, 1:], (0, 1))
     deltas = rewards + gamma * next_values - state_values
 
+    # Backwards in time, all sequences at once. The padding behind a short sequence is 0 and leaves it unchanged.
     rows = torch.zeros_like(deltas)
     following = deltas.new_zeros(len(counts))
     for column in reversed(range(deltas.shape[1])):

@@ -41,16 +41,15 @@ def require_inside(folder: Path, name: str) -> Path:
     try:
         root, found = folder.resolve(), file.resolve()
     except (OSError, RuntimeError) as error:  # pathlib raises RuntimeError for links that lead to each other
-        raise CheckpointError(
-            f"{folder} is refused: {name} cannot be followed to a file ({error}); put a copy of the file in its place",
-            path=str(folder),
+        raise CheckpointError.at(
+            folder,
+            f"is refused: {name} cannot be followed to a file ({error}); put a copy of the file in its place",
             name=name,
         ) from None
     if not found.is_relative_to(root):
-        raise CheckpointError(
-            f"{folder} is refused: {name} is a link out of it, to {found}; put a copy of the file in its place if you "
-            "trust it",
-            path=str(folder),
+        raise CheckpointError.at(
+            folder,
+            f"is refused: {name} is a link out of it, to {found}; put a copy of the file in its place if you trust it",
             name=name,
         )
     return file

@@ -1,4 +1,4 @@
-"""Durable names in the file system: drafts, flushing, renaming, discarding."""
+"""Durable files: drafts, flushing, renaming, discarding."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def commit_draft(draft: Path, path: Path) -> None:
     Raises:
         OSError: ``path`` exists, or the file system refuses; see :func:`rename_synced`.
     """
-    # A rename would replace an empty directory that has appeared there since the draft was begun.
+    # A rename would replace an empty directory that appeared at ``path`` after the draft was begun.
     if path.exists():
         raise FileExistsError(f"{path} was made by another process while the draft was written")
     rename_synced(draft, path)
 
 
 def discard_draft(draft: Path) -> None:
-    """Removes what a failed save has written, if anything; what cannot be removed is warned of."""
+    """Removes the files of a failed save, if any; logs a warning where it cannot."""
     shutil.rmtree(draft, ignore_errors=True)
     if draft.exists():
         logger.warning("the incomplete %s could not be removed", draft)
@@ -44,7 +44,7 @@ def write_synced(file: Path, text: str) -> None:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Writes a file in the place of an earlier one: who is killed meanwhile leaves the earlier one."""
+    """Replaces a file in one step: a kill before the end leaves the earlier one."""
     new = file.with_name(f".{file.name}.new")
     write_synced(new, text)
     new.replace(file)
@@ -70,13 +70,13 @@ def rename_synced(old: Path, new: Path) -> None:
     """Renames within a directory and flushes that. Where it fails, ``old`` has its name and ``new`` is not there.
 
     Raises:
-        OSError: the file system refuses; with a note if it refuses to take the new name back as well.
+        OSError: the file system refuses; with a note if the rename back fails too.
     """
     old.rename(new)
     try:
         sync(new.parent)
     except OSError as error:
-        # What is said to have failed must not be found.
+        # A rename that is reported as failed must not be found.
         try:
             new.rename(old)
         except OSError as again:

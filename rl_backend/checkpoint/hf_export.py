@@ -1,4 +1,4 @@
-"""Weights of a training checkpoint without a runtime and without ranks, and a Hugging Face directory of them."""
+"""Export of a training checkpoint to a Hugging Face directory, without a runtime or ranks."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class TrainingWeights:
         self.manifest.require_files(self.path)
         if self.manifest.private:
             backend = self.manifest.runtime_config.get("backend")
-            raise CheckpointError(
-                f"{self.path} has {len(self.manifest.private)} weights in an order that only the {backend} runtime reads, "
+            raise CheckpointError.at(
+                self.path,
+                f"has {len(self.manifest.private)} weights in an order that only the {backend} runtime reads, "
                 f"{self.manifest.private[0]} for one; load it there and use save_checkpoint(hf=True)",
-                path=str(self.path),
             )
         self.shapes = dict(self.manifest.parameters)
         if not self.shapes:
-            raise CheckpointError(f"{self.path} is damaged: its manifest lists no weights", path=str(self.path))
+            raise CheckpointError.at(self.path, "is damaged: its manifest lists no weights")
         require_written(self.path, METADATA_FILE, self.manifest.files.get(METADATA_FILE))
         self._reader = TensorsReader(self.path, self.manifest.files)
         for name, shape in self.shapes.items():
@@ -77,8 +77,8 @@ class TrainingWeights:
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor in ``dtype`` on the CPU), in the order of ``shapes``.
 
-        All are views of one buffer of the size of the largest, each valid until the next is taken. Beside it one piece of a
-        tensor is in memory, in float32: what one rank has written of it.
+        All are views of one buffer of the size of the largest, each valid until the next is taken. One stored piece
+        of a tensor, as one rank wrote it in float32, is in memory at the same time.
 
         Raises:
             CheckpointError: a file cannot be read.
@@ -107,14 +107,14 @@ class TrainingWeights:
 
 
 def source_of(weights: TrainingWeights, given: Path | str | None = None) -> Path:
-    """The Hugging Face directory with the configuration and the tokenizer of a checkpoint's model.
+    """The Hugging Face directory with the configuration and tokenizer of a checkpoint's model.
 
     Args:
         given: None takes the directory that the run began from.
 
     Raises:
-        CheckpointError: it is not there, has a link that leads out of it, or its ``config.json`` does not say that it is of
-            this model. A manifest may name any folder of this machine, so one that leaves the question open is refused.
+        CheckpointError: the directory is missing, has a link that leads out of it, or its ``config.json`` does not name this
+            model. A manifest may name any folder of this machine, so a directory that does not prove the match is refused.
     """
     began_from = weights.manifest.runtime_config.get("hf_path")
     source = Path(given if given is not None else str(began_from))
@@ -148,7 +148,7 @@ def export_checkpoint(
         out: must not exist; its parent must.
         source: from :func:`source_of`.
         dtype: of every weight. Checkpoints have float32 masters.
-        max_shard_bytes: largest size of one file; a larger tensor gets a file of its own.
+        max_shard_bytes: largest size of one file; a larger tensor gets its own file.
         progress: told the bytes of each tensor that is read.
 
     Raises:
@@ -176,24 +176,24 @@ def _require_same_model(weights: TrainingWeights, config: Mapping[str, Any], sou
     for field in _FIELDS:
         found = config.get(field)
         if found is None:
-            raise CheckpointError(
-                f"{source} is refused: its config.json has no {field}, so it is not known to be of the model in "
+            raise CheckpointError.at(
+                source,
+                f"is refused: its config.json has no {field}, so it is not known to be of the model in "
                 f"{weights.path}; give the directory that the run began from, or a copy, as source",
-                path=str(source),
                 field=field,
             )
         if found != saved.get(field, found):
-            raise CheckpointError(
-                f"{source} is of another model: its config.json has {field}={found!r}, the model in {weights.path} "
+            raise CheckpointError.at(
+                source,
+                f"is of another model: its config.json has {field}={found!r}, the model in {weights.path} "
                 f"has {saved[field]!r}; give the directory that the run began from, or a copy",
-                path=str(source),
                 field=field,
             )
     vocab_size, hidden_size = config["vocab_size"], config["hidden_size"]
     if (vocab_size, hidden_size) not in weights.shapes.values():
-        raise CheckpointError(
-            f"{source} is of another model: its config.json has vocab_size={vocab_size!r} and hidden_size={hidden_size!r}, "
+        raise CheckpointError.at(
+            source,
+            f"is of another model: its config.json has vocab_size={vocab_size!r} and hidden_size={hidden_size!r}, "
             f"the model in {weights.path} has no such weight; give the directory that the run began from, or a copy",
-            path=str(source),
             field="vocab_size",
         )

@@ -23,7 +23,7 @@ FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16
 
 
 class StoredTensor(NamedTuple):
-    """What a file's header says of one tensor. ``dtype`` is safetensors' own name where it is no plain float."""
+    """One tensor in a file's header. ``dtype`` is safetensors' own name unless it is a plain float."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | str
@@ -67,8 +67,14 @@ class HFReader:
         weight_map = _read_weight_map(index) if index.is_file() else None
         for file in _weight_files(self.path, weight_map):
             self._read_header(file, weight_map)
-        if weight_map is not None:
-            self._check_index(weight_map)
+        absent = sorted(set(weight_map or ()) - set(self.infos))
+        if weight_map is not None and absent:
+            name = absent[0]
+            raise CheckpointError(
+                f"{WEIGHTS_INDEX} of {self.path} says that {name!r} is in {weight_map[name]}, which does not have it "
+                f"({len(absent)} such tensors); the download is mixed or incomplete, fetch it again",
+                tensors=absent,
+            )
 
     def read(self, name: str, region: tuple[slice, ...] = ()) -> Tensor:
         """One tensor, or the part of it in ``region``, a slice for each of its first dimensions.
@@ -101,16 +107,6 @@ class HFReader:
                 self.infos[name] = StoredTensor(tuple(stored.get_shape()), FLOAT_DTYPES.get(dtype, dtype))
                 self._files[name] = file
 
-    def _check_index(self, weight_map: Mapping[str, str]) -> None:
-        absent = sorted(set(weight_map) - set(self.infos))
-        if absent:
-            name = absent[0]
-            raise CheckpointError(
-                f"{WEIGHTS_INDEX} of {self.path} says that {name!r} is in {weight_map[name]}, which does not have it "
-                f"({len(absent)} such tensors); the download is mixed or incomplete, fetch it again",
-                tensors=absent,
-            )
-
 
 def _weight_files(directory: Path, weight_map: Mapping[str, str] | None) -> list[Path]:
     if weight_map is not None:
@@ -125,10 +121,10 @@ def _weight_files(directory: Path, weight_map: Mapping[str, str] | None) -> list
             f"{WEIGHTS_INDEX} of {directory} names {listed(absent)}, which is missing; fetch the model again", files=absent
         )
     if not files:
-        raise CheckpointError(
-            f"{directory} has no *.safetensors file; weights in another format must be converted first, for example with "
+        raise CheckpointError.at(
+            directory,
+            "has no *.safetensors file; weights in another format must be converted first, for example with "
             "transformers' save_pretrained",
-            path=str(directory),
         )
     return files
 
@@ -147,11 +143,11 @@ def _read_json_object(file: Path, remedy: str) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{file} is missing; {remedy}", path=str(file)) from None
+        raise CheckpointError.at(file, f"is missing; {remedy}") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read as JSON ({error}); {remedy}", path=str(file)) from None
+        raise CheckpointError.at(file, f"cannot be read as JSON ({error}); {remedy}") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file} holds a {type(content).__name__}; expected a JSON object; {remedy}", path=str(file))
+        raise CheckpointError.at(file, f"holds a {type(content).__name__}; expected a JSON object; {remedy}")
     return content
 
 
@@ -161,8 +157,8 @@ def _open(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt") as opened:
             yield opened
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{file} is truncated or corrupt, or cannot be read ({error}); fetch or write it again", path=str(file)
+        raise CheckpointError.at(
+            file, f"is truncated or corrupt, or cannot be read ({error}); fetch or write it again"
         ) from error
 
 
@@ -187,7 +183,7 @@ def other_files(source: Path) -> dict[str, Path]:
     """Tokenizer, chat templates, generation and preprocessor settings, model card, licence: name below ``source`` -> file.
 
     Python files are among them where a configuration has an ``auto_map``, which names classes in them. Every other name,
-    and what is no regular file, is left out: what lies beside a model is not known to be part of it.
+    and everything but regular files, is left out: a file beside a model need not be part of it.
 
     Raises:
         CheckpointError: one of them, or ``config.json``, is a link out of ``source``. Links inside of the cache of

@@ -29,8 +29,8 @@ def load_weights(
 ) -> None:
     """Fills each parameter, or this rank's shard of it, from the Hugging Face directory ``path``.
 
-    All names, shapes and dtypes are checked first. Then one stored tensor after the other is read, only what the shard has
-    of it, and converted to the parameter's dtype, so that host memory holds the shards and at most one more tensor. A stored
+    All names, shapes and dtypes are checked first. Then stored tensors are read one at a time, only the part in the shard,
+    and converted to the parameter's dtype: host memory holds the shards and at most one more tensor. A stored
     ``lm_head.weight`` that is not asked for is ignored for a critic, and with tied embeddings where it equals them; stored
     rotary frequencies are ignored; any other tensor without a parameter is refused.
 
@@ -38,7 +38,7 @@ def load_weights(
         parameters: name in the module -> parameter, a DTensor where it is sharded.
         weight_names: name in the module -> Hugging Face name, or those of the tensors that are packed in it.
         zero_if_absent: Hugging Face names that the directory may lack; their parameters are filled with 0.
-        stored_buffers: endings of names without a parameter that are ignored as well.
+        stored_buffers: endings of further names without a parameter that are ignored.
         elsewhere: names of tensors whose parameters other ranks may have; they are not read.
 
     Raises:

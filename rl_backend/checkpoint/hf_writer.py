@@ -15,21 +15,12 @@ import torch
 from torch import Tensor
 
 from rl_backend.checkpoint.durable import commit_draft, discard_draft, draft_of, sync_tree
-from rl_backend.checkpoint.hf_reader import SINGLE_FILE, WEIGHTS_INDEX, other_files, read_hf_config
-from rl_backend.contracts import CheckpointError, TensorInfo
+from rl_backend.checkpoint.hf_reader import FLOAT_DTYPES, SINGLE_FILE, WEIGHTS_INDEX, other_files, read_hf_config
+from rl_backend.contracts import CheckpointError, TensorInfo, name_of_dtype
 
-_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+_INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+_DTYPES = {name_of_dtype(dtype): name for name, dtype in {**FLOAT_DTYPES, **_INTEGERS, "BOOL": torch.bool}.items()}
+"""torch's name of a dtype -> that of safetensors."""
 _ALIGNMENT = 8
 _PART = 1 << 24
 _LABEL = "LABEL_0"
@@ -48,19 +39,19 @@ def write_hf_directory(
 ) -> None:
     """Writes a directory that transformers and vLLM load: weights, and the other files of ``source_dir``.
 
-    Weights are written in shards, one tensor after the other as they come, so that one tensor is in memory. ``config.json``
-    is told the dtype of most elements. Everything goes to a hidden directory beside ``path``, is flushed to the disk, and
+    Weights are written in shards, one tensor at a time as they come: only one is in memory. ``config.json`` gets the
+    dtype of most elements. Everything goes to a hidden directory beside ``path``, is flushed to the disk, and
     appears under ``path`` in one rename; a failure leaves nothing behind.
 
     Args:
         path: must not exist; its parent must.
-        infos: what ``tensors`` gives: Hugging Face names, shapes and dtypes, in the order in which files are filled.
+        infos: of ``tensors``: Hugging Face names, shapes and dtypes, in the order in which files are filled.
         tensors: Hugging Face name -> tensor on any device; each is written before the next is taken.
         source_dir: the Hugging Face directory that the model came from; its configuration, tokenizer, chat templates,
             generation settings, model card and code are copied, and nothing else: see
             :func:`~rl_backend.checkpoint.hf_reader.other_files`.
         config: written to ``config.json`` in place of that of ``source_dir``.
-        max_shard_bytes: largest size of one file; a larger tensor gets a file of its own.
+        max_shard_bytes: largest size of one file; a larger tensor gets its own file.
 
     Raises:
         CheckpointError: ``path`` exists or its parent does not, no ``config.json`` in ``source_dir``, a link in it that
@@ -68,11 +59,14 @@ def write_hf_directory(
     """
     target, source = Path(path), Path(source_dir)
     if target.exists():
-        raise CheckpointError(f"{target} exists already; choose a new directory", path=str(target))
+        raise CheckpointError.at(target, "exists already; choose a new directory")
     if not target.parent.is_dir():
         raise CheckpointError(f"{target.parent} is not a directory; create it first", path=str(target))
     written_config = read_hf_config(source) if config is None else config
-    copied = _other_files(source, target)
+    try:
+        copied = other_files(source)
+    except OSError as error:
+        raise CheckpointError(f"{source} cannot be read ({error}); nothing was written", path=str(target)) from error
     draft = draft_of(target)
     try:
         draft.mkdir()
@@ -85,7 +79,7 @@ def write_hf_directory(
             for name, file in copied.items():
                 (draft / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, draft / name)
-            _write_json(draft / "config.json", _with_dtype(written_config, _usual_dtype(infos)))
+            _write_json(draft / "config.json", _with_usual_dtype(written_config, infos))
             sync_tree(draft)
             commit_draft(draft, target)
         except BaseException:
@@ -96,23 +90,12 @@ def write_hf_directory(
         raise CheckpointError(f"writing {target} failed ({error}); {left}", path=str(target)) from error
 
 
-def _other_files(source: Path, target: Path) -> dict[str, Path]:
-    try:
-        return other_files(source)
-    except OSError as error:
-        raise CheckpointError(f"{source} cannot be read ({error}); nothing was written", path=str(target)) from error
-
-
-def _usual_dtype(infos: Sequence[TensorInfo]) -> str:
+def _with_usual_dtype(config: Mapping[str, object], infos: Sequence[TensorInfo]) -> dict[str, object]:
     elements: Counter[str] = Counter()
     for info in infos:
         elements[info.dtype] += info.num_elements
-    return elements.most_common(1)[0][0]
-
-
-def _with_dtype(config: Mapping[str, object], dtype: str) -> dict[str, object]:
     fields = [field for field in ("dtype", "torch_dtype") if field in config] or ["dtype"]
-    return {**config, **dict.fromkeys(fields, dtype)}
+    return {**config, **dict.fromkeys(fields, elements.most_common(1)[0][0])}
 
 
 def _write_json(file: Path, content: dict[str, object]) -> None:
@@ -132,11 +115,11 @@ class _Place(NamedTuple):
 
 
 class ShardedFiles:
-    """The files of a model, in a directory of their own. In memory is one tensor, or less where it can be viewed as bytes.
+    """The weight files of a model. One tensor is in memory, or less where it can be viewed as bytes.
 
     Args:
-        infos: what is going to be written, in the order in which files are filled; they may come in another.
-        max_shard_bytes: largest size of the tensors in one file; a larger tensor gets a file of its own.
+        infos: the tensors to write, in the order in which files are filled; they may come in another order.
+        max_shard_bytes: largest size of the tensors in one file; a larger tensor gets its own file.
 
     Attributes:
         weight_map: name -> name of its file.
@@ -204,7 +187,7 @@ class ShardedFiles:
             raise CheckpointError(f"tensor {name!r} came and was not announced", tensor=name)
         if name not in self._missing:
             raise CheckpointError(f"tensor {name!r} came twice", tensor=name)
-        found = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        found = (tuple(tensor.shape), name_of_dtype(tensor.dtype))
         if found != (place.info.shape, place.info.dtype):
             raise CheckpointError(
                 f"tensor {name!r} came as {found[1]} {found[0]}, {place.info.dtype} {place.info.shape} was announced",

@@ -18,7 +18,7 @@ _DIGEST = '"digest": "{}"'
 
 
 class SealedConfig(BaseConfig):
-    """A configuration that is written with a digest of its own text.
+    """A configuration that is written with a digest of its text.
 
     Attributes:
         digest: xxh3-64 of the text with this field, the first in it, empty.
@@ -36,7 +36,7 @@ class SealedConfig(BaseConfig):
         """Reads a file of :meth:`sealed_text`.
 
         Raises:
-            CheckpointError: it is something else, or has been changed.
+            CheckpointError: the file is of another kind, or was changed.
         """
         details = {"path": str(file.parent), "name": file.name}
         try:
@@ -45,15 +45,14 @@ class SealedConfig(BaseConfig):
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error}", **details) from None
         except ValidationError as error:
-            reasons = "; ".join(problem["msg"] for problem in error.errors())
-            raise CheckpointError(f"{file} is damaged: {reasons}; take an earlier checkpoint", **details) from None
+            problem = "; ".join(each["msg"] for each in error.errors())
         except (ConfigError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{file} is damaged: {error}; take an earlier checkpoint", **details) from None
-        if _digest(text.replace(_DIGEST.format(found.digest), _DIGEST.format(""), 1)) != found.digest:
-            raise CheckpointError(
-                f"{file} is damaged: it has other text than was written; take an earlier checkpoint", **details
-            )
-        return found
+            problem = str(error)
+        else:
+            if _digest(text.replace(_DIGEST.format(found.digest), _DIGEST.format(""), 1)) == found.digest:
+                return found
+            problem = "it has other text than was written"
+        raise CheckpointError(f"{file} is damaged: {problem}; take an earlier checkpoint", **details)
 
 
 def _digest(text: str) -> str:
@@ -66,7 +65,7 @@ _FORMAT = re.compile(r'"format"\s*:\s*(\d+)')
 
 
 class FileFacts(BaseConfig):
-    """What a file was when it was written.
+    """Size and digest of a file when it was written.
 
     Attributes:
         num_bytes: its size.
@@ -84,15 +83,15 @@ class TrainingManifest(SealedConfig):
         format: version of the layout.
         model_type: of the Hugging Face configuration.
         parameters: Hugging Face name -> shape; the fingerprint of the model.
-        private: those of ``parameters`` that the runtime has saved under names of its own, which no other runtime reads.
+        private: those of ``parameters`` that the runtime saved under private names, which no other runtime reads.
         head: ``log_probs`` or ``values``.
         weight_version: of the saved weights.
         schedule_steps: scheduler steps taken.
         optimizer_steps: steps that the optimizer has taken.
         fewer_steps: Hugging Face name -> steps, of parameters that had no gradient in some of them.
         world_size: ranks that saved it.
-        runtime_config: ``RuntimeConfig`` of the run, for readers; of it ``backend`` and the layout are looked at.
-        extra: what the caller of ``save_checkpoint`` gave.
+        runtime_config: ``RuntimeConfig`` of the run, for readers; only ``backend`` and the layout are used.
+        extra: from the caller of ``save_checkpoint``.
         files: name -> size and digest of every other file in the directory.
     """
 
@@ -119,33 +118,33 @@ class TrainingManifest(SealedConfig):
     def require_model(self, model_type: str, parameters: Mapping[str, tuple[int, ...]], head: Head, path: Path) -> None:
         """Raises :class:`CheckpointError`, with the first difference, unless the checkpoint is of this model."""
         if self.model_type != model_type:
-            raise CheckpointError(f"{path} holds a {self.model_type!r} model, this one is {model_type!r}", path=str(path))
+            raise CheckpointError.at(path, f"holds a {self.model_type!r} model, this one is {model_type!r}")
         if self.head != head:
-            raise CheckpointError(
-                f"{path} holds a model with head={self.head!r}, this one has head={head!r}; load it into one of "
+            raise CheckpointError.at(
+                path,
+                f"holds a model with head={self.head!r}, this one has head={head!r}; load it into one of "
                 f"build_model(head={self.head!r})",
-                path=str(path),
                 head=self.head,
             )
         for name in {**self.parameters, **parameters}:
             saved, here = self.parameters.get(name), parameters.get(name)
             if saved != here:
-                raise CheckpointError(
-                    f"{path} holds another model: {name} has shape {saved or 'none'} there and {here or 'none'} here; load "
+                raise CheckpointError.at(
+                    path,
+                    f"holds another model: {name} has shape {saved or 'none'} there and {here or 'none'} here; load "
                     f"it with the configuration that saved it (hf_path={self.runtime_config.get('hf_path')!r})",
-                    path=str(path),
                     name=name,
                 )
 
     def require_readable_by(self, backend: str, path: Path) -> None:
-        """Raises :class:`CheckpointError` when another runtime has saved parameters under names of its own."""
+        """Raises :class:`CheckpointError` when another runtime saved parameters under private names."""
         saved = self.runtime_config.get("backend")
         if self.private and saved != backend:
-            raise CheckpointError(
-                f"{path} was written by the {saved} runtime, which has {self.private[0]} and {len(self.private) - 1} other "
+            raise CheckpointError.at(
+                path,
+                f"was written by the {saved} runtime, which has {self.private[0]} and {len(self.private) - 1} other "
                 f"weights in an order of its own that the {backend} runtime does not read; load it with backend={saved!r}, "
                 "or take its weights alone: save_checkpoint(hf=True) there, hf_path here",
-                path=str(path),
                 backend=saved,
             )
 
@@ -154,19 +153,17 @@ class TrainingManifest(SealedConfig):
         for name, facts in self.files.items():
             file = require_inside(path, name)
             if not file.is_file():
-                raise CheckpointError(f"{path} is incomplete: {name} is missing", path=str(path), name=name)
+                raise CheckpointError.at(path, f"is incomplete: {name} is missing", name=name)
             found = file.stat().st_size
             if found != facts.num_bytes:
-                raise CheckpointError(
-                    f"{path} is damaged: {name} has {found} bytes, {facts.num_bytes} were written",
-                    path=str(path),
-                    name=name,
+                raise CheckpointError.at(
+                    path, f"is damaged: {name} has {found} bytes, {facts.num_bytes} were written", name=name
                 )
 
 
 def damaged(path: Path, name: str, what: str) -> CheckpointError:
-    """The error that says what is wrong with a file of the checkpoint ``path``."""
-    return CheckpointError(f"{path} is damaged: {what}; take an earlier checkpoint", path=str(path), name=name)
+    """The error for a damaged file of the checkpoint ``path``."""
+    return CheckpointError.at(path, f"is damaged: {what}; take an earlier checkpoint", name=name)
 
 
 def read_manifest(path: Path) -> TrainingManifest:
@@ -177,19 +174,19 @@ def read_manifest(path: Path) -> TrainingManifest:
     """
     file = path / MANIFEST_NAME
     if not path.is_dir():
-        raise CheckpointError(f"{path} is not a directory", path=str(path))
+        raise CheckpointError.at(path, "is not a directory")
     if not file.is_file():
         hint = (
             "it is a Hugging Face directory: give it as RuntimeConfig.hf_path"
             if (path / "config.json").is_file()
             else "a save that did not finish leaves none"
         )
-        raise CheckpointError(f"{path} has no {MANIFEST_NAME}, so it is no training checkpoint; {hint}", path=str(path))
+        raise CheckpointError.at(path, f"has no {MANIFEST_NAME}, so it is no training checkpoint; {hint}")
     found = _FORMAT.search(require_inside(path, MANIFEST_NAME).read_text(errors="replace"))
     if found and found[1] != "2":
-        raise CheckpointError(
-            f"{path} has format {found[1]}, this version reads format 2; load it with the version that wrote it, and take "
+        raise CheckpointError.at(
+            path,
+            f"has format {found[1]}, this version reads format 2; load it with the version that wrote it, and take "
             "its weights along: save_checkpoint(hf=True) there, hf_path here",
-            path=str(path),
         )
     return TrainingManifest.read_sealed(file)

@@ -53,11 +53,11 @@ def _inside_row(inner: Sequence[int], row: int, index: int, start: int, end: int
 
 
 class TensorPieces:
-    """The pieces of one tensor that this rank has. ``torch.distributed.checkpoint`` takes it in the place of a tensor.
+    """The pieces of one tensor that this rank has. ``torch.distributed.checkpoint`` takes it in place of a tensor.
 
     Args:
         size: of the whole tensor.
-        pieces: offsets of each piece -> the piece, a view of what is saved or loaded.
+        pieces: offsets of each piece -> the piece, a view of the tensor to save or to load.
         writes: False for a copy of what another rank writes: it is only loaded.
     """
 
@@ -105,7 +105,7 @@ class PiecesLoadPlanner(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         pieces = {name: value for name, value in state_dict.items() if isinstance(value, TensorPieces)}
-        # The default planner replaces by None what is no tensor.
+        # The default planner replaces everything but tensors by None.
         super().set_up_planner(
             {name: value for name, value in state_dict.items() if name not in pieces}, metadata, is_coordinator
         )
@@ -117,10 +117,9 @@ class PiecesLoadPlanner(DefaultLoadPlanner):
 
 
 class HostBuffers:
-    """Host memory for one model's state; pinned for what is on a GPU, so that it is copied at the speed of the bus.
+    """Host memory for one model's state; pinned for tensors on a GPU, which copies at the speed of the bus.
 
-    It stays allocated from one copy to the next: memory that is touched for the first time takes several times as long to
-    write to as memory that is there.
+    It stays allocated from one copy to the next: writing to fresh memory takes several times as long.
     """
 
     def __init__(self) -> None:

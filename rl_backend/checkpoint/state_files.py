@@ -20,13 +20,13 @@ from torch.futures import Future
 from rl_backend.checkpoint.confined import require_inside
 from rl_backend.checkpoint.manifest import FileFacts, damaged
 from rl_backend.checkpoint.stored_metadata import METADATA_FILE, load_problem, stored_metadata
-from rl_backend.contracts import CheckpointError
+from rl_backend.contracts import CheckpointError, name_of_dtype
 
 _CHUNK = 1 << 22
 
 
 class _DigestingStream(io.IOBase):
-    """What is written goes to a file and into a digest; nothing can be changed afterwards."""
+    """Writes to a file and into a digest; written bytes cannot be changed."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw = raw
@@ -54,7 +54,7 @@ class _DigestingStream(io.IOBase):
             self._raw.flush()
 
     def fileno(self) -> int:
-        # Whoever asks is about to flush the file to the disk.
+        # The caller is about to flush the file to the disk.
         self._raw.flush()
         return self._raw.fileno()
 
@@ -76,7 +76,7 @@ class _DigestingFileSystem(FileSystem):
             try:
                 yield stream
             except Exception:
-                # torch.save ends its archive all the same, and then tells of that.
+                # torch.save still ends its archive, and then reports that instead.
                 if stream.error is not None:
                     raise OSError(stream.error.errno, stream.error.strerror, str(path)) from None
                 raise
@@ -88,13 +88,13 @@ class _DigestingFileSystem(FileSystem):
 
 
 class DigestingWriter(FileSystemWriter):
-    """A ``FileSystemWriter`` that knows what this rank has written.
+    """A ``FileSystemWriter`` that keeps size and digest of this rank's files.
 
-    The digest is of the bytes that were handed to the file system, so that what a disk changes later is found.
+    The digest is of the bytes handed to the file system: it finds what a disk changes later.
     """
 
     def __init__(self, path: Path) -> None:
-        # Copying ahead waits for the current CUDA stream, which in a thread of its own is another device's, or training's.
+        # Copying ahead waits for the current CUDA stream, which in another thread is another device's, or training's.
         super().__init__(path, per_thread_copy_ahead=0)
         self.fs = self._digesting = _DigestingFileSystem()
 
@@ -128,16 +128,16 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class TensorsReader(FileSystemReader):
-    """Reads the tensors of a checkpoint. What is stored where is read once, and nothing in a file is run.
+    """Reads the tensors of a checkpoint. ``.metadata`` is read once, and nothing in a file is run.
 
-    Every element of every tensor is known to be stored exactly once, and what is read to be what ``.metadata`` says.
+    Every element of every tensor is stored exactly once, and every piece read is checked against ``.metadata``.
 
     Args:
         path: the checkpoint's directory.
         files: of its manifest; data is read from no others.
 
     Attributes:
-        metadata: what is stored where.
+        metadata: the pieces of each tensor, and their files.
 
     Raises:
         CheckpointError: as :func:`~rl_backend.checkpoint.stored_metadata.stored_metadata`.
@@ -157,10 +157,10 @@ class TensorsReader(FileSystemReader):
         return self.metadata
 
     def require_stored(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
-        """Checks what is stored of a tensor before any of it is read.
+        """Checks shape and dtype of a stored tensor before any of it is read.
 
         Args:
-            dtype: of what will hold it: a floating one takes any usual one, others must be the same. None is not compared.
+            dtype: of the tensor to fill. Floating ones convert, others must be equal; None is not compared.
 
         Raises:
             CheckpointError: there is no such tensor, or it has another shape or dtype.
@@ -172,7 +172,7 @@ class TensorsReader(FileSystemReader):
             self._refuse(name, f"has it in shape {tuple(stored.size)}", f"in shape {shape}")
         found = stored.properties.dtype
         if dtype is not None and found != dtype and not (found in _FLOATS and dtype in _FLOATS):
-            self._refuse(name, f"has it as {_name(found)}", f"as {_name(dtype)}")
+            self._refuse(name, f"has it as {name_of_dtype(found)}", f"as {name_of_dtype(dtype)}")
 
     def _refuse(self, name: str, found: str, expected: str) -> NoReturn:
         raise damaged(Path(self.path), name, f"its {METADATA_FILE} {found}, {name} was expected {expected}")
@@ -214,9 +214,5 @@ class TensorsReader(FileSystemReader):
         return piece
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _described(dtype: torch.dtype, shape: torch.Size) -> str:
-    return f"{_name(dtype)} {tuple(shape)}"
+    return f"{name_of_dtype(dtype)} {tuple(shape)}"

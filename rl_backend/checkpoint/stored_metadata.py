@@ -1,8 +1,8 @@
 """The ``.metadata`` of a checkpoint's tensors, read without running anything that it asks for.
 
 ``torch.distributed.checkpoint`` writes the file as a pickle, and a pickle names functions to call. Here each name that such
-a file may have stands for a record that only keeps what it is given; every other name is refused. What the records hold is
-then checked and put into torch's own classes.
+a file may have stands for a record that only keeps its arguments; every other name is refused. The contents of the records
+are then checked and put into torch's own classes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from rl_backend.checkpoint.confined import require_inside
 from rl_backend.checkpoint.manifest import FileFacts, damaged
-from rl_backend.contracts import CheckpointError
+from rl_backend.contracts import CheckpointError, name_of_dtype
 
 MOST_SPLIT_DIMENSIONS = 8
 """Dimensions along which :func:`covers_once` takes a tensor to be split; its work doubles with each."""
@@ -47,11 +47,11 @@ _NAMES = frozenset(
     }
 )
 _MOST = 2**63
-_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_DTYPES = {name_of_dtype(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
 def stored_metadata(path: Path, files: Mapping[str, FileFacts]) -> Metadata:
-    """What is stored where. Every element of every tensor is in exactly one piece, and each piece has its place.
+    """Tensors and the files of their pieces. Every element of a tensor is in exactly one piece, which has its place.
 
     Args:
         path: the checkpoint's directory.
@@ -67,11 +67,21 @@ def stored_metadata(path: Path, files: Mapping[str, FileFacts]) -> Metadata:
         data = require_inside(path, METADATA_FILE).read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path / METADATA_FILE} cannot be read: {error}", path=str(path)) from None
-    return _Conversion(path, files).metadata(_records(path, data))
+    try:
+        record = _Unpickler(path, data).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # pickle raises errors of any type for damaged data
+        problem = f"its {METADATA_FILE} cannot be read: {type(error).__name__}: {error}"
+        raise damaged(path, METADATA_FILE, problem) from error
+    try:
+        return _metadata(record, files)
+    except _RefusedError as error:
+        raise damaged(path, METADATA_FILE, f"its {METADATA_FILE} is refused, {error}") from None
 
 
 class _Record:
-    """Stands for an object of a pickle: what it was made with and what it was then told, whatever that is."""
+    """Stands for any object of a pickle: its arguments and its state."""
 
     __slots__ = ("arguments", "state")
 
@@ -98,122 +108,104 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
         if (module, name) not in _NAMES:
-            raise CheckpointError(
-                f"{self._path} is refused: its {METADATA_FILE} {may_run(f'{module}.{name}')}",
-                path=str(self._path),
-                name=METADATA_FILE,
+            raise CheckpointError.at(
+                self._path, f"is refused: its {METADATA_FILE} {may_run(f'{module}.{name}')}", name=METADATA_FILE
             )
         return self._kinds.setdefault((module, name), type(name, (_Record,), {"__slots__": ()}))
 
 
-def _records(path: Path, data: bytes) -> Any:
+class _RefusedError(Exception):
+    """Says what no save would have written."""
+
+
+def _metadata(record: Any, files: Mapping[str, FileFacts]) -> Metadata:
+    fields = _fields(record, "Metadata")
+    tensors = {
+        _of(str, name): _tensor(_of(str, name), each) for name, each in _of(dict, fields.get("state_dict_metadata")).items()
+    }
+    stored = {_index(index): _place(each, files) for index, each in _of(dict, fields.get("storage_data")).items()}
+    for name, tensor in tensors.items():
+        for chunk in tensor.chunks:
+            if MetadataIndex(name, chunk.offsets) not in stored:
+                raise _RefusedError(f"it has no place for the piece of {name} at {tuple(chunk.offsets)}")
+    return Metadata(dict(tensors), storage_data=stored, storage_meta=StorageMeta())
+
+
+def _tensor(name: str, record: Any) -> TensorStorageMetadata:
+    if _kind(record) != "TensorStorageMetadata":
+        raise _RefusedError(f"{name} is stored as a {_kind(record)}, not as a tensor")
+    fields = _fields(record, "TensorStorageMetadata")
+    size = _size(fields.get("size"))
+    chunks = [_chunk(name, each, size) for each in _of(list, fields.get("chunks"))]
+    properties = fields.get("properties")
+    state = properties.state if isinstance(properties, _Record) else None
+    if _kind(properties) != "TensorProperties" or not isinstance(state, tuple) or not state:
+        raise _RefusedError(f"{name} has no properties")
     try:
-        return _Unpickler(path, data).load()
-    except CheckpointError:
-        raise
-    except Exception as error:  # pickle raises errors of any type for damaged data
-        problem = f"its {METADATA_FILE} cannot be read: {type(error).__name__}: {error}"
-        raise damaged(path, METADATA_FILE, problem) from error
+        covered = covers_once(size, [(chunk.offsets, chunk.sizes) for chunk in chunks])
+    except ValueError as error:
+        raise _RefusedError(f"{name} has pieces that are not checked: {error}") from None
+    if not covered:
+        raise _RefusedError(f"the pieces of {name} overlap, or leave out a part of {tuple(size)}")
+    return TensorStorageMetadata(TensorProperties(_of(torch.dtype, state[0])), size, chunks)
 
 
-class _Conversion:
-    """Records to torch's own classes."""
+def _chunk(name: str, record: Any, whole: torch.Size) -> ChunkStorageMetadata:
+    fields = _fields(record, "ChunkStorageMetadata")
+    offsets, sizes = _size(fields.get("offsets")), _size(fields.get("sizes"))
+    if not len(offsets) == len(sizes) == len(whole) or any(
+        offset + size > end for offset, size, end in zip(offsets, sizes, whole, strict=True)
+    ):
+        raise _RefusedError(f"{name} has a piece of {tuple(sizes)} at {tuple(offsets)}, outside of {tuple(whole)}")
+    return ChunkStorageMetadata(offsets, sizes)
 
-    def __init__(self, path: Path, files: Mapping[str, FileFacts]) -> None:
-        self._path, self._files = path, files
 
-    def metadata(self, record: Any) -> Metadata:
-        fields = self._fields(record, "Metadata")
-        tensors = {
-            self._text(name): self._tensor(self._text(name), each)
-            for name, each in self._of(dict, fields.get("state_dict_metadata")).items()
-        }
-        stored = {
-            self._index(index): self._place(each) for index, each in self._of(dict, fields.get("storage_data")).items()
-        }
-        for name, tensor in tensors.items():
-            for chunk in tensor.chunks:
-                if MetadataIndex(name, chunk.offsets) not in stored:
-                    self._refuse(f"it has no place for the piece of {name} at {tuple(chunk.offsets)}")
-        return Metadata(dict(tensors), storage_data=stored, storage_meta=StorageMeta())
+def _index(record: Any) -> MetadataIndex:
+    fields = _fields(record, "MetadataIndex")
+    offset, number = fields.get("offset"), fields.get("index")
+    return MetadataIndex(
+        _of(str, fields.get("fqn")),
+        None if offset is None else _size(offset),
+        None if number is None else _count(number),
+    )
 
-    def _tensor(self, name: str, record: Any) -> TensorStorageMetadata:
-        if _kind(record) != "TensorStorageMetadata":
-            self._refuse(f"{name} is stored as a {_kind(record)}, not as a tensor")
-        fields = self._fields(record, "TensorStorageMetadata")
-        size = self._size(fields.get("size"))
-        chunks = [self._chunk(name, each, size) for each in self._of(list, fields.get("chunks"))]
-        properties = fields.get("properties")
-        told = properties.state if isinstance(properties, _Record) else None
-        if _kind(properties) != "TensorProperties" or not isinstance(told, tuple) or not told:
-            self._refuse(f"{name} has no properties")
-        self._require_cover(name, size, chunks)
-        return TensorStorageMetadata(TensorProperties(self._of(torch.dtype, told[0])), size, chunks)
 
-    def _require_cover(self, name: str, size: torch.Size, chunks: list[ChunkStorageMetadata]) -> None:
-        try:
-            covered = covers_once(size, [(chunk.offsets, chunk.sizes) for chunk in chunks])
-        except ValueError as error:
-            self._refuse(f"{name} has pieces that are not checked: {error}")
-        if not covered:
-            self._refuse(f"the pieces of {name} overlap, or leave out a part of {tuple(size)}")
+def _place(record: Any, files: Mapping[str, FileFacts]) -> _StorageInfo:
+    fields = _fields(record, "_StorageInfo")
+    file, start, length = _of(str, fields.get("relative_path")), fields.get("offset"), fields.get("length")
+    if file not in files or file == METADATA_FILE:
+        raise _RefusedError(f"it places tensors in {file!r}, which is no file of this checkpoint")
+    if fields.get("transform_descriptors"):
+        raise _RefusedError(f"it wants a {_kind(fields['transform_descriptors'])} to be applied to {file}")
+    if _count(start) + _count(length) > files[file].num_bytes:
+        raise _RefusedError(f"it places a tensor behind the end of {file}")
+    return _StorageInfo(file, _count(start), _count(length))
 
-    def _chunk(self, name: str, record: Any, whole: torch.Size) -> ChunkStorageMetadata:
-        fields = self._fields(record, "ChunkStorageMetadata")
-        offsets, sizes = self._size(fields.get("offsets")), self._size(fields.get("sizes"))
-        if not len(offsets) == len(sizes) == len(whole) or any(
-            offset + size > end for offset, size, end in zip(offsets, sizes, whole, strict=True)
-        ):
-            self._refuse(f"{name} has a piece of {tuple(sizes)} at {tuple(offsets)}, outside of {tuple(whole)}")
-        return ChunkStorageMetadata(offsets, sizes)
 
-    def _index(self, record: Any) -> MetadataIndex:
-        fields = self._fields(record, "MetadataIndex")
-        offset, number = fields.get("offset"), fields.get("index")
-        return MetadataIndex(
-            self._text(fields.get("fqn")),
-            None if offset is None else self._size(offset),
-            None if number is None else self._count(number),
-        )
+def _size(record: Any) -> torch.Size:
+    if _kind(record) != "Size" or len(record.arguments) != 1:
+        raise _RefusedError(f"it has a {_kind(record)} in the place of a size")
+    return torch.Size([_count(each) for each in _of(tuple, record.arguments[0])])
 
-    def _place(self, record: Any) -> _StorageInfo:
-        fields = self._fields(record, "_StorageInfo")
-        file, start, length = self._text(fields.get("relative_path")), fields.get("offset"), fields.get("length")
-        if file not in self._files or file == METADATA_FILE:
-            self._refuse(f"it places tensors in {file!r}, which is no file of this checkpoint")
-        if fields.get("transform_descriptors"):
-            self._refuse(f"it wants a {_kind(fields['transform_descriptors'])} to be applied to {file}")
-        if self._count(start) + self._count(length) > self._files[file].num_bytes:
-            self._refuse(f"it places a tensor behind the end of {file}")
-        return _StorageInfo(file, self._count(start), self._count(length))
 
-    def _size(self, record: Any) -> torch.Size:
-        if _kind(record) != "Size" or len(record.arguments) != 1:
-            self._refuse(f"it has a {_kind(record)} in the place of a size")
-        return torch.Size([self._count(each) for each in self._of(tuple, record.arguments[0])])
+def _fields(record: Any, kind: str) -> dict[str, Any]:
+    if _kind(record) != kind:
+        raise _RefusedError(f"it has a {_kind(record)} in the place of a {kind}")
+    return _of(dict, record.state)
 
-    def _fields(self, record: Any, kind: str) -> dict[str, Any]:
-        if _kind(record) != kind:
-            self._refuse(f"it has a {_kind(record)} in the place of a {kind}")
-        return self._of(dict, record.state)
 
-    def _text(self, value: Any) -> str:
-        return self._of(str, value)
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _MOST:
+        # Python writes no number of thousands of digits.
+        shown = f"{value!r:.40}" if type(value) is not int or abs(value) < _MOST else "a number beyond 64 bits"
+        raise _RefusedError(f"it has {_kind(value)} {shown} in the place of a count")
+    return value
 
-    def _count(self, value: Any) -> int:
-        if type(value) is not int or not 0 <= value < _MOST:
-            # Python writes no number of thousands of digits.
-            shown = f"{value!r:.40}" if type(value) is not int or abs(value) < _MOST else "a number beyond 64 bits"
-            self._refuse(f"it has {_kind(value)} {shown} in the place of a count")
-        return value
 
-    def _of[T](self, kind: type[T], value: Any) -> T:
-        if not isinstance(value, kind):
-            self._refuse(f"it has a {_kind(value)} in the place of a {kind.__name__}")
-        return value
-
-    def _refuse(self, reason: str) -> NoReturn:
-        raise damaged(self._path, METADATA_FILE, f"its {METADATA_FILE} is refused, {reason}")
+def _of[T](kind: type[T], value: Any) -> T:
+    if not isinstance(value, kind):
+        raise _RefusedError(f"it has a {_kind(value)} in the place of a {kind.__name__}")
+    return value
 
 
 def _kind(value: Any) -> str:
@@ -221,7 +213,7 @@ def _kind(value: Any) -> str:
 
 
 def load_problem(error: Exception) -> str:
-    """``error`` in one line, without torch's advice to unpickle without limits what it has refused."""
+    """``error`` in one line, without torch's advice to unpickle the refused file without limits."""
     found = _GLOBAL.search(str(error))
     if found:
         return f"it {may_run(found[1])}"
@@ -230,7 +222,7 @@ def load_problem(error: Exception) -> str:
 
 
 def may_run(name: str) -> str:
-    """What a file does that names a function which no checkpoint needs."""
+    """The warning for a file that names a function which no checkpoint needs."""
     return f"asks for {name}, which may run commands; nothing of it was run, do not load it with other programs"
 
 

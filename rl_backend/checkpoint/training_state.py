@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
@@ -33,7 +34,32 @@ def raise_on_every_rank(problem: str | None, group: dist.ProcessGroup, cause: Ba
         raise CheckpointError("; ".join(distinct) + where, ranks=sorted(found)) from cause
 
 
+@contextmanager
+def on_every_rank(group: dist.ProcessGroup, failed: str) -> Iterator[None]:
+    """Ends its body with a collective over ``group`` (gloo): what fails on one rank is a CheckpointError on every rank.
+
+    Args:
+        failed: begins the message, unless the body raises a :class:`CheckpointError` with its own.
+    """
+    problem: str | None = None
+    cause: Exception | None = None
+    try:
+        yield
+    except CheckpointError as error:
+        problem, cause = error.message, error
+    except Exception as error:  # noqa: BLE001 - raised below, on every rank
+        reason = with_notes(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        problem, cause = f"{failed}: {reason}", error
+    raise_on_every_rank(problem, group, cause)
+
+
 type StateTensors = Mapping[str, Tensor | TensorPieces]
+
+
+def require_free(path: Path) -> None:
+    """Raises :class:`CheckpointError` where ``path`` exists."""
+    if path.exists():
+        raise CheckpointError.at(path, "exists; a checkpoint is written to a new directory, choose another path")
 
 
 def reserve_draft(path: Path, group: dist.ProcessGroup) -> Path:
@@ -42,16 +68,11 @@ def reserve_draft(path: Path, group: dist.ProcessGroup) -> Path:
     Raises:
         CheckpointError: ``path`` exists, or the directory cannot be made; on every rank.
     """
-    problem, drafts = None, [draft_of(path)]
-    if dist.get_rank(group) == 0:
-        if path.exists():
-            problem = f"{path} exists; a checkpoint is written to a new directory, choose another path"
-        else:
-            try:
-                drafts[0].mkdir(parents=True)
-            except OSError as error:
-                problem = f"cannot make a directory beside {path}: {error}"
-    raise_on_every_rank(problem, group)
+    drafts = [draft_of(path)]
+    with on_every_rank(group, f"cannot make a directory beside {path}"):
+        if dist.get_rank(group) == 0:
+            require_free(path)
+            drafts[0].mkdir(parents=True)
     dist.broadcast_object_list(drafts, group_src=0, group=group)
     return drafts[0]
 
@@ -75,10 +96,15 @@ def write_training_state(
             save(dict(tensors), storage_writer=writer, planner=PiecesSavePlanner(), process_group=group)
         except CheckpointException as error:
             _raise_interrupt(error, group)
-            raise CheckpointError(f"{path} could not be written: {_causes(error)}", path=str(path)) from error
-        written = _all_written(writer.written, group)
-        problem = _complete(draft, path, manifest.replace(files=written)) if first else None
-        raise_on_every_rank(problem, group)
+            raise CheckpointError.at(path, f"could not be written: {_causes(error)}") from error
+        parts: list[dict[str, FileFacts]] = [{}] * dist.get_world_size(group)
+        dist.gather_object(writer.written, parts if first else None, group=group, group_dst=0)
+        with on_every_rank(group, f"cannot complete {path}"):
+            if first:
+                files = {name: facts for part in parts for name, facts in sorted(part.items())}
+                write_synced(draft / MANIFEST_NAME, manifest.replace(files=files).sealed_text())
+                sync(draft)
+                commit_draft(draft, path)
     except BaseException:
         if first:
             discard_draft(draft)
@@ -103,22 +129,15 @@ def open_training_state(
     Raises:
         CheckpointError: on every rank.
     """
-    manifest, reader, problem = None, None, None
-    cause: Exception | None = None
-    try:
+    with on_every_rank(group, f"{path} cannot be read"):
         manifest = read_manifest(path)
         manifest.require_model(model_type, parameters, head, path)
         manifest.require_readable_by(backend, path)
         manifest.require_files(path)
-        _require_digests(manifest, path, group)
+        # Each rank reads its share of the files, so that together they read everything once.
+        for name in sorted(manifest.files)[dist.get_rank(group) :: dist.get_world_size(group)]:
+            require_written(path, name, manifest.files[name])
         reader = TensorsReader(path, manifest.files)
-    except CheckpointError as error:
-        problem, cause = error.message, error
-    except Exception as error:  # noqa: BLE001 - raised below, on every rank
-        problem, cause = f"{path} cannot be read: {type(error).__name__}: {error}", error
-    raise_on_every_rank(problem, group, cause)
-    assert manifest is not None, "without a problem there are both"
-    assert reader is not None, "without a problem there are both"
     return manifest, reader
 
 
@@ -132,33 +151,7 @@ def read_training_state(reader: TensorsReader, tensors: StateTensors, group: dis
         load(dict(tensors), storage_reader=reader, planner=PiecesLoadPlanner(), process_group=group)
     except CheckpointException as error:
         _raise_interrupt(error, group)
-        raise CheckpointError(f"{reader.path} could not be read: {_causes(error)}", path=str(reader.path)) from error
-
-
-def _require_digests(manifest: TrainingManifest, path: Path, group: dist.ProcessGroup) -> None:
-    """Each rank reads its share of the files; raises :class:`CheckpointError` for one with other bytes than were written."""
-    for name in sorted(manifest.files)[dist.get_rank(group) :: dist.get_world_size(group)]:
-        require_written(path, name, manifest.files[name])
-
-
-def _all_written(written: dict[str, FileFacts], group: dist.ProcessGroup) -> dict[str, FileFacts]:
-    """Of all ranks, on rank 0."""
-    parts: list[dict[str, FileFacts]] = [{}] * dist.get_world_size(group)
-    dist.gather_object(written, parts if dist.get_rank(group) == 0 else None, group=group, group_dst=0)
-    return {name: facts for part in parts for name, facts in sorted(part.items())}
-
-
-def _complete(draft: Path, path: Path, manifest: TrainingManifest) -> str | None:
-    try:
-        write_synced(draft / MANIFEST_NAME, manifest.sealed_text())
-        sync(draft)
-    except Exception as error:  # noqa: BLE001 - raised by the caller, on every rank
-        return f"cannot write {draft / MANIFEST_NAME}: {type(error).__name__}: {error}"
-    try:
-        commit_draft(draft, path)
-    except OSError as error:
-        return f"cannot complete {path}: {with_notes(error)}"
-    return None
+        raise CheckpointError.at(reader.path, f"could not be read: {_causes(error)}") from error
 
 
 def _raise_interrupt(error: CheckpointException, group: dist.ProcessGroup) -> None:

@@ -1,113 +1,63 @@
 """Everything that crosses a boundary: configurations, batches, losses, results, handles, errors and weight manifests."""
 
-from rl_backend.contracts.base_config import MAY_CHANGE, SAME_CONTENTS, BaseConfig, HasEffect, OnResume
-from rl_backend.contracts.batch import PackedBatch, TokenSequence
-from rl_backend.contracts.errors import (
-    BatchError,
-    CheckpointError,
-    ClusterLostError,
-    ConfigError,
-    EngineDeadError,
-    EngineDirtyError,
-    ExportInterruptedError,
-    GroupFailedError,
-    HandleError,
-    OperationOrderError,
-    ParityError,
-    RegistryError,
-    RLBackendError,
-    RolloutError,
-    RunFolderError,
-    ScheduleError,
-    UnsupportedError,
-    WeightCheckError,
-    WeightSyncError,
-    WeightVersionError,
-)
-from rl_backend.contracts.handle import VALUE_HEAD_WEIGHTS, Head, ModelHandle
-from rl_backend.contracts.loss import LossFn, Metric, MetricValue, ModelOutput
-from rl_backend.contracts.optimizer_config import OptimizerConfig
-from rl_backend.contracts.parallel_config import ParallelConfig
-from rl_backend.contracts.registry import Registry
-from rl_backend.contracts.result import ForwardResult, PendingStepResult, StepResult, merge_metrics
-from rl_backend.contracts.routed_experts import RoutedLayers, check_routes, route_dtype, route_fields
-from rl_backend.contracts.runtime_config import (
-    BACKEND_CONFIGS,
-    MODEL_CONFIGS,
-    BackendConfig,
-    ModelOptions,
-    NativeConfig,
-    RuntimeConfig,
-)
-from rl_backend.contracts.weights import (
-    UNVERSIONED,
-    PackedWeight,
-    TensorInfo,
-    WeightManifest,
-    WeightName,
-    WeightShard,
-    stored_names,
-    stored_tensors,
-)
-
-__all__ = [
-    "BACKEND_CONFIGS",
-    "MAY_CHANGE",
-    "MODEL_CONFIGS",
-    "SAME_CONTENTS",
-    "UNVERSIONED",
-    "VALUE_HEAD_WEIGHTS",
-    "BackendConfig",
-    "BaseConfig",
-    "BatchError",
-    "CheckpointError",
-    "ClusterLostError",
-    "ConfigError",
-    "EngineDeadError",
-    "EngineDirtyError",
-    "ExportInterruptedError",
-    "ForwardResult",
-    "GroupFailedError",
-    "HandleError",
-    "HasEffect",
-    "Head",
-    "LossFn",
-    "Metric",
-    "MetricValue",
-    "ModelHandle",
-    "ModelOptions",
-    "ModelOutput",
-    "NativeConfig",
-    "OnResume",
-    "OperationOrderError",
-    "OptimizerConfig",
-    "PackedBatch",
-    "PackedWeight",
-    "ParallelConfig",
-    "ParityError",
-    "PendingStepResult",
-    "RLBackendError",
-    "Registry",
-    "RegistryError",
-    "RolloutError",
-    "RunFolderError",
-    "RoutedLayers",
-    "RuntimeConfig",
-    "ScheduleError",
-    "StepResult",
-    "TensorInfo",
-    "TokenSequence",
-    "UnsupportedError",
-    "WeightCheckError",
-    "WeightManifest",
-    "WeightName",
-    "WeightShard",
-    "WeightSyncError",
-    "WeightVersionError",
-    "check_routes",
-    "merge_metrics",
-    "route_dtype",
-    "route_fields",
-    "stored_names",
-    "stored_tensors",
-]
+from rl_backend.contracts.base_config import MAY_CHANGE as MAY_CHANGE
+from rl_backend.contracts.base_config import SAME_CONTENTS as SAME_CONTENTS
+from rl_backend.contracts.base_config import BaseConfig as BaseConfig
+from rl_backend.contracts.base_config import HasEffect as HasEffect
+from rl_backend.contracts.base_config import OnResume as OnResume
+from rl_backend.contracts.batch import PackedBatch as PackedBatch
+from rl_backend.contracts.batch import TokenSequence as TokenSequence
+from rl_backend.contracts.errors import BatchError as BatchError
+from rl_backend.contracts.errors import CheckpointError as CheckpointError
+from rl_backend.contracts.errors import ClusterLostError as ClusterLostError
+from rl_backend.contracts.errors import ConfigError as ConfigError
+from rl_backend.contracts.errors import EngineDeadError as EngineDeadError
+from rl_backend.contracts.errors import EngineDirtyError as EngineDirtyError
+from rl_backend.contracts.errors import ExportInterruptedError as ExportInterruptedError
+from rl_backend.contracts.errors import GroupFailedError as GroupFailedError
+from rl_backend.contracts.errors import HandleError as HandleError
+from rl_backend.contracts.errors import OperationOrderError as OperationOrderError
+from rl_backend.contracts.errors import ParityError as ParityError
+from rl_backend.contracts.errors import RegistryError as RegistryError
+from rl_backend.contracts.errors import RLBackendError as RLBackendError
+from rl_backend.contracts.errors import RolloutError as RolloutError
+from rl_backend.contracts.errors import RunFolderError as RunFolderError
+from rl_backend.contracts.errors import ScheduleError as ScheduleError
+from rl_backend.contracts.errors import UnsupportedError as UnsupportedError
+from rl_backend.contracts.errors import WeightCheckError as WeightCheckError
+from rl_backend.contracts.errors import WeightSyncError as WeightSyncError
+from rl_backend.contracts.errors import WeightVersionError as WeightVersionError
+from rl_backend.contracts.operations import VALUE_HEAD_WEIGHTS as VALUE_HEAD_WEIGHTS
+from rl_backend.contracts.operations import Head as Head
+from rl_backend.contracts.operations import ModelHandle as ModelHandle
+from rl_backend.contracts.optimizer_config import OptimizerConfig as OptimizerConfig
+from rl_backend.contracts.result import ForwardResult as ForwardResult
+from rl_backend.contracts.result import LossFn as LossFn
+from rl_backend.contracts.result import Metric as Metric
+from rl_backend.contracts.result import MetricValue as MetricValue
+from rl_backend.contracts.result import ModelOutput as ModelOutput
+from rl_backend.contracts.result import PendingStepResult as PendingStepResult
+from rl_backend.contracts.result import StepResult as StepResult
+from rl_backend.contracts.result import merge_metrics as merge_metrics
+from rl_backend.contracts.routed_experts import RoutedLayers as RoutedLayers
+from rl_backend.contracts.routed_experts import check_routes as check_routes
+from rl_backend.contracts.routed_experts import route_dtype as route_dtype
+from rl_backend.contracts.routed_experts import route_fields as route_fields
+from rl_backend.contracts.runtime_config import BACKEND_CONFIGS as BACKEND_CONFIGS
+from rl_backend.contracts.runtime_config import MODEL_CONFIGS as MODEL_CONFIGS
+from rl_backend.contracts.runtime_config import BackendConfig as BackendConfig
+from rl_backend.contracts.runtime_config import ModelOptions as ModelOptions
+from rl_backend.contracts.runtime_config import NativeConfig as NativeConfig
+from rl_backend.contracts.runtime_config import ParallelConfig as ParallelConfig
+from rl_backend.contracts.runtime_config import Registry as Registry
+from rl_backend.contracts.runtime_config import RuntimeConfig as RuntimeConfig
+from rl_backend.contracts.weights import UNVERSIONED as UNVERSIONED
+from rl_backend.contracts.weights import PackedWeight as PackedWeight
+from rl_backend.contracts.weights import TensorInfo as TensorInfo
+from rl_backend.contracts.weights import WeightManifest as WeightManifest
+from rl_backend.contracts.weights import WeightName as WeightName
+from rl_backend.contracts.weights import WeightShard as WeightShard
+from rl_backend.contracts.weights import dtype_from_name as dtype_from_name
+from rl_backend.contracts.weights import name_of_dtype as name_of_dtype
+from rl_backend.contracts.weights import stored_names as stored_names
+from rl_backend.contracts.weights import stored_tensors as stored_tensors

@@ -1,4 +1,4 @@
-"""The base of every configuration: pydantic with unknown fields refused and errors of our own."""
+"""Base of every configuration: pydantic that refuses unknown fields and raises :class:`ConfigError`."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ SAME_CONTENTS = OnResume(same_contents=True)
 class BaseConfig(BaseModel):
     """Frozen configuration. Building one with a wrong or unknown field raises :class:`ConfigError`.
 
-    ``model_dump_json`` and ``model_validate_json`` are inverse to each other for every subclass. Fields declare with
-    :class:`HasEffect` when they have none, and are refused then.
+    ``model_dump_json`` and ``model_validate_json`` are inverses of each other for every subclass. A field declares with
+    :class:`HasEffect` when it has an effect; elsewhere it is refused.
     """
 
     model_config = ConfigDict(

@@ -17,6 +17,16 @@ from torch import Tensor
 from rl_backend.contracts.errors import BatchError
 
 
+def _require_rows(kind: str, fields: Mapping[str, Tensor], rows: int) -> None:
+    for name, value in fields.items():
+        if value.dim() == 0 or value.shape[0] != rows:
+            raise BatchError(
+                f"{kind} field {name!r} has shape {tuple(value.shape)}; its first dimension must be {rows}: one row per "
+                f"{kind}",
+                name=name,
+            )
+
+
 @dataclass(frozen=True, eq=False)
 class TokenSequence:
     """One sequence of L tokens.
@@ -39,13 +49,7 @@ class TokenSequence:
             )
         if self.input_ids.dtype != torch.int64:
             raise BatchError(f"input_ids has dtype {self.input_ids.dtype}; expected torch.int64")
-        for name, value in self.token_fields.items():
-            if value.dim() == 0 or value.shape[0] != len(self):
-                raise BatchError(
-                    f"token field {name!r} has shape {tuple(value.shape)}; its first dimension must be the sequence's "
-                    f"{len(self)} tokens",
-                    name=name,
-                )
+        _require_rows("token", self.token_fields, len(self))
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -136,17 +140,8 @@ class PackedBatch:
             raise BatchError(
                 f"seq_lens {self.seq_lens.tolist()} must be positive and sum to the {tokens} tokens of input_ids"
             )
-        for kind, fields, rows in (
-            ("token", self.token_fields, tokens),
-            ("sequence", self.sequence_fields, self.num_sequences),
-        ):
-            for name, value in fields.items():
-                if value.dim() == 0 or value.shape[0] != rows:
-                    raise BatchError(
-                        f"{kind} field {name!r} has shape {tuple(value.shape)}; its first dimension must be {rows}",
-                        name=name,
-                    )
-
+        _require_rows("token", self.token_fields, tokens)
+        _require_rows("sequence", self.sequence_fields, self.num_sequences)
         temperature = self.sequence_fields.get("temperature")
         if temperature is not None and temperature.dim() != 1:
             raise BatchError(

@@ -1,8 +1,9 @@
-"""Errors. Every one survives pickling, so that a Ray caller sees the class, the message and the details."""
+"""Errors. Each survives pickling: a Ray caller sees its class, message and details."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os import PathLike
 from typing import Any, Self
 
 
@@ -57,15 +58,20 @@ class BatchError(RLBackendError):
 
 
 class HandleError(RLBackendError):
-    """A handle used for what it is not: another runtime's, closed, or forward-only where gradients are needed."""
+    """A handle that cannot serve the call: another runtime's, closed, or forward-only where gradients are needed."""
 
 
 class CheckpointError(RLBackendError):
     """Weights or training state on disk that are missing, incomplete or of another shape."""
 
+    @classmethod
+    def at(cls, path: str | PathLike[str], problem: str, **details: Any) -> Self:
+        """The usual message: ``path problem``."""
+        return cls(f"{path} {problem}", path=str(path), **details)
+
 
 class RunFolderError(RLBackendError):
-    """The folder of a run that goes on, where the file system refuses to write: no space, read-only, or gone."""
+    """The file system refuses to write to the folder of a running run: no space, read-only, or gone."""
 
 
 class ExportInterruptedError(RLBackendError):

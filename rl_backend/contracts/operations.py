@@ -1,10 +1,46 @@
-"""The atoms, each declared once: what it needs of a model, and how a group of ranks runs it."""
+"""Handles of models, and the atoms that run on them. Each atom declares its needs and how a group of ranks runs it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
+
+type Head = Literal["log_probs", "values"]
+"""``log_probs``: a language-model head (a policy, a reference). ``values``: one number per token (a critic)."""
+
+VALUE_HEAD_WEIGHTS = ("score.weight", "score.bias")
+"""Hugging Face names of a critic's head, (1, hidden_size) and (1,), as in transformers' ``...ForTokenClassification``."""
+
+
+@dataclass(eq=False)
+class ModelHandle:
+    """What every atom takes. Runtimes subclass it and keep the model, optimizer and process groups in it.
+
+    Attributes:
+        name: for messages.
+        forward_only: no optimizer and no gradients (a reference policy).
+        weight_version: a whole number that a successful ``optimizer_step`` advances and a checkpoint keeps.
+        data_parallel_rank, data_parallel_size: this rank's place among those that see different data.
+        head: its output: ``log_probs`` of the next token, or ``values`` (a critic).
+        micro_batch_multiple: ``forward_backward`` takes a multiple of so many micro-batches (an interleaved pipeline).
+        base: the model whose weights an adapter handle shares; None for a model of its own.
+    """
+
+    name: str
+    forward_only: bool
+    weight_version: int
+    data_parallel_rank: int
+    data_parallel_size: int
+    head: Head = "log_probs"
+    micro_batch_multiple: int = 1
+    base: ModelHandle | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the last step is final. With post-validation a rank may still have to take it back."""
+        return True
+
 
 type Part = Literal["model", "optimizer", "grad"]
 """A part of a model that can be moved to host memory by itself."""
@@ -53,7 +89,7 @@ class Atom:
         needs: of the model.
         flag, with_flag: an argument, and what the call needs instead when it is true.
         split, join: how a group of ranks runs it; ``join`` is None for what a group does not offer.
-        builds: makes a model, so that a group that is lost can be built again from these operations.
+        builds: makes a model. A lost group is built again from these operations.
     """
 
     needs: Needs = _A_MODEL
@@ -110,7 +146,7 @@ ATOMS: Mapping[str, Atom] = {
 
 @dataclass(frozen=True)
 class Operation:
-    """One call of an atom as a value: what is sent to the ranks of a group, and what its journal keeps.
+    """One call of an atom as a value: it is sent to the ranks of a group and kept in its journal.
 
     Attributes:
         name: in :data:`ATOMS`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -58,44 +59,41 @@ class OptimizerConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        name = type(self).__name__
-        if not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise ConfigError.of(f"{name}.betas", self.betas, "each must be in [0, 1)")
-        if self.min_lr > self.lr:
-            raise ConfigError.of(f"{name}.min_lr", self.min_lr, f"must not exceed lr={self.lr}")
-        if self.lr_warmup_init > self.lr:
-            raise ConfigError.of(f"{name}.lr_warmup_init", self.lr_warmup_init, f"must not exceed lr={self.lr}")
-        decays = self.lr_decay_style in ("linear", "cosine", "WSD")
-        if decays and self.decay_steps is None:
-            raise ConfigError.of(
-                f"{name}.lr_decay_style", self.lr_decay_style, "needs lr_decay_steps or total_training_steps"
-            )
-        if self.decay_steps is not None and self.warmup_steps >= self.decay_steps and decays:
-            raise ConfigError.of(
-                f"{name}.lr_warmup_steps", self.warmup_steps, f"must be less than lr_decay_steps={self.decay_steps}"
-            )
-        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_steps is None:
-            raise ConfigError.of(f"{name}.lr_wsd_decay_steps", None, "lr_decay_style='WSD' needs it")
-        if self.lr_decay_style == "WSD" and (self.lr_wsd_decay_steps or 0) > (self.decay_steps or 0):
-            raise ConfigError.of(
-                f"{name}.lr_wsd_decay_steps", self.lr_wsd_decay_steps, f"must not exceed lr_decay_steps={self.decay_steps}"
-            )
-        start = self.weight_decay if self.weight_decay_start is None else self.weight_decay_start
-        if self.weight_decay_incr_style == "constant" and start != self.weight_decay:
-            raise ConfigError.of(
-                f"{name}.weight_decay_start",
-                start,
-                f"weight_decay_incr_style='constant' keeps weight_decay={self.weight_decay}; leave it None or set the style",
-            )
-        if start > self.weight_decay:
-            raise ConfigError.of(f"{name}.weight_decay_start", start, f"must not exceed weight_decay={self.weight_decay}")
-        if self.lr_warmup_steps == -1 and self.lr_warmup_steps_ratio > 0 and self.total_training_steps <= 0:
-            raise ConfigError.of(f"{name}.lr_warmup_steps_ratio", self.lr_warmup_steps_ratio, "needs total_training_steps")
-        if self.weight_decay_incr_style != "constant" and self.total_training_steps <= 0:
-            raise ConfigError.of(
-                f"{name}.weight_decay_incr_style", self.weight_decay_incr_style, "needs total_training_steps"
-            )
+        for field, value, problem in self._problems():
+            raise ConfigError.of(f"{type(self).__name__}.{field}", value, problem)
         return self
+
+    def _problems(self) -> Iterator[tuple[str, object, str]]:
+        """(field, value, what is wrong with it), the most basic first."""
+        style, decay_steps = self.lr_decay_style, self.decay_steps
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            yield "betas", self.betas, "each must be in [0, 1)"
+        if self.min_lr > self.lr:
+            yield "min_lr", self.min_lr, f"must not exceed lr={self.lr}"
+        if self.lr_warmup_init > self.lr:
+            yield "lr_warmup_init", self.lr_warmup_init, f"must not exceed lr={self.lr}"
+        if style in ("linear", "cosine", "WSD"):
+            if decay_steps is None:
+                yield "lr_decay_style", style, "needs lr_decay_steps or total_training_steps"
+            elif self.warmup_steps >= decay_steps:
+                yield "lr_warmup_steps", self.warmup_steps, f"must be less than lr_decay_steps={decay_steps}"
+        if style == "WSD":
+            if self.lr_wsd_decay_steps is None:
+                yield "lr_wsd_decay_steps", None, "lr_decay_style='WSD' needs it"
+            elif self.lr_wsd_decay_steps > (decay_steps or 0):
+                yield "lr_wsd_decay_steps", self.lr_wsd_decay_steps, f"must not exceed lr_decay_steps={decay_steps}"
+        start = self.weight_decay if self.weight_decay_start is None else self.weight_decay_start
+        increase = self.weight_decay_incr_style
+        if increase == "constant" and start != self.weight_decay:
+            kept = f"weight_decay_incr_style='constant' keeps weight_decay={self.weight_decay}"
+            yield "weight_decay_start", start, f"{kept}; leave it None or set the style"
+        if start > self.weight_decay:
+            yield "weight_decay_start", start, f"must not exceed weight_decay={self.weight_decay}"
+        if self.total_training_steps <= 0:
+            if self.lr_warmup_steps == -1 and self.lr_warmup_steps_ratio > 0:
+                yield "lr_warmup_steps_ratio", self.lr_warmup_steps_ratio, "needs total_training_steps"
+            if increase != "constant":
+                yield "weight_decay_incr_style", increase, "needs total_training_steps"
 
     @property
     def warmup_steps(self) -> int:

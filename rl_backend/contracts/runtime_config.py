@@ -1,18 +1,110 @@
-"""Configuration of a runtime. ``backend_cfg`` gets its type from ``backend``, so a dump loads back as it was."""
+"""Configuration of a runtime: its layout over ranks, and the options of the backend and the model family that it names."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator
 
 from rl_backend.contracts.base_config import MAY_CHANGE, SAME_CONTENTS, BaseConfig, HasEffect
-from rl_backend.contracts.errors import ConfigError
+from rl_backend.contracts.errors import ConfigError, RegistryError
 from rl_backend.contracts.optimizer_config import OptimizerConfig
-from rl_backend.contracts.parallel_config import ParallelConfig
-from rl_backend.contracts.registry import Registry
+
+
+class ParallelConfig(BaseConfig):
+    """Sizes of the model-parallel dimensions; the data-parallel size follows from the world size.
+
+    Attributes:
+        tp: tensor parallel, with sequence parallel.
+        pp: pipeline stages (ranks).
+        vpp: stages per pipeline rank.
+        cp: context parallel.
+        ep: expert parallel; divides ``dp * cp * tp / etp``.
+        etp: tensor parallel inside an expert.
+    """
+
+    tp: int = Field(default=1, ge=1)
+    pp: int = Field(default=1, ge=1)
+    vpp: int = Field(default=1, ge=1)
+    cp: int = Field(default=1, ge=1)
+    ep: int = Field(default=1, ge=1)
+    etp: int = Field(default=1, ge=1)
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the dense model: ``tp * pp * cp``."""
+        return self.tp * self.pp * self.cp
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """``world_size / (tp * pp * cp)``; raises :class:`ConfigError` when that, or the expert layout, does not divide."""
+        size = self.model_parallel_size
+        if world_size % size:
+            fitting = [size * copies for copies in (world_size // size, world_size // size + 1) if copies]
+            raise ConfigError(
+                f"world size {world_size} is not a multiple of tp*pp*cp = {self.tp}*{self.pp}*{self.cp} = {size}; "
+                f"use {' or '.join(map(str, fitting))} ranks",
+                world_size=world_size,
+                model_parallel_size=size,
+            )
+        experts = self.ep * self.etp * self.pp
+        if world_size % experts:
+            raise ConfigError(
+                f"world size {world_size} is not a multiple of ep*etp*pp = {self.ep}*{self.etp}*{self.pp} = {experts}",
+                world_size=world_size,
+                expert_parallel_size=experts,
+            )
+        return world_size // size
+
+
+class Registry[T]:
+    """A registry of one kind of thing.
+
+    Args:
+        kind: what an entry is, for messages ("runtime", "model family").
+        how: the call that adds one, for messages.
+        built_in: module that adds the entries that are always there; imported when a name is asked for that is not.
+    """
+
+    def __init__(self, kind: str, how: str, *, built_in: str | None = None) -> None:
+        self._kind = kind
+        self._how = how
+        self._built_in = built_in
+        self._entries: dict[str, T] = {}
+
+    def add(self, name: str, entry: T) -> None:
+        """Adds ``entry``; a second, different entry of one name raises :class:`RegistryError`."""
+        known = self._entries.get(name)
+        if known is not None and known != entry:
+            raise RegistryError(f"{self._kind} {name!r} is registered already; choose another name", name=name)
+        self._entries[name] = entry
+
+    def remove(self, name: str) -> None:
+        """Removes an entry; unknown names raise :class:`RegistryError`."""
+        self.get(name)
+        del self._entries[name]
+
+    def get(self, name: str) -> T:
+        """The entry of that name; raises :class:`RegistryError` when there is none."""
+        if name not in self:
+            known = ", ".join(sorted(self._entries)) or "none"
+            raise RegistryError(f"unknown {self._kind} {name!r}; known: {known}; {self._how} adds one", name=name)
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        self._add_built_in()
+        return iter(self._entries)
+
+    def __contains__(self, name: str) -> bool:
+        if name not in self._entries:
+            self._add_built_in()
+        return name in self._entries
+
+    def _add_built_in(self) -> None:
+        if self._built_in is not None:
+            importlib.import_module(self._built_in)
+
 
 BACKEND_CONFIGS: Registry[type[BackendConfig]] = Registry(
     "runtime", "register_runtime(...)", built_in="rl_backend.runtime.registry"

@@ -1,10 +1,10 @@
-"""Weights: their Hugging Face names in a model, and what a weight sync says about those it sends."""
+"""Weights: their Hugging Face names in a model, and descriptions of the tensors that are sent or written."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from rl_backend.contracts.base_config import BaseConfig
-from rl_backend.contracts.errors import ConfigError
+from rl_backend.contracts.errors import ConfigError, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,19 @@ class WeightShard(NamedTuple):
     tensor: Tensor
 
 
+def name_of_dtype(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` -> ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """``"bfloat16"`` -> ``torch.bfloat16``; raises :class:`~rl_backend.contracts.UnsupportedError` for any other name."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedError(f"dtype {name!r} is not a torch dtype; expected a name such as 'float32' or 'bfloat16'")
+    return dtype
+
+
 class TensorInfo(BaseConfig):
     """One tensor under its Hugging Face name.
 
@@ -95,10 +108,10 @@ class TensorInfo(BaseConfig):
     digest: str = ""
 
     @classmethod
-    def of(cls, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Self:
-        """A whole tensor of torch's."""
-        dtype_name = str(dtype).removeprefix("torch.")
-        return cls(name=name, shape=shape, dtype=dtype_name, nbytes=math.prod(shape) * dtype.itemsize)
+    def of(cls, name: str, shape: Sequence[int], dtype: torch.dtype) -> Self:
+        """A full tensor without offset and digest."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        return cls(name=name, shape=tuple(shape), dtype=name_of_dtype(dtype), nbytes=nbytes)
 
     @property
     def num_elements(self) -> int:

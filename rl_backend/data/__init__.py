@@ -1,14 +1,10 @@
 """Data: from a caller's sequences to balanced, packed micro-batches, and back to the caller's order."""
 
-from rl_backend.data.balance import MicroBatchPlan, plan_micro_batches
-from rl_backend.data.packing import check_same_fields, pack, pack_plan, prepare_micro_batches, restore_order
-
-__all__ = [
-    "MicroBatchPlan",
-    "check_same_fields",
-    "pack",
-    "pack_plan",
-    "plan_micro_batches",
-    "prepare_micro_batches",
-    "restore_order",
-]
+from rl_backend.data.balance import MicroBatchPlan as MicroBatchPlan
+from rl_backend.data.balance import plan_micro_batches as plan_micro_batches
+from rl_backend.data.packing import check_same_fields as check_same_fields
+from rl_backend.data.packing import pack as pack
+from rl_backend.data.packing import pack_plan as pack_plan
+from rl_backend.data.packing import prepare_micro_batches as prepare_micro_batches
+from rl_backend.data.packing import restore_order as restore_order
+from rl_backend.data.packing import sequences_from_tensordict as sequences_from_tensordict

@@ -17,8 +17,8 @@ class MicroBatchPlan:
     """Where each of the caller's sequences goes.
 
     Attributes:
-        micro_batches: [data-parallel rank][micro-batch] -> indices into the caller's list, ascending. Every rank has as
-            many micro-batches, none is empty, every index appears once.
+        micro_batches: [data-parallel rank][micro-batch] -> indices into the caller's list, ascending. Every rank has the
+            same number of micro-batches, none is empty, every index appears once.
     """
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
@@ -60,11 +60,11 @@ def plan_micro_batches(
         seq_lens: N lengths, each >= 1.
         dp_size: data-parallel ranks.
         max_tokens: largest number of tokens in one micro-batch.
-        multiple_of: what the number of micro-batches of a rank is a multiple of.
+        multiple_of: the number of micro-batches of a rank is a multiple of this.
 
     Raises:
         BatchError: a sequence longer than ``max_tokens``, fewer sequences than ranks, or a number of sequences that cannot
-            give every rank as many micro-batches within the budget.
+            give every rank the same number of micro-batches within the budget.
     """
     _check(seq_lens, dp_size, max_tokens, multiple_of)
     work = [length + length * length / attention_crossover_tokens for length in seq_lens]
@@ -127,6 +127,7 @@ def _least_work(
         filled[bin_].append(index)
         room[bin_] -= seq_lens[index]
         heapq.heapreplace(least, (load + work[index], bin_))
+        # A bin without room for this sequence may have room for a later, shorter one.
         for entry in too_full:
             heapq.heappush(least, entry)
     return filled
@@ -142,6 +143,7 @@ def _best_fit(order: Sequence[int], seq_lens: Sequence[int], bins: int, max_toke
         bin_ = min(fitting, key=lambda candidate: (room[candidate], candidate))
         filled[bin_].append(index)
         room[bin_] -= seq_lens[index]
+    # No micro-batch may be empty: an empty bin takes the shortest sequence of a bin that has several.
     spare = [members for members in filled if len(members) > 1]
     for members in filled:
         if not members:
@@ -161,6 +163,7 @@ def _spread(filled: Sequence[Sequence[int]], work: Sequence[float], dp_size: int
     ranks: list[list[tuple[int, ...]]] = [[] for _ in range(dp_size)]
     totals = [0.0] * dp_size
     for start in range(0, len(by_work), dp_size):
+        # The largest of each round goes to the rank with the least work so far, which evens out the totals.
         least_first = sorted(range(dp_size), key=lambda rank: (totals[rank], rank))
         for rank, members in zip(least_first, by_work[start : start + dp_size], strict=True):
             ranks[rank].append(members)

@@ -1,16 +1,19 @@
-"""Sequences laid end to end in micro-batches, split over data-parallel ranks, and outputs put back into order."""
+"""Sequences: out of a TensorDict, laid end to end in micro-batches, split over ranks; and outputs put back into order."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from rl_backend.contracts import BatchError, PackedBatch, TokenSequence
 from rl_backend.data.balance import MicroBatchPlan, plan_micro_batches
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
 
 type FieldKind = Literal["token", "sequence"]
 
@@ -92,6 +95,63 @@ def _layout(kind: FieldKind, layout: tuple[tuple[int, ...], torch.dtype, torch.d
     return f"shape ({sizes}), dtype {dtype}, device {device}"
 
 
+def sequences_from_tensordict(batch: TensorDictBase) -> list[TokenSequence]:
+    """The B sequences of a TensorDict.
+
+    Args:
+        batch: batch size (B,). ``input_ids`` is jagged (``torch.nested`` with ``layout=torch.jagged``), (B, L_i) int64.
+            Other jagged fields (B, L_i, ...) become token fields, dense ones (B, ...) sequence fields.
+
+    Raises:
+        BatchError: names the field: dense or missing ``input_ids``, a jagged field whose lengths are not those of
+            ``input_ids``, a nested TensorDict, or data that is no tensor (facts of a whole batch belong in ``meta``).
+    """
+    if len(batch.batch_size) != 1 or batch.batch_size[0] == 0:
+        raise BatchError(f"a TensorDict of batch size {tuple(batch.batch_size)}; expected (B,) with B >= 1")
+    if "input_ids" not in batch.keys():  # noqa: SIM118, a TensorDict iterates over its rows
+        raise BatchError(f"the TensorDict has no input_ids; it has {sorted(map(str, batch.keys()))}", name="input_ids")
+    token_fields: dict[str, tuple[Tensor, ...]] = {}
+    sequence_fields: dict[str, Tensor] = {}
+    for name in batch.keys():  # noqa: SIM118
+        value = batch.get(name)
+        if not isinstance(value, Tensor):
+            raise BatchError(
+                f"field {name!r} is a {type(value).__name__}, not a tensor; exclude it, and pass facts of the whole batch "
+                "as meta",
+                name=name,
+            )
+        if value.is_nested:
+            if value.layout != torch.jagged:
+                raise BatchError(f"field {name!r} is nested with layout {value.layout}; expected torch.jagged", name=name)
+            token_fields[name] = tuple(value.unbind())
+        else:
+            sequence_fields[name] = value
+    if "input_ids" not in token_fields:
+        raise BatchError(
+            f"input_ids is a dense tensor of shape {tuple(sequence_fields['input_ids'].shape)}; expected a jagged one "
+            "without padding: torch.nested.nested_tensor(rows, layout=torch.jagged)",
+            name="input_ids",
+        )
+    input_ids = token_fields.pop("input_ids")
+    for name, rows in token_fields.items():
+        for index, (row, ids) in enumerate(zip(rows, input_ids, strict=True)):
+            if row.shape[0] != ids.shape[0]:
+                raise BatchError(
+                    f"jagged field {name!r} has {row.shape[0]} entries for the {ids.shape[0]} tokens of sequence {index}; "
+                    "exclude it or lay it out over all tokens",
+                    name=name,
+                    index=index,
+                )
+    return [
+        TokenSequence(
+            ids,
+            {name: rows[index] for name, rows in token_fields.items()},
+            {name: value[index] for name, value in sequence_fields.items()},
+        )
+        for index, ids in enumerate(input_ids)
+    ]
+
+
 def prepare_micro_batches(
     sequences: Sequence[TokenSequence], dp_size: int, max_tokens: int, meta: Mapping[str, Any] | None = None
 ) -> list[list[PackedBatch]]:
@@ -130,7 +190,15 @@ def pack_plan(
             raise BatchError(f"meta[{name!r}]={given[name]!r}: set by dispatch, leave it out", name=name)
     facts: dict[str, Any] = {"global_batch_size": len(sequences)}
     if "loss_mask" in sequences[0].token_fields:
-        _check_last_positions(sequences)
+        for index, sequence in enumerate(sequences):
+            last = sequence.token_fields["loss_mask"][-1]
+            if bool((last != 0).any()):
+                raise BatchError(
+                    f"loss_mask of sequence {index} is {last.tolist()} at its last position, which predicts no token; it "
+                    "must be 0 (TokenSequence.from_prompt_and_response places masks)",
+                    index=index,
+                    name="loss_mask",
+                )
         facts["batch_num_tokens"] = float(sum(float(s.token_fields["loss_mask"].sum()) for s in sequences))
     shared = {**facts, **given, "dp_size": plan.dp_size, "num_micro_batches": plan.num_micro_batches}
     return [
@@ -156,15 +224,3 @@ def restore_order[T](plan: MicroBatchPlan, per_rank: Sequence[Sequence[T]]) -> l
             raise BatchError(f"rank {rank} has {len(values)} values for {len(indices)} sequences", rank=rank)
         ordered.update(zip(indices, values, strict=True))
     return [ordered[index] for index in range(plan.num_sequences)]
-
-
-def _check_last_positions(sequences: Sequence[TokenSequence]) -> None:
-    for index, sequence in enumerate(sequences):
-        last = sequence.token_fields["loss_mask"][-1]
-        if bool((last != 0).any()):
-            raise BatchError(
-                f"loss_mask of sequence {index} is {last.tolist()} at its last position, which predicts no token; it must "
-                "be 0 (TokenSequence.from_prompt_and_response places masks)",
-                index=index,
-                name="loss_mask",
-            )

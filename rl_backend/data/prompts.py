@@ -21,9 +21,9 @@ class PromptExample:
     """One task.
 
     Attributes:
-        prompt: plain text, or chat messages (``role``, ``content`` and what else the row has) for a chat template.
+        prompt: plain text, or chat messages (``role``, ``content`` and the row's other keys) for a chat template.
         ground_truth: what the reward function compares with; any JSON value.
-        data_source: which data set a reward function shall take it for.
+        data_source: name of the data set, for the reward function.
         extra_info: further facts for the reward function.
     """
 
@@ -40,8 +40,8 @@ def read_examples(path: Path | str) -> list[PromptExample]:
         ``prompt``: text, or a list of chat messages with text content.
         the ground truth: ``reward_model.ground_truth`` (verl), else ``ground_truth``, else ``answer``.
         ``data_source``: text; without it, the file's name without suffix.
-        ``extra_info``: an object, optional. Every other column (verl's ``ability`` too) is added to it,
-            so that a reward function sees it.
+        ``extra_info``: an object, optional. Every other column (verl's ``ability`` too) is added to it
+            for the reward function.
 
     Args:
         path: ``.parquet`` (needs pyarrow) or ``.jsonl`` (one JSON object per line; empty lines are skipped).
@@ -125,13 +125,13 @@ def load_prompts(path: Path | str, tokenizer: Any, max_prompt_tokens: int) -> li
 
 
 def encode_text(text: str, tokenizer: Any) -> list[int]:
-    """The tokens of a text that goes on: with the tokenizer's begin-of-text token if it has one, without an end."""
+    """The tokens of a text that continues: with the tokenizer's begin-of-text token if it has one, without an end."""
     token_ids: list[int] = tokenizer.encode(text)
     return token_ids[:-1] if token_ids and token_ids[-1] == tokenizer.eos_token_id else token_ids
 
 
 def endless_batches[T](items: Sequence[T], size: int, seed: int) -> Iterator[list[T]]:
-    """Batches of ``size`` for ever, each pass over ``items`` in a new order that follows from ``seed``.
+    """Endless batches of ``size``, each pass over ``items`` in a new order that follows from ``seed``.
 
     Raises:
         ConfigError: fewer items than one batch.
@@ -180,7 +180,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 class _RowReader:
-    """Takes the known columns out of one row; what remains is extra."""
+    """Takes the known columns out of one row; the rest is ``extra_info``."""
 
     def __init__(self, where: str, row: Mapping[str, Any]) -> None:
         self._where = where

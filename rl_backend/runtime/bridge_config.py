@@ -10,8 +10,7 @@ from pydantic import Field, model_validator
 
 from rl_backend.contracts.base_config import MAY_CHANGE, HasEffect
 from rl_backend.contracts.errors import ConfigError
-from rl_backend.contracts.parallel_config import ParallelConfig
-from rl_backend.contracts.runtime_config import BackendConfig
+from rl_backend.contracts.runtime_config import BackendConfig, ParallelConfig
 
 _PARALLEL = "BridgeConfig.parallel"
 _OPTIMIZER = "BridgeConfig.optimizer"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -18,7 +19,8 @@ from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.pieces import HostBuffers
 from rl_backend.checkpoint.training_state import (
     StateTensors,
-    raise_on_every_rank,
+    on_every_rank,
+    require_free,
     reserve_draft,
     write_training_state,
 )
@@ -131,17 +133,13 @@ class CheckpointWriter:
         """
         self.wait(handle)
         draft = reserve_draft(path, self._group)
-        problem, cause = None, None
         try:
-            kept = _as_json(extra or {})
-            tensors, manifest = state()
-            manifest = manifest.replace(extra=kept)
-            if asynchronous:
-                tensors = self._buffers.setdefault(handle, HostBuffers()).copy(tensors)
-        except Exception as error:  # noqa: BLE001 - raised below, on every rank
-            problem, cause = f"{path} could not be saved: {error}", error
-        try:
-            raise_on_every_rank(problem, self._group, cause)
+            with on_every_rank(self._group, f"{path} could not be saved"):
+                kept = _as_json(extra or {})
+                tensors, manifest = state()
+                manifest = manifest.replace(extra=kept)
+                if asynchronous:
+                    tensors = self._buffers.setdefault(handle, HostBuffers()).copy(tensors)
         except CheckpointError:
             if dist.get_rank(self._group) == 0:
                 discard_draft(draft)
@@ -193,27 +191,23 @@ class CheckpointWriter:
             )
         self.wait(handle)
         writes = dist.get_rank(self._group) == 0
-        raise_on_every_rank(_make_parent(path) if writes else None, self._group)
-        stream = export()
-        problem: str | None = None
-        cause: Exception | None = None
-        try:
+        with on_every_rank(self._group, f"cannot make the directory of {path}"):
             if writes:
-                config = critic_config(hf_config) if handle.head == "values" else None
-                write_hf_directory(path, infos, stream, source, config=config)
-            else:
-                for _ in stream:
-                    pass
-        except ExportInterruptedError as error:
-            # On the other ranks rank 0 could not write; its reason comes with the agreement below.
-            problem, cause = (error.message, error) if writes else (None, None)
-        except CheckpointError as error:
-            problem, cause = error.message, error
-        except Exception as error:  # noqa: BLE001 - raised below, on every rank
-            problem, cause = f"writing {path} failed: {type(error).__name__}: {error}", error
-        finally:
-            stream.close()
-        raise_on_every_rank(problem, self._group, cause)
+                require_free(path)
+                path.parent.mkdir(parents=True, exist_ok=True)
+        stream = export()
+        with on_every_rank(self._group, f"writing {path} failed"), closing(stream):
+            try:
+                if writes:
+                    config = critic_config(hf_config) if handle.head == "values" else None
+                    write_hf_directory(path, infos, stream, source, config=config)
+                else:
+                    for _ in stream:
+                        pass
+            except ExportInterruptedError as error:
+                # On the other ranks rank 0 could not write; its reason comes with the agreement.
+                if writes:
+                    raise CheckpointError(error.message) from error
 
 
 def _text(error: BaseException) -> str:
@@ -228,13 +222,3 @@ def _as_json(extra: Mapping[str, Any]) -> dict[str, Any]:
     if kept != extra:
         raise CheckpointError(f"extra={extra!r}: JSON turns it into {kept}; use strings as keys, and lists")
     return dict(kept)
-
-
-def _make_parent(path: Path) -> str | None:
-    if path.exists():
-        return f"{path} exists; a checkpoint is written to a new directory, choose another path"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return f"cannot make the directory of {path}: {error}"
-    return None

@@ -5,36 +5,17 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from rl_backend.contracts import TensorInfo, UnsupportedError, WeightCheckError, WeightManifest
+from rl_backend.contracts import TensorInfo, WeightCheckError, WeightManifest, name_of_dtype
 from rl_backend.contracts.errors import listed
-
-
-def name_of_dtype(dtype: torch.dtype) -> str:
-    """``torch.bfloat16`` -> ``"bfloat16"``."""
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_from_name(name: str) -> torch.dtype:
-    """``"bfloat16"`` -> ``torch.bfloat16``; raises :class:`~rl_backend.contracts.UnsupportedError` for any other name."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise UnsupportedError(f"dtype {name!r} is not a torch dtype; expected a name such as 'float32' or 'bfloat16'")
-    return dtype
-
-
-def tensor_info(name: str, tensor: Tensor) -> TensorInfo:
-    """Name, shape, dtype and bytes of a full tensor; no offset, no digest."""
-    return TensorInfo(name=name, shape=tuple(tensor.shape), dtype=name_of_dtype(tensor.dtype), nbytes=tensor.nbytes)
 
 
 def as_announced(infos: Sequence[TensorInfo], weights: Iterable[tuple[str, Tensor]]) -> Generator[tuple[TensorInfo, Tensor]]:
     """Each of ``infos`` with its tensor, before anything is done with the tensor.
 
-    Whoever receives weights places them by what was announced. Two tensors of one size that change places would arrive
-    with right digests under each other's names.
+    The receiver places weights as announced. Two swapped tensors of one size would arrive with right digests under each
+    other's names.
 
     Args:
         infos: the tensors in the order announced.
@@ -73,7 +54,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class ExpectedWeights:
-    """What an engine loads.
+    """The weights that an engine loads.
 
     Attributes:
         required: name -> tensor that every push must hold.
@@ -90,37 +71,32 @@ class ExpectedWeights:
 def find_mismatches(offered: Sequence[TensorInfo], expected: ExpectedWeights) -> list[str]:
     """One sentence for every kind of mismatch, each with the names concerned; empty when the weights can be loaded."""
     names = {tensor.name for tensor in offered}
-    problems: list[str] = []
-    halves = [group for group in expected.fused_groups if 0 < len(names.intersection(group)) < len(group)]
-    problems.extend(
-        f"half of a fused group: {', '.join(name for name in group if name in names)} came without "
-        f"{', '.join(name for name in group if name not in names)}"
-        for group in halves[:_SHOWN]
-    )
-    in_halves = {name for group in halves for name in group}
-    missing = [name for name in expected.required if name not in names and name not in in_halves]
-    if missing:
-        problems.append(f"missing: {listed(missing, _SHOWN)}")
     known = {**expected.required, **expected.optional}
-    unknown = [tensor.name for tensor in offered if tensor.name not in known]
-    if unknown:
-        problems.append(f"unknown to the engine: {listed(unknown, _SHOWN)}")
-    present = [tensor for tensor in offered if tensor.name in known]
-    shapes = [
-        f"{tensor.name} is {tensor.shape}, the engine has {known[tensor.name].shape}"
-        for tensor in present
-        if tensor.shape != known[tensor.name].shape
+    halves = [group for group in expected.fused_groups if 0 < len(names.intersection(group)) < len(group)]
+    in_halves = {name for group in halves for name in group}
+    pairs = [(tensor, known[tensor.name]) for tensor in offered if tensor.name in known]
+    found = {
+        "missing": [name for name in expected.required if name not in names and name not in in_halves],
+        "unknown to the engine": [tensor.name for tensor in offered if tensor.name not in known],
+        "wrong shape": [
+            f"{tensor.name} is {tensor.shape}, the engine has {own.shape}"
+            for tensor, own in pairs
+            if tensor.shape != own.shape
+        ],
+        "wrong dtype": [
+            f"{tensor.name} is {tensor.dtype}, the engine takes {own.dtype}"
+            for tensor, own in pairs
+            if tensor.dtype != own.dtype
+        ],
+    }
+    return [
+        *(
+            f"half of a fused group: {', '.join(name for name in group if name in names)} came without "
+            f"{', '.join(name for name in group if name not in names)}"
+            for group in halves[:_SHOWN]
+        ),
+        *(f"{problem}: {listed(wrong, _SHOWN)}" for problem, wrong in found.items() if wrong),
     ]
-    if shapes:
-        problems.append(f"wrong shape: {listed(shapes, _SHOWN)}")
-    dtypes = [
-        f"{tensor.name} is {tensor.dtype}, the engine takes {known[tensor.name].dtype}"
-        for tensor in present
-        if tensor.dtype != known[tensor.name].dtype
-    ]
-    if dtypes:
-        problems.append(f"wrong dtype: {listed(dtypes, _SHOWN)}")
-    return problems
 
 
 def check_manifest(manifest: WeightManifest, expected: ExpectedWeights, *, engine: str) -> None:

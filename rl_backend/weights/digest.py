@@ -1,4 +1,4 @@
-"""Digests of tensors and buffers, without copies of them."""
+"""Digests of tensors, computed without copying them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ctypes
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import pairwise
 
 import torch
 import xxhash
@@ -99,14 +98,3 @@ def device_checksum(tensor: Tensor) -> Tensor:
             part = aligned.view(torch.int32)
         total += part.sum(dtype=torch.int64)
     return total
-
-
-def names_of_changed(names: Iterable[str], expected: Iterable[object], found: Iterable[object]) -> list[str]:
-    """The names whose expected and found digests differ."""
-    return [name for name, left, right in zip(names, expected, found, strict=True) if left != right]
-
-
-def overlapping(offsets_and_sizes: Iterable[tuple[int, int]]) -> bool:
-    """Whether any two (offset, size) ranges of bytes share a byte."""
-    ranges = sorted((offset, size) for offset, size in offsets_and_sizes if size)
-    return any(first + size > second for (first, size), (second, _) in pairwise(ranges))

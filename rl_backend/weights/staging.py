@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from rl_backend.contracts import TensorInfo, WeightCheckError, WeightManifest
-from rl_backend.weights.compare import as_announced, dtype_from_name
-from rl_backend.weights.digest import block_threads, copy_with_digest, names_of_changed, overlapping
-from rl_backend.weights.finite import inspect_tensor, refuse_non_finite
+from rl_backend.contracts import TensorInfo, WeightCheckError, WeightManifest, dtype_from_name
+from rl_backend.weights.compare import as_announced
+from rl_backend.weights.digest import block_threads, copy_with_digest
+from rl_backend.weights.finite import Inspection, inspect_tensor, refuse_non_finite
 
 ALIGNMENT = 64
-"""Bytes. A multiple of every dtype's size and of a cache line, so that a view of the buffer is an ordinary tensor."""
+"""Bytes. A multiple of every dtype's size and of a cache line: a view of the buffer is an ordinary tensor."""
 
 
 def plan_layout(tensors: Iterable[TensorInfo]) -> tuple[tuple[TensorInfo, ...], int]:
@@ -81,8 +82,8 @@ def check_staged(
     Args:
         engine: who checks, for messages.
         threads: threads that digest.
-        intact: what :func:`find_intact` has found in this buffer since it was written. Those that are the manifest's, in
-            place and digest as well, are not read again.
+        intact: tensors that :func:`find_intact` has found in this buffer since it was written. Those that agree with the
+            manifest in place and digest are not read again.
 
     Raises:
         WeightCheckError: tensors that lie outside the buffer, overlap, have another digest, or hold NaN or infinity.
@@ -90,10 +91,8 @@ def check_staged(
     _check_places(buffer, manifest.tensors)
     found = intact or {}
     left = [info for info in manifest.tensors if found.get(info.name) != info]
-    with torch.no_grad(), block_threads(threads) as pool:
-        inspections = [inspect_tensor(read_tensor(buffer, info), pool) for info in left]
-    names = [info.name for info in left]
-    changed = names_of_changed(names, (info.digest for info in left), (one.digest for one in inspections))
+    inspections = _inspect(buffer, left, threads)
+    changed = [info.name for info, one in inspections if one.digest != info.digest]
     if changed:
         raise WeightCheckError(
             f"{engine}: staged bytes differ from the manifest's digests, nothing was loaded: {', '.join(changed[:8])}; "
@@ -101,22 +100,25 @@ def check_staged(
             engine=engine,
             names=changed,
         )
-    refuse_non_finite([name for name, one in zip(names, inspections, strict=True) if not one.finite], engine=engine)
+    refuse_non_finite([info.name for info, one in inspections if not one.finite], engine=engine)
 
 
 def find_intact(buffer: Tensor, tensors: Sequence[TensorInfo], *, threads: int = 1) -> dict[str, TensorInfo]:
     """Those of a push's tensors, by name, that a (N,) uint8 CPU buffer holds with the right digest and finite values.
 
-    For tensors that are staged already while others are not yet; :func:`check_staged` says what is wrong with the rest.
+    Called while further tensors are still being staged; :func:`check_staged` says what is wrong with the rest.
 
     Raises:
         WeightCheckError: tensors that lie outside the buffer or overlap.
     """
     _check_places(buffer, tensors)
+    inspections = _inspect(buffer, tensors, threads)
+    return {info.name: info for info, one in inspections if one.finite and one.digest == info.digest}
+
+
+def _inspect(buffer: Tensor, tensors: Sequence[TensorInfo], threads: int) -> list[tuple[TensorInfo, Inspection]]:
     with torch.no_grad(), block_threads(threads) as pool:
-        inspections = [inspect_tensor(read_tensor(buffer, info), pool) for info in tensors]
-    pairs = zip(tensors, inspections, strict=True)
-    return {info.name: info for info, one in pairs if one.finite and one.digest == info.digest}
+        return [(info, inspect_tensor(read_tensor(buffer, info), pool)) for info in tensors]
 
 
 def _check_places(buffer: Tensor, tensors: Sequence[TensorInfo]) -> None:
@@ -132,5 +134,6 @@ def _check_places(buffer: Tensor, tensors: Sequence[TensorInfo]) -> None:
                 f"{buffer.numel()} bytes at a multiple of 16",
                 name=info.name,
             )
-    if overlapping((info.offset, info.nbytes) for info in tensors):
+    ranges = sorted((info.offset, info.nbytes) for info in tensors if info.nbytes)
+    if any(first + size > second for (first, size), (second, _) in pairwise(ranges)):
         raise WeightCheckError("tensors of the manifest overlap in the staging buffer")

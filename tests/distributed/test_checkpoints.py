@@ -302,7 +302,7 @@ def test_a_rank_that_cannot_copy_its_state_fails_the_save_on_every_rank(
     ranks: RankPool, tied_model: Path, tmp_path: Path
 ) -> None:
     for message in ranks.run(out_of_memory_job, str(tied_model), str(tmp_path)):
-        assert message.endswith("saved could not be saved: no pinned memory left (on rank 1)")
+        assert message.endswith("saved could not be saved: MemoryError: no pinned memory left (on rank 1)")
     assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
 
 

@@ -21,10 +21,10 @@ from rl_backend.contracts import (
     TokenSequence,
 )
 from rl_backend.data import pack_plan, plan_micro_batches, restore_order
-from rl_backend.data.tensordict import tensordict_from_sequences
 from rl_backend.runtime import create_runtime
 from tests.support.losses import ScaledLoss, nll_loss
 from tests.support.sft_batches import random_token_sequences
+from tests.support.tensordicts import tensordict_of
 
 MAX_TOKENS = 48
 LENGTHS = [7, 31, 2, 18, 24, 9, 40, 3, 12, 28]
@@ -113,7 +113,7 @@ def test_training_steps_equal_those_of_a_runtime_in_this_process(
 def test_a_tensordict_gives_what_a_list_gives(group: TrainGroup, policy: HandleRef, sequences: list[TokenSequence]) -> None:
     meta = {"calculate_entropy": True, "temperature": 0.7}
     from_list = group.forward(policy, sequences, meta=meta)
-    from_tensordict = group.forward(policy, tensordict_from_sequences(sequences), meta=meta)
+    from_tensordict = group.forward(policy, tensordict_of(sequences), meta=meta)
     assert sorted(from_list.outputs) == ["entropy", "log_probs"]
     for name, rows in from_list.outputs.items():
         assert [len(row) for row in rows] == LENGTHS

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from rl_backend.checkpoint.hf_reader import HFReader
-from rl_backend.contracts import TensorInfo
-from rl_backend.weights import ExpectedWeights, dtype_from_name
+from rl_backend.contracts import TensorInfo, dtype_from_name
+from rl_backend.weights.compare import ExpectedWeights
 
 
 def expected_weights(
@@ -29,11 +28,8 @@ def expected_weights(
     Raises:
         CheckpointError: the directory has no safetensors, or they are truncated or corrupt.
     """
-    itemsize = dtype_from_name(dtype).itemsize
-    infos = {
-        name: TensorInfo(name=name, shape=stored.shape, dtype=dtype, nbytes=math.prod(stored.shape) * itemsize)
-        for name, stored in HFReader(model_path).infos.items()
-    }
+    loaded = dtype_from_name(dtype)
+    infos = {name: TensorInfo.of(name, stored.shape, loaded) for name, stored in HFReader(model_path).infos.items()}
     fused_into = {part: whole for whole, parts in packed_modules.items() for part in parts}
     targets = {name: _target(name, fused_into) for name in infos}
     units = {_experts_module(parameter) or parameter for parameter in parameters}

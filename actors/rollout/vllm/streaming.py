@@ -17,8 +17,8 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
 from rl_backend.contracts import WeightSyncError
-from rl_backend.weights import has_non_finite
 from rl_backend.weights.digest import device_checksum
+from rl_backend.weights.finite import has_non_finite
 
 
 @dataclass

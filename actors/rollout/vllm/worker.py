@@ -27,7 +27,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from actors.rollout.vllm.patches import bind_stores_to_their_address, packing_embeddings_again, packing_experts_again
 from actors.wire.segment import map_segment
 from rl_backend.contracts import WeightManifest
-from rl_backend.weights import read_tensor
+from rl_backend.weights.staging import read_tensor
 
 BACKEND = "rl_backend"
 """Name under which vLLM's ``WeightTransferConfig`` finds :class:`SwitchingWeightTransferEngine`."""

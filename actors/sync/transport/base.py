@@ -13,8 +13,7 @@ import torch
 from actors.rollout.engines import EngineSet
 from actors.sync.source import SourceContext, SourceRanks
 from actors.wire.segment import Segment, host_identity
-from rl_backend.contracts import ConfigError, RLBackendError, TensorInfo, WeightManifest, WeightSyncError
-from rl_backend.weights import dtype_from_name
+from rl_backend.contracts import ConfigError, RLBackendError, TensorInfo, WeightManifest, WeightSyncError, dtype_from_name
 
 SOURCE_RANK = 0
 """The training rank that sends; the others take part in the export."""

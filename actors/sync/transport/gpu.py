@@ -24,8 +24,8 @@ from actors.cluster.ports import with_free_port
 from actors.rollout.engines import EngineSet
 from actors.sync.source import SourceContext, SourceRanks
 from actors.sync.transport.base import SOURCE_RANK, PushPlan, StreamingTransport, export, from_source
-from rl_backend.contracts import UnsupportedError, WeightSyncError
-from rl_backend.weights import as_announced, dtype_from_name
+from rl_backend.contracts import UnsupportedError, WeightSyncError, dtype_from_name
+from rl_backend.weights.compare import as_announced
 from rl_backend.weights.digest import device_checksum
 
 DEFAULT_BYTE_BUDGET = 2**30

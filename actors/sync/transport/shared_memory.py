@@ -30,7 +30,7 @@ from actors.sync.transport.base import (
 )
 from actors.wire.segment import Segment, SharedSegment
 from rl_backend.contracts import RLBackendError, TensorInfo, UnsupportedError, WeightManifest, WeightSyncError
-from rl_backend.weights import plan_layout, write_tensors
+from rl_backend.weights.staging import plan_layout, write_tensors
 
 PART_BYTES = 2**25
 """Of weights that engines are told of at one time, at least: a message takes as long as copying some MiB."""

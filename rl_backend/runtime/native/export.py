@@ -31,8 +31,7 @@ def describe_weights(handle: NativeHandle, dtype: torch.dtype | None) -> tuple[T
         exported = dtype or layout.dtype
         for index, stored in stored_tensors(name):
             shape = layout.shards.shape[len(index) :]
-            nbytes = math.prod(shape) * exported.itemsize
-            infos.append(TensorInfo(name=stored, shape=shape, dtype=str(exported).removeprefix("torch."), nbytes=nbytes))
+            infos.append(TensorInfo.of(stored, shape, exported))
     return tuple(infos)
 
 

@@ -182,7 +182,7 @@ FAULTS = [
     ),
     Fault(
         "importance-weights-not-capped",
-        f"{_ALGORITHM}/importance.py",
+        f"{_ALGORITHM}/surrogates.py",
         "zero_masked(weights.clamp(max=cap), loss_mask)",
         "zero_masked(weights, loss_mask)",
         (f"{_IMPORTANCE}::test_truncated_importance_weights_equal_verls",),
@@ -190,7 +190,7 @@ FAULTS = [
     ),
     Fault(
         "importance-weight-upside-down",
-        f"{_ALGORITHM}/importance.py",
+        f"{_ALGORITHM}/surrogates.py",
         """-> Tensor:
     log_ratio = zero_masked(old_log_probs - rollout_log_probs, loss_mask).detach()
     if level""",
@@ -254,7 +254,7 @@ FAULTS = [
     ),
     Fault(
         "metrics-averaged-without-weights",
-        "rl_backend/contracts/loss.py",
+        "rl_backend/contracts/result.py",
         "return Metric(self.sum + other.sum, self.weight + other.weight)",
         "return Metric(self.mean + other.mean, 2.0)",
         ("tests/unit/rl_backend/contracts/test_batch.py::test_metrics_of_uneven_micro_batches_merge_to_the_mean_over_all",),

@@ -131,8 +131,8 @@ FAULTS = [
     Fault(
         "verl-tokenizer-not-saved",
         "adapters/verl/checkpoints.py",
-        "            self._tokenizer.save_pretrained(directory)\n",
-        "            pass\n",
+        "                            self._tokenizer.save_pretrained(new)\n",
+        "                            pass\n",
         ("tests/unit/adapters/verl/test_saved_tokenizer.py::test_a_saved_model_has_the_chat_template_that_verl_used",),
         "a saved model would answer with another chat template",
     ),

@@ -37,8 +37,7 @@ def write(out: Path, path: Path, source: Path, dtype: torch.dtype = torch.float3
 
 
 def described(name: str, tensor: Tensor) -> TensorInfo:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorInfo(name=name, shape=tuple(tensor.shape), dtype=dtype, nbytes=tensor.nbytes)
+    return TensorInfo.of(name, tensor.shape, tensor.dtype)
 
 
 @pytest.mark.shows("model: a Hugging Face directory is written in shards, complete or not at all")

@@ -7,7 +7,8 @@ import torch
 from tensordict import NonTensorData, TensorDict
 
 from rl_backend.contracts import BatchError, TokenSequence
-from rl_backend.data.tensordict import sequences_from_tensordict, tensordict_from_sequences
+from rl_backend.data import sequences_from_tensordict
+from tests.support.tensordicts import tensordict_of
 
 
 def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
@@ -42,7 +43,7 @@ def test_sequences_survive_the_way_to_a_tensordict_and_back() -> None:
             )
             for length in lengths
         ]
-        batch = tensordict_from_sequences(sequences)
+        batch = tensordict_of(sequences)
         assert batch.batch_size == (len(lengths),)
         assert batch["input_ids"].layout == torch.jagged
         for back, original in zip(sequences_from_tensordict(batch), sequences, strict=True):
@@ -90,8 +91,3 @@ def test_data_that_is_no_tensor_is_named() -> None:
 def test_a_batch_of_two_dimensions_is_refused() -> None:
     with pytest.raises(BatchError, match=r"batch size \(2, 3\)"):
         sequences_from_tensordict(TensorDict({"input_ids": torch.zeros(2, 3, dtype=torch.int64)}, batch_size=[2, 3]))
-
-
-def test_a_name_used_for_both_kinds_of_field_cannot_become_a_tensordict() -> None:
-    with pytest.raises(BatchError, match="'x' appears twice"):
-        tensordict_from_sequences([TokenSequence(torch.arange(2), {"x": torch.ones(2)}, {"x": torch.ones(())})])

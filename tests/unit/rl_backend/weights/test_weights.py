@@ -6,23 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.contracts import TensorInfo, UnsupportedError, WeightCheckError, WeightManifest
-from rl_backend.weights import (
-    ALIGNMENT,
-    ExpectedWeights,
-    check_manifest,
-    check_staged,
-    dtype_from_name,
-    find_intact,
-    find_mismatches,
-    has_non_finite,
-    plan_layout,
-    read_tensor,
-    tensor_info,
-    write_tensors,
-)
+from rl_backend.contracts import TensorInfo, UnsupportedError, WeightCheckError, WeightManifest, dtype_from_name
+from rl_backend.weights.compare import ExpectedWeights, check_manifest, find_mismatches
 from rl_backend.weights.digest import BLOCK_BYTES, block_threads, copy_with_digest, device_checksum, tensor_digest
-from rl_backend.weights.finite import inspect_tensor
+from rl_backend.weights.finite import has_non_finite, inspect_tensor
+from rl_backend.weights.staging import ALIGNMENT, check_staged, find_intact, plan_layout, read_tensor, write_tensors
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -40,7 +28,7 @@ def weights() -> dict[str, Tensor]:
 
 
 def staged(tensors: dict[str, Tensor], version: int = 3) -> tuple[Tensor, WeightManifest]:
-    layout, nbytes = plan_layout(tensor_info(name, tensor) for name, tensor in tensors.items())
+    layout, nbytes = plan_layout(TensorInfo.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
     buffer = torch.full((nbytes,), 0xCD, dtype=torch.uint8)
     return buffer, write_tensors(buffer, layout, tensors.items(), version=version, threads=2)
 
@@ -141,7 +129,7 @@ def test_a_manifest_that_does_not_fit_its_buffer_is_refused(change: dict[str, ob
 @pytest.mark.parametrize("fault", ["short", "long", "renamed", "reshaped", "recast"])
 def test_an_export_that_differs_from_what_it_announced_is_refused(fault: str) -> None:
     tensors = {"a": torch.zeros(4, 2), "b": torch.zeros(3)}
-    layout, nbytes = plan_layout(tensor_info(name, tensor) for name, tensor in tensors.items())
+    layout, nbytes = plan_layout(TensorInfo.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
     exported = {
         "short": [("a", torch.zeros(4, 2))],
         "long": [*tensors.items(), ("c", torch.zeros(1))],
