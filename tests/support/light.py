@@ -19,8 +19,8 @@ from tests.support.claims import ROOT
 HEAVY = frozenset({"megatron", "ray", "transformers", "verl", "vllm"})
 """Packages whose import takes seconds."""
 STARTS = frozenset({"multiprocessing", "subprocess"})
-PRELOADS = ("tests.mutations.child",)
-"""Modules that import, when they are used, what their forks need."""
+PRELOADS = ("tests.mutations.child", "tests.support.errors")
+"""Modules that import, when they are used, what their forks need, or everything."""
 FIXTURES = frozenset({"tied_model", "untied_model"})
 """Of ``tests/conftest.py``, written with transformers."""
 
