@@ -238,8 +238,11 @@ def test_a_layout_that_cannot_exist_is_refused(arguments: dict[str, Any], messag
     ("arguments", "message"),
     [
         ({"betas": (0.9, 1.0)}, r"OptimizerConfig\.betas=\(0\.9, 1\.0\): each must be in \[0, 1\)"),
-        ({"lr": 1e-3, "min_lr": 1e-2}, r"OptimizerConfig\.min_lr=0\.01: must not exceed lr=0\.001"),
-        ({"lr_warmup_init": 1.0}, r"OptimizerConfig\.lr_warmup_init=1\.0: must not exceed"),
+        (
+            {"lr": 1e-3, "min_lr": 1e-2, "lr_decay_style": "linear", "lr_decay_steps": 5},
+            r"OptimizerConfig\.min_lr=0\.01: must not exceed lr=0\.001",
+        ),
+        ({"lr_warmup_init": 1.0, "lr_warmup_steps": 2}, r"OptimizerConfig\.lr_warmup_init=1\.0: must not exceed"),
         ({"lr": float("nan")}, r"OptimizerConfig\.lr=NaN"),
         ({"lr": -1.0}, r"OptimizerConfig\.lr=-1\.0"),
         ({"lr_decay_style": "linear"}, r"lr_decay_style='linear': needs lr_decay_steps or total_training_steps"),
