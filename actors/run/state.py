@@ -10,7 +10,7 @@ import sys
 import uuid
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +77,15 @@ class RunWatch:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._pipe: int | None = None
+        self._end: Callable[[], None] = lambda: None
         self.process = f"{os.getpid()} on {socket.gethostname()}, {uuid.uuid4().hex[:12]}"
 
     def start(self) -> None:
         """Begins, once ``run.json`` has the first state. Warns if no process can be started."""
-        end, self._pipe = os.pipe()
+        end, pipe = os.pipe()
+        finish = weakref.finalize(self, os.close, pipe)
+        finish.atexit = False  # the kernel closes the pipe of a process that ends
+        self._end = finish
         _started.add(self)
         try:
             # It exits at once; the watcher, its child, stays.
@@ -103,12 +106,7 @@ class RunWatch:
 
     def close(self) -> None:
         """Ends the watcher, once ``run.json`` has the last state."""
-        pipe, self._pipe = self._pipe, None
-        if pipe is not None:
-            os.close(pipe)
-
-    def __del__(self) -> None:
-        self.close()
+        self._end()
 
 
 def _close_all() -> None:

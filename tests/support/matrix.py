@@ -38,6 +38,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cases", metavar="FILE", help="write what became of each case, as JSON")
 
 
+LONGEST_NUMBER = 64
+"""Bits of a whole number that is a fact of a case; Python refuses to write much longer ones."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Matrix(config))
 
@@ -95,7 +99,11 @@ def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 def _facts(item: pytest.Item) -> frozenset[Fact]:
     """From the name without its folder, and the parameters."""
-    values = [f"{name}={value!r}" for name, value in _parameters(item).items() if not callable(value)]
+    values = [
+        f"{name}={value!r}"
+        for name, value in _parameters(item).items()
+        if not callable(value) and not (isinstance(value, int) and value.bit_length() > LONGEST_NUMBER)
+    ]
     return facts(item.nodeid.rpartition("/")[2], values)
 
 

@@ -79,9 +79,7 @@ def test_an_interrupted_suite_runs_the_ends_of_its_fixtures(tmp_path: Path, numb
 
 
 def test_the_lanes_hold_every_folder_of_tests() -> None:
-    folders = {
-        f"tests/{path.parts[1]}" for path in (path.relative_to(ROOT) for path in (ROOT / "tests").glob("*/test_*.py"))
-    }
+    folders = {f"tests/{path.relative_to(ROOT).parts[1]}" for path in (ROOT / "tests").rglob("test_*.py")}
     assert folders == {folder for lane in lanes.LANES for folder in lane}
 
 
