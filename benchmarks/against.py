@@ -42,6 +42,7 @@ class Checkout:
 
     def __init__(self, root: Path, part: str, folder: Path, *options: str) -> None:
         environment = {**os.environ, "PYTHONPATH": str(root)}
+        self._root = root
         self._process = subprocess.Popen(
             [sys.executable, str(WORKER), part, str(folder), *options],
             cwd=root,
@@ -60,7 +61,7 @@ class Checkout:
         for line in self._process.stdout:
             if line.startswith("ANSWER "):
                 return json.loads(line.removeprefix("ANSWER "))
-        raise RuntimeError(f"the process of {self._process.args} ended with status {self._process.wait()}")
+        raise RuntimeError(f"the process of {self._root} ended with status {self._process.wait()}")
 
     def __enter__(self) -> Self:
         return self

@@ -28,8 +28,7 @@ def training(part: str, folder: Path, backend: str) -> None:
     """Steps on fresh sequences: tokens per second and loss. Also ``save DIR``, ``load DIR``, ``data WORKLOAD`` (no step)."""
     import torch
 
-    from benchmarks import train_speed
-
+    train_speed: Any = importlib.import_module("benchmarks.train_speed")
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     module = importlib.import_module(f"benchmarks.{part}")
     model_dir = folder / part
@@ -39,7 +38,7 @@ def training(part: str, folder: Path, backend: str) -> None:
     create = train_speed.create_runtime
 
     def remember(*arguments: Any, **options: Any) -> Any:
-        runtime = create(*arguments, **options)
+        runtime: Any = create(*arguments, **options)
         build = runtime.build_model
 
         def build_and_remember(*a: Any, **k: Any) -> Any:
@@ -51,7 +50,9 @@ def training(part: str, folder: Path, backend: str) -> None:
 
     train_speed.create_runtime = remember
     step = train_speed.runtime_step(model_dir, backend)
-    (runtime, handle), losses, skipping = made[0], [], False
+    runtime, handle = made[0]
+    losses: list[float] = []
+    skipping = False
 
     def step_or_skip(sequences: Any) -> float:
         return 0.0 if skipping else step(sequences)
@@ -82,8 +83,7 @@ def pushing(folder: Path) -> None:
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112, this is how Ray spells it
     import ray
 
-    from benchmarks import weight_sync
-
+    weight_sync: Any = importlib.import_module("benchmarks.weight_sync")
     folder.mkdir(parents=True, exist_ok=True)
     weight_sync.init_local_ray(include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
     try:
