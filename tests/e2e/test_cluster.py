@@ -90,6 +90,7 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
+@pytest.mark.long
 @pytest.mark.shows("cluster: with placement=spread two training ranks take a node each, and learn the task")
 def test_ranks_that_are_spread_over_two_nodes_learn_the_task(
     two_nodes: TwoNodes, spread_run: tuple[subprocess.Popen[str], Path]

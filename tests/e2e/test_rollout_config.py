@@ -21,7 +21,7 @@ from rl_backend.contracts import ConfigError
         ({"cores": [[0, 0]]}, "different core numbers"),
         ({"cores": [[0, 1, 2]], "tensor_parallel": 2}, "a multiple of tensor_parallel=2"),
         ({"cores": [[0]], "device": "cuda"}, "only CPU engines have cores"),
-        ({"cores": [[0]], "cores_per_engine": 1}, "give one of them"),
+        ({"cores": [[0]], "cores_per_engine": 1}, "not both"),
         ({"cores_per_engine": 3, "tensor_parallel": 2}, "cores_per_engine=3: must be a multiple of tensor_parallel=2"),
         ({"placement": "scatter"}, "placement"),
         ({"sleep_mode": True, "device": "cpu"}, r"sleep_mode=True: is of a GPU"),

@@ -56,6 +56,7 @@ def check_critic(found: Metrics) -> None:
         assert metrics["critic/vf_loss"] >= 0
 
 
+@pytest.mark.long
 @pytest.mark.shows(
     "verl: main_ppo trains PPO with a native actor and reference and a critic on the bridge, and writes checkpoints"
 )

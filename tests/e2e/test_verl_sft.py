@@ -40,6 +40,7 @@ def on_one_rank(task: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     return run_dir, run(task, run_dir, save_every=STEPS // 2)
 
 
+@pytest.mark.long
 @pytest.mark.shows("verl: sft_trainer on 2 ranks of the bridge gives one native rank's loss and gradient norm to 1e-5")
 def test_two_ranks_of_the_bridge_train_as_a_native_one(
     task: Path, on_one_rank: tuple[Path, Metrics], tmp_path: Path
