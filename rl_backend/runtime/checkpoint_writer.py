@@ -135,7 +135,7 @@ class CheckpointWriter:
         draft = reserve_draft(path, self._group)
         try:
             with on_every_rank(self._group, f"{path} could not be saved"):
-                kept = _as_json(extra or {})
+                kept = _as_json(extra or {}, path)
                 tensors, manifest = state()
                 manifest = manifest.replace(extra=kept)
                 if asynchronous:
@@ -214,11 +214,13 @@ def _text(error: BaseException) -> str:
     return error.message if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def _as_json(extra: Mapping[str, Any]) -> dict[str, Any]:
+def _as_json(extra: Mapping[str, Any], path: Path) -> dict[str, Any]:
     try:
         kept = json.loads(json.dumps(extra))
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"extra={extra!r} is kept as JSON: {error}") from None
+        raise CheckpointError.at(path, f"could not be saved: extra={extra!r} is kept as JSON: {error}") from None
     if kept != extra:
-        raise CheckpointError(f"extra={extra!r}: JSON turns it into {kept}; use strings as keys, and lists")
+        raise CheckpointError.at(
+            path, f"could not be saved: extra={extra!r}: JSON turns it into {kept}; use strings as keys, and lists"
+        )
     return dict(kept)

@@ -115,7 +115,7 @@ def test_flags_replace_a_file_which_replaces_defaults(tmp_path: Path) -> None:
         (("--trace=1",), "--no-trace: takes no value; give the flag, or --no- and its name"),
         (("--rollout.cores", "1,2"), "--rollout.cores.0=1: input should be a valid tuple"),
         (("--rollout.engine_args", "x"), "--rollout.engine_args: neither JSON nor NAME=VALUE; give one of them"),
-        (("--backend", "jax"), "--backend: unknown runtime 'jax'; known: bridge, native"),
+        (("--backend", "jax"), "--backend: unknown runtime 'jax'; known: bridge,"),
         (("--plugins", "nothing_there"), "--plugins='nothing_there': cannot be imported"),
         (("--no-async-save",), "--async-save=False: save_every=0 saves no checkpoints; set it too"),
         (
