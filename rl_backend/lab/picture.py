@@ -1,14 +1,17 @@
-"""Pictures: HTML and SVG elements, axes, and shapes that become SVG or PNG."""
+"""Pictures: templates, axes, and shapes that become SVG or PNG."""
 
 from __future__ import annotations
 
-import html
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Literal
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+from markupsafe import Markup
 
 from rl_backend.lab.text import short
 
@@ -20,60 +23,30 @@ TINY = 1e-290
 
 type Anchor = Literal["start", "middle", "end"]
 
-_VOID = {"meta", "br", "hr"}
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _DIRECTION = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
-class Html(str):
-    """Text that is markup already."""
+def visible(value: object) -> str:
+    """``value`` as text, with control characters made visible and lone surrogates replaced; nothing for None.
 
-    __slots__ = ()
-
-
-def escaped(value: object) -> Html:
-    """``value`` as text: escaped, with control characters made visible and lone surrogates replaced.
-
-    Characters that change the direction of what follows are made visible too, as they would reorder the page.
+    Characters that change the direction of what follows are made visible too, as they would reorder the page. Markup stays.
     """
+    if value is None or isinstance(value, Markup):
+        return value or ""
     characters = str(value).encode("utf-8", "replace").decode("utf-8")
     characters = _DIRECTION.sub(lambda found: f"<U+{ord(found.group()):04X}>", characters)
-    return Html(html.escape(_CONTROL.sub(_visible, characters)))
+    return _CONTROL.sub(_visible, characters)
 
 
-def tag(name: str, /, *children: Html | str | None, **attributes: object) -> Html:
-    """An element; strings among ``children`` are escaped unless they are :class:`Html`.
-
-    Args:
-        attributes: ``class_`` is ``class``, ``data_x`` is ``data-x``; those that are None are left out.
-    """
-    named = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escaped(value)}"' for key, value in attributes.items() if value is not None
-    )
-    if name in _VOID:
-        return Html(f"<{name}{named}>")
-    return Html(f"<{name}{named}>{join(*children)}</{name}>")
+def template_text(name: str) -> str:
+    """A file of ``templates``."""
+    return resources.files("rl_backend.lab").joinpath("templates", name).read_text(encoding="utf-8")
 
 
-def join(*children: Html | str | None) -> Html:
-    """Elements and texts one after the other."""
-    return Html("".join(child if isinstance(child, Html) else escaped(child) for child in children if child is not None))
-
-
-def document(title: str, style: Html, *body: Html, head: Sequence[Html] = ()) -> str:
-    """A page that loads nothing; ``head`` stands between its encoding and its title."""
-    heads = tag("head", tag("meta", charset="utf-8"), *head, tag("title", title), tag("style", style))
-    return f"<!doctype html>\n{tag('html', heads, tag('body', *body), lang='en')}\n"
-
-
-def drawing(width: float, height: float, label: str, *body: Html | None, **attributes: object) -> Html:
-    """An SVG element inside of a page."""
-    return tag("svg", *body, viewBox=f"0 0 {width} {height}", role="img", aria_label=label, **attributes)
-
-
-def legend(keys: Iterable[tuple[str, Sequence[Html | str]]]) -> Html:
-    """(class of the colour, what it stands for) of each key."""
-    return tag("p", *(tag("span", tag("i", class_=colour), *name, class_="key") for colour, name in keys), class_="legend")
+def render(template: str, **values: object) -> Markup:
+    """A template with ``values``, which are text and escaped unless they are markup. Its line breaks do not count."""
+    return Markup(_ENVIRONMENT.get_template(template).render(values))
 
 
 @dataclass(frozen=True)
@@ -130,23 +103,6 @@ def log_axis(low: float, high: float, start: float, end: float) -> Axis:
     return Axis(10.0**first, 10.0**last, start, end, tuple(10.0**n for n in range(first, last + 1, every)), log=True)
 
 
-def grid_lines(axis: Axis, left: float, right: float) -> Html:
-    """Horizontal lines at an axis's ticks, with labels."""
-    parts = []
-    for tick in axis.ticks:
-        y = axis.at(tick)
-        parts.append(tag("line", class_="grid", x1=left, x2=right, y1=f"{y:.1f}", y2=f"{y:.1f}"))
-        parts.append(tag("text", short(tick), x=left - 6, y=f"{y + 3.5:.1f}", text_anchor="end"))
-    return join(*parts)
-
-
-def step_labels(axis: Axis, height: float) -> Html:
-    """Labels of the steps below a chart."""
-    labels = [tag("text", short(tick), x=f"{axis.at(tick):.1f}", y=height - 8, text_anchor="middle") for tick in axis.ticks]
-    title = min(axis.start, axis.at(axis.ticks[0]) - 12) - 6
-    return join(*labels, tag("text", "step", x=title, y=height - 8, text_anchor="end"))
-
-
 def path(coordinates: Sequence[tuple[float, float] | None]) -> str:
     """An SVG path; None breaks the line, and a point between two breaks becomes a dot by its round cap."""
     commands, broken = [], True
@@ -172,11 +128,6 @@ class Rectangle:
     fill: str
     tip: str | None = None
 
-    def svg(self) -> Html:
-        tip = None if self.tip is None else tag("title", self.tip)
-        place = {name: _number(getattr(self, name)) for name in ("x", "y", "width", "height")}
-        return tag("rect", tip, **place, fill=self.fill)
-
 
 @dataclass(frozen=True)
 class Text:
@@ -189,19 +140,6 @@ class Text:
     size: float = 12
     anchor: Anchor = "start"
 
-    def svg(self) -> Html:
-        return tag(
-            "text",
-            self.content,
-            x=_number(self.x),
-            # Half of a digit's height below the middle; not every program knows dominant-baseline.
-            y=_number(self.y + 0.36 * self.size),
-            fill=self.fill,
-            font_size=_number(self.size),
-            text_anchor=self.anchor,
-            pointer_events="none",
-        )
-
 
 @dataclass(frozen=True)
 class Picture:
@@ -212,21 +150,9 @@ class Picture:
     title: str
     shapes: Sequence[Rectangle | Text]
 
-    def svg(self) -> Html:
+    def svg(self) -> Markup:
         """An SVG element that also stands alone in a file."""
-        width, height = _number(self.width), _number(self.height)
-        return tag(
-            "svg",
-            tag("title", self.title),
-            tag("rect", width=width, height=height, fill="#ffffff"),
-            *(shape.svg() for shape in self.shapes),
-            xmlns="http://www.w3.org/2000/svg",
-            width=width,
-            height=height,
-            viewBox=f"0 0 {width} {height}",
-            font_family="system-ui, 'DejaVu Sans', sans-serif",
-            role="img",
-        )
+        return render("picture.svg", **vars(self))
 
     def save_png(self, path: Path) -> None:
         """Writes a PNG at twice the size.
@@ -261,5 +187,14 @@ def _round_step(rough: float, factors: tuple[float, ...]) -> float:
     return next(factor * power for factor in factors if factor * power >= rough * (1 - 1e-9))
 
 
-def _number(value: float) -> str:
-    return f"{value:.2f}".rstrip("0").rstrip(".")
+_ENVIRONMENT = Environment(
+    loader=FunctionLoader(lambda name: template_text(name).replace("\n", "")),
+    autoescape=True,
+    finalize=visible,
+    undefined=StrictUndefined,
+)
+_ENVIRONMENT.filters |= {
+    "px": lambda value: f"{value:.1f}",
+    "short": short,
+    "trimmed": lambda value: f"{value:.2f}".rstrip("0").rstrip("."),
+}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from rl_backend.lab.picture import Html, Picture, Rectangle, Text, document, linear_axis, tag
+from rl_backend.lab.picture import Picture, Rectangle, Text, linear_axis, render
 from rl_backend.lab.text import count, short, table
 from rl_backend.pipeline import Kind, Schedule, Span, Timeline
 from rl_backend.pipeline.measured import MeasuredPass
@@ -19,8 +19,6 @@ NARROWEST, MIDDLING, WIDEST, PER_COMPUTATION = 760, 1200, 2400, 22
 LEGEND = 57
 CHARACTER = 6.6
 """Width of a digit of a label."""
-
-STYLE = "body { margin: 24px; background: #fff; color: #1c2330; } div { overflow-x: auto; } pre { margin: 24px 0 0 64px; }"
 
 INK, QUIET, WHITE = "#1c2330", "#5b6675", "#ffffff"
 LANE_FILL, STRIP_FILL, GRID = "#eef1f5", "#98a3b3", "#d5dbe3"
@@ -194,7 +192,7 @@ def draw_pass(found: MeasuredPass) -> Picture:
 def page(picture: Picture, schedule: Schedule, text: str) -> str:
     """The picture above its numbers, as HTML."""
     title = f"{schedule.name}, {schedule.pp_size} ranks, {schedule.num_micro_batches} micro-batches"
-    return document(title, Html(STYLE), tag("div", picture.svg()), tag("pre", text))
+    return render("schedule.html", title=title, picture=picture.svg(), text=text)
 
 
 def _box(span: Span, first_stage: int, top: float, scale: float) -> Iterator[Rectangle | Text]:

@@ -7,20 +7,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
+from typing import NamedTuple
 
-from rl_backend.lab.picture import (
-    Axis,
-    Html,
-    drawing,
-    grid_lines,
-    join,
-    legend,
-    linear_axis,
-    log_axis,
-    path,
-    step_labels,
-    tag,
-)
+from markupsafe import Markup
+
+from rl_backend.lab.picture import Axis, linear_axis, log_axis, path, render
 from rl_backend.lab.report.metrics import PHASE, Chart
 from rl_backend.lab.report.run_data import Series
 from rl_backend.lab.text import short
@@ -58,33 +49,47 @@ class Point:
         return (self.first + self.last) / 2
 
 
-def draw_chart(chart: Chart, series: Sequence[Series], run_steps: tuple[int, int], most_points: int) -> Html:
+class Curve(NamedTuple):
+    """Paths of a metric.
+
+    Attributes:
+        dots: where they are drawn, with nothing behind the line.
+        pale: class of what is drawn behind the line instead.
+        steps: how many points there are.
+    """
+
+    line: str
+    dots: list[tuple[float, float]]
+    pale: str
+    behind: str
+    steps: int
+
+
+def draw_chart(chart: Chart, series: Sequence[Series], run_steps: tuple[int, int], most_points: int) -> Markup:
     """A figure with title, latest value, curves over the run's first to last step, and what cannot be drawn in words."""
     drawn = [points(one, most_points) for one in series]
     across = linear_axis(*run_steps, LEFT, WIDTH - RIGHT, about=7, whole=True)
     up = _value_axis(chart, series)
-    notes = [note for one in series for note in _notes(one, up, named=len(series) > 1)]
-    body = [
-        grid_lines(up, LEFT, WIDTH - RIGHT),
-        step_labels(across, HEIGHT),
-        *(_curve(of, across, up, index) for index, of in enumerate(drawn)),
-        _marks(series, across),
-        tag("line", class_="cursor", y1=TOP, y2=HEIGHT - BOTTOM, x1=-9, x2=-9),
-        *(tag("circle", class_=f"dot s{index}", r=3, cx=-9, cy=-9) for index in range(len(series))),
-    ]
-    latest = " / ".join(short(one.values[-1]) for one in series)
-    unit = tag("span", chart.unit, class_="unit") if chart.unit else None
-    return tag(
-        "figure",
-        tag("h3", chart.title, unit, tag("output", latest, title=f"at step {series[0].steps[-1]}")),
-        drawing(WIDTH, HEIGHT, f"{chart.title} over steps", *body, data_hover=_hover(chart, series, drawn, across, up)),
-        legend((f"s{index}", [one.name]) for index, one in enumerate(series)) if len(series) > 1 else None,
-        tag("figcaption", join(*(tag("span", note, class_="warn") for note in notes)), chart.note or None),
-        id=f"chart-{series[0].name}",
+    missing = sorted({step for one in series for step, _ in one.not_finite})
+    return render(
+        "chart.html",
+        chart=chart,
+        series=series,
+        latest=" / ".join(short(one.values[-1]) for one in series),
+        width=WIDTH,
+        height=HEIGHT,
+        across=across,
+        up=up,
+        curves=[_curve(of, across, up) for of in drawn],
+        # A mark at each step whose value is not finite, up to a hundred.
+        not_finite=[across.at(step) for step in missing[:: math.ceil(len(missing) / 100) or 1]],
+        hover=_hover(chart, series, drawn, across, up),
+        keys=[(f"s{index}", one.name, None) for index, one in enumerate(series)] if len(series) > 1 else [],
+        notes=[note for one in series for note in _notes(one, up, named=len(series) > 1)],
     )
 
 
-def draw_phases(series: Sequence[Series]) -> Html:
+def draw_phases(series: Sequence[Series]) -> Markup:
     """A bar for each step, or for several together their mean; phases from the bottom up in the order of a step."""
     steps = sorted({step for one in series for step in one.steps})
     by_step = [dict(zip(one.steps, one.values, strict=True)) for one in series]
@@ -99,19 +104,15 @@ def draw_phases(series: Sequence[Series]) -> Html:
     up = linear_axis(0.0, max(max(map(sum, bars)), 1e-6), PHASES_HEIGHT - BOTTOM, TOP)
     slot = (PHASES_WIDTH - RIGHT - LEFT) / len(bars)
     gap = 1.0 if slot > 4 else 0.0
-    rectangles = []
+    drawn = []
     for index, bar in enumerate(bars):
-        base = 0.0
-        for phase, seconds in enumerate(bar):
-            low, high = up.at(base), up.at(base + seconds)
-            base += seconds
+        x, width = LEFT + index * slot + gap / 2, slot - gap
+        for phase, (base, top) in enumerate(pairwise(accumulate(bar, initial=0.0))):
+            low, high = up.at(base), up.at(top)
             if low - high > 0.05:
-                x, width = LEFT + index * slot + gap / 2, slot - gap
-                rectangles.append(
-                    tag("path", class_=f"bar s{phase % 8}", d=f"M{x:.1f} {low:.1f}V{high:.1f}h{width:.1f}V{low:.1f}z")
-                )
+                drawn.append((phase, f"M{x:.1f} {low:.1f}V{high:.1f}h{width:.1f}V{low:.1f}z"))
     # Labels stand below the middles of their bars.
-    shown = linear_axis(steps[0], steps[-1], LEFT + slot / 2, PHASES_WIDTH - RIGHT - slot / 2, about=8, whole=True)
+    middles = linear_axis(steps[0], steps[-1], LEFT + slot / 2, PHASES_WIDTH - RIGHT - slot / 2, about=8, whole=True)
     names = [one.name.removeprefix(PHASE) for one in series]
     hover = {
         "bars": [LEFT, slot],
@@ -120,27 +121,20 @@ def draw_phases(series: Sequence[Series]) -> Html:
         "values": [[float(f"{value:.4g}") for value in bar] for bar in bars],
     }
     totals = [sum(value for value in one.values if math.isfinite(value)) for one in series]
-    mean = f"{short(sum(totals) / len(steps))} s per step"
-    whole = sum(totals) or 1.0
-    shares = [tag("small", f"{total / len(steps):.3g} s, {100 * total / whole:.0f}%") for total in totals]
-    keys = [(f"s{index % 8}", [name, " ", share]) for index, (name, share) in enumerate(zip(names, shares, strict=True))]
-    return tag(
-        "figure",
-        tag("h3", "Time of a step by phase", tag("span", "seconds", class_="unit"), tag("output", mean)),
-        drawing(
-            PHASES_WIDTH,
-            PHASES_HEIGHT,
-            "seconds of each phase over steps",
-            grid_lines(up, LEFT, PHASES_WIDTH - RIGHT),
-            step_labels(shown if len(bars) > 1 else across, PHASES_HEIGHT),
-            *rectangles,
-            tag("rect", class_="cursor-bar", y=TOP, height=PHASES_HEIGHT - TOP - BOTTOM, width=f"{slot:.1f}", x=-999),
-            data_hover=json.dumps(hover, separators=(",", ":")),
-        ),
-        legend(keys),
-        tag("figcaption", f"Each bar is the mean of {size} steps." if size > 1 else "Each bar is one step."),
-        class_="wide",
-        id="phases",
+    shares = [f"{total / len(steps):.3g} s, {100 * total / (sum(totals) or 1.0):.0f}%" for total in totals]
+    return render(
+        "phases.html",
+        mean=sum(totals) / len(steps),
+        width=PHASES_WIDTH,
+        height=PHASES_HEIGHT,
+        across=across,
+        up=up,
+        labels=middles if len(bars) > 1 else across,
+        bars=drawn,
+        slot=slot,
+        size=size,
+        keys=[(f"s{phase % 8}", *key) for phase, key in enumerate(zip(names, shares, strict=True))],
+        hover=json.dumps(hover, separators=(",", ":")),
     )
 
 
@@ -160,24 +154,19 @@ def _value_axis(chart: Chart, series: Sequence[Series]) -> Axis:
     return linear_axis(max(low, -limit), min(high, limit), bottom, top)
 
 
-def _curve(of: Sequence[Point], across: Axis, up: Axis, index: int) -> Html:
+def _curve(of: Sequence[Point], across: Axis, up: Axis) -> Curve:
     """The values with a dot at each; of many, pale, and in front of them their running mean."""
     places = [_place(point.step, point.mean, across, up) for point in of]
     grouped = any(point.first != point.last for point in of)
     if not grouped and len(of) <= EACH_STEP:
-        dots = [tag("circle", cx=f"{x:.1f}", cy=f"{y:.1f}", r=2 if len(of) > 3 else 3.5) for x, y in filter(None, places)]
-        curve = tag("path", class_=f"line s{index}", d=path(places))
-        return join(curve, tag("g", *dots, class_=f"dots s{index}"))
-    faint = _band(of, across, up) if grouped else path(places)
+        return Curve(path(places), [place for place in places if place is not None], "", "", len(of))
+    behind = _band(of, across, up) if grouped else path(places)
     values = [point.mean for point in of if math.isfinite(point.mean)]
     # Where a curve goes up and down a lot, its running mean says more; a schedule does not.
     if values and sum(abs(after - before) for before, after in pairwise(values)) > NOISY * (max(values) - min(values)):
         means = running_mean([point.mean for point in of], max(2 * (len(of) // 30) + 1, 3))
         places = [_place(point.step, mean, across, up) for point, mean in zip(of, means, strict=True)]
-    return join(
-        tag("path", class_=f"{'band' if grouped else 'faint'} s{index}", d=faint),
-        tag("path", class_=f"line s{index}", d=path(places)),
-    )
+    return Curve(path(places), [], "band" if grouped else "faint", behind, len(of))
 
 
 def _band(of: Sequence[Point], across: Axis, up: Axis) -> str:
@@ -196,15 +185,6 @@ def _place(step: float, value: float, across: Axis, up: Axis) -> tuple[float, fl
     if not math.isfinite(value):
         return None
     return across.at(step), up.at(value) if value > 0 or not up.log else up.start
-
-
-def _marks(series: Sequence[Series], across: Axis) -> Html:
-    """A triangle on the axis at each step whose value is not finite, up to a hundred."""
-    steps = sorted({step for one in series for step, _ in one.not_finite})
-    drawn = steps[:: math.ceil(len(steps) / 100)] if steps else []
-    bottom = HEIGHT - BOTTOM
-    places = (across.at(step) for step in drawn)
-    return join(*(tag("path", class_="not-finite", d=f"M{x - 4:.1f} {bottom}h8l-4 -8z") for x in places))
 
 
 def _notes(series: Series, up: Axis, *, named: bool) -> list[str]:

@@ -7,7 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rl_backend.lab.picture import Html, join, tag
+from markupsafe import Markup
+
+from rl_backend.lab.picture import render
 from rl_backend.lab.report.run_data import Sample
 from rl_backend.lab.text import as_number, short
 
@@ -15,7 +17,7 @@ PROMPTS, RESPONSES, CHARACTERS = 6, 3, 1500
 TEXTS = ("prompt", "response", "reward", "step")
 
 
-def draw_samples(kind: str, first: Sequence[Sample], last: Sequence[Sample]) -> Html:
+def draw_samples(kind: str, first: Sequence[Sample], last: Sequence[Sample]) -> Markup:
     """Two columns; prompts that both steps have come first, side by side, those with the largest change of reward on top.
 
     Args:
@@ -30,12 +32,10 @@ def draw_samples(kind: str, first: Sequence[Sample], last: Sequence[Sample]) -> 
     rewards = _rewards([*first, *last], finite=True)
     middle = (min(rewards) + max(rewards)) / 2 if rewards and min(rewards) < max(rewards) else None
     columns = [(left, before), (right, after)] if last else [(left, before)]
-    rows = []
-    for index in range(max(len(left), len(right))):
-        pair = ((prompts[index], samples) if index < len(prompts) else None for prompts, samples in columns)
-        cells = (tag("div") if each is None else _cell(each[0], each[1][each[0]], middle) for each in pair)
-        rows.append(tag("div", *cells, class_="pair"))
-    heads = [_head(first), _head(last) if last else None]
+    rows = [
+        [_cell(prompts[index], of[prompts[index]], middle) if index < len(prompts) else None for prompts, of in columns]
+        for index in range(max(len(left), len(right)))
+    ]
     if not last:
         note = "All samples are of one step."
     elif shared:
@@ -44,15 +44,8 @@ def draw_samples(kind: str, first: Sequence[Sample], last: Sequence[Sample]) -> 
         note = "The two steps had no prompt in common."
     if any(len(responses) > 1 for responses in before.values()):
         note += f" Of each prompt: its best, its middle and its worst of up to {RESPONSES} responses."
-    return tag(
-        "section",
-        tag("h2", f"{kind} before and after" if last else kind),
-        tag("p", note, class_="note"),
-        tag("div", *heads, class_="pair heads"),
-        *rows,
-        id=kind.lower().replace(" ", "-"),
-        class_="" if last else "single",
-    )
+    heads = [(_step(samples), f"{len(samples)} samples{_mean_text(samples)}") for samples in (first, last) if samples]
+    return render("samples.html", kind=kind, both=bool(last), note=note, heads=heads, rows=rows, most=CHARACTERS)
 
 
 def _by_prompt(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
@@ -72,10 +65,9 @@ def _mean_reward(samples: Sequence[Sample]) -> float:
     return sum(rewards) / len(rewards) if rewards else 0.0
 
 
-def _head(samples: Sequence[Sample]) -> Html:
+def _mean_text(samples: Sequence[Sample]) -> str:
     rewards = _rewards(samples)
-    mean = f", mean reward {short(sum(rewards) / len(rewards))}" if rewards else ""
-    return tag("h3", _step(samples), tag("span", f"{len(samples)} samples{mean}", class_="unit"))
+    return f", mean reward {short(sum(rewards) / len(rewards))}" if rewards else ""
 
 
 def _step(samples: Sequence[Sample]) -> str:
@@ -83,39 +75,29 @@ def _step(samples: Sequence[Sample]) -> str:
     return "Before the first step" if step == 0 else f"Step {step}"
 
 
-def _cell(prompt: str, samples: Sequence[Sample], middle: float | None) -> Html:
+def _cell(prompt: str, samples: Sequence[Sample], middle: float | None) -> dict[str, Any]:
     rewards = _rewards(samples)
-    words = f"mean of {len(rewards)}: {short(sum(rewards) / len(rewards))}" if len(rewards) > 1 else None
-    mean = tag("span", words, class_="unit") if words else None
     ordered = sorted(samples, key=lambda sample: -(as_number(sample.get("reward")) or 0.0))
     if len(ordered) > RESPONSES:
         # Best, middle and worst.
         ordered = [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
-    return tag(
-        "article",
-        tag("div", tag("span", f"{_step(samples)}: prompt", class_="unit"), mean, class_="bar-line"),
-        tag("pre", _clipped(prompt), class_="prompt"),
-        *(_response(sample, middle) for sample in ordered),
-    )
+    return {
+        "step": _step(samples),
+        "mean": f"mean of {len(rewards)}: {short(sum(rewards) / len(rewards))}" if len(rewards) > 1 else None,
+        "prompt": prompt,
+        "responses": [_response(sample, middle) for sample in ordered],
+    }
 
 
-def _response(sample: Sample, middle: float | None) -> Html:
+def _response(sample: Sample, middle: float | None) -> dict[str, Any]:
     reward = as_number(sample.get("reward"))
     facts = ", ".join(
         _versions(value) if name == "version_spans" else f"{name.replace('_', ' ')} {_plain(value)}"
         for name, value in sample.items()
         if name not in TEXTS and not isinstance(value, dict) and not (isinstance(value, list) and len(value) > 8)
     )
-    badge = None
-    if reward is not None:
-        side = "" if middle is None else " good" if reward > middle else " bad"
-        badge = tag("span", short(reward), class_=f"reward{side}", title="reward")
-    return tag(
-        "div",
-        tag("div", badge, tag("span", _clipped(facts, 200), class_="unit"), class_="bar-line"),
-        tag("pre", _clipped(str(sample.get("response", "")))),
-        class_="response",
-    )
+    side = "" if middle is None or reward is None else " good" if reward > middle else " bad"
+    return {"reward": reward, "side": side, "facts": facts, "text": str(sample.get("response", ""))}
 
 
 def _plain(value: Any) -> str:
@@ -128,8 +110,3 @@ def _versions(spans: Any) -> str:
         return f"weight version {', then '.join(str(version) for version, _ in spans)}"
     except (TypeError, ValueError):
         return f"version spans {_plain(spans)}"
-
-
-def _clipped(characters: str, most: int = CHARACTERS) -> Html | str:
-    left = len(characters) - most
-    return join(characters[:most], tag("em", f" … {left} more characters")) if left > 0 else characters

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rl_backend.lab.picture import Axis, Html, drawing, join, legend, linear_axis, tag
+from markupsafe import Markup
+
+from rl_backend.lab.picture import linear_axis, render
 from rl_backend.lab.text import short
 from rl_backend.trace import read_trace
 
@@ -132,45 +135,67 @@ def read_step(path: Path) -> StepTimeline | None:
     return StepTimeline(int(step["args"]["step"]), step["dur"] / 1000, shown, arrows, left_out)
 
 
-def draw_timeline(timeline: StepTimeline) -> Html:
+def draw_timeline(timeline: StepTimeline) -> Markup:
     """A figure with a lane for each process; arrows lead from a weight push over its load to the sampling that uses it."""
     lanes = timeline.lanes
     left = max(len(lane.name) for lane in lanes.values()) * CHARACTER + 20 if lanes else 0.0
     across = linear_axis(0.0, timeline.milliseconds, left, WIDTH - RIGHT, about=8, whole=timeline.milliseconds > 8)
-    tops: dict[Thread, float] = {}
-    y = 8.0
-    for key, lane in lanes.items():
-        tops[key] = y
-        y += lane.depths * ROW + LANE_GAP
-    bars = [(key, bar) for key, lane in lanes.items() for bar in lane.bars]
-    wide = [(key, bar) for key, bar in bars if _extent(bar, across)[1] >= THIN]
-    kinds = sorted({_kind(bar) for _, bar in wide}, key=list(KINDS).index)
-    notes = [f"{len(bars) - len(wide)} events are too short to be seen. "] if len(wide) < len(bars) else []
+    heights = [lane.depths * ROW + LANE_GAP for lane in lanes.values()]
+    *tops, bottom = accumulate(heights, initial=8.0)
+    top_of = dict(zip(lanes, tops, strict=True))
+    bars = [
+        _Drawn(bar, across.at(bar.start), top_of[key] + bar.depth * ROW, across.at(bar.end) - across.at(bar.start))
+        for key, lane in lanes.items()
+        for bar in lane.bars
+    ]
+    wide = [bar for bar in bars if bar.width >= THIN]
+    notes = f"{len(bars) - len(wide)} events are too short to be seen. " if len(wide) < len(bars) else ""
     if timeline.hidden:
-        notes.append(f"{len(timeline.hidden)} more processes are in the trace: {', '.join(timeline.hidden)}. ")
-    return tag(
-        "figure",
-        tag(
-            "h3",
-            f"Step {timeline.step} on the timeline",
-            tag("span", "milliseconds from its beginning", class_="unit"),
-            tag("output", f"{short(timeline.milliseconds)} ms"),
-        ),
-        drawing(
-            WIDTH,
-            round(y + BOTTOM),
-            "what each process did in one step",
-            *(_lane_background(lane, tops[key], across) for key, lane in lanes.items()),
-            _ticks(across, y),
-            *(_bar(bar, tops[key], across) for key, bar in wide),
-            *(_arrow(arrow, tops, lanes, across) for arrow in timeline.arrows),
-            class_="timeline",
-        ),
-        legend((f"k-{kind}", [KINDS[kind]]) for kind in kinds),
-        tag("figcaption", *notes, "A step of median length. Arrows: weights, from the push to the sampling that uses them."),
-        class_="wide",
-        id="timeline",
+        notes += f"{len(timeline.hidden)} more processes are in the trace: {', '.join(timeline.hidden)}. "
+
+    def met(key: Thread, milliseconds: float) -> tuple[float, float]:
+        around = [bar.depth for bar in lanes[key].bars if bar.start - 1e-6 <= milliseconds <= bar.end + 1e-6]
+        return across.at(milliseconds), top_of[key] + max(around, default=0) * ROW + ROW / 2 - 1
+
+    return render(
+        "timeline.html",
+        timeline=timeline,
+        width=WIDTH,
+        height=round(bottom + BOTTOM),
+        bottom=bottom,
+        row=ROW,
+        across=across,
+        lanes=list(zip(lanes.values(), tops, strict=True)),
+        bars=wide,
+        arrows=[(arrow.name, met(*arrow.start), met(*arrow.end)) for arrow in timeline.arrows],
+        keys=[(f"k-{kind}", KINDS[kind], None) for kind in sorted({bar.kind for bar in wide}, key=list(KINDS).index)],
+        notes=notes,
     )
+
+
+class _Drawn(NamedTuple):
+    """A bar in pixels."""
+
+    bar: Bar
+    x: float
+    y: float
+    width: float
+
+    @property
+    def kind(self) -> str:
+        if self.bar.category == "micro_batch":
+            return PASSES.get(self.bar.name, "micro_batch")
+        return self.bar.category if self.bar.category in KINDS else "operation"
+
+    @property
+    def label(self) -> str:
+        name = self.bar.name.removeprefix("run_on_ranks(").removesuffix(")")
+        return name if len(name) * CHARACTER + 8 <= self.width else ""
+
+    @property
+    def tip(self) -> str:
+        facts = (f"{key.replace('_', ' ')} {value}" for key, value in self.bar.arguments.items())
+        return "\n".join([f"{self.bar.name}: {short(self.bar.end - self.bar.start)} ms", *facts])
 
 
 def _is_whole(event: dict[str, Any]) -> bool:
@@ -203,63 +228,3 @@ def _arrows(events: Sequence[dict[str, Any]], start: float, end: float, shown: C
             if start <= event["ts"] <= end and all(key in shown for key, _ in ends):
                 arrows.append(Arrow(event["name"], ends[0], ends[1]))
     return arrows
-
-
-def _kind(bar: Bar) -> str:
-    if bar.category == "micro_batch":
-        return PASSES.get(bar.name, "micro_batch")
-    return bar.category if bar.category in KINDS else "operation"
-
-
-def _extent(bar: Bar, across: Axis) -> tuple[float, float]:
-    """Left end and width in pixels."""
-    left = across.at(bar.start)
-    return left, across.at(bar.end) - left
-
-
-def _lane_background(lane: Lane, top: float, across: Axis) -> Html:
-    height = lane.depths * ROW
-    return join(
-        tag("rect", class_="lane", x=across.start, y=f"{top - 2:.0f}", width=across.end - across.start, height=height + 3),
-        tag("text", lane.name, class_="lane-name", x=across.start - 8, y=f"{top + height / 2 + 3:.1f}", text_anchor="end"),
-    )
-
-
-def _ticks(across: Axis, bottom: float) -> Html:
-    parts = []
-    for tick in across.ticks:
-        x = f"{across.at(tick):.1f}"
-        parts.append(tag("line", class_="grid", x1=x, x2=x, y1=4, y2=f"{bottom:.0f}"))
-        parts.append(tag("text", short(tick), x=x, y=f"{bottom + 14:.0f}", text_anchor="middle"))
-    return join(*parts)
-
-
-def _bar(bar: Bar, top: float, across: Axis) -> Html:
-    left, width = _extent(bar, across)
-    y = top + bar.depth * ROW
-    label = bar.name.removeprefix("run_on_ranks(").removesuffix(")")
-    fits = len(label) * CHARACTER + 8 <= width
-    facts = (f"{key.replace('_', ' ')} {value}" for key, value in bar.arguments.items())
-    return tag(
-        "g",
-        tag("rect", x=f"{left:.2f}", y=f"{y:.1f}", width=f"{max(width, 0.6):.2f}", height=ROW - 2, rx=min(2.0, width / 2)),
-        tag("text", label, x=f"{left + 4:.1f}", y=f"{y + 11:.1f}") if fits else None,
-        class_=f"event k-{_kind(bar)}",
-        data_tip="\n".join([f"{bar.name}: {short(bar.end - bar.start)} ms", *facts]),
-    )
-
-
-def _arrow(arrow: Arrow, tops: Mapping[Thread, float], lanes: Mapping[Thread, Lane], across: Axis) -> Html:
-    ends = []
-    for key, milliseconds in (arrow.start, arrow.end):
-        around = [bar.depth for bar in lanes[key].bars if bar.start - 1e-6 <= milliseconds <= bar.end + 1e-6]
-        ends.append((across.at(milliseconds), tops[key] + max(around, default=0) * ROW + ROW / 2 - 1))
-    (x1, y1), (x2, y2) = ends
-    bend = max(18.0, (x2 - x1) / 2)
-    return tag(
-        "g",
-        tag("path", d=f"M{x1:.1f} {y1:.1f}C{x1 + bend:.1f} {y1:.1f} {x2 - bend:.1f} {y2:.1f} {x2 - 3:.1f} {y2:.1f}"),
-        tag("path", class_="head", d=f"M{x2:.1f} {y2:.1f}l-5 -3v6z"),
-        class_="arrow",
-        data_tip=arrow.name,
-    )

@@ -57,9 +57,8 @@ def test_the_wheel_holds_three_typed_packages_the_licence_and_the_command(tmp_pa
     for package in folders:
         assert f"{package}/__init__.py" in names
         assert f"{package}/py.typed" in names
-    needed = [
-        file for package in folders for ending in ("py", "css", "js") for file in (source / package).rglob(f"*.{ending}")
-    ]
+    endings = ("py", "css", "js", "html", "svg")
+    needed = [file for package in folders for ending in endings for file in (source / package).rglob(f"*.{ending}")]
     assert {str(file.relative_to(source)) for file in needed} <= set(names)
     assert any(name.endswith("LICENSE") for name in names)
     assert "rl-backend = rl_backend.cli.main:main" in entry_points
