@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import ParityError
-from rl_backend.lab.parity import ParityConfig, ParitySide
-from rl_backend.lab.parity.run import run_ranks
+from rl_backend.lab.parity import ParityConfig, ParitySide, record_side
 from tests.support.faulty_runtime import Fault
 from tests.support.moe import write_moe
 
@@ -87,7 +86,7 @@ def run_faulty(model: Path, folder: Path, fault: Fault, *, dp: int = 2, timeout:
         plugins=(PLUGIN,), model=str(model), reference=reference, candidate=candidate, timeout=timeout, steps=1
     )
     folder.mkdir(exist_ok=True)
-    run_ranks(config, "candidate", "cpu", folder / "candidate")
+    record_side(config, "candidate", "cpu", folder / "candidate")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +116,7 @@ def test_a_model_that_the_runtime_refuses_is_told_apart_from_other_errors(tied_m
     side = ParitySide(runtime="native")
     config = ParityConfig(model=str(model), reference=side, candidate=side)
     with pytest.raises(ParityError, match=r"the candidate 'native' stopped: .*hidden_act='gelu'") as refused:
-        run_ranks(config, "candidate", "cpu", tmp_path / "candidate")
+        record_side(config, "candidate", "cpu", tmp_path / "candidate")
     assert refused.value.details["refused"] is True
     with pytest.raises(ParityError) as other:
         run_faulty(tied_model, tmp_path / "other", "refusal", dp=1)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
+import platform
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -113,11 +115,9 @@ def merge_ranks(ranks: Sequence[RankRecord], plan: MicroBatchPlan) -> SideRecord
 
 def package_versions() -> dict[str, str]:
     """Version of each of the packages that this process has imported."""
-    versions = {"python": sys.version.partition(" ")[0]}
-    for package in PACKAGES:
-        if package.replace("-", "_") in sys.modules or package.replace("-", ".") in sys.modules:
-            try:
-                versions[package] = importlib.metadata.version(package)
-            except importlib.metadata.PackageNotFoundError:
-                continue
+    imported = [name for name in PACKAGES if sys.modules.keys() & {name.replace("-", "_"), name.replace("-", ".")}]
+    versions = {"python": platform.python_version()}
+    for package in imported:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
     return versions

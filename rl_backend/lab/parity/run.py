@@ -104,23 +104,6 @@ def run_parity(config: ParityConfig, tolerances: Tolerances, tell: Callable[[str
     return ParityResult(config, device, sum(map(len, sequences)), comparison, versions)
 
 
-def record_side(
-    config: ParityConfig, name: SideName, device: str, folder: Path, start: StartRank = start_rank
-) -> SideRecord:
-    """Runs one side, each rank in a new process.
-
-    Args:
-        device: ``cpu`` or ``cuda``.
-        folder: for the record's files; is made, and must outlive the record.
-        start: starts the process of a rank.
-
-    Raises:
-        ParityError: as :func:`run_ranks`.
-    """
-    ranks = run_ranks(config, name, device, folder, start)
-    return merge_ranks(ranks, plan_batch(config, config.side(name).data_parallel_size))
-
-
 @dataclass(frozen=True)
 class _Rank:
     index: int
@@ -136,14 +119,14 @@ class _Rank:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
 
 
-def run_ranks(
+def record_side(
     config: ParityConfig, name: SideName, device: str, folder: Path, start: StartRank = start_rank
-) -> list[RankRecord]:
-    """Runs one side, a process for each rank, and returns their records.
+) -> SideRecord:
+    """Runs one side, each rank in a new process.
 
     Args:
         device: ``cpu`` or ``cuda``.
-        folder: for files; must outlive the records.
+        folder: for the record's files; is made, and must outlive the record.
         start: starts the process of a rank.
 
     Raises:
@@ -153,22 +136,22 @@ def run_ranks(
     folder.mkdir()
     config_file = folder / "config.json"
     config_file.write_text(config.replace(device=device).model_dump_json())
-    world_size = config.side(name).world_size
+    side = config.side(name)
     # Served here for as long as the ranks live.
     store = host_store(timedelta(seconds=config.timeout))
     ranks: list[_Rank] = []
     try:
-        for index in range(world_size):
-            environment = _environment(config, device, index, world_size, store.port)
+        for index in range(side.world_size):
+            environment = _environment(config, device, index, side.world_size, store.port)
             output, log = folder / f"rank-{index}.pt", folder / f"rank-{index}.log"
             ranks.append(_Rank(index, start([str(config_file), name, str(output)], environment, log), output, log))
-        _wait(ranks, f"the {name} {config.side(name).runtime!r}", config.timeout)
+        _wait(ranks, f"the {name} {side.runtime!r}", config.timeout)
     finally:
         for rank in ranks:
             rank.process.kill()
         for rank in ranks:
             rank.process.wait()
-    return [RankRecord.load(rank.output) for rank in ranks]
+    return merge_ranks([RankRecord.load(rank.output) for rank in ranks], plan_batch(config, side.data_parallel_size))
 
 
 def _environment(config: ParityConfig, device: str, rank: int, world_size: int, port: int) -> dict[str, str]:
