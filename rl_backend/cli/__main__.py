@@ -1,7 +1,5 @@
 """``python -m rl_backend.cli``: the ``rl-backend`` command for interpreters in which the package is not installed."""
 
-from __future__ import annotations
-
 import sys
 
 from rl_backend.cli.main import main

@@ -1,7 +1,5 @@
 """``rl-backend doctor``: the verdict on this machine and installation, then the facts behind it."""
 
-from __future__ import annotations
-
 import argparse
 import json
 

@@ -1,7 +1,5 @@
 """``rl-backend example``: runs an example script that came with the package, or says where it is, to be copied."""
 
-from __future__ import annotations
-
 import argparse
 import runpy
 import site

@@ -1,7 +1,5 @@
 """``rl-backend export``: a Hugging Face directory out of a training checkpoint."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """``rl-backend gpu-check``: runs the tests in tests/gpu and writes what came of each as JSON."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import datetime

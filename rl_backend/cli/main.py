@@ -1,7 +1,5 @@
 """Reads the command line, runs the sub-command and turns an error into one message."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """``rl-backend parity``: trains with two runtimes from one checkpoint and names the first place where they part."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """``rl-backend plan``: what a model takes on each rank, by purpose and phase, before anything is started."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

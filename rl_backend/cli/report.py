@@ -1,7 +1,5 @@
 """``rl-backend report``: writes ``report.html`` into a run folder from the files in it."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``rl-backend schedule``: what a pipeline schedule costs in idle time and activations, in numbers and as a picture."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pictures: templates, axes, and shapes that become SVG or PNG."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

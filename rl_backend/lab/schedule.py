@@ -1,7 +1,5 @@
 """Pipeline schedules, and a traced run's pipeline beside the prediction of its schedule, as text and pictures."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Numbers and tables as people read them, and JSON as programs do."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

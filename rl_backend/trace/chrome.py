@@ -4,8 +4,6 @@ The file is the format's "JSON Array": one event per line, written as it comes. 
 read up to there. See "Trace Event Format" (Google, 2016) for the fields.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Spans of work on a GPU, which continues after the call that starts it has returned."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from types import TracebackType

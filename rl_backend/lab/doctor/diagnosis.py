@@ -1,7 +1,5 @@
 """The diagnosis: problems, remarks and capabilities that follow from the facts, as JSON and as text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any

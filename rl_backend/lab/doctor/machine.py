@@ -1,7 +1,5 @@
 """Facts that decide what this machine can run: its hardware, and the packages that are installed."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Probes of torch, Ray, Megatron and verl. Each runs in a new process: a crash there is a result here."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Two sides compared, stage by stage, in the order in which a step computes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The configuration of a comparison, and the batch that both sides train on."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, Literal, Self

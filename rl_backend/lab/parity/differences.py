@@ -1,7 +1,5 @@
 """Differences of two tensors or numbers, and the tolerances for them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self

@@ -3,8 +3,6 @@
 ``OUTPUT`` becomes the rank's record, or ``OUTPUT.error`` says in JSON why there is none.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

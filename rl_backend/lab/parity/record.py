@@ -1,7 +1,5 @@
 """Records: what one rank saw, and what one side computed."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import math
 import platform

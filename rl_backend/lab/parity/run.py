@@ -1,7 +1,5 @@
 """A comparison from its configuration to its result: each rank of a side is a process."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A result as text for a person and as JSON for a program."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The side that is no runtime: transformers' model, one sequence at a time, and torch's AdamW."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

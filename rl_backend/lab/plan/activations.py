@@ -1,7 +1,5 @@
 """What micro-batches take on the stages of a model, counted while a stage runs on the meta device."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import replace

@@ -4,8 +4,6 @@ These are the layers that it has without Transformer Engine: nothing is fused, a
 terms are the tensors that autograd saves in Megatron-Core 0.19, in the order of the computation.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections.abc import Mapping

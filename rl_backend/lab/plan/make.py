@@ -1,7 +1,5 @@
 """Plans: what a configuration takes on each rank, layouts that fit a device, and both as text and JSON."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Bytes on a device by purpose and phase, and the workload that they depend on."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, Self

@@ -1,7 +1,5 @@
 """Charts of metrics over the steps of a run, and of the seconds of each phase."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

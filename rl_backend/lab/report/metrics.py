@@ -1,7 +1,5 @@
 """Metrics of a run: titles, units, and the charts and groups that show them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The report of a run as one HTML file."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

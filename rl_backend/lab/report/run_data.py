@@ -1,7 +1,5 @@
 """A run folder as data, even while the run continues or after it was cut off."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import math

@@ -1,7 +1,5 @@
 """Samples of the model: what it wrote first and last."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

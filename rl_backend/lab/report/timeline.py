@@ -1,7 +1,5 @@
 """One step of a trace as swim lanes: which events to draw, and on which line."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
