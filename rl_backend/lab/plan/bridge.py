@@ -6,8 +6,10 @@ terms are the tensors that autograd saves in Megatron-Core 0.19, in the order of
 
 import importlib.util
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from itertools import product
 
 import torch
 
@@ -68,9 +70,7 @@ def bridge_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
     experts = {name for name, stored in model.weight_names.items() if isinstance(stored, PackedWeight)}
     found = []
     for pipeline_rank, stages in enumerate(ranks):
-        held = _Buffers(options, num_ranks, experts)
-        for stage in stages.sharded.values():
-            held.add(stage.parameters)
+        chunks = [stage.parameters for stage in stages.sharded.values()]
         measured = {
             number: layers.stage(memory, layers_of_a_stage, last=number == num_stages - 1)
             for number, memory in stages.measured.items()
@@ -78,21 +78,18 @@ def bridge_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
         found.append(
             RankMemory(
                 pipeline_rank=pipeline_rank,
-                weights=held.weights,
-                gradients=held.gradients,
-                optimizer=held.optimizer,
                 undo=0,
                 unreduced_gradients=0,
                 gathered_parameters=0,
                 logits_chunk=stages.logits_chunk,
                 sync_bucket=COPIES_OF_EXPORTED * max(weight.nbytes for weight in weights),
+                **_buffers(options, num_ranks, experts, chunks),
                 **vars(most_in_flight(actions[pipeline_rank], measured)),
             )
         )
     return found, sum(weight.nbytes for weight in weights)
 
 
-@dataclass(frozen=True)
 class LocalLayers:
     """The layers of one rank.
 
@@ -101,21 +98,20 @@ class LocalLayers:
         options: of the runtime.
         workload: what a micro-batch is. Attention takes a row per sequence, padded to the longest.
 
+    Attributes:
+        scores: bytes of one layer's attention probabilities, float32.
+
     Raises:
         UnsupportedError: an architecture that is none of this package's, or blocks whose memory is not known here.
     """
 
-    architecture: DecoderSpec
-    options: BridgeConfig
-    workload: Workload
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.architecture, DecoderSpec):
+    def __init__(self, architecture: DecoderSpec, options: BridgeConfig, workload: Workload) -> None:
+        if not isinstance(architecture, DecoderSpec):
             raise UnsupportedError(
-                f"{type(self.architecture).__name__}: a plan knows what Megatron's layers keep of this package's own "
+                f"{type(architecture).__name__}: a plan knows what Megatron's layers keep of this package's own "
                 "families only; plan with backend='native'"
             )
-        blocks = {block for layer in self.architecture.layers for block in layer}
+        blocks = {block for layer in architecture.layers for block in layer}
         attentions = {replace(block, window=None) for block in blocks if isinstance(block, GQASpec)}
         if len(attentions) != 1 or not all(isinstance(block, GQASpec | SwiGLUSpec | MoESpec) for block in blocks):
             kinds = ", ".join(sorted({type(block).__name__ for block in blocks}))
@@ -123,56 +119,39 @@ class LocalLayers:
                 f"layers of {kinds}: a plan knows what Megatron keeps of one kind of grouped-query attention in all layers, "
                 "with dense blocks or mixtures of experts; plan with backend='native'"
             )
-
-    @property
-    def _mixer(self) -> GQASpec:
-        """Of every layer: they differ in their windows alone, and scores are kept whole."""
-        mixer = self.architecture.layers[0].mixer
-        assert isinstance(mixer, GQASpec), "checked above"
-        return mixer
-
-    @property
-    def scores(self) -> int:
-        """Bytes of one layer's attention probabilities, float32."""
-        heads = self._mixer.num_heads // self.options.parallel.tp
-        return self._rows * heads * self._length**2 * _FLOAT
+        tp = options.parallel.tp
+        self.architecture, self.options, self.workload = architecture, options, workload
+        # Of every layer: they differ in their windows alone, and scores are kept whole.
+        (self._mixer,) = attentions
+        self._itemsize = int(getattr(torch, options.param_dtype).itemsize)
+        self._length = _round_up(workload.sequence_length, tp)
+        rows = -(-workload.micro_batch_tokens // workload.sequence_length)
+        self._tokens = rows * self._length
+        # Elements of a layer's input, which sequence parallelism divides.
+        self._hidden = self._tokens // tp * architecture.hidden_size
+        self.scores = rows * (self._mixer.num_heads // tp) * self._length**2 * _FLOAT
 
     def stage(self, native: StageMemory, num_layers: int, *, last: bool) -> StageMemory:
         """A stage of ``num_layers``; ``native`` says what the same stage of the native model takes."""
-        layer = self._layer()
-        kept = num_layers * (self._checkpoint() if self.options.recompute_granularity == "full" else layer)
-        kept += self._end() if last else 0
-        recomputed = layer if self.options.recompute_granularity == "full" else 0
+        layer, recomputes = self._layer(), self.options.recompute_granularity == "full"
+        # Of a layer that is computed again, its input is kept.
+        kept = num_layers * (self._hidden * self._itemsize if recomputes else layer)
+        if last:
+            # The last norm, and the hidden states that log-probs or values are computed from.
+            kept += 2 * self._hidden * _FLOAT
+            kept += self.workload.micro_batch_tokens * self.architecture.hidden_size * self._itemsize
         return StageMemory(
             kept=kept,
             put_off=0,
             forward_peak=kept + native.forward_peak - native.kept + self.scores,
-            backward_peak=kept + native.backward_peak - native.kept + 2 * self.scores + recomputed,
+            backward_peak=kept + native.backward_peak - native.kept + 2 * self.scores + (layer if recomputes else 0),
             evaluation_peak=native.evaluation_peak + 2 * self.scores,
         )
 
-    @property
-    def _itemsize(self) -> int:
-        return int(getattr(torch, self.options.param_dtype).itemsize)
-
-    @property
-    def _rows(self) -> int:
-        return -(-self.workload.micro_batch_tokens // self.workload.sequence_length)
-
-    @property
-    def _length(self) -> int:
-        """Of a row: sequence parallelism divides it."""
-        tp = self.options.parallel.tp
-        return -(-self.workload.sequence_length // tp) * tp
-
-    @property
-    def _tokens(self) -> int:
-        return self._rows * self._length
-
     def _layer(self) -> int:
-        hidden = self._tokens // self.options.parallel.tp * self.architecture.hidden_size
         # Two norms keep what they normalise, twice, in float32; two projections keep what they take.
-        norms = 4 * hidden * _FLOAT + 2 * hidden * self._itemsize + 2 * self._tokens // self.options.parallel.tp * _FLOAT
+        norms = 4 * self._hidden * _FLOAT + 2 * self._hidden * self._itemsize
+        norms += 2 * self._tokens // self.options.parallel.tp * _FLOAT
         return norms + self._attention() + self._feed_forward()
 
     def _attention(self) -> int:
@@ -210,39 +189,26 @@ class LocalLayers:
         tokens = chosen * parallel.etp * (self.architecture.hidden_size * self._itemsize + _FLOAT + 2 * _INT)
         return inside + tokens + chosen * (_INT + _FLOAT)
 
-    def _checkpoint(self) -> int:
-        """What is kept of a layer that is computed again: its input."""
-        return self._tokens // self.options.parallel.tp * self.architecture.hidden_size * self._itemsize
 
-    def _end(self) -> int:
-        """The last norm, and the hidden states that log-probs or values are computed from."""
-        hidden = self._tokens // self.options.parallel.tp * self.architecture.hidden_size
-        return 2 * hidden * _FLOAT + self.workload.micro_batch_tokens * self.architecture.hidden_size * self._itemsize
-
-
-class _Buffers:
-    """Bytes of one rank's buffers and of its optimizer, chunk by chunk."""
-
-    def __init__(self, options: BridgeConfig, num_ranks: int, experts: set[str]) -> None:
-        parallel = options.parallel
-        self._experts = experts
-        self._itemsize = int(getattr(torch, options.param_dtype).itemsize)
-        self._dense_ranks = parallel.data_parallel_size(num_ranks) * parallel.cp
-        self._expert_ranks = num_ranks // (parallel.pp * parallel.ep * parallel.etp)
-        self.weights = self.gradients = self.optimizer = 0
-
-    def add(self, parameters: Mapping[str, ParameterSize]) -> None:
-        for ranks, is_expert in ((self._dense_ranks, False), (self._expert_ranks, True)):
-            sizes = [size.computed for name, size in parameters.items() if (name in self._experts) is is_expert]
-            elements = 0
-            for size in sizes:
-                elements = _round_up(elements, PARAMETER_ALIGNMENT) + size
-            elements = _round_up(elements, math.lcm(ranks, BUCKET_ALIGNMENT))
-            self.weights += elements * self._itemsize
-            self.gradients += elements * torch.float32.itemsize
-            masters = 0 if self._itemsize == torch.float32.itemsize else 1
-            share = min(elements // ranks, sum(sizes))
-            self.optimizer += share * (2 + masters) * torch.float32.itemsize + len(sizes) * torch.float32.itemsize
+def _buffers(
+    options: BridgeConfig, num_ranks: int, experts: set[str], chunks: Iterable[Mapping[str, ParameterSize]]
+) -> dict[str, int]:
+    """Bytes of one rank's buffers and of its optimizer."""
+    parallel, itemsize = options.parallel, int(getattr(torch, options.param_dtype).itemsize)
+    dense_ranks = parallel.data_parallel_size(num_ranks) * parallel.cp
+    expert_ranks = num_ranks // (parallel.pp * parallel.ep * parallel.etp)
+    found = Counter[str]()
+    for parameters, (ranks, is_expert) in product(chunks, ((dense_ranks, False), (expert_ranks, True))):
+        sizes = [size.computed for name, size in parameters.items() if (name in experts) is is_expert]
+        elements = 0
+        for size in sizes:
+            elements = _round_up(elements, PARAMETER_ALIGNMENT) + size
+        elements = _round_up(elements, math.lcm(ranks, BUCKET_ALIGNMENT))
+        moments_and_masters = 2 if itemsize == _FLOAT else 3
+        share = min(elements // ranks, sum(sizes))
+        optimizer = (share * moments_and_masters + len(sizes)) * _FLOAT
+        found.update(weights=elements * itemsize, gradients=elements * _FLOAT, optimizer=optimizer)
+    return dict(found)
 
 
 def _round_up(number: int, multiple: int) -> int:
