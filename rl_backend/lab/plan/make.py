@@ -133,25 +133,18 @@ def as_text(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> str:
     work, peaks = plan.workload, {phase: plan.peak(phase) for phase in PHASES}
     unit = ByteUnit.up_to(max(peaks.values()))
     taken = [plan.largest(phase).phase(phase, work.offload) for phase in PHASES]
+    used = [name for name in COMPONENTS if any(name in found for found in taken)]
+    rows = [(name, *(unit.of(found[name]) if name in found else "" for found in taken)) for name in used]
     lines = [
         f"{plan.config.backend} on {count(plan.num_ranks, 'rank')}, {_layout_text(plan)}; {work.num_micro_batches} "
         f"micro-batches of {work.micro_batch_tokens} tokens in sequences of {work.sequence_length}",
         "",
-        *_table(
-            f"{unit.name} on the largest rank",
-            *(
-                (name, *(unit.of(found[name]) if name in found else "" for found in taken))
-                for name in COMPONENTS
-                if any(name in found for found in taken)
-            ),
-            ("total", *map(unit.of, peaks.values())),
-        ),
+        *_table(f"{unit.name} on the largest rank", [*rows, ("total", *map(unit.of, peaks.values()))]),
     ]
     if len(plan.ranks) > 1:
-        ranks = (
-            (str(rank.pipeline_rank), *(unit.of(rank.total(phase, work.offload)) for phase in PHASES)) for rank in plan.ranks
-        )
-        lines += _table(f"{unit.name} of pipeline rank", *ranks)
+        sizes = [[rank.total(phase, work.offload) for phase in PHASES] for rank in plan.ranks]
+        totals = [(str(index), *map(unit.of, each)) for index, each in enumerate(sizes)]
+        lines += _table(f"{unit.name} of pipeline rank", totals)
     if plan.config.backend == "bridge":
         lines.append("activations are those of Megatron's own layers; Transformer Engine's keep less")
     logits = max(rank.logits_chunk for rank in plan.ranks)
@@ -206,7 +199,7 @@ def as_json(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> dict[
     return facts
 
 
-def _table(title: str, *rows: tuple[str, ...]) -> list[str]:
+def _table(title: str, rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Bytes of each phase, and an empty line."""
     return [*(line.replace("_", " ") for line in table(COLUMNS, [(title, *PHASES), *rows])), ""]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -76,14 +75,6 @@ class ShardedStage:
             units[max((unit for unit in units if not unit or name.startswith(f"{unit}.")), key=len)].append(name)
         return cls(parameters, units)
 
-    @cached_property
-    def held(self) -> int:
-        return sum(each.held for each in self.parameters.values())
-
-    @cached_property
-    def held_and_trained(self) -> int:
-        return sum(each.held for each in self.parameters.values() if each.trained)
-
     def gathered(self, *, all_at_once: bool, trained: bool = False) -> int:
         """Elements of whole parameters that exist at one time.
 
@@ -129,10 +120,14 @@ def native_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
     found = []
     for pipeline_rank, stages in enumerate(ranks):
         sharded = list(stages.sharded.values())
-        held, trained = sum(stage.held for stage in sharded), sum(stage.held_and_trained for stage in sharded)
+        parameters = [size for stage in sharded for size in stage.parameters.values()]
+        held, trained = (sum(size.held for size in parameters if size.trained or not only) for only in (False, True))
         # Reduced in the last backward pass of a step, or layer by layer in the only one.
         unreduced = sum(stage.gathered(all_at_once=accumulates, trained=True) for stage in sharded)
-        optimizer = 2 * held * MASTER_BYTES + sum(len(stage.parameters) for stage in sharded) * torch.float32.itemsize
+        optimizer = 2 * held * MASTER_BYTES + len(parameters) * torch.float32.itemsize
+        # All stages of the rank if nothing is freed between passes, else the largest: one runs at a time.
+        whole = [stage.gathered(all_at_once=not native.reshard_after_forward) for stage in sharded]
+        gathered = max(whole) if native.reshard_after_forward else sum(whole)
         found.append(
             RankMemory(
                 pipeline_rank=pipeline_rank,
@@ -141,7 +136,7 @@ def native_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
                 optimizer=optimizer,
                 undo=held * MASTER_BYTES + optimizer + trained * MASTER_BYTES if native.post_validation else 0,
                 unreduced_gradients=unreduced * int(getattr(torch, native.reduce_dtype).itemsize),
-                gathered_parameters=_gathered(native, sharded),
+                gathered_parameters=gathered * int(getattr(torch, native.param_dtype).itemsize),
                 logits_chunk=stages.logits_chunk,
                 sync_bucket=bucket,
                 **vars(most_in_flight(actions[pipeline_rank], stages.measured)),
@@ -175,7 +170,9 @@ def rank_stages(
         stages = model_stages(model.family, model.architecture, native, pipeline_rank)
         parts: Mapping[int, ModelStage | None] = stages or {0: None}
         # A rank that is the only one of its job, and computes in the dtype of its parameters, is left without FSDP.
-        alone = replace(groups, world_group=_alone())
+        mine = dist.new_group([dist.get_rank()])
+        assert isinstance(mine, dist.ProcessGroup), "this rank is in it"
+        alone = replace(groups, world_group=mine)
         as_they_are = native.replace(param_dtype="float32", reduce_dtype="float32")
         for number, part in parts.items():
             plain = _build(model, part, as_they_are, alone)
@@ -198,20 +195,6 @@ def rank_stages(
 def _build(model: ModelDescription, part: ModelStage | None, native: NativeConfig, groups: ParallelGroups) -> nn.Module:
     settings = model.settings._replace(stage=part)
     return build_module(model.family, model.architecture, settings, groups, native, forward_only=False)
-
-
-def _alone() -> dist.ProcessGroup:
-    mine = dist.new_group([dist.get_rank()])
-    assert isinstance(mine, dist.ProcessGroup), "this rank is in it"
-    return mine
-
-
-def _gathered(native: NativeConfig, stages: list[ShardedStage]) -> int:
-    """All stages of the rank if nothing is freed between passes, else the largest: one runs at a time."""
-    size = getattr(torch, native.param_dtype).itemsize
-    if not native.reshard_after_forward:
-        return sum(stage.gathered(all_at_once=True) for stage in stages) * int(size)
-    return max(stage.gathered(all_at_once=False) for stage in stages) * int(size)
 
 
 class SyncedWeight(NamedTuple):
