@@ -35,10 +35,7 @@ def schedule_facts(
 ) -> dict[str, Any]:
     """For JSON; ``costs`` are those of a micro-batch on all of a rank's stages."""
     return {
-        "schedule": schedule.name,
-        "pp": schedule.pp_size,
-        "num_micro_batches": schedule.num_micro_batches,
-        "stages_per_rank": schedule.stages_per_rank,
+        **_shape(schedule),
         "forward_only": schedule.forward_only,
         "costs": {**dict(zip(("forward", "backward_input", "backward_weight"), costs, strict=True)), "comm": communication},
         **_times(timeline),
@@ -92,14 +89,10 @@ def schedule_summary(facts: dict[str, Any]) -> str:
 
 def pass_facts(found: MeasuredPass) -> dict[str, Any]:
     """For JSON; times in seconds. A trace has no memory in it: ``peak_activations`` is the schedule's own."""
-    schedule = found.schedule
     return {
-        "schedule": schedule.name,
-        "pp": schedule.pp_size,
-        "num_micro_batches": schedule.num_micro_batches,
-        "stages_per_rank": schedule.stages_per_rank,
+        **_shape(found.schedule),
         "model": found.model,
-        "peak_activations": list(schedule.peak_activations),
+        "peak_activations": list(found.schedule.peak_activations),
         "measured": _times(found.measured),
         "predicted": _times(found.predicted),
     }
@@ -114,16 +107,20 @@ def pass_text(found: MeasuredPass) -> str:
         "predicted: the schedule with the mean times of this pass, and transfers that take none",
         "",
     ]
-    rows: list[tuple[str, ...]] = [("", "measured", "predicted")]
-    for label, key, unit in (
-        ("makespan", "makespan", " s"),
-        ("bubble of the step", "bubble_makespan", "%"),
-        ("bubble inside a rank", "bubble_span", "%"),
-    ):
-        pair = [facts[side][key] for side in ("measured", "predicted")]
-        shown = [f"{value:.1%}" if unit == "%" else f"{short(value)}{unit}" for value in pair]
-        rows.append((label, *shown))
+    sides = facts["measured"], facts["predicted"]
+    rows = [("", "measured", "predicted"), ("makespan", *(f"{short(side['makespan'])} s" for side in sides))]
+    for label, key in (("bubble of the step", "bubble_makespan"), ("bubble inside a rank", "bubble_span")):
+        rows.append((label, *(f"{side[key]:.1%}" for side in sides)))
     return "\n".join([*lines, *table("{:22}{:>12}{:>12}", rows)])
+
+
+def _shape(schedule: Schedule) -> dict[str, Any]:
+    return {
+        "schedule": schedule.name,
+        "pp": schedule.pp_size,
+        "num_micro_batches": schedule.num_micro_batches,
+        "stages_per_rank": schedule.stages_per_rank,
+    }
 
 
 def _bubbles(facts: Mapping[str, Any]) -> str:

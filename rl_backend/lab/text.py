@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 MIB, GIB = 2**20, 2**30
@@ -68,13 +68,15 @@ def table(columns: str, rows: Iterable[Sequence[object]]) -> list[str]:
     return [columns.format(*row) for row in rows]
 
 
-def finite(value: Any) -> Any:
-    """``value`` with None for the numbers in it that JSON has no form for."""
+def finite(value: Any, word: Callable[[float], str | None] = lambda _: None) -> Any:
+    """``value`` with ``word`` of the floats that JSON has no form for, and Python's numbers for those of numpy and torch."""
+    if not isinstance(value, str) and getattr(value, "ndim", None) == 0:
+        value = value.item()
     if isinstance(value, Mapping):
-        return {name: finite(each) for name, each in value.items()}
+        return {name: finite(each, word) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [finite(each, word) for each in value]
+    return word(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def json_text(value: Any, *, indent: int | None = None, ensure_ascii: bool = True) -> str:
@@ -85,7 +87,7 @@ def json_text(value: Any, *, indent: int | None = None, ensure_ascii: bool = Tru
     Raises:
         TypeError: something that JSON has no form for.
     """
-    text = json.dumps(_plain(value), indent=indent, ensure_ascii=ensure_ascii, allow_nan=False)
+    text = json.dumps(finite(value, _word), indent=indent, ensure_ascii=ensure_ascii, allow_nan=False)
     # Half of a pair of surrogates, which UTF-8 has no form for; JSON's escape of it is what Python writes for it too.
     return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
@@ -104,13 +106,5 @@ def _trimmed(number: str) -> str:
     return number.rstrip("0").rstrip(".") if "." in number and "e" not in number else number
 
 
-def _plain(value: Any) -> Any:
-    if not isinstance(value, str) and getattr(value, "ndim", None) == 0:
-        value = value.item()
-    if isinstance(value, float):
-        if math.isnan(value):
-            return "NaN"
-        return value if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, Mapping):
-        return {name: _plain(each) for name, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+def _word(value: float) -> str:
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -1,19 +1,19 @@
 """Spans of work on a GPU, which continues after the call that starts it has returned."""
 
 import time
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import torch
 
-from rl_backend.trace.recorder import Argument, Event, Span, TraceRecorder, recorder
+from rl_backend.trace.recorder import Argument, Event, TraceRecorder, recorder
 
 REFERENCE_NS = 2_000_000_000
 """Age at which a reference is replaced: CUDA gives times as float32 milliseconds, which are exact to 0.2 µs up to 2 s."""
 
 
-def device_span(device: torch.device, name: str, category: str, **arguments: Argument) -> Span:
+def device_span(device: torch.device, name: str, category: str, **arguments: Argument) -> AbstractContextManager[object]:
     """:func:`~rl_backend.trace.recorder.span` of what its body puts on ``device``'s current stream.
 
     On a GPU the span is from when the stream reaches the body to when it has done it, measured by CUDA events; the device is
@@ -22,7 +22,7 @@ def device_span(device: torch.device, name: str, category: str, **arguments: Arg
     """
     if device.type != "cuda" or not recorder.recording:
         return recorder.span(name, category, **arguments)
-    return _CudaSpan(recorder, name, category, {**arguments, "device": str(device)}, _reference(device), device)
+    return _cuda_span(recorder, name, category, {**arguments, "device": str(device)}, _reference(device), device)
 
 
 @dataclass(frozen=True)
@@ -47,39 +47,22 @@ def _reference(device: torch.device) -> _Reference:
     return known
 
 
-class _CudaSpan(Span):
-    __slots__ = ("_begin", "_device_reference", "_end", "_stream")
+@contextmanager
+def _cuda_span(
+    of: TraceRecorder, name: str, category: str, arguments: dict[str, Argument], reference: _Reference, device: torch.device
+) -> Generator[None]:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    stream = torch.cuda.current_stream(device)
+    begin.record(stream)
+    # An error leaves here: after one of the device every call to it fails as well, and would replace the error.
+    yield
+    end.record(stream)
+    thread = of.thread
 
-    def __init__(
-        self,
-        of: TraceRecorder,
-        name: str,
-        category: str,
-        arguments: dict[str, Argument],
-        reference: _Reference,
-        device: torch.device,
-    ) -> None:
-        super().__init__(of, name, category, arguments)
-        self._device_reference = reference
-        self._begin, self._end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self._stream = torch.cuda.current_stream(device)
+    def resolve() -> Event | None:
+        if not end.query():
+            return None
+        start = reference.happened + reference.event.elapsed_time(begin) * 1e6
+        return Event(name, category, int(start), int(begin.elapsed_time(end) * 1e6), thread, arguments)
 
-    def __enter__(self) -> Self:
-        self._begin.record(self._stream)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is not None:
-            # After an error of the device every call to it fails as well, and would replace the error.
-            return
-        self._end.record(self._stream)
-        thread = self._recorder.thread
-
-        def resolve() -> Event | None:
-            if not self._end.query():
-                return None
-            start = self._device_reference.happened + self._device_reference.event.elapsed_time(self._begin) * 1e6
-            duration = self._begin.elapsed_time(self._end) * 1e6
-            return Event(self._name, self._category, int(start), int(duration), thread, self._arguments)
-
-        self._recorder.add_when_known(resolve)
+    of.add_when_known(resolve)

@@ -98,11 +98,6 @@ def examine(*, trials: bool, verl: bool = False) -> Report:
 
 def judge(facts: Facts) -> Report:
     """What follows from these facts."""
-    problems, remarks = _problems_and_remarks(facts)
-    return Report(tuple(problems), tuple(remarks), tuple(_capabilities(facts)), facts)
-
-
-def _problems_and_remarks(facts: Facts) -> tuple[list[str], list[str]]:
     machine, torch, ray = facts.machine, facts.torch, facts.ray
     problems, remarks = list(foreign_packages()), []
     if not machine.python.startswith("3.12."):
@@ -130,29 +125,26 @@ def _problems_and_remarks(facts: Facts) -> tuple[list[str], list[str]]:
         remarks.append(f"no GPU is listed: {machine.driver}")
     if facts.verl is not None:
         problems += facts.verl.problems
-    return problems, remarks
+    return Report(tuple(problems), tuple(remarks), tuple(_capabilities(facts)), facts)
 
 
 def _capabilities(facts: Facts) -> list[Capability]:
-    trains, gpus = facts.trains, len(facts.torch.devices)
-    first_gpu = f"{gpus} x {facts.torch.devices[0]}" if gpus else "no GPU that torch can use"
-    verl = facts.installed("verl")
+    trains, gpus, verl = facts.trains, facts.torch.devices, facts.installed("verl")
+    several = len(gpus) > 1
+    on_gpu = f"{len(gpus)} x {gpus[0]}" if gpus else "no GPU that torch can use"
+    if facts.torch.error is not None:
+        on_gpu = "torch does not import"
+    ask_verl = f"verl is missing; {VERL}" if verl is None else "its engine: rl-backend doctor --verl"
     return [
         Capability("native training on CPU", trains, "gloo between ranks" if trains else "see the problems"),
+        Capability("native training on a GPU", trains and bool(gpus), on_gpu),
         Capability(
-            "native training on a GPU",
-            trains and gpus > 0,
-            first_gpu if facts.torch.error is None else "torch does not import",
+            "NCCL between GPUs", trains and len(gpus) > 1, f"{len(gpus)} GPUs" if len(gpus) > 1 else "needs two GPUs"
         ),
-        Capability("NCCL between GPUs", trains and gpus > 1, f"{gpus} GPUs" if gpus > 1 else "needs two GPUs"),
         Capability("vLLM rollouts", *_rollouts(facts)),
         Capability("GRPO with Ray and vLLM (make demo)", *_demo(facts)),
         Capability("bridge runtime (Megatron)", *_bridge(facts)),
-        Capability(
-            "verl on this backend",
-            trains and verl is not None,
-            f"verl is missing; {VERL}" if verl is None else "its engine: rl-backend doctor --verl",
-        ),
+        Capability("verl on this backend", trains and verl is not None, ask_verl),
     ]
 
 
@@ -162,10 +154,8 @@ def _rollouts(facts: Facts) -> tuple[bool, str]:
     if vllm.installed is None:
         return False, f"vLLM is missing; {vllm.tested.install}"
     if vllm.distribution == "vllm":
-        return (
-            gpus > 0,
-            "on the GPU" if gpus else "this is the GPU build of vLLM and torch can use no GPU; make setup DEVICE=cpu",
-        )
+        unusable = "this is the GPU build of vLLM and torch can use no GPU; make setup DEVICE=cpu"
+        return gpus > 0, "on the GPU" if gpus else unusable
     if machine.architecture == "x86_64" and "avx2" not in machine.cpu_features:
         return False, "the CPU build of vLLM needs AVX2, which this processor lacks"
     if "avx512f" in machine.cpu_features or machine.architecture != "x86_64":
@@ -213,13 +203,9 @@ def as_text(report: Report) -> str:
     packages = report.facts.packages
     missing = [package for package in packages if package.installed is None and package.tested.need != "required"]
     installed = [
-        (
-            package.distribution,
-            package.installed,
-            "tested" if package.is_tested else f"not tested; {package.tested.version} is",
-        )
-        for package in packages
-        if package.installed is not None
+        (p.distribution, p.installed, "tested" if p.is_tested else f"not tested; {p.tested.version} is")
+        for p in packages
+        if p.installed is not None
     ]
     sections: dict[str, Sequence[str]] = {
         "Broken, to be repaired first": report.problems,

@@ -187,7 +187,7 @@ def test_an_error_on_a_device_is_not_replaced_by_that_of_its_span(
     reference = device._Reference(DeviceEvent(), 0)  # type: ignore[arg-type]
 
     def fail() -> None:
-        with device._CudaSpan(recorder, "forward", "micro_batch", {}, reference, torch.device("cuda", 0)):
+        with device._cuda_span(recorder, "forward", "micro_batch", {}, reference, torch.device("cuda", 0)):
             monkeypatch.setattr(DeviceEvent, "lost", True)
             raise ValueError("the body's own")
 
