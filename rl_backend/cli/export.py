@@ -124,7 +124,7 @@ def _model_directory(path: Path, name: str | None) -> Path:
         return checkpoint.model(checkpoint.models[0])
     steps = RunCheckpoints(path).steps()
     if steps:
-        listed = ", ".join(str(step) for step in steps[-4:])
+        listed = ", ".join(map(str, steps[-4:]))
         raise CommandError(f"--checkpoint {path}: holds the steps {listed} of a run; give one, or {path / LATEST}")
     if name is not None:
         raise CommandError(f"--name {name}: is for a checkpoint of a run; {path} has no {RUN_FILE}")

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import datetime
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -50,9 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not torch.devices:
         _say_what_would_run(tests, torch)
         return EXIT_NO_GPU
-    for name in OPTIONAL:
-        if not _present(name):
-            print(f"{name} is not installed: the tests that need it are skipped and named")
+    for name in itertools.filterfalse(_present, OPTIONAL):
+        print(f"{name} is not installed: the tests that need it are skipped and named")
     status, outcomes = run_tests(tests, arguments.pytest_arguments)
     result = _result(torch, status, outcomes)
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
@@ -87,16 +87,10 @@ def _command(tests: Path, *arguments: str) -> list[str]:
 def _say_what_would_run(tests: Path, torch: TorchProbe) -> None:
     why = "this torch is built without CUDA" if torch.cuda_build is None else "torch finds no CUDA device"
     print(f"No GPU: {why}. Nothing was run and no result was written. On a machine with a GPU these would run:")
-    listing = subprocess.run(
-        _command(tests, "--collect-only", "-q", "--no-header"),
-        cwd=tests.parent.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = _command(tests, "--collect-only", "-q", "--no-header")
+    listing = subprocess.run(command, cwd=tests.parent.parent, capture_output=True, text=True, check=False)
     names = [line for line in listing.stdout.splitlines() if "::" in line]
-    for name in names or [listing.stdout + listing.stderr]:
-        print(f"  {name}")
+    print("\n".join(f"  {name}" for name in names or [listing.stdout + listing.stderr]))
 
 
 def run_tests(tests: Path, arguments: list[str]) -> tuple[int, list[dict[str, Any]]]:
@@ -124,13 +118,9 @@ def run_tests(tests: Path, arguments: list[str]) -> tuple[int, list[dict[str, An
 
 
 def _outcome(case: ElementTree.Element) -> dict[str, Any]:
-    outcome: dict[str, Any] = {
-        "test": f"{case.get('file')}::{case.get('name')}",
-        "outcome": "passed",
-        "seconds": float(case.get("time", "0")),
-    }
-    measured = {each.get("name"): each.get("value") for each in case.iter("property")}
-    if measured:
+    outcome: dict[str, Any] = {"test": f"{case.get('file')}::{case.get('name')}", "outcome": "passed"}
+    outcome["seconds"] = float(case.get("time", "0"))
+    if measured := {each.get("name"): each.get("value") for each in case.iter("property")}:
         outcome["measured"] = measured
     for kind, name in (("skipped", "skipped"), ("failure", "failed"), ("error", "error")):
         element = case.find(kind)

@@ -138,9 +138,7 @@ def _capabilities(facts: Facts) -> list[Capability]:
     return [
         Capability("native training on CPU", trains, "gloo between ranks" if trains else "see the problems"),
         Capability("native training on a GPU", trains and bool(gpus), on_gpu),
-        Capability(
-            "NCCL between GPUs", trains and len(gpus) > 1, f"{len(gpus)} GPUs" if len(gpus) > 1 else "needs two GPUs"
-        ),
+        Capability("NCCL between GPUs", trains and several, f"{len(gpus)} GPUs" if several else "needs two GPUs"),
         Capability("vLLM rollouts", *_rollouts(facts)),
         Capability("GRPO with Ray and vLLM (make demo)", *_demo(facts)),
         Capability("bridge runtime (Megatron)", *_bridge(facts)),

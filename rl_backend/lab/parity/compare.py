@@ -130,8 +130,8 @@ def _steps(reference: SideRecord, candidate: SideRecord, tolerances: Tolerances)
     norms = zip(reference.grad_norms, candidate.grad_norms, strict=True)
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
         loss_tolerance, norm_tolerance = tolerances.at_step(step)
-        loss_difference = number_difference("", *loss, loss_tolerance)
-        steps.append(StepComparison(step, loss, norm, loss_difference, number_difference("", *norm, norm_tolerance)))
+        differences = number_difference(*loss, loss_tolerance), number_difference(*norm, norm_tolerance)
+        steps.append(StepComparison(step, loss, norm, *differences))
     return tuple(steps)
 
 
@@ -192,12 +192,8 @@ def _result(
 
 
 def _first_divergence(stages: Sequence[StageResult], steps: Sequence[StepComparison]) -> Divergence | None:
-    for result in stages:
-        if result.first_over is not None:
-            return Divergence(result.stage, 0, result.first_over)
+    found: list[tuple[Stage, int, Difference | None]] = [(result.stage, 0, result.first_over) for result in stages]
     for step in steps[1:]:
-        if step.loss_difference.over:
-            return Divergence("loss", step.step, step.loss_difference)
-        if step.grad_norm_difference.over:
-            return Divergence("grad norm", step.step, step.grad_norm_difference)
-    return None
+        found += [("loss", step.step, step.loss_difference), ("grad norm", step.step, step.grad_norm_difference)]
+    over = (Divergence(stage, step, each) for stage, step, each in found if each is not None and each.over)
+    return next(over, None)

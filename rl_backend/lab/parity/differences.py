@@ -97,12 +97,11 @@ def nothing_to_compare(name: str, tolerance: float) -> Difference:
     return Difference(name, math.inf, tolerance, math.inf, missing_from="both")
 
 
-def number_difference(name: str, reference: float, candidate: float, tolerance: float) -> Difference:
+def number_difference(reference: float, candidate: float, tolerance: float) -> Difference:
     """Relative to the reference."""
     difference = abs(candidate - reference)
-    return Difference(
-        name, _ratio(difference, abs(reference)), tolerance, difference if math.isfinite(difference) else math.inf
-    )
+    largest = difference if math.isfinite(difference) else math.inf
+    return Difference("", _ratio(difference, abs(reference)), tolerance, largest)
 
 
 def tensor_difference(

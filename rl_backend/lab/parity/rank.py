@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl_backend.algorithm import sft_loss
 from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.contracts import ConfigError, PackedBatch, RLBackendError, UnsupportedError
+from rl_backend.contracts import ConfigError, RLBackendError, UnsupportedError
 from rl_backend.data import pack_plan
 from rl_backend.lab.parity.config import TRANSFORMERS, ParityConfig, ParitySide, make_sequences, plan_batch
 from rl_backend.lab.parity.record import NamedTensors, RankRecord, package_versions
@@ -60,11 +60,10 @@ def record_runtime(config: ParityConfig, side: ParitySide, rank: int) -> RankRec
     is_source = runtime.is_mp_src_rank_with_outputs(handle)
     keep = rank == 0
     loaded = _on_host(runtime.export_weights(handle, dtype=torch.float32), keep=keep)
-    activations = [
-        sequence
-        for batch, recorded in zip(share, runtime.activations(handle, share), strict=False)
-        for sequence in _by_sequence(batch, recorded)
-    ]
+    activations: list[NamedTensors] = []
+    for batch, recorded in zip(share, runtime.activations(handle, share), strict=False):
+        split = {path: batch.split(tensor) for path, tensor in recorded.items()}
+        activations += [{path: parts[index] for path, parts in split.items()} for index in range(batch.num_sequences)]
     losses, norms = [], []
     log_probs: Sequence[Tensor] = ()
     gradients, weights = {}, {}
@@ -93,11 +92,6 @@ def record_runtime(config: ParityConfig, side: ParitySide, rank: int) -> RankRec
         weights=weights,
         versions=package_versions(),
     )
-
-
-def _by_sequence(batch: PackedBatch, recorded: NamedTensors) -> list[dict[str, Tensor]]:
-    split = {path: batch.split(tensor) for path, tensor in recorded.items()}
-    return [{path: parts[index] for path, parts in split.items()} for index in range(batch.num_sequences)]
 
 
 def _on_host(stream: Iterable[tuple[str, Tensor]], *, keep: bool) -> dict[str, Tensor]:

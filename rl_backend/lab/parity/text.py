@@ -108,11 +108,7 @@ def _stage_row(stage: StageResult) -> tuple[str, ...]:
 
 
 def _step_row(step: StepComparison) -> tuple[str, ...]:
-    cells, over = [str(step.step)], []
-    for name, values, difference in (
-        ("loss", step.loss, step.loss_difference),
-        ("grad norm", step.grad_norm, step.grad_norm_difference),
-    ):
-        cells += [f"{values[0]:.6f}", f"{values[1]:.6f}", f"{difference.amount:.1e}"]
-        over += [name] if difference.over else []
-    return (*cells, f"  <- {' and '.join(over)} over" if over else "")
+    parts = [("loss", step.loss, step.loss_difference), ("grad norm", step.grad_norm, step.grad_norm_difference)]
+    cells = [(f"{one[0]:.6f}", f"{one[1]:.6f}", f"{difference.amount:.1e}") for _, one, difference in parts]
+    over = " and ".join(name for name, _, difference in parts if difference.over)
+    return (str(step.step), *cells[0], *cells[1], f"  <- {over} over" if over else "")
