@@ -1,7 +1,10 @@
 """Metrics of a run: titles, units, and the charts and groups that show them."""
 
-from collections.abc import Iterable
+import tomllib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+
+from rl_backend.lab.picture import template_text
 
 PHASE = "seconds/"
 
@@ -19,61 +22,14 @@ class Chart:
 
     title: str
     unit: str
-    names: tuple[str, ...]
+    names: Sequence[str]
     note: str = ""
     log: bool = False
     full_range: bool = False
 
 
 CHARTS = {
-    "Does it learn?": (
-        Chart("Reward", "mean per response", ("reward",), "Rises, then levels off."),
-        Chart("Held-out accuracy", "share", ("accuracy",), "Falls while the reward rises: overfitting.", full_range=True),
-        Chart("Answer probability", "share", ("answer_probability",), "Of exactly the held-out answer.", full_range=True),
-        Chart("Response length", "tokens, mean", ("response_tokens",), "At the limit: responses are cut off."),
-        Chart("Entropy", "nats per token", ("entropy",), "Near 0: nothing is explored any more."),
-        Chart("Negative log-likelihood", "nats per token", ("nll",), "Falls."),
-        Chart("Groups without a signal", "left out", ("groups_without_signal",), "Equal rewards teach nothing."),
-        Chart("Batches sampled", "for one step", ("batches_sampled",), "Rises as prompts become too easy or too hard."),
-    ),
-    "Is the update sound?": (
-        Chart("Policy loss", "", ("policy_loss",), "Near 0 by construction; its trend says little."),
-        Chart("Loss", "", ("loss",)),
-        Chart("Gradient norm", "before clipping", ("grad_norm",), "A rise of 10 times: lower the rate.", log=True),
-        Chart("KL to the reference", "nats per token", ("kl",), "Grows without end: the policy drifts off."),
-        Chart("KL of the update", "nats per token", ("approx_kl",), "Between the policy before and after."),
-        Chart("Clipped tokens", "share", ("clip_fraction", "clip_fraction_lower"), "Above 0.3: steps are too large."),
-        Chart("Learning rate", "of the next step", ("next_lr",)),
-        Chart(
-            "Step taken",
-            "share of updates",
-            ("step_ok",),
-            "Below 1: a gradient was not finite, and its update skipped.",
-            full_range=True,
-        ),
-    ),
-    "Do trainer and engines agree?": (
-        Chart(
-            "Log-prob gap",
-            "nats per token",
-            ("log_prob_gap",),
-            "Trainer against engine: about 1e-6 in float32, 1e-2 in bfloat16, and more with stale samples.",
-            log=True,
-        ),
-        Chart("Staleness", "training steps", ("staleness_mean", "staleness_max"), "0: strictly on-policy."),
-        Chart("Samples dropped", "too stale", ("samples_dropped",)),
-        Chart("Importance weight", "mean", ("importance_weight",), "Near 1."),
-        Chart("Importance weight 0", "share of tokens", ("importance_dropped",)),
-        Chart("Weight version", "", ("weight_version",), "One more after every optimizer step."),
-    ),
-    "The critic": (
-        Chart("Value loss", "", ("value_loss",), "Falls at first.", log=True),
-        Chart("Explained variance", "share", ("explained_variance",), "1: returns foreseen; below 0: of no use."),
-        Chart("Value and return", "mean", ("value_mean", "return_mean"), "Close to each other."),
-        Chart("Clipped values", "share", ("value_clip_fraction",)),
-        Chart("Critic's learning rate", "of the next step", ("critic_next_lr",)),
-        Chart("Critic's gradient norm", "before clipping", ("critic_grad_norm",), log=True),
-    ),
+    group: [Chart(**chart) for chart in charts] for group, charts in tomllib.loads(template_text("charts.toml")).items()
 }
 """Group -> its charts, in the order of the page."""
 

@@ -57,7 +57,7 @@ def test_the_wheel_holds_three_typed_packages_the_licence_and_the_command(tmp_pa
     for package in folders:
         assert f"{package}/__init__.py" in names
         assert f"{package}/py.typed" in names
-    endings = ("py", "css", "js", "html", "svg")
+    endings = ("py", "css", "js", "html", "svg", "toml")
     needed = [file for package in folders for ending in endings for file in (source / package).rglob(f"*.{ending}")]
     assert {str(file.relative_to(source)) for file in needed} <= set(names)
     assert any(name.endswith("LICENSE") for name in names)
