@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -71,14 +72,12 @@ def measure_stage(
             kept, forward_peak = live.live, live.peak
             live.reset_peak()
             put_off = 0
-            if splits_backward:
-                with put_off_weight_gradients() as gradients:
-                    torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
+            with put_off_weight_gradients() if splits_backward else nullcontext() as gradients:
+                torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
+            if gradients is not None:
                 del inputs, outputs
                 put_off = live.live
                 gradients.compute()
-            else:
-                torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
             return StageMemory(kept, put_off, forward_peak, live.peak, evaluation_peak)
     finally:
         for hook in hooks:
@@ -118,8 +117,7 @@ def most_in_flight(actions: Iterable[Action], stages: Mapping[int, StageMemory])
             kept += memory.kept
         elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
             most = max(most, (kept, memory.backward_peak - memory.kept), key=sum)
-            kept -= memory.kept
-            kept += memory.put_off if action.kind is Kind.BACKWARD_INPUT else 0
+            kept += (memory.put_off if action.kind is Kind.BACKWARD_INPUT else 0) - memory.kept
         elif action.kind is Kind.BACKWARD_WEIGHT:
             kept -= memory.put_off
     return PassMemory(

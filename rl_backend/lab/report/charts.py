@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, batched, groupby, pairwise
 from typing import NamedTuple
 
 from markupsafe import Markup
@@ -92,7 +92,7 @@ def draw_phases(series: Sequence[Series]) -> Markup:
     steps = sorted({step for one in series for step in one.steps})
     by_step = [dict(zip(one.steps, one.values, strict=True)) for one in series]
     size = math.ceil(len(steps) / MOST_BARS)
-    groups = [steps[start : start + size] for start in range(0, len(steps), size)]
+    groups = list(batched(steps, size))
     # A phase that a step did not have took 0 seconds.
     bars = [
         [sum(value for step in group if 0 <= (value := values.get(step, 0.0)) < math.inf) / len(group) for values in by_step]
@@ -221,27 +221,24 @@ def _hovered(series: Series, point: Point) -> list[float | str]:
 
 def points(series: Series, most: int) -> list[Point]:
     """At most ``most`` points over all steps; neighbours are put together, which keeps their extremes."""
-    count = len(series.steps)
-    size = math.ceil(count / most)
     found = []
-    for start in range(0, count, size):
-        steps, values = series.steps[start : start + size], series.values[start : start + size]
-        finite = [value for value in values if math.isfinite(value)]
+    for group in batched(zip(series.steps, series.values, strict=True), math.ceil(len(series.steps) / most)):
+        finite = [value for _, value in group if math.isfinite(value)]
         # A plain sum of values near the largest float would overflow.
         mean = sum(value / len(finite) for value in finite) if finite else math.nan
-        found.append(Point(steps[0], steps[-1], mean, min(finite, default=math.nan), max(finite, default=math.nan)))
+        low, high = min(finite, default=math.nan), max(finite, default=math.nan)
+        found.append(Point(group[0][0], group[-1][0], mean, low, high))
     return found
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
     """Centred mean of the finite values among ``window`` neighbours; NaN where there are none."""
-    finite = [math.isfinite(value) for value in values]
-    sums = [0.0, *accumulate(value if known else 0.0 for value, known in zip(values, finite, strict=True))]
-    counts = [0, *accumulate(map(int, finite))]
-    half = window // 2
+    finite = [value if math.isfinite(value) else None for value in values]
+    sums = [*accumulate((value or 0.0 for value in finite), initial=0.0)]
+    counts = [*accumulate((value is not None for value in finite), initial=0)]
     means = []
     for index in range(len(values)):
-        start, end = max(0, index - half), min(len(values), index + half + 1)
+        start, end = max(0, index - window // 2), min(len(values), index + window // 2 + 1)
         number = counts[end] - counts[start]
         means.append((sums[end] - sums[start]) / number if number else math.nan)
     return means

@@ -198,12 +198,7 @@ class _Drawn(NamedTuple):
 
 def _is_whole(event: dict[str, Any]) -> bool:
     """Whether an event has all fields that are read: a viewer may have saved the trace, or a person may have cut it."""
-    numbers = {
-        "X": ("ts", "dur", "pid", "tid"),
-        "s": ("ts", "pid", "tid", "id"),
-        "f": ("ts", "pid", "tid", "id"),
-        "M": ("pid",),
-    }
+    numbers = {"X": ("ts", "dur", "pid", "tid"), "M": ("pid",)} | dict.fromkeys("sf", ("ts", "pid", "tid", "id"))
     needed = numbers.get(event.get("ph", ""))
     if needed is None or not isinstance(event.get("name"), str):
         return False
