@@ -1,11 +1,9 @@
 """The memory of the native runtime: its own model, laid out and run on the meta device."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -59,7 +57,7 @@ class ShardedStage:
     units: Mapping[str, Sequence[str]]
 
     @classmethod
-    def of(cls, sharded: nn.Module, plain: nn.Module) -> ShardedStage:
+    def of(cls, sharded: nn.Module, plain: nn.Module) -> Self:
         """Args:
         sharded: as the runtime builds it.
         plain: the same without FSDP.

@@ -2,18 +2,19 @@
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, batched, groupby, pairwise
 from typing import NamedTuple
 
 from markupsafe import Markup
 
-from rl_backend.lab.picture import Axis, linear_axis, log_axis, path, render
-from rl_backend.lab.report.metrics import PHASE, Chart
+from rl_backend.lab.picture import Axis, linear_axis, log_axis, path, render, template_text
 from rl_backend.lab.report.run_data import Series
 from rl_backend.lab.text import short
 
+PHASE = "seconds/"
 WIDTH, HEIGHT = 440, 190
 LEFT, RIGHT, TOP, BOTTOM = 52, 20, 8, 26
 PHASES_WIDTH, PHASES_HEIGHT, MOST_BARS = 920, 240, 160
@@ -25,6 +26,33 @@ NOISY = 4.0
 
 MIN_DECADES_RATIO = 30.0
 """A logarithmic axis serves values whose largest is so many times the smallest."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart of one or more metrics.
+
+    Attributes:
+        names: of the metrics, drawn in this order.
+        note: one sentence on what a reader looks for.
+        log: logarithmic where the values span decades.
+        full_range: from 0 to 1.
+    """
+
+    title: str
+    unit: str
+    names: Sequence[str]
+    note: str = ""
+    log: bool = False
+    full_range: bool = False
+
+
+CHARTS = {
+    group: [Chart(**chart) for chart in charts] for group, charts in tomllib.loads(template_text("charts.toml")).items()
+}
+"""Group -> its charts, in the order of the page."""
+
+OTHER = "Other metrics"
 
 
 @dataclass(frozen=True)
@@ -61,6 +89,20 @@ class Curve(NamedTuple):
     pale: str
     behind: str
     steps: int
+
+
+def charts_for(names: Iterable[str]) -> dict[str, list[Chart]]:
+    """Group -> charts of the metrics that there are; those not known have one each in the last group. No phases."""
+    left = [name for name in names if not name.startswith(PHASE)]
+    groups: dict[str, list[Chart]] = {}
+    for group, charts in CHARTS.items():
+        for chart in charts:
+            if present := tuple(name for name in chart.names if name in left):
+                left = [name for name in left if name not in present]
+                groups.setdefault(group, []).append(replace(chart, names=present))
+    if left:
+        groups[OTHER] = [Chart(name, "", (name,)) for name in left]
+    return groups
 
 
 def draw_chart(chart: Chart, series: Sequence[Series], run_steps: tuple[int, int], most_points: int) -> Markup:
