@@ -133,9 +133,15 @@ def _simulated(name: str, arguments: argparse.Namespace, costs: tuple[float, flo
     stages = arguments.vpp or SCHEDULES[name].stages_per_rank or 2
     forward, inputs, weights = (cost / stages for cost in costs)
     shared = Costs(forward, inputs, weights, arguments.comm)
-    pp, vpp, micro_batches, forward_only = (getattr(arguments, of) for of in ("pp", "vpp", "microbatches", "forward_only"))
     try:
-        schedule = make_schedule(name, pp, micro_batches, stages_per_rank=vpp, forward_only=forward_only, costs=shared)
+        schedule = make_schedule(
+            name,
+            arguments.pp,
+            arguments.microbatches,
+            stages_per_rank=arguments.vpp,
+            forward_only=arguments.forward_only,
+            costs=shared,
+        )
     except (BatchError, ConfigError) as error:
         raise CommandError(in_flags(str(error), "(pp|vpp|schedule)", "microbatches")) from None
     return schedule, simulate(schedule, shared)

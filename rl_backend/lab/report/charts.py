@@ -125,7 +125,6 @@ def draw_chart(chart: Chart, series: Sequence[Series], run_steps: tuple[int, int
         not_finite=[across.at(step) for step in missing[:: math.ceil(len(missing) / 100) or 1]],
         hover=_hover(chart, series, drawn, across, up),
         keys=[(f"s{index}", one.name, None) for index, one in enumerate(series)] if len(series) > 1 else [],
-        notes=[note for one in series for note in _notes(one, up, named=len(series) > 1)],
     )
 
 
@@ -225,21 +224,6 @@ def _place(step: float, value: float, across: Axis, up: Axis) -> tuple[float, fl
     if not math.isfinite(value):
         return None
     return across.at(step), up.at(value) if value > 0 or not up.log else up.start
-
-
-def _notes(series: Series, up: Axis, *, named: bool) -> list[str]:
-    """What the curve cannot show."""
-    notes = []
-    prefix = f"{series.name}: " if named else ""
-    if missing := series.not_finite:
-        step, value = missing[0]
-        notes.append(
-            f"{prefix}{len(missing)} of {len(series.steps)} values not finite, first {short(value)} at step {step}. "
-        )
-    below = sum(value <= 0 for value in series.finite) if up.log else 0
-    if below:
-        notes.append(f"{prefix}{below} values of 0 or below are drawn at the bottom of the logarithmic axis. ")
-    return notes
 
 
 def _hover(chart: Chart, series: Sequence[Series], drawn: Sequence[Sequence[Point]], across: Axis, up: Axis) -> str:

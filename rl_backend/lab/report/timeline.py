@@ -5,7 +5,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from markupsafe import Markup
 
@@ -52,6 +52,21 @@ class Bar:
     end: float
     depth: int
     arguments: dict[str, Any]
+
+    @property
+    def kind(self) -> str:
+        if self.category == "micro_batch":
+            return PASSES.get(self.name, "micro_batch")
+        return self.category if self.category in KINDS else "operation"
+
+    @property
+    def label(self) -> str:
+        return self.name.removeprefix("run_on_ranks(").removesuffix(")")
+
+    @property
+    def tip(self) -> str:
+        facts = (f"{key.replace('_', ' ')} {value}" for key, value in self.arguments.items())
+        return "\n".join([f"{self.name}: {short(self.end - self.start)} ms", *facts])
 
 
 type Thread = tuple[int, int]
@@ -141,12 +156,8 @@ def draw_timeline(timeline: StepTimeline) -> Markup:
     heights = [lane.depths * ROW + LANE_GAP for lane in lanes.values()]
     *tops, bottom = accumulate(heights, initial=8.0)
     top_of = dict(zip(lanes, tops, strict=True))
-    bars = [
-        _Drawn(bar, across.at(bar.start), top_of[key] + bar.depth * ROW, across.at(bar.end) - across.at(bar.start))
-        for key, lane in lanes.items()
-        for bar in lane.bars
-    ]
-    wide = [bar for bar in bars if bar.width >= THIN]
+    bars = [(bar, top_of[key] + bar.depth * ROW) for key, lane in lanes.items() for bar in lane.bars]
+    wide = [(bar, y) for bar, y in bars if across.at(bar.end) - across.at(bar.start) >= THIN]
     notes = f"{len(bars) - len(wide)} events are too short to be seen. " if len(wide) < len(bars) else ""
     if timeline.hidden:
         notes += f"{len(timeline.hidden)} more processes are in the trace: {', '.join(timeline.hidden)}. "
@@ -162,38 +173,14 @@ def draw_timeline(timeline: StepTimeline) -> Markup:
         height=round(bottom + BOTTOM),
         bottom=bottom,
         row=ROW,
+        character=CHARACTER,
         across=across,
         lanes=list(zip(lanes.values(), tops, strict=True)),
         bars=wide,
         arrows=[(arrow.name, met(*arrow.start), met(*arrow.end)) for arrow in timeline.arrows],
-        keys=[(f"k-{kind}", KINDS[kind], None) for kind in sorted({bar.kind for bar in wide}, key=list(KINDS).index)],
+        keys=[(f"k-{kind}", KINDS[kind], None) for kind in sorted({bar.kind for bar, _ in wide}, key=list(KINDS).index)],
         notes=notes,
     )
-
-
-class _Drawn(NamedTuple):
-    """A bar in pixels."""
-
-    bar: Bar
-    x: float
-    y: float
-    width: float
-
-    @property
-    def kind(self) -> str:
-        if self.bar.category == "micro_batch":
-            return PASSES.get(self.bar.name, "micro_batch")
-        return self.bar.category if self.bar.category in KINDS else "operation"
-
-    @property
-    def label(self) -> str:
-        name = self.bar.name.removeprefix("run_on_ranks(").removesuffix(")")
-        return name if len(name) * CHARACTER + 8 <= self.width else ""
-
-    @property
-    def tip(self) -> str:
-        facts = (f"{key.replace('_', ' ')} {value}" for key, value in self.bar.arguments.items())
-        return "\n".join([f"{self.bar.name}: {short(self.bar.end - self.bar.start)} ms", *facts])
 
 
 def _is_whole(event: dict[str, Any]) -> bool:
