@@ -11,7 +11,7 @@ from ray import cloudpickle
 from actors.train.context import HandleRef
 from actors.train.outcome import BuiltModel, RankForward
 from rl_backend.contracts import BatchError, ForwardResult, HandleError, RLBackendError, merge_metrics
-from rl_backend.contracts.operations import Join, Operation
+from rl_backend.contracts.operations import ATOMS, Join, Operation
 from rl_backend.data import (
     MicroBatchPlan,
     check_same_fields,
@@ -36,7 +36,7 @@ class Shares(NamedTuple):
 
 
 def split(operation: Operation, num_ranks: int, max_tokens: int, *, has_loss: bool) -> Shares:
-    """The share of every rank, as ``operation.atom.split`` says.
+    """The share of every rank, as ``split`` of its atom says.
 
     Args:
         max_tokens: largest ``max_tokens_per_micro_batch``.
@@ -45,11 +45,12 @@ def split(operation: Operation, num_ranks: int, max_tokens: int, *, has_loss: bo
     Raises:
         BatchError, HandleError: see :meth:`~actors.train.group.TrainGroup.forward_backward`; before any rank has seen it.
     """
-    if operation.atom.split == "same":
+    atom = ATOMS[operation.name]
+    if atom.split == "same":
         return Shares([cloudpickle.dumps(operation)] * num_ranks)
     arguments = dict(operation.arguments)
     handle: HandleRef = arguments["handle"]
-    trains = operation.atom.needs_with(arguments).trained
+    trains = atom.needs_with(arguments.get(atom.flag)).trained
     if handle.forward_only and trains:
         raise HandleError(f"model {handle.name!r} is forward-only; a backward pass needs gradients", name=handle.name)
     if trains and not has_loss:
@@ -69,8 +70,8 @@ def split(operation: Operation, num_ranks: int, max_tokens: int, *, has_loss: bo
 
 
 def join(operation: Operation, shares: Shares, values: Sequence[Any], group_id: str) -> Any:
-    """The result of the group from those of its ranks, as ``operation.atom.join`` says."""
-    how = operation.atom.join
+    """The result of the group from those of its ranks, as ``join`` of its atom says."""
+    how = ATOMS[operation.name].join
     assert how is not None, "only atoms with a join are offered by a group"
     return _JOINS[how](operation, shares, values, group_id)
 

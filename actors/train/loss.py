@@ -7,6 +7,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -55,6 +56,11 @@ class Loss:
         self, model_output: ModelOutput, data: PackedBatch, dp_group: Any = None
     ) -> tuple[Tensor | None, Mapping[str, MetricValue]]:
         return self._function(model_output, data, dp_group=dp_group, **self.keywords)  # type: ignore[no-any-return]
+
+    def plain(self) -> LossFn:
+        """The function with its keyword arguments, for a caller who passes ``dp_group`` by its place; else this loss."""
+        by_place = list(inspect.signature(self._function).parameters)[2:3] == ["dp_group"]
+        return partial(self._function, **self.keywords) if by_place else self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (self.target, self.keywords))
@@ -134,7 +140,8 @@ class LossReceiver:
     def receive(self, sent: SentLoss) -> LossFn:
         """The loss, fetched when its digest is not one of the last few."""
         if sent.digest not in self._losses:
-            self._losses[sent.digest] = cloudpickle.loads(ray.get(sent.pickled[0]))
+            loss = cloudpickle.loads(ray.get(sent.pickled[0]))
+            self._losses[sent.digest] = loss.plain() if isinstance(loss, Loss) else loss
             if len(self._losses) > KEPT_LOSSES:
                 self._losses.popitem(last=False)
         self._losses.move_to_end(sent.digest)

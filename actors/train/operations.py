@@ -23,7 +23,7 @@ from rl_backend.contracts import (
     StepResult,
     TokenSequence,
 )
-from rl_backend.contracts.operations import Operation
+from rl_backend.contracts.operations import ATOMS, Operation
 from rl_backend.runtime import RouterReplay
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ class TrainOperations:
         return self._submit(name, Operation(name, arguments), loss)
 
     def _submit(self, title: str, operation: Operation, loss: LossFn | None = None) -> GroupFuture[Any]:
-        ranks = self._ranks
+        ranks, atom = self._ranks, ATOMS[operation.name]
         handle = operation.arguments.get("handle")
         if handle is not None and handle.group_id != ranks.members.id:
             raise HandleError(f"model {handle.name!r} belongs to another training group", name=handle.name)
@@ -283,9 +283,9 @@ class TrainOperations:
         def finish(timeout: float | None) -> Any:
             values = ranks.collect(title, header.number, refs, timeout)
             result = join(operation, shares, values, ranks.members.id)
-            if operation.atom.builds:
+            if atom.builds:
                 ranks.keep(Operation(operation.name, operation.arguments, header.number))
-            if operation.atom.join == "step" and result is None:
+            if atom.join == "step" and result is None:
                 return PendingStepResult(lambda: self.submit("step_result", handle=handle, number=header.number).result())
             return result
 

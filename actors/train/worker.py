@@ -20,7 +20,7 @@ from actors.train.loss import LossReceiver, SentLoss
 from actors.train.order import Driver, OperationHeader, OperationLedger, OperationSequence
 from actors.train.outcome import BuiltModel, Completed, Failed, Outcome, RankForward, failed
 from rl_backend.contracts import HandleError, LossFn, PackedBatch, PendingStepResult, RLBackendError, StepResult
-from rl_backend.contracts.operations import Operation
+from rl_backend.contracts.operations import ATOMS, Operation
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT
 from rl_backend.parallel.store import store_environment
 from rl_backend.runtime import create_runtime
@@ -243,7 +243,7 @@ def _weight_versions(context: RankContext, operation: Operation) -> dict[str, in
 
 def _work(operation: Operation) -> dict[str, Argument]:
     """Size of an operation's micro-batches; empty when it has none."""
-    if operation.atom.split != "sequences":
+    if ATOMS[operation.name].split != "sequences":
         return {}
     data = operation.arguments["data"]
     return {

@@ -99,9 +99,9 @@ class Atom:
     join: Join | None = None
     builds: bool = False
 
-    def needs_with(self, arguments: Mapping[str, Any]) -> Needs:
-        """What a call with ``arguments`` needs."""
-        return self.with_flag if arguments.get(self.flag) else self.needs
+    def needs_with(self, flag: Any) -> Needs:
+        """What a call needs that gives this value to the argument ``flag``."""
+        return self.with_flag if flag else self.needs
 
 
 _EXPORT = Needs(("model",), settled="everywhere")
@@ -157,7 +157,3 @@ class Operation:
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     number: int = 0
-
-    @property
-    def atom(self) -> Atom:
-        return ATOMS[self.name]

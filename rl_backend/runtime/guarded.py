@@ -254,7 +254,8 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
                 f"handle {getattr(handle, 'name', handle)!r} is closed or belongs to another runtime; use the runtime that "
                 "built it"
             )
-        needs = ATOMS[operation].needs_with(arguments)
+        atom = ATOMS[operation]
+        needs = atom.needs_with(arguments.get(atom.flag))
         if needs.weights and handle.damaged:
             raise HandleError(f"{handle.name!r} has no usable weights: {handle.damaged}; load a complete checkpoint")
         if needs.settled == "here":

@@ -132,7 +132,7 @@ def run_micro_batches(handle: NativeHandle, request: PassRequest) -> ForwardResu
                 keep_gathered = not handle.options.reshard_after_forward
                 fsdp.set_gradient_sync(handle.model, index == len(data) - 1, keep_gathered=keep_gathered)
             _run_one(handle, request, index, routes, results)
-    return results.result(data, routes.outputs(data))
+    return results.result(data, routes.outputs(data) if routes.recorded else {})
 
 
 def new_results(handle: NativeHandle, request: PassRequest) -> PassResults:

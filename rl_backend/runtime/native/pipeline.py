@@ -79,7 +79,8 @@ class PipelinePass:
             add_gradients_of_copies(handle.parameters, handle.stage_copies, handle.groups.pp_group)
 
     def result(self) -> ForwardResult:
-        return self._work.results.result(self._data, self._routes.outputs(self._data))
+        routes = self._routes.outputs(self._data) if self._routes.recorded else {}
+        return self._work.results.result(self._data, routes)
 
 
 def require_schedulable(handle: NativeHandle, num_micro_batches: int, *, forward_only: bool) -> None:

@@ -22,6 +22,7 @@ class PassRoutes:
 
     Attributes:
         replayed: the layers with experts of the whole model when these take the routes of the batch; else None.
+        recorded: the same layers when what they choose is kept; else None.
 
     Raises:
         UnsupportedError: the model has other routers than ``ModelFamily.routed_layers`` says.
@@ -32,7 +33,7 @@ class PassRoutes:
         self._handle = handle
         self._routers = {} if layers is None else _routers_of_stages(handle, layers)
         self.replayed = layers if router_replay == "replay" else None
-        self._recorded = layers if router_replay == "record" else None
+        self.recorded = layers if router_replay == "record" else None
         self._chosen: dict[tuple[int, int], Tensor] = {}
         self._layouts: dict[int, TokenLayout | None] = {}
 
@@ -45,7 +46,7 @@ class PassRoutes:
         Raises:
             UnsupportedError: the model does not give a router its routes.
         """
-        recorded, chosen = self._recorded, list[Tensor]()
+        recorded, chosen = self.recorded, list[Tensor]()
 
         def keep(_: nn.Module, __: Any, routing: Routing) -> None:
             assert recorded is not None, "routes are recorded"
@@ -67,17 +68,16 @@ class PassRoutes:
             self._chosen[micro_batch, stage] = torch.stack(chosen, dim=1)
 
     def outputs(self, data: Sequence[PackedBatch]) -> dict[str, list[Tensor]]:
-        """``routed_experts`` on source ranks, when routes are recorded; then a collective over the replica."""
-        if self._recorded is None:
-            return {}
+        """``routed_experts`` on source ranks; routes are recorded. A collective over the replica."""
+        assert self.recorded is not None, "routes are recorded"
         groups = self._handle.groups
         stages = [
             torch.cat([self._of_tokens(self._chosen[index, stage], index) for index in range(len(data))])
             for stage, routers in self._routers.items()
             if routers
         ]
-        places = _places_on_ranks(self._handle, self._recorded)
-        routes = gather_stages(stages, data, places, self._recorded, groups.pp_group, groups.device)
+        places = _places_on_ranks(self._handle, self.recorded)
+        routes = gather_stages(stages, data, places, self.recorded, groups.pp_group, groups.device)
         return {"routed_experts": routes} if self._handle.has_outputs else {}
 
     def _of_tokens(self, rows: Tensor, micro_batch: int) -> Tensor:
