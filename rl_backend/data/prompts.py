@@ -61,7 +61,7 @@ def read_examples(path: Path | str) -> list[PromptExample]:
         rows = _jsonl_rows(path)
     else:
         raise ConfigError.of("dataset", str(path), "unknown suffix; expected .parquet or .jsonl")
-    examples = [_RowReader(where, row).example(path.stem) for where, row in rows]
+    examples = [_example(where, row, path.stem) for where, row in rows]
     if not examples:
         raise BatchError(f"{path}: no rows")
     return examples
@@ -179,70 +179,53 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield where, row
 
 
-class _RowReader:
+def _example(where: str, columns: Mapping[str, Any], default_source: str) -> PromptExample:
     """Takes the known columns out of one row; the rest is ``extra_info``."""
+    # A parquet column that a row leaves out reads as None.
+    row = {name: value for name, value in columns.items() if value is not None}
 
-    def __init__(self, where: str, row: Mapping[str, Any]) -> None:
-        self._where = where
-        self._columns = sorted(row)
-        # A parquet column that a row leaves out reads as None.
-        self._row = {name: value for name, value in row.items() if value is not None}
+    def missing(name: str) -> BatchError:
+        return BatchError(f"{where}, field {name}: missing or null; the row has {sorted(columns)}", name=name)
 
-    def example(self, default_source: str) -> PromptExample:
-        for name in _MEDIA_COLUMNS:
-            if self._row.pop(name, None):
-                raise UnsupportedError(f"{self._where}, field {name!r}: only text prompts are read; remove the column")
-        prompt = self._prompt()
-        ground_truth = self._ground_truth()
-        source = self._row.pop("data_source", default_source)
-        if not isinstance(source, str):
-            raise self._wrong("data_source", source, "text")
-        return PromptExample(prompt, ground_truth, source, self._extra_info())
+    def require(name: str, value: Any, fits: bool, expected: str) -> None:
+        if not fits:
+            text = repr(value)
+            shown = text if len(text) <= 80 else text[:77] + "..."
+            raise BatchError(f"{where}, field {name}: is {shown}; expected {expected}", name=name)
 
-    def _prompt(self) -> str | list[ChatMessage]:
-        prompt = self._row.pop("prompt", None)
-        if prompt is None:
-            raise self._missing("prompt")
-        if not isinstance(prompt, str | list) or not prompt:
-            raise self._wrong("prompt", prompt, "text or a list of chat messages, not empty")
-        if isinstance(prompt, str):
-            return prompt
-        return [self._message(f"prompt[{index}]", message) for index, message in enumerate(prompt)]
+    for name in _MEDIA_COLUMNS:
+        if row.pop(name, None):
+            raise UnsupportedError(f"{where}, field {name!r}: only text prompts are read; remove the column")
 
-    def _message(self, name: str, message: Any) -> ChatMessage:
-        if not isinstance(message, dict):
-            raise self._wrong(name, message, "a message with role and content")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise self._wrong(f"{name}.{key}", message.get(key), "text")
-        return {key: value for key, value in message.items() if value is not None}
+    prompt = row.pop("prompt", None)
+    if prompt is None:
+        raise missing("prompt")
+    is_prompt = isinstance(prompt, str | list) and bool(prompt)
+    require("prompt", prompt, is_prompt, "text or a list of chat messages, not empty")
+    if isinstance(prompt, list):
+        for index, message in enumerate(prompt):
+            require(f"prompt[{index}]", message, isinstance(message, dict), "a message with role and content")
+            for key in ("role", "content"):
+                require(f"prompt[{index}].{key}", message.get(key), isinstance(message.get(key), str), "text")
+        prompt = [{key: value for key, value in message.items() if value is not None} for message in prompt]
 
-    def _ground_truth(self) -> Any:
-        reward_model = self._row.pop("reward_model", None)
-        if reward_model is not None:
-            if not isinstance(reward_model, dict):
-                raise self._wrong("reward_model", reward_model, "an object with ground_truth")
-            if reward_model.get("ground_truth") is None:
-                raise self._missing("reward_model.ground_truth")
-            return reward_model["ground_truth"]
-        for name in ("ground_truth", "answer"):
-            if name in self._row:
-                return self._row.pop(name)
-        raise self._missing("reward_model.ground_truth, ground_truth or answer")
+    reward_model = row.pop("reward_model", None)
+    if reward_model is not None:
+        require("reward_model", reward_model, isinstance(reward_model, dict), "an object with ground_truth")
+        ground_truth = reward_model.get("ground_truth")
+        if ground_truth is None:
+            raise missing("reward_model.ground_truth")
+    else:
+        column = next((name for name in ("ground_truth", "answer") if name in row), None)
+        if column is None:
+            raise missing("reward_model.ground_truth, ground_truth or answer")
+        ground_truth = row.pop(column)
 
-    def _extra_info(self) -> dict[str, Any]:
-        extra_info = self._row.pop("extra_info", {})
-        if not isinstance(extra_info, dict):
-            raise self._wrong("extra_info", extra_info, "an object")
-        for name, value in self._row.items():
-            if extra_info.get(name) not in (None, value):
-                raise self._wrong(name, value, f"the same as extra_info.{name}={extra_info[name]!r}, or another name")
-        return {**extra_info, **self._row}
-
-    def _missing(self, name: str) -> BatchError:
-        return BatchError(f"{self._where}, field {name}: missing or null; the row has {self._columns}", name=name)
-
-    def _wrong(self, name: str, value: Any, expected: str) -> BatchError:
-        text = repr(value)
-        shown = text if len(text) <= 80 else text[:77] + "..."
-        return BatchError(f"{self._where}, field {name}: is {shown}; expected {expected}", name=name)
+    source = row.pop("data_source", default_source)
+    require("data_source", source, isinstance(source, str), "text")
+    extra_info = row.pop("extra_info", {})
+    require("extra_info", extra_info, isinstance(extra_info, dict), "an object")
+    for name, value in row.items():
+        fits = extra_info.get(name) in (None, value)
+        require(name, value, fits, f"the same as extra_info.{name}={extra_info.get(name)!r}, or another name")
+    return PromptExample(prompt, ground_truth, source, {**extra_info, **row})

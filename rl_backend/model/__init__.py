@@ -1,21 +1,12 @@
 """Models by kind of block. Importing this package registers the built-in families."""
 
-from rl_backend.model.families import LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE
-from rl_backend.model.input import BuildSettings, ModelInput, ModelStage
-from rl_backend.model.registry import MODEL_FAMILIES, ModelFamily, find_model, register_model
-
-__all__ = [
-    "LLAMA",
-    "MISTRAL",
-    "MIXTRAL",
-    "MODEL_FAMILIES",
-    "QWEN2",
-    "QWEN3",
-    "QWEN3_MOE",
-    "BuildSettings",
-    "ModelFamily",
-    "ModelInput",
-    "ModelStage",
-    "find_model",
-    "register_model",
-]
+from rl_backend.model.families import MIXTRAL as MIXTRAL
+from rl_backend.model.families import QWEN3 as QWEN3
+from rl_backend.model.families import QWEN3_MOE as QWEN3_MOE
+from rl_backend.model.input import BuildSettings as BuildSettings
+from rl_backend.model.input import ModelInput as ModelInput
+from rl_backend.model.input import ModelStage as ModelStage
+from rl_backend.model.registry import MODEL_FAMILIES as MODEL_FAMILIES
+from rl_backend.model.registry import ModelFamily as ModelFamily
+from rl_backend.model.registry import find_model as find_model
+from rl_backend.model.registry import register_model as register_model

@@ -41,23 +41,18 @@ def greedy_order(
         ScheduleError: after ``begun`` nothing can continue.
     """
     state = _State(placement, num_micro_batches, costs, bound, begun, priority)
-    ranks = range(len(bound))
-    next_of = [state.best(rank) for rank in ranks]
+    next_of = [state.best(rank) for rank in range(len(bound))]
     for _ in range(len(priority) * len(placement) * num_micro_batches):
-        rank = min(ranks, key=lambda rank: _start(next_of[rank]))
-        chosen = next_of[rank]
-        if chosen is None:
+        first = min(((one.start, rank, one) for rank, one in enumerate(next_of) if one is not None), default=None)
+        if first is None:
             raise ScheduleError("the order that is begun cannot be continued: each rank waits for another")
+        _, rank, chosen = first
         state.run(rank, chosen)
         # What ran can only have opened the way for its own stage and those beside it.
         neighbours = range(max(0, chosen.action.stage - 1), min(len(placement), chosen.action.stage + 2))
         for changed in {placement[stage] for stage in neighbours}:
             next_of[changed] = state.best(changed)
     return state.orders
-
-
-def _start(candidate: _Candidate | None) -> float:
-    return float("inf") if candidate is None else candidate.start
 
 
 @dataclass

@@ -14,20 +14,22 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rl_backend.pipeline.greedy import greedy_order
 from rl_backend.pipeline.schedule import Action, Kind, v_placement
 from rl_backend.pipeline.simulate import Costs
 
+FORWARD, BACKWARD, INPUT, WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+
 
 def one_forward_one_backward(pp_size: int, num_micro_batches: int) -> list[list[Action]]:
     """Rank r runs ``pp_size - r`` forward passes ahead, then one backward pass for each forward pass."""
     return [
         _alternate(
-            [Action(Kind.FORWARD, rank, micro_batch) for micro_batch in range(num_micro_batches)],
-            [Action(Kind.BACKWARD, rank, micro_batch) for micro_batch in range(num_micro_batches)],
+            [Action(FORWARD, rank, micro_batch) for micro_batch in range(num_micro_batches)],
+            [Action(BACKWARD, rank, micro_batch) for micro_batch in range(num_micro_batches)],
             ahead=pp_size - rank,
         )
         for rank in range(pp_size)
@@ -41,11 +43,8 @@ def interleaved(pp_size: int, num_micro_batches: int, stages_per_rank: int) -> l
     forward = [(step % group // pp_size, step // group * pp_size + step % pp_size) for step in steps]
     return [
         _alternate(
-            [Action(Kind.FORWARD, rank + chunk * pp_size, micro_batch) for chunk, micro_batch in forward],
-            [
-                Action(Kind.BACKWARD, rank + (stages_per_rank - 1 - chunk) * pp_size, micro_batch)
-                for chunk, micro_batch in forward
-            ],
+            [Action(FORWARD, rank + chunk * pp_size, micro_batch) for chunk, micro_batch in forward],
+            [Action(BACKWARD, rank + (stages_per_rank - 1 - chunk) * pp_size, step) for chunk, step in forward],
             ahead=_ahead(pp_size, stages_per_rank, rank),
         )
         for rank in range(pp_size)
@@ -88,15 +87,49 @@ def zb_h2(pp_size: int, num_micro_batches: int) -> list[list[Action]]:
 
 
 def _order(stage: int, num_micro_batches: int, *, ahead: int, put_off: int) -> list[Action]:
-    order = [Action(Kind.FORWARD, stage, micro_batch) for micro_batch in range(min(ahead, num_micro_batches))]
+    order = [Action(FORWARD, stage, micro_batch) for micro_batch in range(min(ahead, num_micro_batches))]
     for micro_batch in range(num_micro_batches):
-        order.append(Action(Kind.BACKWARD_INPUT, stage, micro_batch))
+        order.append(Action(INPUT, stage, micro_batch))
         if micro_batch >= put_off:
-            order.append(Action(Kind.BACKWARD_WEIGHT, stage, micro_batch - put_off))
+            order.append(Action(WEIGHT, stage, micro_batch - put_off))
         if micro_batch + ahead < num_micro_batches:
-            order.append(Action(Kind.FORWARD, stage, micro_batch + ahead))
+            order.append(Action(FORWARD, stage, micro_batch + ahead))
     first_left = max(0, num_micro_batches - put_off)
-    return order + [Action(Kind.BACKWARD_WEIGHT, stage, left) for left in range(first_left, num_micro_batches)]
+    return order + [Action(WEIGHT, stage, left) for left in range(first_left, num_micro_batches)]
+
+
+class _VRank:
+    """A rank's order of stages in a V as it grows; steps of micro-batches that do not exist are left out."""
+
+    def __init__(self, rank: int, pp_size: int, num_micro_batches: int, order: Sequence[Action] = ()) -> None:
+        self.order: list[Action] = []
+        self._stages = (rank, 2 * pp_size - 1 - rank)
+        self._num_micro_batches = num_micro_batches
+        self._done: Counter[tuple[Kind, int]] = Counter()
+        for action in order:
+            self.add(self._stages.index(action.stage), action.kind)
+
+    def add(self, chunk: int, *kinds: Kind) -> None:
+        """The next micro-batch of a rank's first (0) or last (1) stage."""
+        stage = self._stages[chunk]
+        for kind in kinds:
+            if self.left(kind, chunk):
+                self.order.append(Action(kind, stage, self._done[_counted(kind), stage]))
+                self._done[_counted(kind), stage] += 1
+
+    def left(self, kind: Kind, chunk: int) -> int:
+        return self._num_micro_batches - self._done[_counted(kind), self._stages[chunk]]
+
+    def weights(self) -> None:
+        """The oldest backward pass for the weights that was put off, of either stage."""
+        put_off = [action for action in self.order if action.kind is INPUT]
+        done = sum(action.kind is WEIGHT for action in self.order)
+        self.order.append(put_off[done]._replace(kind=WEIGHT))
+
+
+def _counted(kind: Kind) -> Kind:
+    """A full backward pass takes the turn of one for the inputs."""
+    return INPUT if kind is BACKWARD else kind
 
 
 def dualpipev(pp_size: int, num_micro_batches: int) -> list[list[Action]]:
@@ -104,68 +137,34 @@ def dualpipev(pp_size: int, num_micro_batches: int) -> list[list[Action]]:
     return [_rank_order(pp_size, num_micro_batches, rank) for rank in range(pp_size)]
 
 
-class _DualPipeRank:
-    """A rank's order as it grows: each call appends the next micro-batch of its first (0) or last (1) stage."""
-
-    def __init__(self, rank: int, pp_size: int) -> None:
-        self.order: list[Action] = []
-        self._stages = (rank, 2 * pp_size - 1 - rank)
-        self._next: Counter[tuple[bool, int]] = Counter()
-        self._put_off: deque[Action] = deque()
-
-    def forward(self, chunk: int) -> None:
-        self._append(Kind.FORWARD, chunk)
-
-    def backward(self, chunk: int, *, split: bool = False) -> None:
-        action = self._append(Kind.BACKWARD_INPUT if split else Kind.BACKWARD, chunk)
-        if split:
-            self._put_off.append(action._replace(kind=Kind.BACKWARD_WEIGHT))
-
-    def weights(self) -> None:
-        """The oldest backward pass for the weights that was put off."""
-        self.order.append(self._put_off.popleft())
-
-    def _append(self, kind: Kind, chunk: int) -> Action:
-        key = kind is Kind.FORWARD, chunk
-        action = Action(kind, self._stages[chunk], self._next[key])
-        self._next[key] += 1
-        self.order.append(action)
-        return action
-
-
 def _rank_order(pp_size: int, num_micro_batches: int, rank: int) -> list[Action]:
     after = pp_size - rank - 1
-    steps = _DualPipeRank(rank, pp_size)
+    steps = _VRank(rank, pp_size, num_micro_batches)
     for _ in range(2 * after):
-        steps.forward(0)
+        steps.add(0, FORWARD)
     for _ in range(rank + 1):
-        steps.forward(0)
-        steps.forward(1)
+        steps.add(0, FORWARD)
+        steps.add(1, FORWARD)
     for _ in range(after):
-        steps.backward(1, split=True)
+        steps.add(1, INPUT)
         steps.weights()
-        steps.forward(1)
+        steps.add(1, FORWARD)
     for _ in range(num_micro_batches - 2 * pp_size + rank + 1):
-        steps.forward(0)
-        steps.backward(1)
-        steps.forward(1)
-        steps.backward(0)
+        steps.add(0, FORWARD)
+        steps.add(1, BACKWARD, FORWARD)
+        steps.add(0, BACKWARD)
     for _ in range(after):
-        steps.backward(1)
-        steps.forward(1)
-        steps.backward(0)
+        steps.add(1, BACKWARD, FORWARD)
+        steps.add(0, BACKWARD)
     # From the middle on, the backward passes for the weights wait for the gaps of the phase after it.
     for step in range(2 * (rank + 1)):
-        steps.backward((step + 1) % 2, split=step > rank)
+        steps.add((step + 1) % 2, INPUT if step > rank else BACKWARD)
     for _ in range(after):
         steps.weights()
-        steps.backward(0, split=True)
+        steps.add(0, INPUT)
     for _ in range(rank + 1):
         steps.weights()
     return steps.order
-
-
-FORWARD, INPUT, WEIGHT = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
 
 def orders_for_zbv(pp_size: int, num_micro_batches: int, costs: Costs) -> Iterator[list[list[Action]]]:
@@ -175,7 +174,7 @@ def orders_for_zbv(pp_size: int, num_micro_batches: int, costs: Costs) -> Iterat
     micro-batches; with fewer, or with other costs, another is often shorter.
     """
     begun = [_until_last_forward(pp_size, num_micro_batches, rank) for rank in range(pp_size)]
-    yield [_finished(own, (rank, 2 * pp_size - 1 - rank), num_micro_batches) for rank, own in enumerate(begun)]
+    yield [_finished(_VRank(rank, pp_size, num_micro_batches, own)) for rank, own in enumerate(begun)]
     placement = v_placement(pp_size)
     bound = bound_of_zbv(pp_size, num_micro_batches)
     nothing: list[list[Action]] = [[] for _ in range(pp_size)]
@@ -189,30 +188,9 @@ def bound_of_zbv(pp_size: int, num_micro_batches: int) -> list[int]:
     return [2 * min(pp_size, num_micro_batches)] * pp_size
 
 
-class _ZBVRank:
-    """A rank's order as it grows; steps of micro-batches that do not exist are left out."""
-
-    def __init__(self, stages: tuple[int, int], num_micro_batches: int, order: Sequence[Action] = ()) -> None:
-        self.order = list(order)
-        self._stages = stages
-        self._num_micro_batches = num_micro_batches
-        self._done = Counter((action.kind, action.stage) for action in order)
-
-    def add(self, chunk: int, *kinds: Kind) -> None:
-        """The next micro-batch of a rank's first (0) or last (1) stage."""
-        for kind in kinds:
-            if self.left(kind, chunk):
-                done = self._done[kind, self._stages[chunk]]
-                self.order.append(Action(kind, self._stages[chunk], done))
-                self._done[kind, self._stages[chunk]] += 1
-
-    def left(self, kind: Kind, chunk: int) -> int:
-        return self._num_micro_batches - self._done[kind, self._stages[chunk]]
-
-
 def _until_last_forward(pp_size: int, num_micro_batches: int, rank: int) -> list[Action]:
     """Warm-up within the bound, then the steady state: one of each kind of each stage in turn."""
-    steps = _ZBVRank((rank, 2 * pp_size - 1 - rank), num_micro_batches)
+    steps = _VRank(rank, pp_size, num_micro_batches)
     for _ in range(2 * (pp_size - rank) - 1):
         steps.add(0, FORWARD)
     for _ in range(rank):
@@ -226,9 +204,8 @@ def _until_last_forward(pp_size: int, num_micro_batches: int, rank: int) -> list
     return steps.order
 
 
-def _finished(begun: Sequence[Action], stages: tuple[int, int], num_micro_batches: int) -> list[Action]:
+def _finished(steps: _VRank) -> list[Action]:
     """What is left: inputs of both stages in turn, then of the first, with the weights of it in the gaps."""
-    steps = _ZBVRank(stages, num_micro_batches, begun)
     while steps.left(INPUT, 1):
         steps.add(0, INPUT)
         steps.add(1, INPUT)

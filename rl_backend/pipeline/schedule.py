@@ -33,6 +33,8 @@ class Kind(StrEnum):
 COMPUTATIONS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 SENDS = frozenset({Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT})
 RECEIVES = frozenset({Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT})
+_HELD = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}
+"""What a computation adds to the activations of its rank."""
 
 _OTHER_END = {
     Kind.SEND_ACTIVATION: (Kind.RECEIVE_ACTIVATION, 1),
@@ -126,9 +128,9 @@ def plan_warm_up(actions: Sequence[Sequence[Action]], num_stages: int) -> WarmUp
     Args:
         actions: for each rank what it does, in order.
     """
-    lengths = [_first_result(own, num_stages) for own in actions]
+    lengths = [next((i for i, action in enumerate(own) if _is_result(action, num_stages)), len(own)) for own in actions]
     while True:
-        begun = _begun(actions, lengths)
+        begun = {action for own, length in zip(actions, lengths, strict=True) for action in own[:length]}
         shorter = [
             next((i for i, action in enumerate(own[:length]) if not _is_fed(action, begun)), length)
             for own, length in zip(actions, lengths, strict=True)
@@ -143,19 +145,9 @@ def plan_warm_up(actions: Sequence[Sequence[Action]], num_stages: int) -> WarmUp
     return WarmUp(tuple(lengths), tuple(left_over))
 
 
-def _first_result(own: Sequence[Action], num_stages: int) -> int:
-    """Where the first loss, or the first backward pass, is computed."""
-    last = num_stages - 1
-    results = (
-        i
-        for i, action in enumerate(own)
-        if action.kind in COMPUTATIONS and (action.kind is not Kind.FORWARD or action.stage == last)
-    )
-    return next(results, len(own))
-
-
-def _begun(actions: Sequence[Sequence[Action]], lengths: Sequence[int]) -> set[Action]:
-    return {action for own, length in zip(actions, lengths, strict=True) for action in own[:length]}
+def _is_result(action: Action, num_stages: int) -> bool:
+    """Whether it computes a loss, or is a backward pass."""
+    return action.kind in COMPUTATIONS and (action.kind is not Kind.FORWARD or action.stage == num_stages - 1)
 
 
 def _is_fed(action: Action, begun: set[Action]) -> bool:
@@ -212,7 +204,9 @@ class Schedule:
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
         """For each rank the most activations that it holds at once, in stages times micro-batches."""
-        return tuple(_peak(actions) if not self.forward_only else 0 for actions in self.actions)
+        if self.forward_only:
+            return (0,) * self.pp_size
+        return tuple(max(accumulate((_HELD.get(action.kind, 0) for action in own), initial=0)) for own in self.actions)
 
     @cached_property
     def warm_up(self) -> WarmUp:
@@ -225,14 +219,3 @@ class Schedule:
             f"{rank}: {' '.join(str(action) for action in actions if action.kind in COMPUTATIONS)}"
             for rank, actions in enumerate(self.actions)
         )
-
-
-def _peak(actions: Sequence[Action]) -> int:
-    held = peak = 0
-    for action in actions:
-        if action.kind is Kind.FORWARD:
-            held += 1
-            peak = max(peak, held)
-        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-            held -= 1
-    return peak
