@@ -15,6 +15,7 @@ from rl_backend.algorithm.advantages import (
 )
 from rl_backend.algorithm.rewards import kl_in_reward, token_rewards
 from rl_backend.contracts import TokenSequence
+from rl_backend.data import pack
 
 type Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
@@ -117,11 +118,6 @@ def with_packed_fields(
         sequences: with equal fields.
         function: (token fields of all sequences end to end, (T, ...) each; their lengths, (B,)) -> new fields, (T, ...).
     """
-    seq_lens = torch.tensor([len(sequence) for sequence in sequences])
-    names = sequences[0].token_fields
-    packed = {name: torch.cat([sequence.token_fields[name] for sequence in sequences]) for name in names}
-    split = {name: value.split(seq_lens.tolist()) for name, value in function(packed, seq_lens).items()}
-    return [
-        sequence.with_fields({name: values[index] for name, values in split.items()})
-        for index, sequence in enumerate(sequences)
-    ]
+    packed = pack(sequences)
+    added = function(dict(packed.token_fields), packed.seq_lens)
+    return with_outputs(sequences, {name: packed.split(value) for name, value in added.items()})

@@ -41,17 +41,10 @@ class MicroBatchPlan:
         return tuple(index for micro_batch in self.micro_batches[dp_rank] for index in micro_batch)
 
 
-def plan_micro_batches(
-    seq_lens: Sequence[int],
-    dp_size: int,
-    max_tokens: int,
-    *,
-    multiple_of: int = 1,
-    attention_crossover_tokens: int = ATTENTION_CROSSOVER_TOKENS,
-) -> MicroBatchPlan:
+def plan_micro_batches(seq_lens: Sequence[int], dp_size: int, max_tokens: int, *, multiple_of: int = 1) -> MicroBatchPlan:
     """Spreads sequences over ranks and micro-batches, with as few micro-batches as the greedy packings find.
 
-    A sequence of L tokens counts as work ``L + L**2 / attention_crossover_tokens``. Longest first, each goes to the
+    A sequence of L tokens counts as work ``L + L**2 / ATTENTION_CROSSOVER_TOKENS``. Longest first, each goes to the
     micro-batch with the least work that has room (longest-processing-time rule, Graham 1969); when that does not fit,
     to the fullest that has room (best fit decreasing). Micro-batches of similar work then run at the same time on all
     ranks. The result depends on the arguments alone.
@@ -67,7 +60,7 @@ def plan_micro_batches(
             give every rank the same number of micro-batches within the budget.
     """
     _check(seq_lens, dp_size, max_tokens, multiple_of)
-    work = [length + length * length / attention_crossover_tokens for length in seq_lens]
+    work = [length + length * length / ATTENTION_CROSSOVER_TOKENS for length in seq_lens]
     order = sorted(range(len(seq_lens)), key=lambda index: (-seq_lens[index], index))
     fewest = -(-sum(seq_lens) // (max_tokens * dp_size * multiple_of)) * multiple_of
     most = len(seq_lens) // (dp_size * multiple_of) * multiple_of

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch.distributed as dist
 from torch import Tensor
@@ -38,37 +40,25 @@ class ShardLayout:
 
     def region(self, rank: int) -> Region:
         """The rectangle that global rank ``rank`` has."""
-        return self._region(self._coordinate(self.ranks.index(rank)))
-
-    def counts(self, rank: int) -> bool:
-        """Whether ``rank`` stands for all ranks that have the same rectangle."""
-        return self._is_first_copy(self._coordinate(self.ranks.index(rank)))
-
-    def parts(self) -> Iterator[tuple[int, Region]]:
-        """(global rank, rectangle) of parts that together are the whole tensor once; none is empty."""
-        for position, rank in enumerate(self.ranks):
-            coordinate = self._coordinate(position)
-            if self._is_first_copy(coordinate):
-                region = self._region(coordinate)
-                if all(part.start < part.stop for part in region):
-                    yield rank, region
-
-    def _region(self, coordinate: Sequence[int]) -> Region:
-        region = [slice(0, size) for size in self.shape]
+        region, coordinate = [slice(0, size) for size in self.shape], self._coordinates[rank]
         for mesh_dim, dim in self.cuts:
             region[dim] = chunk(region[dim], self.mesh_shape[mesh_dim], coordinate[mesh_dim])
         return tuple(region)
 
-    def _is_first_copy(self, coordinate: Sequence[int]) -> bool:
-        cut = {mesh_dim for mesh_dim, _ in self.cuts}
+    def counts(self, rank: int) -> bool:
+        """Whether ``rank`` stands for all ranks that have the same rectangle."""
+        cut, coordinate = {mesh_dim for mesh_dim, _ in self.cuts}, self._coordinates[rank]
         return not any(place for mesh_dim, place in enumerate(coordinate) if mesh_dim not in cut)
 
-    def _coordinate(self, position: int) -> list[int]:
-        coordinate: list[int] = []
-        for size in reversed(self.mesh_shape):
-            position, place = divmod(position, size)
-            coordinate.append(place)
-        return coordinate[::-1]
+    def parts(self) -> Iterator[tuple[int, Region]]:
+        """(global rank, rectangle) of parts that together are the whole tensor once; none is empty."""
+        regions = ((rank, self.region(rank)) for rank in self.ranks if self.counts(rank))
+        return ((rank, region) for rank, region in regions if all(part.start < part.stop for part in region))
+
+    @cached_property
+    def _coordinates(self) -> Mapping[int, tuple[int, ...]]:
+        """Global rank -> its place in each dimension of the mesh."""
+        return dict(zip(self.ranks, itertools.product(*map(range, self.mesh_shape)), strict=True))
 
 
 def chunk(whole: slice, ranks: int, rank: int) -> slice:
