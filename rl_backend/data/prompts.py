@@ -55,13 +55,10 @@ def read_examples(path: Path | str) -> list[PromptExample]:
     path = Path(path)
     if not path.is_file():
         raise ConfigError.of("dataset", str(path), "no such file; give a .parquet or .jsonl file")
-    if path.suffix == ".parquet":
-        rows = _parquet_rows(path)
-    elif path.suffix == ".jsonl":
-        rows = _jsonl_rows(path)
-    else:
+    read = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows}.get(path.suffix)
+    if read is None:
         raise ConfigError.of("dataset", str(path), "unknown suffix; expected .parquet or .jsonl")
-    examples = [_example(where, row, path.stem) for where, row in rows]
+    examples = [_example(where, row, path.stem) for where, row in read(path)]
     if not examples:
         raise BatchError(f"{path}: no rows")
     return examples

@@ -66,11 +66,8 @@ class TensorParallel:
             return
         head = self.rank * kv_heads // self.size
         rows = linear.out_features // kv_heads
-
-        def of_this_head(parameter: Tensor) -> Tensor:
-            return parameter[head * rows : (head + 1) * rows]
-
-        self.replicate(linear, dict.fromkeys(_names(linear), of_this_head))
+        of_this_head = slice(head * rows, (head + 1) * rows)
+        self.replicate(linear, dict.fromkeys(_names(linear), lambda parameter: parameter[of_this_head]))
 
     def replicate(self, module: nn.Module, views: Mapping[str, View] | None = None, *, partial: bool = True) -> None:
         """Keeps a copy of the module's own parameters on every rank.
@@ -88,11 +85,9 @@ class TensorParallel:
         Args:
             sum_gradients: as in :func:`rl_backend.parallel.collectives.all_gather`.
         """
-
-        def gather(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (all_gather(args[0], self.group, sum_gradients=sum_gradients), *args[1:])
-
-        module.register_forward_pre_hook(gather)
+        module.register_forward_pre_hook(
+            lambda _, args: (all_gather(args[0], self.group, sum_gradients=sum_gradients), *args[1:])
+        )
 
     def vocabulary(self, embedding: nn.Embedding) -> None:
         """Splits the vocabulary: (N,) tokens -> (N / tp, dim)."""
@@ -129,13 +124,7 @@ class TensorParallel:
         _distribute(linear, "weight", self.mesh, [Shard(0)])
 
     def _scatter_output(self, module: nn.Module) -> None:
-        forward = module.forward
-
-        @wraps(forward)
-        def scattered(*args: Any, **kwargs: Any) -> Tensor:
-            return reduce_scatter(forward(*args, **kwargs), self.group)
-
-        module.forward = scattered
+        module.register_forward_hook(lambda _, __, output: reduce_scatter(output, self.group))
 
     def _first_row(self, rows: int) -> int:
         return int(chunk(slice(0, rows), self.size, self.rank).start)

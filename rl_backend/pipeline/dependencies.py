@@ -48,9 +48,7 @@ def inputs_of(action: Action, present: Container[Action]) -> list[Action]:
     return [Action(Kind.FORWARD, stage, micro_batch), *(action for action in after if action in present)]
 
 
-def event_graph(
-    actions: Sequence[Sequence[Action]], placement: Sequence[int], *, one_queue_per_rank: bool
-) -> dict[Event, list[Event]]:
+def event_graph(actions: Sequence[Sequence[Action]], placement: Sequence[int], *, one_queue_per_rank: bool) -> Graph:
     """What each event of a schedule waits for.
 
     A rank posts and computes in the order of its list. A transfer needs both its ends posted; a computation needs the

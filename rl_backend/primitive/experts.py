@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -230,12 +231,8 @@ class _GroupByGroup(torch.autograd.Function):
 
 
 def _filled_groups(counts: list[int]) -> list[tuple[int, slice]]:
-    groups, start = [], 0
-    for group, count in enumerate(counts):
-        if count:
-            groups.append((group, slice(start, start + count)))
-        start += count
-    return groups
+    ends = accumulate(counts)
+    return [(group, slice(end - count, end)) for group, (count, end) in enumerate(zip(counts, ends, strict=True)) if count]
 
 
 class SwiGLUExperts(nn.Module):
