@@ -83,12 +83,10 @@ def token_rewards(rewards: Rewards, loss_mask: Tensor, seq_lens: Tensor) -> Tens
     if scores.shape != seq_lens.shape:
         raise BatchError(f"{scores.shape[0]} rewards for {seq_lens.shape[0]} sequences")
     placed = torch.zeros(loss_mask.shape[0], dtype=scores.dtype, device=loss_mask.device)
-    start = 0
-    for reward, selected in zip(scores, torch.split(loss_mask != 0, seq_lens.tolist()), strict=True):
-        positions = torch.nonzero(selected).flatten()
-        if positions.numel():
-            placed[start + positions[-1]] = reward
-        start += selected.shape[0]
+    lengths = seq_lens.tolist()
+    for reward, row, selected in zip(scores, placed.split(lengths), (loss_mask != 0).split(lengths), strict=True):
+        if selected.any():
+            row[selected.nonzero()[-1]] = reward
     return placed
 
 

@@ -111,9 +111,10 @@ class LayerSpec(NamedTuple):
     feed_forward: FeedForwardSpec
 
 
-def linear_names(module: str, stored: str, *, bias: bool) -> dict[str, WeightName]:
-    """Parameter -> Hugging Face name, of a linear layer."""
-    return {f"{module}.{name}": f"{stored}.{name}" for name in (("weight", "bias") if bias else ("weight",))}
+def linear_names(modules: Sequence[str], block: str, *, bias: bool) -> dict[str, WeightName]:
+    """Parameter -> Hugging Face name, of the linear layers of ``block``, which are called as in the directory."""
+    kinds = ("weight", "bias") if bias else ("weight",)
+    return {f"{module}.{kind}": f"{block}.{module}.{kind}" for module in modules for kind in kinds}
 
 
 def require_divided(dimension: str, ranks: int, name: str, size: int) -> None:

@@ -6,7 +6,7 @@ all share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,15 +41,11 @@ def decoder_family(
     Args:
         options_type: :class:`~rl_backend.model.feedforward.moe.MoEOptions` for a stack with mixtures of experts.
     """
-
-    def parse_config(hf_config: Mapping[str, Any]) -> DecoderSpec:
-        return read(HFConfig(hf_config, name))
-
     return ModelFamily(
         name=name,
         hf_model_types=(name,),
         options_type=options_type,
-        parse_config=parse_config,
+        parse_config=lambda hf_config: read(HFConfig(hf_config, name)),
         build=Decoder,
         parallelize=parallelize,
         weight_names=DecoderSpec.weight_names,

@@ -29,10 +29,7 @@ class SwiGLUSpec(FeedForwardSpec):
         return SwiGLU(hidden_size, self.intermediate_size, bias=self.bias)
 
     def weight_names(self, layer: str) -> Mapping[str, WeightName]:
-        names: dict[str, WeightName] = {}
-        for projection in ("gate_proj", "up_proj", "down_proj"):
-            names.update(linear_names(projection, f"{layer}.mlp.{projection}", bias=self.bias))
-        return names
+        return linear_names(("gate_proj", "up_proj", "down_proj"), f"{layer}.mlp", bias=self.bias)
 
     def check_layout(self, parallel: ParallelConfig) -> None:
         require_divided("tp", parallel.tp, "intermediate_size", self.intermediate_size)

@@ -41,13 +41,11 @@ class GQASpec(MixerSpec):
         return GroupedQueryAttention(self, hidden_size, rms_norm_eps)
 
     def weight_names(self, layer: str) -> Mapping[str, WeightName]:
-        names: dict[str, WeightName] = {}
-        for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            bias = self.output_bias if projection == "o_proj" else self.qkv_bias
-            names.update(linear_names(projection, f"{layer}.self_attn.{projection}", bias=bias))
-        for norm in ("q_norm.weight", "k_norm.weight") if self.qk_norm else ():
-            names[norm] = f"{layer}.self_attn.{norm}"
-        return names
+        block = f"{layer}.self_attn"
+        names = linear_names(("q_proj", "k_proj", "v_proj"), block, bias=self.qkv_bias)
+        names |= linear_names(("o_proj",), block, bias=self.output_bias)
+        norms = ("q_norm.weight", "k_norm.weight") if self.qk_norm else ()
+        return names | {norm: f"{block}.{norm}" for norm in norms}
 
     def check_layout(self, parallel: ParallelConfig) -> None:
         tp, kv_heads = parallel.tp, self.num_kv_heads

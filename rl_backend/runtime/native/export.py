@@ -25,14 +25,11 @@ _SMALL_BYTES = 1 << 16
 
 def describe_weights(handle: NativeHandle, dtype: torch.dtype | None) -> tuple[TensorInfo, ...]:
     """What :func:`export_weights` yields. Not a collective."""
-    infos = []
-    for key, name in handle.weight_names.items():
-        layout = handle.layouts[key]
-        exported = dtype or layout.dtype
-        for index, stored in stored_tensors(name):
-            shape = layout.shards.shape[len(index) :]
-            infos.append(TensorInfo.of(stored, shape, exported))
-    return tuple(infos)
+    return tuple(
+        TensorInfo.of(stored, layout.shards.shape[len(index) :], dtype or layout.dtype)
+        for layout, name in ((handle.layouts[key], name) for key, name in handle.weight_names.items())
+        for index, stored in stored_tensors(name)
+    )
 
 
 def export_weights(

@@ -235,11 +235,7 @@ class PendingStep:
         """What a step changes on this rank."""
         stepped = [parameter for parameter, gradient in self._gradients.items() if gradient is not None]
         state = self._optimizer.adamw.state
-        return [
-            local_tensor(tensor)
-            for parameter in stepped
-            for tensor in (parameter, *(state[parameter][key] for key in ("exp_avg", "exp_avg_sq", "step")))
-        ]
+        return [local_tensor(tensor) for parameter in stepped for tensor in (parameter, *state[parameter].values())]
 
     @contextmanager
     def _as_it_was(self) -> Generator[None]:

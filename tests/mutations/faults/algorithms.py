@@ -63,8 +63,8 @@ FAULTS = [
     Fault(
         "reward-one-token-early",
         f"{_ALGORITHM}/rewards.py",
-        "placed[start + positions[-1]] = reward",
-        "placed[start + positions[-1] - 1] = reward",
+        "row[selected.nonzero()[-1]] = reward",
+        "row[selected.nonzero()[-1] - 1] = reward",
         (f"{_TOKENS}::test_a_reward_stands_at_the_last_selected_token_and_is_left_out_where_there_is_none",),
         "the last token of a response would have no reward",
     ),

@@ -248,8 +248,8 @@ FAULTS = [
     Fault(
         "step-taken-back-without-its-moments",
         f"{_NATIVE}/optimizer.py",
-        'for key in ("exp_avg", "exp_avg_sq", "step")))',
-        'for key in ("exp_avg", "exp_avg_sq")))',
+        "(parameter, *state[parameter].values())",
+        '(parameter, state[parameter]["exp_avg"], state[parameter]["exp_avg_sq"])',
         ("tests/distributed/test_post_validation.py::test_steps_that_are_validated_later_are_those_that_wait[1f1b]",),
         "a step that was taken back would still count",
     ),

@@ -176,7 +176,7 @@ class RunningMeanSpec(MixerSpec):
         return RunningMean(hidden_size)
 
     def weight_names(self, layer: str) -> Mapping[str, WeightName]:
-        return linear_names("in_proj", f"{layer}.running_mean.in_proj", bias=False)
+        return linear_names(("in_proj",), f"{layer}.running_mean", bias=False)
 
     def check_layout(self, parallel: ParallelConfig) -> None:
         if parallel.tp > 1 or parallel.cp > 1:
