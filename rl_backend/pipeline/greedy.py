@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from rl_backend.contracts import ScheduleError
@@ -40,78 +39,55 @@ def greedy_order(
     Raises:
         ScheduleError: after ``begun`` nothing can continue.
     """
-    state = _State(placement, num_micro_batches, costs, bound, begun, priority)
-    next_of = [state.best(rank) for rank in range(len(bound))]
+    ranks, stages = range(len(bound)), range(len(placement))
+    orders: list[list[Action]] = [[] for _ in ranks]
+    beginnings = [deque(own) for own in begun]
+    stages_of = [[stage for stage in stages if placement[stage] == rank] for rank in ranks]
+    clock, held = [0.0 for _ in ranks], [0 for _ in ranks]
+    done: Counter[tuple[Kind, int]] = Counter()
+    ends: dict[Action, float] = {}
+    # Backward passes are split in every greedy order: gradients come from those for the inputs.
+    gradients = {Action(Kind.BACKWARD_INPUT, stage, index) for stage in stages for index in range(num_micro_batches)}
+
+    def open_to(rank: int) -> Iterator[Action]:
+        """The next micro-batch of each stage for each kind, without forward passes beyond the bound."""
+        if beginnings[rank]:
+            yield beginnings[rank][0]
+            return
+        for stage in stages_of[rank]:
+            room = bound[rank] - held[rank] - (stage != stages_of[rank][-1])
+            for kind in priority:
+                index = done[kind, stage]
+                if index < num_micro_batches and (kind is not Kind.FORWARD or room > 0):
+                    yield Action(kind, stage, index)
+
+    def candidate(rank: int, action: Action) -> _Candidate | None:
+        start = clock[rank]
+        for needed in inputs_of(action, gradients):
+            if needed not in ends:
+                return None
+            start = max(start, ends[needed] + (costs.communication if placement[needed.stage] != rank else 0.0))
+        return _Candidate(start, priority.index(action.kind), len(placement) - action.stage, action)
+
+    def best(rank: int) -> _Candidate | None:
+        """What the rank starts next, if it can start anything."""
+        return min(filter(None, (candidate(rank, action) for action in open_to(rank))), default=None)
+
+    next_of = [best(rank) for rank in ranks]
     for _ in range(len(priority) * len(placement) * num_micro_batches):
         first = min(((one.start, rank, one) for rank, one in enumerate(next_of) if one is not None), default=None)
         if first is None:
             raise ScheduleError("the order that is begun cannot be continued: each rank waits for another")
-        _, rank, chosen = first
-        state.run(rank, chosen)
-        # What ran can only have opened the way for its own stage and those beside it.
-        neighbours = range(max(0, chosen.action.stage - 1), min(len(placement), chosen.action.stage + 2))
-        for changed in {placement[stage] for stage in neighbours}:
-            next_of[changed] = state.best(changed)
-    return state.orders
-
-
-@dataclass
-class _State:
-    """What has been put in order so far, and when it ends; arguments as of :func:`greedy_order`."""
-
-    placement: Sequence[int]
-    num_micro_batches: int
-    costs: Costs
-    bound: Sequence[int]
-    begun: Sequence[Sequence[Action]]
-    priority: Sequence[Kind]
-
-    def __post_init__(self) -> None:
-        ranks, stages = range(len(self.bound)), range(len(self.placement))
-        self.orders: list[list[Action]] = [[] for _ in ranks]
-        self._begun = [deque(own) for own in self.begun]
-        self._stages = [[stage for stage in stages if self.placement[stage] == rank] for rank in ranks]
-        self._clock = [0.0 for _ in ranks]
-        self._held = [0 for _ in ranks]
-        self._done: Counter[tuple[Kind, int]] = Counter()
-        self._ends: dict[Action, float] = {}
-        # Backward passes are split in every greedy order: gradients come from those for the inputs.
-        self._gradients = {
-            Action(Kind.BACKWARD_INPUT, stage, index) for stage in stages for index in range(self.num_micro_batches)
-        }
-
-    def best(self, rank: int) -> _Candidate | None:
-        """What the rank starts next, if it can start anything."""
-        if self._begun[rank]:
-            return self._candidate(rank, self._begun[rank][0])
-        return min(filter(None, (self._candidate(rank, action) for action in self._open(rank))), default=None)
-
-    def run(self, rank: int, candidate: _Candidate) -> None:
-        """Appends it to the rank's order."""
-        action = candidate.action
-        if self._begun[rank]:
-            self._begun[rank].popleft()
-        self.orders[rank].append(action)
-        self._ends[action] = self._clock[rank] = candidate.start + self.costs.of(action)
-        self._done[action.kind, action.stage] += 1
+        start, rank, chosen = first
+        action = chosen.action
+        if beginnings[rank]:
+            beginnings[rank].popleft()
+        orders[rank].append(action)
+        ends[action] = clock[rank] = start + costs.of(action)
+        done[action.kind, action.stage] += 1
         # An activation is held from its forward pass to the end of its backward pass for the weights.
-        self._held[rank] += (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD_WEIGHT)
-
-    def _open(self, rank: int) -> Iterator[Action]:
-        """The next micro-batch of each stage for each kind, without forward passes beyond the bound."""
-        last = self._stages[rank][-1]
-        for stage in self._stages[rank]:
-            for kind in self.priority:
-                done = self._done[kind, stage]
-                room = self.bound[rank] - self._held[rank] - (stage != last)
-                if done < self.num_micro_batches and (kind is not Kind.FORWARD or room > 0):
-                    yield Action(kind, stage, done)
-
-    def _candidate(self, rank: int, action: Action) -> _Candidate | None:
-        start = self._clock[rank]
-        for needed in inputs_of(action, self._gradients):
-            if needed not in self._ends:
-                return None
-            delay = self.costs.communication if self.placement[needed.stage] != rank else 0.0
-            start = max(start, self._ends[needed] + delay)
-        return _Candidate(start, self.priority.index(action.kind), len(self.placement) - action.stage, action)
+        held[rank] += (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD_WEIGHT)
+        # What ran can only have opened the way for its own stage and those beside it.
+        for changed in {placement[stage] for stage in stages[max(0, action.stage - 1) : action.stage + 2]}:
+            next_of[changed] = best(changed)
+    return orders

@@ -124,7 +124,8 @@ class _Block(NamedTuple):
     batch: int
     kv_heads: int
     scale: float
-    masks: Tensor  # (2, _BLOCK, _BLOCK): minus_infinity and visible
+    minus_infinity: Tensor  # (queries, queries): what to add to hide what is above the diagonal
+    visible: Tensor  # (queries, queries): 1 up to the diagonal and 0 above
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
         """(batch * kv_heads, group * queries, keys), scaled, not masked."""
@@ -134,16 +135,6 @@ class _Block(NamedTuple):
         """(batch * kv_heads, group, queries, queries), a view: the part of the scores that the causal mask cuts."""
         stacked: Tensor = scores.unflatten(1, (-1, self.num_queries))
         return stacked[..., self.num_keys - self.num_queries :]
-
-    @property
-    def minus_infinity(self) -> Tensor:
-        """(queries, queries): what to add to hide what is above the diagonal."""
-        return self.masks[0, : self.num_queries, : self.num_queries]
-
-    @property
-    def visible(self) -> Tensor:
-        """(queries, queries): 1 up to the diagonal and 0 above."""
-        return self.masks[1, : self.num_queries, : self.num_queries]
 
     def keys(self, x: Tensor) -> Tensor:
         """(T, kv_heads, dim) -> (batch * kv_heads, keys, dim)."""
@@ -185,7 +176,8 @@ def _blocks(query: Tensor, key: Tensor, segments: Sequence[tuple[int, int]]) -> 
             for start in range(0, queries, _BLOCK):
                 stop = min(start + _BLOCK, queries)
                 num_keys = keys - queries + stop
-                yield _Block(first_query + start, stop - start, first_key, num_keys, batch, key.shape[1], scale, masks)
+                cut = masks[:, : stop - start, : stop - start].unbind()
+                yield _Block(first_query + start, stop - start, first_key, num_keys, batch, key.shape[1], scale, *cut)
             first_query += batch * queries
             first_key += batch * keys
             remaining -= batch
