@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -60,7 +59,15 @@ def lay_out_tokens(
     row_counts = chunks_of_rank * chunk_lens
     num_rows = int(row_counts.sum())
     filler = torch.arange(-num_rows % multiple)
-    cut = _Cut(cp_size, num_rows + len(filler), chunk_lens, _starts(row_counts))
+    rows_of_rank, first_rows = num_rows + len(filler), _starts(row_counts)
+
+    def places_of(sequences: Tensor, positions: Tensor) -> Tensor:
+        """Where the tokens at ``positions`` of ``sequences`` are in the rows of every rank, one rank's after the other's."""
+        lens = chunk_lens[sequences]
+        chunks = positions // lens
+        late = chunks >= cp_size
+        ranks = torch.where(late, 2 * cp_size - 1 - chunks, chunks)
+        return ranks * rows_of_rank + first_rows[sequences] + positions % lens + late * lens
 
     # The two chunks of the last rank are neighbours, which makes them one segment.
     first_chunks = [cp_rank] if cp_rank == cp_size - 1 else [cp_rank, 2 * cp_size - 1 - cp_rank]
@@ -69,17 +76,17 @@ def lay_out_tokens(
     first_queries = torch.tensor(first_chunks).repeat(len(seq_lens)) * chunk_lens[of_segment]
     # Keys after a segment's last query are hidden by the causal mask, so they are not gathered for it.
     key_lens = first_queries + query_lens
-    key_index = cut.places(of_segment.repeat_interleave(key_lens), _ranges(torch.zeros_like(key_lens), key_lens))
+    key_index = places_of(of_segment.repeat_interleave(key_lens), _ranges(torch.zeros_like(key_lens), key_lens))
 
     of_row = sequences.repeat_interleave(row_counts)
     position_ids = _ranges(first_queries, query_lens)
     index = torch.where(position_ids < lengths[of_row], position_ids + _starts(lengths)[of_row], -1)
-    places = cut.places(sequences.repeat_interleave(lengths), _ranges(torch.zeros_like(lengths), lengths))
+    places = places_of(sequences.repeat_interleave(lengths), _ranges(torch.zeros_like(lengths), lengths))
 
     # The filler is a separate segment: it attends to itself, and nothing attends to it.
     if len(filler):
         position_ids, index = torch.cat((position_ids, filler)), torch.cat((index, torch.full_like(filler, -1)))
-        key_index = torch.cat((key_index, cp_rank * cut.num_rows + num_rows + filler))
+        key_index = torch.cat((key_index, cp_rank * rows_of_rank + num_rows + filler))
         query_lens, key_lens = (torch.cat((lens, torch.tensor([len(filler)]))) for lens in (query_lens, key_lens))
     padding = index < 0
     return TokenLayout(
@@ -95,23 +102,6 @@ def lay_out_tokens(
             key_index=None if cp_size == 1 else key_index.to(device),
         ),
     )
-
-
-class _Cut(NamedTuple):
-    """How sequences lie on the ranks."""
-
-    cp_size: int
-    num_rows: int  # of each rank
-    chunk_lens: Tensor  # (B,)
-    first_rows: Tensor  # (B,) of each sequence on every rank
-
-    def places(self, sequences: Tensor, positions: Tensor) -> Tensor:
-        """Where the tokens at ``positions`` of ``sequences`` are in the rows of every rank, one rank's after the other's."""
-        chunk_lens = self.chunk_lens[sequences]
-        chunks = positions // chunk_lens
-        late = chunks >= self.cp_size
-        ranks = torch.where(late, 2 * self.cp_size - 1 - chunks, chunks)
-        return ranks * self.num_rows + self.first_rows[sequences] + positions % chunk_lens + late * chunk_lens
 
 
 def _starts(lens: Tensor) -> Tensor:

@@ -160,31 +160,48 @@ def _open(parallel: ParallelConfig, device: torch.device, post_validation: bool)
     ranks = torch.arange(world_size)
     dense = ranks.view(parallel.pp, dp_size, parallel.cp, parallel.tp)
     experts = ranks.view(parallel.pp, -1, parallel.ep, parallel.etp)
-    subgroups = _Subgroups()
-    pp_group, dp_group, cp_group, tp_group = (subgroups.along(dense, dimension) for dimension in range(4))
+    by_partition: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+
+    def along(grid: Tensor, *dimensions: int) -> dist.ProcessGroup:
+        """This rank's group of ranks that differ in ``dimensions`` of ``grid`` only, in the order of their numbers.
+
+        Each partition of the ranks is made once. A collective over all ranks.
+        """
+        last = tuple(range(-len(dimensions), 0))
+        rows = grid.movedim(dimensions, last).flatten(-len(dimensions)).flatten(0, -2)
+        partition = tuple(tuple(row) for row in rows.tolist())
+        if len(partition) == 1:
+            return _world()
+        if partition not in by_partition:
+            mine, _ = dist.new_subgroups_by_enumeration([list(row) for row in partition], timeout=COLLECTIVE_TIMEOUT)
+            assert mine is not None, "every rank is in one row"
+            by_partition[partition] = mine
+        return by_partition[partition]
+
+    pp_group, dp_group, cp_group, tp_group = (along(dense, dimension) for dimension in range(4))
     pp_rank = pp_group.rank()
     # DTensor's caches take meshes of equal names and ranks for one mesh, even after the groups of one are gone.
     unique = next(_num_opened)
     fsdp, tp, edp, ep, etp = (f"{name}_{unique}" for name in ("fsdp", "tp", "edp", "ep", "etp"))
     mesh = DeviceMesh.from_group(
-        [subgroups.along(dense, 1, 2), tp_group],
+        [along(dense, 1, 2), tp_group],
         device.type,
         dense[pp_rank].flatten(0, 1),
         mesh_dim_names=(fsdp, tp),
     )
     expert_mesh = DeviceMesh.from_group(
-        [subgroups.along(experts, dimension) for dimension in range(1, 4)],
+        [along(experts, dimension) for dimension in range(1, 4)],
         device.type,
         experts[pp_rank],
         mesh_dim_names=(edp, ep, etp),
     )
-    token_group, replica_group = subgroups.along(dense, 2, 3), subgroups.along(dense, 0, 2, 3)
-    expert_group = subgroups.along(experts, 2, 3)
+    token_group, replica_group = along(dense, 2, 3), along(dense, 0, 2, 3)
+    expert_group = along(experts, 2, 3)
     host_group = dist.new_group(backend=_host_backend(), timeout=COLLECTIVE_TIMEOUT)
     made, validation = [host_group], None
     if post_validation:
         made.append(dist.new_group(backend=_host_backend(), timeout=COLLECTIVE_TIMEOUT))
-        validation = ValidationGroups(made[-1], subgroups.along(dense, 1, 2, 3))
+        validation = ValidationGroups(made[-1], along(dense, 1, 2, 3))
     return ParallelGroups(
         parallel=parallel,
         device=device,
@@ -207,32 +224,8 @@ def _open(parallel: ParallelConfig, device: torch.device, post_validation: bool)
         world_group=_world(),
         host_group=host_group,
         validation=validation,
-        made=(*made, *subgroups.made),
+        made=(*made, *by_partition.values()),
     )
-
-
-class _Subgroups:
-    """Groups of the ranks of a grid, each partition of the ranks made once. Collectives over all ranks."""
-
-    def __init__(self) -> None:
-        self._by_partition: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
-
-    @property
-    def made(self) -> tuple[dist.ProcessGroup, ...]:
-        return tuple(self._by_partition.values())
-
-    def along(self, grid: Tensor, *dimensions: int) -> dist.ProcessGroup:
-        """This rank's group of ranks that differ in ``dimensions`` of ``grid`` only, in the order of their numbers."""
-        last = tuple(range(-len(dimensions), 0))
-        rows = grid.movedim(dimensions, last).flatten(-len(dimensions)).flatten(0, -2)
-        partition = tuple(tuple(row) for row in rows.tolist())
-        if len(partition) == 1:
-            return _world()
-        if partition not in self._by_partition:
-            mine, _ = dist.new_subgroups_by_enumeration([list(row) for row in partition], timeout=COLLECTIVE_TIMEOUT)
-            assert mine is not None, "every rank is in one row"
-            self._by_partition[partition] = mine
-        return self._by_partition[partition]
 
 
 def _world() -> dist.ProcessGroup:
