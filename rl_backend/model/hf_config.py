@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, NoReturn
 
 from rl_backend.contracts import UnsupportedError
@@ -129,16 +129,7 @@ def read_rotary(config: HFConfig, head_dim: int, default_theta: float | None = N
             entry.check_fields("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
             scaling = _llama3(entry, max_length)
         case "yarn":
-            entry.check_fields(
-                "factor",
-                "original_max_position_embeddings",
-                "attention_factor",
-                "beta_fast",
-                "beta_slow",
-                "mscale",
-                "mscale_all_dim",
-                "truncate",
-            )
+            entry.check_fields(*(each.name for each in fields(YarnScaling)), "mscale", "mscale_all_dim")
             if theta <= 1.0:
                 config.refuse("rope_theta", theta, "yarn needs a number above 1")
             scaling = _yarn(entry, max_length)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -72,13 +72,6 @@ class EmptyStages:
         return nullcontext()
 
 
-class _Activation(NamedTuple):
-    """Tensors that are kept from a forward pass until its backward pass."""
-
-    hidden: Tensor | None
-    output: Tensor
-
-
 class PipelineExecutor:
     """Runs the actions of one rank, with receives posted in their places and waited for when they are needed.
 
@@ -103,7 +96,8 @@ class PipelineExecutor:
         self._work = work
         self._hidden: dict[_Place, Tensor] = {}
         self._gradients: dict[_Place, Tensor] = {}
-        self._activations: dict[_Place, _Activation] = {}
+        # Input and output of each forward pass, until its backward pass.
+        self._activations: dict[_Place, tuple[Tensor | None, Tensor]] = {}
         self._put_off: dict[_Place, WeightGradients] = {}
         self._arriving: dict[Action, tuple[dist.Work, Tensor]] = {}
         self._departing: list[tuple[dist.Work, Tensor]] = []
@@ -161,7 +155,7 @@ class PipelineExecutor:
             output = self._work.forward(stage, micro_batch, hidden)
         if not self._schedule.forward_only:
             assert output is not None, "a pass with a backward pass has a loss"
-            self._activations[stage, micro_batch] = _Activation(hidden, output)
+            self._activations[stage, micro_batch] = hidden, output
             self.peak_activations = max(self.peak_activations, len(self._activations) + len(self._put_off))
         if stage + 1 < self._schedule.num_stages:
             assert output is not None, "only the last stage returns nothing"
