@@ -13,9 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from actors import Loss, RLRun, Session
 from actors.run import (
@@ -29,7 +27,6 @@ from actors.run import (
     to_sequences,
     update_metrics,
     with_outputs,
-    with_packed_fields,
 )
 from rl_backend import OptimizerConfig, TokenSequence
 from rl_backend.algorithm import (
@@ -42,6 +39,7 @@ from rl_backend.algorithm import (
 )
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import MAY_CHANGE, SAME_CONTENTS, ConfigError, HasEffect
+from rl_backend.data import pack
 
 
 class PPOConfig(RLConfig):
@@ -170,18 +168,14 @@ def with_gae(
     Metrics: ``explained_variance`` of the critic, unless all returns are equal, and ``kl``, in nats, where it is taken off
     the rewards.
     """
-
-    def estimate(fields: dict[str, Tensor], seq_lens: Tensor) -> dict[str, Tensor]:
-        mask = fields["loss_mask"]
-        of_tokens = rewards_of_tokens(fields, seq_lens, rewards, config.kl_in_reward)
-        advantages, returns = gae_advantages(of_tokens, fields["old_values"], mask, seq_lens, config.gamma, config.lam)
-        return {"advantages": masked_whiten(advantages, mask), "returns": returns}
-
-    estimated = with_packed_fields(sequences, estimate)
-    fields = {name: torch.cat([each.token_fields[name] for each in estimated]) for name in estimated[0].token_fields}
-    mask = fields["loss_mask"]
+    packed = pack(sequences)
+    fields, mask, seq_lens = packed.token_fields, packed.token_fields["loss_mask"], packed.seq_lens
+    of_tokens = rewards_of_tokens(fields, seq_lens, rewards, config.kl_in_reward)
+    advantages, returns = gae_advantages(of_tokens, fields["old_values"], mask, seq_lens, config.gamma, config.lam)
+    added = {"advantages": masked_whiten(advantages, mask), "returns": returns}
+    estimated = with_outputs(sequences, {name: packed.split(value) for name, value in added.items()})
     metrics = {}
-    explained = explained_variance(fields["old_values"], fields["returns"], mask)
+    explained = explained_variance(fields["old_values"], returns, mask)
     if math.isfinite(explained):
         metrics["explained_variance"] = explained
     if config.kl_in_reward:

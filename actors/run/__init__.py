@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from rl_backend.algorithm.sequences import to_sequences as to_sequences
     from rl_backend.algorithm.sequences import with_advantages as with_advantages
     from rl_backend.algorithm.sequences import with_outputs as with_outputs
-    from rl_backend.algorithm.sequences import with_packed_fields as with_packed_fields
 
 _MODULES = {
     "Advantage": "rl_backend.algorithm.sequences",
@@ -45,7 +44,6 @@ _MODULES = {
     "update_metrics": "actors.train.model",
     "with_advantages": "rl_backend.algorithm.sequences",
     "with_outputs": "rl_backend.algorithm.sequences",
-    "with_packed_fields": "rl_backend.algorithm.sequences",
 }
 
 __all__ = [
@@ -65,7 +63,6 @@ __all__ = [
     "update_metrics",
     "with_advantages",
     "with_outputs",
-    "with_packed_fields",
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -73,27 +73,20 @@ def with_advantages(
         group_size: sequences of each prompt.
         kl_coef: weight of the KL that is taken off the rewards of tokens; only for ``reinforce_plus_plus``.
     """
+    if advantage not in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        values = ADVANTAGE_ESTIMATORS[advantage](torch.tensor(rewards), group_size=group_size)
+        return [
+            sequence.with_fields(sequence_fields={"advantages": value})
+            for sequence, value in zip(sequences, values, strict=True)
+        ]
+    packed = pack(sequences)
+    mask, seq_lens = packed.token_fields["loss_mask"], packed.seq_lens
     if advantage == "reinforce_plus_plus":
-
-        def whitened_returns(fields: dict[str, Tensor], seq_lens: Tensor) -> dict[str, Tensor]:
-            of_tokens = rewards_of_tokens(fields, seq_lens, rewards, kl_coef)
-            return {"advantages": reinforce_plus_plus_advantages(of_tokens, fields["loss_mask"], seq_lens)}
-
-        return with_packed_fields(sequences, whitened_returns)
-    if advantage == "reinforce_plus_plus_baseline":
-        return with_packed_fields(
-            sequences,
-            lambda fields, seq_lens: {
-                "advantages": reinforce_plus_plus_baseline_advantages(
-                    rewards, fields["loss_mask"], seq_lens, group_size=group_size
-                )
-            },
-        )
-    advantages = ADVANTAGE_ESTIMATORS[advantage](torch.tensor(rewards), group_size=group_size)
-    return [
-        sequence.with_fields(sequence_fields={"advantages": value})
-        for sequence, value in zip(sequences, advantages, strict=True)
-    ]
+        of_tokens = rewards_of_tokens(packed.token_fields, seq_lens, rewards, kl_coef)
+        values = reinforce_plus_plus_advantages(of_tokens, mask, seq_lens)
+    else:
+        values = reinforce_plus_plus_baseline_advantages(rewards, mask, seq_lens, group_size=group_size)
+    return with_outputs(sequences, {"advantages": packed.split(values)})
 
 
 def rewards_of_tokens(fields: Mapping[str, Tensor], seq_lens: Tensor, rewards: Sequence[float], kl_coef: float) -> Tensor:
@@ -107,17 +100,3 @@ def rewards_of_tokens(fields: Mapping[str, Tensor], seq_lens: Tensor, rewards: S
     if not kl_coef:
         return of_tokens
     return kl_in_reward(of_tokens, fields["old_log_probs"], fields["ref_log_probs"], mask, kl_coef=kl_coef)
-
-
-def with_packed_fields(
-    sequences: Sequence[TokenSequence], function: Callable[[dict[str, Tensor], Tensor], dict[str, Tensor]]
-) -> list[TokenSequence]:
-    """Adds token fields that depend on the whole batch.
-
-    Args:
-        sequences: with equal fields.
-        function: (token fields of all sequences end to end, (T, ...) each; their lengths, (B,)) -> new fields, (T, ...).
-    """
-    packed = pack(sequences)
-    added = function(dict(packed.token_fields), packed.seq_lens)
-    return with_outputs(sequences, {name: packed.split(value) for name, value in added.items()})
