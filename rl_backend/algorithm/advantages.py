@@ -1,7 +1,5 @@
 """Advantages from one reward per response, relative to its group or to the batch."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType

@@ -5,8 +5,6 @@ Losses per token become that of a micro-batch over denominators of the whole bat
 The sum over any split into micro-batches, averaged over data-parallel ranks, is the same loss with the same gradient.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Literal, get_args
 

@@ -1,7 +1,5 @@
 """Losses of a policy: composed of the parts in this package, by their usual names, and supervised."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial

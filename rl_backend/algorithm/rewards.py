@@ -1,7 +1,5 @@
 """Rewards of tokens, and the KL penalty and length penalty that are taken off them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Training sequences from samples, and advantages onto them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 

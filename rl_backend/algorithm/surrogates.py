@@ -8,8 +8,6 @@ weights when the step began; ``rollout_log_probs`` by the engine, at the weights
 differences: an engine that computes differently from the trainer, and a sample that is some updates old.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

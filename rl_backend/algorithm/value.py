@@ -6,8 +6,6 @@ entry t of ``values``, ``token_rewards``, ``loss_mask``, advantages, returns and
 action: a critic's ``values`` are used as they come, without a shift.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Balance: sequences spread over data-parallel ranks and micro-batches of similar work."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Prompts: data files in verl's format, their tokens, and the order in which training sees them."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Reward functions, with verl's signature."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Activation checkpointing: layers are computed again in the backward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

@@ -5,8 +5,6 @@ A layer is a mixer, which moves information between tokens, and a feed-forward b
 sizes as a value, that builds the module, names its parameters and refuses layouts. Nothing else knows a kind of block.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

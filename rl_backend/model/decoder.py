@@ -1,7 +1,5 @@
 """A decoder: a stack of layers between embeddings and a head, on packed micro-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import cast

@@ -4,8 +4,6 @@ Each reader refuses by name the fields that this implementation would not honour
 all share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

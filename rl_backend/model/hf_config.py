@@ -3,8 +3,6 @@
 The embedding may be in the format of transformers 4 or 5.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

@@ -1,7 +1,5 @@
 """Inputs of a model: of its construction and of its forward."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Model families by name and by the ``model_type`` of a Hugging Face ``config.json``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Collectives over the first dimension that the backward pass goes through."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

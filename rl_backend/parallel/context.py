@@ -1,7 +1,5 @@
 """Context parallelism: which tokens a rank has, and attention over sequences that several ranks share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

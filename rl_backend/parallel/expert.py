@@ -1,7 +1,5 @@
 """Expert parallelism: each rank has some of the experts, or a part of each, and tokens travel to them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -3,8 +3,6 @@
 A model that is not an FSDP module has no such state and stays as it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Process groups and the device mesh of one rank."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from dataclasses import dataclass

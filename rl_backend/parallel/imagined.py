@@ -1,7 +1,5 @@
 """One rank of a job that does not run, in a process alone: its groups, mesh and place."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager

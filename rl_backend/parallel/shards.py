@@ -1,7 +1,5 @@
 """Places of the parts of a sharded tensor, on this rank and every other, without communication."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The store where the ranks of a job meet."""
 
-from __future__ import annotations
-
 import errno
 import ipaddress
 import itertools

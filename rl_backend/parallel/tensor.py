@@ -5,8 +5,6 @@ leaves the sum over the ranks scattered over the tokens again. Parameters become
 exports know what a rank holds, but modules compute with the rank's own part: nothing runs through DTensor's dispatch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from typing import Any

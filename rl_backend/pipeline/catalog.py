@@ -1,7 +1,5 @@
 """Schedules by name: their needs, their making, and the places of sends and receives."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

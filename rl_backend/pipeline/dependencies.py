@@ -1,7 +1,5 @@
 """Dependencies of actions: the graph that is checked for cycles and gives the times."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter

@@ -4,8 +4,6 @@ The first stage has the embeddings; where they are tied, the last has a copy of 
 parameter of ``ModelFamily.stage_copies``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol

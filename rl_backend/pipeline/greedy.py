@@ -1,7 +1,5 @@
 """Greedy orders: always run what can start first."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Measured pipelines, out of the spans of their computations in a trace."""
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -12,8 +12,6 @@
   the former, several heuristics are tried for the given costs and the best result is taken.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 

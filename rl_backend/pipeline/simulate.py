@@ -1,7 +1,5 @@
 """Times of a schedule: costs of actions, the choice of an order by them, and timeline and bubble on paper."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields

@@ -1,7 +1,5 @@
 """Proof that a schedule can be run: complete, paired, without deadlock and within its activations."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 

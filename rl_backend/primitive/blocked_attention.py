@@ -1,7 +1,5 @@
 """Causal attention for processors without a fused kernel that skips what the mask hides."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ The split of zero-bubble pipelines (Qi et al., arXiv 2401.10241): what the stage
 product that takes part saves its input and the gradient of its output, and nothing is computed twice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial

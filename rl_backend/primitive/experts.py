@@ -1,7 +1,5 @@
 """The experts of a mixture, all in two packed weights, and the way of tokens to them and back."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 

@@ -1,7 +1,5 @@
 """Log-probabilities and entropy of the next token, without ever keeping full-vocabulary logits for the backward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Root-mean-square normalisation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Routers: choosing experts for tokens, weighting what they return, and keeping them evenly used."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple

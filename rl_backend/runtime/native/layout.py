@@ -1,7 +1,5 @@
 """Layout of a model: its description, the stages of this rank, whether it fits, and where its parameters lie."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Learning-rate and weight-decay schedules."""
 
-from __future__ import annotations
-
 import math
 
 from rl_backend.contracts import OptimizerConfig

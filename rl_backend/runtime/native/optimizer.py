@@ -1,7 +1,5 @@
 """AdamW over this rank's shards: clipping, the non-finite check, weight-decay groups, and steps that wait for no other."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Collection, Generator, Mapping

@@ -1,7 +1,5 @@
 """Routes of a pass: replayed from the batch, or kept from every router and put together."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
