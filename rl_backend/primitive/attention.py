@@ -1,11 +1,9 @@
 """Causal attention over packed sequences that never see each other."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +41,7 @@ class Segments(NamedTuple):
     key_index: Tensor | None = None
 
     @classmethod
-    def of_sequences(cls, cu_seqlens: Tensor, seq_lens: Sequence[int]) -> Segments:
+    def of_sequences(cls, cu_seqlens: Tensor, seq_lens: Sequence[int]) -> Self:
         """Of B whole sequences with the ``seq_lens`` that ``cu_seqlens``, (B + 1,) int32, adds up."""
         lengths = tuple(seq_lens)
         return cls(lengths, lengths, cu_seqlens, cu_seqlens)

@@ -1,36 +1,12 @@
 """Tiles of logits: some tokens by some of the vocabulary, in memory that every tile uses again."""
 
-from __future__ import annotations
-
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 _TILE_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
 """Logits of a tile: on a CPU what its cache holds."""
-
-
-class Tile(NamedTuple):
-    """Some tokens by some of the vocabulary: what exists at one time."""
-
-    hidden: Tensor  # (tokens, hidden_size)
-    weight: Tensor  # (words, hidden_size)
-    column: Tensor  # (tokens, 1) int64: the label's column, 0 where it lies in another tile
-    inside: Tensor  # (tokens,) bool: whether the label lies in this tile
-    temperature: Tensor | None  # (tokens, 1)
-
-    @classmethod
-    def of(cls, tokens: Tokens, chunk: slice, weight: Tensor, words: slice) -> Tile:
-        column = tokens.labels[chunk] - (tokens.start + words.start)
-        inside = (column >= 0) & (column < words.stop - words.start)
-        temperature = tokens.temperature[chunk] if tokens.temperature is not None else None
-        return cls(tokens.hidden[chunk], weight[words], column.where(inside, 0)[:, None], inside, temperature)
-
-    def logits(self, buffer: Tensor) -> Tensor:
-        out = buffer[: self.hidden.shape[0] * self.weight.shape[0]].view(self.hidden.shape[0], self.weight.shape[0])
-        _matmul(self.hidden, self.weight.t(), out)
-        return out if self.temperature is None else out.div_(self.temperature)
 
 
 class Tokens(NamedTuple):
@@ -44,7 +20,7 @@ class Tokens(NamedTuple):
     @classmethod
     def select(
         cls, hidden: Tensor, labels: Tensor, temperature: Tensor | float, active: Tensor, start: int
-    ) -> tuple[Tokens, Tensor]:
+    ) -> tuple[Self, Tensor]:
         """The tokens where ``active`` and their positions; ``start`` is the token of the first row of the weight."""
         # On the meta device, which knows no labels, all tokens count.
         positions = torch.arange(len(active), device="meta") if active.is_meta else active.nonzero().squeeze(1)
@@ -57,6 +33,28 @@ class Tokens(NamedTuple):
 
     def chunks(self, size: int) -> list[slice]:
         return _slices(self.hidden.shape[0], size)
+
+
+class Tile(NamedTuple):
+    """Some tokens by some of the vocabulary: what exists at one time."""
+
+    hidden: Tensor  # (tokens, hidden_size)
+    weight: Tensor  # (words, hidden_size)
+    column: Tensor  # (tokens, 1) int64: the label's column, 0 where it lies in another tile
+    inside: Tensor  # (tokens,) bool: whether the label lies in this tile
+    temperature: Tensor | None  # (tokens, 1)
+
+    @classmethod
+    def of(cls, tokens: Tokens, chunk: slice, weight: Tensor, words: slice) -> Self:
+        column = tokens.labels[chunk] - (tokens.start + words.start)
+        inside = (column >= 0) & (column < words.stop - words.start)
+        temperature = tokens.temperature[chunk] if tokens.temperature is not None else None
+        return cls(tokens.hidden[chunk], weight[words], column.where(inside, 0)[:, None], inside, temperature)
+
+    def logits(self, buffer: Tensor) -> Tensor:
+        out = buffer[: self.hidden.shape[0] * self.weight.shape[0]].view(self.hidden.shape[0], self.weight.shape[0])
+        _matmul(self.hidden, self.weight.t(), out)
+        return out if self.temperature is None else out.div_(self.temperature)
 
 
 def _matmul(a: Tensor, b: Tensor, out: Tensor) -> None:

@@ -1,7 +1,5 @@
 """Mixtures of experts in the place of a feed-forward block."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -62,7 +60,7 @@ class MoESpec(FeedForwardSpec):
     intermediate_size: int
     names: ExpertNames = field(default_factory=ExpertNames)
 
-    def build(self, hidden_size: int, options: ModelOptions) -> MoE:
+    def build(self, hidden_size: int, options: ModelOptions) -> FeedForward:
         coefficients = RouterLossCoefficients()
         if isinstance(options, MoEOptions):
             coefficients = RouterLossCoefficients(options.router_aux_loss_coef, options.router_z_loss_coef)

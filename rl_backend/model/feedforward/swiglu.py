@@ -1,7 +1,5 @@
 """The gated feed-forward block of dense layers (Shazeer, arXiv 2002.05202)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +23,7 @@ class SwiGLUSpec(FeedForwardSpec):
     bias: bool = False
     router = None
 
-    def build(self, hidden_size: int, options: ModelOptions) -> SwiGLU:
+    def build(self, hidden_size: int, options: ModelOptions) -> FeedForward:
         return SwiGLU(hidden_size, self.intermediate_size, bias=self.bias)
 
     def weight_names(self, layer: str) -> Mapping[str, WeightName]:

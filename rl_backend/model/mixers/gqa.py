@@ -1,7 +1,5 @@
 """Grouped-query attention (Ainslie et al., arXiv 2305.13245), whole or with a sliding window."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -37,7 +35,7 @@ class GQASpec(MixerSpec):
     output_bias: bool = False
     qk_norm: bool = False
 
-    def build(self, hidden_size: int, rms_norm_eps: float) -> GroupedQueryAttention:
+    def build(self, hidden_size: int, rms_norm_eps: float) -> Mixer:
         return GroupedQueryAttention(self, hidden_size, rms_norm_eps)
 
     def weight_names(self, layer: str) -> Mapping[str, WeightName]:

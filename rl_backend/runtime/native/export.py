@@ -1,7 +1,5 @@
 """Full weights and gradients out of shards: what each rank has of them, gathered bucket by bucket."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -86,12 +84,6 @@ def export_gradients(handle: NativeHandle, *, only: Collection[str] | None) -> W
     return _start(sharded_weights(gradients, reached, handle.layouts, dtype=torch.float32, only=only), handle, None)
 
 
-def _start(weights: Sequence[ShardedWeight], handle: NativeHandle, byte_budget: int | None) -> WeightStream:
-    group, device = handle.groups.world_group, handle.groups.device
-    gather = partial(gather_weights, group=group, device=device)
-    return start_stream(plan_buckets(weights, byte_budget), gather, group, device)
-
-
 class Part(NamedTuple):
     """A rectangle of a weight, and the global rank that sends it."""
 
@@ -141,6 +133,12 @@ class ShardedWeight:
         """This rank's part of the weight, in the dtype of ``tensor``."""
         assert self.tensor is not None, "asked of a rank that has a part"
         return local_tensor(self.tensor)[self.place]
+
+
+def _start(weights: Sequence[ShardedWeight], handle: NativeHandle, byte_budget: int | None) -> WeightStream:
+    group, device = handle.groups.world_group, handle.groups.device
+    gather = partial(gather_weights, group=group, device=device)
+    return start_stream(plan_buckets(weights, byte_budget), gather, group, device)
 
 
 def sharded_weights(
