@@ -2,8 +2,7 @@
 
 import logging
 import math
-from collections.abc import Collection, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -213,10 +212,15 @@ class PendingStep:
             self._arriving.wait()
             self.result = self._optimizer.judge(self._rows)
             if not (self.is_taken and self._is_plain(self.result)):
-                with self._as_it_was():
+                # With the gradients and learning rates of the step.
+                now = {parameter: parameter.grad for parameter in self._gradients}, _rates(self._optimizer)
+                self._set(self._gradients, self._rates)
+                try:
                     if self.is_taken:
                         torch._foreach_copy_(self._changed(), self._backup)
                     self._optimizer.apply(self.result, self._handle_name)
+                finally:
+                    self._set(*now)
             self._backup.clear()
             self._gradients.clear()
         return self.result
@@ -234,16 +238,6 @@ class PendingStep:
         stepped = [parameter for parameter, gradient in self._gradients.items() if gradient is not None]
         state = self._optimizer.adamw.state
         return [local_tensor(tensor) for parameter in stepped for tensor in (parameter, *state[parameter].values())]
-
-    @contextmanager
-    def _as_it_was(self) -> Generator[None]:
-        """The gradients and learning rates of the step."""
-        now = {parameter: parameter.grad for parameter in self._gradients}, _rates(self._optimizer)
-        self._set(self._gradients, self._rates)
-        try:
-            yield
-        finally:
-            self._set(*now)
 
     def _set(self, gradients: Gradients, rates: Rates) -> None:
         for parameter, gradient in gradients.items():
