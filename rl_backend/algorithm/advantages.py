@@ -37,14 +37,8 @@ class RewardGroups:
 def group_rewards(rewards: Rewards, group_size: int | None = None, group_ids: GroupIds = None) -> RewardGroups:
     """Checks rewards and groups, and compares each reward with its group.
 
-    Args:
-        rewards: (N,) numbers.
-        group_size: responses per prompt, when those of one prompt stand next to each other.
-        group_ids: (N,) labels, equal for responses to one prompt, in any order. Exactly one of the two is given.
-
-    Raises:
-        BatchError: a reward that is not finite, or groups that do not fit N.
-        ConfigError: both or none of ``group_size`` and ``group_ids``.
+    Args, Raises:
+        as :func:`grpo_advantages`.
     """
     scores = finite_rewards(rewards)
     groups = _group_indices(scores, group_size, group_ids)
@@ -70,11 +64,8 @@ def groups_with_signal(rewards: Rewards, *, group_size: int | None = None, group
 
     Source: DAPO, https://arxiv.org/abs/2503.14476, section 3.2; verl filters groups by a standard deviation of 0.
 
-    Args:
-        rewards, group_size, group_ids: as in :func:`~rl_backend.algorithm.advantages.grpo_advantages`.
-
-    Raises:
-        BatchError, ConfigError: as :func:`~rl_backend.algorithm.advantages.grpo_advantages`.
+    Args, Raises:
+        as :func:`grpo_advantages`.
     """
     groups = group_rewards(rewards, group_size, group_ids)
     return (groups.size == 1) | ~groups.equal

@@ -108,11 +108,8 @@ def gspo_policy_loss(
         seq_lens: (B,) int64 on the CPU.
         log_probs, old_log_probs, advantages, loss_mask: as in :func:`clipped_policy_loss`.
 
-    Returns:
-        As :func:`clipped_policy_loss`, without ``clip_fraction_lower``.
-
-    Raises:
-        ConfigError: a clip ratio.
+    Returns, Raises:
+        as :func:`clipped_policy_loss`, without ``clip_fraction_lower``.
     """
     check_clip_options(clip_ratio_low, clip_ratio_high)
     log_probs = zero_masked(log_probs, loss_mask)
@@ -146,11 +143,8 @@ def cispo_policy_loss(
     Args:
         log_probs, old_log_probs, advantages, loss_mask: as in :func:`clipped_policy_loss`.
 
-    Returns:
-        As :func:`clipped_policy_loss`, without ``clip_fraction_lower``; ``clip_fraction`` counts ratios beyond either bound.
-
-    Raises:
-        ConfigError: a clip ratio.
+    Returns, Raises:
+        as :func:`clipped_policy_loss`, without ``clip_fraction_lower``; ``clip_fraction`` counts ratios beyond either bound.
     """
     check_clip_options(clip_ratio_low, clip_ratio_high)
     log_probs = zero_masked(log_probs, loss_mask)

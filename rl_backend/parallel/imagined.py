@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
@@ -29,14 +29,11 @@ def imagined_rank(parallel: ParallelConfig, rank: int, world_size: int) -> Gener
     # Importing it makes the backend known.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    excepthook = sys.excepthook  # torch puts the rank before every line of an error, once more with each group
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
+    with ExitStack() as undone:
+        # torch puts the rank before every line of an error, once more with each group.
+        undone.callback(setattr, sys, "excepthook", sys.excepthook)
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        undone.callback(dist.destroy_process_group)
         groups = open_groups(parallel, torch.device("cpu"))
-        try:
-            yield replace(groups, device=META)
-        finally:
-            close_groups(groups)
-    finally:
-        dist.destroy_process_group()
-        sys.excepthook = excepthook
+        undone.callback(close_groups, groups)
+        yield replace(groups, device=META)
