@@ -126,26 +126,16 @@ def _by_runs(query: Tensor, key: Tensor, value: Tensor, query_lens: Sequence[int
     for ((queries, keys), count), q, k, v in zip(
         runs, query.split(query_sizes), key.split(key_sizes), value.split(key_sizes), strict=True
     ):
-        if queries == keys:
-            outputs.append(_equal_lengths(q, k, v, queries))
-        else:  # SDPA's own causal mask is aligned to the first query and the first key.
+        if queries != keys:  # SDPA's own causal mask is aligned to the first query and the first key.
             outputs.append(windowed_attention(q, k, v, [queries] * count, [keys] * count, window=keys))
+            continue
+        if q.is_cuda:
+            # The memory-efficient kernel, the only one for float32 beside the quadratic form, takes no groups.
+            k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
+        batched = (_batched(x, queries) for x in (q, k, v))
+        attended = F.scaled_dot_product_attention(*batched, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
-def _equal_lengths(query: Tensor, key: Tensor, value: Tensor, length: int) -> Tensor:
-    def batched(x: Tensor) -> Tensor:
-        rows: Tensor = x.unflatten(0, (-1, length))
-        return rows.transpose(1, 2)
-
-    if query.is_cuda:
-        # The memory-efficient kernel, the only one for float32 beside the quadratic form, takes no groups.
-        key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
-    attended = F.scaled_dot_product_attention(
-        batched(query), batched(key), batched(value), is_causal=True, enable_gqa=key.shape[1] != query.shape[1]
-    )
-    packed: Tensor = attended.transpose(1, 2).flatten(0, 1)
-    return packed
 
 
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:
@@ -171,9 +161,9 @@ def windowed_attention(
             stop, first = min(start + _WINDOWED_BLOCK, keys), max(0, start - window + 1)
             outputs.append(
                 F.scaled_dot_product_attention(
-                    _batched(query, query_origin, query_origin + stop - start),
-                    _batched(key, key_origin + first, key_origin + stop),
-                    _batched(value, key_origin + first, key_origin + stop),
+                    _batched(query[query_origin : query_origin + stop - start], stop - start),
+                    _batched(key[key_origin + first : key_origin + stop], stop - first),
+                    _batched(value[key_origin + first : key_origin + stop], stop - first),
                     attn_mask=_visible(start, stop, first, window, query.device),
                     enable_gqa=key.shape[1] != heads,
                 )
@@ -183,9 +173,10 @@ def windowed_attention(
     return torch.cat([rows.squeeze(0).transpose(0, 1) for rows in outputs])
 
 
-def _batched(x: Tensor, start: int, stop: int) -> Tensor:
-    """(T, heads, dim) -> (1, heads, stop - start, dim), a view."""
-    return x[start:stop].transpose(0, 1).unsqueeze(0)
+def _batched(x: Tensor, length: int) -> Tensor:
+    """(sequences * length, heads, dim) -> (sequences, heads, length, dim), a view."""
+    rows: Tensor = x.unflatten(0, (-1, length))
+    return rows.transpose(1, 2)
 
 
 def _visible(start: int, stop: int, first: int, window: int, device: torch.device) -> Tensor:

@@ -99,7 +99,8 @@ class _NextTokenLogProbs(torch.autograd.Function):
         calculate_entropy: bool,
         shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor]:
-        tokens, positions = Tokens.select(hidden, labels, temperature, labels != IGNORE_LABEL, _first_row(shard))
+        start = 0 if shard is None else shard.start
+        tokens, positions = Tokens.select(hidden, labels, temperature, labels != IGNORE_LABEL, start)
         dtype = wide(hidden.dtype)
         buffers = buffers_for(tokens, weight, chunk_tokens, count=2 if calculate_entropy else 1)
         sums = [
@@ -128,7 +129,8 @@ class _NextTokenLogProbs(torch.autograd.Function):
         if ctx.calculate_entropy:
             active |= grad_entropy != 0
         active &= labels != IGNORE_LABEL
-        tokens, positions = Tokens.select(hidden, labels, ctx.temperature, active, _first_row(ctx.shard))
+        start = 0 if ctx.shard is None else ctx.shard.start
+        tokens, positions = Tokens.select(hidden, labels, ctx.temperature, active, start)
         gradient = _Gradient(
             grad_log_probs[positions][:, None],
             grad_entropy[positions][:, None] if ctx.calculate_entropy else None,
@@ -141,10 +143,6 @@ class _NextTokenLogProbs(torch.autograd.Function):
         if grad_tokens is not None:
             grad_hidden = torch.zeros_like(hidden).index_copy_(0, positions, grad_tokens.to(hidden.dtype))
         return grad_hidden, grad_weight, None, None, None, None, None
-
-
-def _first_row(shard: VocabularyShard | None) -> int:
-    return 0 if shard is None else shard.start
 
 
 def _sum_over_vocabulary(
