@@ -1,7 +1,5 @@
 """Base of every configuration: pydantic that refuses unknown fields and raises :class:`ConfigError`."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

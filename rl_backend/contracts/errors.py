@@ -1,7 +1,5 @@
 """Errors. Each survives pickling: a Ray caller sees its class, message and details."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from os import PathLike
 from typing import Any, Self

@@ -1,7 +1,5 @@
 """Optimizer and learning-rate schedule, with the names and defaults of verl's McoreOptimizerConfig."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 

@@ -12,8 +12,6 @@ They are a part of a batch like any other:
   routes, and those that the sequence was sampled from; where the first is there they must be equal.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Weights: their Hugging Face names in a model, and descriptions of the tensors that are sent or written."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -186,11 +186,6 @@ class Decoder(nn.Module):
         if self.embed_tokens is None:
             assert inputs.hidden is not None, "only the first stage starts from tokens"
             return inputs.hidden
-        self._check(inputs)
-        hidden: Tensor = self.embed_tokens(inputs.input_ids)
-        return hidden
-
-    def _check(self, inputs: ModelInput) -> None:
         if inputs.longest > self.spec.max_length:
             raise BatchError(
                 f"a sequence of {inputs.longest} tokens is longer than the model's {self.spec.max_length} positions",
@@ -202,6 +197,8 @@ class Decoder(nn.Module):
                 raise BatchError(
                     f"input_ids reach from {smallest} to {largest}; the vocabulary has {self.spec.vocab_size} tokens"
                 )
+        hidden: Tensor = self.embed_tokens(inputs.input_ids)
+        return hidden
 
     def split_ends(self, tensor: TensorParallel) -> None:
         """Splits the vocabulary of embeddings and head; each rank has norms and a value head for its own tokens."""
