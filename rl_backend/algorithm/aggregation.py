@@ -109,10 +109,8 @@ def differentiable_entropy(model_output: ModelOutput) -> Tensor:
 
 
 def token_advantages(data: PackedBatch) -> Tensor:
-    """(T,): the token field ``advantages``, or else the sequence field of that name, (B,), at all tokens.
-
-    Raises:
-        BatchError: neither is there, or the shape is not (T,) or (B,).
+    """(T,): the token field ``advantages``, or else the sequence field of that name, (B,), at all tokens; raises
+    :class:`BatchError` without either, and for other shapes.
     """
     if "advantages" not in data.token_fields and "advantages" in data.sequence_fields:
         return broadcast_to_tokens(data.sequence_fields["advantages"], data.seq_lens)

@@ -53,11 +53,7 @@ def load_reward_function(spec: str) -> RewardFunction:
 
 
 def score_value(result: float | Mapping[str, Any]) -> float:
-    """The number in what a reward function returned.
-
-    Raises:
-        BatchError: no ``score`` in a mapping, not a real number, or not finite.
-    """
+    """The number in what a reward function returned; raises :class:`BatchError` for none, or one not real and finite."""
     score = result.get("score") if isinstance(result, Mapping) else result
     # float() of a complex number of numpy or torch is its real part.
     if not isinstance(score, SupportsFloat) or "complex" in str(getattr(score, "dtype", "")):

@@ -188,11 +188,7 @@ def read_router(config: HFConfig, *, normalise: bool) -> RouterSettings:
 
 
 def full_attention(config: HFConfig) -> tuple[None, ...]:
-    """Windows of a family without sliding windows.
-
-    Raises:
-        UnsupportedError: ``sliding_window`` or ``layer_types`` asks for them.
-    """
+    """Windows of a family without sliding windows; ``sliding_window`` and ``layer_types`` that ask for them are refused."""
     config.require({"sliding_window": (), "use_sliding_window": (False,)})
     _layer_types(config, {"full_attention"})
     return (None,) * config.positive_int("num_hidden_layers")

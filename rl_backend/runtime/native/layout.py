@@ -71,11 +71,7 @@ def schedule_name(config: NativeConfig) -> str | None:
 
 
 def algorithm(config: NativeConfig) -> Algorithm | None:
-    """How the schedule is made, or None without one.
-
-    Raises:
-        ConfigError: a number of stages per rank that the schedule does not have.
-    """
+    """How the schedule is made, or None without one; raises :class:`ConfigError` for stages per rank that it cannot have."""
     name = schedule_name(config)
     return None if name is None else require_stages(name, config.parallel.pp, config.parallel.vpp)
 

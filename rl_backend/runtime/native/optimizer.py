@@ -66,10 +66,8 @@ class NativeOptimizer:
         self._allocate_moments()
 
     def step(self, handle_name: str) -> StepResult:
-        """Global norm, finite check, clipping, step. Nothing changes when a gradient of any rank is not finite.
-
-        Raises:
-            HandleError: there are no gradients.
+        """Global norm, finite check, clipping, step. Nothing changes when a gradient of any rank is not finite; without any
+        gradients it raises :class:`HandleError`.
         """
         self.require_gradients(handle_name)
         result = self.judge(gather_statistics(self.statistics(), self._groups.world_group))
