@@ -83,7 +83,7 @@ def event_graph(actions: Sequence[Sequence[Action]], placement: Sequence[int], *
 
 
 def in_order(graph: Mapping[Event, Iterable[Event]], describe: Callable[[Event], str] = str) -> list[Event]:
-    """The events so that each comes after those it waits for; raises :class:`ScheduleError` when some wait for each other."""
+    """The events, each after those it waits for; raises :class:`ScheduleError` when some wait for each other."""
     try:
         return list(TopologicalSorter(graph).static_order())
     except CycleError as error:
