@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -195,76 +195,56 @@ def gather_weights(
         for weight in weights:
             yield weight.name, weight.held().to(weight.dtype)
         return
-    plan = _Plan(weights, group)
-    received = plan.exchange(device)
-    for weight, starts in zip(weights, plan.starts, strict=True):
-        yield weight.name, _assemble(weight, starts, received, plan)
+    places = {rank: place for place, rank in enumerate(dist.get_process_group_ranks(group))}
+    # Parts of one rank lie end to end in its buffer, in the order of the weights; every rank computes the same places.
+    sizes, starts = [0] * len(places), [[0] * len(weight.parts) for weight in weights]
+    for weight, of_parts in zip(weights, starts, strict=True):
+        for index, part in enumerate(weight.parts):
+            of_parts[index] = sizes[places[part.rank]]
+            sizes[places[part.rank]] += part.numel
 
-
-class _Plan:
-    """Where each part lies in the flat buffer that its rank sends.
-
-    Attributes:
-        places: global rank -> place in the group.
-        starts: for each weight, the first element of each of its parts in the buffer of the part's rank.
-        sizes: elements of the buffer of each rank.
-    """
-
-    def __init__(self, weights: Sequence[ShardedWeight], group: dist.ProcessGroup) -> None:
-        self.weights = weights
-        self.group = group
-        self.dtype = weights[0].dtype
-        self.places = {rank: place for place, rank in enumerate(dist.get_process_group_ranks(group))}
-        self.sizes = [0] * len(self.places)
-        self.starts: list[list[int]] = []
-        # Parts of one rank lie end to end, in the order of the weights; every rank computes the same plan.
-        for weight in weights:
-            starts = []
-            for part in weight.parts:
-                place = self.places[part.rank]
-                starts.append(self.sizes[place])
-                self.sizes[place] += part.numel
-            self.starts.append(starts)
-
-    @property
-    def is_even(self) -> bool:
-        """Whether parts padded to the longest take little more than the weights: an eighth, or what nobody notices."""
-        padded, exact = max(self.sizes) * len(self.sizes), sum(self.sizes)
-        return padded <= exact + exact // 8 or padded * self.dtype.itemsize <= _SMALL_BYTES
-
-    def exchange(self, device: torch.device) -> Tensor | list[Tensor]:
-        """The buffer of each rank; (ranks, longest buffer) where they are about equally long."""
-        if not self.is_even:
-            buffers = [torch.empty(size, dtype=self.dtype, device=device) for size in self.sizes]
-            self._pack(buffers[self.group.rank()])
-            for place, buffer in enumerate(buffers):
-                if buffer.numel():
-                    dist.broadcast(buffer, group=self.group, group_src=place)
-            return buffers
-        longest = max(self.sizes)
-        mine = torch.empty(longest, dtype=self.dtype, device=device)
-        self._pack(mine)
-        gathered = torch.empty(len(self.sizes), longest, dtype=self.dtype, device=device)
-        if longest:
-            all_gather_into(gathered.view(-1), mine, group=self.group)
-        return gathered
-
-    def _pack(self, buffer: Tensor) -> None:
+    def pack(buffer: Tensor) -> None:
         """Copies what this rank sends into ``buffer``."""
-        mine = self.group.rank()
-        for weight, starts in zip(self.weights, self.starts, strict=True):
-            for part, start in zip(weight.parts, starts, strict=True):
-                if self.places[part.rank] == mine:
+        for weight, of_parts in zip(weights, starts, strict=True):
+            for part, start in zip(weight.parts, of_parts, strict=True):
+                if places[part.rank] == group.rank():
                     buffer[start : start + part.numel].view(part.shape).copy_(weight.held())
 
+    received = _exchange(sizes, pack, weights[0].dtype, group, device)
+    for weight, of_parts in zip(weights, starts, strict=True):
+        yield weight.name, _assemble(weight, of_parts, received, places)
 
-def _assemble(weight: ShardedWeight, starts: Sequence[int], received: Tensor | list[Tensor], plan: _Plan) -> Tensor:
+
+def _exchange(
+    sizes: Sequence[int], pack: Callable[[Tensor], None], dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device
+) -> Tensor | list[Tensor]:
+    """The buffer of each rank; (ranks, longest buffer) where they are about equally long."""
+    padded, exact = max(sizes) * len(sizes), sum(sizes)
+    # Parts padded to the longest take little more than the weights: an eighth, or what nobody notices.
+    if padded <= exact + exact // 8 or padded * dtype.itemsize <= _SMALL_BYTES:
+        mine = torch.empty(max(sizes), dtype=dtype, device=device)
+        pack(mine)
+        gathered = torch.empty(len(sizes), max(sizes), dtype=dtype, device=device)
+        if gathered.numel():
+            all_gather_into(gathered.view(-1), mine, group=group)
+        return gathered
+    buffers = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
+    pack(buffers[group.rank()])
+    for place, buffer in enumerate(buffers):
+        if buffer.numel():
+            dist.broadcast(buffer, group=group, group_src=place)
+    return buffers
+
+
+def _assemble(
+    weight: ShardedWeight, starts: Sequence[int], received: Tensor | list[Tensor], places: Mapping[int, int]
+) -> Tensor:
     # Rows that FSDP2 cut in the order of the ranks are whole as soon as they are beside each other, without a second buffer.
-    if isinstance(received, Tensor) and _follows_ranks(weight, starts, plan):
+    if isinstance(received, Tensor) and _follows_ranks(weight, starts, places):
         flat = received[:, starts[0] : starts[0] + weight.parts[0].numel].reshape(-1)
         return flat[: weight.numel].view(weight.shape)
     pieces = [
-        received[plan.places[part.rank]][start : start + part.numel].view(part.shape)
+        received[places[part.rank]][start : start + part.numel].view(part.shape)
         for part, start in zip(weight.parts, starts, strict=True)
     ]
     if len(pieces) == 1:
@@ -275,14 +255,14 @@ def _assemble(weight: ShardedWeight, starts: Sequence[int], received: Tensor | l
     return whole
 
 
-def _follows_ranks(weight: ShardedWeight, starts: Sequence[int], plan: _Plan) -> bool:
+def _follows_ranks(weight: ShardedWeight, starts: Sequence[int], places: Mapping[int, int]) -> bool:
     """Whether the parts are equal numbers of the weight's rows in the order of the ranks, at one place in every buffer."""
     parts = weight.parts
     if len(parts) < 2:
         return False
     rows = [part.region[0].start for part in parts]
     return (
-        [plan.places[part.rank] for part in parts] == list(range(len(parts)))
+        [places[part.rank] for part in parts] == list(range(len(parts)))
         and set(starts) == {starts[0]}
         and rows == sorted(rows)
         and all(part.shape[1:] == weight.shape[1:] for part in parts)
