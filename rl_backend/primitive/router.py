@@ -150,21 +150,11 @@ def expert_use(
     num_tokens = experts.new_full((1,), experts.shape[0])
     if padding is not None:
         num_tokens = num_tokens - padding.sum()
-    use = torch.cat((tokens_per_expert(experts, num_experts, padding), num_tokens))
+        experts = experts.masked_fill(padding[:, None], num_experts)
+    use = torch.cat((count_sorted(experts.flatten().sort().values, num_experts), num_tokens))
     if sum_over_ranks is not None:
         sum_over_ranks(use)
     return ExpertUse(use[:-1], use[-1])
-
-
-def tokens_per_expert(experts: Tensor, num_experts: int, padding: Tensor | None = None) -> Tensor:
-    """How often each expert was chosen; (T, top_k) int64 -> (E,) int64.
-
-    Args:
-        padding: (T,) bool, tokens that do not count.
-    """
-    if padding is not None:
-        experts = experts.masked_fill(padding[:, None], num_experts)
-    return count_sorted(experts.flatten().sort().values, num_experts)
 
 
 def count_sorted(ordered: Tensor, num_experts: int) -> Tensor:

@@ -90,17 +90,15 @@ def vocabulary_slices(tokens: Tokens, weight: Tensor, rows: int) -> list[slice]:
     return _slices(weight.shape[0], _tile_words(min(rows, tokens.hidden.shape[0]), weight.device.type))
 
 
-def logits_chunk_bytes(
-    num_tokens: int, vocab_size: int, chunk_tokens: int, *, calculate_entropy: bool, device_type: str = "cuda"
-) -> int:
-    """Bytes of the logits that exist at one time, for parameters of 32 bits or less.
+def logits_chunk_bytes(num_tokens: int, vocab_size: int, chunk_tokens: int, *, calculate_entropy: bool) -> int:
+    """Bytes of the logits that exist at one time on a GPU, for parameters of 32 bits or less.
 
     See :func:`~rl_backend.primitive.log_prob.next_token_log_probs`.
 
     Args:
         vocab_size: rows of the weight on one rank.
     """
-    elements = _tile_elements(min(chunk_tokens, num_tokens), vocab_size, device_type)
+    elements = _tile_elements(min(chunk_tokens, num_tokens), vocab_size, "cuda")
     return elements * torch.float32.itemsize * (2 if calculate_entropy else 1)
 
 

@@ -24,10 +24,10 @@ from rl_backend.primitive.router import (
     Routing,
     balanced_expert_bias,
     choose_experts,
+    expert_use,
     expert_weights,
     load_balancing_loss,
     router_z_loss,
-    tokens_per_expert,
 )
 
 HIDDEN, EXPERTS, TOKENS = 16, 6, 40
@@ -250,7 +250,7 @@ def test_padding_does_not_count_in_the_losses(score: str) -> None:
 
 
 def test_loss_free_balancing_lowers_the_bias_of_experts_with_more_than_the_mean() -> None:
-    counts = tokens_per_expert(torch.tensor([[0, 1], [0, 2], [0, 1]]), 4)
+    counts = expert_use(torch.tensor([[0, 1], [0, 2], [0, 1]]), 4).counts
     assert counts.tolist() == [3, 2, 1, 0]
     found = balanced_expert_bias(torch.zeros(4), counts, 0.1)
     torch.testing.assert_close(found, torch.tensor([-0.1, -0.1, 0.1, 0.1]))
