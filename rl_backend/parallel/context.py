@@ -115,8 +115,11 @@ def _ranges(starts: Tensor, lens: Tensor) -> Tensor:
     return torch.arange(int(lens.sum())) + (starts - _starts(lens)).repeat_interleave(lens)
 
 
-class ContextParallelAttention:
-    """Attention of this rank's queries to the keys and values of all context-parallel ranks.
+def attend_over_ranks(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None, *, group: dist.ProcessGroup
+) -> Tensor:
+    """:func:`~rl_backend.primitive.attention.packed_attention` of this rank's queries, from the keys and values of N tokens
+    on each of the context-parallel ranks.
 
     Keys and values are gathered in one collective before every attention, and its backward pass reduce-scatters their
     gradients (Llama 3, arXiv 2407.21783, section 3.3.2). A ring would hide the transfer behind the work and hold less at
@@ -125,18 +128,11 @@ class ContextParallelAttention:
     while it selects from what it gathered; half of them stay until the backward pass, unless the layer is computed
     again.
     """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None) -> Tensor:
-        """As :func:`~rl_backend.primitive.attention.packed_attention`, from the keys and values of this rank's N tokens."""
-        assert segments.key_index is not None, "lay_out_tokens makes one for more than one rank"
-        stacked = torch.stack((key, value), dim=1)
-        gathered = all_gather(stacked, self._group, sum_gradients=True)
-        selected_key, selected_value = gathered.index_select(0, segments.key_index).unbind(1)
-        del gathered  # not needed by the backward pass
-        return packed_attention(query, selected_key, selected_value, segments, window)
+    assert segments.key_index is not None, "lay_out_tokens makes one for more than one rank"
+    gathered = all_gather(torch.stack((key, value), dim=1), group, sum_gradients=True)
+    selected_key, selected_value = gathered.index_select(0, segments.key_index).unbind(1)
+    del gathered  # not needed by the backward pass
+    return packed_attention(query, selected_key, selected_value, segments, window)
 
 
 def gather_outputs(local: Tensor, layout: TokenLayout, group: dist.ProcessGroup) -> Tensor:

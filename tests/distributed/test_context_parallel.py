@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rl_backend.parallel.context import ContextParallelAttention, gather_outputs, lay_out_tokens
+from rl_backend.parallel.context import attend_over_ranks, gather_outputs, lay_out_tokens
 from rl_backend.primitive.attention import Segments, packed_attention
 from rl_backend.primitive.rope import Rotary, apply_rotary, rotary_cos_sin
 from tests.support.rank_pool import RankPool
@@ -72,7 +72,7 @@ def attention_job(case: Case) -> list[Tensor]:
     outputs, inputs = [], []
     for layer in layers:
         if group is not None:
-            layer.attend = ContextParallelAttention(group)
+            layer.attend = partial(attend_over_ranks, group=group)
         if case.checkpointed:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     for seq_lens in MICRO_BATCHES:

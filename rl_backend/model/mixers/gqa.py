@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 
 from rl_backend.contracts import ConfigError, ParallelConfig, WeightName
 from rl_backend.model.blocks import Mixer, MixerSpec, Rotation, divisors, linear_names, nearest, require_divided
-from rl_backend.parallel.context import ContextParallelAttention
+from rl_backend.parallel.context import attend_over_ranks
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.tensor import TensorParallel
 from rl_backend.primitive.attention import Attend, Segments, packed_attention
@@ -88,7 +89,7 @@ class GroupedQueryAttention(Mixer):
     def split(self, groups: ParallelGroups) -> None:
         """Tensor parallelism splits the heads; context parallelism gathers keys and values before every attention."""
         if groups.cp_group.size() > 1:
-            self.attend = ContextParallelAttention(groups.cp_group)
+            self.attend = partial(attend_over_ranks, group=groups.cp_group)
         if groups.tp_group.size() == 1:
             return
         tensor = TensorParallel(groups.tp_mesh)
