@@ -99,13 +99,12 @@ def find_model(name: str, hf_config: Mapping[str, Any]) -> ModelFamily:
     if name != "auto":
         return MODEL_FAMILIES.get(name)
     model_type = hf_config.get("model_type")
-    for candidate in reversed(tuple(MODEL_FAMILIES)):
-        family = MODEL_FAMILIES.get(candidate)
-        if model_type in family.hf_model_types:
-            return family
-    known = sorted({kind for key in MODEL_FAMILIES for kind in MODEL_FAMILIES.get(key).hf_model_types})
-    raise UnsupportedError(
-        f"model_type={model_type!r}: no registered model family; the native runtime has {', '.join(known)}; "
-        "register_model(...) adds one",
-        model_type=model_type,
-    )
+    families = [MODEL_FAMILIES.get(key) for key in MODEL_FAMILIES]
+    claimed = {kind: family for family in families for kind in family.hf_model_types}
+    if not isinstance(model_type, str) or model_type not in claimed:
+        raise UnsupportedError(
+            f"model_type={model_type!r}: no registered model family; the native runtime has {', '.join(sorted(claimed))}; "
+            "register_model(...) adds one",
+            model_type=model_type,
+        )
+    return claimed[model_type]
