@@ -60,10 +60,8 @@ def event_graph(actions: Sequence[Sequence[Action]], placement: Sequence[int], *
     graph: Graph = {}
     queues: dict[tuple[int, int], list[Arrival]] = defaultdict(list)
     for own in actions:
-        before: Action | None = None
-        for action in own:
+        for before, action in zip((None, *own), own, strict=False):
             graph[action] = [before] if before is not None else []
-            before = action
             if action.kind in COMPUTATIONS:
                 graph[action] += (_delivery(one, action, placement) for one in inputs_of(action, rank_of))
             elif action.kind in SENDS:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_backend.parallel.shards import local_tensor
-from rl_backend.pipeline.schedule import SENDS, Action, Kind, Schedule
+from rl_backend.pipeline.schedule import RECEIVES, SENDS, Action, Kind, Schedule
 from rl_backend.primitive.deferred import WeightGradients, put_off_weight_gradients
 
 type _Place = tuple[int, int]
@@ -125,13 +125,10 @@ class PipelineExecutor:
     def _run_to(self, end: int) -> None:
         steps = {
             Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
-            Kind.BACKWARD_INPUT: self._backward,
             Kind.BACKWARD_WEIGHT: self._backward_weight,
-            Kind.SEND_ACTIVATION: self._send,
-            Kind.SEND_GRADIENT: self._send,
-            Kind.RECEIVE_ACTIVATION: self._receive,
-            Kind.RECEIVE_GRADIENT: self._receive,
+            **dict.fromkeys((Kind.BACKWARD, Kind.BACKWARD_INPUT), self._backward),
+            **dict.fromkeys(SENDS, self._send),
+            **dict.fromkeys(RECEIVES, self._receive),
         }
         for action in self._schedule.actions[self._rank][self._num_done : end]:
             steps[action.kind](action)
