@@ -132,8 +132,8 @@ def _by_runs(query: Tensor, key: Tensor, value: Tensor, query_lens: Sequence[int
         if q.is_cuda:
             # The memory-efficient kernel, the only one for float32 beside the quadratic form, takes no groups.
             k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
-        batched = (_batched(x, queries) for x in (q, k, v))
-        attended = F.scaled_dot_product_attention(*batched, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
+        q, k, v = (_batched(x, queries) for x in (q, k, v))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
