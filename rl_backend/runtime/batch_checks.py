@@ -9,66 +9,44 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.contracts import BatchError, PackedBatch, RoutedLayers, check_routes
+from rl_backend.contracts import BatchError, PackedBatch, check_routes
 from rl_backend.contracts.routed_experts import ROUTES, ROUTES_MASK
-from rl_backend.runtime.router_replay import MODES, RouterReplay
+from rl_backend.runtime.engine import GuardedHandle, PassRequest, RankGroups
 
 
-def check_micro_batches(
-    data: Sequence[PackedBatch],
-    problem: BatchError | None,
-    kind: int,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    *,
-    replica: dist.ProcessGroup,
-) -> None:
+def check_micro_batches(handle: GuardedHandle, request: PassRequest, groups: RankGroups) -> None:
     """Refuses data that cannot run, on every rank together: no rank is left waiting in a collective.
 
-    Args:
-        problem: of this rank's data by itself, see :func:`problem_on_rank`.
-        kind: of the pass, see :func:`kind_of_pass`.
-        group: the ranks that run together, for collectives on ``device``.
-        replica: of these, the ranks that hold parts of one model and so must have the same data.
-
     Raises:
-        BatchError: this problem; other data than on another rank of the replica; another number of micro-batches, or another
-            kind of pass, on another rank; or another rank refused its data.
+        BatchError: :func:`problem_on_rank`; other data than on another rank of the replica; another number of micro-batches,
+            or another kind of pass, on another rank; or another rank refused its data.
     """
+    data, world, replica = request.data, groups.world_group, groups.replica_group
+    problem = problem_on_rank(handle, request)
     if replica.size() > 1:
-        difference = problem_in_replica(checksum(data), replica, device)
+        difference = problem_in_replica(checksum(data), replica, groups.device)
         problem = problem or difference
-    if group.size() > 1:
-        ranks_problem = problem_between_ranks(len(data), problem is not None, kind, group, device)
+    if world.size() > 1:
+        ranks_problem = problem_between_ranks(len(data), problem is not None, request.kind, world, groups.device)
         problem = problem or ranks_problem
     if problem is not None:
         raise problem
 
 
-def problem_on_rank(
-    data: Sequence[PackedBatch],
-    *,
-    max_tokens: int,
-    vocab_size: int,
-    max_length: int | None,
-    router_replay: RouterReplay,
-    routers: RoutedLayers | None,
-) -> BatchError | None:
+def problem_on_rank(handle: GuardedHandle, request: PassRequest) -> BatchError | None:
     """What is wrong with this rank's micro-batches by themselves.
 
-    No micro-batches; one over ``max_tokens``; a sequence over ``max_length``; a token outside the vocabulary; a temperature
-    that is not positive; routes that :func:`~rl_backend.contracts.check_routes` refuses.
-
-    Args:
-        routers: what the routes of a replay must fit.
+    No micro-batches; one over ``max_tokens_per_micro_batch``; a sequence over ``max_length``; a token outside the
+    vocabulary; a temperature that is not positive; routes that :func:`~rl_backend.contracts.check_routes` refuses.
     """
-    problem = _problem(data, max_tokens, vocab_size, max_length)
-    return problem or _problem_of_routes(data, routers if router_replay == "replay" else None)
-
-
-def kind_of_pass(forward_only: bool, router_replay: RouterReplay) -> int:
-    """A number that ranks compare."""
-    return 2 * MODES.index(router_replay) + forward_only
+    problem = _problem(request.data, handle.config.max_tokens_per_micro_batch, handle.vocab_size, handle.max_length)
+    if problem is None and request.router_replay == "replay" and handle.routed_layers is not None:
+        for index, batch in enumerate(request.data):
+            try:
+                check_routes(batch, handle.routed_layers)
+            except BatchError as error:
+                return _of_micro_batch(index, error)
+    return problem
 
 
 def checksum(data: Sequence[PackedBatch]) -> int:
@@ -114,17 +92,6 @@ def _problem(data: Sequence[PackedBatch], max_tokens: int, vocab_size: int, max_
         if isinstance(temperature, Tensor) and not bool((temperature > 0).all()):
             lowest = float(temperature.min())
             return BatchError(f"micro-batch {index}: temperature {lowest}; it must be above 0", micro_batch=index)
-    return None
-
-
-def _problem_of_routes(data: Sequence[PackedBatch], routers: RoutedLayers | None) -> BatchError | None:
-    if routers is None:
-        return None
-    for index, batch in enumerate(data):
-        try:
-            check_routes(batch, routers)
-        except BatchError as error:
-            return _of_micro_batch(index, error)
     return None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, NamedTuple, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from rl_backend.contracts import (
 from rl_backend.contracts.operations import Part
 from rl_backend.runtime.export_stream import WeightStream
 from rl_backend.runtime.offload import Offload
-from rl_backend.runtime.router_replay import RouterReplay, require_routers
+from rl_backend.runtime.router_replay import MODES, RouterReplay, require_routers
 
 
 class RankGroups(Protocol):
@@ -58,6 +58,25 @@ class RankGroups(Protocol):
     def replica_group(self) -> dist.ProcessGroup: ...
     @property
     def host_group(self) -> dist.ProcessGroup: ...
+
+
+class PassRequest(NamedTuple):
+    """One ``forward_backward``, as the runtime asks for it.
+
+    Attributes:
+        data: micro-batches; checked, except with post-validation.
+        loss_fn: None in a forward-only pass without a loss.
+    """
+
+    data: Sequence[PackedBatch]
+    loss_fn: LossFn | None
+    forward_only: bool
+    router_replay: RouterReplay = "off"
+
+    @property
+    def kind(self) -> int:
+        """A number that ranks compare."""
+        return 2 * MODES.index(self.router_replay) + self.forward_only
 
 
 class ScheduledOptimizer(Protocol):
@@ -191,16 +210,8 @@ class Engine[H: GuardedHandle](ABC):
         """Raises :class:`BatchError` for a number of micro-batches that the engine cannot run."""
 
     @abstractmethod
-    def _run_passes(
-        self,
-        handle: H,
-        data: Sequence[PackedBatch],
-        loss_fn: LossFn | None,
-        *,
-        forward_only: bool,
-        router_replay: RouterReplay,
-    ) -> ForwardResult:
-        """Checks ``data`` over all ranks, then runs it. An error in the middle of a backward pass sets ``broken``."""
+    def _run_passes(self, handle: H, request: PassRequest) -> ForwardResult:
+        """Checks the data over all ranks, then runs it. An error in the middle of a backward pass sets ``broken``."""
 
     @abstractmethod
     def _record_activations(self, handle: H, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:

@@ -25,9 +25,9 @@ from rl_backend.contracts import (
     TensorInfo,
 )
 from rl_backend.contracts.operations import ATOMS
-from rl_backend.runtime.batch_checks import check_micro_batches, kind_of_pass, problem_on_rank
+from rl_backend.runtime.batch_checks import check_micro_batches
 from rl_backend.runtime.checkpoint_writer import CheckpointWriter
-from rl_backend.runtime.engine import Engine, GuardedHandle, RankGroups, config_of_model
+from rl_backend.runtime.engine import Engine, GuardedHandle, PassRequest, RankGroups, config_of_model
 from rl_backend.runtime.interface import RankPlace, Runtime
 from rl_backend.runtime.offload import move_parts
 from rl_backend.runtime.router_replay import RouterReplay
@@ -105,7 +105,7 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
             self._require_replayable(handle, router_replay)
             if loss_fn is None and not forward_only:
                 raise BatchError("forward_backward without loss_fn; pass one, or forward_only=True")
-            return self._run_passes(handle, data, loss_fn, forward_only=forward_only, router_replay=router_replay)
+            return self._run_passes(handle, PassRequest(data, loss_fn, forward_only, router_replay))
 
     def optimizer_step(self, handle: H) -> StepResult:
         with self._atom(handle, "optimizer_step"):
@@ -164,7 +164,7 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
 
     def activations(self, handle: H, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:
         with self._atom(handle, "activations"), self.eval_mode(handle):
-            self._check(handle, data, "off", forward_only=True)
+            self._check(handle, PassRequest(data, None, forward_only=True))
             return self._record_activations(handle, data)
 
     def save_checkpoint(
@@ -272,21 +272,8 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
         if self._closed:
             raise HandleError("this runtime is closed; create another one")
 
-    def _check(self, handle: H, data: Sequence[PackedBatch], router_replay: RouterReplay, *, forward_only: bool) -> None:
+    def _check(self, handle: H, request: PassRequest) -> None:
         """Raises :class:`BatchError` on every rank for data that some rank cannot run."""
-        problem, kind = self._problem(handle, data, router_replay), kind_of_pass(forward_only, router_replay)
-        groups = self.groups
-        check_micro_batches(data, problem, kind, groups.world_group, groups.device, replica=groups.replica_group)
+        check_micro_batches(handle, request, self.groups)
         # Afterwards: by then all ranks have the same number, and none raises alone.
-        self._require_schedulable(handle, len(data), forward_only=forward_only)
-
-    def _problem(self, handle: H, data: Sequence[PackedBatch], router_replay: RouterReplay) -> BatchError | None:
-        """What is wrong with this rank's data by itself."""
-        return problem_on_rank(
-            data,
-            max_tokens=self.config.max_tokens_per_micro_batch,
-            vocab_size=handle.vocab_size,
-            max_length=handle.max_length,
-            router_replay=router_replay,
-            routers=handle.routed_layers,
-        )
+        self._require_schedulable(handle, len(request.data), forward_only=request.forward_only)

@@ -12,15 +12,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from rl_backend.contracts import ForwardResult, LossFn, PackedBatch
+from rl_backend.contracts import ForwardResult, PackedBatch
 from rl_backend.parallel.collectives import all_gather_into
 from rl_backend.runtime.bridge.batch import LaidOut, as_model_output, lay_out_packed, lay_out_padded
 from rl_backend.runtime.bridge.conversion import hf_names
 from rl_backend.runtime.bridge.handle import BridgeHandle
 from rl_backend.runtime.bridge.routes import PassRoutes
+from rl_backend.runtime.engine import PassRequest
 from rl_backend.runtime.module_outputs import record_outputs
 from rl_backend.runtime.pass_results import PassResults
-from rl_backend.runtime.router_replay import RouterReplay
 from rl_backend.trace.device import device_span
 
 type Observe = Callable[[int, int, LaidOut], AbstractContextManager[None]]
@@ -31,13 +31,7 @@ type ComputeLoss = Callable[[Tensor], tuple[Tensor, dict[str, Any]]]
 
 
 def run_micro_batches(
-    handle: BridgeHandle,
-    data: Sequence[PackedBatch],
-    loss_fn: LossFn | None,
-    *,
-    forward_only: bool,
-    observe: Observe = lambda *_: nullcontext(),
-    router_replay: RouterReplay = "off",
+    handle: BridgeHandle, request: PassRequest, *, observe: Observe = lambda *_: nullcontext()
 ) -> ForwardResult:
     """Runs checked micro-batches; Megatron reduces the gradients over the ranks at the end.
 
@@ -46,13 +40,15 @@ def run_micro_batches(
     Raises:
         BatchError: what the loss returned is not a 0-d tensor with a gradient, or a metric is not a number.
     """
+    data, groups, forward_only = request.data, handle.groups, request.forward_only
     laid_out = lay_out(handle, data)
-    groups = handle.groups
     pp, vpp = groups.parallel.pp, groups.parallel.vpp
-    results = PassResults(loss_fn, groups.dp_group, forward_only=forward_only, keeps_outputs=groups.has_outputs)
+    results = PassResults(request.loss_fn, groups.dp_group, forward_only=forward_only, keeps_outputs=groups.has_outputs)
     schedule = get_forward_backward_func(pp_size=pp, vp_size=vpp if vpp > 1 else None)
     iterators = [iter(enumerate(laid_out)) for _ in handle.chunks]
-    with PassRoutes(handle.routers, groups, router_replay, sequence_parallel=handle.provider.sequence_parallel) as routes:
+    with PassRoutes(
+        handle.routers, groups, request.router_replay, sequence_parallel=handle.provider.sequence_parallel
+    ) as routes:
         schedule(
             forward_step_func=_forward_step(handle, len(data), results, observe, routes),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -207,7 +203,7 @@ def record_activations(handle: BridgeHandle, data: Sequence[PackedBatch]) -> lis
         stage = chunk * groups.parallel.pp + pp_group.rank()
         here[micro_batch, stage] = {path: value for path, value in packed.items() if value is not None}
 
-    run_micro_batches(handle, data, None, forward_only=True, observe=record)
+    run_micro_batches(handle, PassRequest(data, None, forward_only=True), observe=record)
     stages: list[dict[tuple[int, int], dict[str, Tensor]]] = [{}] * pp_group.size()
     dist.all_gather_object(stages, here, group=pp_group)
     if not groups.has_outputs:

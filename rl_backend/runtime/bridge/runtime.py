@@ -17,7 +17,6 @@ from rl_backend.contracts import (
     ForwardResult,
     HandleError,
     Head,
-    LossFn,
     PackedBatch,
     RuntimeConfig,
     StepResult,
@@ -38,6 +37,7 @@ from rl_backend.runtime.bridge.installed import quiet
 from rl_backend.runtime.bridge.megatron_cpu import iterate_on_cpu, on_cpu
 from rl_backend.runtime.bridge.routes import require_replayable
 from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.engine import PassRequest
 from rl_backend.runtime.export_stream import WeightStream, plan_buckets, start_stream
 from rl_backend.runtime.guarded import GuardedRuntime
 from rl_backend.runtime.router_replay import RouterReplay
@@ -90,23 +90,15 @@ class BridgeRuntime(GuardedRuntime[BridgeHandle, BridgeGroups]):
     def _require_replayable(self, handle: BridgeHandle, router_replay: RouterReplay) -> None:
         require_replayable(handle.name, handle.routed_layers, handle.provider, router_replay)
 
-    def _run_passes(
-        self,
-        handle: BridgeHandle,
-        data: Sequence[PackedBatch],
-        loss_fn: LossFn | None,
-        *,
-        forward_only: bool,
-        router_replay: RouterReplay,
-    ) -> ForwardResult:
+    def _run_passes(self, handle: BridgeHandle, request: PassRequest) -> ForwardResult:
         """See the base class. Losses and metrics are on the ranks of the last pipeline stage."""
-        self._check(handle, data, router_replay, forward_only=forward_only)
-        if forward_only:
+        self._check(handle, request)
+        if request.forward_only:
             with torch.no_grad():
-                return run_micro_batches(handle, data, loss_fn, forward_only=True, router_replay=router_replay)
+                return run_micro_batches(handle, request)
         try:
             with accumulated_gradients(handle.chunks, has_gradients=handle.has_gradients):
-                result = run_micro_batches(handle, data, loss_fn, forward_only=False, router_replay=router_replay)
+                result = run_micro_batches(handle, request)
         except BaseException:
             handle.broken = "forward_backward raised an error in the middle, so its gradients are incomplete"
             raise

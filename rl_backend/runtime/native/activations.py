@@ -13,8 +13,9 @@ from rl_backend.contracts import PackedBatch, UnsupportedError, stored_tensors
 from rl_backend.parallel.collectives import all_gather
 from rl_backend.parallel.context import TokenLayout, gather_outputs
 from rl_backend.parallel.groups import ParallelGroups
+from rl_backend.runtime.engine import PassRequest
 from rl_backend.runtime.module_outputs import module_paths, record_outputs
-from rl_backend.runtime.native.forward_backward import PassRequest, lay_out, run_micro_batches
+from rl_backend.runtime.native.forward_backward import lay_out, run_micro_batches
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.pipeline import run_pipeline
 

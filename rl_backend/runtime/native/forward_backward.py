@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rl_backend.contracts import ForwardResult, LossFn, ModelOutput, PackedBatch, RoutedLayers
+from rl_backend.contracts import ForwardResult, ModelOutput, PackedBatch, RoutedLayers
 from rl_backend.model import ModelInput
 from rl_backend.parallel import fsdp
 from rl_backend.parallel.context import TokenLayout, gather_outputs, lay_out_tokens
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.primitive.attention import Segments
+from rl_backend.runtime.engine import PassRequest
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.routes import PassRoutes
 from rl_backend.runtime.pass_results import PassResults
-from rl_backend.runtime.router_replay import RouterReplay, routes_to_replay
+from rl_backend.runtime.router_replay import routes_to_replay
 from rl_backend.trace.device import device_span
-
-
-class PassRequest(NamedTuple):
-    """One ``forward_backward``, as the runtime asks for it.
-
-    Attributes:
-        data: micro-batches; checked, except with post-validation.
-        loss_fn: None in a forward-only pass without a loss.
-    """
-
-    data: Sequence[PackedBatch]
-    loss_fn: LossFn | None
-    forward_only: bool
-    router_replay: RouterReplay = "off"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from rl_backend.pipeline.catalog import make_schedule, require_micro_batches
 from rl_backend.pipeline.executor import PipelineExecutor, add_gradients_of_copies, drop_gradients_of_copies
 from rl_backend.pipeline.measured import SPAN_NAMES, span_arguments
 from rl_backend.pipeline.schedule import Action, Schedule
-from rl_backend.runtime.native.forward_backward import PassRequest, abandoned_on_error, lay_out, new_results
+from rl_backend.runtime.engine import PassRequest
+from rl_backend.runtime.native.forward_backward import abandoned_on_error, lay_out, new_results
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.layout import schedule_name
 from rl_backend.runtime.native.routes import PassRoutes

@@ -14,7 +14,6 @@ from rl_backend.contracts import (
     BatchError,
     ForwardResult,
     Head,
-    LossFn,
     NativeConfig,
     PackedBatch,
     RuntimeConfig,
@@ -23,17 +22,18 @@ from rl_backend.contracts import (
     WeightShard,
 )
 from rl_backend.parallel.groups import ParallelGroups, close_groups, open_groups, training_device
+from rl_backend.runtime.batch_checks import problem_on_rank
+from rl_backend.runtime.engine import PassRequest
 from rl_backend.runtime.export_stream import WeightStream
 from rl_backend.runtime.guarded import GuardedRuntime
 from rl_backend.runtime.native import checkpoints, export
 from rl_backend.runtime.native.activations import record_activations
 from rl_backend.runtime.native.build import build_handle
-from rl_backend.runtime.native.forward_backward import PassRequest, run_micro_batches
+from rl_backend.runtime.native.forward_backward import run_micro_batches
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.layout import has_last_stage
 from rl_backend.runtime.native.pipeline import require_schedulable, run_pipeline
 from rl_backend.runtime.native.validated_pass import run_validated
-from rl_backend.runtime.router_replay import RouterReplay
 
 
 class NativeRuntime(GuardedRuntime[NativeHandle, ParallelGroups]):
@@ -62,25 +62,16 @@ class NativeRuntime(GuardedRuntime[NativeHandle, ParallelGroups]):
     def _require_schedulable(self, handle: NativeHandle, num_micro_batches: int, *, forward_only: bool) -> None:
         require_schedulable(handle, num_micro_batches, forward_only=forward_only)
 
-    def _run_passes(
-        self,
-        handle: NativeHandle,
-        data: Sequence[PackedBatch],
-        loss_fn: LossFn | None,
-        *,
-        forward_only: bool,
-        router_replay: RouterReplay,
-    ) -> ForwardResult:
+    def _run_passes(self, handle: NativeHandle, request: PassRequest) -> ForwardResult:
         """See the base class; outputs are on the training device."""
-        request = PassRequest(data, loss_fn, forward_only, router_replay)
         if self.native.post_validation:
-            problem = self._problem(handle, data, router_replay)
+            problem = problem_on_rank(handle, request)
             try:
-                require_schedulable(handle, len(data), forward_only=forward_only)
+                require_schedulable(handle, len(request.data), forward_only=request.forward_only)
             except BatchError as error:
                 problem = problem or error
             return run_validated(handle, request, problem)
-        self._check(handle, data, router_replay, forward_only=forward_only)
+        self._check(handle, request)
         return run_pipeline(handle, request) if handle.stages else run_micro_batches(handle, request)
 
     def _record_activations(self, handle: NativeHandle, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:

@@ -19,12 +19,12 @@ from rl_backend.runtime.batch_checks import (
     checksum,
     different_in_replica,
     different_kinds,
-    kind_of_pass,
     problem_between_ranks,
     problem_in_replica,
     refused_by,
 )
-from rl_backend.runtime.native.forward_backward import PassRequest, abandoned_on_error
+from rl_backend.runtime.engine import PassRequest
+from rl_backend.runtime.native.forward_backward import abandoned_on_error
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.pipeline import PipelinePass, empty_hidden, pass_schedule
 
@@ -138,7 +138,7 @@ def run_validated(handle: NativeHandle, request: PassRequest, problem: BatchErro
     terms = Terms(
         refused=problem is not None,
         forward_only=request.forward_only,
-        kind=kind_of_pass(request.forward_only, request.router_replay),
+        kind=request.kind,
         checksum=checksum(request.data),
         hidden_rows=() if one is None else one.hidden_rows,
     )
