@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -35,18 +35,6 @@ from rl_backend.contracts import (
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT
 
 
-class _Failure(NamedTuple):
-    """A save in the background that failed.
-
-    Attributes:
-        heard: whether it was raised on this rank already.
-    """
-
-    text: str
-    error: BaseException
-    heard: bool
-
-
 class CheckpointWriter:
     """Saves the handles of one runtime. Saves in the background are written one after the other, by one thread.
 
@@ -59,7 +47,8 @@ class CheckpointWriter:
         self._background_group: dist.ProcessGroup | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._saves: dict[ModelHandle, Future[None]] = {}
-        self._heard: dict[ModelHandle, _Failure] = {}
+        self._heard = set[ModelHandle]()
+        """Whose save has failed, and this rank has raised its error."""
         self._buffers: WeakKeyDictionary[ModelHandle, HostBuffers] = WeakKeyDictionary()
 
     def wait(self, handle: ModelHandle | None = None) -> None:
@@ -68,18 +57,17 @@ class CheckpointWriter:
         Raises:
             CheckpointError: a save failed and a rank has not heard of it yet; on every rank, so that none continues alone.
         """
-        own: list[_Failure] = []
-        for each in [each for each in self._saves if handle is None or each is handle]:
-            error = self._saves[each].exception()
+        waited = [each for each in self._saves if handle is None or each is handle]
+        own = {each: error for each in waited if (error := self._saves[each].exception()) is not None}
+        for each in waited:
             del self._saves[each]
-            own += [] if error is None else [_Failure(_text(error), error, heard=False)]
-        for each in [each for each in self._heard if handle is None or each is handle]:
-            own.append(self._heard.pop(each))
         everywhere: list[list[tuple[str, bool]]] = [[]] * dist.get_world_size(self._group)
-        dist.all_gather_object(everywhere, [(each.text, each.heard) for each in own], group=self._group)
+        mine = [(_text(error), each in self._heard) for each, error in own.items()]
+        self._heard.difference_update(own)
+        dist.all_gather_object(everywhere, mine, group=self._group)
         unheard = {text for failures in everywhere for text, heard in failures if not heard}
         if unheard:
-            raise CheckpointError("; ".join(sorted(unheard))) from next(iter(each.error for each in own), None)
+            raise CheckpointError("; ".join(sorted(unheard))) from next(iter(own.values()), None)
 
     def is_pending(self, handle: ModelHandle) -> bool:
         """Whether a save of ``handle`` is still being written; raises its error once it is not. Not a collective.
@@ -87,21 +75,23 @@ class CheckpointWriter:
         When it is done on one rank, it is committed for all.
         """
         save = self._saves.get(handle)
-        if save is None:
+        if save is None or handle in self._heard:
             return False
         if not save.done():
             return True
-        error = self._saves.pop(handle).exception()
+        error = save.exception()
         if error is not None:
             # Other ranks may not have asked: the next wait tells them, and there this rank must be with them.
-            self._heard[handle] = _Failure(_text(error), error, heard=True)
+            self._heard.add(handle)
             raise error
+        del self._saves[handle]
         return False
 
     def close(self) -> None:
         """Waits for all saves, and gives up what they are written with; raises the first error. Not a collective."""
         try:
-            errors = [error for save in self._saves.values() if (error := save.exception()) is not None]
+            waited = {each: save.exception() for each, save in self._saves.items()}
+            errors = [error for each, error in waited.items() if error is not None and each not in self._heard]
             self._saves.clear()
             self._heard.clear()
             if errors:

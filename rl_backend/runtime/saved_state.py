@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,45 +23,25 @@ RANDOM = "random."
 
 type Shapes = Mapping[str, tuple[int, ...]]
 
-
 type Differs = Literal["replicas", "tensor_ranks", "expert_ranks", "nowhere"]
 """Between which ranks a stream of random numbers differs: those of one replica, or those at one place, have it in common."""
 
 
-class Progress(NamedTuple):
-    """What an optimizer counts.
-
-    Attributes:
-        schedule_steps: of its schedules.
-        optimizer_steps: of the optimizer.
-        fewer_steps: Hugging Face name -> steps, of parameters that had no gradient in some.
-    """
-
-    schedule_steps: int
-    optimizer_steps: int
-    fewer_steps: Mapping[str, int] = MappingProxyType({})
-
-
-def training_manifest(
-    handle: GuardedHandle, shapes: Shapes, progress: Progress, *, private: Iterable[str] = ()
-) -> TrainingManifest:
+def training_manifest(handle: GuardedHandle, shapes: Shapes, **progress: Any) -> TrainingManifest:
     """Everything of the training state that is not a tensor.
 
     Args:
         shapes: Hugging Face name -> shape of every parameter.
-        private: of ``shapes``, those that are saved under the runtime's own names.
+        progress: the steps that the optimizer counts, and ``private`` names, as :class:`TrainingManifest` has them.
     """
     return TrainingManifest(
         model_type=_model_type(handle),
         parameters=dict(shapes),
-        private=tuple(private),
         head=handle.head,
         weight_version=handle.weight_version,
-        schedule_steps=progress.schedule_steps,
-        optimizer_steps=progress.optimizer_steps,
-        fewer_steps=dict(progress.fewer_steps),
         world_size=dist.get_world_size(),
         runtime_config=handle.config.model_dump(mode="json"),
+        **progress,
     )
 
 

@@ -9,10 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from rl_backend.contracts import ModelOutput, PackedBatch
@@ -114,11 +111,10 @@ class OutputProcessor:
         chunk_tokens: tokens whose logits exist at one time.
     """
 
-    def __init__(self, groups: BridgeGroups, *, vocab_size: int, chunk_tokens: int, sequence_parallel: bool) -> None:
+    def __init__(self, groups: BridgeGroups, *, vocab_size: int, chunk_tokens: int) -> None:
         self._groups = groups
         self._vocab_size = vocab_size
         self._chunk_tokens = chunk_tokens
-        self._sequence_parallel = sequence_parallel
 
     def __call__(
         self, *, hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, context: LaidOut, **_: Any
@@ -164,14 +160,11 @@ class OutputProcessor:
                 each has a part of it, and the parts are added up.
         """
         group = self._groups.pg.tp
-        result = hidden
-        if self._sequence_parallel:
-            result = gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=not every_rank_the_same, group=group
-            )
-        elif group.size() > 1 and not every_rank_the_same:
-            result = copy_to_tensor_model_parallel_region(hidden, group=group)
-        return result
+        if group.size() == 1:
+            return hidden
+        return gather_from_sequence_parallel_region(  # type: ignore[no-any-return]
+            hidden, tensor_parallel_output_grad=not every_rank_the_same, group=group
+        )
 
 
 class CriticOutputLayer(nn.Module):

@@ -46,8 +46,13 @@ def all_tensors(handle: BridgeHandle) -> StateTensors:
 def training_manifest(handle: BridgeHandle) -> TrainingManifest:
     """Everything of the training state that is not a tensor."""
     optimizer = handle.trainer("training state")
-    progress = saved_state.Progress(optimizer.num_schedule_steps, num_steps(optimizer.megatron))
-    return saved_state.training_manifest(handle, handle.converter.shapes, progress, private=_names(handle).private)
+    return saved_state.training_manifest(
+        handle,
+        handle.converter.shapes,
+        private=_names(handle).private,
+        schedule_steps=optimizer.num_schedule_steps,
+        optimizer_steps=num_steps(optimizer.megatron),
+    )
 
 
 def load_training_checkpoint(handle: BridgeHandle, path: Path) -> TrainingManifest:

@@ -46,9 +46,7 @@ def run_micro_batches(
     results = PassResults(request.loss_fn, groups.dp_group, forward_only=forward_only, keeps_outputs=groups.has_outputs)
     schedule = get_forward_backward_func(pp_size=pp, vp_size=vpp if vpp > 1 else None)
     iterators = [iter(enumerate(laid_out)) for _ in handle.chunks]
-    with PassRoutes(
-        handle.routers, groups, request.router_replay, sequence_parallel=handle.provider.sequence_parallel
-    ) as routes:
+    with PassRoutes(handle.routers, groups, request.router_replay) as routes:
         schedule(
             forward_step_func=_forward_step(handle, len(data), results, observe, routes),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -79,7 +77,7 @@ def lay_out(handle: BridgeHandle, data: Sequence[PackedBatch]) -> list[LaidOut]:
 def _chunk_inputs(handle: BridgeHandle, chunk: Any, laid_out: LaidOut) -> Mapping[str, Any]:
     """Megatron splits the padding mask over sequence-parallel ranks on the first stage only; here also on the others."""
     mask = laid_out.inputs.get("padding_mask")
-    if mask is None or not handle.provider.sequence_parallel or unwrap_model(chunk).pre_process:
+    if mask is None or unwrap_model(chunk).pre_process:
         return laid_out.inputs
     group = handle.groups.pg.tp
     return {**laid_out.inputs, "padding_mask": mask.chunk(group.size(), dim=1)[group.rank()]}

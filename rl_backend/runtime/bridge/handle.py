@@ -163,12 +163,7 @@ def build_handle(
         provider=provider,
         hf_config=hf_config,
         chunks=chunks,
-        processor=OutputProcessor(
-            groups,
-            vocab_size=provider.vocab_size,
-            chunk_tokens=options.log_prob_chunk_tokens,
-            sequence_parallel=provider.sequence_parallel,
-        ),
+        processor=OutputProcessor(groups, vocab_size=provider.vocab_size, chunk_tokens=options.log_prob_chunk_tokens),
         vocab_size=provider.vocab_size,
         max_length=hf_config.get("max_position_embeddings"),
         packs_sequences=takes_packed_sequences(options, groups.device),

@@ -151,23 +151,11 @@ def require_replayable(model: str, layers: RoutedLayers | None, provider: Any, r
 
 
 class PassRoutes:
-    """What one ``forward_backward`` does about routes. A context: routers choose for themselves again when it is left.
+    """What one ``forward_backward`` does about routes. A context: routers choose for themselves again when it is left."""
 
-    Args:
-        sequence_parallel: tensor-parallel ranks have a part of the tokens each.
-    """
-
-    def __init__(
-        self,
-        routers: ModelRouters | None,
-        groups: BridgeGroups,
-        router_replay: RouterReplay,
-        *,
-        sequence_parallel: bool,
-    ) -> None:
+    def __init__(self, routers: ModelRouters | None, groups: BridgeGroups, router_replay: RouterReplay) -> None:
         self._routers = None if router_replay == "off" else routers
         self._groups = groups
-        self._sequence_parallel = sequence_parallel
         self._replays = router_replay == "replay"
         self._bound: dict[int, Tensor | None] = {}
         """Chunk -> routes of the micro-batch that it works on: (rows, layers with experts of the model, top_k)."""
@@ -240,8 +228,6 @@ class PassRoutes:
         routes = routes_to_replay(laid_out.batch, routers.layers)
         rows = routes.new_full((laid_out.shape[0] * laid_out.shape[1], *routes.shape[1:]), -1)
         rows[laid_out.places] = routes
-        if not self._sequence_parallel:
-            return rows
         group = self._groups.pg.tp
         mine: Tensor = rows.chunk(group.size())[group.rank()]
         return mine
@@ -253,7 +239,5 @@ class PassRoutes:
             assert each.recorded is not None, "its layer has run"
             chosen.append(each.recorded.to(routers.layers.dtype))
             each.recorded = None
-        rows = torch.stack(chosen, dim=1)
-        if self._sequence_parallel:
-            rows = gather_rows(rows, self._groups.pg.tp)
+        rows = gather_rows(torch.stack(chosen, dim=1), self._groups.pg.tp)
         return rows.index_select(0, laid_out.places)

@@ -56,8 +56,25 @@ def all_tensors(handle: NativeHandle) -> StateTensors:
 
 
 def training_manifest(handle: NativeHandle) -> TrainingManifest:
-    """Everything of the training state that is not a tensor. A collective."""
-    return saved_state.training_manifest(handle, _shapes(handle), _progress(handle))
+    """Everything of the training state that is not a tensor. A collective.
+
+    AdamW counts steps for each parameter: one without a gradient does not take part. Of use on rank 0.
+    """
+    group = handle.groups.host_group
+    counts = dict(_step_tensors(handle))
+    values = torch.stack(list(counts.values())).tolist() if counts else []  # one wait for the device
+    mine = {name: int(count) for name, count in zip(counts, values, strict=True)}
+    parts: list[dict[str, int]] = [{}] * dist.get_world_size(group)
+    dist.gather_object(mine, parts if dist.get_rank(group) == 0 else None, group=group, group_dst=0)
+    steps = {name: count for part in parts for name, count in part.items()}
+    usual = Counter(steps.values()).most_common(1)[0][0] if steps else 0
+    return saved_state.training_manifest(
+        handle,
+        _shapes(handle),
+        schedule_steps=handle.trainer("training state").schedule.num_steps,
+        optimizer_steps=usual,
+        fewer_steps={name: count for name, count in steps.items() if count != usual},
+    )
 
 
 def _held_tensors(handle: NativeHandle) -> Iterator[tuple[str, str, Tensor]]:
@@ -83,20 +100,6 @@ def _pieces(handle: NativeHandle, kind: str, name: str, tensor: Tensor) -> Itera
             offsets, held = tuple(part.start for part in region[len(index) :]), local[place]
             pieces = {offsets: held} if held.numel() else {}
             yield f"{kind}.{stored}", TensorPieces(parameter.shape[len(index) :], pieces, writes=writes)
-
-
-def _progress(handle: NativeHandle) -> saved_state.Progress:
-    """AdamW counts steps for each parameter: one without a gradient does not take part. Of use on rank 0."""
-    group = handle.groups.host_group
-    counts = dict(_step_tensors(handle))
-    values = torch.stack(list(counts.values())).tolist() if counts else []  # one wait for the device
-    mine = {name: int(count) for name, count in zip(counts, values, strict=True)}
-    parts: list[dict[str, int]] = [{}] * dist.get_world_size(group)
-    dist.gather_object(mine, parts if dist.get_rank(group) == 0 else None, group=group, group_dst=0)
-    steps = {name: count for part in parts for name, count in part.items()}
-    usual = Counter(steps.values()).most_common(1)[0][0] if steps else 0
-    fewer = {name: count for name, count in steps.items() if count != usual}
-    return saved_state.Progress(handle.trainer("training state").schedule.num_steps, usual, fewer)
 
 
 def _step_tensors(handle: NativeHandle) -> Iterator[tuple[str, Tensor]]:
