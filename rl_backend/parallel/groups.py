@@ -33,32 +33,52 @@ class ValidationGroups(NamedTuple):
     stage: dist.ProcessGroup
 
 
-@dataclass(frozen=True)
-class ParallelGroups:
-    """This rank's device and its place in the layout. Ranks are numbered pp first, then dp, cp, and tp fastest.
+@dataclass(frozen=True, kw_only=True)
+class RankGroups:
+    """This rank's device and its place in the layout, whichever runtime made the groups.
 
     Attributes:
         parallel: the layout.
         device: what this rank trains on.
+        dp_rank, dp_size: place among the ranks that see different data.
+        dp_group: ranks that differ in it only.
+        replica_group: the ranks that hold parts of one model, and so see the same data.
+        world_group: all ranks, for collectives on ``device``.
+        host_group: all ranks over gloo, for collectives on the CPU from any one thread at a time; never used by forward,
+            backward or the optimizer.
+    """
+
+    parallel: ParallelConfig
+    device: torch.device
+    dp_rank: int
+    dp_size: int
+    dp_group: dist.ProcessGroup
+    replica_group: dist.ProcessGroup
+    world_group: dist.ProcessGroup
+    host_group: dist.ProcessGroup
+
+    @property
+    def world_size(self) -> int:
+        return self.world_group.size()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelGroups(RankGroups):
+    """Ranks are numbered pp first, then dp, cp, and tp fastest.
+
+    Attributes:
         mesh: the ranks of this pipeline rank: dp and cp together, over which parameters are sharded, by tp.
         fsdp_mesh, tp_mesh: its dimensions.
         expert_mesh: the same ranks as expert-data-parallel ranks by ep by etp, for the parameters of experts.
         edp_mesh: its first dimension.
         ep_mesh, ep_etp_mesh: its second, and its second and third.
-        dp_rank, dp_size: place among the ranks that see different data.
-        pp_group, dp_group, cp_group, tp_group: ranks that differ in one dimension only, for collectives on ``device``.
+        pp_group, cp_group, tp_group: ranks that differ in one dimension only, for collectives on ``device``.
         token_group: the ranks that share the tokens of a micro-batch in one layer, over cp and tp.
-        replica_group: the ranks that see the same data, over pp, cp and tp.
         expert_group: the ranks that together hold every expert once, over ep and etp.
-        world_group: all ranks.
-        host_group: all ranks over gloo, for collectives on the CPU from any one thread at a time; never used by forward,
-            backward or the optimizer.
         validation: for ``NativeConfig.post_validation``; None without it.
         made: the groups that :func:`close_groups` destroys.
     """
 
-    parallel: ParallelConfig
-    device: torch.device
     mesh: DeviceMesh
     fsdp_mesh: DeviceMesh
     tp_mesh: DeviceMesh
@@ -66,23 +86,13 @@ class ParallelGroups:
     edp_mesh: DeviceMesh
     ep_mesh: DeviceMesh
     ep_etp_mesh: DeviceMesh
-    dp_rank: int
-    dp_size: int
     pp_group: dist.ProcessGroup
-    dp_group: dist.ProcessGroup
     cp_group: dist.ProcessGroup
     tp_group: dist.ProcessGroup
     token_group: dist.ProcessGroup
-    replica_group: dist.ProcessGroup
     expert_group: dist.ProcessGroup
-    world_group: dist.ProcessGroup
-    host_group: dist.ProcessGroup
     validation: ValidationGroups | None
     made: tuple[dist.ProcessGroup, ...]
-
-    @property
-    def world_size(self) -> int:
-        return self.world_group.size()
 
     @property
     def pipeline(self) -> int:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from rl_backend.contracts import BatchError, PackedBatch, check_routes
 from rl_backend.contracts.routed_experts import ROUTES, ROUTES_MASK
-from rl_backend.runtime.engine import GuardedHandle, PassRequest, RankGroups
+from rl_backend.parallel.groups import RankGroups
+from rl_backend.runtime.engine import GuardedHandle, PassRequest
 
 
 def check_micro_batches(handle: GuardedHandle, request: PassRequest, groups: RankGroups) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_backend.checkpoint.manifest import TrainingManifest
@@ -33,31 +32,6 @@ from rl_backend.contracts.operations import Part
 from rl_backend.runtime.export_stream import WeightStream
 from rl_backend.runtime.offload import Offload
 from rl_backend.runtime.router_replay import MODES, RouterReplay, require_routers
-
-
-class RankGroups(Protocol):
-    """This rank's device and process groups, however they were made.
-
-    Attributes:
-        world_group: every rank, for collectives on ``device``.
-        replica_group: the ranks that hold parts of one model, and so see the same data.
-        host_group: every rank over gloo, for collectives on the CPU.
-    """
-
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def dp_rank(self) -> int: ...
-    @property
-    def dp_size(self) -> int: ...
-    @property
-    def dp_group(self) -> dist.ProcessGroup: ...
-    @property
-    def world_group(self) -> dist.ProcessGroup: ...
-    @property
-    def replica_group(self) -> dist.ProcessGroup: ...
-    @property
-    def host_group(self) -> dist.ProcessGroup: ...
 
 
 class PassRequest(NamedTuple):

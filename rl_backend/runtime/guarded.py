@@ -25,9 +25,10 @@ from rl_backend.contracts import (
     TensorInfo,
 )
 from rl_backend.contracts.operations import ATOMS
+from rl_backend.parallel.groups import RankGroups
 from rl_backend.runtime.batch_checks import check_micro_batches
 from rl_backend.runtime.checkpoint_writer import CheckpointWriter
-from rl_backend.runtime.engine import Engine, GuardedHandle, PassRequest, RankGroups, config_of_model
+from rl_backend.runtime.engine import Engine, GuardedHandle, PassRequest, config_of_model
 from rl_backend.runtime.interface import RankPlace, Runtime
 from rl_backend.runtime.offload import move_parts
 from rl_backend.runtime.router_replay import RouterReplay

@@ -13,42 +13,20 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from rl_backend.contracts import ConfigError, ParallelConfig
-from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT, join_default_group, leave_default_group
+from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT, RankGroups, join_default_group, leave_default_group
 from rl_backend.runtime.bridge.megatron_cpu import on_cpu
 from rl_backend.runtime.bridge_config import megatron_sizes
 
 
-@dataclass(frozen=True)
-class BridgeGroups:
-    """This rank's device and its place in the layout.
+@dataclass(frozen=True, kw_only=True)
+class BridgeGroups(RankGroups):
+    """Ranks as Megatron numbers them.
 
     Attributes:
-        parallel: the layout.
-        device: what this rank trains on.
         pg: Megatron's groups of this layout.
-        world_size: ranks of the job.
-        dp_rank, dp_size: place among the ranks that see different data.
-        dp_group: their group.
-        world_group: every rank.
-        host_group: every rank over gloo, for collectives on the CPU from any one thread at a time; never used by forward,
-            backward or the optimizer.
     """
 
-    parallel: ParallelConfig
-    device: torch.device
     pg: ProcessGroupCollection
-    world_size: int
-    dp_rank: int
-    dp_size: int
-    dp_group: dist.ProcessGroup
-    world_group: dist.ProcessGroup
-    host_group: dist.ProcessGroup
-
-    @property
-    def replica_group(self) -> dist.ProcessGroup:
-        """The ranks that see the same data."""
-        group: dist.ProcessGroup = self.pg.mp
-        return group
 
     @property
     def is_last_stage(self) -> bool:
@@ -85,11 +63,12 @@ def open_groups(parallel: ParallelConfig, device: torch.device) -> BridgeGroups:
         undone_on_error.callback(_leave_model_parallel)
         host_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         undone_on_error.pop_all()
+    pg = ProcessGroupCollection.use_mpu_process_groups()
     return BridgeGroups(
         parallel=parallel,
         device=device,
-        pg=ProcessGroupCollection.use_mpu_process_groups(),
-        world_size=dist.get_world_size(),
+        pg=pg,
+        replica_group=pg.mp,
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=dp_size,
         dp_group=parallel_state.get_data_parallel_group(),
