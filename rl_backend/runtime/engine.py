@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, get_args
 
@@ -29,6 +29,7 @@ from rl_backend.contracts import (
     TensorInfo,
 )
 from rl_backend.contracts.operations import Part
+from rl_backend.parallel.groups import RankGroups
 from rl_backend.runtime.export_stream import WeightStream
 from rl_backend.runtime.offload import Offload
 from rl_backend.runtime.router_replay import MODES, RouterReplay, require_routers
@@ -72,6 +73,7 @@ class GuardedHandle[O: ScheduledOptimizer](ModelHandle):
         vocab_size: ``vocab_size`` of ``config.json``.
         max_length: longest sequence, in tokens; None where the model sets no limit.
         optimizer: None for a forward-only handle.
+        groups: device and process groups.
         offload: where each part is.
         broken: why the handle cannot be used, empty when it can: a pass failed in the middle (until ``zero_grad``).
         damaged: why its weights cannot be trusted: a checkpoint failed in the middle of loading (until one loads).
@@ -83,9 +85,13 @@ class GuardedHandle[O: ScheduledOptimizer](ModelHandle):
     vocab_size: int
     max_length: int | None
     optimizer: O | None
-    offload: Offload
+    groups: RankGroups
+    offload: Offload = field(init=False)
     broken: str = ""
     damaged: str = ""
+
+    def __post_init__(self) -> None:
+        self.offload = Offload(self.name, self.groups.device)
 
     @property
     @abstractmethod
@@ -100,9 +106,10 @@ class GuardedHandle[O: ScheduledOptimizer](ModelHandle):
     def part_tensors(self) -> Mapping[Part, Sequence[Tensor]]:
         """This rank's tensors of each part that the handle has."""
 
-    @abstractmethod
     def release(self) -> None:
         """Drops every tensor; the handle cannot be used again."""
+        self.owner = self.optimizer = None
+        self.offload = Offload(self.name, self.groups.device)
 
     def settle(self) -> None:
         """Makes this rank's weights and optimizer those of the last step. Not a collective."""

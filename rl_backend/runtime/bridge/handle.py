@@ -23,7 +23,6 @@ from rl_backend.runtime.bridge.routes import ModelRouters, connect_routers
 from rl_backend.runtime.bridge_config import BridgeConfig
 from rl_backend.runtime.engine import GuardedHandle
 from rl_backend.runtime.interface import Runtime
-from rl_backend.runtime.offload import Offload
 
 
 @dataclass(eq=False, kw_only=True)
@@ -31,7 +30,6 @@ class BridgeHandle(GuardedHandle[BridgeOptimizer]):
     """One model of a :class:`~rl_backend.runtime.bridge.BridgeRuntime`.
 
     Attributes:
-        groups: device and process groups.
         provider: what the model was built from; Megatron's ``TransformerConfig`` of it.
         chunks: this rank's model chunks, one per virtual stage; in Megatron's DDP when trained.
         processor: what the last stage computes from hidden states.
@@ -92,12 +90,10 @@ class BridgeHandle(GuardedHandle[BridgeOptimizer]):
                 # It keeps tensors of the last pass, whose graph leads back to the model where Python cannot see the cycle.
                 if hasattr(module, "token_dispatcher"):
                     vars(module.token_dispatcher).clear()
-        self.owner = None
-        self.optimizer = None
+        super().release()
         self.chunks = ()
         self.provider = None
         self.converter.release()
-        self.offload = Offload(self.name, self.groups.device)
 
 
 _DDP_SETTINGS = {
@@ -170,7 +166,6 @@ def build_handle(
         optimizer=optimizer,
         routers=connect_routers(models, provider, groups),
         converter=WeightConverter(models, pretrained, model_bridge, groups.pg, head=head, hf_path=config.hf_path),
-        offload=Offload(name, groups.device),
     )
 
 

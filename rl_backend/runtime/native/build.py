@@ -35,7 +35,6 @@ from rl_backend.runtime.native.layout import (
     model_stages,
 )
 from rl_backend.runtime.native.optimizer import NativeOptimizer
-from rl_backend.runtime.offload import Offload
 
 
 def build_handle(
@@ -108,7 +107,6 @@ def build_handle(
         optimizer=None
         if forward_only
         else NativeOptimizer(native.optimizer, parameters, names, groups, copies=stage_copies),
-        offload=Offload(name, groups.device),
     )
 
 

@@ -18,7 +18,6 @@ from rl_backend.parallel.shards import local_tensor
 from rl_backend.runtime.engine import GuardedHandle
 from rl_backend.runtime.native.layout import TensorLayout
 from rl_backend.runtime.native.optimizer import NativeOptimizer, PendingStep
-from rl_backend.runtime.offload import Offload
 
 
 @dataclass(eq=False, kw_only=True)
@@ -26,7 +25,6 @@ class NativeHandle(GuardedHandle[NativeOptimizer]):
     """One model of a :class:`~rl_backend.runtime.native.NativeRuntime`.
 
     Attributes:
-        groups: mesh, device and process groups.
         family, architecture: what was built.
         model: the module, sharded; with a pipeline, all stages of this rank.
         stages: number -> module, of the stages that this rank has; empty without a pipeline.
@@ -121,10 +119,8 @@ class NativeHandle(GuardedHandle[NativeOptimizer]):
         return (self.model,)
 
     def release(self) -> None:
-        self.owner = None
+        super().release()
         self.pending = None
-        self.optimizer = None
         self.parameters = {}
         self.model = nn.Module()
         self.stages = {}
-        self.offload = Offload(self.name, self.groups.device)
