@@ -73,38 +73,32 @@ def start_stream[G](
     takes part up to there and says no, and the others raise :class:`ExportInterruptedError`. The generator has run to its
     first yield, because closing it unused must still tell the other ranks.
     """
-    stream = _stream(buckets, gather, group, device)
-    next(stream)
-    return stream
 
+    def raise_if_interrupted() -> None:
+        if not _all_go_on(group, device, True):
+            raise ExportInterruptedError("another rank closed export_weights before its end, so it ended on this rank too")
 
-def _stream[G](
-    buckets: Sequence[Sequence[G]],
-    gather: Callable[[Sequence[G]], Iterator[tuple[str, Tensor]]],
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> WeightStream:
-    left: Iterator[tuple[str, Tensor]] = iter(())
-    try:
-        yield "", torch.empty(0)
-        for bucket in buckets:
-            _raise_if_interrupted(group, device)
-            left = gather(bucket)
-            # Not `yield from`, which would close what is left together with this generator.
-            for item in left:  # noqa: UP028
-                yield item
-    except GeneratorExit:
-        for _ in left:
-            # The other ranks gather the rest of this bucket before they ask.
-            pass
-        _all_go_on(group, device, False)
-        raise
-    _raise_if_interrupted(group, device)
+    def stream() -> WeightStream:
+        left: Iterator[tuple[str, Tensor]] = iter(())
+        try:
+            yield "", torch.empty(0)
+            for bucket in buckets:
+                raise_if_interrupted()
+                left = gather(bucket)
+                # Not `yield from`, which would close what is left together with this generator.
+                for item in left:  # noqa: UP028
+                    yield item
+        except GeneratorExit:
+            for _ in left:
+                # The other ranks gather the rest of this bucket before they ask.
+                pass
+            _all_go_on(group, device, False)
+            raise
+        raise_if_interrupted()
 
-
-def _raise_if_interrupted(group: dist.ProcessGroup, device: torch.device) -> None:
-    if not _all_go_on(group, device, True):
-        raise ExportInterruptedError("another rank closed export_weights before its end, so it ended on this rank too")
+    started = stream()
+    next(started)
+    return started
 
 
 def _all_go_on(group: dist.ProcessGroup, device: torch.device, here: bool) -> bool:
