@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from rl_backend.checkpoint.durable import commit_draft, discard_draft, draft_of, sync, with_notes, write_synced
-from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, TrainingManifest, read_manifest
+from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, TrainingManifest
 from rl_backend.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner, TensorPieces
-from rl_backend.checkpoint.state_files import DigestingWriter, TensorsReader, require_written
-from rl_backend.contracts import CheckpointError, Head
+from rl_backend.checkpoint.state_files import DigestingWriter, TensorsReader
+from rl_backend.contracts import CheckpointError
 
 
 def raise_on_every_rank(problem: str | None, group: dist.ProcessGroup, cause: BaseException | None = None) -> None:
@@ -111,38 +111,8 @@ def write_training_state(
         raise
 
 
-def open_training_state(
-    path: Path,
-    backend: str,
-    model_type: str,
-    parameters: Mapping[str, tuple[int, ...]],
-    head: Head,
-    group: dist.ProcessGroup,
-) -> tuple[TrainingManifest, TensorsReader]:
-    """The manifest and what reads the tensors, once every rank has found the checkpoint complete and of this model.
-
-    A collective over ``group``.
-
-    Args:
-        backend: name of the runtime that is going to load it.
-
-    Raises:
-        CheckpointError: on every rank.
-    """
-    with on_every_rank(group, f"{path} cannot be read"):
-        manifest = read_manifest(path)
-        manifest.require_model(model_type, parameters, head, path)
-        manifest.require_readable_by(backend, path)
-        manifest.require_files(path)
-        # Each rank reads its share of the files, so that together they read everything once.
-        for name in sorted(manifest.files)[dist.get_rank(group) :: dist.get_world_size(group)]:
-            require_written(path, name, manifest.files[name])
-        reader = TensorsReader(path, manifest.files)
-    return manifest, reader
-
-
 def read_training_state(reader: TensorsReader, tensors: StateTensors, group: dist.ProcessGroup) -> None:
-    """Fills ``tensors`` in place from a checkpoint that :func:`open_training_state` has accepted. A collective.
+    """Fills ``tensors`` in place from a checkpoint whose files are those that were written. A collective.
 
     Raises:
         CheckpointError: a rank could not read; on every rank, and ``tensors`` are partly filled.

@@ -7,7 +7,7 @@ from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, get_args
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.training_state import StateTensors
 from rl_backend.contracts import (
-    ConfigError,
     ForwardResult,
     HandleError,
     Head,
     LossFn,
     ModelHandle,
-    OptimizerConfig,
     PackedBatch,
     RoutedLayers,
     RuntimeConfig,
@@ -141,30 +139,6 @@ class GuardedHandle[O: ScheduledOptimizer](ModelHandle):
         finally:
             for module, was_training in before:
                 module.training = was_training
-
-
-def config_of_model(
-    config: RuntimeConfig,
-    hf_path: Path | str | None,
-    optimizer: OptimizerConfig | None,
-    head: Head,
-    *,
-    forward_only: bool,
-) -> RuntimeConfig:
-    """The runtime's configuration as it is for one model.
-
-    Raises:
-        ConfigError: an optimizer for a forward-only model, or a head that does not exist.
-    """
-    if head not in get_args(Head.__value__):
-        raise ConfigError.of("head", head, f"expected one of {', '.join(map(repr, get_args(Head.__value__)))}")
-    if optimizer is not None and forward_only:
-        raise ConfigError.of("optimizer", optimizer, "a forward-only model has none; leave one of the two out")
-    if hf_path is not None:
-        config = config.replace(hf_path=str(hf_path))
-    if optimizer is not None:
-        config = config.replace(backend_cfg=config.backend_cfg.replace(optimizer=optimizer))
-    return config
 
 
 class Engine[H: GuardedHandle](ABC):

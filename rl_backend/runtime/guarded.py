@@ -6,13 +6,14 @@ import gc
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from rl_backend.contracts import (
     BatchError,
+    ConfigError,
     ForwardResult,
     HandleError,
     Head,
@@ -24,13 +25,12 @@ from rl_backend.contracts import (
     StepResult,
     TensorInfo,
 )
-from rl_backend.contracts.operations import ATOMS
+from rl_backend.contracts.operations import ATOMS, Part
 from rl_backend.parallel.groups import RankGroups
 from rl_backend.runtime.batch_checks import check_micro_batches
 from rl_backend.runtime.checkpoint_writer import CheckpointWriter
-from rl_backend.runtime.engine import Engine, GuardedHandle, PassRequest, config_of_model
+from rl_backend.runtime.engine import Engine, GuardedHandle, PassRequest
 from rl_backend.runtime.interface import RankPlace, Runtime
-from rl_backend.runtime.offload import move_parts
 from rl_backend.runtime.router_replay import RouterReplay
 
 
@@ -63,7 +63,15 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
         optimizer: OptimizerConfig | None = None,
     ) -> H:
         self._require_open()
-        config = config_of_model(self.config, hf_path, optimizer, head, forward_only=forward_only)
+        config = self.config
+        if head not in get_args(Head.__value__):
+            raise ConfigError.of("head", head, f"expected one of {', '.join(map(repr, get_args(Head.__value__)))}")
+        if hf_path is not None:
+            config = config.replace(hf_path=str(hf_path))
+        if optimizer is not None:
+            if forward_only:
+                raise ConfigError.of("optimizer", optimizer, "a forward-only model has none; leave one of the two out")
+            config = config.replace(backend_cfg=config.backend_cfg.replace(optimizer=optimizer))
         self._num_built += 1
         with self._engine():
             handle = self._build(config, name or f"model-{self._num_built}", head, forward_only=forward_only)
@@ -138,7 +146,12 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
             HandleError: ``device`` is neither ``cpu`` nor ``device``.
         """
         with self._atom(handle, "to"):
-            move_parts(handle.offload, handle.part_tensors(), device, model=model, optimizer=optimizer, grad=grad)
+            if device not in ("cpu", "device"):
+                raise HandleError(f"to(device={device!r}): expected 'cpu' or 'device'", device=str(device))
+            wanted: dict[Part, bool] = {"model": model, "optimizer": optimizer, "grad": grad}
+            for part, tensors in handle.part_tensors().items():
+                if wanted[part]:
+                    handle.offload.reload(part) if device == "device" else handle.offload.offload(part, tensors)
 
     def weight_infos(self, handle: H, *, dtype: torch.dtype | None = None) -> tuple[TensorInfo, ...]:
         self._require(handle, "weight_infos")

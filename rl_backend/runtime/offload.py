@@ -8,7 +8,7 @@ a CPU runtime it works the same way, with host buffers as the other side; it sav
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -120,22 +120,6 @@ class Offload:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def move_parts(
-    offload: Offload, parts: Mapping[Part, Sequence[Tensor]], device: str, *, model: bool, optimizer: bool, grad: bool
-) -> None:
-    """``Runtime.to``: moves the chosen ones of ``parts``, which are those that the handle has.
-
-    Raises:
-        HandleError: ``device`` is neither ``cpu`` nor ``device``.
-    """
-    if device not in ("cpu", "device"):
-        raise HandleError(f"to(device={device!r}): expected 'cpu' or 'device'", device=str(device))
-    wanted: dict[Part, bool] = {"model": model, "optimizer": optimizer, "grad": grad}
-    for part, tensors in parts.items():
-        if wanted[part]:
-            offload.reload(part) if device == "device" else offload.offload(part, tensors)
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

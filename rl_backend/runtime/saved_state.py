@@ -12,10 +12,10 @@ import torch.distributed as dist
 from pydantic import ValidationError
 from torch import Tensor
 
-from rl_backend.checkpoint.manifest import TrainingManifest
-from rl_backend.checkpoint.state_files import TensorsReader
-from rl_backend.checkpoint.training_state import StateTensors, open_training_state, raise_on_every_rank, read_training_state
-from rl_backend.contracts import CheckpointError, ConfigError, ParallelConfig
+from rl_backend.checkpoint.manifest import TrainingManifest, read_manifest
+from rl_backend.checkpoint.state_files import TensorsReader, require_written
+from rl_backend.checkpoint.training_state import StateTensors, on_every_rank, read_training_state
+from rl_backend.contracts import ConfigError, ParallelConfig
 from rl_backend.runtime.engine import GuardedHandle
 
 RANDOM = "random."
@@ -52,7 +52,7 @@ def load_state(
     tensors: Callable[[], StateTensors],
     group: dist.ProcessGroup,
     *,
-    problem: Callable[[TrainingManifest], str | None] = lambda manifest: None,
+    check: Callable[[TrainingManifest], None] = lambda manifest: None,
     differs: Callable[[str], Differs] = lambda name: "replicas",
 ) -> tuple[TrainingManifest, StateTensors]:
     """Fills ``tensors()`` from the checkpoint ``path`` and sets the weight version; the caller restores the rest of both.
@@ -61,38 +61,40 @@ def load_state(
 
     Args:
         tensors: called when the checkpoint is known to be complete and of this model.
-        problem: another reason to refuse it.
+        check: raises for another reason to refuse it.
         differs: of a name of random state, between which ranks it does.
 
     Raises:
         CheckpointError: on every rank.
     """
-    manifest, reader = open_training_state(path, handle.config.backend, _model_type(handle), shapes, handle.head, group)
-    raise_on_every_rank(problem(manifest), group)
+    with on_every_rank(group, f"{path} cannot be read"):
+        manifest = read_manifest(path)
+        manifest.require_model(_model_type(handle), shapes, handle.head, path)
+        manifest.require_readable_by(handle.config.backend, path)
+        manifest.require_files(path)
+        # Each rank reads its share of the files, so that together they read everything once.
+        for name in sorted(manifest.files)[dist.get_rank(group) :: dist.get_world_size(group)]:
+            require_written(path, name, manifest.files[name])
+        reader = TensorsReader(path, manifest.files)
+        check(manifest)
     saved = reader.metadata.state_dict_metadata
     filled = tensors()
     origins = _origins(handle, manifest, filled, differs)
     loaded = {name: value for name, value in filled.items() if origins[name] in saved or not name.startswith(RANDOM)}
-    raise_on_every_rank(_stored_problem(reader, {origins[name]: value for name, value in loaded.items()}), group)
+    stored = {origins[name]: value for name, value in loaded.items()}
+    with on_every_rank(group, f"{path} cannot be compared with the model"):
+        for name, value in stored.items():
+            held = [value] if isinstance(value, Tensor) else list(value.pieces.values())
+            shape = value.shape if isinstance(value, Tensor) else value.whole_size
+            reader.require_stored(name, tuple(shape), held[0].dtype if held else None)
     try:
-        read_training_state(reader, {origins[name]: value for name, value in loaded.items()}, group)
+        read_training_state(reader, stored, group)
     except BaseException:
         handle.damaged = f"loading {path} failed in the middle"
         raise
     handle.damaged = handle.broken = ""
     handle.weight_version = manifest.weight_version
     return manifest, loaded
-
-
-def _stored_problem(reader: TensorsReader, tensors: StateTensors) -> str | None:
-    for name, value in tensors.items():
-        held = [value] if isinstance(value, Tensor) else list(value.pieces.values())
-        shape = value.shape if isinstance(value, Tensor) else value.whole_size
-        try:
-            reader.require_stored(name, tuple(shape), held[0].dtype if held else None)
-        except CheckpointError as error:
-            return error.message
-    return None
 
 
 def _origins(

@@ -16,6 +16,7 @@ from torch import Tensor
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.pieces import TensorPieces
 from rl_backend.checkpoint.training_state import StateTensors
+from rl_backend.contracts import CheckpointError
 from rl_backend.runtime import saved_state
 from rl_backend.runtime.bridge.handle import BridgeHandle
 from rl_backend.runtime.bridge.optimizer import ParameterState, num_steps, parameter_states, set_num_steps
@@ -58,12 +59,13 @@ def training_manifest(handle: BridgeHandle) -> TrainingManifest:
 def load_training_checkpoint(handle: BridgeHandle, path: Path) -> TrainingManifest:
     """Restores a handle from ``path``; a forward-only one takes the weights and their version. Gradients are left alone."""
 
-    def problem(manifest: TrainingManifest) -> str | None:
-        return _uneven_steps(manifest, path) if handle.optimizer else None
+    def check(manifest: TrainingManifest) -> None:
+        if handle.optimizer is not None:
+            _require_even_steps(manifest, path)
 
     group = handle.groups.host_group
     manifest, loaded = saved_state.load_state(
-        handle, path, handle.converter.shapes, lambda: all_tensors(handle), group, problem=problem, differs=_differs
+        handle, path, handle.converter.shapes, lambda: all_tensors(handle), group, check=check, differs=_differs
     )
     if handle.optimizer is not None:
         _copy_masters(handle)
@@ -134,14 +136,13 @@ def _bytes(state: Tensor | torch.Generator) -> Tensor:
     return state.get_state() if isinstance(state, torch.Generator) else state.clone()
 
 
-def _uneven_steps(manifest: TrainingManifest, path: Path) -> str | None:
-    if not manifest.fewer_steps:
-        return None
-    name, steps = next(iter(manifest.fewer_steps.items()))
-    return (
-        f"{path} counts {steps} optimizer steps for {name} and {manifest.optimizer_steps} for most others, as it had no "
-        "gradient in the rest; Megatron's Adam counts them for all together, so load it with backend='native'"
-    )
+def _require_even_steps(manifest: TrainingManifest, path: Path) -> None:
+    for name, steps in manifest.fewer_steps.items():
+        raise CheckpointError.at(
+            path,
+            f"counts {steps} optimizer steps for {name} and {manifest.optimizer_steps} for most others, as it had no "
+            "gradient in the rest; Megatron's Adam counts them for all together, so load it with backend='native'",
+        )
 
 
 def _names(handle: BridgeHandle) -> StoredNames:
