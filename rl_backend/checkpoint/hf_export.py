@@ -19,6 +19,7 @@ from rl_backend.checkpoint.hf_writer import DEFAULT_SHARD_BYTES, critic_config, 
 from rl_backend.checkpoint.manifest import read_manifest
 from rl_backend.checkpoint.state_files import TensorsReader, require_written
 from rl_backend.checkpoint.stored_metadata import METADATA_FILE
+from rl_backend.checkpoint.training_state import raise_interrupt
 from rl_backend.contracts import CheckpointError, TensorInfo
 
 PREFIX = "model."
@@ -95,12 +96,8 @@ class TrainingWeights:
                 warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
                 load({PREFIX + name: tensor}, storage_reader=self._reader, no_dist=True)
         except CheckpointException as error:
-            failures = [cause for cause, _ in error.failures.values()]
-            for cause in failures:
-                # An interrupt in the middle of a read is one of its failures.
-                if not isinstance(cause, Exception):
-                    raise cause from None
-            causes = "; ".join(map(str, failures))
+            raise_interrupt(error, 0)
+            causes = "; ".join(str(cause) for cause, _ in error.failures.values())
             raise CheckpointError(
                 f"{name} cannot be read from {self.path}: {causes}", path=str(self.path), name=name
             ) from error

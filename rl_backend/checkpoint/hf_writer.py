@@ -7,16 +7,15 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_backend.checkpoint.durable import commit_draft, discard_draft, draft_of, sync_tree
 from rl_backend.checkpoint.hf_reader import FLOAT_DTYPES, SINGLE_FILE, WEIGHTS_INDEX, other_files, read_hf_config
-from rl_backend.contracts import CheckpointError, TensorInfo, name_of_dtype
+from rl_backend.contracts import CheckpointError, TensorInfo, dtype_from_name, name_of_dtype
 
 _INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
 _DTYPES = {name_of_dtype(dtype): name for name, dtype in {**FLOAT_DTYPES, **_INTEGERS, "BOOL": torch.bool}.items()}
@@ -102,18 +101,6 @@ def _write_json(file: Path, content: dict[str, object]) -> None:
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-class _Place(NamedTuple):
-    """Where a tensor goes.
-
-    Attributes:
-        start: its first byte in ``file``.
-    """
-
-    file: Path
-    start: int
-    info: TensorInfo
-
-
 class ShardedFiles:
     """The weight files of a model. One tensor is in memory, or less where it can be viewed as bytes.
 
@@ -135,11 +122,11 @@ class ShardedFiles:
         shards = list(_shards(infos, max_shard_bytes))
         self.weight_map: dict[str, str] = {}
         self.total_bytes = sum(info.nbytes for info in infos)
-        self._places: dict[str, _Place] = {}
-        for number, shard in enumerate(shards):
-            single = SINGLE_FILE if len(shards) == 1 else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        self._missing: dict[str, tuple[Path, int, TensorInfo]] = {}
+        """Name -> file, first byte in it and description of each tensor that has not come."""
+        for number, shard in enumerate(shards, start=1):
+            single = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             self._lay_out(directory / single, shard)
-        self._missing = dict.fromkeys(self._places)
 
     def write(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Writes each tensor before the next is taken.
@@ -153,7 +140,7 @@ class ShardedFiles:
         if self._missing:
             name = next(iter(self._missing))
             raise CheckpointError(
-                f"{len(self._missing)} of {len(self._places)} tensors did not come, {name!r} for one", tensor=name
+                f"{len(self._missing)} of {len(self.weight_map)} tensors did not come, {name!r} for one", tensor=name
             )
 
     def _lay_out(self, file: Path, shard: Sequence[TensorInfo]) -> None:
@@ -162,8 +149,8 @@ class ShardedFiles:
         starts, end = {}, 0
         # The order of the safetensors library, in which every tensor of a mapped file begins at a multiple of its itemsize.
         # Readers compute on the mapped memory, and another place of a tensor can change the last bit of what they get.
-        for info in sorted(shard, key=lambda info: (-_itemsize(info), info.name)):
-            if info.name in self._places or info.name in starts:
+        for info in sorted(shard, key=lambda info: (-dtype_from_name(info.dtype).itemsize, info.name)):
+            if info.name in self.weight_map or info.name in starts:
                 raise CheckpointError(f"tensor {info.name!r} came twice", tensor=info.name)
             starts[info.name] = end
             header[info.name] = {
@@ -178,27 +165,25 @@ class ShardedFiles:
             stream.write(len(text).to_bytes(8, "little") + text)
             stream.truncate(8 + len(text) + end)
         for info in shard:
-            self._places[info.name] = _Place(file, 8 + len(text) + starts[info.name], info)
+            self._missing[info.name] = file, 8 + len(text) + starts[info.name], info
             self.weight_map[info.name] = file.name
 
     def _write(self, name: str, tensor: Tensor) -> None:
-        place = self._places.get(name)
-        if place is None:
-            raise CheckpointError(f"tensor {name!r} came and was not announced", tensor=name)
         if name not in self._missing:
-            raise CheckpointError(f"tensor {name!r} came twice", tensor=name)
+            problem = "twice" if name in self.weight_map else "and was not announced"
+            raise CheckpointError(f"tensor {name!r} came {problem}", tensor=name)
+        file, start, info = self._missing[name]
         found = (tuple(tensor.shape), name_of_dtype(tensor.dtype))
-        if found != (place.info.shape, place.info.dtype):
+        if found != (info.shape, info.dtype):
             raise CheckpointError(
-                f"tensor {name!r} came as {found[1]} {found[0]}, {place.info.dtype} {place.info.shape} was announced",
-                tensor=name,
+                f"tensor {name!r} came as {found[1]} {found[0]}, {info.dtype} {info.shape} was announced", tensor=name
             )
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        with place.file.open("r+b", buffering=0) as stream:
-            stream.seek(place.start)
+        with file.open("r+b") as stream:
+            stream.seek(start)
             for part in data.split(_PART) if data.numel() else ():
                 # NumPy takes a tensor's memory for itself: a parameter's could not be offloaded any more.
-                _write_all(stream, memoryview(part.to("cpu", copy=True).numpy()))
+                stream.write(memoryview(part.to("cpu", copy=True).numpy()))
         del self._missing[name]
 
 
@@ -214,15 +199,6 @@ def _shards(infos: Sequence[TensorInfo], max_shard_bytes: int) -> Iterator[list[
         shard.append(info)
         size += info.nbytes
     yield shard
-
-
-def _itemsize(info: TensorInfo) -> int:
-    return info.nbytes // max(info.num_elements, 1)
-
-
-def _write_all(stream: FileIO, data: memoryview) -> None:
-    while data:
-        data = data[stream.write(data) :]
 
 
 def critic_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:

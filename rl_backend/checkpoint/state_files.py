@@ -91,17 +91,16 @@ class DigestingWriter(FileSystemWriter):
     """A ``FileSystemWriter`` that keeps size and digest of this rank's files.
 
     The digest is of the bytes handed to the file system: it finds what a disk changes later.
+
+    Attributes:
+        written: file name -> facts, of the files of this rank.
     """
 
     def __init__(self, path: Path) -> None:
         # Copying ahead waits for the current CUDA stream, which in another thread is another device's, or training's.
         super().__init__(path, per_thread_copy_ahead=0)
-        self.fs = self._digesting = _DigestingFileSystem()
-
-    @property
-    def written(self) -> dict[str, FileFacts]:
-        """File name -> facts, of the files of this rank."""
-        return dict(self._digesting.written)
+        self.fs = files = _DigestingFileSystem()
+        self.written = files.written
 
 
 def file_facts(file: Path, limit: int | None = None) -> FileFacts:

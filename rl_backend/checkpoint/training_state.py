@@ -95,7 +95,7 @@ def write_training_state(
         try:
             save(dict(tensors), storage_writer=writer, planner=PiecesSavePlanner(), process_group=group)
         except CheckpointException as error:
-            _raise_interrupt(error, group)
+            raise_interrupt(error, dist.get_rank(group))
             raise CheckpointError.at(path, f"could not be written: {_causes(error)}") from error
         parts: list[dict[str, FileFacts]] = [{}] * dist.get_world_size(group)
         dist.gather_object(writer.written, parts if first else None, group=group, group_dst=0)
@@ -120,13 +120,13 @@ def read_training_state(reader: TensorsReader, tensors: StateTensors, group: dis
     try:
         load(dict(tensors), storage_reader=reader, planner=PiecesLoadPlanner(), process_group=group)
     except CheckpointException as error:
-        _raise_interrupt(error, group)
+        raise_interrupt(error, dist.get_rank(group))
         raise CheckpointError.at(reader.path, f"could not be read: {_causes(error)}") from error
 
 
-def _raise_interrupt(error: CheckpointException, group: dist.ProcessGroup) -> None:
-    """torch counts an interrupt of this process among the failures."""
-    own = error.failures.get(dist.get_rank(group))
+def raise_interrupt(error: CheckpointException, rank: int) -> None:
+    """torch counts an interrupt of this process, in the middle of a read or a write, among the failures."""
+    own = error.failures.get(rank)
     if own is not None and not isinstance(own[0], Exception):
         raise own[0] from None
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+import posixpath
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -91,11 +92,5 @@ def _is_within(inner: str, outer: str) -> bool:
     return inner == outer or outer == "" or inner.startswith(outer + ".")
 
 
-def _common_prefix(paths: Iterable[str]) -> str:
-    split = [path.split(".") for path in paths]
-    shared: list[str] = []
-    for parts in zip(*split, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)
+def _common_prefix(paths: Collection[str]) -> str:
+    return posixpath.commonpath([path.replace(".", "/") for path in paths]).replace("/", ".") if paths else ""

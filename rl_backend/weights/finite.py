@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,22 +19,8 @@ from rl_backend.contracts import WeightCheckError
 from rl_backend.contracts.errors import listed
 from rl_backend.weights.digest import block_digest, each_block, join_digests, tensor_digest
 
-
-class _Bits(NamedTuple):
-    """How a dtype stores infinity: as signed and as unsigned whole numbers, NaN and infinity are the largest."""
-
-    signed: Any
-    unsigned: Any
-    infinity: int
-    sign: int
-
-
-_BITS = {
-    torch.float16: _Bits(np.int16, np.uint16, 0x7C00, 1 << 15),
-    torch.bfloat16: _Bits(np.int16, np.uint16, 0x7F80, 1 << 15),
-    torch.float32: _Bits(np.int32, np.uint32, 0x7F80_0000, 1 << 31),
-    torch.float64: _Bits(np.int64, np.uint64, 0x7FF0_0000_0000_0000, 1 << 63),
-}
+_INFINITY = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F80_0000, torch.float64: 0x7FF0_0000_0000_0000}
+"""The bits of positive infinity."""
 
 
 class Inspection(NamedTuple):
@@ -50,25 +36,23 @@ def inspect_tensor(tensor: Tensor, pool: Executor | None = None) -> Inspection:
     torch's own sums would start threads for every block, and share them with whatever else this process computes.
     """
     flat = tensor.reshape(-1)
-    bits = _BITS.get(flat.dtype)
-    if bits is None:
+    if flat.dtype not in _INFINITY:
         return Inspection(tensor_digest(flat, pool), not has_non_finite(flat))
     start = flat.data_ptr()
-    found = each_block(flat.nbytes, lambda block: (block_digest(start, block), _block_is_finite(start, block, bits)), pool)
+    found = each_block(
+        flat.nbytes, lambda block: (block_digest(start, block), _block_is_finite(start, block, flat.dtype)), pool
+    )
     return Inspection(join_digests(digest for digest, _ in found), all(finite for _, finite in found))
 
 
-def _block_is_finite(start: int, block: range, bits: _Bits) -> bool:
+def _block_is_finite(start: int, block: range, dtype: torch.dtype) -> bool:
+    infinity, sign = _INFINITY[dtype], 1 << (8 * dtype.itemsize - 1)
     memory = (ctypes.c_char * len(block)).from_address(start + block.start)
     # Positive infinity and NaN are the largest signed numbers; with the sign bit set, the largest unsigned ones.
     return bool(
-        np.frombuffer(memory, bits.signed).max() < bits.infinity
-        and np.frombuffer(memory, bits.unsigned).max() < bits.sign | bits.infinity
+        np.frombuffer(memory, f"i{dtype.itemsize}").max() < infinity
+        and np.frombuffer(memory, f"u{dtype.itemsize}").max() < sign | infinity
     )
-
-
-_CHUNK_ELEMENTS = {torch.float16: 1 << 20}
-_DEFAULT_CHUNK_ELEMENTS = 1 << 24
 
 
 def has_non_finite(tensor: Tensor) -> bool:
@@ -76,8 +60,7 @@ def has_non_finite(tensor: Tensor) -> bool:
     if not tensor.is_floating_point():
         return False
     # A float16 sum overflows at 65504, so its chunks are small enough for ordinary weights to stay below.
-    chunk_elements = _CHUNK_ELEMENTS.get(tensor.dtype, _DEFAULT_CHUNK_ELEMENTS)
-    chunks = tensor.reshape(-1).split(chunk_elements)
+    chunks = tensor.reshape(-1).split(1 << (20 if tensor.dtype == torch.float16 else 24))
     sums = torch.stack([chunk.sum() for chunk in chunks])
     suspects = (~sums.isfinite()).nonzero().flatten().tolist()
     return any(not bool(chunks[index].isfinite().all()) for index in suspects)

@@ -73,18 +73,16 @@ def lay_out_packed(batch: PackedBatch, multiple: int, *, mark_padding: bool) -> 
         multiple: a sequence of padding at the end rounds the row up to one of it.
         mark_padding: as in :func:`lay_out_padded`.
     """
-    tokens = batch.num_tokens
+    tokens, device = batch.num_tokens, batch.device
     total = _round_up(tokens, multiple)
-    device = batch.device
-    lengths = [*batch.seq_lens.tolist(), *([total - tokens] if total > tokens else [])]
-    boundaries = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    boundaries[1:] = torch.tensor(lengths).cumsum(0)
-    boundaries = boundaries.to(device)
-    padding = torch.zeros(total - tokens, dtype=torch.int64, device=device)
-    longest = max(lengths)
+    padding = torch.arange(total - tokens, device=device)
+    boundaries = batch.cu_seqlens
+    if total > tokens:
+        boundaries = torch.cat([boundaries, boundaries.new_tensor([total])])
+    longest = max(int(batch.seq_lens.max()), total - tokens)
     inputs: dict[str, Any] = {
-        "input_ids": torch.cat([batch.input_ids, padding])[None],
-        "position_ids": torch.cat([torch.arange(length) for length in lengths]).to(device)[None],
+        "input_ids": torch.cat([batch.input_ids, torch.zeros_like(padding)])[None],
+        "position_ids": torch.cat([batch.position_ids, padding])[None],
         "attention_mask": None,
         "packed_seq_params": PackedSeqParams(
             qkv_format="thd",

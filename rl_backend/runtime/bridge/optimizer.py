@@ -236,26 +236,23 @@ def parameter_states(megatron: Any) -> Iterator[ParameterState]:
             )
 
 
-def num_steps(megatron: Any) -> int:
-    """Steps that Adam has taken. torch counts them for each parameter, the Adam of Transformer Engine for each group."""
+def _counters(megatron: Any) -> Iterator[dict[str, Any]]:
+    """What counts Adam's steps as ``step``: torch's for each parameter, that of Transformer Engine for each group."""
     for part in distributed_optimizers(megatron):
         adam = part.optimizer
         if isinstance(adam, torch.optim.Adam):
-            counts = [state["step"] for state in adam.state.values()]
+            yield from adam.state.values()
         else:
-            counts = [group.get("step", 0) for group in adam.param_groups if group["params"]]
-        if counts:
-            return int(counts[0])
-    return 0
+            yield from (group for group in adam.param_groups if group["params"])
+
+
+def num_steps(megatron: Any) -> int:
+    """Steps that Adam has taken."""
+    return next((int(counter.get("step", 0)) for counter in _counters(megatron)), 0)
 
 
 def set_num_steps(megatron: Any, steps: int) -> None:
     """Makes the next step of Adam the one after ``steps``."""
-    for part in distributed_optimizers(megatron):
-        adam = part.optimizer
-        if isinstance(adam, torch.optim.Adam):
-            for state in adam.state.values():
-                state["step"].fill_(steps)
-        else:
-            for group in adam.param_groups:
-                group["step"] = steps
+    for counter in _counters(megatron):
+        step = counter.get("step")
+        counter["step"] = step.fill_(steps) if isinstance(step, Tensor) else steps

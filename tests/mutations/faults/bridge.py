@@ -91,8 +91,8 @@ FAULTS = [
     Fault(
         "bridge-steps-not-loaded",
         f"{_BRIDGE}/optimizer.py",
-        '                state["step"].fill_(steps)\n',
-        "                pass\n",
+        "step.fill_(steps) if",
+        "step if",
         (f"{_CHECKPOINTS}::test_a_run_resumes_bit_for_bit[2-{{}}-{{}}-True]",),
         "Adam's bias correction would begin anew",
     ),

@@ -137,7 +137,7 @@ FAULTS = [
     Fault(
         "tensors-of-an-export-at-the-start-of-their-file",
         f"{_CHECKPOINT}/hf_writer.py",
-        "            stream.seek(place.start)\n",
+        "            stream.seek(start)\n",
         "            stream.seek(8)\n",
         (f"{_WRITER}::test_transformers_loads_what_was_written",),
         "tensors would overwrite each other",

@@ -70,7 +70,7 @@ FAULTS = [
     Fault(
         "negative-infinity-not-checked",
         "rl_backend/weights/finite.py",
-        "        and np.frombuffer(memory, bits.unsigned).max() < bits.sign | bits.infinity\n",
+        '        and np.frombuffer(memory, f"u{dtype.itemsize}").max() < sign | infinity\n',
         "",
         (f"{_WEIGHTS}::test_one_bad_value_among_many_is_found",),
         "weights of minus infinity would be served",
