@@ -27,37 +27,6 @@ SIZES = {
 }
 """Megatron's names of the sizes in :class:`~rl_backend.contracts.ParallelConfig`."""
 
-_TRANSFORMER_ELSEWHERE = {
-    **{name: f"{_PARALLEL}.{size}" for name, size in SIZES.items()},
-    "sequence_parallel": f"{_PARALLEL}.tp (on when tp > 1)",
-    **_PRECISION,
-    **{f"recompute_{name}": f"BridgeConfig.recompute_{name}" for name in ("granularity", "method", "num_layers", "modules")},
-    "moe_token_dispatcher_type": "the runtime: all-to-all, which takes another number of tokens on every rank",
-    "distribute_saved_activations": f"{_PARALLEL}.tp: with sequence parallelism each rank keeps its part of them",
-    "persist_layer_norm": "the layers: these models have RMSNorm, whose kernels are chosen without it",
-}
-_DDP_ELSEWHERE = {
-    "use_distributed_optimizer": _RUNTIME,
-    "use_megatron_fsdp": _RUNTIME,
-    "grad_reduce_in_fp32": "the runtime: gradients are always summed in float32",
-    "check_for_nan_in_grad": "optimizer_step, which skips the step on every rank",
-}
-_OPTIMIZER_ELSEWHERE = {
-    **{
-        name: f"{_OPTIMIZER}.{name}"
-        for name in ("optimizer", "lr", "min_lr", "weight_decay", "clip_grad", "log_num_zeros_in_grad")
-    },
-    "adam_beta1": f"{_OPTIMIZER}.betas",
-    "adam_beta2": f"{_OPTIMIZER}.betas",
-    "adam_eps": f"{_OPTIMIZER}.eps",
-    "grad_norm_skip_threshold": "optimizer_step, which skips only steps that are not finite",
-    **_PRECISION,
-    "use_distributed_optimizer": _RUNTIME,
-    "use_precision_aware_optimizer": _RUNTIME,
-    "optimizer_cpu_offload": "Runtime.to(handle, 'cpu')",
-    "overlap_param_gather": "BridgeConfig.override_ddp_config['overlap_param_gather']",
-}
-
 
 def megatron_sizes(parallel: ParallelConfig) -> dict[str, int | None]:
     """The layout in Megatron's names; without virtual stages their number is None."""
@@ -119,7 +88,18 @@ TRANSFORMER = Overrides(
         "moe_pad_expert_input_to_capacity",
         "moe_token_drop_policy",
     ),
-    elsewhere=_TRANSFORMER_ELSEWHERE,
+    elsewhere={
+        **{name: f"{_PARALLEL}.{size}" for name, size in SIZES.items()},
+        "sequence_parallel": f"{_PARALLEL}.tp (on when tp > 1)",
+        **_PRECISION,
+        **{
+            f"recompute_{name}": f"BridgeConfig.recompute_{name}"
+            for name in ("granularity", "method", "num_layers", "modules")
+        },
+        "moe_token_dispatcher_type": "the runtime: all-to-all, which takes another number of tokens on every rank",
+        "distribute_saved_activations": f"{_PARALLEL}.tp: with sequence parallelism each rank keeps its part of them",
+        "persist_layer_norm": "the layers: these models have RMSNorm, whose kernels are chosen without it",
+    },
     needs={
         "moe_pad_expert_input_to_capacity": "moe_expert_capacity_factor",
         "moe_token_drop_policy": "moe_expert_capacity_factor",
@@ -136,7 +116,12 @@ DDP = Overrides(
         "average_in_collective",
         "pad_buckets_for_high_nccl_busbw",
     ),
-    elsewhere=_DDP_ELSEWHERE,
+    elsewhere={
+        "use_distributed_optimizer": _RUNTIME,
+        "use_megatron_fsdp": _RUNTIME,
+        "grad_reduce_in_fp32": "the runtime: gradients are always summed in float32",
+        "check_for_nan_in_grad": "optimizer_step, which skips the step on every rank",
+    },
     needs={
         "overlap_param_gather": "overlap_grad_reduce",
         "align_param_gather": "overlap_param_gather",
@@ -145,7 +130,25 @@ DDP = Overrides(
 )
 """Of ``DistributedDataParallelConfig``."""
 
-OPTIMIZER = Overrides(allowed=("apply_wd_to_qk_layernorm",), elsewhere=_OPTIMIZER_ELSEWHERE, needs={})
+OPTIMIZER = Overrides(
+    allowed=("apply_wd_to_qk_layernorm",),
+    elsewhere={
+        **{
+            name: f"{_OPTIMIZER}.{name}"
+            for name in ("optimizer", "lr", "min_lr", "weight_decay", "clip_grad", "log_num_zeros_in_grad")
+        },
+        "adam_beta1": f"{_OPTIMIZER}.betas",
+        "adam_beta2": f"{_OPTIMIZER}.betas",
+        "adam_eps": f"{_OPTIMIZER}.eps",
+        "grad_norm_skip_threshold": "optimizer_step, which skips only steps that are not finite",
+        **_PRECISION,
+        "use_distributed_optimizer": _RUNTIME,
+        "use_precision_aware_optimizer": _RUNTIME,
+        "optimizer_cpu_offload": "Runtime.to(handle, 'cpu')",
+        "overlap_param_gather": "BridgeConfig.override_ddp_config['overlap_param_gather']",
+    },
+    needs={},
+)
 """Of Megatron's ``OptimizerConfig``."""
 
 
@@ -263,14 +266,6 @@ class BridgeConfig(BackendConfig):
             raise ConfigError.of(
                 "BridgeConfig.parallel.vpp", self.parallel.vpp, "needs pp > 1, got pp=1; set pp or leave vpp at 1"
             )
-        self._check_recompute()
-        check_overrides("BridgeConfig.override_transformer_config", self.override_transformer_config, TRANSFORMER)
-        check_in_layout("BridgeConfig.override_transformer_config", self.override_transformer_config, self.parallel)
-        check_overrides("BridgeConfig.override_ddp_config", self.override_ddp_config, DDP)
-        check_overrides("BridgeConfig.override_optimizer_config", self.override_optimizer_config, OPTIMIZER)
-        return self
-
-    def _check_recompute(self) -> None:
         for name in ("method", "num_layers"):
             if self.recompute_granularity == "full" and getattr(self, f"recompute_{name}") is None:
                 raise ConfigError.of(
@@ -278,3 +273,8 @@ class BridgeConfig(BackendConfig):
                     None,
                     "recompute_granularity='full' needs recompute_method ('uniform' or 'block') and recompute_num_layers",
                 )
+        check_overrides("BridgeConfig.override_transformer_config", self.override_transformer_config, TRANSFORMER)
+        check_in_layout("BridgeConfig.override_transformer_config", self.override_transformer_config, self.parallel)
+        check_overrides("BridgeConfig.override_ddp_config", self.override_ddp_config, DDP)
+        check_overrides("BridgeConfig.override_optimizer_config", self.override_optimizer_config, OPTIMIZER)
+        return self

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from rl_backend.contracts import (
     BatchError,
@@ -52,7 +53,7 @@ class PassResults:
             return None
         loss, metrics = self._loss_fn(output, batch, self._dp_group)
         _check_loss(loss, index, self._forward_only)
-        self._metrics[index] = _detached(metrics)
+        self._metrics[index] = tree_map_only(Tensor, Tensor.detach, dict(metrics))
         if loss is not None:
             self._losses[index] = loss.detach().float()
         return loss
@@ -88,18 +89,6 @@ def _check_loss(loss: object, index: int, forward_only: bool) -> None:
             f"loss_fn returned a loss without a gradient for micro-batch {index}; compute it from model_output, or pass "
             "forward_only=True"
         )
-
-
-def _detached(metrics: Mapping[str, MetricValue]) -> Mapping[str, MetricValue]:
-    """The same metrics without their graphs."""
-
-    def detach(value: Tensor | float) -> Tensor | float:
-        return value.detach() if isinstance(value, Tensor) else value
-
-    return {
-        name: (detach(value[0]), detach(value[1])) if isinstance(value, tuple) else detach(value)
-        for name, value in metrics.items()
-    }
 
 
 def _as_metrics(values: Mapping[str, MetricValue]) -> dict[str, Metric]:

@@ -172,13 +172,10 @@ class WeightConverter:
         return tasks
 
     def _require_every_parameter(self, tasks: Sequence[Any]) -> None:
-        converted = {parameter_key(task) for task in tasks if task.param_weight is not None}
-        for stage, model in enumerate(self._models):
-            for name, _ in model.named_parameters():
-                if f"{stage}.{name}" not in converted and not is_tied_copy(model, name):
-                    raise UnsupportedError(
-                        f"Megatron-Bridge has no name for the parameter {name} that {self._hf_path} stores", name=name
-                    )
+        for name in unconverted(self._models, tasks):
+            raise UnsupportedError(
+                f"Megatron-Bridge has no name for the parameter {name} that {self._hf_path} stores", name=name
+            )
 
     def _found(self, tasks: Sequence[Any]) -> dict[str, tuple[torch.dtype, bool]]:
         """Global parameter name -> dtype and whether it is trained, from the stages that have it."""
@@ -220,9 +217,16 @@ def hf_names(task: Any) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names.values())
 
 
-def is_tied_copy(model: nn.Module, name: str) -> bool:
-    """Whether a parameter is the last stage's copy of tied embeddings, which has no weights of its own."""
-    return name == "output_layer.weight" and bool(getattr(model, "share_embeddings_and_output_weights", False))
+def unconverted(models: Sequence[nn.Module], tasks: Sequence[Any]) -> list[str]:
+    """Parameters that no task converts; not the last stage's copy of tied embeddings, which has no weights of its own."""
+    converted = {parameter_key(task) for task in tasks if task.param_weight is not None}
+    return [
+        name
+        for stage, model in enumerate(models)
+        for name, _ in model.named_parameters()
+        if f"{stage}.{name}" not in converted
+        and not (name == "output_layer.weight" and getattr(model, "share_embeddings_and_output_weights", False))
+    ]
 
 
 def parameter_key(task: Any) -> str:

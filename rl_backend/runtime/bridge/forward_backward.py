@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -134,12 +134,12 @@ def accumulated_gradients(chunks: Sequence[Any], *, has_gradients: bool) -> Gene
     if not has_gradients:
         yield
         return
-    held = [shard.part.clone() for shard in _shards(chunks)]
+    held = [part.clone() for _, part, _ in _shards(chunks)]
     for chunk in chunks:
         chunk.zero_grad_buffer()
     yield
-    for shard, earlier in zip(_shards(chunks), held, strict=True):
-        shard.part.add_(earlier)
+    for (_, part, _), earlier in zip(_shards(chunks), held, strict=True):
+        part.add_(earlier)
 
 
 def gather_gradients(chunks: Sequence[Any]) -> dict[str, Tensor]:
@@ -147,9 +147,9 @@ def gather_gradients(chunks: Sequence[Any]) -> dict[str, Tensor]:
 
     The reduced shards are gathered into the gradient buffers, whose other parts are of no use after a backward pass.
     """
-    for shard in _shards(chunks):
-        if shard.group.size() > 1:
-            all_gather_into(shard.whole, shard.part.clone(), group=shard.group)
+    for whole, part, group in _shards(chunks):
+        if group.size() > 1:
+            all_gather_into(whole, part.clone(), group=group)
     return {
         f"{stage}.{name}": parameter.main_grad
         for stage, model in enumerate(unwrap_model(list(chunks)))
@@ -157,27 +157,14 @@ def gather_gradients(chunks: Sequence[Any]) -> dict[str, Tensor]:
     }
 
 
-class _Shard(NamedTuple):
-    """One bucket of Megatron's gradient buffers.
-
-    Attributes:
-        whole: the bucket.
-        part: what this rank has reduced of it, and its optimizer reads.
-        group: the ranks that have one part each.
-    """
-
-    whole: Tensor
-    part: Tensor
-    group: dist.ProcessGroup
-
-
-def _shards(chunks: Sequence[Any]) -> Iterator[_Shard]:
+def _shards(chunks: Sequence[Any]) -> Iterator[tuple[Tensor, Tensor, dist.ProcessGroup]]:
+    """Buckets of gradients, the part of each that this rank has reduced and its optimizer reads, the ranks with a part."""
     for chunk in chunks:
         # Experts are reduced over other ranks than the rest.
         for bucket_group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
             group = bucket_group.intra_distributed_optimizer_instance_group
             for bucket in bucket_group.buckets:
-                yield _Shard(bucket.grad_data, bucket.grad_data.chunk(group.size())[group.rank()], group)
+                yield bucket.grad_data, bucket.grad_data.chunk(group.size())[group.rank()], group
 
 
 def record_activations(handle: BridgeHandle, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:

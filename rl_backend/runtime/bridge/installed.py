@@ -82,8 +82,12 @@ _INSTALL = (
 )
 
 
-def require_megatron() -> None:
-    """Raises :class:`UnsupportedError`, with what to install, unless supported versions are installed."""
+def import_megatron() -> None:
+    """Imports Megatron-Core, then Megatron-Bridge. Nothing to do the second time.
+
+    Raises:
+        UnsupportedError: a package is missing or of another version; with what to install.
+    """
     for distribution, supported in SUPPORTED.items():
         try:
             installed = importlib.metadata.version(distribution)
@@ -93,15 +97,6 @@ def require_megatron() -> None:
             raise UnsupportedError(
                 f"{distribution} {installed} is installed; {_INSTALL}", package=distribution, installed=installed
             )
-
-
-def import_megatron() -> None:
-    """Imports Megatron-Core, then Megatron-Bridge. Nothing to do the second time.
-
-    Raises:
-        UnsupportedError: a package is missing or of another version.
-    """
-    require_megatron()
     for message, category in _REPEATED:
         warnings.filterwarnings("ignore", message, category)
     with quiet(), _same_pickles():

@@ -18,7 +18,7 @@ from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import VALUE_HEAD_WEIGHTS, CheckpointError, Head, UnsupportedError
 from rl_backend.primitive.value_head import ValueHead
 from rl_backend.runtime.bridge.batch import CriticOutputLayer
-from rl_backend.runtime.bridge.conversion import hf_names, is_tied_copy
+from rl_backend.runtime.bridge.conversion import hf_names, unconverted
 from rl_backend.runtime.bridge.groups import BridgeGroups
 
 _YARN_DEFAULTS: Mapping[str, Any] = {
@@ -119,13 +119,7 @@ def load_model(
         raise CheckpointError(
             f"{hf_path} lacks {len(missing)} weights that Megatron's model needs: {', '.join(missing[:4])}", names=missing
         )
-    loaded = {task.param_name for task in tasks if task.megatron_module is not None}
-    unloaded = sorted(
-        name
-        for model in unwrap_model(list(chunks))
-        for name, _ in model.named_parameters()
-        if name not in loaded and not is_tied_copy(model, name)
-    )
+    unloaded = sorted(unconverted(unwrap_model(list(chunks)), tasks))
     if unloaded:
         raise UnsupportedError(
             f"Megatron-Bridge has no weights for the parameters {', '.join(unloaded[:4])}", names=unloaded

@@ -8,6 +8,7 @@ Transformer Engine.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -106,46 +107,33 @@ def _is_cuda(device: object) -> bool:
 _inside = threading.local()
 _lock = threading.Lock()
 _users = 0
-_saved: list[tuple[Any, str, Any]] = []
+_undone = contextlib.ExitStack()
+"""Patches are the process's: they hold until the last thread inside leaves."""
 
 
 @contextmanager
 def on_cpu(device: torch.device) -> Generator[None]:
     """Inside, Megatron runs on ``device``: on a CPU the patches hold, on CUDA nothing is changed. Nests."""
+    global _users
     if device.type != "cpu" or getattr(_inside, "value", False):
         yield
         return
-    _apply()
+    with _lock:
+        _users += 1
+        for patch in PATCHES if _users == 1 else ():
+            owner = importlib.import_module(patch.owner) if isinstance(patch.owner, str) else patch.owner
+            _undone.callback(setattr, owner, patch.attribute, getattr(owner, patch.attribute))
+            setattr(owner, patch.attribute, patch.replacement)
     _inside.value = True
     try:
         with _OnCpu():
             yield
     finally:
         _inside.value = False
-        _undo()
-
-
-def _apply() -> None:
-    """Patches are the process's: they hold until the last thread inside leaves."""
-    global _users
-    with _lock:
-        _users += 1
-        if _users > 1:
-            return
-        for patch in PATCHES:
-            owner = importlib.import_module(patch.owner) if isinstance(patch.owner, str) else patch.owner
-            _saved.append((owner, patch.attribute, getattr(owner, patch.attribute)))
-            setattr(owner, patch.attribute, patch.replacement)
-
-
-def _undo() -> None:
-    global _users
-    with _lock:
-        _users -= 1
-        if _users:
-            return
-        while _saved:
-            setattr(*_saved.pop())
+        with _lock:
+            _users -= 1
+            if _users == 0:
+                _undone.close()
 
 
 def iterate_on_cpu[T](device: torch.device, items: Iterator[T]) -> Generator[T]:

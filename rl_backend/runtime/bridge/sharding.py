@@ -150,22 +150,6 @@ class Block(NamedTuple):
         return not (isinstance(replica, tuple) and any(replica[:-1]))
 
 
-class Piece(NamedTuple):
-    """Elements that lie together in a block, and where they are in a tensor of a checkpoint.
-
-    Attributes:
-        name, shape: of that tensor.
-        offsets, sizes: the rectangle of it.
-        start: of the first element in the block.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    start: int
-
-
 def model_blocks(models: Sequence[nn.Module], names: StoredNames) -> list[Block]:
     """Every parameter and stored buffer of this rank's chunks."""
     return [block for model in models for entry in _leaves(_sharded_state(model)) for block in _blocks(entry, names)]
@@ -187,20 +171,22 @@ def pieces_of(blocks: Sequence[Block], flat: Mapping[int, tuple[int, int, Tensor
         shape = block.sharded.local_shape
         first, last = max(start, block.start), min(end, block.start + math.prod(shape))
         for box in boxes(shape, first - block.start, last - block.start):
-            for piece in _split(block, box):
+            for name, whole, piece in _split(block, box):
                 at = block.start + piece.start - start
-                pieces = found.setdefault(piece.name, TensorPieces(piece.shape, {}, writes=block.writes)).pieces
+                pieces = found.setdefault(name, TensorPieces(whole, {}, writes=block.writes)).pieces
                 pieces[piece.offsets] = elements[at : at + math.prod(piece.sizes)].view(piece.sizes)
     return found
 
 
-def _split(block: Block, box: Box) -> Iterator[Piece]:
-    """A rectangle of a block, cut where its rows part in Hugging Face's tensors. Rows that pad a vocabulary are left out."""
+def _split(block: Block, box: Box) -> Iterator[tuple[str, tuple[int, ...], Box]]:
+    """A rectangle of a block, cut where its rows part in Hugging Face's tensors. Rows that pad a vocabulary are left out.
+
+    Yields name and shape of a tensor of a checkpoint, and a rectangle of it with its first element's place in the block.
+    """
     whole, prepended = block.sharded, block.sharded.prepend_axis_num
     offsets = tuple(a + b for a, b in zip(whole.global_offset, (0,) * prepended + box.offsets, strict=True))
     if block.rows is None:
-        sizes_of_whole = (1,) * prepended + box.sizes
-        yield Piece(f"megatron.{whole.key}", tuple(whole.global_shape), offsets, sizes_of_whole, box.start)
+        yield f"megatron.{whole.key}", tuple(whole.global_shape), Box(offsets, (1,) * prepended + box.sizes, box.start)
         return
     row, *others = offsets[prepended:]
     num_rows, *sizes = box.sizes
@@ -208,7 +194,8 @@ def _split(block: Block, box: Box) -> Iterator[Piece]:
         first, last = max(row, run.start), min(row + num_rows, run.stop)
         if first < last:
             at = (run.at + first - run.start, *others)
-            yield Piece(run.name, run.shape, at, (last - first, *sizes), box.start + (first - row) * math.prod(sizes))
+            start = box.start + (first - row) * math.prod(sizes)
+            yield run.name, run.shape, Box(at, (last - first, *sizes), start)
 
 
 def _sharded_state(model: Any) -> Any:

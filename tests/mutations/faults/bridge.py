@@ -24,7 +24,7 @@ FAULTS = [
     Fault(
         "bridge-earlier-gradients-dropped",
         f"{_BRIDGE}/forward_backward.py",
-        "        shard.part.add_(earlier)\n",
+        "        part.add_(earlier)\n",
         "        pass\n",
         (f"{_GRADIENTS}::test_gradients_of_several_passes_add_up[1-{{}}-{{}}]",),
         "only the last of several passes would count",
