@@ -28,11 +28,11 @@ from rl_backend.contracts import (
     CheckpointError,
     ConfigError,
     ExportInterruptedError,
-    ModelHandle,
     TensorInfo,
     UnsupportedError,
 )
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT
+from rl_backend.runtime.engine import GuardedHandle
 
 
 class CheckpointWriter:
@@ -46,12 +46,12 @@ class CheckpointWriter:
         self._group = host_group
         self._background_group: dist.ProcessGroup | None = None
         self._thread: ThreadPoolExecutor | None = None
-        self._saves: dict[ModelHandle, Future[None]] = {}
-        self._heard = set[ModelHandle]()
+        self._saves: dict[GuardedHandle, Future[None]] = {}
+        self._heard = set[GuardedHandle]()
         """Whose save has failed, and this rank has raised its error."""
-        self._buffers: WeakKeyDictionary[ModelHandle, HostBuffers] = WeakKeyDictionary()
+        self._buffers: WeakKeyDictionary[GuardedHandle, HostBuffers] = WeakKeyDictionary()
 
-    def wait(self, handle: ModelHandle | None = None) -> None:
+    def wait(self, handle: GuardedHandle | None = None) -> None:
         """Waits for the saves in the background, or only for that of ``handle``. A collective.
 
         Raises:
@@ -69,7 +69,7 @@ class CheckpointWriter:
         if unheard:
             raise CheckpointError("; ".join(sorted(unheard))) from next(iter(own.values()), None)
 
-    def is_pending(self, handle: ModelHandle) -> bool:
+    def is_pending(self, handle: GuardedHandle) -> bool:
         """Whether a save of ``handle`` is still being written; raises its error once it is not. Not a collective.
 
         When it is done on one rank, it is committed for all.
@@ -105,7 +105,7 @@ class CheckpointWriter:
 
     def save_training_state(
         self,
-        handle: ModelHandle,
+        handle: GuardedHandle,
         path: Path,
         state: Callable[[], tuple[StateTensors, TrainingManifest]],
         *,
@@ -148,13 +148,11 @@ class CheckpointWriter:
 
     def save_hf(
         self,
-        handle: ModelHandle,
+        handle: GuardedHandle,
         path: Path,
         infos: Sequence[TensorInfo],
         export: Callable[[], Generator[tuple[str, Tensor]]],
         *,
-        source: Path | str,
-        hf_config: Mapping[str, Any],
         asynchronous: bool,
         extra: Mapping[str, Any] | None,
     ) -> None:
@@ -163,8 +161,6 @@ class CheckpointWriter:
         Args:
             infos: of every weight.
             export: gives every weight on every rank, one at a time: a rank holds one beside its own part of the model.
-            source: the directory whose other files are copied.
-            hf_config: its ``config.json``.
 
         Raises:
             ConfigError: with ``extra``.
@@ -189,8 +185,8 @@ class CheckpointWriter:
         with on_every_rank(self._group, f"writing {path} failed"), closing(stream):
             try:
                 if writes:
-                    config = critic_config(hf_config) if handle.head == "values" else None
-                    write_hf_directory(path, infos, stream, source, config=config)
+                    config = critic_config(handle.hf_config) if handle.head == "values" else None
+                    write_hf_directory(path, infos, stream, handle.config.hf_path, config=config)
                 else:
                     for _ in stream:
                         pass

@@ -202,10 +202,6 @@ class Engine[H: GuardedHandle](ABC):
     def _load_training_state(self, handle: H, path: Path) -> TrainingManifest:
         """Restores a handle from ``path``; a forward-only one takes the weights and their version."""
 
-    @abstractmethod
-    def _close_groups(self) -> None:
-        """Gives up the process groups, once no handle has tensors any more."""
-
     def _require_replayable(self, handle: H, router_replay: RouterReplay) -> None:
         """Raises :class:`UnsupportedError` for a model whose routes the engine cannot record or replay."""
         require_routers(router_replay, handle.routed_layers, handle.name)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rl_backend.contracts import StepResult
 from rl_backend.parallel.collectives import all_gather_into
 
 _CHUNK = 2**20
@@ -35,13 +36,14 @@ def gather_statistics(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
     return rows
 
 
-def norm_and_zeros(rows: Tensor) -> tuple[float, int]:
-    """Of the whole gradient, from all ranks' :func:`rank_statistics`.
+def judge(rows: Tensor, *, count_zeros: bool) -> StepResult:
+    """Norm and zeros of the whole gradient, from all ranks' :func:`rank_statistics`, and whether a step may be taken.
 
     The sums are exact, so neither the order of the ranks nor the layout makes a difference.
     """
     squares, zeros = (math.fsum(column) for column in rows.T.tolist())
-    return math.sqrt(squares), int(zeros)
+    norm = math.sqrt(squares)
+    return StepResult(math.isfinite(norm), norm, int(zeros) if count_zeros else None)
 
 
 def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:

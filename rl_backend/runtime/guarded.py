@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -40,9 +40,10 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
     Keeps the handles that it built, refuses others, and frees them on ``close``.
     """
 
-    def __init__(self, config: RuntimeConfig, groups: G) -> None:
+    def __init__(self, config: RuntimeConfig, groups: G, close_groups: Callable[[G], None]) -> None:
         super().__init__(config)
         self.groups = groups
+        self._close_groups = close_groups
         self._writer = CheckpointWriter(groups.host_group)
         self._handles: list[H] = []
         self._num_built = 0
@@ -198,8 +199,6 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
                     Path(path),
                     self._describe_weights(handle, None),
                     lambda: self._gather_weights(handle, None, None, None),
-                    source=handle.config.hf_path,
-                    hf_config=handle.hf_config,
                     asynchronous=asynchronous,
                     extra=extra,
                 )
@@ -243,7 +242,7 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
         with ExitStack() as last_first:
             # Models are cycles of references; until they are collected, they keep memory and process groups their threads.
             last_first.callback(gc.collect)
-            last_first.callback(self._close_groups)
+            last_first.callback(self._close_groups, self.groups)
             last_first.callback(self._handles.clear)
             for handle in self._handles:
                 last_first.callback(handle.release)

@@ -126,7 +126,8 @@ class OutputProcessor:
             (2, T) log-probs and entropy, or (1, T) values; float32. One tensor, as the pipeline schedules want.
         """
         if isinstance(output_layer, CriticOutputLayer):
-            return output_layer.values(context.pack(self._gather(hidden_states, every_rank_the_same=True)))[None]
+            values: Tensor = output_layer.value_head(context.pack(self._gather(hidden_states, every_rank_the_same=True)))
+            return values[None]
         # Megatron waits for the gather of a parameter in a hook of its module, which is not called here.
         for wait in output_layer._forward_pre_hooks.values():
             wait(output_layer, ())
@@ -178,11 +179,6 @@ class CriticOutputLayer(nn.Module):
         super().__init__()
         self.config = config
         self.value_head = ValueHead(hidden_size)
-
-    def values(self, hidden: Tensor) -> Tensor:
-        """(T, H) -> (T,) float32."""
-        result: Tensor = self.value_head(hidden)
-        return result
 
 
 def as_model_output(outputs: Tensor, laid_out: LaidOut, head: str) -> ModelOutput:

@@ -55,7 +55,7 @@ class BridgeRuntime(GuardedRuntime[BridgeHandle, BridgeGroups]):
 
     def __init__(self, config: RuntimeConfig) -> None:
         self.bridge = config.options(BridgeConfig)
-        super().__init__(config, open_groups(self.bridge.parallel, training_device(self.bridge.device)))
+        super().__init__(config, open_groups(self.bridge.parallel, training_device(self.bridge.device)), close_groups)
         try:
             with self._engine():
                 model_parallel_cuda_manual_seed(config.seed, force_reset_rng=True)
@@ -173,6 +173,3 @@ class BridgeRuntime(GuardedRuntime[BridgeHandle, BridgeGroups]):
 
     def _load_training_state(self, handle: BridgeHandle, path: Path) -> TrainingManifest:
         return checkpoints.load_training_checkpoint(handle, path)
-
-    def _close_groups(self) -> None:
-        close_groups(self.groups)

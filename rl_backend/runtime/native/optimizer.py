@@ -1,7 +1,6 @@
 """AdamW over this rank's shards: clipping, the non-finite check, weight-decay groups, and steps that wait for no other."""
 
 import logging
-import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ from rl_backend.contracts import HandleError, OptimizerConfig, PackedWeight, Ste
 from rl_backend.parallel.collectives import all_gather_into
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import local_tensor, owns
-from rl_backend.runtime.gradient_statistics import gather_statistics, norm_and_zeros, rank_statistics
+from rl_backend.runtime.gradient_statistics import gather_statistics, judge, rank_statistics
 from rl_backend.runtime.native.lr_schedule import ParameterSchedule
 
 logger = logging.getLogger(__name__)
@@ -93,8 +92,7 @@ class NativeOptimizer:
         Args:
             rows: (ranks, 2), each rank's :meth:`statistics`.
         """
-        norm, zeros = norm_and_zeros(rows)
-        return StepResult(math.isfinite(norm), norm, zeros if self._config.log_num_zeros_in_grad else None)
+        return judge(rows, count_zeros=self._config.log_num_zeros_in_grad)
 
     def clips(self, result: StepResult) -> bool:
         """Whether gradients are scaled down before the step."""

@@ -49,7 +49,8 @@ class NativeRuntime(GuardedRuntime[NativeHandle, ParallelGroups]):
     def __init__(self, config: RuntimeConfig) -> None:
         self.native = config.options(NativeConfig)
         device = training_device(self.native.device)
-        super().__init__(config, open_groups(self.native.parallel, device, post_validation=self.native.post_validation))
+        groups = open_groups(self.native.parallel, device, post_validation=self.native.post_validation)
+        super().__init__(config, groups, close_groups)
         torch.manual_seed(config.seed + self.groups.dp_rank)
 
     def _is_source(self) -> bool:
@@ -107,6 +108,3 @@ class NativeRuntime(GuardedRuntime[NativeHandle, ParallelGroups]):
 
     def _load_training_state(self, handle: NativeHandle, path: Path) -> TrainingManifest:
         return checkpoints.load_training_checkpoint(handle, path)
-
-    def _close_groups(self) -> None:
-        close_groups(self.groups)

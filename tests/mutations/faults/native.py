@@ -41,8 +41,8 @@ FAULTS = [
     Fault(
         "norm-is-squared",
         "rl_backend/runtime/gradient_statistics.py",
-        "return math.sqrt(squares), int(zeros)",
-        "return squares, int(zeros)",
+        "    norm = math.sqrt(squares)\n",
+        "    norm = squares\n",
         (f"{_OPTIMIZER}::test_steps_equal_torch_adamw_with_clipping",),
         "clipping would be far too strong",
     ),
