@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -12,34 +13,31 @@ from torch.utils._pytree import tree_map_only
 from rl_backend.contracts import (
     BatchError,
     ForwardResult,
-    LossFn,
     Metric,
     MetricValue,
     ModelOutput,
     PackedBatch,
     merge_metrics,
 )
+from rl_backend.runtime.engine import PassRequest
 
 
+@dataclass
 class PassResults:
     """What the micro-batches of one pass gave, whatever the order in which they were computed.
 
-    Args:
-        loss_fn: None in a forward-only pass without a loss.
+    Attributes:
+        request: the pass.
         dp_group: for the loss.
         keeps_outputs: whether this rank is the one of its replica that returns outputs.
     """
 
-    def __init__(
-        self, loss_fn: LossFn | None, dp_group: dist.ProcessGroup, *, forward_only: bool, keeps_outputs: bool
-    ) -> None:
-        self._loss_fn = loss_fn
-        self._dp_group = dp_group
-        self._forward_only = forward_only
-        self._keeps_outputs = keeps_outputs
-        self._losses: dict[int, Tensor] = {}
-        self._metrics: dict[int, Mapping[str, MetricValue]] = {}
-        self._outputs: dict[int, Mapping[str, Tensor]] = {}
+    request: PassRequest
+    dp_group: dist.ProcessGroup
+    keeps_outputs: bool
+    _losses: dict[int, Tensor] = field(default_factory=dict)
+    _metrics: dict[int, Mapping[str, MetricValue]] = field(default_factory=dict)
+    _outputs: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
 
     def add(self, index: int, batch: PackedBatch, output: ModelOutput) -> Tensor | None:
         """The loss of micro-batch ``index``, with its graph; None where there is none.
@@ -47,24 +45,24 @@ class PassResults:
         Raises:
             BatchError: what the loss returned is not a 0-d tensor with a gradient.
         """
-        if self._keeps_outputs:
+        if self.keeps_outputs:
             self._outputs[index] = {name: value.detach() for name, value in output._asdict().items() if value is not None}
-        if self._loss_fn is None:
+        if self.request.loss_fn is None:
             return None
-        loss, metrics = self._loss_fn(output, batch, self._dp_group)
-        _check_loss(loss, index, self._forward_only)
+        loss, metrics = self.request.loss_fn(output, batch, self.dp_group)
+        _check_loss(loss, index, self.request.forward_only)
         self._metrics[index] = tree_map_only(Tensor, Tensor.detach, dict(metrics))
         if loss is not None:
             self._losses[index] = loss.detach().float()
         return loss
 
-    def result(self, data: Sequence[PackedBatch], routes: Mapping[str, list[Tensor]]) -> ForwardResult:
-        """All of it, in the order of ``data``, with the ``routes`` that were recorded.
+    def result(self, routes: Mapping[str, list[Tensor]]) -> ForwardResult:
+        """All of it, in the order of the request, with the ``routes`` that were recorded.
 
         Raises:
             BatchError: a metric is not a number.
         """
-        outputs: dict[str, list[Tensor]] = {}
+        data, outputs = self.request.data, dict[str, list[Tensor]]()
         for index in sorted(self._outputs):
             for name, value in self._outputs[index].items():
                 outputs.setdefault(name, []).extend(part.clone() for part in data[index].split(value))

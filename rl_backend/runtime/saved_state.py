@@ -50,14 +50,13 @@ def load_state(
     path: Path,
     shapes: Shapes,
     tensors: Callable[[], StateTensors],
-    group: dist.ProcessGroup,
     *,
     check: Callable[[TrainingManifest], None] = lambda manifest: None,
     differs: Callable[[str], Differs] = lambda name: "replicas",
 ) -> tuple[TrainingManifest, StateTensors]:
     """Fills ``tensors()`` from the checkpoint ``path`` and sets the weight version; the caller restores the rest of both.
 
-    A collective over ``group``.
+    A collective over all ranks.
 
     Args:
         tensors: called when the checkpoint is known to be complete and of this model.
@@ -67,6 +66,7 @@ def load_state(
     Raises:
         CheckpointError: on every rank.
     """
+    group = handle.groups.host_group
     with on_every_rank(group, f"{path} cannot be read"):
         manifest = read_manifest(path)
         manifest.require_model(_model_type(handle), shapes, handle.head, path)

@@ -101,18 +101,18 @@ def _round_up(number: int, multiple: int) -> int:
     return math.ceil(number / multiple) * multiple
 
 
+@dataclass(frozen=True)
 class OutputProcessor:
     """Megatron's ``output_processor``: it takes the place of the logits, which would be full (tokens, vocabulary) tensors.
 
-    Args:
+    Attributes:
         vocab_size: tokens of the model; Megatron may have padded its weight with more rows.
         chunk_tokens: tokens whose logits exist at one time.
     """
 
-    def __init__(self, groups: BridgeGroups, *, vocab_size: int, chunk_tokens: int) -> None:
-        self._groups = groups
-        self._vocab_size = vocab_size
-        self._chunk_tokens = chunk_tokens
+    groups: BridgeGroups
+    vocab_size: int
+    chunk_tokens: int
 
     def __call__(
         self, *, hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, context: LaidOut, **_: Any
@@ -135,18 +135,18 @@ class OutputProcessor:
         calculate_entropy = bool(batch.meta.get("calculate_entropy", False))
         weight = output_layer.weight if output_weight is None else output_weight
         assert isinstance(weight, Tensor)
-        group = self._groups.pg.tp
+        group = self.groups.pg.tp
         first_row = int(group.rank()) * weight.shape[0]
-        rows = max(0, min(weight.shape[0], self._vocab_size - first_row))
+        rows = max(0, min(weight.shape[0], self.vocab_size - first_row))
         result = next_token_log_probs(
             context.pack(self._gather(hidden_states, every_rank_the_same=False)),
             # Without the rows by which Megatron pads the vocabulary.
             weight if rows == weight.shape[0] else weight[:rows],
             batch.labels,
             temperature=batch.temperature,
-            chunk_tokens=self._chunk_tokens,
+            chunk_tokens=self.chunk_tokens,
             calculate_entropy=calculate_entropy,
-            shard=None if group.size() == 1 else vocabulary_shard(group, first_row, self._vocab_size),
+            shard=None if group.size() == 1 else vocabulary_shard(group, first_row, self.vocab_size),
         )
         entropy = result.entropy if result.entropy is not None else torch.zeros_like(result.log_probs)
         return torch.stack([result.log_probs, entropy])
@@ -158,7 +158,7 @@ class OutputProcessor:
             every_rank_the_same: every rank computes the same from them, and so already has the whole gradient. When False,
                 each has a part of it, and the parts are added up.
         """
-        group = self._groups.pg.tp
+        group = self.groups.pg.tp
         if group.size() == 1:
             return hidden
         return gather_from_sequence_parallel_region(  # type: ignore[no-any-return]

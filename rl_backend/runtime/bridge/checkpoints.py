@@ -63,9 +63,8 @@ def load_training_checkpoint(handle: BridgeHandle, path: Path) -> TrainingManife
         if handle.optimizer is not None:
             _require_even_steps(manifest, path)
 
-    group = handle.groups.host_group
     manifest, loaded = saved_state.load_state(
-        handle, path, handle.converter.shapes, lambda: all_tensors(handle), group, check=check, differs=_differs
+        handle, path, handle.converter.shapes, lambda: all_tensors(handle), check=check, differs=_differs
     )
     if handle.optimizer is not None:
         _copy_masters(handle)

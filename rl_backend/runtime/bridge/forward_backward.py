@@ -40,10 +40,10 @@ def run_micro_batches(
     Raises:
         BatchError: what the loss returned is not a 0-d tensor with a gradient, or a metric is not a number.
     """
-    data, groups, forward_only = request.data, handle.groups, request.forward_only
+    data, groups = request.data, handle.groups
     laid_out = lay_out(handle, data)
     pp, vpp = groups.parallel.pp, groups.parallel.vpp
-    results = PassResults(request.loss_fn, groups.dp_group, forward_only=forward_only, keeps_outputs=groups.has_outputs)
+    results = PassResults(request, groups.dp_group, groups.has_outputs)
     schedule = get_forward_backward_func(pp_size=pp, vp_size=vpp if vpp > 1 else None)
     iterators = [iter(enumerate(laid_out)) for _ in handle.chunks]
     with PassRoutes(handle.routers, groups, request.router_replay) as routes:
@@ -55,9 +55,9 @@ def run_micro_batches(
             # Buffers between stages hold the largest micro-batch.
             seq_length=max(each.shape[1] for each in laid_out),
             micro_batch_size=max(each.shape[0] for each in laid_out),
-            forward_only=forward_only,
+            forward_only=request.forward_only,
         )
-    return results.result(data, routes.outputs(data))
+    return results.result(routes.outputs(data))
 
 
 def lay_out(handle: BridgeHandle, data: Sequence[PackedBatch]) -> list[LaidOut]:

@@ -159,7 +159,7 @@ def build_handle(
         provider=provider,
         hf_config=hf_config,
         chunks=chunks,
-        processor=OutputProcessor(groups, vocab_size=provider.vocab_size, chunk_tokens=options.log_prob_chunk_tokens),
+        processor=OutputProcessor(groups, provider.vocab_size, options.log_prob_chunk_tokens),
         vocab_size=provider.vocab_size,
         max_length=hf_config.get("max_position_embeddings"),
         packs_sequences=takes_packed_sequences(options, groups.device),

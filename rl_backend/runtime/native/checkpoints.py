@@ -29,7 +29,7 @@ def load_training_checkpoint(handle: NativeHandle, path: Path) -> TrainingManife
         fsdp.reshard(handle.model)
         return all_tensors(handle)
 
-    manifest, loaded = saved_state.load_state(handle, path, _shapes(handle), tensors, handle.groups.host_group)
+    manifest, loaded = saved_state.load_state(handle, path, _shapes(handle), tensors)
     _fill_copies(handle)
     if handle.optimizer is not None:
         for name, steps in _step_tensors(handle):

@@ -111,21 +111,14 @@ def run_micro_batches(handle: NativeHandle, request: PassRequest) -> ForwardResu
     """
     data, forward_only = request.data, request.forward_only
     routes = PassRoutes(handle, request.router_replay)
-    results = new_results(handle, request)
+    results = PassResults(request, handle.groups.dp_group, handle.has_outputs)
     with abandoned_on_error(handle, forward_only):
         for index in range(len(data)):
             if not forward_only:
                 keep_gathered = not handle.options.reshard_after_forward
                 fsdp.set_gradient_sync(handle.model, index == len(data) - 1, keep_gathered=keep_gathered)
             _run_one(handle, request, index, routes, results)
-    return results.result(data, routes.outputs(data) if routes.recorded else {})
-
-
-def new_results(handle: NativeHandle, request: PassRequest) -> PassResults:
-    """Where the losses, metrics and outputs of a pass are collected."""
-    return PassResults(
-        request.loss_fn, handle.groups.dp_group, forward_only=request.forward_only, keeps_outputs=handle.has_outputs
-    )
+    return results.result(routes.outputs(data) if routes.recorded else {})
 
 
 @contextmanager

@@ -15,10 +15,11 @@ from rl_backend.pipeline.executor import PipelineExecutor, add_gradients_of_copi
 from rl_backend.pipeline.measured import SPAN_NAMES, span_arguments
 from rl_backend.pipeline.schedule import Action, Schedule
 from rl_backend.runtime.engine import PassRequest
-from rl_backend.runtime.native.forward_backward import abandoned_on_error, lay_out, new_results
+from rl_backend.runtime.native.forward_backward import abandoned_on_error, lay_out
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.layout import schedule_name
 from rl_backend.runtime.native.routes import PassRoutes
+from rl_backend.runtime.pass_results import PassResults
 from rl_backend.trace.device import device_span
 
 
@@ -80,8 +81,7 @@ class PipelinePass:
             add_gradients_of_copies(handle.parameters, handle.stage_copies, handle.groups.pp_group)
 
     def result(self) -> ForwardResult:
-        routes = self._routes.outputs(self._data) if self._routes.recorded else {}
-        return self._work.results.result(self._data, routes)
+        return self._work.results.result(self._routes.outputs(self._data) if self._routes.recorded else {})
 
 
 def require_schedulable(handle: NativeHandle, num_micro_batches: int, *, forward_only: bool) -> None:
@@ -119,7 +119,7 @@ class _Stages:
         self._data = [batch.to(handle.groups.device) for batch in request.data]
         self._routes = routes
         self._rank_batches = [lay_out(batch, handle.groups, len(self._data), routes.replayed) for batch in self._data]
-        self.results = new_results(handle, request)
+        self.results = PassResults(request, handle.groups.dp_group, handle.has_outputs)
 
     def forward(self, stage: int, micro_batch: int, hidden: Tensor | None) -> Tensor | None:
         rank_batch = self._rank_batches[micro_batch]
