@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator
@@ -58,26 +59,26 @@ class ParallelConfig(BaseConfig):
         return world_size // size
 
 
+@dataclass(eq=False)
 class Registry[T]:
     """A registry of one kind of thing.
 
-    Args:
+    Attributes:
         kind: what an entry is, for messages ("runtime", "model family").
         how: the call that adds one, for messages.
         built_in: module that adds the entries that are always there; imported when a name is asked for that is not.
     """
 
-    def __init__(self, kind: str, how: str, *, built_in: str | None = None) -> None:
-        self._kind = kind
-        self._how = how
-        self._built_in = built_in
-        self._entries: dict[str, T] = {}
+    kind: str
+    how: str
+    built_in: str | None = None
+    _entries: dict[str, T] = field(default_factory=dict)
 
     def add(self, name: str, entry: T) -> None:
         """Adds ``entry``; a second, different entry of one name raises :class:`RegistryError`."""
         known = self._entries.get(name)
         if known is not None and known != entry:
-            raise RegistryError(f"{self._kind} {name!r} is registered already; choose another name", name=name)
+            raise RegistryError(f"{self.kind} {name!r} is registered already; choose another name", name=name)
         self._entries[name] = entry
 
     def remove(self, name: str) -> None:
@@ -89,7 +90,7 @@ class Registry[T]:
         """The entry of that name; raises :class:`RegistryError` when there is none."""
         if name not in self:
             known = ", ".join(sorted(self._entries)) or "none"
-            raise RegistryError(f"unknown {self._kind} {name!r}; known: {known}; {self._how} adds one", name=name)
+            raise RegistryError(f"unknown {self.kind} {name!r}; known: {known}; {self.how} adds one", name=name)
         return self._entries[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -102,8 +103,8 @@ class Registry[T]:
         return name in self._entries
 
     def _add_built_in(self) -> None:
-        if self._built_in is not None:
-            importlib.import_module(self._built_in)
+        if self.built_in is not None:
+            importlib.import_module(self.built_in)
 
 
 BACKEND_CONFIGS: Registry[type[BackendConfig]] = Registry(

@@ -151,15 +151,6 @@ class RankLayout:
         except (ConfigError, KeyError, TypeError, ValidationError):
             return None
 
-    @property
-    def data_parallel_size(self) -> int:
-        return self.parallel.data_parallel_size(self.world_size)
-
-    @property
-    def stride(self) -> int:
-        """From one data-parallel rank to the next."""
-        return self.parallel.tp * self.parallel.cp
-
 
 def source_rank(rank: int, here: RankLayout, saved: RankLayout, differs: Differs) -> int | None:
     """The rank of ``saved`` whose state of a stream ``rank`` continues, or None where there is no such rank.
@@ -170,15 +161,16 @@ def source_rank(rank: int, here: RankLayout, saved: RankLayout, differs: Differs
     """
     if saved == here:
         return rank
-    parallel, experts = here.parallel, here.parallel.ep * here.parallel.etp
+    parallel, there = here.parallel, saved.parallel
     match differs:
         case "replicas":
-            data_parallel_rank = rank // here.stride % here.data_parallel_size
-            return data_parallel_rank * saved.stride if data_parallel_rank < saved.data_parallel_size else None
+            data_parallel_rank = rank // (parallel.tp * parallel.cp) % parallel.data_parallel_size(here.world_size)
+            exists = data_parallel_rank < there.data_parallel_size(saved.world_size)
+            return data_parallel_rank * there.tp * there.cp if exists else None
         case "tensor_ranks":
-            return rank % parallel.tp if parallel.tp == saved.parallel.tp else None
+            return rank % parallel.tp if parallel.tp == there.tp else None
         case "expert_ranks":
-            same = (parallel.ep, parallel.etp) == (saved.parallel.ep, saved.parallel.etp)
-            return rank % experts if same else None
+            same = (parallel.ep, parallel.etp) == (there.ep, there.etp)
+            return rank % (parallel.ep * parallel.etp) if same else None
         case "nowhere":
             return 0

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,38 +54,31 @@ class Conversion:
         return f"{first} (gathered with {', '.join(others)})" if others else first
 
 
+@dataclass(eq=False)
 class WeightConverter:
     """Converts one model. Making one is a collective over the pipeline stages.
 
-    Args:
+    Attributes:
         models: this rank's chunks without their wrappers.
         pretrained, model_bridge: the directory, and Megatron-Bridge's part for the model family.
         hf_path: the directory that the model was built from; its headers say the shapes.
-
-    Attributes:
         conversions: in the order of export, the same on every rank.
 
     Raises:
         UnsupportedError: a parameter that Megatron-Bridge does not convert, or under a name that the directory lacks.
     """
 
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        pretrained: Any,
-        model_bridge: Any,
-        pg: ProcessGroupCollection,
-        *,
-        head: Head,
-        hf_path: str,
-    ) -> None:
-        self._models = list(models)
-        self._config: Any = models[0].config
-        self._pretrained = pretrained
-        self._model_bridge = model_bridge
-        self._pg = pg
-        self._hf_path = hf_path
-        self.conversions = self._plan(head)
+    models: Sequence[nn.Module]
+    pretrained: Any
+    model_bridge: Any
+    pg: ProcessGroupCollection
+    head: Head
+    hf_path: str
+    conversions: tuple[Conversion, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._config: Any = self.models[0].config
+        self.conversions = self._plan()
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -111,9 +104,9 @@ class WeightConverter:
         if replacements is not None:
             tasks = [_replaced(task, replacements) for task in tasks]
         missing = dict(conversion.shapes)
-        stream = self._model_bridge.stream_weights_megatron_to_hf(
-            self._models,
-            self._pretrained,
+        stream = self.model_bridge.stream_weights_megatron_to_hf(
+            self.models,
+            self.pretrained,
             cpu=False,
             show_progress=False,
             conversion_tasks=tasks,
@@ -131,15 +124,13 @@ class WeightConverter:
 
     def release(self) -> None:
         """Drops every parameter; nothing can be converted any more."""
-        self._models = []
+        self.models = ()
         self.conversions = ()
 
-    def _plan(self, head: Head) -> tuple[Conversion, ...]:
-        tasks = [
-            task for task in self._model_bridge.build_conversion_tasks(self._pretrained, self._models) if task is not None
-        ]
-        shapes: dict[str, tuple[int, ...]] = {name: info.shape for name, info in HFReader(self._hf_path).infos.items()}
-        if head == "values":
+    def _plan(self) -> tuple[Conversion, ...]:
+        tasks = [task for task in self.model_bridge.build_conversion_tasks(self.pretrained, self.models) if task is not None]
+        shapes: dict[str, tuple[int, ...]] = {name: info.shape for name, info in HFReader(self.hf_path).infos.items()}
+        if self.head == "values":
             tasks += self._value_head_tasks()
             shapes |= dict(zip(VALUE_HEAD_WEIGHTS, [(1, self._config.hidden_size), (1,)], strict=True))
         self._require_every_parameter(tasks)
@@ -157,7 +148,7 @@ class WeightConverter:
         tasks = []
         for hf_name in VALUE_HEAD_WEIGHTS:
             name = f"{_VALUE_HEAD}.{hf_name.rpartition('.')[2]}"
-            parameters = [dict(model.named_parameters()).get(name) for model in self._models]
+            parameters = [dict(model.named_parameters()).get(name) for model in self.models]
             stage = next((stage for stage, parameter in enumerate(parameters) if parameter is not None), None)
             tasks.append(
                 WeightConversionTask(
@@ -165,16 +156,16 @@ class WeightConverter:
                     global_param_name=name,
                     mapping=ReplicatedMapping(name, hf_name),
                     vp_stage=stage,
-                    megatron_module=None if stage is None else self._models[stage].get_submodule(_VALUE_HEAD),
+                    megatron_module=None if stage is None else self.models[stage].get_submodule(_VALUE_HEAD),
                     param_weight=None if stage is None else parameters[stage],
                 )
             )
         return tasks
 
     def _require_every_parameter(self, tasks: Sequence[Any]) -> None:
-        for name in unconverted(self._models, tasks):
+        for name in unconverted(self.models, tasks):
             raise UnsupportedError(
-                f"Megatron-Bridge has no name for the parameter {name} that {self._hf_path} stores", name=name
+                f"Megatron-Bridge has no name for the parameter {name} that {self.hf_path} stores", name=name
             )
 
     def _found(self, tasks: Sequence[Any]) -> dict[str, tuple[torch.dtype, bool]]:
@@ -184,8 +175,8 @@ class WeightConverter:
             for task in tasks
             if task.param_weight is not None
         }
-        stages: list[Any] = [None] * self._pg.pp.size()
-        dist.all_gather_object(stages, here, group=self._pg.pp)
+        stages: list[Any] = [None] * self.pg.pp.size()
+        dist.all_gather_object(stages, here, group=self.pg.pp)
         return {name: found for stage in stages for name, found in stage.items()}
 
     def _named_shapes(self, tasks: Sequence[Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -197,14 +188,14 @@ class WeightConverter:
         if missing:
             raise UnsupportedError(
                 f"Megatron-Bridge converts {tasks[0].global_param_name} to {', '.join(missing[:4])}, which "
-                f"{self._hf_path} does not have",
+                f"{self.hf_path} does not have",
                 names=missing,
             )
         return {name: shapes[name] for name in names}
 
     def _of_every_rank(self, template: str) -> list[str]:
         """An expert's name on every expert-parallel rank: each of them converts one of its experts at the same time."""
-        size, found = self._pg.ep.size(), _EXPERT.search(template)
+        size, found = self.pg.ep.size(), _EXPERT.search(template)
         if size == 1 or found is None:
             return [template]
         per_rank = self._config.num_moe_experts // size

@@ -165,7 +165,7 @@ def build_handle(
         packs_sequences=takes_packed_sequences(options, groups.device),
         optimizer=optimizer,
         routers=connect_routers(models, provider, groups),
-        converter=WeightConverter(models, pretrained, model_bridge, groups.pg, head=head, hf_path=config.hf_path),
+        converter=WeightConverter(models, pretrained, model_bridge, groups.pg, head, config.hf_path),
     )
 
 
