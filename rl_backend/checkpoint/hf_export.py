@@ -87,20 +87,17 @@ class TrainingWeights:
         buffer = torch.empty(max(map(math.prod, self.shapes.values())), dtype=dtype)
         for name, shape in self.shapes.items():
             tensor = buffer[: math.prod(shape)].view(shape)
-            self._fill(name, tensor)
+            try:
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
+                    load({PREFIX + name: tensor}, storage_reader=self._reader, no_dist=True)
+            except CheckpointException as error:
+                raise_interrupt(error, 0)
+                causes = "; ".join(str(cause) for cause, _ in error.failures.values())
+                raise CheckpointError(
+                    f"{name} cannot be read from {self.path}: {causes}", path=str(self.path), name=name
+                ) from error
             yield name, tensor
-
-    def _fill(self, name: str, tensor: Tensor) -> None:
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
-                load({PREFIX + name: tensor}, storage_reader=self._reader, no_dist=True)
-        except CheckpointException as error:
-            raise_interrupt(error, 0)
-            causes = "; ".join(str(cause) for cause, _ in error.failures.values())
-            raise CheckpointError(
-                f"{name} cannot be read from {self.path}: {causes}", path=str(self.path), name=name
-            ) from error
 
 
 def source_of(weights: TrainingWeights, given: Path | str | None = None) -> Path:

@@ -35,21 +35,16 @@ def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
         return
     inner = shape[1:]
     row = math.prod(inner)
-    first, last = -(-start // row), end // row
-    if first > last:
-        yield from _inside_row(inner, row, last, start, end)
-        return
-    if start < first * row:
-        yield from _inside_row(inner, row, first - 1, start, first * row)
-    if first < last:
-        yield Box((first, *[0] * len(inner)), (last - first, *inner), first * row)
-    if last * row < end:
-        yield from _inside_row(inner, row, last, last * row, end)
-
-
-def _inside_row(inner: Sequence[int], row: int, index: int, start: int, end: int) -> Iterator[Box]:
-    for box in boxes(inner, start - index * row, end - index * row):
-        yield Box((index, *box.offsets), (1, *box.sizes), box.start + index * row)
+    index = start // row
+    if start % row or end - start < row:
+        stop = min(end, (index + 1) * row)
+        for box in boxes(inner, start - index * row, stop - index * row):
+            yield Box((index, *box.offsets), (1, *box.sizes), box.start + index * row)
+    else:
+        rows = (end - start) // row
+        stop = start + rows * row
+        yield Box((index, *[0] * len(inner)), (rows, *inner), start)
+    yield from boxes(shape, stop, end)
 
 
 class TensorPieces:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Self
 
 from pydantic import Field, model_validator
 
@@ -195,28 +195,24 @@ _BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn",
 def _check_balancing(field: str, values: Mapping[str, Any]) -> None:
     kind, coefficient = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
     kinds, coefficients = _listed(values.get(kind, "none")), _listed(values.get(coefficient, 0.0))
+
+    def refuse(name: str, problem: str) -> NoReturn:
+        raise ConfigError.of(f"{field}[{name!r}]", values.get(name), problem)
+
     if set(map(str, kinds)) - set(_BALANCING):
-        raise ConfigError.of(f"{field}[{kind!r}]", values[kind], f"expected one of {', '.join(map(repr, _BALANCING))}")
+        refuse(kind, f"expected one of {', '.join(map(repr, _BALANCING))}")
     for weight in coefficients:
         if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float)):
-            raise ConfigError.of(f"{field}[{coefficient!r}]", values[coefficient], "expected a number")
+            refuse(coefficient, "expected a number")
     if len(kinds) != len(coefficients):
-        raise ConfigError.of(
-            f"{field}[{coefficient!r}]", values.get(coefficient), f"expected one number for each of {kind}={kinds}"
-        )
+        refuse(coefficient, f"expected one number for each of {kind}={kinds}")
     for each, weight in zip(kinds, coefficients, strict=True):
         adds_loss = str(each).endswith("aux_loss")
         if weight and not adds_loss:
-            raise ConfigError.of(
-                f"{field}[{coefficient!r}]",
-                values[coefficient],
-                f"Megatron would ignore it with {kind!r}={each!r}; set that to 'aux_loss', 'seq_aux_loss' or "
-                "'global_aux_loss' too",
-            )
+            instead = "set that to 'aux_loss', 'seq_aux_loss' or 'global_aux_loss' too"
+            refuse(coefficient, f"Megatron would ignore it with {kind!r}={each!r}; {instead}")
         if adds_loss and not weight:
-            raise ConfigError.of(
-                f"{field}[{kind!r}]", values[kind], f"Megatron would ignore it without {coefficient!r} above 0; set both"
-            )
+            refuse(kind, f"Megatron would ignore it without {coefficient!r} above 0; set both")
 
 
 def _listed(value: Any) -> list[Any]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import xxhash
@@ -18,17 +18,12 @@ _RUN = 2
 """Blocks that a thread takes at one time."""
 
 
-@contextmanager
-def block_threads(threads: int) -> Iterator[Executor | None]:
+def block_threads(threads: int) -> AbstractContextManager[Executor | None]:
     """Threads that share the blocks of a tensor; None where there is only one, which is the caller's own.
 
     Copying and digesting a block both leave the interpreter lock.
     """
-    if threads <= 1:
-        yield None
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        yield pool
+    return ThreadPoolExecutor(threads) if threads > 1 else nullcontext()
 
 
 def tensor_digest(tensor: Tensor, pool: Executor | None = None) -> str:

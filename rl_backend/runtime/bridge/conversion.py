@@ -133,7 +133,10 @@ class WeightConverter:
         if self.head == "values":
             tasks += self._value_head_tasks()
             shapes |= dict(zip(VALUE_HEAD_WEIGHTS, [(1, self._config.hidden_size), (1,)], strict=True))
-        self._require_every_parameter(tasks)
+        for name in unconverted(self.models, tasks):
+            raise UnsupportedError(
+                f"Megatron-Bridge has no name for the parameter {name} that {self.hf_path} stores", name=name
+            )
         found = self._found(tasks)
         members: dict[str, list[Any]] = {}
         for task in tasks:
@@ -161,12 +164,6 @@ class WeightConverter:
                 )
             )
         return tasks
-
-    def _require_every_parameter(self, tasks: Sequence[Any]) -> None:
-        for name in unconverted(self.models, tasks):
-            raise UnsupportedError(
-                f"Megatron-Bridge has no name for the parameter {name} that {self.hf_path} stores", name=name
-            )
 
     def _found(self, tasks: Sequence[Any]) -> dict[str, tuple[torch.dtype, bool]]:
         """Global parameter name -> dtype and whether it is trained, from the stages that have it."""
