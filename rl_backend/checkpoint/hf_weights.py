@@ -111,10 +111,10 @@ def _check_tensors(
     for name, shape in wanted.items():
         stored = reader.infos[name]
         if stored.shape != shape:
-            raise CheckpointError(
-                f"tensor {name!r} of {reader.path} has shape {stored.shape}; {_expected(name, shape)}",
-                tensor=name,
-            )
+            expected = f"config.json describes {shape}; the weights and the configuration are of different models"
+            if name in VALUE_HEAD_WEIGHTS:
+                expected = f"a critic's has {shape}: one value per token"
+            raise CheckpointError(f"tensor {name!r} of {reader.path} has shape {stored.shape}; {expected}", tensor=name)
         if not isinstance(stored.dtype, torch.dtype):
             raise CheckpointError(
                 f"tensor {name!r} of {reader.path} has dtype {stored.dtype}; expected {', '.join(FLOAT_DTYPES)}; convert "
@@ -130,9 +130,3 @@ def _check_tensors(
             "the weights and the configuration are of different models",
             tensors=surplus,
         )
-
-
-def _expected(name: str, shape: tuple[int, ...]) -> str:
-    if name in VALUE_HEAD_WEIGHTS:
-        return f"a critic's has {shape}: one value per token"
-    return f"config.json describes {shape}; the weights and the configuration are of different models"

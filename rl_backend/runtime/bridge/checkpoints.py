@@ -51,7 +51,7 @@ def training_manifest(handle: BridgeHandle) -> TrainingManifest:
         handle,
         handle.converter.shapes,
         private=_names(handle).private,
-        schedule_steps=optimizer.num_schedule_steps,
+        schedule_steps=int(optimizer.scheduler.num_steps),
         optimizer_steps=num_steps(optimizer.megatron),
     )
 

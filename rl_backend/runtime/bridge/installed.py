@@ -99,7 +99,8 @@ def import_megatron() -> None:
             )
     for message, category in _REPEATED:
         warnings.filterwarnings("ignore", message, category)
-    with quiet(), _same_pickles():
+    load = torch.storage._load_from_bytes
+    with quiet():
         try:
             # First: it finds out by itself whether Transformer Engine is there.
             for name in ("models.gpt", "distributed", "optimizer", "pipeline_parallel"):
@@ -110,16 +111,9 @@ def import_megatron() -> None:
             raise UnsupportedError(
                 f"Megatron cannot be imported: the package {error.name!r} is missing; {_INSTALL}", package=error.name
             ) from error
-
-
-@contextmanager
-def _same_pickles() -> Generator[None]:
-    """Undoes Megatron-Core's change of torch's pickles, which every process would need Megatron to read."""
-    load = torch.storage._load_from_bytes
-    try:
-        yield
-    finally:
-        torch.storage._load_from_bytes = load
+        finally:
+            # Megatron-Core changes torch's pickles, which every process would need Megatron to read.
+            torch.storage._load_from_bytes = load
 
 
 @contextmanager

@@ -109,11 +109,6 @@ class BridgeOptimizer:
         """Learning rate of the next step."""
         return float(self.scheduler.get_lr({"max_lr": self._config.lr, "min_lr": self._config.min_lr}))
 
-    @property
-    def num_schedule_steps(self) -> int:
-        """Scheduler steps taken."""
-        return int(self.scheduler.num_steps)
-
     def restore_schedule(self, num_steps: int) -> None:
         """Sets the schedules to ``num_steps`` steps taken."""
         self.scheduler.num_steps = 0
