@@ -1,7 +1,5 @@
 """Confinement of names and links to a folder."""
 
-from __future__ import annotations
-
 from pathlib import Path, PurePosixPath
 
 from rl_backend.contracts import CheckpointError

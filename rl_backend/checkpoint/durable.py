@@ -1,7 +1,5 @@
 """Durable files: drafts, flushing, renaming, discarding."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Export of a training checkpoint to a Hugging Face directory, without a runtime or ranks."""
 
-from __future__ import annotations
-
 import math
 import re
 import warnings

@@ -1,7 +1,5 @@
 """Reading Hugging Face directories: headers first, then tensors or parts of them; and the files that belong to a model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

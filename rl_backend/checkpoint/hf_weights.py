@@ -1,7 +1,5 @@
 """Filling a model from a Hugging Face directory: a rank reads the parts of tensors that it keeps."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from pathlib import Path
 

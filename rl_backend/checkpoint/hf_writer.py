@@ -1,7 +1,5 @@
 """Writing Hugging Face directories, shard by shard and all or nothing."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Manifests: sealed JSON that makes a directory a complete checkpoint."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rectangular pieces of a tensor: a rank's part of a flat buffer in a checkpoint that any layout can load; host copies."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

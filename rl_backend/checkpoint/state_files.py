@@ -1,7 +1,5 @@
 """Files of ``torch.distributed.checkpoint``: digested while they are written, and read without running anything."""
 
-from __future__ import annotations
-
 import io
 import os
 from collections.abc import Generator, Mapping

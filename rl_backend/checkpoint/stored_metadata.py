@@ -5,8 +5,6 @@ a file may have stands for a record that only keeps its arguments; every other n
 are then checked and put into torch's own classes.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import pickle
@@ -14,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
@@ -88,7 +86,7 @@ class _Record:
     arguments: tuple[Any, ...]
     state: Any
 
-    def __new__(cls, *arguments: Any) -> _Record:
+    def __new__(cls, *arguments: Any) -> Self:
         record = super().__new__(cls)
         record.arguments, record.state = arguments, None
         return record

@@ -1,7 +1,5 @@
 """Training state as ``torch.distributed.checkpoint`` directories that any number of ranks can load."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

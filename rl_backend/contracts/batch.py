@@ -5,8 +5,6 @@ The shift is defined here, once. ``log_probs[t]``, and every token field that a 
 a sequence predicts nothing: its log-prob is 0 and its ``loss_mask`` must be 0. ``values[t]`` belongs to token t.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -56,9 +54,9 @@ class TokenSequence:
 
     def with_fields(
         self, token_fields: Mapping[str, Tensor] | None = None, sequence_fields: Mapping[str, Tensor] | None = None
-    ) -> TokenSequence:
+    ) -> Self:
         """A copy with fields added or replaced."""
-        return TokenSequence(
+        return type(self)(
             self.input_ids,
             {**self.token_fields, **(token_fields or {})},
             {**self.sequence_fields, **(sequence_fields or {})},
@@ -72,7 +70,7 @@ class TokenSequence:
         *,
         response_fields: Mapping[str, Sequence[float] | Tensor] | None = None,
         sequence_fields: Mapping[str, Tensor] | None = None,
-    ) -> TokenSequence:
+    ) -> Self:
         """Prompt and response as one sequence, with ``loss_mask`` on the predictions of the response tokens.
 
         Args:

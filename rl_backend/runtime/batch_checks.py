@@ -1,7 +1,5 @@
 """Checks of micro-batches that every rank must pass before any rank starts to communicate."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Options of the bridge runtime: Megatron-Core through Megatron-Bridge. Megatron is not imported."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Self

@@ -1,7 +1,5 @@
 """Saving the handles of a runtime, now or in the background."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

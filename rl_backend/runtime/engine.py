@@ -1,7 +1,5 @@
 """Engines of guarded runtimes: groups, models, and the calls that PyTorch and Megatron answer differently."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Streams of exported weights: names, buckets, and ranks that agree to continue or to end early together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from typing import Protocol
 

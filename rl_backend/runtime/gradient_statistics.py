@@ -1,7 +1,5 @@
 """Norm and zeros of a gradient whose shards lie on all ranks, added up without loss."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

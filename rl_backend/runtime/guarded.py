@@ -1,7 +1,5 @@
 """Runtimes whose atoms check their model first, as :mod:`rl_backend.contracts.operations` declares."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """The atoms of distributed training that every runtime offers."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """Outputs of a model's modules in a forward pass, under their Hugging Face paths."""
 
-from __future__ import annotations
-
 import posixpath
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

@@ -5,8 +5,6 @@ shards, Megatron's buffers, the optimizer's references) stays valid, so nothing 
 a CPU runtime it works the same way, with host buffers as the other side; it saves no memory there.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Results of a pass: losses, metrics and outputs of its micro-batches, the same for every engine."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

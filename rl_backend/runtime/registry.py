@@ -1,7 +1,5 @@
 """Runtimes by name."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from pathlib import Path

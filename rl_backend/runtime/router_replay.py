@@ -1,7 +1,5 @@
 """Recording routes and routing as recorded: what both runtimes share. See :mod:`rl_backend.contracts.routed_experts`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, get_args
 

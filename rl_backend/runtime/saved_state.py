@@ -1,11 +1,9 @@
 """Training states of guarded runtimes: their manifest, loading them, and whose random state a rank takes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -142,7 +140,7 @@ class RankLayout:
     world_size: int
 
     @classmethod
-    def of(cls, runtime_config: Mapping[str, Any], world_size: int) -> RankLayout | None:
+    def of(cls, runtime_config: Mapping[str, Any], world_size: int) -> Self | None:
         """That of a dumped ``RuntimeConfig``; None for a runtime whose configuration has no ``parallel`` of ours."""
         try:
             parallel = ParallelConfig.model_validate(runtime_config["backend_cfg"]["parallel"])

@@ -1,7 +1,5 @@
 """Comparison of what a trainer announces, what its export yields and what an engine loads."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Digests of tensors, computed without copying them."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, ThreadPoolExecutor

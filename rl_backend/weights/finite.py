@@ -4,8 +4,6 @@
 summed first; only a chunk whose sum is not finite (its sum may also have overflowed) is looked at element by element.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from concurrent.futures import Executor

@@ -1,7 +1,5 @@
 """Staging buffers: layout, writing, and proof that a buffer holds what its manifest says."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Micro-batches as Megatron's model takes them, and outputs as a loss takes them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Checkpoints of the bridge: their contents, and loading one of either runtime into any layout."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Megatron-Bridge's conversion of parameters to Hugging Face tensors, planned once and run piece by piece."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,7 +1,5 @@
 """Micro-batches through Megatron's pipeline schedules: losses, the gradients of several passes, hidden states."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Megatron's process groups of one rank."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import dataclass
 

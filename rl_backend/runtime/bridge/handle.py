@@ -1,7 +1,5 @@
 """Models of the bridge runtime, and building one for one rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Importing Megatron: the installed versions, and what an import without Transformer Engine takes."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.machinery

@@ -1,7 +1,5 @@
 """Hugging Face directories in Megatron-Bridge: what Megatron makes of ``config.json``, and loading the weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -6,14 +6,12 @@ fail. Outside the context torch is as it was. The norm for sequence parallelism 
 Transformer Engine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +36,8 @@ class _Stream:
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
-    def record_event(self, *args: object) -> _Stream:
-        return _Stream()
+    def record_event(self, *args: object) -> Self:
+        return self
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: None

@@ -1,7 +1,5 @@
 """Megatron's distributed optimizer and scheduler, with a check of the gradients of all ranks before anything changes."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Settings of Megatron-Bridge's model provider, from this runtime's options and the user's own values."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable, Mapping

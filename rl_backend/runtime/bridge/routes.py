@@ -1,12 +1,10 @@
 """Recording routes in Megatron's routers, and routing as recorded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -162,7 +160,7 @@ class PassRoutes:
         self._chosen: dict[tuple[int, int], Tensor] = {}
         """(micro-batch, chunk) -> (T, layers, top_k)."""
 
-    def __enter__(self) -> PassRoutes:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

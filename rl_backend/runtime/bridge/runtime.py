@@ -1,7 +1,5 @@
 """The bridge runtime: Megatron-Core as the engine of every atom."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path

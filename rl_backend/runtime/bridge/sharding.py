@@ -1,7 +1,5 @@
 """Megatron's parameters as rectangles of Hugging Face's tensors: which rows a rank has, under which names."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
