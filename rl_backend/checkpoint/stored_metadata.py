@@ -66,16 +66,14 @@ def stored_metadata(path: Path, files: Mapping[str, FileFacts]) -> Metadata:
     except OSError as error:
         raise CheckpointError(f"{path / METADATA_FILE} cannot be read: {error}", path=str(path)) from None
     try:
-        record = _Unpickler(path, data).load()
+        return _metadata(_Unpickler(path, data).load(), files)
     except CheckpointError:
         raise
+    except _RefusedError as error:
+        raise damaged(path, METADATA_FILE, f"its {METADATA_FILE} is refused, {error}") from None
     except Exception as error:  # pickle raises errors of any type for damaged data
         problem = f"its {METADATA_FILE} cannot be read: {type(error).__name__}: {error}"
         raise damaged(path, METADATA_FILE, problem) from error
-    try:
-        return _metadata(record, files)
-    except _RefusedError as error:
-        raise damaged(path, METADATA_FILE, f"its {METADATA_FILE} is refused, {error}") from None
 
 
 class _Record:
@@ -249,13 +247,8 @@ def covers_once(whole: Sequence[int], boxes: Sequence[tuple[Sequence[int], Seque
     if len(split) > MOST_SPLIT_DIMENSIONS:
         raise ValueError(f"it is split along {len(split)} dimensions; {MOST_SPLIT_DIMENSIONS} at most are read")
     corners: Counter[tuple[int, ...]] = Counter()
-    for offsets, sizes in filled:
-        _add_corners(corners, [(offsets[i], offsets[i] + sizes[i]) for i in split], 1)
-    _add_corners(corners, [(0, whole[i]) for i in split], -1)
+    for (offsets, sizes), sign in [*((box, 1) for box in filled), (([0] * len(whole), whole), -1)]:
+        for upper in itertools.product((0, 1), repeat=len(split)):
+            corner = tuple(offsets[i] + side * sizes[i] for i, side in zip(split, upper, strict=True))
+            corners[corner] += -sign if sum(upper) % 2 else sign
     return not any(corners.values())
-
-
-def _add_corners(corners: Counter[tuple[int, ...]], spans: Sequence[tuple[int, int]], sign: int) -> None:
-    for upper in itertools.product((0, 1), repeat=len(spans)):
-        corner = tuple(span[side] for span, side in zip(spans, upper, strict=True))
-        corners[corner] += -sign if sum(upper) % 2 else sign

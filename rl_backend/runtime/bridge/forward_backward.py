@@ -19,6 +19,7 @@ from rl_backend.runtime.bridge.routes import PassRoutes
 from rl_backend.runtime.engine import PassRequest
 from rl_backend.runtime.module_outputs import record_outputs
 from rl_backend.runtime.pass_results import PassResults
+from rl_backend.runtime.router_replay import gather_rows
 from rl_backend.trace.device import device_span
 
 type Observe = Callable[[int, int, LaidOut], AbstractContextManager[None]]
@@ -204,7 +205,5 @@ def _pack_output(output: Tensor, laid_out: LaidOut, tp_group: dist.ProcessGroup)
     if output.dim() != 3 or output.shape[1] != rows or output.shape[0] not in (columns, columns // tp_group.size()):
         return None
     if output.shape[0] != columns:
-        parts = [torch.empty_like(output) for _ in range(tp_group.size())]
-        dist.all_gather(parts, output.contiguous(), group=tp_group)
-        output = torch.cat(parts)
+        output = gather_rows(output, tp_group)
     return laid_out.pack(output).to("cpu", torch.float32)
