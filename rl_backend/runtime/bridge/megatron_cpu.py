@@ -9,7 +9,7 @@ Transformer Engine.
 import contextlib
 import importlib
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
@@ -134,21 +134,18 @@ def on_cpu(device: torch.device) -> Generator[None]:
                 _undone.close()
 
 
-def iterate_on_cpu[T](device: torch.device, items: Iterator[T]) -> Generator[T]:
+def iterate_on_cpu[T](device: torch.device, items: Generator[T]) -> Generator[T]:
     """``items``, each made inside :func:`on_cpu`; the consumer runs outside. Closing it closes ``items``."""
     try:
         while True:
             with on_cpu(device):
-                try:
-                    item = next(items)
-                except StopIteration:
-                    return
+                item = next(items, None)
+            if item is None:
+                return
             yield item
     finally:
-        close = getattr(items, "close", None)
-        if close is not None:
-            with on_cpu(device):
-                close()
+        with on_cpu(device):
+            items.close()
 
 
 class SequenceParallelRMSNorm(nn.RMSNorm):

@@ -86,7 +86,7 @@ class BridgeRuntime(GuardedRuntime[BridgeHandle, BridgeGroups]):
             )
 
     def _require_replayable(self, handle: BridgeHandle, router_replay: RouterReplay) -> None:
-        require_replayable(handle.name, handle.routed_layers, handle.provider, router_replay)
+        require_replayable(handle, handle.provider, router_replay)
 
     def _run_passes(self, handle: BridgeHandle, request: PassRequest) -> ForwardResult:
         """See the base class. Losses and metrics are on the ranks of the last pipeline stage."""
