@@ -5,7 +5,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -165,27 +165,21 @@ def _require_same_model(weights: TrainingWeights, config: Mapping[str, Any], sou
     for name, shape in weights.shapes.items():
         if name.endswith("embed_tokens.weight") and len(shape) == 2:
             saved["vocab_size"], saved["hidden_size"] = shape
+
+    def refuse(field: str, problem: str) -> NoReturn:
+        remedy = "give the directory that the run began from, or a copy, as source"
+        raise CheckpointError.at(source, f"{problem}; {remedy}", field=field)
+
     for field in _FIELDS:
         found = config.get(field)
         if found is None:
-            raise CheckpointError.at(
-                source,
-                f"is refused: its config.json has no {field}, so it is not known to be of the model in "
-                f"{weights.path}; give the directory that the run began from, or a copy, as source",
-                field=field,
-            )
+            unknown = f"so it is not known to be of the model in {weights.path}"
+            refuse(field, f"is refused: its config.json has no {field}, {unknown}")
         if found != saved.get(field, found):
-            raise CheckpointError.at(
-                source,
-                f"is of another model: its config.json has {field}={found!r}, the model in {weights.path} "
-                f"has {saved[field]!r}; give the directory that the run began from, or a copy",
-                field=field,
-            )
+            other = f"the model in {weights.path} has {saved[field]!r}"
+            refuse(field, f"is of another model: its config.json has {field}={found!r}, {other}")
     vocab_size, hidden_size = config["vocab_size"], config["hidden_size"]
     if (vocab_size, hidden_size) not in weights.shapes.values():
-        raise CheckpointError.at(
-            source,
-            f"is of another model: its config.json has vocab_size={vocab_size!r} and hidden_size={hidden_size!r}, "
-            f"the model in {weights.path} has no such weight; give the directory that the run began from, or a copy",
-            field="vocab_size",
-        )
+        sizes = f"vocab_size={vocab_size!r} and hidden_size={hidden_size!r}"
+        other = f"the model in {weights.path} has no such weight"
+        refuse("vocab_size", f"is of another model: its config.json has {sizes}, {other}")
