@@ -1,7 +1,7 @@
 """Outputs of a model's modules in a forward pass, under their Hugging Face paths."""
 
 import posixpath
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import accumulate
@@ -24,10 +24,10 @@ def module_paths(model: nn.Module, hf_names: Mapping[str, Sequence[str]]) -> dic
     for parameter, names in hf_names.items():
         # From the model itself, with an empty name, inwards.
         for module in accumulate(parameter.split(".")[:-1], lambda outer, name: f"{outer}.{name}".lstrip("."), initial=""):
-            parents.setdefault(module, set()).update(name.rpartition(".")[0] for name in names)
+            parents.setdefault(module, set()).update(name.rpartition(".")[0].replace(".", "/") for name in names)
     existing = dict(model.named_modules())
-    paths = {module: _common_prefix(found) for module, found in parents.items() if module in existing}
-    return {module: path for module, path in paths.items() if path}
+    paths = {module: posixpath.commonpath(found) for module, found in parents.items() if found and module in existing}
+    return {module: path.replace("/", ".") for module, path in paths.items() if path}
 
 
 @contextmanager
@@ -62,7 +62,3 @@ def record_outputs(
         for name, path in module_paths(model, hf_names).items():
             hooks.enter_context(modules[name].register_forward_hook(partial(keep, name, path)))
         yield outputs
-
-
-def _common_prefix(paths: Collection[str]) -> str:
-    return posixpath.commonpath([path.replace(".", "/") for path in paths]).replace("/", ".") if paths else ""

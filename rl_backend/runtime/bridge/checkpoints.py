@@ -65,7 +65,13 @@ def load_training_checkpoint(handle: BridgeHandle, path: Path) -> TrainingManife
         handle, path, handle.converter.shapes, lambda: all_tensors(handle), check=check, differs=_differs
     )
     if handle.optimizer is not None:
-        _copy_masters(handle)
+        # Rounds masters to the dtype of the weights and gathers these.
+        for state in parameter_states(handle.optimizer.megatron):
+            # In float32 a master is a view of the weight.
+            if state.parameter.dtype != torch.float32:
+                state.parameter.detach().view(-1)[state.start : state.end].copy_(state.tensors["param"])
+        for chunk in handle.chunks:
+            chunk.start_param_sync(force_sync=True)
         set_num_steps(handle.optimizer.megatron, manifest.optimizer_steps)
         handle.optimizer.restore_schedule(manifest.schedule_steps)
         _restore_random_state(handle, loaded)
@@ -84,21 +90,12 @@ def _held(name: str, states: Sequence[ParameterState]) -> dict[int, tuple[int, i
     return {id(state.parameter): (state.start, state.end, state.tensors[name].detach()) for state in states}
 
 
-def _copy_masters(handle: BridgeHandle) -> None:
-    """Rounds masters to the dtype of the weights and gathers these. A collective over the data-parallel ranks."""
-    for state in parameter_states(handle.trainer("load_checkpoint").megatron):
-        # In float32 a master is a view of the weight.
-        if state.parameter.dtype != torch.float32:
-            state.parameter.detach().view(-1)[state.start : state.end].copy_(state.tensors["param"])
-    for chunk in handle.chunks:
-        chunk.start_param_sync(force_sync=True)
-
-
 def _random_state(handle: BridgeHandle) -> dict[str, Tensor]:
     """States of torch's generators and of Megatron's under names that no two ranks share."""
     states = saved_state.random_state(handle.groups.device)
     for name, state in get_cuda_rng_tracker().get_states().items():
-        states[_tracked(name)] = _bytes(state)
+        # With graph-safe random numbers Megatron keeps generators instead of their states.
+        states[_tracked(name)] = state.get_state() if isinstance(state, torch.Generator) else state.clone()
     return states
 
 
@@ -126,11 +123,6 @@ def _differs(stream: str) -> Differs:
         get_expert_parallel_rng_tracker_name(): "expert_ranks",
     }
     return known.get(stream.removeprefix(_TRACKED), "tensor_ranks")
-
-
-def _bytes(state: Tensor | torch.Generator) -> Tensor:
-    """With graph-safe random numbers Megatron keeps generators instead of their states."""
-    return state.get_state() if isinstance(state, torch.Generator) else state.clone()
 
 
 def _require_even_steps(manifest: TrainingManifest, path: Path) -> None:

@@ -27,13 +27,10 @@ class BridgeGroups(RankGroups):
     pg: ProcessGroupCollection
 
     @property
-    def is_last_stage(self) -> bool:
-        return bool(self.pg.pp.rank() == self.pg.pp.size() - 1)
-
-    @property
     def has_outputs(self) -> bool:
         """Whether this is the one rank of its model replica that gives outputs: last stage, first of tp and cp."""
-        return self.is_last_stage and self.pg.tp.rank() == 0 and self.pg.cp.rank() == 0
+        pg = self.pg
+        return bool(pg.pp.rank() == pg.pp.size() - 1 and pg.tp.rank() == 0 and pg.cp.rank() == 0)
 
 
 @dataclass

@@ -14,7 +14,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import VALUE_HEAD_WEIGHTS, CheckpointError, Head, UnsupportedError
-from rl_backend.primitive.value_head import ValueHead
 from rl_backend.runtime.bridge.batch import CriticOutputLayer
 from rl_backend.runtime.bridge.conversion import hf_names, unconverted
 from rl_backend.runtime.bridge.groups import BridgeGroups
@@ -139,7 +138,11 @@ def load_model(
         raise CheckpointError(f"{hf_path} has weights of other shapes than its config.json says: {error}") from error
     for chunk in last:
         chunk.output_layer = CriticOutputLayer(chunk.config.hidden_size, chunk.config)
-        _load_value_head(hf_path, chunk.output_layer.value_head)
+        head_of_values, reader = chunk.output_layer.value_head, HFReader(hf_path)
+        with torch.no_grad():
+            for name, parameter in zip(VALUE_HEAD_WEIGHTS, (head_of_values.weight, head_of_values.bias), strict=True):
+                # What the directory lacks of them is 0.
+                parameter.copy_(reader.read(name)) if name in reader.infos else parameter.zero_()
 
 
 def _may_be_unread(name: str, head: Head, hf_config: Any) -> bool:
@@ -203,14 +206,3 @@ def _require_experts_everywhere(hf_config: Any, provider: Any) -> None:
             "Megatron-Bridge gives experts to every layer; the native runtime may serve it",
             layers=dense,
         )
-
-
-def _load_value_head(hf_path: str, value_head: ValueHead) -> None:
-    """``score.weight`` and ``score.bias``; what the directory lacks of them is 0."""
-    reader = HFReader(hf_path)
-    with torch.no_grad():
-        for name, parameter in zip(VALUE_HEAD_WEIGHTS, (value_head.weight, value_head.bias), strict=True):
-            if name in reader.infos:
-                parameter.copy_(reader.read(name))
-            else:
-                parameter.zero_()

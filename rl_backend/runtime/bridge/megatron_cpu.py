@@ -43,14 +43,6 @@ class _Stream:
         return lambda *args, **kwargs: None
 
 
-def _nothing(*args: object, **kwargs: object) -> None:
-    pass
-
-
-def _same(self: Tensor, *args: object, **kwargs: object) -> Tensor:
-    return self
-
-
 _tensor_type = torch.Tensor.type
 
 
@@ -72,7 +64,7 @@ _RANDOM = "megatron.core.tensor_parallel.random"
 
 PATCHES = (
     Patch(torch.cuda, "current_device", lambda: torch.device("cpu"), "the device of every buffer that Megatron makes"),
-    Patch(torch.cuda, "synchronize", _nothing, "after communication between pipeline stages"),
+    Patch(torch.cuda, "synchronize", lambda *_, **__: None, "after communication between pipeline stages"),
     Patch(torch.cuda, "current_stream", lambda *_: _Stream(), "gradient buffers wait for the stream of the backward pass"),
     Patch(torch.cuda, "Stream", _Stream, "the MoE dispatcher makes one for copies to the host"),
     Patch(torch.cuda, "get_rng_state", lambda *_: torch.get_rng_state(), "seeding keeps the state that it found"),
@@ -80,7 +72,7 @@ PATCHES = (
     Patch(_RANDOM, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state(), "the tracker of states reads it"),
     Patch(_RANDOM, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state), "and sets it"),
     Patch(_DISPATCHER, "maybe_move_tensor_to_cpu", _on_host, "sizes of the all-to-all as numbers of the host"),
-    Patch(torch.Tensor, "cuda", _same, "tied embeddings, summed over the first and the last stage"),
+    Patch(torch.Tensor, "cuda", lambda self, *_, **__: self, "tied embeddings, summed over the first and the last stage"),
     Patch(torch.Tensor, "type", _cuda_type, "the distributed optimizer takes tensors of CUDA types only"),
 )
 
