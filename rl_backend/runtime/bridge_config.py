@@ -128,13 +128,13 @@ DDP = Overrides(
 )
 """Of ``DistributedDataParallelConfig``."""
 
+SAME_IN_MEGATRON = ("optimizer", "lr", "min_lr", "weight_decay", "clip_grad", "log_num_zeros_in_grad")
+"""Fields of ours that Megatron's ``OptimizerConfig`` has by the same name."""
+
 OPTIMIZER = Overrides(
     allowed=("apply_wd_to_qk_layernorm",),
     elsewhere={
-        **{
-            name: f"{_OPTIMIZER}.{name}"
-            for name in ("optimizer", "lr", "min_lr", "weight_decay", "clip_grad", "log_num_zeros_in_grad")
-        },
+        **{name: f"{_OPTIMIZER}.{name}" for name in SAME_IN_MEGATRON},
         "adam_beta1": f"{_OPTIMIZER}.betas",
         "adam_beta2": f"{_OPTIMIZER}.betas",
         "adam_eps": f"{_OPTIMIZER}.eps",

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -77,17 +77,13 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
         self._handles.append(handle)
         return handle
 
-    @contextmanager
-    def train_mode(self, handle: H) -> Generator[None]:
+    def train_mode(self, handle: H) -> AbstractContextManager[None]:
         self._require(handle, "train_mode")
-        with handle.training(True):
-            yield
+        return handle.training(True)
 
-    @contextmanager
-    def eval_mode(self, handle: H) -> Generator[None]:
+    def eval_mode(self, handle: H) -> AbstractContextManager[None]:
         self._require(handle, "eval_mode")
-        with handle.training(False):
-            yield
+        return handle.training(False)
 
     def zero_grad(self, handle: H) -> None:
         with self._atom(handle, "zero_grad"):

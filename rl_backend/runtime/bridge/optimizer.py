@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rl_backend.contracts import HandleError, OptimizerConfig, StepResult
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.provider import override
-from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.bridge_config import SAME_IN_MEGATRON, BridgeConfig
 from rl_backend.runtime.gradient_statistics import gather_statistics, judge, rank_statistics
 
 logger = logging.getLogger(__name__)
@@ -128,15 +128,10 @@ class BridgeOptimizer:
 def _megatron_config(options: BridgeConfig) -> Any:
     config, dtype = options.optimizer, getattr(torch, options.param_dtype)
     settings = {
-        "optimizer": config.optimizer,
-        "lr": config.lr,
-        "min_lr": config.min_lr,
-        "weight_decay": config.weight_decay,
+        **{name: getattr(config, name) for name in SAME_IN_MEGATRON},
         "adam_beta1": config.betas[0],
         "adam_beta2": config.betas[1],
         "adam_eps": config.eps,
-        "clip_grad": config.clip_grad,
-        "log_num_zeros_in_grad": config.log_num_zeros_in_grad,
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "use_distributed_optimizer": True,
