@@ -5,7 +5,6 @@ summed first; only a chunk whose sum is not finite (its sum may also have overfl
 """
 
 import ctypes
-from collections.abc import Sequence
 from concurrent.futures import Executor
 from typing import NamedTuple
 
@@ -13,8 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_backend.contracts import WeightCheckError
-from rl_backend.contracts.errors import listed
 from rl_backend.weights.digest import block_digest, each_block, join_digests, tensor_digest
 
 _INFINITY = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F80_0000, torch.float64: 0x7FF0_0000_0000_0000}
@@ -62,15 +59,3 @@ def has_non_finite(tensor: Tensor) -> bool:
     sums = torch.stack([chunk.sum() for chunk in chunks])
     suspects = (~sums.isfinite()).nonzero().flatten().tolist()
     return any(not bool(chunks[index].isfinite().all()) for index in suspects)
-
-
-def refuse_non_finite(names: Sequence[str], *, engine: str) -> None:
-    """Raises :class:`~rl_backend.contracts.WeightCheckError` unless ``names``, of tensors with NaN or infinity, is empty."""
-    if not names:
-        return
-    raise WeightCheckError(
-        f"{engine}: weights hold NaN or infinity and were not loaded: {listed(names, 8)}; the trainer's model is "
-        "damaged: restore a checkpoint",
-        engine=engine,
-        names=list(names),
-    )

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts import TensorInfo, WeightCheckError, WeightManifest, dtype_from_name
+from rl_backend.contracts.errors import listed
 from rl_backend.weights.compare import as_announced
 from rl_backend.weights.digest import block_threads, copy_with_digest
-from rl_backend.weights.finite import Inspection, inspect_tensor, refuse_non_finite
+from rl_backend.weights.finite import Inspection, inspect_tensor
 
 ALIGNMENT = 64
 """Bytes. A multiple of every dtype's size and of a cache line: a view of the buffer is an ordinary tensor."""
@@ -98,7 +99,14 @@ def check_staged(
             engine=engine,
             names=changed,
         )
-    refuse_non_finite([info.name for info, one in inspections if not one.finite], engine=engine)
+    damaged = [info.name for info, one in inspections if not one.finite]
+    if damaged:
+        raise WeightCheckError(
+            f"{engine}: weights hold NaN or infinity and were not loaded: {listed(damaged, 8)}; the trainer's model is "
+            "damaged: restore a checkpoint",
+            engine=engine,
+            names=damaged,
+        )
 
 
 def find_intact(buffer: Tensor, tensors: Sequence[TensorInfo], *, threads: int = 1) -> dict[str, TensorInfo]:
