@@ -1,10 +1,8 @@
 """Handles of models, and the atoms that run on them. Each atom declares its needs and how a group of ranks runs it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 type Head = Literal["log_probs", "values"]
 """``log_probs``: a language-model head (a policy, a reference). ``values``: one number per token (a critic)."""
@@ -34,7 +32,7 @@ class ModelHandle:
     data_parallel_size: int
     head: Head = "log_probs"
     micro_batch_multiple: int = 1
-    base: ModelHandle | None = None
+    base: Self | None = None
 
     @property
     def is_settled(self) -> bool:

@@ -1,10 +1,8 @@
 """Outputs of a model, the losses that see them, and the results of the atoms: the same for every runtime."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 from torch import Tensor
 
@@ -36,8 +34,8 @@ class Metric(NamedTuple):
     def mean(self) -> float:
         return self.sum / self.weight if self.weight else float("nan")
 
-    def merge(self, other: Metric) -> Metric:
-        return Metric(self.sum + other.sum, self.weight + other.weight)
+    def merge(self, other: Self) -> Self:
+        return type(self)(self.sum + other.sum, self.weight + other.weight)
 
 
 type MetricValue = float | Tensor | Metric | tuple[Tensor | float, Tensor | float]

@@ -1,7 +1,5 @@
 """Configuration of a runtime: its layout over ranks, and the options of the backend and the model family that it names."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -107,11 +105,6 @@ class Registry[T]:
             importlib.import_module(self.built_in)
 
 
-BACKEND_CONFIGS: Registry[type[BackendConfig]] = Registry(
-    "runtime", "register_runtime(...)", built_in="rl_backend.runtime.registry"
-)
-MODEL_CONFIGS: Registry[type[ModelOptions]] = Registry("model family", "register_model(...)", built_in="rl_backend.model")
-
 _PIPELINE = HasEffect(
     lambda config: config.parallel.pp > 1, "with parallel.pp=1 all ranks end a step together; set it to False"
 )
@@ -128,6 +121,12 @@ class BackendConfig(BaseConfig):
 
     parallel: Annotated[ParallelConfig, MAY_CHANGE] = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+
+
+BACKEND_CONFIGS: Registry[type[BackendConfig]] = Registry(
+    "runtime", "register_runtime(...)", built_in="rl_backend.runtime.registry"
+)
+MODEL_CONFIGS: Registry[type[ModelOptions]] = Registry("model family", "register_model(...)", built_in="rl_backend.model")
 
 
 class NativeConfig(BackendConfig):
