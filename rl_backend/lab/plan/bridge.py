@@ -83,8 +83,10 @@ def bridge_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
                 gathered_parameters=0,
                 logits_chunk=stages.logits_chunk,
                 sync_bucket=COPIES_OF_EXPORTED * max(weight.nbytes for weight in weights),
-                **_buffers(options, num_ranks, experts, chunks),
-                **vars(most_in_flight(actions[pipeline_rank], measured)),
+                **{
+                    **_buffers(options, num_ranks, experts, chunks),
+                    **vars(most_in_flight(actions[pipeline_rank], measured)),
+                },
             )
         )
     return found, sum(weight.nbytes for weight in weights)
