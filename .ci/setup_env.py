@@ -146,6 +146,11 @@ def why_start_afresh(kind: str) -> str | None:
     if state and not state.get("finished"):
         return "The last set-up did not finish: making .venv again"
     if state and state.get("root") != str(ROOT):
+        if VENV.is_symlink():
+            raise SetupError(
+                f"{VENV} is a link to {VENV.resolve()}, the environment of {state.get('root')}. "
+                "Remove the link and run make setup again."
+            )
         return "The folder was moved or copied: making .venv again"
     if state and state.get("kind") != kind:
         return f"This .venv was made for {state.get('kind')}: making it again for {kind}"

@@ -236,6 +236,14 @@ def test_a_moved_folder_is_noticed(setup_env: Any) -> None:
     assert "moved" in setup_env.why_start_afresh("cpu")
 
 
+def test_the_environment_of_another_folder_is_not_changed_through_a_link(setup_env: Any, tmp_path: Path) -> None:
+    setup_env.VENV.rename(tmp_path / "theirs")
+    (tmp_path / "theirs" / "setup.json").write_text(json.dumps({"finished": True, "kind": "cpu", "root": "/elsewhere"}))
+    setup_env.VENV.symlink_to(tmp_path / "theirs")
+    with pytest.raises(setup_env.SetupError, match=r"link to .*theirs, the environment of /elsewhere\. Remove the link"):
+        setup_env.why_start_afresh("cpu")
+
+
 def test_an_environment_of_someone_else_is_not_deleted(
     setup_env: Any, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
