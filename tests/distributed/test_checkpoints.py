@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.checkpoint.hf_writer import ShardedFiles
+from rl_backend.checkpoint import hf_writer
 from rl_backend.checkpoint.manifest import read_manifest
 from rl_backend.checkpoint.pieces import HostBuffers
 from rl_backend.contracts import CheckpointError, ConfigError, OptimizerConfig
@@ -397,7 +397,7 @@ def broken_hf_save_job(model: str, parent: str, failure: str) -> tuple[str, str]
     with open_runtime(model) as runtime, pytest.MonkeyPatch.context() as patch:
         handle = runtime.build_model()
         if failure == "unforeseen":
-            patch.setattr(ShardedFiles, "_write", unforeseen)
+            patch.setattr(hf_writer, "write_tensors", unforeseen)
         with full_disk(failure == "full disk" and dist.get_rank() == 0), pytest.raises(CheckpointError) as caught:
             runtime.save_checkpoint(handle, path, hf=True)
         patch.undo()

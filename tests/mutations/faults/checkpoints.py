@@ -145,8 +145,8 @@ FAULTS = [
     Fault(
         "tensors-that-do-not-come-are-zeros",
         f"{_CHECKPOINT}/hf_writer.py",
-        "        if self._missing:\n",
-        "        if False:\n",
+        "    if missing:\n",
+        "    if False:\n",
         (f"{_WRITER}::test_tensors_that_are_not_those_announced_are_refused",),
         "an export that ends early would leave zeros in the place of weights",
     ),
