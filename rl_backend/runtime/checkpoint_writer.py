@@ -1,7 +1,7 @@
 """Saving the handles of a runtime, now or in the background."""
 
 import json
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -26,7 +26,6 @@ from rl_backend.contracts import (
     CheckpointError,
     ConfigError,
     ExportInterruptedError,
-    TensorInfo,
     UnsupportedError,
 )
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT
@@ -148,7 +147,6 @@ class CheckpointWriter:
         self,
         handle: GuardedHandle,
         path: Path,
-        infos: Sequence[TensorInfo],
         export: Callable[[], Generator[tuple[str, Tensor]]],
         *,
         asynchronous: bool,
@@ -157,7 +155,6 @@ class CheckpointWriter:
         """Writes a Hugging Face directory to ``path``; rank 0 writes what all ranks gather.
 
         Args:
-            infos: of every weight.
             export: gives every weight on every rank, one at a time: a rank holds one beside its own part of the model.
 
         Raises:
@@ -184,7 +181,7 @@ class CheckpointWriter:
             try:
                 if writes:
                     config = critic_config(handle.hf_config) if handle.head == "values" else None
-                    write_hf_directory(path, infos, stream, handle.config.hf_path, config=config)
+                    write_hf_directory(path, handle.weights, stream, handle.config.hf_path, config=config)
                 else:
                     for _ in stream:
                         pass

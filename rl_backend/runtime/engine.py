@@ -98,9 +98,30 @@ class GuardedHandle[O: ScheduledOptimizer](ModelHandle):
     def roots(self) -> Iterable[nn.Module]:
         """The modules that the model consists of on this rank."""
 
+    @property
+    @abstractmethod
+    def weights(self) -> tuple[TensorInfo, ...]:
+        """Every weight of the whole model in the dtype that it is kept in, in the order of export."""
+
     @abstractmethod
     def part_tensors(self) -> Mapping[Part, Sequence[Tensor]]:
         """This rank's tensors of each part that the handle has."""
+
+    @abstractmethod
+    def require_schedulable(self, num_micro_batches: int, *, forward_only: bool) -> None:
+        """Raises :class:`BatchError` for a number of micro-batches that the engine cannot run."""
+
+    def require_replayable(self, router_replay: RouterReplay) -> None:
+        """Raises :class:`UnsupportedError` for a model whose routes the engine cannot record or replay."""
+        require_routers(router_replay, self.routed_layers, self.name)
+
+    @abstractmethod
+    def drop_gradients(self) -> None:
+        """Drops all gradients, those in host memory too."""
+
+    @abstractmethod
+    def step(self) -> StepResult:
+        """Clips and steps, or changes nothing."""
 
     def release(self) -> None:
         """Drops every tensor; the handle cannot be used again."""
@@ -159,28 +180,12 @@ class Engine[H: GuardedHandle](ABC):
         """Builds the model of ``config.hf_path`` and loads its weights."""
 
     @abstractmethod
-    def _require_schedulable(self, handle: H, num_micro_batches: int, *, forward_only: bool) -> None:
-        """Raises :class:`BatchError` for a number of micro-batches that the engine cannot run."""
-
-    @abstractmethod
     def _run_passes(self, handle: H, request: PassRequest) -> ForwardResult:
         """Checks the data over all ranks, then runs it. An error in the middle of a backward pass sets ``broken``."""
 
     @abstractmethod
     def _record_activations(self, handle: H, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:
         """Runs checked micro-batches forward; see :meth:`~rl_backend.runtime.Runtime.activations`."""
-
-    @abstractmethod
-    def _drop_gradients(self, handle: H) -> None:
-        """Drops all gradients, those in host memory too."""
-
-    @abstractmethod
-    def _step(self, handle: H) -> StepResult:
-        """Clips and steps, or changes nothing."""
-
-    @abstractmethod
-    def _describe_weights(self, handle: H, dtype: torch.dtype | None) -> tuple[TensorInfo, ...]:
-        """What :meth:`_gather_weights` yields. Not a collective."""
 
     @abstractmethod
     def _gather_weights(
@@ -199,7 +204,3 @@ class Engine[H: GuardedHandle](ABC):
     @abstractmethod
     def _load_training_state(self, handle: H, path: Path) -> TrainingManifest:
         """Restores a handle from ``path``; a forward-only one takes the weights and their version."""
-
-    def _require_replayable(self, handle: H, router_replay: RouterReplay) -> None:
-        """Raises :class:`UnsupportedError` for a model whose routes the engine cannot record or replay."""
-        require_routers(router_replay, handle.routed_layers, handle.name)

@@ -87,7 +87,7 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
 
     def zero_grad(self, handle: H) -> None:
         with self._atom(handle, "zero_grad"):
-            self._drop_gradients(handle)
+            handle.drop_gradients()
         handle.broken = ""
 
     def forward_backward(
@@ -106,14 +106,14 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
         others in a collective until that times out; a ``TrainGroup`` stops them at once.
         """
         with self._atom(handle, "forward_backward", forward_only=forward_only):
-            self._require_replayable(handle, router_replay)
+            handle.require_replayable(router_replay)
             if loss_fn is None and not forward_only:
                 raise BatchError("forward_backward without loss_fn; pass one, or forward_only=True")
             return self._run_passes(handle, PassRequest(data, loss_fn, forward_only, router_replay))
 
     def optimizer_step(self, handle: H) -> StepResult:
         with self._atom(handle, "optimizer_step"):
-            result = self._step(handle)
+            result = handle.step()
         # A pending step advances the version once it is settled.
         if not isinstance(result, PendingStepResult) and result.ok:
             handle.weight_version += 1
@@ -150,7 +150,8 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
 
     def weight_infos(self, handle: H, *, dtype: torch.dtype | None = None) -> tuple[TensorInfo, ...]:
         self._require(handle, "weight_infos")
-        return self._describe_weights(handle, dtype)
+        infos = handle.weights
+        return infos if dtype is None else tuple(TensorInfo.of(each.name, each.shape, dtype) for each in infos)
 
     def export_weights(
         self,
@@ -191,7 +192,6 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
                 self._writer.save_hf(
                     handle,
                     Path(path),
-                    self._describe_weights(handle, None),
                     lambda: self._gather_weights(handle, None, None, None),
                     asynchronous=asynchronous,
                     extra=extra,
@@ -218,7 +218,7 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
             self._writer.wait()
             manifest = self._load_training_state(handle, Path(path))
             if not handle.forward_only:
-                self._drop_gradients(handle)
+                handle.drop_gradients()
         return manifest.extra
 
     def is_mp_src_rank_with_outputs(self, handle: H) -> bool:
@@ -283,4 +283,4 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
         """Raises :class:`BatchError` on every rank for data that some rank cannot run."""
         check_micro_batches(handle, request, self.groups)
         # Afterwards: by then all ranks have the same number, and none raises alone.
-        self._require_schedulable(handle, len(request.data), forward_only=request.forward_only)
+        handle.require_schedulable(len(request.data), forward_only=request.forward_only)

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from rl_backend.contracts import PackedBatch, RoutedLayers, UnsupportedError
 from rl_backend.runtime.bridge.batch import LaidOut
 from rl_backend.runtime.bridge.groups import BridgeGroups
-from rl_backend.runtime.engine import GuardedHandle
-from rl_backend.runtime.router_replay import RouterReplay, gather_rows, gather_stages, require_routers, routes_to_replay
+from rl_backend.runtime.router_replay import RouterReplay, gather_rows, gather_stages, routes_to_replay
 
 
 class LayerRoutes(MegatronReplay):
@@ -108,16 +107,15 @@ def _sparse(provider: Any) -> tuple[bool, ...]:
     return tuple(bool(each) for each in frequency)
 
 
-def require_replayable(handle: GuardedHandle, provider: Any, router_replay: RouterReplay) -> None:
-    """Refuses a model without routers, and a configuration in which Megatron would route differently.
+def require_routing_by_scores(provider: Any, router_replay: RouterReplay) -> None:
+    """Refuses a configuration in which Megatron would route differently.
 
     Args:
         provider: what the model was built from.
 
     Raises:
-        BatchError, UnsupportedError: as :func:`~rl_backend.runtime.router_replay.require_routers`; names the setting.
+        UnsupportedError: names the setting.
     """
-    require_routers(router_replay, handle.routed_layers, handle.name)
     if router_replay == "off":
         return
     balancing = provider.moe_router_load_balancing_type

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_backend.contracts import ForwardResult, ModelOutput
 from rl_backend.parallel import fsdp
-from rl_backend.pipeline.catalog import make_schedule, require_micro_batches
+from rl_backend.pipeline.catalog import make_schedule
 from rl_backend.pipeline.executor import PipelineExecutor, add_gradients_of_copies, drop_gradients_of_copies
 from rl_backend.pipeline.measured import SPAN_NAMES, span_arguments
 from rl_backend.pipeline.schedule import Action, Schedule
@@ -84,30 +84,17 @@ class PipelinePass:
         return self._work.results.result(self._routes.outputs(self._data) if self._routes.recorded else {})
 
 
-def require_schedulable(handle: NativeHandle, num_micro_batches: int, *, forward_only: bool) -> None:
-    """Raises :class:`BatchError` for a number of micro-batches that the schedule cannot do."""
-    if handle.stages and num_micro_batches:
-        name, pp_size = _name_and_ranks(handle)
-        require_micro_batches(name, pp_size, num_micro_batches, forward_only=forward_only)
-
-
 def pass_schedule(handle: NativeHandle, num_micro_batches: int, *, forward_only: bool) -> Schedule:
     """The configuration's schedule for a number of micro-batches that it can do."""
-    name, pp_size = _name_and_ranks(handle)
-    stages_per_rank = handle.groups.parallel.vpp
-    return _make_schedule(name, pp_size, num_micro_batches, stages_per_rank=stages_per_rank, forward_only=forward_only)
+    name, parallel = schedule_name(handle.options), handle.options.parallel
+    assert name is not None, "a handle with stages has a schedule"
+    return _make_schedule(name, parallel.pp, num_micro_batches, stages_per_rank=parallel.vpp, forward_only=forward_only)
 
 
 def empty_hidden(handle: NativeHandle, rows: int) -> Tensor:
     """Uninitialised hidden states between two stages, (rows, hidden_size)."""
     dtype = getattr(torch, handle.options.param_dtype)
     return torch.empty(rows, handle.hf_config["hidden_size"], dtype=dtype, device=handle.groups.device)
-
-
-def _name_and_ranks(handle: NativeHandle) -> tuple[str, int]:
-    name = schedule_name(handle.options)
-    assert name is not None, "a handle with stages has a schedule"
-    return name, handle.options.parallel.pp
 
 
 class _Stages:

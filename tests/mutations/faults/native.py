@@ -202,7 +202,7 @@ FAULTS = [
     Fault(
         "old-gradients-after-a-load",
         "rl_backend/runtime/guarded.py",
-        "                self._drop_gradients(handle)\n",
+        "                handle.drop_gradients()\n",
         "                pass\n",
         (f"{_CHECKPOINTS}::test_training_goes_on_exactly_where_it_was_on_any_number_of_ranks[2-2-False]",),
         "gradients of before would be added to the first of the resumed run",
