@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.contracts import BatchError, PackedBatch, RoutedLayers, UnsupportedError
-from rl_backend.parallel.collectives import all_gather_into
+from rl_backend.parallel.collectives import all_gather
 
 type RouterReplay = Literal["off", "record", "replay"]
 
@@ -44,13 +44,8 @@ def routes_to_replay(batch: PackedBatch, routers: RoutedLayers) -> Tensor:
 
 def gather_rows(routes: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(N, layers, top_k) of every rank -> (ranks * N, layers, top_k), in the order of the ranks."""
-    if group.size() == 1:
-        return routes
     # gloo has no 16-bit integers.
-    mine = routes.contiguous().view(torch.uint8)
-    gathered = mine.new_empty((group.size() * mine.shape[0], *mine.shape[1:]))
-    all_gather_into(gathered, mine, group=group)
-    return gathered.view(routes.dtype)
+    return all_gather(routes.contiguous().view(torch.uint8), group, sum_gradients=False).view(routes.dtype)
 
 
 def gather_stages(

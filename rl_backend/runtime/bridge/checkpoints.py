@@ -47,7 +47,6 @@ def training_manifest(handle: BridgeHandle) -> TrainingManifest:
     optimizer = handle.trainer("training state")
     return saved_state.training_manifest(
         handle,
-        handle.converter.shapes,
         private=_names(handle).private,
         schedule_steps=int(optimizer.scheduler.num_steps),
         optimizer_steps=num_steps(optimizer.megatron),
@@ -57,13 +56,15 @@ def training_manifest(handle: BridgeHandle) -> TrainingManifest:
 def load_training_checkpoint(handle: BridgeHandle, path: Path) -> TrainingManifest:
     """Restores a handle from ``path``; a forward-only one takes the weights and their version. Gradients are left alone."""
 
-    def check(manifest: TrainingManifest) -> None:
-        if handle.optimizer is not None:
-            _require_even_steps(manifest, path)
+    def require_even_steps(manifest: TrainingManifest) -> None:
+        for name, steps in manifest.fewer_steps.items() if handle.optimizer is not None else ():
+            raise CheckpointError.at(
+                path,
+                f"counts {steps} optimizer steps for {name} and {manifest.optimizer_steps} for most others, as it had no "
+                "gradient in the rest; Megatron's Adam counts them for all together, so load it with backend='native'",
+            )
 
-    manifest, loaded = saved_state.load_state(
-        handle, path, handle.converter.shapes, lambda: all_tensors(handle), check=check, differs=_differs
-    )
+    manifest, loaded = saved_state.load_state(handle, path, all_tensors, check=require_even_steps, differs=_differs)
     if handle.optimizer is not None:
         # Rounds masters to the dtype of the weights and gathers these.
         for state in parameter_states(handle.optimizer.megatron):
@@ -123,15 +124,6 @@ def _differs(stream: str) -> Differs:
         get_expert_parallel_rng_tracker_name(): "expert_ranks",
     }
     return known.get(stream.removeprefix(_TRACKED), "tensor_ranks")
-
-
-def _require_even_steps(manifest: TrainingManifest, path: Path) -> None:
-    for name, steps in manifest.fewer_steps.items():
-        raise CheckpointError.at(
-            path,
-            f"counts {steps} optimizer steps for {name} and {manifest.optimizer_steps} for most others, as it had no "
-            "gradient in the rest; Megatron's Adam counts them for all together, so load it with backend='native'",
-        )
 
 
 def _names(handle: BridgeHandle) -> StoredNames:

@@ -78,14 +78,9 @@ class WeightConverter:
         self._config: Any = self.models[0].config
         self.conversions = self._plan()
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Hugging Face name -> shape of every weight, in the order of export."""
-        return {name: shape for conversion in self.conversions for name, shape in conversion.shapes.items()}
-
     def select(self, operation: str, names: Collection[str] | None) -> list[Conversion]:
         """Those that give a tensor of ``names``; raises :class:`ConfigError` for a name that the model does not have."""
-        require_known_names(operation, names, self.shapes)
+        require_known_names(operation, names, [name for conversion in self.conversions for name in conversion.shapes])
         return [each for each in self.conversions if names is None or not each.shapes.keys().isdisjoint(names)]
 
     @torch.no_grad()

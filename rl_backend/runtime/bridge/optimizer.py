@@ -15,10 +15,11 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from rl_backend.contracts import HandleError, OptimizerConfig, StepResult
+from rl_backend.parallel.collectives import all_gather
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.provider import override
 from rl_backend.runtime.bridge_config import SAME_IN_MEGATRON, BridgeConfig
-from rl_backend.runtime.gradient_statistics import gather_statistics, judge, rank_statistics
+from rl_backend.runtime.gradient_statistics import judge, rank_statistics
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class BridgeOptimizer:
             mine[0, 1] -= self._padding
         if found_not_finite:
             mine[0, 0] = math.nan
-        return judge(gather_statistics(mine, self._groups.world_group), count_zeros=count_zeros)
+        return judge(all_gather(mine, self._groups.world_group, sum_gradients=False), count_zeros=count_zeros)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

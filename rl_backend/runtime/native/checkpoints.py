@@ -24,12 +24,8 @@ _STEP, _MOMENTS = "step", ("exp_avg", "exp_avg_sq")
 
 def load_training_checkpoint(handle: NativeHandle, path: Path) -> TrainingManifest:
     """Restores a handle from ``path``; a forward-only one takes the weights and their version."""
-
-    def tensors() -> StateTensors:
-        fsdp.reshard(handle.model)
-        return all_tensors(handle)
-
-    manifest, loaded = saved_state.load_state(handle, path, _shapes(handle), tensors)
+    fsdp.reshard(handle.model)
+    manifest, loaded = saved_state.load_state(handle, path, all_tensors)
     _fill_copies(handle)
     if handle.optimizer is not None:
         for name, steps in _step_tensors(handle):
@@ -70,7 +66,6 @@ def training_manifest(handle: NativeHandle) -> TrainingManifest:
     usual = Counter(steps.values()).most_common(1)[0][0] if steps else 0
     return saved_state.training_manifest(
         handle,
-        _shapes(handle),
         schedule_steps=handle.trainer("training state").schedule.num_steps,
         optimizer_steps=usual,
         fewer_steps={name: count for name, count in steps.items() if count != usual},
@@ -117,11 +112,3 @@ def _fill_copies(handle: NativeHandle) -> None:
         original = handle.stage_copies.get(name)
         if original is not None and original in handle.parameters:
             local.copy_(held[kind, original])
-
-
-def _shapes(handle: NativeHandle) -> dict[str, tuple[int, ...]]:
-    return {
-        stored: tuple(handle.layouts[name].shards.shape[len(index) :])
-        for name, names in handle.weight_names.items()
-        for index, stored in stored_tensors(names)
-    }
