@@ -1,6 +1,6 @@
 """Recording routes and routing as recorded: what both runtimes share. See :mod:`rl_backend.contracts.routed_experts`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -49,7 +49,7 @@ def gather_rows(routes: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_stages(
-    stages: Sequence[Tensor],
+    chosen: Mapping[tuple[int, int], Tensor],
     data: Sequence[PackedBatch],
     places: Sequence[Sequence[int]],
     routers: RoutedLayers,
@@ -59,15 +59,17 @@ def gather_stages(
     """The routes of all ranks of a pipeline, on each of them: (L, layers with experts of the model, top_k) of each sequence.
 
     Args:
-        stages: (T, layers, top_k) of all micro-batches, of each of this rank's stages with experts.
+        chosen: (micro-batch, stage) -> (T, layers, top_k), of this rank's stages with experts.
         places: for each rank of ``group``, its layers of all its stages: their places among the layers with experts.
     """
     tokens = sum(batch.num_tokens for batch in data)
     # Ranks may have different numbers of layers, none included.
     mine = torch.zeros(tokens, max(map(len, places)), routers.top_k, dtype=routers.dtype, device=device)
+    stages = [
+        torch.cat([chosen[index, stage] for index in range(len(data))]) for stage in sorted({key[1] for key in chosen})
+    ]
     if stages:
-        chosen = torch.cat(list(stages), dim=1)
-        mine[:, : chosen.shape[1]] = chosen
+        mine[:, : sum(stage.shape[1] for stage in stages)] = torch.cat(stages, dim=1)
     of_ranks = gather_rows(mine, group).view(group.size(), *mine.shape)
     routes = mine.new_empty(tokens, len(routers.layers), routers.top_k)
     for rank, layers in enumerate(places):

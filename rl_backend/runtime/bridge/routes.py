@@ -200,12 +200,7 @@ class PassRoutes:
         routers, groups = self._routers, self._groups
         if routers is None or self._replays:
             return {}
-        stages = [
-            torch.cat([self._chosen[micro_batch, chunk] for micro_batch in range(len(data))])
-            for chunk, layers in enumerate(routers.chunks)
-            if layers
-        ]
-        routes = gather_stages(stages, data, routers.places, routers.layers, groups.pg.pp, groups.device)
+        routes = gather_stages(self._chosen, data, routers.places, routers.layers, groups.pg.pp, groups.device)
         return {"routed_experts": routes} if groups.has_outputs else {}
 
     def _bind(self, chunk: int, routes: Tensor | None) -> None:
