@@ -22,12 +22,7 @@ from rl_backend.checkpoint.training_state import (
     reserve_draft,
     write_training_state,
 )
-from rl_backend.contracts import (
-    CheckpointError,
-    ConfigError,
-    ExportInterruptedError,
-    UnsupportedError,
-)
+from rl_backend.contracts import CheckpointError, ConfigError, ExportInterruptedError, UnsupportedError
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT
 from rl_backend.runtime.engine import GuardedHandle
 

@@ -10,13 +10,7 @@ from torch import Tensor
 
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.training_state import StateTensors
-from rl_backend.contracts import (
-    ForwardResult,
-    HandleError,
-    Head,
-    PackedBatch,
-    RuntimeConfig,
-)
+from rl_backend.contracts import ForwardResult, HandleError, Head, PackedBatch, RuntimeConfig
 from rl_backend.parallel.groups import training_device
 from rl_backend.runtime.bridge import checkpoints
 from rl_backend.runtime.bridge.conversion import Conversion

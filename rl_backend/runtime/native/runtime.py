@@ -10,15 +10,7 @@ from torch import Tensor
 
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.training_state import StateTensors
-from rl_backend.contracts import (
-    BatchError,
-    ForwardResult,
-    Head,
-    NativeConfig,
-    PackedBatch,
-    RuntimeConfig,
-    WeightShard,
-)
+from rl_backend.contracts import BatchError, ForwardResult, Head, NativeConfig, PackedBatch, RuntimeConfig, WeightShard
 from rl_backend.parallel.groups import ParallelGroups, close_groups, open_groups, training_device
 from rl_backend.runtime.batch_checks import problem_on_rank
 from rl_backend.runtime.engine import PassRequest
