@@ -103,8 +103,7 @@ def _check_tensors(
     missing = [name for name in wanted if name not in reader.infos]
     if missing:
         raise CheckpointError(
-            f"{reader.path} has no tensor {listed(missing)}; the model that config.json describes needs it",
-            tensors=missing,
+            f"{reader.path} has no tensor {listed(missing)}; the model that config.json describes needs it", tensors=missing
         )
     for name, shape in wanted.items():
         stored = reader.infos[name]

@@ -192,9 +192,7 @@ class TensorsReader(FileSystemReader):
                         planner.commit_tensor(item, target)
             except Exception as error:
                 raise CheckpointError(
-                    f"{file} is refused, {load_problem(error)}; take an earlier checkpoint",
-                    path=str(self.path),
-                    name=name,
+                    f"{file} is refused, {load_problem(error)}; take an earlier checkpoint", path=str(self.path), name=name
                 ) from error
         done: Future[None] = Future()
         done.set_result(None)

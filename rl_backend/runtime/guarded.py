@@ -124,13 +124,7 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
             return handle.trainer("lr_scheduler_step").schedule_step()  # type: ignore[no-any-return]
 
     def to(
-        self,
-        handle: H,
-        device: Literal["cpu", "device"],
-        *,
-        model: bool = True,
-        optimizer: bool = True,
-        grad: bool = True,
+        self, handle: H, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> None:
         """See the base class. A part that a handle does not have (a forward-only one has a model only) is nothing to move.
 

@@ -145,13 +145,7 @@ class Runtime[H: ModelHandle](ABC):
 
     @abstractmethod
     def to(
-        self,
-        handle: H,
-        device: Literal["cpu", "device"],
-        *,
-        model: bool = True,
-        optimizer: bool = True,
-        grad: bool = True,
+        self, handle: H, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> None:
         """Moves the chosen parts to host memory (``cpu``) or back to the training device (``device``). Not a collective."""
 

@@ -83,11 +83,7 @@ def _chunk_inputs(handle: BridgeHandle, chunk: Any, laid_out: LaidOut) -> Mappin
 
 
 def _forward_step(
-    handle: BridgeHandle,
-    num_micro_batches: int,
-    results: PassResults,
-    observe: Observe,
-    routes: PassRoutes,
+    handle: BridgeHandle, num_micro_batches: int, results: PassResults, observe: Observe, routes: PassRoutes
 ) -> Callable[[Iterator[tuple[int, LaidOut]], Any], tuple[Tensor, ComputeLoss]]:
     """What Megatron's schedules call for each micro-batch and model chunk."""
 

@@ -38,13 +38,7 @@ from rl_backend.runtime.native.optimizer import NativeOptimizer
 
 
 def build_handle(
-    owner: Runtime[Any],
-    config: RuntimeConfig,
-    groups: ParallelGroups,
-    *,
-    forward_only: bool,
-    name: str,
-    head: Head,
+    owner: Runtime[Any], config: RuntimeConfig, groups: ParallelGroups, *, forward_only: bool, name: str, head: Head
 ) -> NativeHandle:
     """Builds the model of ``config.hf_path``.
 
