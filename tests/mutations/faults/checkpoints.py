@@ -211,8 +211,8 @@ FAULTS = [
     Fault(
         "buffered-bytes-not-flushed",
         f"{_CHECKPOINT}/state_files.py",
-        "        self._raw.flush()\n        return self._raw.fileno()\n",
-        "        return self._raw.fileno()\n",
+        "        self.flush()\n        return super().fileno()\n",
+        "        return super().fileno()\n",
         (
             "tests/unit/rl_backend/checkpoint/test_writes.py::test_a_file_that_is_flushed_by_its_descriptor_has_all_that_was_written",
         ),
