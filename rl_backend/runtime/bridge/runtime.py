@@ -12,14 +12,8 @@ from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.training_state import StateTensors
 from rl_backend.contracts import ForwardResult, HandleError, Head, PackedBatch, RuntimeConfig
 from rl_backend.parallel.groups import training_device
-from rl_backend.runtime.bridge import checkpoints
+from rl_backend.runtime.bridge import checkpoints, forward_backward
 from rl_backend.runtime.bridge.conversion import Conversion
-from rl_backend.runtime.bridge.forward_backward import (
-    accumulated_gradients,
-    gather_gradients,
-    record_activations,
-    run_micro_batches,
-)
 from rl_backend.runtime.bridge.groups import BridgeGroups, close_groups, open_groups
 from rl_backend.runtime.bridge.handle import BridgeHandle, build_handle
 from rl_backend.runtime.bridge.installed import quiet
@@ -70,10 +64,10 @@ class BridgeRuntime(GuardedRuntime[BridgeHandle, BridgeGroups]):
         self._check(handle, request)
         if request.forward_only:
             with torch.no_grad():
-                return run_micro_batches(handle, request)
+                return forward_backward.run_micro_batches(handle, request)
         try:
-            with accumulated_gradients(handle.chunks, has_gradients=handle.has_gradients):
-                result = run_micro_batches(handle, request)
+            with forward_backward.accumulated_gradients(handle.chunks, has_gradients=handle.has_gradients):
+                result = forward_backward.run_micro_batches(handle, request)
         except BaseException:
             handle.broken = "forward_backward raised an error in the middle, so its gradients are incomplete"
             raise
@@ -83,7 +77,7 @@ class BridgeRuntime(GuardedRuntime[BridgeHandle, BridgeGroups]):
     def _record_activations(self, handle: BridgeHandle, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:
         """See the base class. With Transformer Engine some norms are a part of the projection behind them, and missing."""
         with torch.no_grad():
-            return record_activations(handle, data)
+            return forward_backward.record_activations(handle, data)
 
     def _gather_weights(
         self, handle: BridgeHandle, dtype: torch.dtype | None, byte_budget: int | None, names: Collection[str] | None
@@ -106,7 +100,7 @@ class BridgeRuntime(GuardedRuntime[BridgeHandle, BridgeGroups]):
         if not handle.has_gradients:
             raise HandleError("export_gradients without gradients; call forward_backward first", handle=handle.name)
         conversions = [each for each in handle.converter.select("export_gradients", names) if each.trained]
-        gradients = gather_gradients(handle.chunks)
+        gradients = forward_backward.gather_gradients(handle.chunks)
         return self._start_stream(handle, [[each] for each in conversions], names, torch.float32, replacements=gradients)
 
     def _start_stream(

@@ -25,15 +25,8 @@ from rl_backend.model import BuildSettings, ModelFamily, ModelStage
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.primitive.deferred import put_off_in_linear_layers
 from rl_backend.runtime.interface import Runtime
+from rl_backend.runtime.native import layout
 from rl_backend.runtime.native.handle import NativeHandle
-from rl_backend.runtime.native.layout import (
-    algorithm,
-    check_model_layout,
-    describe_model,
-    micro_batch_multiple,
-    model_layouts,
-    model_stages,
-)
 from rl_backend.runtime.native.optimizer import NativeOptimizer
 
 
@@ -46,9 +39,9 @@ def build_handle(
     what a trained one computes with after each gather, so both give the same outputs from the same weights.
     """
     native = config.options(NativeConfig)
-    family, architecture, hf_config, settings = described = describe_model(config.hf_path, native, head)
-    check_model_layout(family, architecture, native)
-    parts = model_stages(family, architecture, native, groups.pp_group.rank())
+    family, architecture, hf_config, settings = described = layout.describe_model(config.hf_path, native, head)
+    layout.check_model_layout(family, architecture, native)
+    parts = layout.model_stages(family, architecture, native, groups.pp_group.rank())
 
     def build(stage: ModelStage | None) -> nn.Module:
         return build_module(family, architecture, settings._replace(stage=stage), groups, native, forward_only=forward_only)
@@ -59,7 +52,7 @@ def build_handle(
     model.train(not forward_only)
     whole_names = dict(described.weight_names)
     parameters = _parameters(modules, family, whole_names, groups)
-    layouts = model_layouts(parameters, groups)
+    layouts = layout.model_layouts(parameters, groups)
     if absent := sorted(whole_names.keys() - layouts.keys()):
         raise UnsupportedError(
             f"weight_names of model family {family.name!r} names {absent[:4]}, which are not in the model", parameters=absent
@@ -92,7 +85,7 @@ def build_handle(
         max_length=max_length,
         model=model,
         stages=stages,
-        micro_batch_multiple=micro_batch_multiple(native),
+        micro_batch_multiple=layout.micro_batch_multiple(native),
         has_outputs=owner.place.is_source,
         stage_copies=stage_copies,
         parameters=parameters,
@@ -116,7 +109,7 @@ def build_module(
     """A stage, or the whole model, laid out on ``groups.device``, with storage that is not filled."""
     with torch.device("meta"):
         module = family.build(architecture, settings)
-    schedule = algorithm(native)
+    schedule = layout.algorithm(native)
     if forward_only:
         module.to(getattr(torch, native.param_dtype)).requires_grad_(False)
     elif schedule is not None and schedule.splits_backward:
