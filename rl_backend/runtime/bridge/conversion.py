@@ -141,22 +141,20 @@ class WeightConverter:
 
     def _value_head_tasks(self) -> list[Any]:
         """Tasks for a critic's head, which no family of Megatron-Bridge has."""
-        tasks = []
-        for hf_name in VALUE_HEAD_WEIGHTS:
-            name = f"{_VALUE_HEAD}.{hf_name.rpartition('.')[2]}"
-            parameters = [dict(model.named_parameters()).get(name) for model in self.models]
-            stage = next((stage for stage, parameter in enumerate(parameters) if parameter is not None), None)
-            tasks.append(
-                WeightConversionTask(
-                    param_name=name,
-                    global_param_name=name,
-                    mapping=ReplicatedMapping(name, hf_name),
-                    vp_stage=stage,
-                    megatron_module=None if stage is None else self.models[stage].get_submodule(_VALUE_HEAD),
-                    param_weight=None if stage is None else parameters[stage],
-                )
+        modules = [dict(model.named_modules()).get(_VALUE_HEAD) for model in self.models]
+        stage, head = next(((stage, module) for stage, module in enumerate(modules) if module is not None), (None, None))
+        fields = {hf_name: hf_name.rpartition(".")[2] for hf_name in VALUE_HEAD_WEIGHTS}
+        return [
+            WeightConversionTask(
+                param_name=f"{_VALUE_HEAD}.{field}",
+                global_param_name=f"{_VALUE_HEAD}.{field}",
+                mapping=ReplicatedMapping(f"{_VALUE_HEAD}.{field}", hf_name),
+                vp_stage=stage,
+                megatron_module=head,
+                param_weight=None if head is None else head.get_parameter(field),
             )
-        return tasks
+            for hf_name, field in fields.items()
+        ]
 
     def _found(self, tasks: Sequence[Any]) -> dict[str, tuple[torch.dtype, bool]]:
         """Global parameter name -> dtype and whether it is trained, from the stages that have it."""

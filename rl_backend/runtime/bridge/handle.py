@@ -87,7 +87,8 @@ class BridgeHandle(GuardedHandle[BridgeOptimizer]):
         self.offload.clear("grad")
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        self.trainer("zero_grad").zero_grad()
+        # Of the masters; those of the model are in the buffers.
+        self.trainer("zero_grad").megatron.zero_grad()
         self.has_gradients = False
 
     def step(self) -> StepResult:

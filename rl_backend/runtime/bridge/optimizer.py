@@ -121,10 +121,6 @@ class BridgeOptimizer:
                     state = part.optimizer.state[parameter].values()
                     yield from (tensor for tensor in [parameter, *state] if isinstance(tensor, Tensor))
 
-    def zero_grad(self) -> None:
-        """Drops the gradients of the masters; those of the model are in the DDP buffers."""
-        self.megatron.zero_grad()
-
 
 def _megatron_config(options: BridgeConfig) -> Any:
     config, dtype = options.optimizer, getattr(torch, options.param_dtype)

@@ -67,6 +67,9 @@ def build_handle(
         stored_buffers=family.stored_buffers,
         elsewhere=stored_names(whole_names),
     )
+    vocab_size = hf_config.get("vocab_size")
+    if not isinstance(vocab_size, int) or vocab_size < 1:
+        raise ConfigError.of("config.json vocab_size", vocab_size, "expected a positive whole number")
     max_length = hf_config.get("max_position_embeddings") if family.max_length is None else family.max_length(architecture)
     return NativeHandle(
         name=name,
@@ -81,7 +84,7 @@ def build_handle(
         family=family,
         architecture=architecture,
         hf_config=hf_config,
-        vocab_size=_vocab_size(hf_config),
+        vocab_size=vocab_size,
         max_length=max_length,
         model=model,
         stages=stages,
@@ -154,10 +157,3 @@ def _parameters(
         )
     order = (*weight_names, *family.stage_copies)
     return {name: found[name] for name in order if name in found}
-
-
-def _vocab_size(hf_config: Any) -> int:
-    size = hf_config.get("vocab_size")
-    if not isinstance(size, int) or size < 1:
-        raise ConfigError.of("config.json vocab_size", size, "expected a positive whole number")
-    return size

@@ -264,7 +264,7 @@ FAULTS = [
     Fault(
         "offloaded-part-comes-back-empty",
         "rl_backend/runtime/offload.py",
-        "                _bytes(each.storage).copy_(each.host, non_blocking=True)\n",
+        "                _bytes(storage).copy_(host, non_blocking=True)\n",
         "                pass\n",
         ("tests/unit/rl_backend/runtime/test_offload.py::test_tensors_that_share_a_storage_move_once_and_stay_views",),
         "weights would be garbage after a trip to the host",
@@ -272,7 +272,7 @@ FAULTS = [
     Fault(
         "offload-frees-nothing",
         "rl_backend/runtime/offload.py",
-        "        for each in moved:\n            each.storage.resize_(0)\n        self._moved[part] = moved\n",
+        "        for storage, _ in moved:\n            storage.resize_(0)\n        self._moved[part] = moved\n",
         "        self._moved[part] = moved\n",
         ("tests/unit/rl_backend/runtime/test_offload.py::test_a_part_that_leaves_frees_its_memory_and_no_other",),
         "offloading would save no memory",
