@@ -131,7 +131,7 @@ def _tensor(name: str, record: Any) -> TensorStorageMetadata:
     fields = _fields(record, "TensorStorageMetadata")
     size = _size(fields.get("size"))
     chunks = [_chunk(name, each, size) for each in _of(list, fields.get("chunks"))]
-    properties = fields.get("properties")
+    properties: Any = fields.get("properties")
     if _kind(properties) != "TensorProperties" or not _of(tuple, properties.state):
         raise _RefusedError(f"{name} has no properties")
     try:

@@ -9,18 +9,18 @@ from torch import Tensor
 
 from rl_backend.contracts import BatchError, PackedBatch, check_routes
 from rl_backend.contracts.routed_experts import ROUTES, ROUTES_MASK
-from rl_backend.parallel.groups import RankGroups
 from rl_backend.runtime.engine import GuardedHandle, PassRequest
 
 
-def check_micro_batches(handle: GuardedHandle, request: PassRequest, groups: RankGroups) -> None:
+def check_micro_batches(handle: GuardedHandle, request: PassRequest) -> None:
     """Refuses data that cannot run, on every rank together: no rank is left waiting in a collective.
 
     Raises:
         BatchError: :func:`problem_on_rank`; other data than on another rank of the replica; another number of micro-batches,
-            or another kind of pass, on another rank; or another rank refused its data.
+            or another kind of pass, on another rank; another rank refused its data; or a number that the engine cannot run.
     """
-    data, world, replica = request.data, groups.world_group, groups.replica_group
+    data, groups = request.data, handle.groups
+    world, replica = groups.world_group, groups.replica_group
     problem = problem_on_rank(handle, request)
     if replica.size() > 1:
         difference = problem_in_replica(checksum(data), replica, groups.device)
@@ -30,6 +30,8 @@ def check_micro_batches(handle: GuardedHandle, request: PassRequest, groups: Ran
         problem = problem or ranks_problem
     if problem is not None:
         raise problem
+    # Afterwards: by then all ranks have the same number, and none raises alone.
+    handle.require_schedulable(len(data), forward_only=request.forward_only)
 
 
 def problem_on_rank(handle: GuardedHandle, request: PassRequest) -> BatchError | None:

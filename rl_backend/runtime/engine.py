@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.training_state import StateTensors
 from rl_backend.contracts import (
+    BatchError,
     ForwardResult,
     HandleError,
     Head,
@@ -23,12 +24,13 @@ from rl_backend.contracts import (
     RuntimeConfig,
     StepResult,
     TensorInfo,
+    UnsupportedError,
 )
 from rl_backend.contracts.operations import Part
 from rl_backend.parallel.groups import RankGroups
 from rl_backend.runtime.export_stream import WeightStream
 from rl_backend.runtime.offload import Offload
-from rl_backend.runtime.router_replay import MODES, RouterReplay, require_routers
+from rl_backend.runtime.router_replay import MODES, RouterReplay
 
 
 class PassRequest(NamedTuple):
@@ -112,8 +114,21 @@ class GuardedHandle[O: ScheduledOptimizer](ModelHandle):
         """Raises :class:`BatchError` for a number of micro-batches that the engine cannot run."""
 
     def require_replayable(self, router_replay: RouterReplay) -> None:
-        """Raises :class:`UnsupportedError` for a model whose routes the engine cannot record or replay."""
-        require_routers(router_replay, self.routed_layers, self.name)
+        """Refuses routes of a model whose routers the engine cannot record or replay.
+
+        Raises:
+            BatchError: no such mode.
+            UnsupportedError: nothing to record or replay, or the engine would route differently.
+        """
+        if router_replay not in MODES:
+            raise BatchError(
+                f"router_replay={router_replay!r}; expected one of {', '.join(MODES)}", router_replay=router_replay
+            )
+        if router_replay != "off" and (self.routed_layers is None or not self.routed_layers.layers):
+            raise UnsupportedError(
+                f"router_replay={router_replay!r}: {self.name} has no routers to record or replay; use 'off'",
+                router_replay=router_replay,
+            )
 
     @abstractmethod
     def drop_gradients(self) -> None:

@@ -168,7 +168,7 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
 
     def activations(self, handle: H, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:
         with self._atom(handle, "activations"), self.eval_mode(handle):
-            self._check(handle, PassRequest(data, None, forward_only=True))
+            check_micro_batches(handle, PassRequest(data, None, forward_only=True))
             return self._record_activations(handle, data)
 
     def save_checkpoint(
@@ -272,9 +272,3 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
     def _require_open(self) -> None:
         if self._closed:
             raise HandleError("this runtime is closed; create another one")
-
-    def _check(self, handle: H, request: PassRequest) -> None:
-        """Raises :class:`BatchError` on every rank for data that some rank cannot run."""
-        check_micro_batches(handle, request, self.groups)
-        # Afterwards: by then all ranks have the same number, and none raises alone.
-        handle.require_schedulable(len(request.data), forward_only=request.forward_only)

@@ -7,32 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.contracts import BatchError, PackedBatch, RoutedLayers, UnsupportedError
+from rl_backend.contracts import PackedBatch, RoutedLayers
 from rl_backend.parallel.collectives import all_gather
 
 type RouterReplay = Literal["off", "record", "replay"]
 
 MODES: tuple[RouterReplay, ...] = get_args(RouterReplay.__value__)
-
-
-def require_routers(router_replay: RouterReplay, routers: RoutedLayers | None, model: str) -> None:
-    """Refuses routes of a model without routers.
-
-    Args:
-        routers: of the model; None where its implementation does not replay.
-        model: for the message.
-
-    Raises:
-        BatchError: no such mode.
-        UnsupportedError: nothing to record or replay.
-    """
-    if router_replay not in MODES:
-        raise BatchError(f"router_replay={router_replay!r}; expected one of {', '.join(MODES)}", router_replay=router_replay)
-    if router_replay != "off" and (routers is None or not routers.layers):
-        raise UnsupportedError(
-            f"router_replay={router_replay!r}: {model} has no routers to record or replay; use 'off'",
-            router_replay=router_replay,
-        )
 
 
 def routes_to_replay(batch: PackedBatch, routers: RoutedLayers) -> Tensor:

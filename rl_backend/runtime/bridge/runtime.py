@@ -12,6 +12,7 @@ from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.training_state import StateTensors
 from rl_backend.contracts import ForwardResult, HandleError, Head, PackedBatch, RuntimeConfig
 from rl_backend.parallel.groups import training_device
+from rl_backend.runtime.batch_checks import check_micro_batches
 from rl_backend.runtime.bridge import checkpoints, forward_backward
 from rl_backend.runtime.bridge.conversion import Conversion
 from rl_backend.runtime.bridge.groups import BridgeGroups, close_groups, open_groups
@@ -61,7 +62,7 @@ class BridgeRuntime(GuardedRuntime[BridgeHandle, BridgeGroups]):
 
     def _run_passes(self, handle: BridgeHandle, request: PassRequest) -> ForwardResult:
         """See the base class. Losses and metrics are on the ranks of the last pipeline stage."""
-        self._check(handle, request)
+        check_micro_batches(handle, request)
         if request.forward_only:
             with torch.no_grad():
                 return forward_backward.run_micro_batches(handle, request)

@@ -1,7 +1,5 @@
 """Hidden states between the modules of a model, on the host."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 

@@ -1,7 +1,5 @@
 """Building a model for one rank: on meta, sharded, then each rank reads its own part."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

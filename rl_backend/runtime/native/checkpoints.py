@@ -1,7 +1,5 @@
 """Checkpoints of the native runtime: their contents, and loading one of either runtime into any layout."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Micro-batches laid out over the ranks, and run forward and backward."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass

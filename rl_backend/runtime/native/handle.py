@@ -1,7 +1,5 @@
 """Models of the native runtime."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Running micro-batches through this rank's stages of a pipeline."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """The native runtime: PyTorch as the engine of every atom, on one or several ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -12,7 +10,7 @@ from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.training_state import StateTensors
 from rl_backend.contracts import BatchError, ForwardResult, Head, NativeConfig, PackedBatch, RuntimeConfig, WeightShard
 from rl_backend.parallel.groups import ParallelGroups, close_groups, open_groups, training_device
-from rl_backend.runtime.batch_checks import problem_on_rank
+from rl_backend.runtime.batch_checks import check_micro_batches, problem_on_rank
 from rl_backend.runtime.engine import PassRequest
 from rl_backend.runtime.export_stream import WeightStream
 from rl_backend.runtime.guarded import GuardedRuntime
@@ -59,7 +57,7 @@ class NativeRuntime(GuardedRuntime[NativeHandle, ParallelGroups]):
             except BatchError as error:
                 problem = problem or error
             return run_validated(handle, request, problem)
-        self._check(handle, request)
+        check_micro_batches(handle, request)
         return run_pipeline(handle, request) if handle.stages else run_micro_batches(handle, request)
 
     def _record_activations(self, handle: NativeHandle, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:

@@ -3,8 +3,6 @@
 See :class:`~rl_backend.runtime.native.optimizer.PendingStep`.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
