@@ -10,22 +10,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from rl_backend import contracts
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.training_state import StateTensors
-from rl_backend.contracts import (
-    BatchError,
-    ForwardResult,
-    HandleError,
-    Head,
-    LossFn,
-    ModelHandle,
-    PackedBatch,
-    RoutedLayers,
-    RuntimeConfig,
-    StepResult,
-    TensorInfo,
-    UnsupportedError,
-)
 from rl_backend.contracts.operations import Part
 from rl_backend.parallel.groups import RankGroups
 from rl_backend.runtime.export_stream import WeightStream
@@ -41,8 +28,8 @@ class PassRequest(NamedTuple):
         loss_fn: None in a forward-only pass without a loss.
     """
 
-    data: Sequence[PackedBatch]
-    loss_fn: LossFn | None
+    data: Sequence[contracts.PackedBatch]
+    loss_fn: contracts.LossFn | None
     forward_only: bool
     router_replay: RouterReplay = "off"
 
@@ -61,7 +48,7 @@ class ScheduledOptimizer(Protocol):
 
 
 @dataclass(eq=False, kw_only=True)
-class GuardedHandle[O: ScheduledOptimizer](ModelHandle):
+class GuardedHandle[O: ScheduledOptimizer](contracts.ModelHandle):
     """One model of a :class:`~rl_backend.runtime.guarded.GuardedRuntime`.
 
     Attributes:
@@ -78,7 +65,7 @@ class GuardedHandle[O: ScheduledOptimizer](ModelHandle):
     """
 
     owner: object | None
-    config: RuntimeConfig
+    config: contracts.RuntimeConfig
     hf_config: Mapping[str, Any]
     vocab_size: int
     max_length: int | None
@@ -93,7 +80,7 @@ class GuardedHandle[O: ScheduledOptimizer](ModelHandle):
 
     @property
     @abstractmethod
-    def routed_layers(self) -> RoutedLayers | None:
+    def routed_layers(self) -> contracts.RoutedLayers | None:
         """Its layers with experts; None where routes cannot be replayed."""
 
     @abstractmethod
@@ -102,7 +89,7 @@ class GuardedHandle[O: ScheduledOptimizer](ModelHandle):
 
     @property
     @abstractmethod
-    def weights(self) -> tuple[TensorInfo, ...]:
+    def weights(self) -> tuple[contracts.TensorInfo, ...]:
         """Every weight of the whole model in the dtype that it is kept in, in the order of export."""
 
     @abstractmethod
@@ -121,11 +108,11 @@ class GuardedHandle[O: ScheduledOptimizer](ModelHandle):
             UnsupportedError: nothing to record or replay, or the engine would route differently.
         """
         if router_replay not in MODES:
-            raise BatchError(
+            raise contracts.BatchError(
                 f"router_replay={router_replay!r}; expected one of {', '.join(MODES)}", router_replay=router_replay
             )
         if router_replay != "off" and (self.routed_layers is None or not self.routed_layers.layers):
-            raise UnsupportedError(
+            raise contracts.UnsupportedError(
                 f"router_replay={router_replay!r}: {self.name} has no routers to record or replay; use 'off'",
                 router_replay=router_replay,
             )
@@ -135,7 +122,7 @@ class GuardedHandle[O: ScheduledOptimizer](ModelHandle):
         """Drops all gradients, those in host memory too."""
 
     @abstractmethod
-    def step(self) -> StepResult:
+    def step(self) -> contracts.StepResult:
         """Clips and steps, or changes nothing."""
 
     def release(self) -> None:
@@ -153,7 +140,7 @@ class GuardedHandle[O: ScheduledOptimizer](ModelHandle):
     def trainer(self, operation: str) -> O:
         """The optimizer; raises :class:`HandleError` for a forward-only handle."""
         if self.optimizer is None:
-            raise HandleError(
+            raise contracts.HandleError(
                 f"{operation} on {self.name!r}, which is forward-only: it has no gradients and no optimizer; "
                 "build it with build_model(forward_only=False)",
                 handle=self.name,
@@ -191,15 +178,15 @@ class Engine[H: GuardedHandle](ABC):
         """Whether this is the rank of its replica that has outputs."""
 
     @abstractmethod
-    def _build(self, config: RuntimeConfig, name: str, head: Head, *, forward_only: bool) -> H:
+    def _build(self, config: contracts.RuntimeConfig, name: str, head: contracts.Head, *, forward_only: bool) -> H:
         """Builds the model of ``config.hf_path`` and loads its weights."""
 
     @abstractmethod
-    def _run_passes(self, handle: H, request: PassRequest) -> ForwardResult:
+    def _run_passes(self, handle: H, request: PassRequest) -> contracts.ForwardResult:
         """Checks the data over all ranks, then runs it. An error in the middle of a backward pass sets ``broken``."""
 
     @abstractmethod
-    def _record_activations(self, handle: H, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:
+    def _record_activations(self, handle: H, data: Sequence[contracts.PackedBatch]) -> list[Mapping[str, Tensor]]:
         """Runs checked micro-batches forward; see :meth:`~rl_backend.runtime.Runtime.activations`."""
 
     @abstractmethod

@@ -4,11 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from megatron.core.tensor_parallel.random import (
-    get_cuda_rng_tracker,
-    get_data_parallel_rng_tracker_name,
-    get_expert_parallel_rng_tracker_name,
-)
+from megatron.core.tensor_parallel import random as streams
 from torch import Tensor
 
 from rl_backend.checkpoint.manifest import TrainingManifest
@@ -94,7 +90,7 @@ def _held(name: str, states: Sequence[ParameterState]) -> dict[int, tuple[int, i
 def _random_state(handle: BridgeHandle) -> dict[str, Tensor]:
     """States of torch's generators and of Megatron's under names that no two ranks share."""
     states = saved_state.random_state(handle.groups.device)
-    for name, state in get_cuda_rng_tracker().get_states().items():
+    for name, state in streams.get_cuda_rng_tracker().get_states().items():
         # With graph-safe random numbers Megatron keeps generators instead of their states.
         states[_tracked(name)] = state.get_state() if isinstance(state, torch.Generator) else state.clone()
     return states
@@ -102,7 +98,7 @@ def _random_state(handle: BridgeHandle) -> dict[str, Tensor]:
 
 def _restore_random_state(handle: BridgeHandle, tensors: StateTensors) -> None:
     saved_state.restore_random_state(tensors, handle.groups.device)
-    tracker = get_cuda_rng_tracker()
+    tracker = streams.get_cuda_rng_tracker()
     ours = tracker.get_states()
     for name, state in ours.items():
         saved = tensors.get(_tracked(name))
@@ -120,8 +116,8 @@ def _differs(stream: str) -> Differs:
     if not stream.startswith(_TRACKED):
         return "replicas"
     known: dict[str, Differs] = {
-        get_data_parallel_rng_tracker_name(): "nowhere",
-        get_expert_parallel_rng_tracker_name(): "expert_ranks",
+        streams.get_data_parallel_rng_tracker_name(): "nowhere",
+        streams.get_expert_parallel_rng_tracker_name(): "expert_ranks",
     }
     return known.get(stream.removeprefix(_TRACKED), "tensor_ranks")
 

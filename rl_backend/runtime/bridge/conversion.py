@@ -9,12 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.bridge.models.conversion import param_mapping
 from megatron.bridge.models.conversion.model_bridge import WeightConversionTask
-from megatron.bridge.models.conversion.param_mapping import (
-    AutoMapping,
-    ReplicatedMapping,
-    RMSNorm2ZeroCenteredRMSNormMapping,
-)
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
@@ -148,7 +144,7 @@ class WeightConverter:
             WeightConversionTask(
                 param_name=f"{_VALUE_HEAD}.{field}",
                 global_param_name=f"{_VALUE_HEAD}.{field}",
-                mapping=ReplicatedMapping(f"{_VALUE_HEAD}.{field}", hf_name),
+                mapping=param_mapping.ReplicatedMapping(f"{_VALUE_HEAD}.{field}", hf_name),
                 vp_stage=stage,
                 megatron_module=head,
                 param_weight=None if head is None else head.get_parameter(field),
@@ -220,8 +216,8 @@ def _is_stacked(task: Any) -> bool:
 
 def _replaced(task: Any, replacements: Mapping[str, Tensor]) -> Any:
     mapping = task.mapping
-    if isinstance(mapping, RMSNorm2ZeroCenteredRMSNormMapping):
-        mapping = AutoMapping(mapping.megatron_param, mapping.hf_param)
+    if isinstance(mapping, param_mapping.RMSNorm2ZeroCenteredRMSNormMapping):
+        mapping = param_mapping.AutoMapping(mapping.megatron_param, mapping.hf_param)
     else:
         # Mappings remember the dtype of what came from another stage.
         mapping = mapping.resolve(())
