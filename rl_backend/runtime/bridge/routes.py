@@ -1,10 +1,10 @@
 """Recording routes in Megatron's routers, and routing as recorded."""
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -145,7 +145,7 @@ def require_routing_by_scores(provider: Any, router_replay: RouterReplay) -> Non
             )
 
 
-class PassRoutes:
+class PassRoutes(AbstractContextManager["PassRoutes"]):
     """What one ``forward_backward`` does about routes. A context: routers choose for themselves again when it is left."""
 
     def __init__(self, routers: ModelRouters | None, groups: BridgeGroups, router_replay: RouterReplay) -> None:
@@ -156,9 +156,6 @@ class PassRoutes:
         """Chunk -> routes of the micro-batch that it works on: (rows, layers with experts of the model, top_k)."""
         self._chosen: dict[tuple[int, int], Tensor] = {}
         """(micro-batch, chunk) -> (T, layers, top_k)."""
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for chunk in self._bound:
