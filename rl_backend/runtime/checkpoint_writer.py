@@ -11,17 +11,11 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import Tensor
 
+from rl_backend.checkpoint import training_state
 from rl_backend.checkpoint.durable import discard_draft
 from rl_backend.checkpoint.hf_writer import critic_config, write_hf_directory
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.pieces import HostBuffers
-from rl_backend.checkpoint.training_state import (
-    StateTensors,
-    on_every_rank,
-    require_free,
-    reserve_draft,
-    write_training_state,
-)
 from rl_backend.contracts import CheckpointError, ConfigError, ExportInterruptedError, UnsupportedError
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT
 from rl_backend.runtime.engine import GuardedHandle
@@ -99,7 +93,7 @@ class CheckpointWriter:
         self,
         handle: GuardedHandle,
         path: Path,
-        state: Callable[[], tuple[StateTensors, TrainingManifest]],
+        state: Callable[[], tuple[training_state.StateTensors, TrainingManifest]],
         *,
         asynchronous: bool,
         extra: Mapping[str, Any] | None = None,
@@ -114,9 +108,9 @@ class CheckpointWriter:
             CheckpointError: a rank could not save, or ``extra`` cannot be written as JSON; on every rank.
         """
         self.wait(handle)
-        draft = reserve_draft(path, self._group)
+        draft = training_state.reserve_draft(path, self._group)
         try:
-            with on_every_rank(self._group, f"{path} could not be saved"):
+            with training_state.on_every_rank(self._group, f"{path} could not be saved"):
                 kept = _as_json(extra or {}, path)
                 tensors, manifest = state()
                 manifest = manifest.replace(extra=kept)
@@ -127,7 +121,7 @@ class CheckpointWriter:
                 discard_draft(draft)
             raise
         if not asynchronous:
-            write_training_state(draft, path, tensors, manifest, self._group)
+            training_state.write_training_state(draft, path, tensors, manifest, self._group)
             return
         if self._thread is None:
             # Collectives of the thread must not meet those of the caller.
@@ -135,7 +129,7 @@ class CheckpointWriter:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         assert self._background_group is not None, "made with the thread"
         self._saves[handle] = self._thread.submit(
-            write_training_state, draft, path, tensors, manifest, self._background_group
+            training_state.write_training_state, draft, path, tensors, manifest, self._background_group
         )
 
     def save_hf(
@@ -167,12 +161,12 @@ class CheckpointWriter:
             )
         self.wait(handle)
         writes = dist.get_rank(self._group) == 0
-        with on_every_rank(self._group, f"cannot make the directory of {path}"):
+        with training_state.on_every_rank(self._group, f"cannot make the directory of {path}"):
             if writes:
-                require_free(path)
+                training_state.require_free(path)
                 path.parent.mkdir(parents=True, exist_ok=True)
         stream = export()
-        with on_every_rank(self._group, f"writing {path} failed"), closing(stream):
+        with training_state.on_every_rank(self._group, f"writing {path} failed"), closing(stream):
             try:
                 if writes:
                     config = critic_config(handle.hf_config) if handle.head == "values" else None

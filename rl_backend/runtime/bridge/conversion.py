@@ -94,12 +94,7 @@ class WeightConverter:
             tasks = [_replaced(task, replacements) for task in tasks]
         missing = dict(conversion.shapes)
         stream = self.model_bridge.stream_weights_megatron_to_hf(
-            self.models,
-            self.pretrained,
-            cpu=False,
-            show_progress=False,
-            conversion_tasks=tasks,
-            merge_adapter_weights=False,
+            self.models, self.pretrained, cpu=False, show_progress=False, conversion_tasks=tasks, merge_adapter_weights=False
         )
         for name, tensor in stream:
             # A tied lm_head comes as well when the directory stores it.

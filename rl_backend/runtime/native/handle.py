@@ -6,15 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rl_backend.contracts import (
-    NativeConfig,
-    PendingStepResult,
-    RoutedLayers,
-    StepResult,
-    TensorInfo,
-    WeightName,
-    stored_tensors,
-)
+from rl_backend import contracts
 from rl_backend.contracts.operations import Part
 from rl_backend.model import ModelFamily
 from rl_backend.parallel import fsdp
@@ -51,7 +43,7 @@ class NativeHandle(GuardedHandle[NativeOptimizer]):
     stage_copies: Mapping[str, str]
     has_outputs: bool
     parameters: Mapping[str, nn.Parameter]
-    weight_names: Mapping[str, WeightName]
+    weight_names: Mapping[str, contracts.WeightName]
     layouts: Mapping[str, TensorLayout]
     num_passes: int = 0
     pending: PendingStep | None = None
@@ -66,7 +58,7 @@ class NativeHandle(GuardedHandle[NativeOptimizer]):
     def weight_version(self, version: int) -> None:
         self._weight_version = version
 
-    def step(self) -> StepResult:
+    def step(self) -> contracts.StepResult:
         """See the base class. A skipped step is logged as a warning that names parameters with non-finite gradients.
 
         With post-validation it waits for no other rank, unless this rank's own gradients call for clipping or a skip.
@@ -76,7 +68,7 @@ class NativeHandle(GuardedHandle[NativeOptimizer]):
             return optimizer.step(self.name)
         self.settle_everywhere()
         self.pending = pending = PendingStep(optimizer, self.name, validation.world)
-        return PendingStepResult(lambda: self._settle(pending)) if pending.is_taken else self._settle(pending)
+        return contracts.PendingStepResult(lambda: self._settle(pending)) if pending.is_taken else self._settle(pending)
 
     @property
     def is_settled(self) -> bool:
@@ -96,28 +88,28 @@ class NativeHandle(GuardedHandle[NativeOptimizer]):
         self.pending = None
         return was_plain
 
-    def _settle(self, pending: PendingStep) -> StepResult:
+    def _settle(self, pending: PendingStep) -> contracts.StepResult:
         # The atom counts a step whose result it returns; this one has been returned as pending.
         if pending.result is None and pending.settle().ok and pending.is_taken:
             self._weight_version += 1
         return pending.settle()
 
     @property
-    def routed_layers(self) -> RoutedLayers | None:
+    def routed_layers(self) -> contracts.RoutedLayers | None:
         """Its layers with experts; None where the family does not replay routes."""
         return None if self.family.routed_layers is None else self.family.routed_layers(self.architecture)
 
     @property
-    def weights(self) -> tuple[TensorInfo, ...]:
+    def weights(self) -> tuple[contracts.TensorInfo, ...]:
         return tuple(
-            TensorInfo.of(stored, layout.shards.shape[len(index) :], layout.dtype)
+            contracts.TensorInfo.of(stored, layout.shards.shape[len(index) :], layout.dtype)
             for key, layout in self.layouts.items()
-            for index, stored in stored_tensors(self.weight_names[key])
+            for index, stored in contracts.stored_tensors(self.weight_names[key])
         )
 
     @property
-    def options(self) -> NativeConfig:
-        return self.config.options(NativeConfig)
+    def options(self) -> contracts.NativeConfig:
+        return self.config.options(contracts.NativeConfig)
 
     def drop_gradients(self) -> None:
         """See the base class; also those that no rank has reduced yet."""

@@ -256,8 +256,8 @@ FAULTS = [
     Fault(
         "saves-do-not-wait-for-each-other",
         "rl_backend/runtime/checkpoint_writer.py",
-        "        self.wait(handle)\n        draft = reserve_draft(path, self._group)\n",
-        "        draft = reserve_draft(path, self._group)\n",
+        "        self.wait(handle)\n        draft = training_state.reserve_draft(path, self._group)\n",
+        "        draft = training_state.reserve_draft(path, self._group)\n",
         ("tests/unit/rl_backend/checkpoint/test_writes.py::test_a_second_save_leaves_what_the_first_is_still_writing",),
         "the next save would write into the buffers of one that is being written",
     ),
