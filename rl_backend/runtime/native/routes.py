@@ -68,8 +68,9 @@ class PassRoutes:
             self._chosen[micro_batch, stage] = rows
 
     def outputs(self, data: Sequence[PackedBatch]) -> dict[str, list[Tensor]]:
-        """``routed_experts`` on source ranks; routes are recorded. A collective over the replica."""
-        assert self.recorded is not None, "routes are recorded"
+        """``routed_experts`` on source ranks, when routes are recorded; then a collective over the replica."""
+        if self.recorded is None:
+            return {}
         groups = self._handle.groups
         places = _places_on_ranks(self._handle, self.recorded)
         routes = gather_stages(self._chosen, data, places, self.recorded, groups.pp_group, groups.device)
