@@ -44,7 +44,6 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
         self._close_groups = close_groups
         self._writer = CheckpointWriter(groups.host_group)
         self._handles: list[H] = []
-        self._num_built = 0
         self._closed = False
 
     @property
@@ -71,9 +70,8 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
             if forward_only:
                 raise ConfigError.of("optimizer", optimizer, "a forward-only model has none; leave one of the two out")
             config = config.replace(backend_cfg=config.backend_cfg.replace(optimizer=optimizer))
-        self._num_built += 1
         with self._engine():
-            handle = self._build(config, name or f"model-{self._num_built}", head, forward_only=forward_only)
+            handle = self._build(config, name or f"model-{len(self._handles) + 1}", head, forward_only=forward_only)
         self._handles.append(handle)
         return handle
 

@@ -215,9 +215,8 @@ def parameter_states(megatron: Any) -> Iterator[ParameterState]:
         for parameter in part.model_param_group_index_map:
             span = part._get_model_param_range_map(parameter)["param"]
             tensors = part._get_main_param_and_optimizer_states(parameter)
-            yield ParameterState(
-                parameter, span.start, span.end, {name: tensors[name] for name in ("param", "exp_avg", "exp_avg_sq")}
-            )
+            held = {name: tensors[name] for name in ("param", "exp_avg", "exp_avg_sq")}
+            yield ParameterState(parameter, span.start, span.end, held)
 
 
 def _counters(megatron: Any) -> Iterator[dict[str, Any]]:
