@@ -87,9 +87,8 @@ def connect_routers(models: Sequence[nn.Module], provider: Any, groups: BridgeGr
             router.router_replay = LayerRoutes(router.layer_number)
         chunks.append(tuple(router.router_replay for router in routers))
     mine = tuple(each.layer_number - 1 for chunk in chunks for each in chunk)
-    found: list[tuple[int, ...]] = [mine] * groups.pg.pp.size()
-    if groups.pg.pp.size() > 1:
-        dist.all_gather_object(found, mine, group=groups.pg.pp)
+    found: list[tuple[int, ...]] = [()] * groups.pg.pp.size()
+    dist.all_gather_object(found, mine, group=groups.pg.pp)
     if sorted(chain.from_iterable(found)) != list(layers.layers):
         raise UnsupportedError(
             f"Megatron built routers in the layers {sorted(chain.from_iterable(found))}; moe_layer_freq names "

@@ -75,10 +75,8 @@ def _held_tensors(handle: NativeHandle) -> Iterator[tuple[str, str, Tensor]]:
     for name, parameter in handle.parameters.items():
         yield "model", name, parameter
     if handle.optimizer is not None:
-        for key, tensor in handle.optimizer.state_tensors().items():
-            kind, _, name = key.partition(".")
-            if kind in _MOMENTS:
-                yield f"optimizer.{kind}", name, tensor
+        state = handle.optimizer.state_tensors()
+        yield from ((f"optimizer.{kind}", name, state[f"{kind}.{name}"]) for name in handle.parameters for kind in _MOMENTS)
 
 
 def _pieces(handle: NativeHandle, kind: str, name: str, tensor: Tensor) -> Iterator[tuple[str, TensorPieces]]:
