@@ -52,7 +52,7 @@ def load_weights(
         if stored not in absent
     }
     _check_tensors(reader, wanted, stored_buffers, frozenset(elsewhere))
-    if not {LM_HEAD, VALUE_HEAD_WEIGHTS[0]} & {*stored_names(weight_names), *elsewhere}:
+    if LM_HEAD in reader.infos and not {LM_HEAD, VALUE_HEAD_WEIGHTS[0]} & {*stored_names(weight_names), *elsewhere}:
         _check_tied_head(reader, parameters, weight_names)
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -72,8 +72,6 @@ def _check_tied_head(reader: HFReader, parameters: Mapping[str, nn.Parameter], n
 
     transformers unties one that differs without a word, and vLLM drops it: neither is what the other computes.
     """
-    if LM_HEAD not in reader.infos:
-        return
     for name, embeddings in names.items():
         if not isinstance(embeddings, str) or not embeddings.endswith("embed_tokens.weight"):
             continue
@@ -103,8 +101,7 @@ def _check_tensors(
     missing = [name for name in wanted if name not in reader.infos]
     if missing:
         raise CheckpointError(
-            f"{reader.path} has no tensor {listed(missing)}; the model that config.json describes needs it",
-            tensors=missing,
+            f"{reader.path} has no tensor {listed(missing)}; the model that config.json describes needs it", tensors=missing
         )
     for name, shape in wanted.items():
         stored = reader.infos[name]

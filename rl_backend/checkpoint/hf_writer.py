@@ -6,7 +6,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,10 +68,11 @@ def write_hf_directory(
     try:
         draft.mkdir()
         try:
-            files = ShardedFiles(draft, infos, max_shard_bytes)
-            files.write(tensors)
-            if len(set(files.weight_map.values())) > 1:
-                content = {"metadata": {"total_size": files.total_bytes}, "weight_map": files.weight_map}
+            places = lay_out_files(draft, infos, max_shard_bytes)
+            write_tensors(places, tensors)
+            weight_map = {name: place.file.name for name, place in places.items()}
+            if len(set(weight_map.values())) > 1:
+                content = {"metadata": {"total_size": sum(info.nbytes for info in infos)}, "weight_map": weight_map}
                 _write_json(draft / WEIGHTS_INDEX, content)
             for name, file in copied.items():
                 (draft / name).parent.mkdir(exist_ok=True)
@@ -99,56 +100,40 @@ def _write_json(file: Path, content: dict[str, object]) -> None:
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-class ShardedFiles:
-    """The weight files of a model. One tensor is in memory, or less where it can be viewed as bytes.
+class Place(NamedTuple):
+    """Where a tensor is written.
+
+    Attributes:
+        start: its first byte in ``file``.
+    """
+
+    file: Path
+    start: int
+    info: TensorInfo
+
+
+def lay_out_files(directory: Path, infos: Sequence[TensorInfo], max_shard_bytes: int) -> dict[str, Place]:
+    """Makes the weight files of a model, with their headers: name -> place of each tensor.
 
     Args:
         infos: the tensors to write, in the order in which files are filled; they may come in another order.
         max_shard_bytes: largest size of the tensors in one file; a larger tensor gets its own file.
 
-    Attributes:
-        weight_map: name -> name of its file.
-        total_bytes: of all tensors.
-
     Raises:
         CheckpointError: no tensors, one name twice, or a dtype that safetensors do not have.
     """
-
-    def __init__(self, directory: Path, infos: Sequence[TensorInfo], max_shard_bytes: int) -> None:
-        if not infos:
-            raise CheckpointError("there are no tensors to write")
-        shards = list(_shards(infos, max_shard_bytes))
-        self.weight_map: dict[str, str] = {}
-        self.total_bytes = sum(info.nbytes for info in infos)
-        self._missing: dict[str, tuple[Path, int, TensorInfo]] = {}
-        """Name -> file, first byte in it and description of each tensor that has not come."""
-        for number, shard in enumerate(shards, start=1):
-            single = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            self._lay_out(directory / single, shard)
-
-    def write(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Writes each tensor before the next is taken.
-
-        Raises:
-            CheckpointError: one comes twice, is not as announced, or does not come.
-            OSError: the disk is full.
-        """
-        for name, tensor in tensors:
-            self._write(name, tensor)
-        if self._missing:
-            name = next(iter(self._missing))
-            raise CheckpointError(
-                f"{len(self._missing)} of {len(self.weight_map)} tensors did not come, {name!r} for one", tensor=name
-            )
-
-    def _lay_out(self, file: Path, shard: Sequence[TensorInfo]) -> None:
-        """Writes the header of a file and gives each tensor its place behind it."""
+    if not infos:
+        raise CheckpointError("there are no tensors to write")
+    places: dict[str, Place] = {}
+    shards = list(_shards(infos, max_shard_bytes))
+    for number, shard in enumerate(shards, start=1):
+        file = directory / (SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors")
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         starts, end = {}, 0
         # The order of the safetensors library, in which every tensor of a mapped file begins at a multiple of its itemsize.
         # Readers compute on the mapped memory, and another place of a tensor can change the last bit of what they get.
         for info in sorted(shard, key=lambda info: (-dtype_from_name(info.dtype).itemsize, info.name)):
-            if info.name in self.weight_map or info.name in starts:
+            if info.name in places or info.name in starts:
                 raise CheckpointError(f"tensor {info.name!r} came twice", tensor=info.name)
             starts[info.name] = end
             header[info.name] = {
@@ -162,15 +147,23 @@ class ShardedFiles:
         with file.open("wb") as stream:
             stream.write(len(text).to_bytes(8, "little") + text)
             stream.truncate(8 + len(text) + end)
-        for info in shard:
-            self._missing[info.name] = file, 8 + len(text) + starts[info.name], info
-            self.weight_map[info.name] = file.name
+        places |= {info.name: Place(file, 8 + len(text) + starts[info.name], info) for info in shard}
+    return places
 
-    def _write(self, name: str, tensor: Tensor) -> None:
-        if name not in self._missing:
-            problem = "twice" if name in self.weight_map else "and was not announced"
+
+def write_tensors(places: Mapping[str, Place], tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Writes each tensor to its place before the next is taken: one is in memory, or less where it can be viewed as bytes.
+
+    Raises:
+        CheckpointError: one comes twice, is not as announced, or does not come.
+        OSError: the disk is full.
+    """
+    missing = dict(places)
+    for name, tensor in tensors:
+        if name not in missing:
+            problem = "twice" if name in places else "and was not announced"
             raise CheckpointError(f"tensor {name!r} came {problem}", tensor=name)
-        file, start, info = self._missing[name]
+        file, start, info = missing.pop(name)
         found = (tuple(tensor.shape), name_of_dtype(tensor.dtype))
         if found != (info.shape, info.dtype):
             raise CheckpointError(
@@ -182,7 +175,9 @@ class ShardedFiles:
             for part in data.split(_PART) if data.numel() else ():
                 # NumPy takes a tensor's memory for itself: a parameter's could not be offloaded any more.
                 stream.write(memoryview(part.to("cpu", copy=True).numpy()))
-        del self._missing[name]
+    if missing:
+        name = next(iter(missing))
+        raise CheckpointError(f"{len(missing)} of {len(places)} tensors did not come, {name!r} for one", tensor=name)
 
 
 def _shards(infos: Sequence[TensorInfo], max_shard_bytes: int) -> Iterator[list[TensorInfo]]:

@@ -97,12 +97,9 @@ class PiecesLoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        pieces = {name: value for name, value in state_dict.items() if isinstance(value, TensorPieces)}
-        # The default planner replaces everything but tensors by None.
-        super().set_up_planner(
-            {name: value for name, value in state_dict.items() if name not in pieces}, metadata, is_coordinator
-        )
-        self.state_dict = {**self.state_dict, **pieces}
+        # The default planner replaces everything but tensors by None, and looks for nested dictionaries.
+        self.flatten_state_dict = False
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         found = self.state_dict[index.fqn]

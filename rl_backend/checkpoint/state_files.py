@@ -5,7 +5,7 @@ import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NoReturn, cast
+from typing import IO, Any, NoReturn
 
 import torch
 import xxhash
@@ -23,38 +23,31 @@ from rl_backend.contracts import CheckpointError, name_of_dtype
 _CHUNK = 1 << 22
 
 
-class _DigestingStream(io.IOBase):
+class _DigestingFile(io.BufferedWriter):
     """Writes to a file and into a digest; written bytes cannot be changed."""
 
-    def __init__(self, raw: IO[bytes]) -> None:
-        self._raw = raw
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(io.FileIO(path, "wb"))
         self._digest = xxhash.xxh3_64()
         self._size = 0
         self.error: OSError | None = None
-
-    def writable(self) -> bool:
-        return True
 
     def write(self, data: Any) -> int:
         self._digest.update(data)
         self._size += memoryview(data).nbytes
         try:
-            return self._raw.write(data)
+            return super().write(data)
         except OSError as error:
             self.error = error
             raise
 
-    def tell(self) -> int:
-        return self._size
-
-    def flush(self) -> None:
-        if not self._raw.closed:
-            self._raw.flush()
+    def seek(self, *args: Any) -> NoReturn:
+        raise io.UnsupportedOperation("seek")
 
     def fileno(self) -> int:
         # The caller is about to flush the file to the disk.
-        self._raw.flush()
-        return self._raw.fileno()
+        self.flush()
+        return super().fileno()
 
     def facts(self) -> FileFacts:
         return FileFacts(num_bytes=self._size, xxh3=self._digest.hexdigest())
@@ -66,11 +59,8 @@ class _DigestingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase]:
-        with super().create_stream(path, mode) as raw:
-            if mode != "wb":
-                yield raw
-                return
-            stream = _DigestingStream(cast("IO[bytes]", raw))
+        assert mode == "wb", "a FileSystemWriter only writes"
+        with _DigestingFile(path) as stream:
             try:
                 yield stream
             except Exception:
@@ -192,9 +182,7 @@ class TensorsReader(FileSystemReader):
                         planner.commit_tensor(item, target)
             except Exception as error:
                 raise CheckpointError(
-                    f"{file} is refused, {load_problem(error)}; take an earlier checkpoint",
-                    path=str(self.path),
-                    name=name,
+                    f"{file} is refused, {load_problem(error)}; take an earlier checkpoint", path=str(self.path), name=name
                 ) from error
         done: Future[None] = Future()
         done.set_result(None)

@@ -128,14 +128,11 @@ def _metadata(record: Any, files: Mapping[str, FileFacts]) -> Metadata:
 
 
 def _tensor(name: str, record: Any) -> TensorStorageMetadata:
-    if _kind(record) != "TensorStorageMetadata":
-        raise _RefusedError(f"{name} is stored as a {_kind(record)}, not as a tensor")
     fields = _fields(record, "TensorStorageMetadata")
     size = _size(fields.get("size"))
     chunks = [_chunk(name, each, size) for each in _of(list, fields.get("chunks"))]
-    properties = fields.get("properties")
-    state = properties.state if isinstance(properties, _Record) else None
-    if _kind(properties) != "TensorProperties" or not isinstance(state, tuple) or not state:
+    properties: Any = fields.get("properties")
+    if _kind(properties) != "TensorProperties" or not _of(tuple, properties.state):
         raise _RefusedError(f"{name} has no properties")
     try:
         covered = covers_once(size, [(chunk.offsets, chunk.sizes) for chunk in chunks])
@@ -143,7 +140,7 @@ def _tensor(name: str, record: Any) -> TensorStorageMetadata:
         raise _RefusedError(f"{name} has pieces that are not checked: {error}") from None
     if not covered:
         raise _RefusedError(f"the pieces of {name} overlap, or leave out a part of {tuple(size)}")
-    return TensorStorageMetadata(TensorProperties(_of(torch.dtype, state[0])), size, chunks)
+    return TensorStorageMetadata(TensorProperties(_of(torch.dtype, properties.state[0])), size, chunks)
 
 
 def _chunk(name: str, record: Any, whole: torch.Size) -> ChunkStorageMetadata:

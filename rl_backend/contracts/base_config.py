@@ -86,11 +86,7 @@ class BaseConfig(BaseModel):
         }
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (type(self), self.model_dump_json()))
-
-
-def _rebuild[C: BaseConfig](cls: type[C], text: str) -> C:
-    return cls.model_validate_json(text)
+        return type(self).model_validate_json, (self.model_dump_json(),)
 
 
 def _describe(cls: type[BaseConfig], error: ValidationError) -> str:

@@ -1,6 +1,7 @@
 """Errors. Each survives pickling: a Ray caller sees its class, message and details."""
 
 from collections.abc import Sequence
+from functools import partial
 from os import PathLike
 from typing import Any, Self
 
@@ -22,16 +23,12 @@ class RLBackendError(Exception):
         return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (type(self), self.message, self.details))
+        return partial(type(self), self.message, **self.details), ()
 
 
 def listed(items: Sequence[object], most: int = 4) -> str:
     """The first of ``items`` and how many more there are, for messages."""
     return ", ".join(map(str, items[:most])) + (f" and {len(items) - most} more" if len(items) > most else "")
-
-
-def _rebuild[E: RLBackendError](cls: type[E], message: str, details: dict[str, Any]) -> E:
-    return cls(message, **details)
 
 
 class ConfigError(RLBackendError):

@@ -128,8 +128,7 @@ def _require_integers(routes: Tensor) -> None:
         raise BatchError(f"{ROUTES} has dtype {routes.dtype}; expected integers, the numbers of experts", name=ROUTES)
     if routes.dtype in (torch.uint16, torch.uint32, torch.uint64):
         raise BatchError(
-            f"{ROUTES} has dtype {routes.dtype}, with which torch cannot compute; use route_dtype(num_experts)",
-            name=ROUTES,
+            f"{ROUTES} has dtype {routes.dtype}, with which torch cannot compute; use route_dtype(num_experts)", name=ROUTES
         )
 
 

@@ -243,6 +243,5 @@ def _resolve[C: BaseConfig](field: str, config_type: type[C], value: Any) -> C:
     if isinstance(value, dict):
         return config_type(**value)
     raise ConfigError(
-        f"{field} is a {type(value).__name__}; expected {config_type.__name__} or a dictionary of its fields",
-        field=field,
+        f"{field} is a {type(value).__name__}; expected {config_type.__name__} or a dictionary of its fields", field=field
     )

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
@@ -124,9 +125,8 @@ class WeightManifest(BaseConfig):
 
     @model_validator(mode="after")
     def _unique_names(self) -> Self:
-        names = [tensor.name for tensor in self.tensors]
-        if len(set(names)) != len(names):
-            twice = sorted({name for name in names if names.count(name) > 1})
+        counts = Counter(tensor.name for tensor in self.tensors)
+        if twice := sorted(name for name, count in counts.items() if count > 1):
             raise ConfigError.of("WeightManifest.tensors", twice, "each name may be sent once")
         return self
 

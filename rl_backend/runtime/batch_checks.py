@@ -9,18 +9,18 @@ from torch import Tensor
 
 from rl_backend.contracts import BatchError, PackedBatch, check_routes
 from rl_backend.contracts.routed_experts import ROUTES, ROUTES_MASK
-from rl_backend.parallel.groups import RankGroups
 from rl_backend.runtime.engine import GuardedHandle, PassRequest
 
 
-def check_micro_batches(handle: GuardedHandle, request: PassRequest, groups: RankGroups) -> None:
+def check_micro_batches(handle: GuardedHandle, request: PassRequest) -> None:
     """Refuses data that cannot run, on every rank together: no rank is left waiting in a collective.
 
     Raises:
         BatchError: :func:`problem_on_rank`; other data than on another rank of the replica; another number of micro-batches,
-            or another kind of pass, on another rank; or another rank refused its data.
+            or another kind of pass, on another rank; another rank refused its data; or a number that the engine cannot run.
     """
-    data, world, replica = request.data, groups.world_group, groups.replica_group
+    data, groups = request.data, handle.groups
+    world, replica = groups.world_group, groups.replica_group
     problem = problem_on_rank(handle, request)
     if replica.size() > 1:
         difference = problem_in_replica(checksum(data), replica, groups.device)
@@ -30,6 +30,8 @@ def check_micro_batches(handle: GuardedHandle, request: PassRequest, groups: Ran
         problem = problem or ranks_problem
     if problem is not None:
         raise problem
+    # Afterwards: by then all ranks have the same number, and none raises alone.
+    handle.require_schedulable(len(data), forward_only=request.forward_only)
 
 
 def problem_on_rank(handle: GuardedHandle, request: PassRequest) -> BatchError | None:
@@ -38,28 +40,8 @@ def problem_on_rank(handle: GuardedHandle, request: PassRequest) -> BatchError |
     No micro-batches; one over ``max_tokens_per_micro_batch``; a sequence over ``max_length``; a token outside the
     vocabulary; a temperature that is not positive; routes that :func:`~rl_backend.contracts.check_routes` refuses.
     """
-    problem = _problem(request.data, handle.config.max_tokens_per_micro_batch, handle.vocab_size, handle.max_length)
-    if problem is None and request.router_replay == "replay" and handle.routed_layers is not None:
-        for index, batch in enumerate(request.data):
-            try:
-                check_routes(batch, handle.routed_layers)
-            except BatchError as error:
-                return _of_micro_batch(index, error)
-    return problem
-
-
-def checksum(data: Sequence[PackedBatch]) -> int:
-    """Of what the ranks of a replica must have in common."""
-    found = 0
-    for batch in data:
-        routes = [batch.token_fields[name] for name in (ROUTES, ROUTES_MASK) if name in batch.token_fields]
-        for tensor in (batch.seq_lens, batch.input_ids, *routes):
-            # Bytes, because numpy lacks types that routes may have before they are refused.
-            found = zlib.crc32(tensor.cpu().contiguous().view(torch.uint8).numpy(), found)
-    return found
-
-
-def _problem(data: Sequence[PackedBatch], max_tokens: int, vocab_size: int, max_length: int | None) -> BatchError | None:
+    data, vocab_size, max_length = request.data, handle.vocab_size, handle.max_length
+    max_tokens = handle.config.max_tokens_per_micro_batch
     if not data:
         return BatchError("forward_backward without micro-batches; every rank needs at least one")
     for index, batch in enumerate(data):
@@ -91,7 +73,24 @@ def _problem(data: Sequence[PackedBatch], max_tokens: int, vocab_size: int, max_
         if isinstance(temperature, Tensor) and not bool((temperature > 0).all()):
             lowest = float(temperature.min())
             return BatchError(f"micro-batch {index}: temperature {lowest}; it must be above 0", micro_batch=index)
+    if request.router_replay == "replay" and handle.routed_layers is not None:
+        for index, batch in enumerate(data):
+            try:
+                check_routes(batch, handle.routed_layers)
+            except BatchError as error:
+                return _of_micro_batch(index, error)
     return None
+
+
+def checksum(data: Sequence[PackedBatch]) -> int:
+    """Of what the ranks of a replica must have in common."""
+    found = 0
+    for batch in data:
+        routes = [batch.token_fields[name] for name in (ROUTES, ROUTES_MASK) if name in batch.token_fields]
+        for tensor in (batch.seq_lens, batch.input_ids, *routes):
+            # Bytes, because numpy lacks types that routes may have before they are refused.
+            found = zlib.crc32(tensor.cpu().contiguous().view(torch.uint8).numpy(), found)
+    return found
 
 
 def _of_micro_batch(index: int, error: BatchError) -> BatchError:

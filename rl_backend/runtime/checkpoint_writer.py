@@ -1,7 +1,7 @@
 """Saving the handles of a runtime, now or in the background."""
 
 import json
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -11,24 +11,12 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import Tensor
 
+from rl_backend.checkpoint import training_state
 from rl_backend.checkpoint.durable import discard_draft
 from rl_backend.checkpoint.hf_writer import critic_config, write_hf_directory
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.pieces import HostBuffers
-from rl_backend.checkpoint.training_state import (
-    StateTensors,
-    on_every_rank,
-    require_free,
-    reserve_draft,
-    write_training_state,
-)
-from rl_backend.contracts import (
-    CheckpointError,
-    ConfigError,
-    ExportInterruptedError,
-    TensorInfo,
-    UnsupportedError,
-)
+from rl_backend.contracts import CheckpointError, ConfigError, ExportInterruptedError, UnsupportedError
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT
 from rl_backend.runtime.engine import GuardedHandle
 
@@ -105,7 +93,7 @@ class CheckpointWriter:
         self,
         handle: GuardedHandle,
         path: Path,
-        state: Callable[[], tuple[StateTensors, TrainingManifest]],
+        state: Callable[[], tuple[training_state.StateTensors, TrainingManifest]],
         *,
         asynchronous: bool,
         extra: Mapping[str, Any] | None = None,
@@ -120,9 +108,9 @@ class CheckpointWriter:
             CheckpointError: a rank could not save, or ``extra`` cannot be written as JSON; on every rank.
         """
         self.wait(handle)
-        draft = reserve_draft(path, self._group)
+        draft = training_state.reserve_draft(path, self._group)
         try:
-            with on_every_rank(self._group, f"{path} could not be saved"):
+            with training_state.on_every_rank(self._group, f"{path} could not be saved"):
                 kept = _as_json(extra or {}, path)
                 tensors, manifest = state()
                 manifest = manifest.replace(extra=kept)
@@ -133,7 +121,7 @@ class CheckpointWriter:
                 discard_draft(draft)
             raise
         if not asynchronous:
-            write_training_state(draft, path, tensors, manifest, self._group)
+            training_state.write_training_state(draft, path, tensors, manifest, self._group)
             return
         if self._thread is None:
             # Collectives of the thread must not meet those of the caller.
@@ -141,14 +129,13 @@ class CheckpointWriter:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         assert self._background_group is not None, "made with the thread"
         self._saves[handle] = self._thread.submit(
-            write_training_state, draft, path, tensors, manifest, self._background_group
+            training_state.write_training_state, draft, path, tensors, manifest, self._background_group
         )
 
     def save_hf(
         self,
         handle: GuardedHandle,
         path: Path,
-        infos: Sequence[TensorInfo],
         export: Callable[[], Generator[tuple[str, Tensor]]],
         *,
         asynchronous: bool,
@@ -157,7 +144,6 @@ class CheckpointWriter:
         """Writes a Hugging Face directory to ``path``; rank 0 writes what all ranks gather.
 
         Args:
-            infos: of every weight.
             export: gives every weight on every rank, one at a time: a rank holds one beside its own part of the model.
 
         Raises:
@@ -175,16 +161,16 @@ class CheckpointWriter:
             )
         self.wait(handle)
         writes = dist.get_rank(self._group) == 0
-        with on_every_rank(self._group, f"cannot make the directory of {path}"):
+        with training_state.on_every_rank(self._group, f"cannot make the directory of {path}"):
             if writes:
-                require_free(path)
+                training_state.require_free(path)
                 path.parent.mkdir(parents=True, exist_ok=True)
         stream = export()
-        with on_every_rank(self._group, f"writing {path} failed"), closing(stream):
+        with training_state.on_every_rank(self._group, f"writing {path} failed"), closing(stream):
             try:
                 if writes:
                     config = critic_config(handle.hf_config) if handle.head == "values" else None
-                    write_hf_directory(path, infos, stream, handle.config.hf_path, config=config)
+                    write_hf_directory(path, handle.weights, stream, handle.config.hf_path, config=config)
                 else:
                     for _ in stream:
                         pass

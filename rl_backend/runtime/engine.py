@@ -10,25 +10,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from rl_backend import contracts
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.training_state import StateTensors
-from rl_backend.contracts import (
-    ForwardResult,
-    HandleError,
-    Head,
-    LossFn,
-    ModelHandle,
-    PackedBatch,
-    RoutedLayers,
-    RuntimeConfig,
-    StepResult,
-    TensorInfo,
-)
 from rl_backend.contracts.operations import Part
 from rl_backend.parallel.groups import RankGroups
 from rl_backend.runtime.export_stream import WeightStream
 from rl_backend.runtime.offload import Offload
-from rl_backend.runtime.router_replay import MODES, RouterReplay, require_routers
+from rl_backend.runtime.router_replay import MODES, RouterReplay
 
 
 class PassRequest(NamedTuple):
@@ -39,8 +28,8 @@ class PassRequest(NamedTuple):
         loss_fn: None in a forward-only pass without a loss.
     """
 
-    data: Sequence[PackedBatch]
-    loss_fn: LossFn | None
+    data: Sequence[contracts.PackedBatch]
+    loss_fn: contracts.LossFn | None
     forward_only: bool
     router_replay: RouterReplay = "off"
 
@@ -59,7 +48,7 @@ class ScheduledOptimizer(Protocol):
 
 
 @dataclass(eq=False, kw_only=True)
-class GuardedHandle[O: ScheduledOptimizer](ModelHandle):
+class GuardedHandle[O: ScheduledOptimizer](contracts.ModelHandle):
     """One model of a :class:`~rl_backend.runtime.guarded.GuardedRuntime`.
 
     Attributes:
@@ -76,7 +65,7 @@ class GuardedHandle[O: ScheduledOptimizer](ModelHandle):
     """
 
     owner: object | None
-    config: RuntimeConfig
+    config: contracts.RuntimeConfig
     hf_config: Mapping[str, Any]
     vocab_size: int
     max_length: int | None
@@ -91,16 +80,50 @@ class GuardedHandle[O: ScheduledOptimizer](ModelHandle):
 
     @property
     @abstractmethod
-    def routed_layers(self) -> RoutedLayers | None:
+    def routed_layers(self) -> contracts.RoutedLayers | None:
         """Its layers with experts; None where routes cannot be replayed."""
 
     @abstractmethod
     def roots(self) -> Iterable[nn.Module]:
         """The modules that the model consists of on this rank."""
 
+    @property
+    @abstractmethod
+    def weights(self) -> tuple[contracts.TensorInfo, ...]:
+        """Every weight of the whole model in the dtype that it is kept in, in the order of export."""
+
     @abstractmethod
     def part_tensors(self) -> Mapping[Part, Sequence[Tensor]]:
         """This rank's tensors of each part that the handle has."""
+
+    @abstractmethod
+    def require_schedulable(self, num_micro_batches: int, *, forward_only: bool) -> None:
+        """Raises :class:`BatchError` for a number of micro-batches that the engine cannot run."""
+
+    def require_replayable(self, router_replay: RouterReplay) -> None:
+        """Refuses routes of a model whose routers the engine cannot record or replay.
+
+        Raises:
+            BatchError: no such mode.
+            UnsupportedError: nothing to record or replay, or the engine would route differently.
+        """
+        if router_replay not in MODES:
+            raise contracts.BatchError(
+                f"router_replay={router_replay!r}; expected one of {', '.join(MODES)}", router_replay=router_replay
+            )
+        if router_replay != "off" and (self.routed_layers is None or not self.routed_layers.layers):
+            raise contracts.UnsupportedError(
+                f"router_replay={router_replay!r}: {self.name} has no routers to record or replay; use 'off'",
+                router_replay=router_replay,
+            )
+
+    @abstractmethod
+    def drop_gradients(self) -> None:
+        """Drops all gradients, those in host memory too."""
+
+    @abstractmethod
+    def step(self) -> contracts.StepResult:
+        """Clips and steps, or changes nothing."""
 
     def release(self) -> None:
         """Drops every tensor; the handle cannot be used again."""
@@ -117,7 +140,7 @@ class GuardedHandle[O: ScheduledOptimizer](ModelHandle):
     def trainer(self, operation: str) -> O:
         """The optimizer; raises :class:`HandleError` for a forward-only handle."""
         if self.optimizer is None:
-            raise HandleError(
+            raise contracts.HandleError(
                 f"{operation} on {self.name!r}, which is forward-only: it has no gradients and no optimizer; "
                 "build it with build_model(forward_only=False)",
                 handle=self.name,
@@ -155,32 +178,16 @@ class Engine[H: GuardedHandle](ABC):
         """Whether this is the rank of its replica that has outputs."""
 
     @abstractmethod
-    def _build(self, config: RuntimeConfig, name: str, head: Head, *, forward_only: bool) -> H:
+    def _build(self, config: contracts.RuntimeConfig, name: str, head: contracts.Head, *, forward_only: bool) -> H:
         """Builds the model of ``config.hf_path`` and loads its weights."""
 
     @abstractmethod
-    def _require_schedulable(self, handle: H, num_micro_batches: int, *, forward_only: bool) -> None:
-        """Raises :class:`BatchError` for a number of micro-batches that the engine cannot run."""
-
-    @abstractmethod
-    def _run_passes(self, handle: H, request: PassRequest) -> ForwardResult:
+    def _run_passes(self, handle: H, request: PassRequest) -> contracts.ForwardResult:
         """Checks the data over all ranks, then runs it. An error in the middle of a backward pass sets ``broken``."""
 
     @abstractmethod
-    def _record_activations(self, handle: H, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:
+    def _record_activations(self, handle: H, data: Sequence[contracts.PackedBatch]) -> list[Mapping[str, Tensor]]:
         """Runs checked micro-batches forward; see :meth:`~rl_backend.runtime.Runtime.activations`."""
-
-    @abstractmethod
-    def _drop_gradients(self, handle: H) -> None:
-        """Drops all gradients, those in host memory too."""
-
-    @abstractmethod
-    def _step(self, handle: H) -> StepResult:
-        """Clips and steps, or changes nothing."""
-
-    @abstractmethod
-    def _describe_weights(self, handle: H, dtype: torch.dtype | None) -> tuple[TensorInfo, ...]:
-        """What :meth:`_gather_weights` yields. Not a collective."""
 
     @abstractmethod
     def _gather_weights(
@@ -199,7 +206,3 @@ class Engine[H: GuardedHandle](ABC):
     @abstractmethod
     def _load_training_state(self, handle: H, path: Path) -> TrainingManifest:
         """Restores a handle from ``path``; a forward-only one takes the weights and their version."""
-
-    def _require_replayable(self, handle: H, router_replay: RouterReplay) -> None:
-        """Raises :class:`UnsupportedError` for a model whose routes the engine cannot record or replay."""
-        require_routers(router_replay, handle.routed_layers, handle.name)

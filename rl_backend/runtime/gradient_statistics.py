@@ -4,11 +4,9 @@ import math
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.contracts import StepResult
-from rl_backend.parallel.collectives import all_gather_into
 
 _CHUNK = 2**20
 """Elements that are converted to float64 at a time."""
@@ -23,15 +21,6 @@ def rank_statistics(gradients: Iterable[Tensor], device: torch.device, *, count_
         if count_zeros:
             statistics[0, 1] = torch.stack([gradient.numel() - gradient.count_nonzero() for gradient in filled]).sum()
     return statistics
-
-
-def gather_statistics(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(1, 2) of every rank -> (ranks, 2) on each."""
-    if group.size() == 1:
-        return mine
-    rows = mine.new_empty(group.size(), mine.shape[1])
-    all_gather_into(rows, mine, group=group)
-    return rows
 
 
 def judge(rows: Tensor, *, count_zeros: bool) -> StepResult:

@@ -44,7 +44,6 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
         self._close_groups = close_groups
         self._writer = CheckpointWriter(groups.host_group)
         self._handles: list[H] = []
-        self._num_built = 0
         self._closed = False
 
     @property
@@ -71,9 +70,8 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
             if forward_only:
                 raise ConfigError.of("optimizer", optimizer, "a forward-only model has none; leave one of the two out")
             config = config.replace(backend_cfg=config.backend_cfg.replace(optimizer=optimizer))
-        self._num_built += 1
         with self._engine():
-            handle = self._build(config, name or f"model-{self._num_built}", head, forward_only=forward_only)
+            handle = self._build(config, name or f"model-{len(self._handles) + 1}", head, forward_only=forward_only)
         self._handles.append(handle)
         return handle
 
@@ -87,7 +85,7 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
 
     def zero_grad(self, handle: H) -> None:
         with self._atom(handle, "zero_grad"):
-            self._drop_gradients(handle)
+            handle.drop_gradients()
         handle.broken = ""
 
     def forward_backward(
@@ -106,14 +104,14 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
         others in a collective until that times out; a ``TrainGroup`` stops them at once.
         """
         with self._atom(handle, "forward_backward", forward_only=forward_only):
-            self._require_replayable(handle, router_replay)
+            handle.require_replayable(router_replay)
             if loss_fn is None and not forward_only:
                 raise BatchError("forward_backward without loss_fn; pass one, or forward_only=True")
             return self._run_passes(handle, PassRequest(data, loss_fn, forward_only, router_replay))
 
     def optimizer_step(self, handle: H) -> StepResult:
         with self._atom(handle, "optimizer_step"):
-            result = self._step(handle)
+            result = handle.step()
         # A pending step advances the version once it is settled.
         if not isinstance(result, PendingStepResult) and result.ok:
             handle.weight_version += 1
@@ -124,13 +122,7 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
             return handle.trainer("lr_scheduler_step").schedule_step()  # type: ignore[no-any-return]
 
     def to(
-        self,
-        handle: H,
-        device: Literal["cpu", "device"],
-        *,
-        model: bool = True,
-        optimizer: bool = True,
-        grad: bool = True,
+        self, handle: H, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> None:
         """See the base class. A part that a handle does not have (a forward-only one has a model only) is nothing to move.
 
@@ -150,7 +142,8 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
 
     def weight_infos(self, handle: H, *, dtype: torch.dtype | None = None) -> tuple[TensorInfo, ...]:
         self._require(handle, "weight_infos")
-        return self._describe_weights(handle, dtype)
+        infos = handle.weights
+        return infos if dtype is None else tuple(TensorInfo.of(each.name, each.shape, dtype) for each in infos)
 
     def export_weights(
         self,
@@ -173,7 +166,7 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
 
     def activations(self, handle: H, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:
         with self._atom(handle, "activations"), self.eval_mode(handle):
-            self._check(handle, PassRequest(data, None, forward_only=True))
+            check_micro_batches(handle, PassRequest(data, None, forward_only=True))
             return self._record_activations(handle, data)
 
     def save_checkpoint(
@@ -191,7 +184,6 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
                 self._writer.save_hf(
                     handle,
                     Path(path),
-                    self._describe_weights(handle, None),
                     lambda: self._gather_weights(handle, None, None, None),
                     asynchronous=asynchronous,
                     extra=extra,
@@ -218,7 +210,7 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
             self._writer.wait()
             manifest = self._load_training_state(handle, Path(path))
             if not handle.forward_only:
-                self._drop_gradients(handle)
+                handle.drop_gradients()
         return manifest.extra
 
     def is_mp_src_rank_with_outputs(self, handle: H) -> bool:
@@ -278,9 +270,3 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
     def _require_open(self) -> None:
         if self._closed:
             raise HandleError("this runtime is closed; create another one")
-
-    def _check(self, handle: H, request: PassRequest) -> None:
-        """Raises :class:`BatchError` on every rank for data that some rank cannot run."""
-        check_micro_batches(handle, request, self.groups)
-        # Afterwards: by then all ranks have the same number, and none raises alone.
-        self._require_schedulable(handle, len(request.data), forward_only=request.forward_only)

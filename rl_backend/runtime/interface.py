@@ -11,19 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.contracts import (
-    ForwardResult,
-    Head,
-    LossFn,
-    ModelHandle,
-    OptimizerConfig,
-    PackedBatch,
-    RuntimeConfig,
-    StepResult,
-    TensorInfo,
-    UnsupportedError,
-    WeightShard,
-)
+from rl_backend import contracts
 from rl_backend.parallel.shards import chunk
 from rl_backend.runtime.router_replay import RouterReplay
 
@@ -46,13 +34,13 @@ class RankPlace:
     is_source: bool
 
 
-class Runtime[H: ModelHandle](ABC):
+class Runtime[H: contracts.ModelHandle](ABC):
     """One rank's part of a training job. Every method is a collective over the handle's ranks unless it says otherwise.
 
     A runtime raises :class:`~rl_backend.contracts.HandleError` for a handle of another runtime.
     """
 
-    def __init__(self, config: RuntimeConfig) -> None:
+    def __init__(self, config: contracts.RuntimeConfig) -> None:
         self.config = config
 
     @property
@@ -70,9 +58,9 @@ class Runtime[H: ModelHandle](ABC):
         *,
         forward_only: bool = False,
         name: str = "",
-        head: Head = "log_probs",
+        head: contracts.Head = "log_probs",
         hf_path: Path | str | None = None,
-        optimizer: OptimizerConfig | None = None,
+        optimizer: contracts.OptimizerConfig | None = None,
     ) -> H:
         """Builds the model of a Hugging Face directory and loads its weights.
 
@@ -109,12 +97,12 @@ class Runtime[H: ModelHandle](ABC):
     def forward_backward(
         self,
         handle: H,
-        data: Sequence[PackedBatch],
-        loss_fn: LossFn | None,
+        data: Sequence[contracts.PackedBatch],
+        loss_fn: contracts.LossFn | None,
         *,
         forward_only: bool = False,
         router_replay: RouterReplay = "off",
-    ) -> ForwardResult:
+    ) -> contracts.ForwardResult:
         """Runs every micro-batch forward and, unless ``forward_only``, backward; gradients add up until ``zero_grad``.
 
         Args:
@@ -133,7 +121,7 @@ class Runtime[H: ModelHandle](ABC):
         """
 
     @abstractmethod
-    def optimizer_step(self, handle: H) -> StepResult:
+    def optimizer_step(self, handle: H) -> contracts.StepResult:
         """Clips and steps, or, when any rank's gradient is not finite, changes nothing and returns ``ok=False``."""
 
     @abstractmethod
@@ -145,18 +133,12 @@ class Runtime[H: ModelHandle](ABC):
 
     @abstractmethod
     def to(
-        self,
-        handle: H,
-        device: Literal["cpu", "device"],
-        *,
-        model: bool = True,
-        optimizer: bool = True,
-        grad: bool = True,
+        self, handle: H, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> None:
         """Moves the chosen parts to host memory (``cpu``) or back to the training device (``device``). Not a collective."""
 
     @abstractmethod
-    def weight_infos(self, handle: H, *, dtype: torch.dtype | None = None) -> tuple[TensorInfo, ...]:
+    def weight_infos(self, handle: H, *, dtype: torch.dtype | None = None) -> tuple[contracts.TensorInfo, ...]:
         """Name, shape and dtype of what ``export_weights`` yields, in its order, without moving data. Not a collective."""
 
     @abstractmethod
@@ -179,7 +161,7 @@ class Runtime[H: ModelHandle](ABC):
             names: only these; unknown names raise :class:`~rl_backend.contracts.ConfigError` before anything is gathered.
         """
 
-    def export_shards(self, handle: H, *, dtype: torch.dtype | None = None) -> Iterator[WeightShard]:
+    def export_shards(self, handle: H, *, dtype: torch.dtype | None = None) -> Iterator[contracts.WeightShard]:
         """Yields this rank's share of every weight, in one order on every rank.
 
         Here each weight is gathered and its rows are dealt out evenly; a runtime whose ranks hold rectangles of the weights
@@ -190,7 +172,7 @@ class Runtime[H: ModelHandle](ABC):
         """
         for name, tensor in self.export_weights(handle, dtype=dtype):
             rows = chunk(slice(0, tensor.shape[0]), dist.get_world_size(), dist.get_rank())
-            yield WeightShard(name, tuple(tensor.shape), (rows.start, *([0] * (tensor.dim() - 1))), tensor[rows])
+            yield contracts.WeightShard(name, tuple(tensor.shape), (rows.start, *([0] * (tensor.dim() - 1))), tensor[rows])
 
     def export_gradients(self, handle: H, *, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yields (Hugging Face name, full float32 gradient) in the order of :meth:`export_weights`.
@@ -207,7 +189,7 @@ class Runtime[H: ModelHandle](ABC):
         """
         raise self._not_offered("export_gradients")
 
-    def activations(self, handle: H, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:
+    def activations(self, handle: H, data: Sequence[contracts.PackedBatch]) -> list[Mapping[str, Tensor]]:
         """Hidden states between the modules of the model: a forward pass without gradients in evaluation mode.
 
         Args:
@@ -288,8 +270,8 @@ class Runtime[H: ModelHandle](ABC):
     def close(self) -> None:
         """Frees every handle, and the process group if this runtime made it. Further calls raise HandleError."""
 
-    def _not_offered(self, operation: str) -> UnsupportedError:
-        return UnsupportedError(
+    def _not_offered(self, operation: str) -> contracts.UnsupportedError:
+        return contracts.UnsupportedError(
             f"the runtime {self.config.backend!r} does not offer {operation}; implement it in {type(self).__name__}",
             backend=self.config.backend,
             operation=operation,

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -28,6 +29,25 @@ def module_paths(model: nn.Module, hf_names: Mapping[str, Sequence[str]]) -> dic
     existing = dict(model.named_modules())
     paths = {module: posixpath.commonpath(found) for module, found in parents.items() if found and module in existing}
     return {module: path.replace("/", ".") for module, path in paths.items() if path}
+
+
+def gather_outputs_of_stages(
+    here: Mapping[tuple[int, int], Mapping[str, Tensor]], num_micro_batches: int, group: dist.ProcessGroup
+) -> list[dict[str, Tensor]]:
+    """What the ranks of a pipeline have recorded, by micro-batch, in the order of the stages. A collective over ``group``.
+
+    Args:
+        here: (micro-batch, stage of the whole model) -> path -> output on the host.
+    """
+    ranks: list[Mapping[tuple[int, int], Mapping[str, Tensor]]] = [here]
+    if group.size() > 1:
+        ranks = [{} for _ in range(group.size())]
+        dist.all_gather_object(ranks, here, group=group)
+    found = {key: outputs for rank in ranks for key, outputs in rank.items()}
+    gathered: list[dict[str, Tensor]] = [{} for _ in range(num_micro_batches)]
+    for micro_batch, stage in sorted(found):
+        gathered[micro_batch] |= found[micro_batch, stage]
+    return gathered
 
 
 @contextmanager

@@ -15,11 +15,8 @@ from torch import Tensor
 from rl_backend.contracts import HandleError, UnsupportedError
 from rl_backend.contracts.operations import PARTS, Part
 
-
-@dataclass
-class _MovedStorage:
-    storage: torch.UntypedStorage
-    host: Tensor
+type MovedStorage = tuple[torch.UntypedStorage, Tensor]
+"""A storage that is empty, and its contents in host memory."""
 
 
 @dataclass
@@ -31,7 +28,7 @@ class Offload:
 
     handle_name: str
     device: torch.device
-    _moved: dict[Part, list[_MovedStorage]] = field(default_factory=dict)
+    _moved: dict[Part, list[MovedStorage]] = field(default_factory=dict)
     _spare_buffers: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
 
     def on_device(self, part: Part) -> bool:
@@ -52,7 +49,7 @@ class Offload:
 
     def host_bytes(self, part: Part) -> int:
         """Bytes of ``part`` that are in host memory now."""
-        return sum(moved.host.nbytes for moved in self._moved.get(part, ()))
+        return sum(host.nbytes for _, host in self._moved.get(part, ()))
 
     def offload(self, part: Part, tensors: Iterable[Tensor]) -> None:
         """Moves the storages of ``tensors`` to host memory; nothing to do when the part is there already."""
@@ -69,10 +66,10 @@ class Offload:
         for storage in storages.values():
             host = self._take_buffer(storage.nbytes())
             host.copy_(_bytes(storage), non_blocking=True)
-            moved.append(_MovedStorage(storage, host))
+            moved.append((storage, host))
         self._synchronize()
-        for each in moved:
-            each.storage.resize_(0)
+        for storage, _ in moved:
+            storage.resize_(0)
         self._moved[part] = moved
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -84,13 +81,13 @@ class Offload:
         """
         moved = self._moved.get(part, [])
         try:
-            for each in moved:
-                each.storage.resize_(each.host.nbytes)
-                _bytes(each.storage).copy_(each.host, non_blocking=True)
+            for storage, host in moved:
+                storage.resize_(host.nbytes)
+                _bytes(storage).copy_(host, non_blocking=True)
             self._synchronize()
         except BaseException:
-            for each in moved:
-                each.storage.resize_(0)
+            for storage, _ in moved:
+                storage.resize_(0)
             raise
         self._moved.pop(part, None)
         self._keep_buffers(moved)
@@ -101,19 +98,19 @@ class Offload:
 
     def clear(self, part: Part) -> None:
         """Brings a part back filled with zeros; nothing to do when it is on the device."""
-        for each in self._moved.get(part, ()):
-            each.storage.resize_(each.host.nbytes)
-            _bytes(each.storage).zero_()
+        for storage, host in self._moved.get(part, ()):
+            storage.resize_(host.nbytes)
+            _bytes(storage).zero_()
         self.forget(part)
 
     def _take_buffer(self, nbytes: int) -> Tensor:
         spare = self._spare_buffers[nbytes]
         return spare.pop() if spare else torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
 
-    def _keep_buffers(self, moved: list[_MovedStorage]) -> None:
+    def _keep_buffers(self, moved: list[MovedStorage]) -> None:
         if self.device.type == "cuda":
-            for each in moved:
-                self._spare_buffers[each.host.nbytes].append(each.host)
+            for _, host in moved:
+                self._spare_buffers[host.nbytes].append(host)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

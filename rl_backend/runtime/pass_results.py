@@ -8,15 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from rl_backend.contracts import (
-    BatchError,
-    ForwardResult,
-    Metric,
-    MetricValue,
-    ModelOutput,
-    PackedBatch,
-    merge_metrics,
-)
+from rl_backend.contracts import BatchError, ForwardResult, Metric, MetricValue, ModelOutput, PackedBatch, merge_metrics
 from rl_backend.runtime.engine import PassRequest
 
 

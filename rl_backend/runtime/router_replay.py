@@ -1,38 +1,18 @@
 """Recording routes and routing as recorded: what both runtimes share. See :mod:`rl_backend.contracts.routed_experts`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.contracts import BatchError, PackedBatch, RoutedLayers, UnsupportedError
-from rl_backend.parallel.collectives import all_gather_into
+from rl_backend.contracts import PackedBatch, RoutedLayers
+from rl_backend.parallel.collectives import all_gather
 
 type RouterReplay = Literal["off", "record", "replay"]
 
 MODES: tuple[RouterReplay, ...] = get_args(RouterReplay.__value__)
-
-
-def require_routers(router_replay: RouterReplay, routers: RoutedLayers | None, model: str) -> None:
-    """Refuses routes of a model without routers.
-
-    Args:
-        routers: of the model; None where its implementation does not replay.
-        model: for the message.
-
-    Raises:
-        BatchError: no such mode.
-        UnsupportedError: nothing to record or replay.
-    """
-    if router_replay not in MODES:
-        raise BatchError(f"router_replay={router_replay!r}; expected one of {', '.join(MODES)}", router_replay=router_replay)
-    if router_replay != "off" and (routers is None or not routers.layers):
-        raise UnsupportedError(
-            f"router_replay={router_replay!r}: {model} has no routers to record or replay; use 'off'",
-            router_replay=router_replay,
-        )
 
 
 def routes_to_replay(batch: PackedBatch, routers: RoutedLayers) -> Tensor:
@@ -44,17 +24,12 @@ def routes_to_replay(batch: PackedBatch, routers: RoutedLayers) -> Tensor:
 
 def gather_rows(routes: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(N, layers, top_k) of every rank -> (ranks * N, layers, top_k), in the order of the ranks."""
-    if group.size() == 1:
-        return routes
     # gloo has no 16-bit integers.
-    mine = routes.contiguous().view(torch.uint8)
-    gathered = mine.new_empty((group.size() * mine.shape[0], *mine.shape[1:]))
-    all_gather_into(gathered, mine, group=group)
-    return gathered.view(routes.dtype)
+    return all_gather(routes.contiguous().view(torch.uint8), group, sum_gradients=False).view(routes.dtype)
 
 
 def gather_stages(
-    stages: Sequence[Tensor],
+    chosen: Mapping[tuple[int, int], Tensor],
     data: Sequence[PackedBatch],
     places: Sequence[Sequence[int]],
     routers: RoutedLayers,
@@ -64,15 +39,17 @@ def gather_stages(
     """The routes of all ranks of a pipeline, on each of them: (L, layers with experts of the model, top_k) of each sequence.
 
     Args:
-        stages: (T, layers, top_k) of all micro-batches, of each of this rank's stages with experts.
+        chosen: (micro-batch, stage) -> (T, layers, top_k), of this rank's stages with experts.
         places: for each rank of ``group``, its layers of all its stages: their places among the layers with experts.
     """
     tokens = sum(batch.num_tokens for batch in data)
     # Ranks may have different numbers of layers, none included.
     mine = torch.zeros(tokens, max(map(len, places)), routers.top_k, dtype=routers.dtype, device=device)
+    stages = [
+        torch.cat([chosen[index, stage] for index in range(len(data))]) for stage in sorted({key[1] for key in chosen})
+    ]
     if stages:
-        chosen = torch.cat(list(stages), dim=1)
-        mine[:, : chosen.shape[1]] = chosen
+        mine[:, : sum(stage.shape[1] for stage in stages)] = torch.cat(stages, dim=1)
     of_ranks = gather_rows(mine, group).view(group.size(), *mine.shape)
     routes = mine.new_empty(tokens, len(routers.layers), routers.top_k)
     for rank, layers in enumerate(places):

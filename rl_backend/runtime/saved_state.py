@@ -19,22 +19,19 @@ from rl_backend.runtime.engine import GuardedHandle
 RANDOM = "random."
 """Names of random state begin with it and end with the rank; one that a checkpoint does not have stays as it is."""
 
-type Shapes = Mapping[str, tuple[int, ...]]
-
 type Differs = Literal["replicas", "tensor_ranks", "expert_ranks", "nowhere"]
 """Between which ranks a stream of random numbers differs: those of one replica, or those at one place, have it in common."""
 
 
-def training_manifest(handle: GuardedHandle, shapes: Shapes, **progress: Any) -> TrainingManifest:
+def training_manifest(handle: GuardedHandle, **progress: Any) -> TrainingManifest:
     """Everything of the training state that is not a tensor.
 
     Args:
-        shapes: Hugging Face name -> shape of every parameter.
         progress: the steps that the optimizer counts, and ``private`` names, as :class:`TrainingManifest` has them.
     """
     return TrainingManifest(
         model_type=_model_type(handle),
-        parameters=dict(shapes),
+        parameters={info.name: info.shape for info in handle.weights},
         head=handle.head,
         weight_version=handle.weight_version,
         world_size=dist.get_world_size(),
@@ -43,16 +40,15 @@ def training_manifest(handle: GuardedHandle, shapes: Shapes, **progress: Any) ->
     )
 
 
-def load_state(
-    handle: GuardedHandle,
+def load_state[H: GuardedHandle](
+    handle: H,
     path: Path,
-    shapes: Shapes,
-    tensors: Callable[[], StateTensors],
+    tensors: Callable[[H], StateTensors],
     *,
     check: Callable[[TrainingManifest], None] = lambda manifest: None,
     differs: Callable[[str], Differs] = lambda name: "replicas",
 ) -> tuple[TrainingManifest, StateTensors]:
-    """Fills ``tensors()`` from the checkpoint ``path`` and sets the weight version; the caller restores the rest of both.
+    """Fills ``tensors(handle)`` from the checkpoint ``path`` and sets the weight version; the caller restores the rest.
 
     A collective over all ranks.
 
@@ -67,6 +63,7 @@ def load_state(
     group = handle.groups.host_group
     with on_every_rank(group, f"{path} cannot be read"):
         manifest = read_manifest(path)
+        shapes = {info.name: info.shape for info in handle.weights}
         manifest.require_model(_model_type(handle), shapes, handle.head, path)
         manifest.require_readable_by(handle.config.backend, path)
         manifest.require_files(path)
@@ -76,7 +73,7 @@ def load_state(
         reader = TensorsReader(path, manifest.files)
         check(manifest)
     saved = reader.metadata.state_dict_metadata
-    filled = tensors()
+    filled = tensors(handle)
     origins = _origins(handle, manifest, filled, differs)
     loaded = {name: value for name, value in filled.items() if origins[name] in saved or not name.startswith(RANDOM)}
     stored = {origins[name]: value for name, value in loaded.items()}

@@ -126,6 +126,6 @@ def live_bytes(handle: Any = None) -> int:
         each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors if each.device.type != "meta"
     }
     for part in PARTS if handle is not None else ():
-        for moved in handle.offload._moved.get(part, ()):
-            sizes.pop(moved.host.untyped_storage()._cdata, None)
+        for _, host in handle.offload._moved.get(part, ()):
+            sizes.pop(host.untyped_storage()._cdata, None)
     return sum(sizes.values())

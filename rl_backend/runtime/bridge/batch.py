@@ -83,11 +83,7 @@ def lay_out_packed(batch: PackedBatch, multiple: int, *, mark_padding: bool) -> 
         "position_ids": torch.cat([batch.position_ids, padding])[None],
         "attention_mask": None,
         "packed_seq_params": PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=boundaries,
-            cu_seqlens_kv=boundaries,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
+            qkv_format="thd", cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries, max_seqlen_q=longest, max_seqlen_kv=longest
         ),
     }
     if mark_padding:

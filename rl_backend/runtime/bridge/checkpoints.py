@@ -4,11 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from megatron.core.tensor_parallel.random import (
-    get_cuda_rng_tracker,
-    get_data_parallel_rng_tracker_name,
-    get_expert_parallel_rng_tracker_name,
-)
+from megatron.core.tensor_parallel import random as streams
 from torch import Tensor
 
 from rl_backend.checkpoint.manifest import TrainingManifest
@@ -47,7 +43,6 @@ def training_manifest(handle: BridgeHandle) -> TrainingManifest:
     optimizer = handle.trainer("training state")
     return saved_state.training_manifest(
         handle,
-        handle.converter.shapes,
         private=_names(handle).private,
         schedule_steps=int(optimizer.scheduler.num_steps),
         optimizer_steps=num_steps(optimizer.megatron),
@@ -57,13 +52,15 @@ def training_manifest(handle: BridgeHandle) -> TrainingManifest:
 def load_training_checkpoint(handle: BridgeHandle, path: Path) -> TrainingManifest:
     """Restores a handle from ``path``; a forward-only one takes the weights and their version. Gradients are left alone."""
 
-    def check(manifest: TrainingManifest) -> None:
-        if handle.optimizer is not None:
-            _require_even_steps(manifest, path)
+    def require_even_steps(manifest: TrainingManifest) -> None:
+        for name, steps in manifest.fewer_steps.items() if handle.optimizer is not None else ():
+            raise CheckpointError.at(
+                path,
+                f"counts {steps} optimizer steps for {name} and {manifest.optimizer_steps} for most others, as it had no "
+                "gradient in the rest; Megatron's Adam counts them for all together, so load it with backend='native'",
+            )
 
-    manifest, loaded = saved_state.load_state(
-        handle, path, handle.converter.shapes, lambda: all_tensors(handle), check=check, differs=_differs
-    )
+    manifest, loaded = saved_state.load_state(handle, path, all_tensors, check=require_even_steps, differs=_differs)
     if handle.optimizer is not None:
         # Rounds masters to the dtype of the weights and gathers these.
         for state in parameter_states(handle.optimizer.megatron):
@@ -93,7 +90,7 @@ def _held(name: str, states: Sequence[ParameterState]) -> dict[int, tuple[int, i
 def _random_state(handle: BridgeHandle) -> dict[str, Tensor]:
     """States of torch's generators and of Megatron's under names that no two ranks share."""
     states = saved_state.random_state(handle.groups.device)
-    for name, state in get_cuda_rng_tracker().get_states().items():
+    for name, state in streams.get_cuda_rng_tracker().get_states().items():
         # With graph-safe random numbers Megatron keeps generators instead of their states.
         states[_tracked(name)] = state.get_state() if isinstance(state, torch.Generator) else state.clone()
     return states
@@ -101,7 +98,7 @@ def _random_state(handle: BridgeHandle) -> dict[str, Tensor]:
 
 def _restore_random_state(handle: BridgeHandle, tensors: StateTensors) -> None:
     saved_state.restore_random_state(tensors, handle.groups.device)
-    tracker = get_cuda_rng_tracker()
+    tracker = streams.get_cuda_rng_tracker()
     ours = tracker.get_states()
     for name, state in ours.items():
         saved = tensors.get(_tracked(name))
@@ -119,19 +116,10 @@ def _differs(stream: str) -> Differs:
     if not stream.startswith(_TRACKED):
         return "replicas"
     known: dict[str, Differs] = {
-        get_data_parallel_rng_tracker_name(): "nowhere",
-        get_expert_parallel_rng_tracker_name(): "expert_ranks",
+        streams.get_data_parallel_rng_tracker_name(): "nowhere",
+        streams.get_expert_parallel_rng_tracker_name(): "expert_ranks",
     }
     return known.get(stream.removeprefix(_TRACKED), "tensor_ranks")
-
-
-def _require_even_steps(manifest: TrainingManifest, path: Path) -> None:
-    for name, steps in manifest.fewer_steps.items():
-        raise CheckpointError.at(
-            path,
-            f"counts {steps} optimizer steps for {name} and {manifest.optimizer_steps} for most others, as it had no "
-            "gradient in the rest; Megatron's Adam counts them for all together, so load it with backend='native'",
-        )
 
 
 def _names(handle: BridgeHandle) -> StoredNames:

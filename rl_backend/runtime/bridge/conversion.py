@@ -9,12 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.bridge.models.conversion import param_mapping
 from megatron.bridge.models.conversion.model_bridge import WeightConversionTask
-from megatron.bridge.models.conversion.param_mapping import (
-    AutoMapping,
-    ReplicatedMapping,
-    RMSNorm2ZeroCenteredRMSNormMapping,
-)
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
@@ -78,14 +74,9 @@ class WeightConverter:
         self._config: Any = self.models[0].config
         self.conversions = self._plan()
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Hugging Face name -> shape of every weight, in the order of export."""
-        return {name: shape for conversion in self.conversions for name, shape in conversion.shapes.items()}
-
     def select(self, operation: str, names: Collection[str] | None) -> list[Conversion]:
         """Those that give a tensor of ``names``; raises :class:`ConfigError` for a name that the model does not have."""
-        require_known_names(operation, names, self.shapes)
+        require_known_names(operation, names, [name for conversion in self.conversions for name in conversion.shapes])
         return [each for each in self.conversions if names is None or not each.shapes.keys().isdisjoint(names)]
 
     @torch.no_grad()
@@ -103,12 +94,7 @@ class WeightConverter:
             tasks = [_replaced(task, replacements) for task in tasks]
         missing = dict(conversion.shapes)
         stream = self.model_bridge.stream_weights_megatron_to_hf(
-            self.models,
-            self.pretrained,
-            cpu=False,
-            show_progress=False,
-            conversion_tasks=tasks,
-            merge_adapter_weights=False,
+            self.models, self.pretrained, cpu=False, show_progress=False, conversion_tasks=tasks, merge_adapter_weights=False
         )
         for name, tensor in stream:
             # A tied lm_head comes as well when the directory stores it.
@@ -146,22 +132,20 @@ class WeightConverter:
 
     def _value_head_tasks(self) -> list[Any]:
         """Tasks for a critic's head, which no family of Megatron-Bridge has."""
-        tasks = []
-        for hf_name in VALUE_HEAD_WEIGHTS:
-            name = f"{_VALUE_HEAD}.{hf_name.rpartition('.')[2]}"
-            parameters = [dict(model.named_parameters()).get(name) for model in self.models]
-            stage = next((stage for stage, parameter in enumerate(parameters) if parameter is not None), None)
-            tasks.append(
-                WeightConversionTask(
-                    param_name=name,
-                    global_param_name=name,
-                    mapping=ReplicatedMapping(name, hf_name),
-                    vp_stage=stage,
-                    megatron_module=None if stage is None else self.models[stage].get_submodule(_VALUE_HEAD),
-                    param_weight=None if stage is None else parameters[stage],
-                )
+        modules = [dict(model.named_modules()).get(_VALUE_HEAD) for model in self.models]
+        stage, head = next(((stage, module) for stage, module in enumerate(modules) if module is not None), (None, None))
+        fields = {hf_name: hf_name.rpartition(".")[2] for hf_name in VALUE_HEAD_WEIGHTS}
+        return [
+            WeightConversionTask(
+                param_name=f"{_VALUE_HEAD}.{field}",
+                global_param_name=f"{_VALUE_HEAD}.{field}",
+                mapping=param_mapping.ReplicatedMapping(f"{_VALUE_HEAD}.{field}", hf_name),
+                vp_stage=stage,
+                megatron_module=head,
+                param_weight=None if head is None else head.get_parameter(field),
             )
-        return tasks
+            for hf_name, field in fields.items()
+        ]
 
     def _found(self, tasks: Sequence[Any]) -> dict[str, tuple[torch.dtype, bool]]:
         """Global parameter name -> dtype and whether it is trained, from the stages that have it."""
@@ -227,8 +211,8 @@ def _is_stacked(task: Any) -> bool:
 
 def _replaced(task: Any, replacements: Mapping[str, Tensor]) -> Any:
     mapping = task.mapping
-    if isinstance(mapping, RMSNorm2ZeroCenteredRMSNormMapping):
-        mapping = AutoMapping(mapping.megatron_param, mapping.hf_param)
+    if isinstance(mapping, param_mapping.RMSNorm2ZeroCenteredRMSNormMapping):
+        mapping = param_mapping.AutoMapping(mapping.megatron_param, mapping.hf_param)
     else:
         # Mappings remember the dtype of what came from another stage.
         mapping = mapping.resolve(())

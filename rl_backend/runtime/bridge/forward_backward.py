@@ -17,7 +17,7 @@ from rl_backend.runtime.bridge.conversion import hf_names
 from rl_backend.runtime.bridge.handle import BridgeHandle
 from rl_backend.runtime.bridge.routes import PassRoutes
 from rl_backend.runtime.engine import PassRequest
-from rl_backend.runtime.module_outputs import record_outputs
+from rl_backend.runtime.module_outputs import gather_outputs_of_stages, record_outputs
 from rl_backend.runtime.pass_results import PassResults
 from rl_backend.runtime.router_replay import gather_rows
 from rl_backend.trace.device import device_span
@@ -83,11 +83,7 @@ def _chunk_inputs(handle: BridgeHandle, chunk: Any, laid_out: LaidOut) -> Mappin
 
 
 def _forward_step(
-    handle: BridgeHandle,
-    num_micro_batches: int,
-    results: PassResults,
-    observe: Observe,
-    routes: PassRoutes,
+    handle: BridgeHandle, num_micro_batches: int, results: PassResults, observe: Observe, routes: PassRoutes
 ) -> Callable[[Iterator[tuple[int, LaidOut]], Any], tuple[Tensor, ComputeLoss]]:
     """What Megatron's schedules call for each micro-batch and model chunk."""
 
@@ -188,15 +184,8 @@ def record_activations(handle: BridgeHandle, data: Sequence[PackedBatch]) -> lis
         here[micro_batch, stage] = {path: value for path, value in packed.items() if value is not None}
 
     run_micro_batches(handle, PassRequest(data, None, forward_only=True), observe=record)
-    stages: list[dict[tuple[int, int], dict[str, Tensor]]] = [{}] * pp_group.size()
-    dist.all_gather_object(stages, here, group=pp_group)
-    if not groups.has_outputs:
-        return []
-    activations: list[dict[str, Tensor]] = [{} for _ in data]
-    found = {key: outputs for stage in stages for key, outputs in stage.items()}
-    for micro_batch, stage in sorted(found):
-        activations[micro_batch] |= found[micro_batch, stage]
-    return list(activations)
+    activations = gather_outputs_of_stages(here, len(data), pp_group)
+    return list(activations) if groups.has_outputs else []
 
 
 def _pack_output(output: Tensor, laid_out: LaidOut, tp_group: dist.ProcessGroup) -> Tensor | None:

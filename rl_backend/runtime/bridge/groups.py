@@ -112,8 +112,7 @@ def _join_model_parallel(parallel: ParallelConfig, device: torch.device) -> None
         try:
             with on_cpu(device):
                 parallel_state.initialize_model_parallel(
-                    **megatron_sizes(parallel),
-                    distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
+                    **megatron_sizes(parallel), distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60)
                 )
         except BaseException:
             _destroy_model_parallel()

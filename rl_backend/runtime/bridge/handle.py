@@ -9,7 +9,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.contracts import Head, RoutedLayers, RuntimeConfig
+from rl_backend.contracts import BatchError, Head, RoutedLayers, RuntimeConfig, StepResult, TensorInfo
 from rl_backend.contracts.operations import Part
 from rl_backend.runtime.bridge.batch import OutputProcessor
 from rl_backend.runtime.bridge.conversion import WeightConverter
@@ -17,10 +17,11 @@ from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.loading import load_model, open_bridge
 from rl_backend.runtime.bridge.optimizer import BridgeOptimizer
 from rl_backend.runtime.bridge.provider import make_provider, override, takes_packed_sequences
-from rl_backend.runtime.bridge.routes import ModelRouters, connect_routers
+from rl_backend.runtime.bridge.routes import ModelRouters, connect_routers, require_routing_by_scores
 from rl_backend.runtime.bridge_config import BridgeConfig
 from rl_backend.runtime.engine import GuardedHandle
 from rl_backend.runtime.interface import Runtime
+from rl_backend.runtime.router_replay import RouterReplay
 
 
 @dataclass(eq=False, kw_only=True)
@@ -60,6 +61,38 @@ class BridgeHandle(GuardedHandle[BridgeOptimizer]):
         """This rank's ``GPTModel`` chunks without their wrappers."""
         models: list[nn.Module] = unwrap_model(list(self.chunks))
         return models
+
+    @property
+    def weights(self) -> tuple[TensorInfo, ...]:
+        return tuple(
+            TensorInfo.of(name, shape, conversion.dtype)
+            for conversion in self.converter.conversions
+            for name, shape in conversion.shapes.items()
+        )
+
+    def require_schedulable(self, num_micro_batches: int, *, forward_only: bool) -> None:
+        multiple, pp, vpp = self.micro_batch_multiple, self.groups.parallel.pp, self.groups.parallel.vpp
+        if 0 < num_micro_batches % multiple < pp:
+            raise BatchError(
+                f"{num_micro_batches} micro-batches with pp={pp} and vpp={vpp}: Megatron's interleaved schedule takes "
+                f"groups of {multiple}, and the last must have at least pp={pp}; use a multiple of {multiple}",
+                micro_batches=num_micro_batches,
+            )
+
+    def require_replayable(self, router_replay: RouterReplay) -> None:
+        super().require_replayable(router_replay)
+        require_routing_by_scores(self.provider, router_replay)
+
+    def drop_gradients(self) -> None:
+        self.offload.clear("grad")
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        # Of the masters; those of the model are in the buffers.
+        self.trainer("zero_grad").megatron.zero_grad()
+        self.has_gradients = False
+
+    def step(self) -> StepResult:
+        return self.trainer("optimizer_step").step(self.name, has_gradients=self.has_gradients)
 
     def finish_parameter_gathers(self) -> None:
         """With ``overlap_param_gather`` Megatron leaves it to the next forward pass to gather what the optimizer wrote."""

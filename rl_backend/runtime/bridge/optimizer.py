@@ -15,10 +15,11 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from rl_backend.contracts import HandleError, OptimizerConfig, StepResult
+from rl_backend.parallel.collectives import all_gather
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.provider import override
 from rl_backend.runtime.bridge_config import SAME_IN_MEGATRON, BridgeConfig
-from rl_backend.runtime.gradient_statistics import gather_statistics, judge, rank_statistics
+from rl_backend.runtime.gradient_statistics import judge, rank_statistics
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class BridgeOptimizer:
             mine[0, 1] -= self._padding
         if found_not_finite:
             mine[0, 0] = math.nan
-        return judge(gather_statistics(mine, self._groups.world_group), count_zeros=count_zeros)
+        return judge(all_gather(mine, self._groups.world_group, sum_gradients=False), count_zeros=count_zeros)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -119,10 +120,6 @@ class BridgeOptimizer:
                 for parameter in group["params"]:
                     state = part.optimizer.state[parameter].values()
                     yield from (tensor for tensor in [parameter, *state] if isinstance(tensor, Tensor))
-
-    def zero_grad(self) -> None:
-        """Drops the gradients of the masters; those of the model are in the DDP buffers."""
-        self.megatron.zero_grad()
 
 
 def _megatron_config(options: BridgeConfig) -> Any:
@@ -218,9 +215,8 @@ def parameter_states(megatron: Any) -> Iterator[ParameterState]:
         for parameter in part.model_param_group_index_map:
             span = part._get_model_param_range_map(parameter)["param"]
             tensors = part._get_main_param_and_optimizer_states(parameter)
-            yield ParameterState(
-                parameter, span.start, span.end, {name: tensors[name] for name in ("param", "exp_avg", "exp_avg_sq")}
-            )
+            held = {name: tensors[name] for name in ("param", "exp_avg", "exp_avg_sq")}
+            yield ParameterState(parameter, span.start, span.end, held)
 
 
 def _counters(megatron: Any) -> Iterator[dict[str, Any]]:

@@ -92,9 +92,7 @@ def _settings(options: BridgeConfig, provider: Any, device: torch.device, head: 
         "make_vocab_size_divisible_by": 1,
         "mtp_num_layers": None,
         "moe_token_dispatcher_type": "alltoall",
-        "recompute_granularity": options.recompute_granularity,
-        "recompute_method": options.recompute_method,
-        "recompute_num_layers": options.recompute_num_layers,
+        **{name: getattr(options, name) for name in ("recompute_granularity", "recompute_method", "recompute_num_layers")},
         # The runtime loads all weights.
         "perform_initialization": False,
         "use_cpu_initialization": device.type == "cpu",
@@ -137,12 +135,10 @@ def _require_layout(options: BridgeConfig, provider: Any, groups: BridgeGroups) 
             f"BridgeConfig.parallel: {provider.num_layers} layers do not divide into pp*vpp = {parallel.pp}*{parallel.vpp} "
             f"= {stages} stages; use a divisor, or set {', '.join(sorted(uneven))} in override_transformer_config"
         )
-    for name, count in (
-        ("num_attention_heads", provider.num_attention_heads),
-        ("ffn_hidden_size", provider.ffn_hidden_size),
-    ):
-        if count % parallel.tp:
-            raise ConfigError.of("BridgeConfig.parallel.tp", parallel.tp, f"does not divide {name}={count}")
+    for name in ("num_attention_heads", "ffn_hidden_size"):
+        if getattr(provider, name) % parallel.tp:
+            problem = f"does not divide {name}={getattr(provider, name)}"
+            raise ConfigError.of("BridgeConfig.parallel.tp", parallel.tp, problem)
     query_groups = provider.num_query_groups or provider.num_attention_heads
     if query_groups % parallel.tp and not (uses_transformer_engine(groups.device) and parallel.tp % query_groups == 0):
         raise ConfigError.of("BridgeConfig.parallel.tp", parallel.tp, f"does not divide num_key_value_heads={query_groups}")

@@ -1,10 +1,10 @@
 """Recording routes in Megatron's routers, and routing as recorded."""
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from rl_backend.contracts import PackedBatch, RoutedLayers, UnsupportedError
 from rl_backend.runtime.bridge.batch import LaidOut
 from rl_backend.runtime.bridge.groups import BridgeGroups
-from rl_backend.runtime.engine import GuardedHandle
-from rl_backend.runtime.router_replay import RouterReplay, gather_rows, gather_stages, require_routers, routes_to_replay
+from rl_backend.runtime.router_replay import RouterReplay, gather_rows, gather_stages, routes_to_replay
 
 
 class LayerRoutes(MegatronReplay):
@@ -88,9 +87,8 @@ def connect_routers(models: Sequence[nn.Module], provider: Any, groups: BridgeGr
             router.router_replay = LayerRoutes(router.layer_number)
         chunks.append(tuple(router.router_replay for router in routers))
     mine = tuple(each.layer_number - 1 for chunk in chunks for each in chunk)
-    found: list[tuple[int, ...]] = [mine] * groups.pg.pp.size()
-    if groups.pg.pp.size() > 1:
-        dist.all_gather_object(found, mine, group=groups.pg.pp)
+    found: list[tuple[int, ...]] = [()] * groups.pg.pp.size()
+    dist.all_gather_object(found, mine, group=groups.pg.pp)
     if sorted(chain.from_iterable(found)) != list(layers.layers):
         raise UnsupportedError(
             f"Megatron built routers in the layers {sorted(chain.from_iterable(found))}; moe_layer_freq names "
@@ -108,16 +106,15 @@ def _sparse(provider: Any) -> tuple[bool, ...]:
     return tuple(bool(each) for each in frequency)
 
 
-def require_replayable(handle: GuardedHandle, provider: Any, router_replay: RouterReplay) -> None:
-    """Refuses a model without routers, and a configuration in which Megatron would route differently.
+def require_routing_by_scores(provider: Any, router_replay: RouterReplay) -> None:
+    """Refuses a configuration in which Megatron would route differently.
 
     Args:
         provider: what the model was built from.
 
     Raises:
-        BatchError, UnsupportedError: as :func:`~rl_backend.runtime.router_replay.require_routers`; names the setting.
+        UnsupportedError: names the setting.
     """
-    require_routers(router_replay, handle.routed_layers, handle.name)
     if router_replay == "off":
         return
     balancing = provider.moe_router_load_balancing_type
@@ -147,7 +144,7 @@ def require_replayable(handle: GuardedHandle, provider: Any, router_replay: Rout
             )
 
 
-class PassRoutes:
+class PassRoutes(AbstractContextManager["PassRoutes"]):
     """What one ``forward_backward`` does about routes. A context: routers choose for themselves again when it is left."""
 
     def __init__(self, routers: ModelRouters | None, groups: BridgeGroups, router_replay: RouterReplay) -> None:
@@ -158,9 +155,6 @@ class PassRoutes:
         """Chunk -> routes of the micro-batch that it works on: (rows, layers with experts of the model, top_k)."""
         self._chosen: dict[tuple[int, int], Tensor] = {}
         """(micro-batch, chunk) -> (T, layers, top_k)."""
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for chunk in self._bound:
@@ -202,12 +196,7 @@ class PassRoutes:
         routers, groups = self._routers, self._groups
         if routers is None or self._replays:
             return {}
-        stages = [
-            torch.cat([self._chosen[micro_batch, chunk] for micro_batch in range(len(data))])
-            for chunk, layers in enumerate(routers.chunks)
-            if layers
-        ]
-        routes = gather_stages(stages, data, routers.places, routers.layers, groups.pg.pp, groups.device)
+        routes = gather_stages(self._chosen, data, routers.places, routers.layers, groups.pg.pp, groups.device)
         return {"routed_experts": routes} if groups.has_outputs else {}
 
     def _bind(self, chunk: int, routes: Tensor | None) -> None:

@@ -10,35 +10,19 @@ from torch import Tensor
 
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.training_state import StateTensors
-from rl_backend.contracts import (
-    BatchError,
-    ForwardResult,
-    HandleError,
-    Head,
-    PackedBatch,
-    RuntimeConfig,
-    StepResult,
-    TensorInfo,
-)
+from rl_backend.contracts import ForwardResult, HandleError, Head, PackedBatch, RuntimeConfig
 from rl_backend.parallel.groups import training_device
-from rl_backend.runtime.bridge import checkpoints
+from rl_backend.runtime.batch_checks import check_micro_batches
+from rl_backend.runtime.bridge import checkpoints, forward_backward
 from rl_backend.runtime.bridge.conversion import Conversion
-from rl_backend.runtime.bridge.forward_backward import (
-    accumulated_gradients,
-    gather_gradients,
-    record_activations,
-    run_micro_batches,
-)
 from rl_backend.runtime.bridge.groups import BridgeGroups, close_groups, open_groups
 from rl_backend.runtime.bridge.handle import BridgeHandle, build_handle
 from rl_backend.runtime.bridge.installed import quiet
 from rl_backend.runtime.bridge.megatron_cpu import iterate_on_cpu, on_cpu
-from rl_backend.runtime.bridge.routes import require_replayable
 from rl_backend.runtime.bridge_config import BridgeConfig
 from rl_backend.runtime.engine import PassRequest
 from rl_backend.runtime.export_stream import WeightStream, plan_buckets, start_stream
 from rl_backend.runtime.guarded import GuardedRuntime
-from rl_backend.runtime.router_replay import RouterReplay
 
 
 class BridgeRuntime(GuardedRuntime[BridgeHandle, BridgeGroups]):
@@ -76,27 +60,15 @@ class BridgeRuntime(GuardedRuntime[BridgeHandle, BridgeGroups]):
         with quiet():
             return build_handle(self, config, self.groups, forward_only=forward_only, name=name, head=head)
 
-    def _require_schedulable(self, handle: BridgeHandle, num_micro_batches: int, *, forward_only: bool) -> None:
-        multiple, pp, vpp = handle.micro_batch_multiple, self.groups.parallel.pp, self.groups.parallel.vpp
-        if 0 < num_micro_batches % multiple < pp:
-            raise BatchError(
-                f"{num_micro_batches} micro-batches with pp={pp} and vpp={vpp}: Megatron's interleaved schedule takes "
-                f"groups of {multiple}, and the last must have at least pp={pp}; use a multiple of {multiple}",
-                micro_batches=num_micro_batches,
-            )
-
-    def _require_replayable(self, handle: BridgeHandle, router_replay: RouterReplay) -> None:
-        require_replayable(handle, handle.provider, router_replay)
-
     def _run_passes(self, handle: BridgeHandle, request: PassRequest) -> ForwardResult:
         """See the base class. Losses and metrics are on the ranks of the last pipeline stage."""
-        self._check(handle, request)
+        check_micro_batches(handle, request)
         if request.forward_only:
             with torch.no_grad():
-                return run_micro_batches(handle, request)
+                return forward_backward.run_micro_batches(handle, request)
         try:
-            with accumulated_gradients(handle.chunks, has_gradients=handle.has_gradients):
-                result = run_micro_batches(handle, request)
+            with forward_backward.accumulated_gradients(handle.chunks, has_gradients=handle.has_gradients):
+                result = forward_backward.run_micro_batches(handle, request)
         except BaseException:
             handle.broken = "forward_backward raised an error in the middle, so its gradients are incomplete"
             raise
@@ -106,24 +78,7 @@ class BridgeRuntime(GuardedRuntime[BridgeHandle, BridgeGroups]):
     def _record_activations(self, handle: BridgeHandle, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:
         """See the base class. With Transformer Engine some norms are a part of the projection behind them, and missing."""
         with torch.no_grad():
-            return record_activations(handle, data)
-
-    def _drop_gradients(self, handle: BridgeHandle) -> None:
-        handle.offload.clear("grad")
-        for chunk in handle.chunks:
-            chunk.zero_grad_buffer()
-        handle.trainer("zero_grad").zero_grad()
-        handle.has_gradients = False
-
-    def _step(self, handle: BridgeHandle) -> StepResult:
-        return handle.trainer("optimizer_step").step(handle.name, has_gradients=handle.has_gradients)
-
-    def _describe_weights(self, handle: BridgeHandle, dtype: torch.dtype | None) -> tuple[TensorInfo, ...]:
-        return tuple(
-            TensorInfo.of(name, shape, dtype or conversion.dtype)
-            for conversion in handle.converter.conversions
-            for name, shape in conversion.shapes.items()
-        )
+            return forward_backward.record_activations(handle, data)
 
     def _gather_weights(
         self, handle: BridgeHandle, dtype: torch.dtype | None, byte_budget: int | None, names: Collection[str] | None
@@ -146,7 +101,7 @@ class BridgeRuntime(GuardedRuntime[BridgeHandle, BridgeGroups]):
         if not handle.has_gradients:
             raise HandleError("export_gradients without gradients; call forward_backward first", handle=handle.name)
         conversions = [each for each in handle.converter.select("export_gradients", names) if each.trained]
-        gradients = gather_gradients(handle.chunks)
+        gradients = forward_backward.gather_gradients(handle.chunks)
         return self._start_stream(handle, [[each] for each in conversions], names, torch.float32, replacements=gradients)
 
     def _start_stream(

@@ -85,37 +85,30 @@ class StoredNames:
         if expert is not None:
             names = {part: _EXPERT.sub(f"experts.{expert}", name) for part, name in names.items()}
         shapes = {part: conversion.shapes[name] for part, name in names.items()}
-        found = tuple(
-            StoredRows(start, start + size, names[part], shapes[part], at)
-            for part, start, size, at in self._runs(task.mapping, {part: shape[0] for part, shape in shapes.items()})
-        )
-        if found[-1].stop > num_rows:
+        parts: tuple[str, ...] = ("",)
+        groups = 1
+        if isinstance(task.mapping, GatedMLPMapping):
+            parts = ("gate", "up")
+        elif isinstance(task.mapping, QKVMapping):
+            # Megatron keeps the queries of a group next to its key and value: tensor parallelism cuts between groups.
+            parts, groups = ("q", "k", "v"), self._config.num_query_groups or self._config.num_attention_heads
+        found, start = [], 0
+        for group in range(groups):
+            for part in parts:
+                size = shapes[part][0] // groups
+                found.append(StoredRows(start, start + size, names[part], shapes[part], group * size))
+                start += size
+        if start > num_rows:
             raise UnsupportedError(
-                f"{key} has {num_rows} rows in Megatron, {', '.join(names.values())} have {found[-1].stop}", name=key
+                f"{key} has {num_rows} rows in Megatron, {', '.join(names.values())} have {start}", name=key
             )
-        return found
+        return tuple(found)
 
     def _keeps_rows(self, conversion: Conversion) -> bool:
         kind, gated = type(conversion.tasks[0].mapping), bool(getattr(self._config, "attention_output_gate", False))
         if kind in _AS_THEY_ARE:
             return not getattr(conversion.tasks[0].mapping, "permute_dims", None)
         return kind is GatedMLPMapping or (kind is QKVMapping and not gated)
-
-    def _runs(self, mapping: Any, num_rows: Mapping[str, int]) -> list[tuple[str, int, int, int]]:
-        """(part, first row in Megatron's tensor, rows, first row in the part), in Megatron's order."""
-        if not isinstance(mapping, QKVMapping):
-            order = ("gate", "up") if isinstance(mapping, GatedMLPMapping) else ("",)
-            starts = [sum(num_rows[part] for part in order[:index]) for index in range(len(order))]
-            return [(part, start, num_rows[part], 0) for part, start in zip(order, starts, strict=True)]
-        # Megatron keeps the queries of a group next to its key and value: tensor parallelism cuts between groups.
-        groups = self._config.num_query_groups or self._config.num_attention_heads
-        runs, start = [], 0
-        for group in range(groups):
-            for part in ("q", "k", "v"):
-                size = num_rows[part] // groups
-                runs.append((part, start, size, group * size))
-                start += size
-        return runs
 
 
 _METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": False}

@@ -1,12 +1,9 @@
 """Hidden states between the modules of a model, on the host."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_backend.contracts import PackedBatch, UnsupportedError, stored_tensors
@@ -14,7 +11,7 @@ from rl_backend.parallel.collectives import all_gather
 from rl_backend.parallel.context import TokenLayout, gather_outputs
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.runtime.engine import PassRequest
-from rl_backend.runtime.module_outputs import module_paths, record_outputs
+from rl_backend.runtime.module_outputs import gather_outputs_of_stages, module_paths, record_outputs
 from rl_backend.runtime.native.forward_backward import lay_out, run_micro_batches
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.pipeline import run_pipeline
@@ -39,8 +36,8 @@ def record_activations(handle: NativeHandle, data: Sequence[PackedBatch]) -> lis
         if parameter not in handle.stage_copies
     }
     run = run_pipeline if handle.stages else run_micro_batches
-    activations: list[Mapping[str, Tensor]] = []
-    for batch in data:
+    here: dict[tuple[int, int], dict[str, Tensor]] = {}
+    for index, batch in enumerate(data):
         with ExitStack() as stack:
             recorded = {
                 stage: stack.enter_context(record_outputs(module, hf_names, hidden_size))
@@ -49,18 +46,14 @@ def record_activations(handle: NativeHandle, data: Sequence[PackedBatch]) -> lis
             run(handle, PassRequest([batch], None, forward_only=True))
         layout = lay_out(batch.to(handle.groups.device), handle.groups, 1).layout
         rows = batch.num_tokens if layout is None else layout.index.shape[0] // handle.groups.tp_group.size()
-        whole = {
-            stage: {
-                path: _whole(output, layout, handle.groups).float()
+        for stage, outputs in recorded.items():
+            here[index, stage] = {
+                path: _whole(output, layout, handle.groups).to("cpu", torch.float32)
                 for path, output in outputs.items()
                 if output.shape == (rows, hidden_size) and path != _own_path(handle.stages.get(stage), hf_names)
             }
-            for stage, outputs in recorded.items()
-        }
-        on_host = {path: output.cpu() for path, output in _of_all_stages(whole, (batch.num_tokens, hidden_size), handle)}
-        if handle.has_outputs:
-            activations.append(on_host)
-    return activations
+    activations = gather_outputs_of_stages(here, len(data), handle.groups.pp_group)
+    return list(activations) if handle.has_outputs else []
 
 
 def _own_path(stage: nn.Module | None, hf_names: Mapping[str, Sequence[str]]) -> str | None:
@@ -70,27 +63,6 @@ def _own_path(stage: nn.Module | None, hf_names: Mapping[str, Sequence[str]]) ->
     paths = module_paths(stage, hf_names)
     own = paths.pop("", None)
     return None if own in paths.values() else own
-
-
-def _of_all_stages(
-    here: Mapping[int, Mapping[str, Tensor]], shape: tuple[int, int], handle: NativeHandle
-) -> Iterator[tuple[str, Tensor]]:
-    """(path, output) in the order of the model, of the stages that the ranks of the pipeline have."""
-    groups = handle.groups
-    if groups.pp_group.size() == 1:
-        for stage in sorted(here):
-            yield from here[stage].items()
-        return
-    paths: list[tuple[int, dict[int, list[str]]]] = [(0, {})] * groups.world_size
-    mine = (groups.pp_group.rank(), {stage: list(outputs) for stage, outputs in here.items()})
-    dist.all_gather_object(paths, mine, group=groups.host_group)
-    owners = {stage: (owner, names) for owner, stages in paths for stage, names in stages.items()}
-    for stage in sorted(owners):
-        owner, names = owners[stage]
-        for path in names:
-            output = here[stage][path] if stage in here else torch.empty(shape, device=groups.device)
-            dist.broadcast(output, group=groups.pp_group, group_src=owner)
-            yield path, output
 
 
 def _whole(output: Tensor, layout: TokenLayout | None, groups: ParallelGroups) -> Tensor:

@@ -1,7 +1,5 @@
 """Building a model for one rank: on meta, sharded, then each rank reads its own part."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,26 +23,13 @@ from rl_backend.model import BuildSettings, ModelFamily, ModelStage
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.primitive.deferred import put_off_in_linear_layers
 from rl_backend.runtime.interface import Runtime
+from rl_backend.runtime.native import layout
 from rl_backend.runtime.native.handle import NativeHandle
-from rl_backend.runtime.native.layout import (
-    algorithm,
-    check_model_layout,
-    describe_model,
-    micro_batch_multiple,
-    model_layouts,
-    model_stages,
-)
 from rl_backend.runtime.native.optimizer import NativeOptimizer
 
 
 def build_handle(
-    owner: Runtime[Any],
-    config: RuntimeConfig,
-    groups: ParallelGroups,
-    *,
-    forward_only: bool,
-    name: str,
-    head: Head,
+    owner: Runtime[Any], config: RuntimeConfig, groups: ParallelGroups, *, forward_only: bool, name: str, head: Head
 ) -> NativeHandle:
     """Builds the model of ``config.hf_path``.
 
@@ -52,9 +37,9 @@ def build_handle(
     what a trained one computes with after each gather, so both give the same outputs from the same weights.
     """
     native = config.options(NativeConfig)
-    family, architecture, hf_config, settings = described = describe_model(config.hf_path, native, head)
-    check_model_layout(family, architecture, native)
-    parts = model_stages(family, architecture, native, groups.pp_group.rank())
+    family, architecture, hf_config, settings = described = layout.describe_model(config.hf_path, native, head)
+    layout.check_model_layout(family, architecture, native)
+    parts = layout.model_stages(family, architecture, native, groups.pp_group.rank())
 
     def build(stage: ModelStage | None) -> nn.Module:
         return build_module(family, architecture, settings._replace(stage=stage), groups, native, forward_only=forward_only)
@@ -65,7 +50,7 @@ def build_handle(
     model.train(not forward_only)
     whole_names = dict(described.weight_names)
     parameters = _parameters(modules, family, whole_names, groups)
-    layouts = model_layouts(parameters, groups)
+    layouts = layout.model_layouts(parameters, groups)
     if absent := sorted(whole_names.keys() - layouts.keys()):
         raise UnsupportedError(
             f"weight_names of model family {family.name!r} names {absent[:4]}, which are not in the model", parameters=absent
@@ -80,6 +65,9 @@ def build_handle(
         stored_buffers=family.stored_buffers,
         elsewhere=stored_names(whole_names),
     )
+    vocab_size = hf_config.get("vocab_size")
+    if not isinstance(vocab_size, int) or vocab_size < 1:
+        raise ConfigError.of("config.json vocab_size", vocab_size, "expected a positive whole number")
     max_length = hf_config.get("max_position_embeddings") if family.max_length is None else family.max_length(architecture)
     return NativeHandle(
         name=name,
@@ -94,11 +82,11 @@ def build_handle(
         family=family,
         architecture=architecture,
         hf_config=hf_config,
-        vocab_size=_vocab_size(hf_config),
+        vocab_size=vocab_size,
         max_length=max_length,
         model=model,
         stages=stages,
-        micro_batch_multiple=micro_batch_multiple(native),
+        micro_batch_multiple=layout.micro_batch_multiple(native),
         has_outputs=owner.place.is_source,
         stage_copies=stage_copies,
         parameters=parameters,
@@ -122,7 +110,7 @@ def build_module(
     """A stage, or the whole model, laid out on ``groups.device``, with storage that is not filled."""
     with torch.device("meta"):
         module = family.build(architecture, settings)
-    schedule = algorithm(native)
+    schedule = layout.algorithm(native)
     if forward_only:
         module.to(getattr(torch, native.param_dtype)).requires_grad_(False)
     elif schedule is not None and schedule.splits_backward:
@@ -167,10 +155,3 @@ def _parameters(
         )
     order = (*weight_names, *family.stage_copies)
     return {name: found[name] for name in order if name in found}
-
-
-def _vocab_size(hf_config: Any) -> int:
-    size = hf_config.get("vocab_size")
-    if not isinstance(size, int) or size < 1:
-        raise ConfigError.of("config.json vocab_size", size, "expected a positive whole number")
-    return size

@@ -1,7 +1,5 @@
 """Checkpoints of the native runtime: their contents, and loading one of either runtime into any layout."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,12 +22,8 @@ _STEP, _MOMENTS = "step", ("exp_avg", "exp_avg_sq")
 
 def load_training_checkpoint(handle: NativeHandle, path: Path) -> TrainingManifest:
     """Restores a handle from ``path``; a forward-only one takes the weights and their version."""
-
-    def tensors() -> StateTensors:
-        fsdp.reshard(handle.model)
-        return all_tensors(handle)
-
-    manifest, loaded = saved_state.load_state(handle, path, _shapes(handle), tensors)
+    fsdp.reshard(handle.model)
+    manifest, loaded = saved_state.load_state(handle, path, all_tensors)
     _fill_copies(handle)
     if handle.optimizer is not None:
         for name, steps in _step_tensors(handle):
@@ -70,7 +64,6 @@ def training_manifest(handle: NativeHandle) -> TrainingManifest:
     usual = Counter(steps.values()).most_common(1)[0][0] if steps else 0
     return saved_state.training_manifest(
         handle,
-        _shapes(handle),
         schedule_steps=handle.trainer("training state").schedule.num_steps,
         optimizer_steps=usual,
         fewer_steps={name: count for name, count in steps.items() if count != usual},
@@ -82,10 +75,8 @@ def _held_tensors(handle: NativeHandle) -> Iterator[tuple[str, str, Tensor]]:
     for name, parameter in handle.parameters.items():
         yield "model", name, parameter
     if handle.optimizer is not None:
-        for key, tensor in handle.optimizer.state_tensors().items():
-            kind, _, name = key.partition(".")
-            if kind in _MOMENTS:
-                yield f"optimizer.{kind}", name, tensor
+        state = handle.optimizer.state_tensors()
+        yield from ((f"optimizer.{kind}", name, state[f"{kind}.{name}"]) for name in handle.parameters for kind in _MOMENTS)
 
 
 def _pieces(handle: NativeHandle, kind: str, name: str, tensor: Tensor) -> Iterator[tuple[str, TensorPieces]]:
@@ -117,11 +108,3 @@ def _fill_copies(handle: NativeHandle) -> None:
         original = handle.stage_copies.get(name)
         if original is not None and original in handle.parameters:
             local.copy_(held[kind, original])
-
-
-def _shapes(handle: NativeHandle) -> dict[str, tuple[int, ...]]:
-    return {
-        stored: tuple(handle.layouts[name].shards.shape[len(index) :])
-        for name, names in handle.weight_names.items()
-        for index, stored in stored_tensors(names)
-    }

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.contracts import HandleError, TensorInfo, WeightName, WeightShard, stored_names, stored_tensors
+from rl_backend.contracts import HandleError, WeightName, WeightShard, stored_names, stored_tensors
 from rl_backend.parallel.collectives import all_gather_into
 from rl_backend.parallel.shards import Region, ShardLayout, local_region, local_tensor
 from rl_backend.runtime.export_stream import WeightStream, plan_buckets, require_known_names, start_stream
@@ -19,15 +19,6 @@ from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.layout import TensorLayout
 
 _SMALL_BYTES = 1 << 16
-
-
-def describe_weights(handle: NativeHandle, dtype: torch.dtype | None) -> tuple[TensorInfo, ...]:
-    """What :func:`export_weights` yields. Not a collective."""
-    return tuple(
-        TensorInfo.of(stored, layout.shards.shape[len(index) :], dtype or layout.dtype)
-        for layout, name in ((handle.layouts[key], name) for key, name in handle.weight_names.items())
-        for index, stored in stored_tensors(name)
-    )
 
 
 def export_weights(

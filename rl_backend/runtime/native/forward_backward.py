@@ -1,7 +1,5 @@
 """Micro-batches laid out over the ranks, and run forward and backward."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -118,7 +116,7 @@ def run_micro_batches(handle: NativeHandle, request: PassRequest) -> ForwardResu
                 keep_gathered = not handle.options.reshard_after_forward
                 fsdp.set_gradient_sync(handle.model, index == len(data) - 1, keep_gathered=keep_gathered)
             _run_one(handle, request, index, routes, results)
-    return results.result(routes.outputs(data) if routes.recorded else {})
+    return results.result(routes.outputs(data))
 
 
 @contextmanager

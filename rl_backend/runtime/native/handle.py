@@ -1,22 +1,20 @@
 """Models of the native runtime."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl_backend.contracts import NativeConfig, PendingStepResult, RoutedLayers, StepResult, WeightName
+from rl_backend import contracts
 from rl_backend.contracts.operations import Part
 from rl_backend.model import ModelFamily
 from rl_backend.parallel import fsdp
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import local_tensor
+from rl_backend.pipeline.catalog import require_micro_batches
 from rl_backend.runtime.engine import GuardedHandle
-from rl_backend.runtime.native.layout import TensorLayout
+from rl_backend.runtime.native.layout import TensorLayout, schedule_name
 from rl_backend.runtime.native.optimizer import NativeOptimizer, PendingStep
 
 
@@ -45,7 +43,7 @@ class NativeHandle(GuardedHandle[NativeOptimizer]):
     stage_copies: Mapping[str, str]
     has_outputs: bool
     parameters: Mapping[str, nn.Parameter]
-    weight_names: Mapping[str, WeightName]
+    weight_names: Mapping[str, contracts.WeightName]
     layouts: Mapping[str, TensorLayout]
     num_passes: int = 0
     pending: PendingStep | None = None
@@ -60,11 +58,17 @@ class NativeHandle(GuardedHandle[NativeOptimizer]):
     def weight_version(self, version: int) -> None:
         self._weight_version = version
 
-    def start_step(self, group: dist.ProcessGroup) -> StepResult:
-        """Steps without waiting for other ranks, unless this rank's own gradients call for clipping or a skip."""
+    def step(self) -> contracts.StepResult:
+        """See the base class. A skipped step is logged as a warning that names parameters with non-finite gradients.
+
+        With post-validation it waits for no other rank, unless this rank's own gradients call for clipping or a skip.
+        """
+        optimizer, validation = self.trainer("optimizer_step"), self.groups.validation
+        if validation is None:
+            return optimizer.step(self.name)
         self.settle_everywhere()
-        self.pending = pending = PendingStep(self.trainer("optimizer_step"), self.name, group)
-        return PendingStepResult(lambda: self._settle(pending)) if pending.is_taken else self._settle(pending)
+        self.pending = pending = PendingStep(optimizer, self.name, validation.world)
+        return contracts.PendingStepResult(lambda: self._settle(pending)) if pending.is_taken else self._settle(pending)
 
     @property
     def is_settled(self) -> bool:
@@ -84,27 +88,40 @@ class NativeHandle(GuardedHandle[NativeOptimizer]):
         self.pending = None
         return was_plain
 
-    def _settle(self, pending: PendingStep) -> StepResult:
+    def _settle(self, pending: PendingStep) -> contracts.StepResult:
         # The atom counts a step whose result it returns; this one has been returned as pending.
         if pending.result is None and pending.settle().ok and pending.is_taken:
             self._weight_version += 1
         return pending.settle()
 
     @property
-    def routed_layers(self) -> RoutedLayers | None:
+    def routed_layers(self) -> contracts.RoutedLayers | None:
         """Its layers with experts; None where the family does not replay routes."""
         return None if self.family.routed_layers is None else self.family.routed_layers(self.architecture)
 
     @property
-    def options(self) -> NativeConfig:
-        return self.config.options(NativeConfig)
+    def weights(self) -> tuple[contracts.TensorInfo, ...]:
+        return tuple(
+            contracts.TensorInfo.of(stored, layout.shards.shape[len(index) :], layout.dtype)
+            for key, layout in self.layouts.items()
+            for index, stored in contracts.stored_tensors(self.weight_names[key])
+        )
+
+    @property
+    def options(self) -> contracts.NativeConfig:
+        return self.config.options(contracts.NativeConfig)
 
     def drop_gradients(self) -> None:
-        """Drops all gradients, those that no rank has reduced yet and those in host memory too."""
+        """See the base class; also those that no rank has reduced yet."""
         for parameter in self.parameters.values():
             parameter.grad = None
         fsdp.drop_unreduced_gradients(self.model)
         self.offload.forget("grad")
+
+    def require_schedulable(self, num_micro_batches: int, *, forward_only: bool) -> None:
+        schedule = schedule_name(self.options)
+        if schedule is not None and self.stages and num_micro_batches:
+            require_micro_batches(schedule, self.options.parallel.pp, num_micro_batches, forward_only=forward_only)
 
     def part_tensors(self) -> dict[Part, list[Tensor]]:
         """This rank's tensors of each part that the handle has."""

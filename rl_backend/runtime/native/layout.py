@@ -9,15 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.contracts import (
-    ConfigError,
-    Head,
-    NativeConfig,
-    ParallelConfig,
-    RuntimeConfig,
-    UnsupportedError,
-    WeightName,
-)
+from rl_backend.contracts import ConfigError, Head, NativeConfig, ParallelConfig, RuntimeConfig, UnsupportedError, WeightName
 from rl_backend.model import BuildSettings, ModelFamily, ModelStage, find_model
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import ShardLayout, layout_of

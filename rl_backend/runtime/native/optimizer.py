@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rl_backend.contracts import HandleError, OptimizerConfig, PackedWeight, StepResult, WeightName, stored_tensors
-from rl_backend.parallel.collectives import all_gather_into
+from rl_backend.parallel.collectives import all_gather, all_gather_into
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import local_tensor, owns
-from rl_backend.runtime.gradient_statistics import gather_statistics, judge, rank_statistics
+from rl_backend.runtime.gradient_statistics import judge, rank_statistics
 from rl_backend.runtime.native.lr_schedule import ParameterSchedule
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class NativeOptimizer:
         gradients it raises :class:`HandleError`.
         """
         self.require_gradients(handle_name)
-        result = self.judge(gather_statistics(self.statistics(), self._groups.world_group))
+        result = self.judge(all_gather(self.statistics(), self._groups.world_group, sum_gradients=False))
         self.apply(result, handle_name)
         return result
 

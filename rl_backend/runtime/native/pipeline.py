@@ -1,7 +1,5 @@
 """Running micro-batches through this rank's stages of a pipeline."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from functools import lru_cache
 
@@ -10,7 +8,7 @@ from torch import Tensor
 
 from rl_backend.contracts import ForwardResult, ModelOutput
 from rl_backend.parallel import fsdp
-from rl_backend.pipeline.catalog import make_schedule, require_micro_batches
+from rl_backend.pipeline.catalog import make_schedule
 from rl_backend.pipeline.executor import PipelineExecutor, add_gradients_of_copies, drop_gradients_of_copies
 from rl_backend.pipeline.measured import SPAN_NAMES, span_arguments
 from rl_backend.pipeline.schedule import Action, Schedule
@@ -45,12 +43,9 @@ class PipelinePass:
     """One ``forward_backward``; arguments as of :func:`run_pipeline`."""
 
     def __init__(self, handle: NativeHandle, request: PassRequest) -> None:
-        self._handle = handle
-        self._data = request.data
-        self._forward_only = request.forward_only
-        self._routes = PassRoutes(handle, request.router_replay)
+        self._handle, self._request = handle, request
         schedule = pass_schedule(handle, len(request.data), forward_only=request.forward_only)
-        self._work = _Stages(handle, request, schedule, self._routes)
+        self._work = _Stages(handle, request, schedule)
         self._executor = PipelineExecutor(schedule, handle.groups.pp_group, self._work)
         for stage in handle.stages.values():
             fsdp.set_gradient_sync(stage, False, keep_gathered=not handle.options.reshard_after_forward)
@@ -58,11 +53,11 @@ class PipelinePass:
     @property
     def hidden_rows(self) -> tuple[int, ...]:
         """Of the hidden states between two stages, for each micro-batch."""
-        return tuple(self._work.empty_hidden(index).shape[0] for index in range(len(self._data)))
+        return tuple(self._work.empty_hidden(index).shape[0] for index in range(len(self._request.data)))
 
     def warm_up(self) -> None:
         """Runs what :meth:`abandon` can still undo; :meth:`run` then runs the rest."""
-        with torch.set_grad_enabled(not self._forward_only):
+        with torch.set_grad_enabled(not self._request.forward_only):
             self._executor.warm_up()
 
     def abandon(self) -> None:
@@ -70,32 +65,25 @@ class PipelinePass:
         fsdp.abandon_step(self._handle.model)
 
     def run(self) -> None:
-        handle = self._handle
-        if not self._forward_only:
+        handle, trains = self._handle, not self._request.forward_only
+        if trains:
             drop_gradients_of_copies(handle.parameters, handle.stage_copies)
-        with torch.set_grad_enabled(not self._forward_only):
+        with torch.set_grad_enabled(trains):
             self._executor.run()
-        if not self._forward_only:
+        if trains:
             for stage in handle.stages.values():
                 fsdp.reduce_gradients(stage)
             add_gradients_of_copies(handle.parameters, handle.stage_copies, handle.groups.pp_group)
 
     def result(self) -> ForwardResult:
-        return self._work.results.result(self._routes.outputs(self._data) if self._routes.recorded else {})
-
-
-def require_schedulable(handle: NativeHandle, num_micro_batches: int, *, forward_only: bool) -> None:
-    """Raises :class:`BatchError` for a number of micro-batches that the schedule cannot do."""
-    if handle.stages and num_micro_batches:
-        name, pp_size = _name_and_ranks(handle)
-        require_micro_batches(name, pp_size, num_micro_batches, forward_only=forward_only)
+        return self._work.results.result(self._work.routes.outputs(self._request.data))
 
 
 def pass_schedule(handle: NativeHandle, num_micro_batches: int, *, forward_only: bool) -> Schedule:
     """The configuration's schedule for a number of micro-batches that it can do."""
-    name, pp_size = _name_and_ranks(handle)
-    stages_per_rank = handle.groups.parallel.vpp
-    return _make_schedule(name, pp_size, num_micro_batches, stages_per_rank=stages_per_rank, forward_only=forward_only)
+    name, parallel = schedule_name(handle.options), handle.options.parallel
+    assert name is not None, "a handle with stages has a schedule"
+    return _make_schedule(name, parallel.pp, num_micro_batches, stages_per_rank=parallel.vpp, forward_only=forward_only)
 
 
 def empty_hidden(handle: NativeHandle, rows: int) -> Tensor:
@@ -104,26 +92,20 @@ def empty_hidden(handle: NativeHandle, rows: int) -> Tensor:
     return torch.empty(rows, handle.hf_config["hidden_size"], dtype=dtype, device=handle.groups.device)
 
 
-def _name_and_ranks(handle: NativeHandle) -> tuple[str, int]:
-    name = schedule_name(handle.options)
-    assert name is not None, "a handle with stages has a schedule"
-    return name, handle.options.parallel.pp
-
-
 class _Stages:
     """The computations of this rank's stages, and what the last one gave."""
 
-    def __init__(self, handle: NativeHandle, request: PassRequest, schedule: Schedule, routes: PassRoutes) -> None:
+    def __init__(self, handle: NativeHandle, request: PassRequest, schedule: Schedule) -> None:
         self._handle = handle
         self._schedule = schedule
         self._data = [batch.to(handle.groups.device) for batch in request.data]
-        self._routes = routes
+        self.routes = routes = PassRoutes(handle, request.router_replay)
         self._rank_batches = [lay_out(batch, handle.groups, len(self._data), routes.replayed) for batch in self._data]
         self.results = PassResults(request, handle.groups.dp_group, handle.has_outputs)
 
     def forward(self, stage: int, micro_batch: int, hidden: Tensor | None) -> Tensor | None:
         rank_batch = self._rank_batches[micro_batch]
-        with self._routes.forward(micro_batch, stage, rank_batch.layout):
+        with self.routes.forward(micro_batch, stage, rank_batch.layout):
             output: Tensor | ModelOutput = self._handle.stages[stage](rank_batch.inputs._replace(hidden=hidden))
         if isinstance(output, Tensor):
             return output

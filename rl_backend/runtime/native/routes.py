@@ -33,7 +33,7 @@ class PassRoutes:
         self.replayed = layers if router_replay == "replay" else None
         self.recorded = layers if router_replay == "record" else None
         self._chosen: dict[tuple[int, int], Tensor] = {}
-        self._layouts: dict[int, TokenLayout | None] = {}
+        """(micro-batch, stage) -> (T, layers, top_k)."""
 
     @contextmanager
     def forward(self, micro_batch: int, stage: int, layout: TokenLayout | None) -> Generator[None]:
@@ -61,29 +61,20 @@ class PassRoutes:
         finally:
             for hook in hooks:
                 hook.remove()
-        self._layouts[micro_batch] = layout
         if chosen:
-            self._chosen[micro_batch, stage] = torch.stack(chosen, dim=1)
+            rows, groups = torch.stack(chosen, dim=1), self._handle.groups
+            if layout is not None:
+                rows = gather_rows(gather_rows(rows, groups.tp_group), groups.cp_group).index_select(0, layout.places)
+            self._chosen[micro_batch, stage] = rows
 
     def outputs(self, data: Sequence[PackedBatch]) -> dict[str, list[Tensor]]:
-        """``routed_experts`` on source ranks; routes are recorded. A collective over the replica."""
-        assert self.recorded is not None, "routes are recorded"
+        """``routed_experts`` on source ranks, when routes are recorded; then a collective over the replica."""
+        if self.recorded is None:
+            return {}
         groups = self._handle.groups
-        stages = [
-            torch.cat([self._of_tokens(self._chosen[index, stage], index) for index in range(len(data))])
-            for stage, routers in self._routers.items()
-            if routers
-        ]
         places = _places_on_ranks(self._handle, self.recorded)
-        routes = gather_stages(stages, data, places, self.recorded, groups.pp_group, groups.device)
+        routes = gather_stages(self._chosen, data, places, self.recorded, groups.pp_group, groups.device)
         return {"routed_experts": routes} if self._handle.has_outputs else {}
-
-    def _of_tokens(self, rows: Tensor, micro_batch: int) -> Tensor:
-        """(rows of this rank, layers, top_k) -> (T, layers, top_k)."""
-        layout, groups = self._layouts[micro_batch], self._handle.groups
-        if layout is None:
-            return rows
-        return gather_rows(gather_rows(rows, groups.tp_group), groups.cp_group).index_select(0, layout.places)
 
 
 def _routers_of_stages(handle: NativeHandle, layers: RoutedLayers) -> dict[int, list[Router]]:

@@ -1,7 +1,5 @@
 """The native runtime: PyTorch as the engine of every atom, on one or several ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -10,19 +8,9 @@ from torch import Tensor
 
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.training_state import StateTensors
-from rl_backend.contracts import (
-    BatchError,
-    ForwardResult,
-    Head,
-    NativeConfig,
-    PackedBatch,
-    RuntimeConfig,
-    StepResult,
-    TensorInfo,
-    WeightShard,
-)
+from rl_backend.contracts import BatchError, ForwardResult, Head, NativeConfig, PackedBatch, RuntimeConfig, WeightShard
 from rl_backend.parallel.groups import ParallelGroups, close_groups, open_groups, training_device
-from rl_backend.runtime.batch_checks import problem_on_rank
+from rl_backend.runtime.batch_checks import check_micro_batches, problem_on_rank
 from rl_backend.runtime.engine import PassRequest
 from rl_backend.runtime.export_stream import WeightStream
 from rl_backend.runtime.guarded import GuardedRuntime
@@ -32,7 +20,7 @@ from rl_backend.runtime.native.build import build_handle
 from rl_backend.runtime.native.forward_backward import run_micro_batches
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.layout import has_last_stage
-from rl_backend.runtime.native.pipeline import require_schedulable, run_pipeline
+from rl_backend.runtime.native.pipeline import run_pipeline
 from rl_backend.runtime.native.validated_pass import run_validated
 
 
@@ -60,35 +48,20 @@ class NativeRuntime(GuardedRuntime[NativeHandle, ParallelGroups]):
     def _build(self, config: RuntimeConfig, name: str, head: Head, *, forward_only: bool) -> NativeHandle:
         return build_handle(self, config, self.groups, forward_only=forward_only, name=name, head=head)
 
-    def _require_schedulable(self, handle: NativeHandle, num_micro_batches: int, *, forward_only: bool) -> None:
-        require_schedulable(handle, num_micro_batches, forward_only=forward_only)
-
     def _run_passes(self, handle: NativeHandle, request: PassRequest) -> ForwardResult:
         """See the base class; outputs are on the training device."""
         if self.native.post_validation:
             problem = problem_on_rank(handle, request)
             try:
-                require_schedulable(handle, len(request.data), forward_only=request.forward_only)
+                handle.require_schedulable(len(request.data), forward_only=request.forward_only)
             except BatchError as error:
                 problem = problem or error
             return run_validated(handle, request, problem)
-        self._check(handle, request)
+        check_micro_batches(handle, request)
         return run_pipeline(handle, request) if handle.stages else run_micro_batches(handle, request)
 
     def _record_activations(self, handle: NativeHandle, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:
         return record_activations(handle, data)
-
-    def _drop_gradients(self, handle: NativeHandle) -> None:
-        handle.drop_gradients()
-
-    def _step(self, handle: NativeHandle) -> StepResult:
-        """See the base class. A skipped step is logged as a warning that names parameters with non-finite gradients."""
-        if self.groups.validation is not None:
-            return handle.start_step(self.groups.validation.world)
-        return handle.trainer("optimizer_step").step(handle.name)
-
-    def _describe_weights(self, handle: NativeHandle, dtype: torch.dtype | None) -> tuple[TensorInfo, ...]:
-        return export.describe_weights(handle, dtype)
 
     def _gather_weights(
         self, handle: NativeHandle, dtype: torch.dtype | None, byte_budget: int | None, names: Collection[str] | None

@@ -3,8 +3,6 @@
 See :class:`~rl_backend.runtime.native.optimizer.PendingStep`.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -14,15 +12,7 @@ from torch import Tensor
 from rl_backend.contracts import BatchError, ForwardResult
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.pipeline.executor import EmptyStages, PipelineExecutor
-from rl_backend.runtime import saved_state
-from rl_backend.runtime.batch_checks import (
-    checksum,
-    different_in_replica,
-    different_kinds,
-    problem_between_ranks,
-    problem_in_replica,
-    refused_by,
-)
+from rl_backend.runtime import batch_checks, saved_state
 from rl_backend.runtime.engine import PassRequest
 from rl_backend.runtime.native.forward_backward import abandoned_on_error
 from rl_backend.runtime.native.handle import NativeHandle
@@ -70,12 +60,12 @@ class Agreement:
         terms = mine if place == 0 else _receive(world, world.rank() - stride)
         problem = problem or _difference(mine, terms)
         if groups.token_group.size() > 1:
-            difference = problem_in_replica(mine.checksum, groups.token_group, groups.device)
+            difference = batch_checks.problem_in_replica(mine.checksum, groups.token_group, groups.device)
             problem = problem or difference
         stopped = problem
         if stage.size() > 1:
             count = len(mine.hidden_rows)
-            stopped = problem_between_ranks(count, problem is not None, mine.kind, stage, groups.device)
+            stopped = batch_checks.problem_between_ranks(count, problem is not None, mine.kind, stage, groups.device)
             if stopped is not None and "rank" not in stopped.details:
                 problem = stopped
         if place == 0:
@@ -93,15 +83,15 @@ class Agreement:
             work.wait()
         self._known.wait()
         refusing = int(self._refusing.item())
-        return self._problem or (refused_by(refusing - 1) if refusing else None)
+        return self._problem or (batch_checks.refused_by(refusing - 1) if refusing else None)
 
 
 def _difference(mine: Terms, first: Terms) -> BatchError | None:
     if first.refused:
         return None
     if mine.kind != first.kind:
-        return different_kinds()
-    return different_in_replica() if mine != first else None
+        return batch_checks.different_kinds()
+    return batch_checks.different_in_replica() if mine != first else None
 
 
 def _send(terms: Terms, group: dist.ProcessGroup, rank: int) -> list[tuple[dist.Work, Tensor]]:
@@ -139,7 +129,7 @@ def run_validated(handle: NativeHandle, request: PassRequest, problem: BatchErro
         refused=problem is not None,
         forward_only=request.forward_only,
         kind=request.kind,
-        checksum=checksum(request.data),
+        checksum=batch_checks.checksum(request.data),
         hidden_rows=() if one is None else one.hidden_rows,
     )
     handle.num_passes += 1

@@ -145,8 +145,8 @@ FAULTS = [
     Fault(
         "tensors-that-do-not-come-are-zeros",
         f"{_CHECKPOINT}/hf_writer.py",
-        "        if self._missing:\n",
-        "        if False:\n",
+        "    if missing:\n",
+        "    if False:\n",
         (f"{_WRITER}::test_tensors_that_are_not_those_announced_are_refused",),
         "an export that ends early would leave zeros in the place of weights",
     ),
@@ -211,8 +211,8 @@ FAULTS = [
     Fault(
         "buffered-bytes-not-flushed",
         f"{_CHECKPOINT}/state_files.py",
-        "        self._raw.flush()\n        return self._raw.fileno()\n",
-        "        return self._raw.fileno()\n",
+        "        self.flush()\n        return super().fileno()\n",
+        "        return super().fileno()\n",
         (
             "tests/unit/rl_backend/checkpoint/test_writes.py::test_a_file_that_is_flushed_by_its_descriptor_has_all_that_was_written",
         ),
@@ -256,15 +256,15 @@ FAULTS = [
     Fault(
         "saves-do-not-wait-for-each-other",
         "rl_backend/runtime/checkpoint_writer.py",
-        "        self.wait(handle)\n        draft = reserve_draft(path, self._group)\n",
-        "        draft = reserve_draft(path, self._group)\n",
+        "        self.wait(handle)\n        draft = training_state.reserve_draft(path, self._group)\n",
+        "        draft = training_state.reserve_draft(path, self._group)\n",
         ("tests/unit/rl_backend/checkpoint/test_writes.py::test_a_second_save_leaves_what_the_first_is_still_writing",),
         "the next save would write into the buffers of one that is being written",
     ),
     Fault(
         "offloaded-part-comes-back-empty",
         "rl_backend/runtime/offload.py",
-        "                _bytes(each.storage).copy_(each.host, non_blocking=True)\n",
+        "                _bytes(storage).copy_(host, non_blocking=True)\n",
         "                pass\n",
         ("tests/unit/rl_backend/runtime/test_offload.py::test_tensors_that_share_a_storage_move_once_and_stay_views",),
         "weights would be garbage after a trip to the host",
@@ -272,7 +272,7 @@ FAULTS = [
     Fault(
         "offload-frees-nothing",
         "rl_backend/runtime/offload.py",
-        "        for each in moved:\n            each.storage.resize_(0)\n        self._moved[part] = moved\n",
+        "        for storage, _ in moved:\n            storage.resize_(0)\n        self._moved[part] = moved\n",
         "        self._moved[part] = moved\n",
         ("tests/unit/rl_backend/runtime/test_offload.py::test_a_part_that_leaves_frees_its_memory_and_no_other",),
         "offloading would save no memory",

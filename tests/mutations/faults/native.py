@@ -31,7 +31,7 @@ FAULTS = [
     Fault(
         "norm-of-one-rank",
         f"{_NATIVE}/optimizer.py",
-        "self.judge(gather_statistics(self.statistics(), self._groups.world_group))",
+        "self.judge(all_gather(self.statistics(), self._groups.world_group, sum_gradients=False))",
         "self.judge(self.statistics())",
         (
             "tests/distributed/test_native_state.py::test_norm_and_zeros_are_one_ranks_and_one_bad_gradient_stops_all[dense-2-ranks-tp2]",
@@ -202,7 +202,7 @@ FAULTS = [
     Fault(
         "old-gradients-after-a-load",
         "rl_backend/runtime/guarded.py",
-        "                self._drop_gradients(handle)\n",
+        "                handle.drop_gradients()\n",
         "                pass\n",
         (f"{_CHECKPOINTS}::test_training_goes_on_exactly_where_it_was_on_any_number_of_ranks[2-2-False]",),
         "gradients of before would be added to the first of the resumed run",
@@ -210,8 +210,8 @@ FAULTS = [
     Fault(
         "gathered-weights-survive-a-load",
         f"{_NATIVE}/checkpoints.py",
-        "        fsdp.reshard(handle.model)\n        return all_tensors(handle)",
-        "        return all_tensors(handle)",
+        "    fsdp.reshard(handle.model)\n    manifest, loaded",
+        "    manifest, loaded",
         (
             f"{_CHECKPOINTS}::test_training_goes_on_exactly_where_it_was_on_any_number_of_ranks[2-2-False]",
             f"{_CHECKPOINTS}::test_a_forward_only_handle_takes_the_weights_in_its_own_dtype",
