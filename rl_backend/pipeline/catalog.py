@@ -3,20 +3,16 @@
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 from rl_backend.contracts import BatchError, ConfigError
 from rl_backend.pipeline import orders
+from rl_backend.pipeline.dependencies import event_graph
 from rl_backend.pipeline.greedy import greedy_order
 from rl_backend.pipeline.schedule import Action, Kind, Order, Schedule, loop_placement, v_placement
 from rl_backend.pipeline.simulate import Costs, end_times, shortest
 from rl_backend.pipeline.validate import validate
-
-SEND = {
-    Kind.FORWARD: Kind.SEND_ACTIVATION,
-    Kind.BACKWARD: Kind.SEND_GRADIENT,
-    Kind.BACKWARD_INPUT: Kind.SEND_GRADIENT,
-}
 
 
 def with_communication(order: Order, placement: Sequence[int], costs: Costs) -> tuple[tuple[Action, ...], ...]:
@@ -29,19 +25,17 @@ def with_communication(order: Order, placement: Sequence[int], costs: Costs) -> 
     Raises:
         ScheduleError: the computations wait for each other.
     """
-    ends = end_times(order, placement, costs)
+    ends = end_times(event_graph(order, placement), costs)
     clocks = [[ends[action] for action in own] for own in order]
     gaps: list[list[list[Action]]] = [[[] for _ in range(len(own) + 1)] for own in order]
-    for action in sorted(ends, key=lambda action: (ends[action], action.stage)):
-        if action.kind not in SEND:
+    for action in sorted(chain(*order), key=lambda action: (ends[action], action.stage)):
+        send = action.send
+        if send is None or not 0 <= send.other_end.stage < len(placement):
             continue
-        send = Action(SEND[action.kind], action.stage, action.micro_batch)
-        receive = send.other_end
-        if not 0 <= receive.stage < len(placement) or placement[receive.stage] == placement[send.stage]:
-            continue
-        for end in (send, receive):
-            rank = placement[end.stage]
-            gaps[rank][bisect_right(clocks[rank], ends[action])].append(end)
+        if placement[send.other_end.stage] != placement[send.stage]:
+            for end in (send, send.other_end):
+                rank = placement[end.stage]
+                gaps[rank][bisect_right(clocks[rank], ends[action])].append(end)
     return tuple(
         tuple(action for index, gap in enumerate(of_rank) for action in (*gap, *own[index : index + 1]))
         for of_rank, own in zip(gaps, order, strict=True)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from rl_backend.contracts import ScheduleError
-from rl_backend.pipeline.schedule import COMPUTATIONS, RECEIVES, SENDS, Action, Kind
+from rl_backend.pipeline.schedule import COMPUTATIONS, RECEIVES, Action, Kind
 
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 MOST_NAMED = 8
@@ -46,11 +46,12 @@ def inputs_of(action: Action, present: Container[Action]) -> list[Action]:
     return [Action(Kind.FORWARD, stage, micro_batch), *(action for action in after if action in present)]
 
 
-def event_graph(actions: Sequence[Sequence[Action]], placement: Sequence[int], *, one_queue_per_rank: bool) -> Graph:
+def event_graph(actions: Sequence[Sequence[Action]], placement: Sequence[int], *, one_queue_per_rank: bool = False) -> Graph:
     """What each event of a schedule waits for.
 
     A rank posts and computes in the order of its list. A transfer needs both its ends posted; a computation needs the
-    transfers of its inputs. In one direction between two ranks, transfers end in the order in which they are posted.
+    transfers of its inputs. In one direction between two ranks, transfers end in the order in which they are posted. Where
+    there are no sends and receives, a transfer needs only what it brings.
 
     Args:
         one_queue_per_rank: a transfer also waits for the end of every transfer posted before it on either of its ranks. An
@@ -58,17 +59,22 @@ def event_graph(actions: Sequence[Sequence[Action]], placement: Sequence[int], *
     """
     rank_of = {action: rank for rank, own in enumerate(actions) for action in own}
     graph: Graph = {}
-    queues: dict[tuple[int, int], list[Arrival]] = defaultdict(list)
     for own in actions:
         for before, action in zip((None, *own), own, strict=False):
             graph[action] = [before] if before is not None else []
-            if action.kind in COMPUTATIONS:
-                graph[action] += (_delivery(one, action, placement) for one in inputs_of(action, rank_of))
-            elif action.kind in SENDS:
-                graph[action].append(_sent(action, rank_of))
-            else:
-                graph[Arrival(action)] = [action, action.other_end]
-                queues[rank_of[action.other_end], rank_of[action]].append(Arrival(action))
+    queues: dict[tuple[int, int], list[Arrival]] = defaultdict(list)
+    for action, rank in rank_of.items():
+        if action.kind in RECEIVES:
+            graph[Arrival(action)] = [action, action.other_end]
+            queues[rank_of[action.other_end], rank].append(Arrival(action))
+        elif action.kind in COMPUTATIONS:
+            for one in inputs_of(action, rank_of):
+                arrival = arrival_of(one, action, placement)
+                graph[action].append(arrival or one)
+                if arrival is not None:
+                    graph.setdefault(arrival, [one])
+            if action.send in graph:
+                graph[action.send].append(action)
     for queue in queues.values():
         for first, second in pairwise(queue):
             graph[second].append(first)
@@ -90,17 +96,8 @@ def in_order(graph: Mapping[Event, Iterable[Event]], describe: Callable[[Event],
         raise ScheduleError(f"ranks wait for each other for ever: {' waits for '.join(named)}") from None
 
 
-def _delivery(source: Action, action: Action, placement: Sequence[int]) -> Event:
-    """When the result of ``source`` is there for ``action``."""
-    if placement[source.stage] == placement[action.stage]:
-        return source
-    kind = Kind.RECEIVE_ACTIVATION if source.kind is Kind.FORWARD else Kind.RECEIVE_GRADIENT
-    return Arrival(Action(kind, action.stage, action.micro_batch))
-
-
-def _sent(send: Action, present: Container[Action]) -> Action:
-    """The computation whose result is sent."""
-    if send.kind is Kind.SEND_ACTIVATION:
-        return Action(Kind.FORWARD, send.stage, send.micro_batch)
-    full, split = (Action(kind, send.stage, send.micro_batch) for kind in BACKWARDS)
-    return full if full in present else split
+def arrival_of(source: Action, action: Action, placement: Sequence[int]) -> Arrival | None:
+    """The transfer that brings the result of ``source`` to ``action``; None where both are on one rank."""
+    if source.send is None or placement[source.stage] == placement[action.stage]:
+        return None
+    return Arrival(source.send.other_end)

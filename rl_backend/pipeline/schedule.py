@@ -42,6 +42,11 @@ _OTHER_END = {
     Kind.SEND_GRADIENT: (Kind.RECEIVE_GRADIENT, -1),
     Kind.RECEIVE_GRADIENT: (Kind.SEND_GRADIENT, 1),
 }
+_SEND = {
+    Kind.FORWARD: Kind.SEND_ACTIVATION,
+    Kind.BACKWARD: Kind.SEND_GRADIENT,
+    Kind.BACKWARD_INPUT: Kind.SEND_GRADIENT,
+}
 
 
 class Action(NamedTuple):
@@ -61,6 +66,11 @@ class Action(NamedTuple):
         """The receive of this send, or the send of this receive."""
         kind, step = _OTHER_END[self.kind]
         return Action(kind, self.stage + step, self.micro_batch)
+
+    @property
+    def send(self) -> Action | None:
+        """The send of what this computation gives to another stage; None for any other action."""
+        return self._replace(kind=_SEND[self.kind]) if self.kind in _SEND else None
 
     def __str__(self) -> str:
         """Stage, kind, micro-batch: ``3F0`` is the forward pass of stage 3 on the first micro-batch."""

@@ -67,8 +67,8 @@ FAULTS = [
     Fault(
         "validator-does-not-look-for-missing-actions",
         f"{_PIPELINE}/validate.py",
-        "    if missing:\n",
-        "    if not missing and False:\n",
+        '(("missing", expected - counts.keys()), ("not needed"',
+        '(("missing", ()), ("not needed"',
         (
             f"{_VALIDATION}::test_what_is_dropped_doubled_swapped_or_moved_is_refused_unless_it_still_runs",
             f"{_VALIDATION}::test_an_error_names_the_schedule_the_rank_and_the_actions",
