@@ -11,7 +11,7 @@ from torch import Tensor
 from rl_backend.contracts import ForwardResult, ModelOutput
 from rl_backend.parallel import fsdp
 from rl_backend.pipeline.catalog import make_schedule, require_micro_batches
-from rl_backend.pipeline.executor import PipelineExecutor, add_gradients_of_copies, drop_gradients_of_copies
+from rl_backend.pipeline.executor import PipelineExecutor, add_gradients_of_copies
 from rl_backend.pipeline.measured import SPAN_NAMES, span_arguments
 from rl_backend.pipeline.schedule import Action, Schedule
 from rl_backend.runtime.engine import PassRequest
@@ -72,7 +72,9 @@ class PipelinePass:
     def run(self) -> None:
         handle = self._handle
         if not self._forward_only:
-            drop_gradients_of_copies(handle.parameters, handle.stage_copies)
+            # The originals already have what the copies gathered in earlier calls.
+            for copy in handle.stage_copies.keys() & handle.parameters.keys():
+                handle.parameters[copy].grad = None
         with torch.set_grad_enabled(not self._forward_only):
             self._executor.run()
         if not self._forward_only:

@@ -124,8 +124,8 @@ FAULTS = [
     Fault(
         "executor-sends-zeros-for-gradients",
         f"{_PIPELINE}/executor.py",
-        "            tensor = self._gradients.pop((stage - 1, micro_batch))\n",
-        "            tensor = torch.zeros_like(self._gradients.pop((stage - 1, micro_batch)))\n",
+        "stage - 1, micro_batch)] = hidden.grad\n",
+        "stage - 1, micro_batch)] = torch.zeros_like(hidden.grad)\n",
         ("tests/distributed/test_native_pipelines.py::test_every_schedule_trains_as_one_rank[1f1b-2]",),
         "all stages but the last would not be trained",
     ),
