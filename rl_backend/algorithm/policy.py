@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_backend.algorithm import surrogates
 from rl_backend.algorithm.aggregation import (
     aggregate_loss,
     aggregation_terms,
@@ -21,16 +22,6 @@ from rl_backend.algorithm.aggregation import (
     zero_masked,
 )
 from rl_backend.algorithm.rewards import check_kl_type, kl_penalty
-from rl_backend.algorithm.surrogates import (
-    check_clip_options,
-    check_importance_options,
-    cispo_policy_loss,
-    clipped_policy_loss,
-    gspo_policy_loss,
-    masked_importance_weights,
-    sequences_without_veto,
-    truncated_importance_weights,
-)
 from rl_backend.contracts import ConfigError, MetricValue, ModelOutput, PackedBatch
 
 SURROGATES = ("ppo", "gspo", "cispo")
@@ -100,10 +91,10 @@ def policy_loss(
         raise ConfigError.of(
             "clip_ratio_c", clip_ratio_c, f"dual clip is ppo's; surrogate={surrogate!r} has none: leave it None"
         )
-    check_clip_options(clip_ratio_low, clip_ratio_high, clip_ratio_c)
+    surrogates.check_clip_options(clip_ratio_low, clip_ratio_high, clip_ratio_c)
     check_loss_agg_mode(loss_agg_mode, loss_scale_factor)
     check_kl_type(kl_type)
-    check_importance_options(tis_cap, mis_bounds, importance_level, importance_veto)
+    surrogates.check_importance_options(tis_cap, mis_bounds, importance_level, importance_veto)
     check_not_negative(kl_coef=kl_coef)
     if not math.isfinite(entropy_coef):
         raise ConfigError.of("entropy_coef", entropy_coef, "must be a finite number")
@@ -117,14 +108,13 @@ def policy_loss(
         return aggregate_loss(token_losses, loss_mask, data, loss_agg_mode, loss_scale_factor=loss_scale_factor)
 
     clip = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high}
+    tokens = log_probs, old_log_probs, advantages, loss_mask
     if surrogate == "gspo":
-        token_losses, clipped = gspo_policy_loss(log_probs, old_log_probs, advantages, loss_mask, data.seq_lens, **clip)
+        token_losses, clipped = surrogates.gspo_policy_loss(*tokens, data.seq_lens, **clip)
     elif surrogate == "cispo":
-        token_losses, clipped = cispo_policy_loss(log_probs, old_log_probs, advantages, loss_mask, **clip)
+        token_losses, clipped = surrogates.cispo_policy_loss(*tokens, **clip)
     else:
-        token_losses, clipped = clipped_policy_loss(
-            log_probs, old_log_probs, advantages, loss_mask, clip_ratio_c=clip_ratio_c, **clip
-        )
+        token_losses, clipped = surrogates.clipped_policy_loss(*tokens, clip_ratio_c=clip_ratio_c, **clip)
     metrics: dict[str, MetricValue] = {**clipped}
 
     importance = tis_cap is not None or mis_bounds is not None or importance_veto is not None
@@ -180,13 +170,13 @@ def _importance_weights(
 ) -> Tensor:
     """(T,): what the options make of old log-probs, rollout log-probs, loss mask and sequence lengths."""
     if tis_cap is not None:
-        weights = truncated_importance_weights(*tensors, cap=tis_cap, level=level)
+        weights = surrogates.truncated_importance_weights(*tensors, cap=tis_cap, level=level)
     elif mis_bounds is not None:
-        weights = masked_importance_weights(*tensors, bounds=mis_bounds, level=level)
+        weights = surrogates.masked_importance_weights(*tensors, bounds=mis_bounds, level=level)
     else:
         weights = torch.ones_like(tensors[0])
     if veto is not None:
-        weights = weights * sequences_without_veto(*tensors, veto=veto)
+        weights = weights * surrogates.sequences_without_veto(*tensors, veto=veto)
     return weights
 
 

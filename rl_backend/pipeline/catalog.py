@@ -4,7 +4,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal
 
 from rl_backend.contracts import BatchError, ConfigError
 from rl_backend.pipeline import orders
@@ -47,7 +46,7 @@ class Algorithm:
     """How a schedule is made.
 
     Attributes:
-        placement: of the stages: :func:`~rl_backend.pipeline.schedule.loop_placement` or ``v_placement``.
+        placement: from ranks and stages per rank the rank of each stage.
         orders: from ranks, micro-batches, stages per rank and costs the orders of computations to choose from.
         bound: from ranks, micro-batches and stages per rank the most activations that each rank may hold.
         stages_per_rank: how many it needs; None for any number from 2 on.
@@ -56,7 +55,7 @@ class Algorithm:
         splits_backward: into a pass for the inputs and one for the weights.
     """
 
-    placement: Literal["loop", "v"]
+    placement: Callable[[int, int], tuple[int, ...]]
     orders: Callable[[int, int, int, Costs], Iterable[Order]]
     bound: Callable[[int, int, int], Sequence[int]]
     stages_per_rank: int | None = 1
@@ -64,20 +63,16 @@ class Algorithm:
     micro_batches_per_rank: int = 0
     splits_backward: bool = True
 
-    def ranks_of_stages(self, pp_size: int, stages_per_rank: int) -> tuple[int, ...]:
-        """The rank of each stage."""
-        return v_placement(pp_size) if self.placement == "v" else loop_placement(pp_size, stages_per_rank)
-
 
 SCHEDULES = {
     "1f1b": Algorithm(
-        placement="loop",
+        placement=loop_placement,
         orders=lambda p, m, v, costs: [orders.one_forward_one_backward(p, m)],
         bound=lambda p, m, v: [min(m, p - rank) for rank in range(p)],
         splits_backward=False,
     ),
     "interleaved-1f1b": Algorithm(
-        placement="loop",
+        placement=loop_placement,
         orders=lambda p, m, v, costs: [orders.interleaved(p, m, v)],
         bound=orders.bound_of_interleaved,
         stages_per_rank=None,
@@ -85,23 +80,23 @@ SCHEDULES = {
         splits_backward=False,
     ),
     "zb-h1": Algorithm(
-        placement="loop",
+        placement=loop_placement,
         orders=lambda p, m, v, costs: [orders.zb_h1(p, m)],
         bound=lambda p, m, v: [min(m, p)] * p,
     ),
     "zb-h2": Algorithm(
-        placement="loop",
+        placement=loop_placement,
         orders=lambda p, m, v, costs: [orders.zb_h2(p, m), orders.zb_h1(p, m)],
         bound=lambda p, m, v: [min(m, 2 * p - 1)] * p,
     ),
     "zbv": Algorithm(
-        placement="v",
+        placement=lambda p, v: v_placement(p),
         orders=lambda p, m, v, costs: orders.orders_for_zbv(p, m, costs),
         bound=lambda p, m, v: orders.bound_of_zbv(p, m),
         stages_per_rank=2,
     ),
     "dualpipev": Algorithm(
-        placement="v",
+        placement=lambda p, v: v_placement(p),
         orders=lambda p, m, v, costs: [orders.dualpipev(p, m)],
         bound=lambda p, m, v: [2 * p + 1] * p,
         stages_per_rank=2,
@@ -136,7 +131,7 @@ def make_schedule(
     algorithm = require_stages(name, pp_size, stages_per_rank)
     require_micro_batches(name, pp_size, num_micro_batches, forward_only=forward_only)
     v = stages_per_rank or algorithm.stages_per_rank or 2
-    placement = algorithm.ranks_of_stages(pp_size, v)
+    placement = algorithm.placement(pp_size, v)
     costs = costs or Costs()
     costs.require_stages(len(placement))
     if forward_only:
@@ -166,7 +161,7 @@ def require_stages(name: str, pp_size: int, stages_per_rank: int | None = None) 
     if stages_per_rank is None:
         return algorithm
     needed = algorithm.stages_per_rank
-    if algorithm.placement == "v" and stages_per_rank != 2:
+    if needed == 2 and stages_per_rank != 2:
         raise ConfigError.of(
             "vpp",
             stages_per_rank,

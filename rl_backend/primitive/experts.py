@@ -82,40 +82,30 @@ def copy_rows(x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
         tokens: (N,) int64, which row stands at each place; every row equally often.
         places: (T, N / T) int64, where each row's copies stand.
     """
-    copies: Tensor = _Copy.apply(x, tokens, places)
+    copies: Tensor = _MoveRows.apply(x, tokens, places, True)
     return copies
 
 
 def sum_rows(rows: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
     """The sum of each row's copies, in the order of ``places``; (N, ...) -> (T, ...). Undoes :func:`copy_rows`."""
-    summed: Tensor = _Sum.apply(rows, tokens, places)
+    summed: Tensor = _MoveRows.apply(rows, tokens, places, False)
     return summed
 
 
-class _Copy(torch.autograd.Function):
+class _MoveRows(torch.autograd.Function):
+    """Copies rows, or adds their copies up; each is the backward pass of the other."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        return x.index_select(0, tokens)
+    def forward(ctx: Any, x: Tensor, tokens: Tensor, places: Tensor, copy: bool) -> Tensor:
+        ctx.copied = copy
+        ctx.save_for_backward(places if copy else tokens)
+        return x.index_select(0, tokens) if copy else _sum_copies(x, places)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (places,) = ctx.saved_tensors
-        return _sum_copies(grad, places), None, None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(tokens)
-        return _sum_copies(rows, places)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (tokens,) = ctx.saved_tensors
-        return grad.index_select(0, tokens), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (way_back,) = ctx.saved_tensors
+        return _sum_copies(grad, way_back) if ctx.copied else grad.index_select(0, way_back), None, None, None
 
 
 def _sum_copies(rows: Tensor, places: Tensor) -> Tensor:
