@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_backend.parallel.shards import local_tensor
+from rl_backend.pipeline.dependencies import plan_warm_up
 from rl_backend.pipeline.schedule import RECEIVES, SENDS, Action, Kind, Schedule
 from rl_backend.primitive.deferred import WeightGradients, put_off_weight_gradients
 
@@ -104,7 +105,7 @@ class PipelineExecutor:
 
     def warm_up(self) -> None:
         """Runs the schedule's warm-up: forward passes whose results can still be dropped."""
-        self._run_to(self._schedule.warm_up.lengths[self._rank])
+        self._run_to(plan_warm_up(self._schedule).lengths[self._rank])
 
     def run(self) -> None:
         """Runs all actions that are left. A collective over the pipeline's ranks, as are the other two."""
@@ -113,7 +114,7 @@ class PipelineExecutor:
 
     def abandon(self) -> None:
         """Ends the pass after the warm-up: completes the transfers that peers have posted, and drops everything."""
-        for action in self._schedule.warm_up.left_over[self._rank]:
+        for action in plan_warm_up(self._schedule).left_over[self._rank]:
             if action.kind in SENDS:
                 self._post_send(action, torch.zeros_like(self._work.empty_hidden(action.micro_batch)))
             else:

@@ -1,4 +1,4 @@
-"""A pipeline schedule: a list of actions for each rank; stages, their layers and ranks; and its warm-up."""
+"""A pipeline schedule: a list of actions for each rank; stages, their layers and ranks."""
 
 from __future__ import annotations
 
@@ -119,56 +119,6 @@ def split_layers(num_layers: int, num_stages: int, sizes: Sequence[int] | None =
     return [range(start, end) for start, end in pairwise(accumulate(sizes, initial=0))]
 
 
-class WarmUp(NamedTuple):
-    """The beginning of a schedule: forward passes before each rank's first loss and first backward pass.
-
-    Attributes:
-        lengths: for each rank how many of its actions.
-        left_over: for each rank, in order, the other ends of sends and receives that peers have posted by then and this rank
-            has not. With them every transfer is complete, so that the pass can end here on all ranks.
-    """
-
-    lengths: tuple[int, ...]
-    left_over: tuple[tuple[Action, ...], ...]
-
-
-def plan_warm_up(actions: Sequence[Sequence[Action]], num_stages: int) -> WarmUp:
-    """Finds the longest beginning that waits for nothing after it.
-
-    Args:
-        actions: for each rank what it does, in order.
-    """
-    lengths = [next((i for i, action in enumerate(own) if _is_result(action, num_stages)), len(own)) for own in actions]
-    while True:
-        begun = {action for own, length in zip(actions, lengths, strict=True) for action in own[:length]}
-        shorter = [
-            next((i for i, action in enumerate(own[:length]) if not _is_fed(action, begun)), length)
-            for own, length in zip(actions, lengths, strict=True)
-        ]
-        if shorter == lengths:
-            break
-        lengths = shorter
-    posted = {action.other_end for action in begun if action.kind not in COMPUTATIONS}
-    left_over = (
-        tuple(action for action in own[length:] if action in posted) for own, length in zip(actions, lengths, strict=True)
-    )
-    return WarmUp(tuple(lengths), tuple(left_over))
-
-
-def _is_result(action: Action, num_stages: int) -> bool:
-    """Whether it computes a loss, or is a backward pass."""
-    return action.kind in COMPUTATIONS and (action.kind is not Kind.FORWARD or action.stage == num_stages - 1)
-
-
-def _is_fed(action: Action, begun: set[Action]) -> bool:
-    """Whether what a forward pass takes is made and sent in the beginning; other actions wait for nothing."""
-    if action.kind is not Kind.FORWARD or action.stage == 0:
-        return True
-    receive = Action(Kind.RECEIVE_ACTIVATION, action.stage, action.micro_batch)
-    before = Action(Kind.FORWARD, action.stage - 1, action.micro_batch)
-    return before in begun and (receive not in begun or receive.other_end in begun)
-
-
 Order = Sequence[Sequence[Action]]
 """The computations of each rank, in order, without sends and receives."""
 
@@ -217,11 +167,6 @@ class Schedule:
         if self.forward_only:
             return (0,) * self.pp_size
         return tuple(max(accumulate((_HELD.get(action.kind, 0) for action in own), initial=0)) for own in self.actions)
-
-    @cached_property
-    def warm_up(self) -> WarmUp:
-        """The actions of each rank that can run before it is known whether the pass counts."""
-        return plan_warm_up(self.actions, self.num_stages)
 
     def __str__(self) -> str:
         """The computations of each rank on a line."""

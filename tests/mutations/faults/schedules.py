@@ -132,7 +132,7 @@ FAULTS = [
     Fault(
         "abandoned-pass-leaves-transfers-open",
         f"{_PIPELINE}/executor.py",
-        "        for action in self._schedule.warm_up.left_over[self._rank]:\n",
+        "        for action in plan_warm_up(self._schedule).left_over[self._rank]:\n",
         "        for action in ():\n",
         (
             "tests/unit/rl_backend/pipeline/test_warm_up.py::test_an_abandoned_pass_leaves_no_transfer_open_and_nobody_waiting",
