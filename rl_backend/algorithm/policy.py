@@ -122,8 +122,15 @@ def policy_loss(
         rollout_log_probs = token_vector(data, "rollout_log_probs")
         metrics["log_prob_gap"] = token_mean_metric((old_log_probs - rollout_log_probs).abs(), loss_mask)
         if importance:
-            compared = (old_log_probs, rollout_log_probs, loss_mask, data.seq_lens)
-            weights = _importance_weights(compared, tis_cap, mis_bounds, importance_level, importance_veto)
+            compared = old_log_probs, rollout_log_probs, loss_mask, data.seq_lens
+            if tis_cap is not None:
+                weights = surrogates.truncated_importance_weights(*compared, cap=tis_cap, level=importance_level)
+            elif mis_bounds is not None:
+                weights = surrogates.masked_importance_weights(*compared, bounds=mis_bounds, level=importance_level)
+            else:
+                weights = torch.ones_like(old_log_probs)
+            if importance_veto is not None:
+                weights = weights * surrogates.sequences_without_veto(*compared, veto=importance_veto)
             metrics["importance_weight"] = token_mean_metric(weights, loss_mask)
             metrics["importance_dropped"] = token_mean_metric((weights == 0).to(weights.dtype), loss_mask)
             token_losses = token_losses * weights
@@ -159,25 +166,6 @@ gspo_loss = partial(
 
 cispo_loss = partial(policy_loss, surrogate="cispo", clip_ratio_low=1.0)
 """CISPO, https://arxiv.org/abs/2506.13585, without a lower bound on the ratio: :func:`policy_loss` with clipped weights."""
-
-
-def _importance_weights(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
-    tis_cap: float | None,
-    mis_bounds: Sequence[float] | None,
-    level: str,
-    veto: float | None,
-) -> Tensor:
-    """(T,): what the options make of old log-probs, rollout log-probs, loss mask and sequence lengths."""
-    if tis_cap is not None:
-        weights = surrogates.truncated_importance_weights(*tensors, cap=tis_cap, level=level)
-    elif mis_bounds is not None:
-        weights = surrogates.masked_importance_weights(*tensors, bounds=mis_bounds, level=level)
-    else:
-        weights = torch.ones_like(tensors[0])
-    if veto is not None:
-        weights = weights * surrogates.sequences_without_veto(*tensors, veto=veto)
-    return weights
 
 
 def sft_loss(

@@ -240,7 +240,17 @@ def join_default_group(device: torch.device) -> None:
         ConfigError: an incomplete environment, or a default group that cannot communicate on ``device``.
     """
     if not dist.is_initialized():
-        _init_default_group(device)
+        on_cuda = device.type == "cuda"
+        alone = "WORLD_SIZE" not in os.environ
+        store, rank, world_size = (dist.HashStore(), 0, 1) if alone else job_store(COLLECTIVE_TIMEOUT)  # type: ignore[attr-defined]
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=COLLECTIVE_TIMEOUT,
+            device_id=device if on_cuda else None,
+        )
         _default_group.made_here = True
         _default_group.users = 0
     _require_backend(device)
@@ -253,20 +263,6 @@ def leave_default_group() -> None:
     if _default_group.made_here and _default_group.users == 0:
         _default_group.made_here = False
         dist.destroy_process_group()
-
-
-def _init_default_group(device: torch.device) -> None:
-    on_cuda = device.type == "cuda"
-    alone = "WORLD_SIZE" not in os.environ
-    store, rank, world_size = (dist.HashStore(), 0, 1) if alone else job_store(COLLECTIVE_TIMEOUT)  # type: ignore[attr-defined]
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=COLLECTIVE_TIMEOUT,
-        device_id=device if on_cuda else None,
-    )
 
 
 def _is_fake() -> bool:

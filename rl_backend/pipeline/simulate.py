@@ -86,23 +86,18 @@ def shortest(orders: Iterable[Order], placement: Sequence[int], costs: Costs) ->
     """
     best: tuple[tuple[float, float], Order] | None = None
     for order in orders:
-        times, perfect = _times(order, placement, costs)
+        ends = end_times(event_graph(order, placement), costs)
+        makespan = max(ends[own[-1]] for own in order)
+        idle = max(ends[own[-1]] - ends[own[0]] + costs.of(own[0]) - sum(map(costs.of, own)) for own in order)
+        # Rounded, so that the order of additions does not decide.
+        times = round(makespan, 9), round(idle, 9)
         if best is None or times < best[0]:
             best = times, order
-        if perfect:
+        if idle < 1e-9 * makespan:
             break
     if best is None:
         raise ValueError("no order to choose from")
     return best[1]
-
-
-def _times(order: Order, placement: Sequence[int], costs: Costs) -> tuple[tuple[float, float], bool]:
-    """Makespan and longest idle time inside a rank, and whether every rank starts as early as it can and never idles."""
-    ends = end_times(event_graph(order, placement), costs)
-    makespan = max(ends[own[-1]] for own in order)
-    idle = [ends[own[-1]] - ends[own[0]] + costs.of(own[0]) - sum(map(costs.of, own)) for own in order]
-    # Rounded, so that the order of additions does not decide.
-    return (round(makespan, 9), round(max(idle), 9)), max(idle) < 1e-9 * makespan
 
 
 class Span(NamedTuple):
