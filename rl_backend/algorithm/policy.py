@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_backend.algorithm import surrogates
 from rl_backend.algorithm.aggregation import (
     aggregate_loss,
     aggregation_terms,
@@ -21,16 +22,6 @@ from rl_backend.algorithm.aggregation import (
     zero_masked,
 )
 from rl_backend.algorithm.rewards import check_kl_type, kl_penalty
-from rl_backend.algorithm.surrogates import (
-    check_clip_options,
-    check_importance_options,
-    cispo_policy_loss,
-    clipped_policy_loss,
-    gspo_policy_loss,
-    masked_importance_weights,
-    sequences_without_veto,
-    truncated_importance_weights,
-)
 from rl_backend.contracts import ConfigError, MetricValue, ModelOutput, PackedBatch
 
 SURROGATES = ("ppo", "gspo", "cispo")
@@ -100,10 +91,10 @@ def policy_loss(
         raise ConfigError.of(
             "clip_ratio_c", clip_ratio_c, f"dual clip is ppo's; surrogate={surrogate!r} has none: leave it None"
         )
-    check_clip_options(clip_ratio_low, clip_ratio_high, clip_ratio_c)
+    surrogates.check_clip_options(clip_ratio_low, clip_ratio_high, clip_ratio_c)
     check_loss_agg_mode(loss_agg_mode, loss_scale_factor)
     check_kl_type(kl_type)
-    check_importance_options(tis_cap, mis_bounds, importance_level, importance_veto)
+    surrogates.check_importance_options(tis_cap, mis_bounds, importance_level, importance_veto)
     check_not_negative(kl_coef=kl_coef)
     if not math.isfinite(entropy_coef):
         raise ConfigError.of("entropy_coef", entropy_coef, "must be a finite number")
@@ -117,14 +108,13 @@ def policy_loss(
         return aggregate_loss(token_losses, loss_mask, data, loss_agg_mode, loss_scale_factor=loss_scale_factor)
 
     clip = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high}
+    tokens = log_probs, old_log_probs, advantages, loss_mask
     if surrogate == "gspo":
-        token_losses, clipped = gspo_policy_loss(log_probs, old_log_probs, advantages, loss_mask, data.seq_lens, **clip)
+        token_losses, clipped = surrogates.gspo_policy_loss(*tokens, data.seq_lens, **clip)
     elif surrogate == "cispo":
-        token_losses, clipped = cispo_policy_loss(log_probs, old_log_probs, advantages, loss_mask, **clip)
+        token_losses, clipped = surrogates.cispo_policy_loss(*tokens, **clip)
     else:
-        token_losses, clipped = clipped_policy_loss(
-            log_probs, old_log_probs, advantages, loss_mask, clip_ratio_c=clip_ratio_c, **clip
-        )
+        token_losses, clipped = surrogates.clipped_policy_loss(*tokens, clip_ratio_c=clip_ratio_c, **clip)
     metrics: dict[str, MetricValue] = {**clipped}
 
     importance = tis_cap is not None or mis_bounds is not None or importance_veto is not None
@@ -132,8 +122,15 @@ def policy_loss(
         rollout_log_probs = token_vector(data, "rollout_log_probs")
         metrics["log_prob_gap"] = token_mean_metric((old_log_probs - rollout_log_probs).abs(), loss_mask)
         if importance:
-            compared = (old_log_probs, rollout_log_probs, loss_mask, data.seq_lens)
-            weights = _importance_weights(compared, tis_cap, mis_bounds, importance_level, importance_veto)
+            compared = old_log_probs, rollout_log_probs, loss_mask, data.seq_lens
+            if tis_cap is not None:
+                weights = surrogates.truncated_importance_weights(*compared, cap=tis_cap, level=importance_level)
+            elif mis_bounds is not None:
+                weights = surrogates.masked_importance_weights(*compared, bounds=mis_bounds, level=importance_level)
+            else:
+                weights = torch.ones_like(old_log_probs)
+            if importance_veto is not None:
+                weights = weights * surrogates.sequences_without_veto(*compared, veto=importance_veto)
             metrics["importance_weight"] = token_mean_metric(weights, loss_mask)
             metrics["importance_dropped"] = token_mean_metric((weights == 0).to(weights.dtype), loss_mask)
             token_losses = token_losses * weights
@@ -169,25 +166,6 @@ gspo_loss = partial(
 
 cispo_loss = partial(policy_loss, surrogate="cispo", clip_ratio_low=1.0)
 """CISPO, https://arxiv.org/abs/2506.13585, without a lower bound on the ratio: :func:`policy_loss` with clipped weights."""
-
-
-def _importance_weights(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
-    tis_cap: float | None,
-    mis_bounds: Sequence[float] | None,
-    level: str,
-    veto: float | None,
-) -> Tensor:
-    """(T,): what the options make of old log-probs, rollout log-probs, loss mask and sequence lengths."""
-    if tis_cap is not None:
-        weights = truncated_importance_weights(*tensors, cap=tis_cap, level=level)
-    elif mis_bounds is not None:
-        weights = masked_importance_weights(*tensors, bounds=mis_bounds, level=level)
-    else:
-        weights = torch.ones_like(tensors[0])
-    if veto is not None:
-        weights = weights * sequences_without_veto(*tensors, veto=veto)
-    return weights
 
 
 def sft_loss(

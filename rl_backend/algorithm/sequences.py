@@ -6,11 +6,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from rl_backend.algorithm.advantages import (
-    ADVANTAGE_ESTIMATORS,
-    reinforce_plus_plus_advantages,
-    reinforce_plus_plus_baseline_advantages,
-)
+from rl_backend.algorithm import advantages
 from rl_backend.algorithm.rewards import kl_in_reward, token_rewards
 from rl_backend.contracts import TokenSequence
 from rl_backend.data import pack
@@ -72,7 +68,7 @@ def with_advantages(
         kl_coef: weight of the KL that is taken off the rewards of tokens; only for ``reinforce_plus_plus``.
     """
     if advantage not in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
-        values = ADVANTAGE_ESTIMATORS[advantage](torch.tensor(rewards), group_size=group_size)
+        values = advantages.ADVANTAGE_ESTIMATORS[advantage](torch.tensor(rewards), group_size=group_size)
         return [
             sequence.with_fields(sequence_fields={"advantages": value})
             for sequence, value in zip(sequences, values, strict=True)
@@ -81,9 +77,9 @@ def with_advantages(
     mask, seq_lens = packed.token_fields["loss_mask"], packed.seq_lens
     if advantage == "reinforce_plus_plus":
         of_tokens = rewards_of_tokens(packed.token_fields, seq_lens, rewards, kl_coef)
-        values = reinforce_plus_plus_advantages(of_tokens, mask, seq_lens)
+        values = advantages.reinforce_plus_plus_advantages(of_tokens, mask, seq_lens)
     else:
-        values = reinforce_plus_plus_baseline_advantages(rewards, mask, seq_lens, group_size=group_size)
+        values = advantages.reinforce_plus_plus_baseline_advantages(rewards, mask, seq_lens, group_size=group_size)
     return with_outputs(sequences, {"advantages": packed.split(values)})
 
 

@@ -61,12 +61,7 @@ def masked_whiten(values: Tensor, loss_mask: Tensor, *, shift_mean: bool = True)
 
 @torch.no_grad()
 def gae_advantages(
-    token_rewards: Tensor,
-    values: Tensor,
-    loss_mask: Tensor,
-    seq_lens: Tensor,
-    gamma: float = 1.0,
-    lam: float = 1.0,
+    token_rewards: Tensor, values: Tensor, loss_mask: Tensor, seq_lens: Tensor, gamma: float = 1.0, lam: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation: ``A_t = delta_t + gamma lam A_next``, ``delta_t = r_t + gamma V_next - V_t``.
 

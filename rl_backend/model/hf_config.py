@@ -9,14 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, NoReturn
 
 from rl_backend.contracts import UnsupportedError
-from rl_backend.primitive.rope import (
-    LinearScaling,
-    Llama3Scaling,
-    Rotary,
-    RotaryScaling,
-    YarnScaling,
-    yarn_attention_factor,
-)
+from rl_backend.primitive import rope
 
 
 def is_finite(value: Any) -> bool:
@@ -86,7 +79,7 @@ class RotaryContext(NamedTuple):
     max_length: longest sequence, in tokens, that the embedding is made for.
     """
 
-    rotary: Rotary
+    rotary: rope.Rotary
     max_length: int
 
 
@@ -118,23 +111,23 @@ def read_rotary(config: HFConfig, head_dim: int, default_theta: float | None = N
     match kind:
         case "default":
             entry.check_fields()
-            return RotaryContext(Rotary(head_dim, theta), max_length)
+            return RotaryContext(rope.Rotary(head_dim, theta), max_length)
         case "linear":
             entry.check_fields("factor")
-            scaling: RotaryScaling = LinearScaling(entry.factor())
+            scaling: rope.RotaryScaling = rope.LinearScaling(entry.factor())
             max_length = entry.lengthened(max_length, scaling.factor)
         case "llama3":
             entry.check_fields("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
             scaling = _llama3(entry, max_length)
         case "yarn":
-            entry.check_fields(*(each.name for each in fields(YarnScaling)), "mscale", "mscale_all_dim")
+            entry.check_fields(*(each.name for each in fields(rope.YarnScaling)), "mscale", "mscale_all_dim")
             if theta <= 1.0:
                 config.refuse("rope_theta", theta, "yarn needs a number above 1")
             scaling = _yarn(entry, max_length)
             max_length = max(max_length, entry.lengthened(scaling.original_max_position_embeddings, scaling.factor))
         case _:
             config.refuse(field, dict(parameters), f"rope_type {kind!r} is not one of default, linear, llama3 and yarn")
-    return RotaryContext(Rotary(head_dim, theta, scaling), max_length)
+    return RotaryContext(rope.Rotary(head_dim, theta, scaling), max_length)
 
 
 class _Entry(NamedTuple):
@@ -187,14 +180,14 @@ def _parameters(config: HFConfig) -> tuple[str, Mapping[str, Any]]:
     return next(iter(found.items()), ("rope_parameters", {}))
 
 
-def _llama3(entry: _Entry, max_length: int) -> Llama3Scaling:
+def _llama3(entry: _Entry, max_length: int) -> rope.Llama3Scaling:
     low, high = entry.number("low_freq_factor"), entry.number("high_freq_factor")
     if not high > low:
         entry.refuse("high_freq_factor must be above low_freq_factor")
-    return Llama3Scaling(entry.factor(), low, high, entry.original_length(max_length))
+    return rope.Llama3Scaling(entry.factor(), low, high, entry.original_length(max_length))
 
 
-def _yarn(entry: _Entry, max_length: int) -> YarnScaling:
+def _yarn(entry: _Entry, max_length: int) -> rope.YarnScaling:
     original = entry.original_length(max_length)
     factor = entry.factor() if entry.parameters.get("factor") is not None else max_length / original
     if factor < 1.0:
@@ -203,8 +196,8 @@ def _yarn(entry: _Entry, max_length: int) -> YarnScaling:
     if not isinstance(truncate, bool):
         entry.refuse("truncate must be true or false")
     mscale, mscale_all_dim = (entry.number(name, default=0.0, inclusive=True) for name in ("mscale", "mscale_all_dim"))
-    attention_factor = yarn_attention_factor(factor, mscale, mscale_all_dim)
-    return YarnScaling(
+    attention_factor = rope.yarn_attention_factor(factor, mscale, mscale_all_dim)
+    return rope.YarnScaling(
         factor,
         original,
         entry.number("attention_factor", default=attention_factor),

@@ -29,7 +29,8 @@ def all_gather(x: Tensor, group: dist.ProcessGroup, *, sum_gradients: bool) -> T
     """
     if group.size() == 1:
         return x
-    gathered: Tensor = _AllGather.apply(x, group, sum_gradients)
+    backward = partial(_scattered if sum_gradients else _own_rows, group=group)
+    gathered: Tensor = _Collective.apply(x, partial(_gathered, group=group), backward)
     return gathered
 
 
@@ -37,34 +38,22 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(ranks * N, ...) of every rank -> (N, ...): this rank's rows of the sum. The backward pass gathers."""
     if group.size() == 1:
         return x
-    mine: Tensor = _ReduceScatter.apply(x, group)
+    mine: Tensor = _Collective.apply(x, partial(_scattered, group=group), partial(_gathered, group=group))
     return mine
 
 
-class _AllGather(torch.autograd.Function):
+class _Collective(torch.autograd.Function):
+    """A collective with another one, or what stands for it, as its backward pass."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, sum_gradients: bool) -> Tensor:
-        ctx.group, ctx.sum_gradients = group, sum_gradients
-        return _gathered(x, group)
+    def forward(ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.of_gradient = backward
+        return forward(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.sum_gradients:
-            return _scattered(grad, ctx.group), None, None
-        return grad.chunk(ctx.group.size())[ctx.group.rank()], None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _scattered(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gathered(grad, ctx.group), None
+        return ctx.of_gradient(grad), None, None
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -79,6 +68,10 @@ def _scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return mine
 
 
+def _own_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.chunk(group.size())[group.rank()]
+
+
 def all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """Sends ``sent[i]`` rows to rank i of ``group`` and receives ``received[i]`` from it. A collective, both ways.
 
@@ -90,23 +83,13 @@ def all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], gro
     Returns:
         (sum(received), ...), rows from rank 0 first. The gradient of a row goes back to the rank it came from.
     """
-    exchanged: Tensor = _AllToAllRows.apply(x, tuple(sent), tuple(received), group)
+    forward = partial(_exchange, sent=list(sent), received=list(received), group=group)
+    backward = partial(_exchange, sent=list(received), received=list(sent), group=group)
+    exchanged: Tensor = _Collective.apply(x, forward, backward)
     return exchanged
 
 
-class _AllToAllRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: tuple[int, ...], received: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _exchange(x, sent, received, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(grad, ctx.received, ctx.sent, ctx.group), None, None, None
-
-
-def _exchange(x: Tensor, sent: tuple[int, ...], received: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+def _exchange(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
     out = x.new_empty(sum(received), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=group)
+    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
     return out

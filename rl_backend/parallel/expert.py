@@ -1,14 +1,12 @@
 """Expert parallelism: each rank has some of the experts, or a part of each, and tokens travel to them."""
 
-from typing import NamedTuple
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.contracts import ConfigError
 from rl_backend.parallel.collectives import all_to_all_rows
-from rl_backend.primitive.experts import ExpertOrder, ExpertTokens, copy_rows, sort_by_expert, spread_evenly, sum_rows
+from rl_backend.primitive.experts import ExpertTokens, copy_rows, sort_by_expert, spread_evenly, sum_rows
 from rl_backend.primitive.router import Routing
 
 
@@ -20,8 +18,8 @@ class AllToAllDispatcher:
     came from adds the parts up. No token is dropped, and ranks may have different numbers of tokens, none included.
 
     Deterministic, forward and backward: an expert's rows are in the order of the sending ranks and their tokens, and what a
-    token gets is summed in the order of its choices. The host waits for the device once in each :meth:`dispatch`, to learn
-    how many rows to expect. Both methods and the backward pass of each are collectives.
+    token gets is summed in the order of its choices. The host waits for the device once in each call, to learn how many rows
+    to expect. A call, what it returns as ``combine``, and the backward pass of each are collectives.
 
     Args:
         group: ``ep_size * etp_size`` ranks.
@@ -45,7 +43,7 @@ class AllToAllDispatcher:
         self.ep_size = ep_size
         self.etp_size = etp_size
 
-    def dispatch(self, x: Tensor, routing: Routing) -> ExpertTokens:
+    def __call__(self, x: Tensor, routing: Routing) -> ExpertTokens:
         """(T, hidden_size) -> the copies that this rank's experts work on, of all ranks' tokens.
 
         ``ExpertTokens.counts`` has ``E / ep_size`` numbers, of this rank's experts.
@@ -77,31 +75,14 @@ class AllToAllDispatcher:
         experts = torch.arange(num_local, device=x.device).repeat(len(received))
         experts = experts.repeat_interleave(arriving.flatten(), output_size=sum(received))
         local = sort_by_expert(experts[:, None], num_local)
+
+        def combine(results: Tensor) -> Tensor:
+            results = sum_rows(results, local.tokens, local.places)
+            return sum_rows(all_to_all_rows(results, received, sent, self.group), tokens, places)
+
         return ExpertTokens(
             rows=copy_rows(rows, local.tokens, local.places),
             weights=copy_rows(weights, local.tokens, local.places).squeeze(1),
             counts=local.counts,
-            context=_Journey(sent, received, tokens, places, local),
+            combine=combine,
         )
-
-    def combine(self, rows: Tensor, tokens: ExpertTokens) -> Tensor:
-        """(N, hidden_size), already weighted -> (T, hidden_size): the sum of each token's copies, on the rank it is from."""
-        journey: _Journey = tokens.context
-        rows = sum_rows(rows, journey.local.tokens, journey.local.places)
-        rows = all_to_all_rows(rows, journey.received, journey.sent, self.group)
-        return sum_rows(rows, journey.tokens, journey.places)
-
-
-class _Journey(NamedTuple):
-    """Attributes:
-    sent, received: rows to and from each rank.
-    tokens: (number of sent rows,) whose copy each sent row is.
-    places: (T, top_k * etp_size) where each token's copies stand among the sent rows.
-    local: the order of received rows by expert.
-    """
-
-    sent: list[int]
-    received: list[int]
-    tokens: Tensor
-    places: Tensor
-    local: ExpertOrder

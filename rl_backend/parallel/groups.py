@@ -71,7 +71,7 @@ class ParallelGroups(RankGroups):
         fsdp_mesh, tp_mesh: its dimensions.
         expert_mesh: the same ranks as expert-data-parallel ranks by ep by etp, for the parameters of experts.
         edp_mesh: its first dimension.
-        ep_mesh, ep_etp_mesh: its second, and its second and third.
+        ep_mesh: its second and, where experts are cut over etp, its third.
         pp_group, cp_group, tp_group: ranks that differ in one dimension only, for collectives on ``device``.
         token_group: the ranks that share the tokens of a micro-batch in one layer, over cp and tp.
         expert_group: the ranks that together hold every expert once, over ep and etp.
@@ -85,7 +85,6 @@ class ParallelGroups(RankGroups):
     expert_mesh: DeviceMesh
     edp_mesh: DeviceMesh
     ep_mesh: DeviceMesh
-    ep_etp_mesh: DeviceMesh
     pp_group: dist.ProcessGroup
     cp_group: dist.ProcessGroup
     tp_group: dist.ProcessGroup
@@ -192,10 +191,7 @@ def _open(parallel: ParallelConfig, device: torch.device, post_validation: bool)
     unique = next(_num_opened)
     fsdp, tp, edp, ep, etp = (f"{name}_{unique}" for name in ("fsdp", "tp", "edp", "ep", "etp"))
     mesh = DeviceMesh.from_group(
-        [along(dense, 1, 2), tp_group],
-        device.type,
-        dense[pp_rank].flatten(0, 1),
-        mesh_dim_names=(fsdp, tp),
+        [along(dense, 1, 2), tp_group], device.type, dense[pp_rank].flatten(0, 1), mesh_dim_names=(fsdp, tp)
     )
     expert_mesh = DeviceMesh.from_group(
         [along(experts, dimension) for dimension in range(1, 4)],
@@ -203,13 +199,9 @@ def _open(parallel: ParallelConfig, device: torch.device, post_validation: bool)
         experts[pp_rank],
         mesh_dim_names=(edp, ep, etp),
     )
-    token_group, replica_group = along(dense, 2, 3), along(dense, 0, 2, 3)
-    expert_group = along(experts, 2, 3)
-    host_group = dist.new_group(backend=_host_backend(), timeout=COLLECTIVE_TIMEOUT)
-    made, validation = [host_group], None
-    if post_validation:
-        made.append(dist.new_group(backend=_host_backend(), timeout=COLLECTIVE_TIMEOUT))
-        validation = ValidationGroups(made[-1], along(dense, 1, 2, 3))
+    backend = "fake" if _is_fake() else "gloo"
+    on_hosts = [dist.new_group(backend=backend, timeout=COLLECTIVE_TIMEOUT) for _ in range(2 if post_validation else 1)]
+    validation = ValidationGroups(on_hosts[1], along(dense, 1, 2, 3)) if post_validation else None
     return ParallelGroups(
         parallel=parallel,
         device=device,
@@ -218,21 +210,20 @@ def _open(parallel: ParallelConfig, device: torch.device, post_validation: bool)
         tp_mesh=mesh[tp],
         expert_mesh=expert_mesh,
         edp_mesh=expert_mesh[edp],
-        ep_mesh=expert_mesh[ep],
-        ep_etp_mesh=expert_mesh[ep, etp],
+        ep_mesh=expert_mesh[ep, etp] if parallel.etp > 1 else expert_mesh[ep],
         dp_rank=dp_group.rank(),
         dp_size=dp_size,
         pp_group=pp_group,
         dp_group=dp_group,
         cp_group=cp_group,
         tp_group=tp_group,
-        token_group=token_group,
-        replica_group=replica_group,
-        expert_group=expert_group,
+        token_group=along(dense, 2, 3),
+        replica_group=along(dense, 0, 2, 3),
+        expert_group=along(experts, 2, 3),
         world_group=_world(),
-        host_group=host_group,
+        host_group=on_hosts[0],
         validation=validation,
-        made=(*made, *by_partition.values()),
+        made=(*on_hosts, *by_partition.values()),
     )
 
 
@@ -249,7 +240,17 @@ def join_default_group(device: torch.device) -> None:
         ConfigError: an incomplete environment, or a default group that cannot communicate on ``device``.
     """
     if not dist.is_initialized():
-        _init_default_group(device)
+        on_cuda = device.type == "cuda"
+        alone = "WORLD_SIZE" not in os.environ
+        store, rank, world_size = (dist.HashStore(), 0, 1) if alone else job_store(COLLECTIVE_TIMEOUT)  # type: ignore[attr-defined]
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=COLLECTIVE_TIMEOUT,
+            device_id=device if on_cuda else None,
+        )
         _default_group.made_here = True
         _default_group.users = 0
     _require_backend(device)
@@ -264,26 +265,8 @@ def leave_default_group() -> None:
         dist.destroy_process_group()
 
 
-def _init_default_group(device: torch.device) -> None:
-    on_cuda = device.type == "cuda"
-    alone = "WORLD_SIZE" not in os.environ
-    store, rank, world_size = (dist.HashStore(), 0, 1) if alone else job_store(COLLECTIVE_TIMEOUT)  # type: ignore[attr-defined]
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=COLLECTIVE_TIMEOUT,
-        device_id=device if on_cuda else None,
-    )
-
-
 def _is_fake() -> bool:
     return dist.get_backend() == "fake"  # see imagined.py
-
-
-def _host_backend() -> str:
-    return "fake" if _is_fake() else "gloo"
 
 
 def _require_backend(device: torch.device) -> None:

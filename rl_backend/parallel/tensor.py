@@ -134,15 +134,13 @@ def vocabulary_shard(group: dist.ProcessGroup, start: int, vocab_size: int) -> V
     return VocabularyShard(start, vocab_size, largest, sum_over(group))
 
 
-def distribute_experts(experts: nn.Module, mesh: DeviceMesh, dimensions: Mapping[str, tuple[int, int]]) -> None:
-    """Splits packed experts over the ranks of ``mesh``.
+def distribute_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
+    """Splits packed experts over the ranks of ``mesh``, which is ep, or ep by etp.
 
-    Args:
-        mesh: ep, or ep by etp.
-        dimensions: parameter -> the dimension that numbers the experts and the one that etp splits.
+    Of all parameters, dimension 0 numbers the experts and dimension 2 their intermediate features.
     """
-    for name, dims in dimensions.items():
-        _distribute(experts, name, mesh, [Shard(dim) for dim in dims[: mesh.ndim]])
+    for name in _names(experts):
+        _distribute(experts, name, mesh, [Shard(0), Shard(2)][: mesh.ndim])
     compute_on_local(experts, {})
 
 

@@ -3,20 +3,15 @@
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import chain
 
 from rl_backend.contracts import BatchError, ConfigError
 from rl_backend.pipeline import orders
+from rl_backend.pipeline.dependencies import event_graph
 from rl_backend.pipeline.greedy import greedy_order
 from rl_backend.pipeline.schedule import Action, Kind, Order, Schedule, loop_placement, v_placement
 from rl_backend.pipeline.simulate import Costs, end_times, shortest
 from rl_backend.pipeline.validate import validate
-
-SEND = {
-    Kind.FORWARD: Kind.SEND_ACTIVATION,
-    Kind.BACKWARD: Kind.SEND_GRADIENT,
-    Kind.BACKWARD_INPUT: Kind.SEND_GRADIENT,
-}
 
 
 def with_communication(order: Order, placement: Sequence[int], costs: Costs) -> tuple[tuple[Action, ...], ...]:
@@ -29,19 +24,17 @@ def with_communication(order: Order, placement: Sequence[int], costs: Costs) -> 
     Raises:
         ScheduleError: the computations wait for each other.
     """
-    ends = end_times(order, placement, costs)
+    ends = end_times(event_graph(order, placement), costs)
     clocks = [[ends[action] for action in own] for own in order]
     gaps: list[list[list[Action]]] = [[[] for _ in range(len(own) + 1)] for own in order]
-    for action in sorted(ends, key=lambda action: (ends[action], action.stage)):
-        if action.kind not in SEND:
+    for action in sorted(chain(*order), key=lambda action: (ends[action], action.stage)):
+        send = action.send
+        if send is None or not 0 <= send.other_end.stage < len(placement):
             continue
-        send = Action(SEND[action.kind], action.stage, action.micro_batch)
-        receive = send.other_end
-        if not 0 <= receive.stage < len(placement) or placement[receive.stage] == placement[send.stage]:
-            continue
-        for end in (send, receive):
-            rank = placement[end.stage]
-            gaps[rank][bisect_right(clocks[rank], ends[action])].append(end)
+        if placement[send.other_end.stage] != placement[send.stage]:
+            for end in (send, send.other_end):
+                rank = placement[end.stage]
+                gaps[rank][bisect_right(clocks[rank], ends[action])].append(end)
     return tuple(
         tuple(action for index, gap in enumerate(of_rank) for action in (*gap, *own[index : index + 1]))
         for of_rank, own in zip(gaps, order, strict=True)
@@ -53,7 +46,7 @@ class Algorithm:
     """How a schedule is made.
 
     Attributes:
-        placement: of the stages: :func:`~rl_backend.pipeline.schedule.loop_placement` or ``v_placement``.
+        placement: from ranks and stages per rank the rank of each stage.
         orders: from ranks, micro-batches, stages per rank and costs the orders of computations to choose from.
         bound: from ranks, micro-batches and stages per rank the most activations that each rank may hold.
         stages_per_rank: how many it needs; None for any number from 2 on.
@@ -62,7 +55,7 @@ class Algorithm:
         splits_backward: into a pass for the inputs and one for the weights.
     """
 
-    placement: Literal["loop", "v"]
+    placement: Callable[[int, int], tuple[int, ...]]
     orders: Callable[[int, int, int, Costs], Iterable[Order]]
     bound: Callable[[int, int, int], Sequence[int]]
     stages_per_rank: int | None = 1
@@ -70,20 +63,16 @@ class Algorithm:
     micro_batches_per_rank: int = 0
     splits_backward: bool = True
 
-    def ranks_of_stages(self, pp_size: int, stages_per_rank: int) -> tuple[int, ...]:
-        """The rank of each stage."""
-        return v_placement(pp_size) if self.placement == "v" else loop_placement(pp_size, stages_per_rank)
-
 
 SCHEDULES = {
     "1f1b": Algorithm(
-        placement="loop",
+        placement=loop_placement,
         orders=lambda p, m, v, costs: [orders.one_forward_one_backward(p, m)],
         bound=lambda p, m, v: [min(m, p - rank) for rank in range(p)],
         splits_backward=False,
     ),
     "interleaved-1f1b": Algorithm(
-        placement="loop",
+        placement=loop_placement,
         orders=lambda p, m, v, costs: [orders.interleaved(p, m, v)],
         bound=orders.bound_of_interleaved,
         stages_per_rank=None,
@@ -91,23 +80,23 @@ SCHEDULES = {
         splits_backward=False,
     ),
     "zb-h1": Algorithm(
-        placement="loop",
+        placement=loop_placement,
         orders=lambda p, m, v, costs: [orders.zb_h1(p, m)],
         bound=lambda p, m, v: [min(m, p)] * p,
     ),
     "zb-h2": Algorithm(
-        placement="loop",
+        placement=loop_placement,
         orders=lambda p, m, v, costs: [orders.zb_h2(p, m), orders.zb_h1(p, m)],
         bound=lambda p, m, v: [min(m, 2 * p - 1)] * p,
     ),
     "zbv": Algorithm(
-        placement="v",
+        placement=lambda p, v: v_placement(p),
         orders=lambda p, m, v, costs: orders.orders_for_zbv(p, m, costs),
         bound=lambda p, m, v: orders.bound_of_zbv(p, m),
         stages_per_rank=2,
     ),
     "dualpipev": Algorithm(
-        placement="v",
+        placement=lambda p, v: v_placement(p),
         orders=lambda p, m, v, costs: [orders.dualpipev(p, m)],
         bound=lambda p, m, v: [2 * p + 1] * p,
         stages_per_rank=2,
@@ -142,7 +131,7 @@ def make_schedule(
     algorithm = require_stages(name, pp_size, stages_per_rank)
     require_micro_batches(name, pp_size, num_micro_batches, forward_only=forward_only)
     v = stages_per_rank or algorithm.stages_per_rank or 2
-    placement = algorithm.ranks_of_stages(pp_size, v)
+    placement = algorithm.placement(pp_size, v)
     costs = costs or Costs()
     costs.require_stages(len(placement))
     if forward_only:
@@ -172,7 +161,7 @@ def require_stages(name: str, pp_size: int, stages_per_rank: int | None = None) 
     if stages_per_rank is None:
         return algorithm
     needed = algorithm.stages_per_rank
-    if algorithm.placement == "v" and stages_per_rank != 2:
+    if needed == 2 and stages_per_rank != 2:
         raise ConfigError.of(
             "vpp",
             stages_per_rank,

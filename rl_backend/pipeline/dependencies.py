@@ -1,13 +1,14 @@
-"""Dependencies of actions: the graph that is checked for cycles and gives the times."""
+"""Dependencies of actions: the graph that is checked for cycles and gives the times, and what can begin a pass."""
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import NamedTuple
 
 from rl_backend.contracts import ScheduleError
-from rl_backend.pipeline.schedule import COMPUTATIONS, RECEIVES, SENDS, Action, Kind
+from rl_backend.pipeline.schedule import COMPUTATIONS, RECEIVES, Action, Kind, Schedule
 
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 MOST_NAMED = 8
@@ -46,11 +47,12 @@ def inputs_of(action: Action, present: Container[Action]) -> list[Action]:
     return [Action(Kind.FORWARD, stage, micro_batch), *(action for action in after if action in present)]
 
 
-def event_graph(actions: Sequence[Sequence[Action]], placement: Sequence[int], *, one_queue_per_rank: bool) -> Graph:
+def event_graph(actions: Sequence[Sequence[Action]], placement: Sequence[int], *, one_queue_per_rank: bool = False) -> Graph:
     """What each event of a schedule waits for.
 
     A rank posts and computes in the order of its list. A transfer needs both its ends posted; a computation needs the
-    transfers of its inputs. In one direction between two ranks, transfers end in the order in which they are posted.
+    transfers of its inputs. In one direction between two ranks, transfers end in the order in which they are posted. Where
+    there are no sends and receives, a transfer needs only what it brings.
 
     Args:
         one_queue_per_rank: a transfer also waits for the end of every transfer posted before it on either of its ranks. An
@@ -58,17 +60,22 @@ def event_graph(actions: Sequence[Sequence[Action]], placement: Sequence[int], *
     """
     rank_of = {action: rank for rank, own in enumerate(actions) for action in own}
     graph: Graph = {}
-    queues: dict[tuple[int, int], list[Arrival]] = defaultdict(list)
     for own in actions:
         for before, action in zip((None, *own), own, strict=False):
             graph[action] = [before] if before is not None else []
-            if action.kind in COMPUTATIONS:
-                graph[action] += (_delivery(one, action, placement) for one in inputs_of(action, rank_of))
-            elif action.kind in SENDS:
-                graph[action].append(_sent(action, rank_of))
-            else:
-                graph[Arrival(action)] = [action, action.other_end]
-                queues[rank_of[action.other_end], rank_of[action]].append(Arrival(action))
+    queues: dict[tuple[int, int], list[Arrival]] = defaultdict(list)
+    for action, rank in rank_of.items():
+        if action.kind in RECEIVES:
+            graph[Arrival(action)] = [action, action.other_end]
+            queues[rank_of[action.other_end], rank].append(Arrival(action))
+        elif action.kind in COMPUTATIONS:
+            for one in inputs_of(action, rank_of):
+                arrival = arrival_of(one, action, placement)
+                graph[action].append(arrival or one)
+                if arrival is not None:
+                    graph.setdefault(arrival, [one])
+            if action.send in graph:
+                graph[action.send].append(action)
     for queue in queues.values():
         for first, second in pairwise(queue):
             graph[second].append(first)
@@ -90,17 +97,46 @@ def in_order(graph: Mapping[Event, Iterable[Event]], describe: Callable[[Event],
         raise ScheduleError(f"ranks wait for each other for ever: {' waits for '.join(named)}") from None
 
 
-def _delivery(source: Action, action: Action, placement: Sequence[int]) -> Event:
-    """When the result of ``source`` is there for ``action``."""
-    if placement[source.stage] == placement[action.stage]:
-        return source
-    kind = Kind.RECEIVE_ACTIVATION if source.kind is Kind.FORWARD else Kind.RECEIVE_GRADIENT
-    return Arrival(Action(kind, action.stage, action.micro_batch))
+def arrival_of(source: Action, action: Action, placement: Sequence[int]) -> Arrival | None:
+    """The transfer that brings the result of ``source`` to ``action``; None where both are on one rank."""
+    if source.send is None or placement[source.stage] == placement[action.stage]:
+        return None
+    return Arrival(source.send.other_end)
 
 
-def _sent(send: Action, present: Container[Action]) -> Action:
-    """The computation whose result is sent."""
-    if send.kind is Kind.SEND_ACTIVATION:
-        return Action(Kind.FORWARD, send.stage, send.micro_batch)
-    full, split = (Action(kind, send.stage, send.micro_batch) for kind in BACKWARDS)
-    return full if full in present else split
+class WarmUp(NamedTuple):
+    """The beginning of a schedule: forward passes before each rank's first loss and first backward pass.
+
+    Attributes:
+        lengths: for each rank how many of its actions.
+        left_over: for each rank, in order, the other ends of sends and receives that peers have posted by then and this rank
+            has not. With them every transfer is complete, so that the pass can end here on all ranks.
+    """
+
+    lengths: tuple[int, ...]
+    left_over: tuple[tuple[Action, ...], ...]
+
+
+@lru_cache(maxsize=32)
+def plan_warm_up(schedule: Schedule) -> WarmUp:
+    """Finds the longest beginning that waits for nothing after it, for no loss and for no backward pass."""
+    graph = event_graph(schedule.actions, schedule.placement)
+    begun: dict[Event, bool] = {}
+    for event in in_order(graph):
+        begun[event] = not _is_result(event, schedule) and all(begun[before] for before in graph[event])
+    lengths = tuple(sum(begun[action] for action in own) for own in schedule.actions)
+    posted = {
+        action.other_end for own in schedule.actions for action in own if begun[action] and action.kind not in COMPUTATIONS
+    }
+    left_over = (
+        tuple(action for action in own[length:] if action in posted)
+        for own, length in zip(schedule.actions, lengths, strict=True)
+    )
+    return WarmUp(lengths, tuple(left_over))
+
+
+def _is_result(event: Event, schedule: Schedule) -> bool:
+    """Whether it computes a loss, or is a backward pass."""
+    if isinstance(event, Arrival) or event.kind not in COMPUTATIONS:
+        return False
+    return event.kind is not Kind.FORWARD or event.stage == schedule.num_stages - 1

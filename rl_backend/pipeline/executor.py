@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_backend.parallel.shards import local_tensor
+from rl_backend.pipeline.dependencies import plan_warm_up
 from rl_backend.pipeline.schedule import RECEIVES, SENDS, Action, Kind, Schedule
 from rl_backend.primitive.deferred import WeightGradients, put_off_weight_gradients
 
@@ -92,8 +93,8 @@ class PipelineExecutor:
         self._group = group
         self._rank = group.rank()
         self._work = work
-        self._hidden: dict[_Place, Tensor] = {}
-        self._gradients: dict[_Place, Tensor] = {}
+        # Hidden states and gradients for another stage, by the receive that is, or would be, its end of the transfer.
+        self._ready: dict[Action, Tensor] = {}
         # Input and output of each forward pass, until its backward pass.
         self._activations: dict[_Place, tuple[Tensor | None, Tensor]] = {}
         self._put_off: dict[_Place, WeightGradients] = {}
@@ -104,7 +105,7 @@ class PipelineExecutor:
 
     def warm_up(self) -> None:
         """Runs the schedule's warm-up: forward passes whose results can still be dropped."""
-        self._run_to(self._schedule.warm_up.lengths[self._rank])
+        self._run_to(plan_warm_up(self._schedule).lengths[self._rank])
 
     def run(self) -> None:
         """Runs all actions that are left. A collective over the pipeline's ranks, as are the other two."""
@@ -113,13 +114,13 @@ class PipelineExecutor:
 
     def abandon(self) -> None:
         """Ends the pass after the warm-up: completes the transfers that peers have posted, and drops everything."""
-        for action in self._schedule.warm_up.left_over[self._rank]:
+        for action in plan_warm_up(self._schedule).left_over[self._rank]:
             if action.kind in SENDS:
                 self._post_send(action, torch.zeros_like(self._work.empty_hidden(action.micro_batch)))
             else:
                 self._receive(action)
         self._finish_transfers()
-        self._hidden.clear()
+        self._ready.clear()
         self._activations.clear()
 
     def _run_to(self, end: int) -> None:
@@ -144,8 +145,8 @@ class PipelineExecutor:
         _, stage, micro_batch = action
         hidden = None
         if stage > 0:
-            arrived = self._take(self._hidden, Kind.RECEIVE_ACTIVATION, action)
-            hidden = arrived.requires_grad_(not self._schedule.forward_only)
+            hidden = self._take(action._replace(kind=Kind.RECEIVE_ACTIVATION))
+            hidden.requires_grad_(not self._schedule.forward_only)
         with self._work.span(action):
             output = self._work.forward(stage, micro_batch, hidden)
         if not self._schedule.forward_only:
@@ -155,13 +156,13 @@ class PipelineExecutor:
         if stage + 1 < self._schedule.num_stages:
             assert output is not None, "only the last stage returns nothing"
             # Each stage has its own graph; gradients cross from one to the other as tensors.
-            self._hidden[stage + 1, micro_batch] = output.detach()
+            self._ready[Action(Kind.RECEIVE_ACTIVATION, stage + 1, micro_batch)] = output.detach()
 
     def _backward(self, action: Action) -> None:
         _, stage, micro_batch = action
         gradient = None
         if stage + 1 < self._schedule.num_stages:
-            gradient = self._take(self._gradients, Kind.RECEIVE_GRADIENT, action)
+            gradient = self._take(action._replace(kind=Kind.RECEIVE_GRADIENT))
         hidden, output = self._activations.pop((stage, micro_batch))
         with self._work.span(action):
             if action.kind is Kind.BACKWARD_INPUT:
@@ -172,7 +173,7 @@ class PipelineExecutor:
                 torch.autograd.backward([output], [gradient])
         if hidden is not None:
             assert hidden.grad is not None, "the output depends on the input"
-            self._gradients[stage - 1, micro_batch] = hidden.grad
+            self._ready[Action(Kind.RECEIVE_GRADIENT, stage - 1, micro_batch)] = hidden.grad
 
     def _backward_weight(self, action: Action) -> None:
         with self._work.span(action):
@@ -180,12 +181,7 @@ class PipelineExecutor:
             self._work.after_weights(action.stage)
 
     def _send(self, action: Action) -> None:
-        _, stage, micro_batch = action
-        if action.kind is Kind.SEND_ACTIVATION:
-            tensor = self._hidden.pop((stage + 1, micro_batch))
-        else:
-            tensor = self._gradients.pop((stage - 1, micro_batch))
-        self._post_send(action, tensor.contiguous())
+        self._post_send(action, self._ready.pop(action.other_end).contiguous())
 
     def _post_send(self, action: Action, tensor: Tensor) -> None:
         # A tensor must live until its transfer has ended.
@@ -200,27 +196,13 @@ class PipelineExecutor:
         assert work is not None, "this rank is in the group"
         self._arriving[action] = (work, tensor)
 
-    def _take(self, here: dict[_Place, Tensor], kind: Kind, action: Action) -> Tensor:
-        """What another stage made for this computation, on this rank or another."""
-        _, stage, micro_batch = action
-        receive = Action(kind, stage, micro_batch)
+    def _take(self, receive: Action) -> Tensor:
+        """What another stage made, on another rank or, where nothing is received, on this one."""
         if receive not in self._arriving:
-            return here.pop((stage, micro_batch))
+            return self._ready.pop(receive)
         work, tensor = self._arriving.pop(receive)
         work.wait()
         return tensor
-
-
-def drop_gradients_of_copies(parameters: Mapping[str, nn.Parameter], copies: Mapping[str, str]) -> None:
-    """Before a pass: the originals already have what copies gathered in earlier calls.
-
-    Args:
-        parameters: of this rank, by name.
-        copies: parameter of the last stage -> parameter of the first stage that it is a copy of.
-    """
-    for copy in copies:
-        if copy in parameters:
-            parameters[copy].grad = None
 
 
 def add_gradients_of_copies(
@@ -232,7 +214,8 @@ def add_gradients_of_copies(
     calls, the copy's is of this call alone.
 
     Args:
-        parameters, copies: as of :func:`drop_gradients_of_copies`.
+        parameters: of this rank, by name.
+        copies: parameter of the last stage -> parameter of the first stage that it is a copy of.
         group: the ranks of the pipeline.
     """
     for copy, original in copies.items():

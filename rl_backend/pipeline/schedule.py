@@ -1,4 +1,4 @@
-"""A pipeline schedule: a list of actions for each rank; stages, their layers and ranks; and its warm-up."""
+"""A pipeline schedule: a list of actions for each rank; stages, their layers and ranks."""
 
 from __future__ import annotations
 
@@ -42,6 +42,11 @@ _OTHER_END = {
     Kind.SEND_GRADIENT: (Kind.RECEIVE_GRADIENT, -1),
     Kind.RECEIVE_GRADIENT: (Kind.SEND_GRADIENT, 1),
 }
+_SEND = {
+    Kind.FORWARD: Kind.SEND_ACTIVATION,
+    Kind.BACKWARD: Kind.SEND_GRADIENT,
+    Kind.BACKWARD_INPUT: Kind.SEND_GRADIENT,
+}
 
 
 class Action(NamedTuple):
@@ -61,6 +66,11 @@ class Action(NamedTuple):
         """The receive of this send, or the send of this receive."""
         kind, step = _OTHER_END[self.kind]
         return Action(kind, self.stage + step, self.micro_batch)
+
+    @property
+    def send(self) -> Action | None:
+        """The send of what this computation gives to another stage; None for any other action."""
+        return self._replace(kind=_SEND[self.kind]) if self.kind in _SEND else None
 
     def __str__(self) -> str:
         """Stage, kind, micro-batch: ``3F0`` is the forward pass of stage 3 on the first micro-batch."""
@@ -107,56 +117,6 @@ def split_layers(num_layers: int, num_stages: int, sizes: Sequence[int] | None =
             f"{num_layers} layers; these are {len(sizes)} that add up to {sum(sizes)}",
         )
     return [range(start, end) for start, end in pairwise(accumulate(sizes, initial=0))]
-
-
-class WarmUp(NamedTuple):
-    """The beginning of a schedule: forward passes before each rank's first loss and first backward pass.
-
-    Attributes:
-        lengths: for each rank how many of its actions.
-        left_over: for each rank, in order, the other ends of sends and receives that peers have posted by then and this rank
-            has not. With them every transfer is complete, so that the pass can end here on all ranks.
-    """
-
-    lengths: tuple[int, ...]
-    left_over: tuple[tuple[Action, ...], ...]
-
-
-def plan_warm_up(actions: Sequence[Sequence[Action]], num_stages: int) -> WarmUp:
-    """Finds the longest beginning that waits for nothing after it.
-
-    Args:
-        actions: for each rank what it does, in order.
-    """
-    lengths = [next((i for i, action in enumerate(own) if _is_result(action, num_stages)), len(own)) for own in actions]
-    while True:
-        begun = {action for own, length in zip(actions, lengths, strict=True) for action in own[:length]}
-        shorter = [
-            next((i for i, action in enumerate(own[:length]) if not _is_fed(action, begun)), length)
-            for own, length in zip(actions, lengths, strict=True)
-        ]
-        if shorter == lengths:
-            break
-        lengths = shorter
-    posted = {action.other_end for action in begun if action.kind not in COMPUTATIONS}
-    left_over = (
-        tuple(action for action in own[length:] if action in posted) for own, length in zip(actions, lengths, strict=True)
-    )
-    return WarmUp(tuple(lengths), tuple(left_over))
-
-
-def _is_result(action: Action, num_stages: int) -> bool:
-    """Whether it computes a loss, or is a backward pass."""
-    return action.kind in COMPUTATIONS and (action.kind is not Kind.FORWARD or action.stage == num_stages - 1)
-
-
-def _is_fed(action: Action, begun: set[Action]) -> bool:
-    """Whether what a forward pass takes is made and sent in the beginning; other actions wait for nothing."""
-    if action.kind is not Kind.FORWARD or action.stage == 0:
-        return True
-    receive = Action(Kind.RECEIVE_ACTIVATION, action.stage, action.micro_batch)
-    before = Action(Kind.FORWARD, action.stage - 1, action.micro_batch)
-    return before in begun and (receive not in begun or receive.other_end in begun)
 
 
 Order = Sequence[Sequence[Action]]
@@ -207,11 +167,6 @@ class Schedule:
         if self.forward_only:
             return (0,) * self.pp_size
         return tuple(max(accumulate((_HELD.get(action.kind, 0) for action in own), initial=0)) for own in self.actions)
-
-    @cached_property
-    def warm_up(self) -> WarmUp:
-        """The actions of each rank that can run before it is known whether the pass counts."""
-        return plan_warm_up(self.actions, self.num_stages)
 
     def __str__(self) -> str:
         """The computations of each rank on a line."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from rl_backend.contracts import ConfigError
-from rl_backend.pipeline.dependencies import Arrival, Event, event_graph, in_order, inputs_of
+from rl_backend.pipeline.dependencies import Arrival, Event, Graph, event_graph, in_order
 from rl_backend.pipeline.schedule import COMPUTATIONS, Action, Kind, Order, Schedule
 
 
@@ -61,27 +61,22 @@ def _of_stage(cost: float | Sequence[float], stage: int) -> float:
     return cost[stage] if isinstance(cost, Sequence) else cost
 
 
-def end_times(order: Order, placement: Sequence[int], costs: Costs) -> Mapping[Action, float]:
-    """When each computation ends if each starts as soon as its rank is free and its inputs have arrived.
+def end_times(graph: Graph, costs: Costs) -> Mapping[Event, float]:
+    """When each event ends if each starts as soon as those it waits for have ended.
 
     Raises:
-        ScheduleError: the computations wait for each other.
+        ScheduleError: events wait for each other.
     """
-    before = {action: previous for own in order for previous, action in zip((None, *own), own, strict=False)}
-    inputs = {action: inputs_of(action, before) for action in before}
-    graph: dict[Event, list[Event]] = {
-        action: [*inputs[action], *([previous] if previous is not None else [])] for action, previous in before.items()
-    }
-    ends: dict[Action, float] = {}
-    for action in in_order(graph):
-        assert isinstance(action, Action)
-        previous = before[action]
-        start = 0.0 if previous is None else ends[previous]
-        for one in inputs[action]:
-            delay = costs.communication if placement[one.stage] != placement[action.stage] else 0.0
-            start = max(start, ends[one] + delay)
-        ends[action] = start + costs.of(action)
+    ends: dict[Event, float] = {}
+    for event in in_order(graph):
+        ends[event] = max((ends[before] for before in graph[event]), default=0.0) + _duration(event, costs)
     return ends
+
+
+def _duration(event: Event, costs: Costs) -> float:
+    if isinstance(event, Arrival):
+        return costs.communication
+    return costs.of(event) if event.kind in COMPUTATIONS else 0.0
 
 
 def shortest(orders: Iterable[Order], placement: Sequence[int], costs: Costs) -> Order:
@@ -91,23 +86,18 @@ def shortest(orders: Iterable[Order], placement: Sequence[int], costs: Costs) ->
     """
     best: tuple[tuple[float, float], Order] | None = None
     for order in orders:
-        times, perfect = _times(order, placement, costs)
+        ends = end_times(event_graph(order, placement), costs)
+        makespan = max(ends[own[-1]] for own in order)
+        idle = max(ends[own[-1]] - ends[own[0]] + costs.of(own[0]) - sum(map(costs.of, own)) for own in order)
+        # Rounded, so that the order of additions does not decide.
+        times = round(makespan, 9), round(idle, 9)
         if best is None or times < best[0]:
             best = times, order
-        if perfect:
+        if idle < 1e-9 * makespan:
             break
     if best is None:
         raise ValueError("no order to choose from")
     return best[1]
-
-
-def _times(order: Order, placement: Sequence[int], costs: Costs) -> tuple[tuple[float, float], bool]:
-    """Makespan and longest idle time inside a rank, and whether every rank starts as early as it can and never idles."""
-    ends = end_times(order, placement, costs)
-    makespan = max(ends[own[-1]] for own in order)
-    idle = [ends[own[-1]] - ends[own[0]] + costs.of(own[0]) - sum(map(costs.of, own)) for own in order]
-    # Rounded, so that the order of additions does not decide.
-    return (round(makespan, 9), round(max(idle), 9)), max(idle) < 1e-9 * makespan
 
 
 class Span(NamedTuple):
@@ -175,11 +165,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """
     costs = costs or Costs()
     costs.require_stages(schedule.num_stages)
-    graph = event_graph(schedule.actions, schedule.placement, one_queue_per_rank=False)
-    ends: dict[Event, float] = {}
-    for event in in_order(graph):
-        start = max((ends[before] for before in graph[event]), default=0.0)
-        ends[event] = start + _duration(event, costs)
+    ends = end_times(event_graph(schedule.actions, schedule.placement), costs)
     return Timeline(
         spans=tuple(
             tuple(
@@ -189,9 +175,3 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         ),
         peak_activations=schedule.peak_activations,
     )
-
-
-def _duration(event: Event, costs: Costs) -> float:
-    if isinstance(event, Arrival):
-        return costs.communication
-    return costs.of(event) if event.kind in COMPUTATIONS else 0.0

@@ -1,11 +1,10 @@
 """Proof that a schedule can be run: complete, paired, without deadlock and within its activations."""
 
 from collections import Counter
-from collections.abc import Iterable
 
 from rl_backend.contracts import ScheduleError
 from rl_backend.contracts.errors import listed
-from rl_backend.pipeline.dependencies import Arrival, Event, event_graph, in_order
+from rl_backend.pipeline.dependencies import Arrival, Event, arrival_of, event_graph, in_order, inputs_of
 from rl_backend.pipeline.schedule import RECEIVES, SENDS, Action, Kind, Schedule
 
 
@@ -52,37 +51,26 @@ def _check_complete(schedule: Schedule) -> None:
     counts = Counter(action for own in schedule.actions for action in own)
     if repeated := [action for action, count in counts.items() if count > 1]:
         raise _error(schedule, f"more than once: {listed(repeated)}")
-    expected = {
-        action
+    computations = {
+        Action(kind, stage, micro_batch)
         for stage in range(schedule.num_stages)
         for micro_batch in range(schedule.num_micro_batches)
-        for action in _expected(schedule, stage, micro_batch, split=Action(Kind.BACKWARD, stage, micro_batch) not in counts)
+        for kind in _passes(schedule, split=Action(Kind.BACKWARD, stage, micro_batch) not in counts)
     }
-    missing = sorted((action for action in expected if action not in counts), key=_place)
-    if missing:
-        raise _error(schedule, f"missing: {listed(missing)}")
-    surplus = sorted((action for action in counts if action not in expected), key=_place)
-    if surplus:
-        raise _error(schedule, f"not needed: {listed(surplus)}")
+    arrivals = (
+        arrival_of(one, action, schedule.placement) for action in computations for one in inputs_of(action, computations)
+    )
+    receives = {arrival.receive for arrival in arrivals if arrival is not None}
+    expected = computations | receives | {receive.other_end for receive in receives}
+    for problem, actions in (("missing", expected - counts.keys()), ("not needed", counts.keys() - expected)):
+        if actions:
+            raise _error(schedule, f"{problem}: {listed(sorted(actions, key=_place))}")
 
 
-def _expected(schedule: Schedule, stage: int, micro_batch: int, *, split: bool) -> Iterable[Action]:
-    def other_rank(neighbour: int) -> bool:
-        placement = schedule.placement
-        return 0 <= neighbour < schedule.num_stages and placement[neighbour] != placement[stage]
-
-    kinds = {Kind.FORWARD}
-    if other_rank(stage - 1):
-        kinds.add(Kind.RECEIVE_ACTIVATION)
-    if other_rank(stage + 1):
-        kinds.add(Kind.SEND_ACTIVATION)
-    if not schedule.forward_only:
-        kinds |= {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT} if split else {Kind.BACKWARD}
-        if other_rank(stage - 1):
-            kinds.add(Kind.SEND_GRADIENT)
-        if other_rank(stage + 1):
-            kinds.add(Kind.RECEIVE_GRADIENT)
-    return (Action(kind, stage, micro_batch) for kind in kinds)
+def _passes(schedule: Schedule, *, split: bool) -> tuple[Kind, ...]:
+    if schedule.forward_only:
+        return (Kind.FORWARD,)
+    return (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if split else (Kind.FORWARD, Kind.BACKWARD)
 
 
 def _check_pairs(schedule: Schedule) -> None:

@@ -15,26 +15,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 
-class WeightGradients:
-    """Gradients of weights that a backward pass has put off."""
-
-    def __init__(self) -> None:
-        self._waiting: list[tuple[Tensor, Callable[[], Tensor]]] = []
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def add(self, weight: Tensor, compute: Callable[[], Tensor]) -> None:
-        """Puts off ``compute``, which gives the gradient of ``weight``."""
-        self._waiting.append((weight, compute))
+class WeightGradients(list[tuple[Tensor, Callable[[], Tensor]]]):
+    """Weights whose gradients a backward pass has put off, and what computes each gradient."""
 
     def compute(self) -> None:
         """Computes all of them, in the order of the backward pass, and adds them to the parameters' gradients."""
-        for weight, compute in self._waiting:
+        for weight, compute in self:
             with torch.no_grad():
                 gradient = compute()
             torch.autograd.backward([weight], [gradient])
-        self._waiting.clear()
+        self.clear()
 
 
 _open: list[WeightGradients] = []
@@ -61,7 +51,7 @@ def weight_gradient(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | N
     """
     if not _open:
         return compute()
-    _open[-1].add(weight, compute)
+    _open[-1].append((weight, compute))
     return None
 
 

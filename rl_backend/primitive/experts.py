@@ -1,7 +1,9 @@
 """The experts of a mixture, all in two packed weights, and the way of tokens to them and back."""
 
+from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,45 +24,25 @@ class ExpertTokens(NamedTuple):
         rows: (N, hidden_size); copies for expert 0 first.
         weights: (N,) router weight of each copy.
         counts: int64, rows of each of this rank's experts; 0 for one that nobody chose.
-        context: what the dispatcher needs to bring the results back.
+        combine: (N, hidden_size), already weighted -> (T, hidden_size): the sum of each token's copies, on the rank that
+            it is from.
     """
 
     rows: Tensor
     weights: Tensor
     counts: Tensor
-    context: Any
+    combine: Callable[[Tensor], Tensor]
 
 
-class TokenDispatcher(Protocol):
-    """Between a router and experts. No token is dropped."""
-
-    def dispatch(self, x: Tensor, routing: Routing) -> ExpertTokens:
-        """(T, hidden_size) -> the copies that this rank's experts work on."""
-        ...
-
-    def combine(self, rows: Tensor, tokens: ExpertTokens) -> Tensor:
-        """(N, hidden_size), already weighted -> (T, hidden_size): the sum of each token's copies."""
-        ...
+type Dispatch = Callable[[Tensor, Routing], ExpertTokens]
+"""(T, hidden_size) and the choices for them -> the copies that this rank's experts work on. No token is dropped."""
 
 
-class LocalDispatcher:
-    """All experts are on this rank: tokens are sorted by expert. Deterministic, forward and backward.
-
-    Args:
-        num_experts: E.
-    """
-
-    def __init__(self, num_experts: int) -> None:
-        self.num_experts = num_experts
-
-    def dispatch(self, x: Tensor, routing: Routing) -> ExpertTokens:
-        order = sort_by_expert(routing.experts, self.num_experts)
-        weights = routing.weights.flatten()[order.choices]
-        return ExpertTokens(copy_rows(x, order.tokens, order.places), weights, order.counts, order)
-
-    def combine(self, rows: Tensor, tokens: ExpertTokens) -> Tensor:
-        order: ExpertOrder = tokens.context
-        return sum_rows(rows, order.tokens, order.places)
+def dispatch_on_one_rank(x: Tensor, routing: Routing, *, num_experts: int) -> ExpertTokens:
+    """All experts are on this rank: tokens are sorted by expert. Deterministic, forward and backward."""
+    order = sort_by_expert(routing.experts, num_experts)
+    rows, weights = copy_rows(x, order.tokens, order.places), routing.weights.flatten()[order.choices]
+    return ExpertTokens(rows, weights, order.counts, partial(sum_rows, tokens=order.tokens, places=order.places))
 
 
 class ExpertOrder(NamedTuple):
@@ -100,40 +82,30 @@ def copy_rows(x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
         tokens: (N,) int64, which row stands at each place; every row equally often.
         places: (T, N / T) int64, where each row's copies stand.
     """
-    copies: Tensor = _Copy.apply(x, tokens, places)
+    copies: Tensor = _MoveRows.apply(x, tokens, places, True)
     return copies
 
 
 def sum_rows(rows: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
     """The sum of each row's copies, in the order of ``places``; (N, ...) -> (T, ...). Undoes :func:`copy_rows`."""
-    summed: Tensor = _Sum.apply(rows, tokens, places)
+    summed: Tensor = _MoveRows.apply(rows, tokens, places, False)
     return summed
 
 
-class _Copy(torch.autograd.Function):
+class _MoveRows(torch.autograd.Function):
+    """Copies rows, or adds their copies up; each is the backward pass of the other."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        return x.index_select(0, tokens)
+    def forward(ctx: Any, x: Tensor, tokens: Tensor, places: Tensor, copy: bool) -> Tensor:
+        ctx.copied = copy
+        ctx.save_for_backward(places if copy else tokens)
+        return x.index_select(0, tokens) if copy else _sum_copies(x, places)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (places,) = ctx.saved_tensors
-        return _sum_copies(grad, places), None, None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(tokens)
-        return _sum_copies(rows, places)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (tokens,) = ctx.saved_tensors
-        return grad.index_select(0, tokens), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (way_back,) = ctx.saved_tensors
+        return _sum_copies(grad, way_back) if ctx.copied else grad.index_select(0, way_back), None, None, None
 
 
 def _sum_copies(rows: Tensor, places: Tensor) -> Tensor:
@@ -240,22 +212,22 @@ class SwiGLUExperts(nn.Module):
         gate_up_proj: (E, 2, intermediate_size, hidden_size): ``[e, 0]`` is the gate of expert e, ``[e, 1]`` its
             up-projection. Experts and intermediate features are dimensions of their own, so that each can be sharded.
         down_proj: (E, hidden_size, intermediate_size).
-        dispatcher: what brings tokens to the experts; replace it where they are on several ranks.
+        dispatch: brings tokens to the experts; replace it where they are on several ranks.
     """
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.zeros(num_experts, 2, intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(torch.zeros(num_experts, hidden_size, intermediate_size))
-        self.dispatcher: TokenDispatcher = LocalDispatcher(num_experts)
+        self.dispatch: Dispatch = partial(dispatch_on_one_rank, num_experts=num_experts)
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """(T, hidden_size) -> (T, hidden_size): the weighted sum of what each token's experts return."""
-        tokens = self.dispatcher.dispatch(x, routing)
+        tokens = self.dispatch(x, routing)
         gate_up = grouped_linear(tokens.rows, self.gate_up_proj.flatten(1, 2), tokens.counts)
         # The down-projection is linear: weighting what goes in costs less than weighting what comes out.
         hidden: Tensor = _WeightedSwiGLU.apply(gate_up, tokens.weights)
-        return self.dispatcher.combine(grouped_linear(hidden, self.down_proj, tokens.counts), tokens)
+        return tokens.combine(grouped_linear(hidden, self.down_proj, tokens.counts))
 
     def extra_repr(self) -> str:
         experts, _, intermediate_size, hidden_size = self.gate_up_proj.shape

@@ -93,12 +93,12 @@ def mixture_job(ep_size: int, etp_size: int, case: Case) -> dict[str, Tensor]:
     assert group is not None
     moe = make_moe(case)
     moe.experts = part_of(moe, rank, ep_size, etp_size)
-    moe.experts.dispatcher = AllToAllDispatcher(group, EXPERTS, ep_size, etp_size)
+    moe.experts.dispatch = AllToAllDispatcher(group, EXPERTS, ep_size, etp_size)
     tokens, mixes = make_tokens(case, dist.get_world_size())
     found = results(moe, tokens[rank], mixes[rank], case.checkpointed)
     again = make_moe(case)
     again.experts = part_of(again, rank, ep_size, etp_size)
-    again.experts.dispatcher = moe.experts.dispatcher
+    again.experts.dispatch = moe.experts.dispatch
     assert all(map(torch.equal, found.values(), results(again, tokens[rank], mixes[rank]).values()))
     dist.all_reduce(found["gate.weight"])
     return found

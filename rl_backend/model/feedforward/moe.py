@@ -140,10 +140,8 @@ class MoE(FeedForward):
             self.sum_over_ranks = sum_over(groups.token_group)
         if groups.expert_group.size() > 1:
             ep, etp, num_experts = groups.parallel.ep, groups.parallel.etp, self.gate.settings.num_experts
-            self.experts.dispatcher = AllToAllDispatcher(groups.expert_group, num_experts, ep, etp)
-            # Dimension 0 numbers the experts, dimension 2 their intermediate features, of both parameters.
-            dimensions = {"gate_up_proj": (0, 2), "down_proj": (0, 2)}
-            distribute_experts(self.experts, groups.ep_etp_mesh if etp > 1 else groups.ep_mesh, dimensions)
+            self.experts.dispatch = AllToAllDispatcher(groups.expert_group, num_experts, ep, etp)
+            distribute_experts(self.experts, groups.ep_mesh)
         if groups.tp_group.size() > 1:
             tensor = TensorParallel(groups.tp_mesh)
             tensor.replicate(self.gate)

@@ -79,7 +79,7 @@ def micro_batch_multiple(config: NativeConfig) -> int:
 def has_last_stage(config: NativeConfig, pp_rank: int) -> bool:
     """Whether the loss is computed on ``pp_rank``; with stages in the shape of a V that is the first rank."""
     found = algorithm(config)
-    return found is None or found.ranks_of_stages(config.parallel.pp, config.parallel.vpp)[-1] == pp_rank
+    return found is None or found.placement(config.parallel.pp, config.parallel.vpp)[-1] == pp_rank
 
 
 def model_stages(family: ModelFamily, architecture: Any, config: NativeConfig, pp_rank: int) -> dict[int, ModelStage]:
@@ -96,7 +96,7 @@ def model_stages(family: ModelFamily, architecture: Any, config: NativeConfig, p
                 "NativeConfig.pipeline_layers", config.pipeline_layers, "without a pipeline there are no stages"
             )
         return {}
-    placement = found.ranks_of_stages(parallel.pp, parallel.vpp)
+    placement = found.placement(parallel.pp, parallel.vpp)
     layers = split_layers(family.num_layers(architecture), len(placement), config.pipeline_layers)
     last = len(placement) - 1
     return {

@@ -9,7 +9,7 @@ from torch import Tensor
 from rl_backend.contracts import ForwardResult, ModelOutput
 from rl_backend.parallel import fsdp
 from rl_backend.pipeline.catalog import make_schedule
-from rl_backend.pipeline.executor import PipelineExecutor, add_gradients_of_copies, drop_gradients_of_copies
+from rl_backend.pipeline.executor import PipelineExecutor, add_gradients_of_copies
 from rl_backend.pipeline.measured import SPAN_NAMES, span_arguments
 from rl_backend.pipeline.schedule import Action, Schedule
 from rl_backend.runtime.engine import PassRequest
@@ -67,7 +67,9 @@ class PipelinePass:
     def run(self) -> None:
         handle, trains = self._handle, not self._request.forward_only
         if trains:
-            drop_gradients_of_copies(handle.parameters, handle.stage_copies)
+            # The originals already have what the copies gathered in earlier calls.
+            for copy in handle.stage_copies.keys() & handle.parameters.keys():
+                handle.parameters[copy].grad = None
         with torch.set_grad_enabled(trains):
             self._executor.run()
         if trains:

@@ -162,8 +162,8 @@ FAULTS = [
     Fault(
         "put-off-gradient-of-the-first-product-alone",
         "rl_backend/primitive/deferred.py",
-        "        for weight, compute in self._waiting:\n",
-        "        for weight, compute in self._waiting[:1]:\n",
+        "        for weight, compute in self:\n",
+        "        for weight, compute in self[:1]:\n",
         ("tests/distributed/test_native_pipelines.py::test_one_rank_is_the_trivial_pipeline[zb-h1-1]",),
         "zero-bubble schedules would train one matrix of each stage",
     ),

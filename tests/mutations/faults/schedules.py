@@ -67,8 +67,8 @@ FAULTS = [
     Fault(
         "validator-does-not-look-for-missing-actions",
         f"{_PIPELINE}/validate.py",
-        "    if missing:\n",
-        "    if not missing and False:\n",
+        '(("missing", expected - counts.keys()), ("not needed"',
+        '(("missing", ()), ("not needed"',
         (
             f"{_VALIDATION}::test_what_is_dropped_doubled_swapped_or_moved_is_refused_unless_it_still_runs",
             f"{_VALIDATION}::test_an_error_names_the_schedule_the_rank_and_the_actions",
@@ -124,15 +124,15 @@ FAULTS = [
     Fault(
         "executor-sends-zeros-for-gradients",
         f"{_PIPELINE}/executor.py",
-        "            tensor = self._gradients.pop((stage - 1, micro_batch))\n",
-        "            tensor = torch.zeros_like(self._gradients.pop((stage - 1, micro_batch)))\n",
+        "stage - 1, micro_batch)] = hidden.grad\n",
+        "stage - 1, micro_batch)] = torch.zeros_like(hidden.grad)\n",
         ("tests/distributed/test_native_pipelines.py::test_every_schedule_trains_as_one_rank[1f1b-2]",),
         "all stages but the last would not be trained",
     ),
     Fault(
         "abandoned-pass-leaves-transfers-open",
         f"{_PIPELINE}/executor.py",
-        "        for action in self._schedule.warm_up.left_over[self._rank]:\n",
+        "        for action in plan_warm_up(self._schedule).left_over[self._rank]:\n",
         "        for action in ():\n",
         (
             "tests/unit/rl_backend/pipeline/test_warm_up.py::test_an_abandoned_pass_leaves_no_transfer_open_and_nobody_waiting",

@@ -16,7 +16,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from rl_backend.model.blocks import RouterInput
 from rl_backend.model.feedforward.moe import MoE
-from rl_backend.primitive.experts import LocalDispatcher, _GroupByGroup, _GroupedMatmul, _has_kernel, grouped_linear
+from rl_backend.primitive.experts import _GroupByGroup, _GroupedMatmul, _has_kernel, dispatch_on_one_rank, grouped_linear
 from rl_backend.primitive.router import (
     Router,
     RouterLossCoefficients,
@@ -138,13 +138,11 @@ def test_gradients_of_a_mixture_are_those_of_finite_differences() -> None:
 def test_every_copy_reaches_its_expert_and_comes_back() -> None:
     experts = torch.stack([torch.zeros(TOKENS, dtype=torch.int64), torch.full((TOKENS,), 4)], dim=1)
     routing = Routing(experts, torch.rand(TOKENS, 2), torch.zeros(TOKENS, EXPERTS))
-    dispatcher, x = LocalDispatcher(EXPERTS), tokens()
-    sent = dispatcher.dispatch(x, routing)
+    x = tokens()
+    sent = dispatch_on_one_rank(x, routing, num_experts=EXPERTS)
     assert sent.counts.tolist() == [TOKENS, 0, 0, 0, TOKENS, 0]
     assert torch.equal(sent.rows, torch.cat([x, x])) and torch.equal(sent.weights, routing.weights.t().flatten())
-    torch.testing.assert_close(
-        dispatcher.combine(sent.rows * sent.weights[:, None], sent), x * routing.weights.sum(1, keepdim=True)
-    )
+    torch.testing.assert_close(sent.combine(sent.rows * sent.weights[:, None]), x * routing.weights.sum(1, keepdim=True))
 
 
 def test_a_shared_expert_with_a_gate_equals_qwen2_moe() -> None:

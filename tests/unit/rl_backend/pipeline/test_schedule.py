@@ -96,7 +96,7 @@ def test_one_rank_has_no_bubble(name: str) -> None:
 def test_forward_passes_alone_fill_the_pipeline_once(name: str) -> None:
     schedule = make_schedule(name, 4, 6, forward_only=True)
     v = schedule.stages_per_rank
-    fills = 2 if SCHEDULES[name].placement == "v" else 1
+    fills = 2 if SCHEDULES[name].stages_per_rank == 2 else 1
     # Six micro-batches are not whole groups of four, so the interleaved one waits for the last two between its stages.
     waits = 2 if name == "interleaved-1f1b" else 0
     assert simulate(schedule).makespan == pytest.approx(6 * v + fills * 3 + waits)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from rl_backend.pipeline.catalog import SCHEDULES, make_schedule
-from rl_backend.pipeline.dependencies import event_graph, in_order
-from rl_backend.pipeline.schedule import COMPUTATIONS, RECEIVES, Action, Kind, Schedule, plan_warm_up
+from rl_backend.pipeline.dependencies import event_graph, in_order, plan_warm_up
+from rl_backend.pipeline.schedule import COMPUTATIONS, RECEIVES, Action, Kind, Schedule
 
 
 def abandoned(schedule: Schedule) -> list[tuple[Action, ...]]:
     """What each rank does in a pass that ends after its warm-up."""
-    return [(*own[:length], *left_over) for own, length, left_over in zip(schedule.actions, *schedule.warm_up, strict=True)]
+    warm_up = plan_warm_up(schedule)
+    return [(*own[:length], *left_over) for own, length, left_over in zip(schedule.actions, *warm_up, strict=True)]
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])
@@ -32,12 +33,13 @@ def test_an_abandoned_pass_leaves_no_transfer_open_and_nobody_waiting(name: str,
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_warm_up_has_all_forward_passes_before_the_first_loss_and_backward_pass(name: str) -> None:
     schedule = make_schedule(name, 4, 8)
-    for own, length in zip(schedule.actions, schedule.warm_up.lengths, strict=True):
+    lengths = plan_warm_up(schedule).lengths
+    for own, length in zip(schedule.actions, lengths, strict=True):
         computed = [action for action in own[:length] if action.kind in COMPUTATIONS]
         assert all(action.kind is Kind.FORWARD and action.stage + 1 < schedule.num_stages for action in computed)
         following = own[length]
         assert following.kind is not Kind.FORWARD or following.stage + 1 == schedule.num_stages
-    assert schedule.warm_up.lengths[0] > 0
+    assert lengths[0] > 0
 
 
 def test_a_forward_pass_that_needs_what_comes_later_is_no_part_of_a_warm_up() -> None:
@@ -45,7 +47,7 @@ def test_a_forward_pass_that_needs_what_comes_later_is_no_part_of_a_warm_up() ->
     send = Action(Kind.SEND_ACTIVATION, 0, 1)
     first = (early, Action(Kind.BACKWARD, 0, 0), late, send)
     second = (send.other_end, Action(Kind.FORWARD, 1, 1), Action(Kind.FORWARD, 1, 0))
-    warm_up = plan_warm_up((first, second), num_stages=3)
+    warm_up = plan_warm_up(Schedule("begun", 2, (0, 1, 0), (first, second), (2, 2)))
     assert warm_up.lengths == (1, 1)
     assert warm_up.left_over == ((send,), ())
     assert second[0].kind in RECEIVES
