@@ -217,7 +217,7 @@ def _observed(
             count = sum(map(len, responses))
             tokens = sum(len(response.token_ids) for request in responses for response in request)
             prompt_tokens = sum(len(request.prompt_ids) for request in requests)
-            event.add(responses=count, prompt_tokens=prompt_tokens, response_tokens=tokens)
+            event.update(responses=count, prompt_tokens=prompt_tokens, response_tokens=tokens)
             prometheus.count("rl_backend_rollout_responses_total", count, engine=str(engine))
             prometheus.count("rl_backend_rollout_tokens_total", tokens, engine=str(engine))
             prometheus.count("rl_backend_rollout_seconds_total", time.perf_counter() - started, engine=str(engine))

@@ -217,9 +217,9 @@ def _observed(context: RankContext, header: OperationHeader, operation: Operatio
     started = time.perf_counter()
     with span(header.name, "operation", operation=header.number) as event:
         yield
-        event.add(**work)
+        event.update(work)
         for name, version in _weight_versions(context, operation).items():
-            event.add(model=name, weight_version=version)
+            event.update(model=name, weight_version=version)
             prometheus.set_gauge("rl_backend_rank_weight_version", version, model=name, **tags)
     prometheus.count("rl_backend_operations_total", 1, operation=header.name, **tags)
     seconds = time.perf_counter() - started

@@ -27,7 +27,7 @@ def recorder() -> TraceRecorder:
 def test_a_recorder_that_is_off_keeps_nothing() -> None:
     recorder = TraceRecorder()
     with recorder.span("forward", "micro_batch", tokens=3) as span:
-        span.add(more=1)
+        span.update(more=1)
     recorder.start()
     assert recorder.take() == []
 
@@ -39,7 +39,7 @@ def test_spans_have_times_arguments_and_the_error_that_ended_them(recorder: Trac
         with recorder.span("outer", "operation", operation=1) as outer:
             with recorder.span("inner", "micro_batch", micro_batch=0, tokens=8):
                 time.sleep(0.002)
-            outer.add(weight_version=4)
+            outer.update(weight_version=4)
             raise KeyError
 
     with pytest.raises(KeyError):
