@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import ParityError
-from rl_backend.lab.parity import ParityConfig, ParitySide, record_side
+from rl_backend.lab.parity.config import ParityConfig, ParitySide
+from rl_backend.lab.parity.run import record_side
 from tests.support.faulty_runtime import Fault
 from tests.support.moe import write_moe
 
