@@ -69,7 +69,7 @@ def bridge_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
     weights = weights_to_sync(model, ranks, workload)
     experts = {name for name, stored in model.weight_names.items() if isinstance(stored, PackedWeight)}
     found = []
-    for pipeline_rank, stages in enumerate(ranks):
+    for stages, passes in zip(ranks, actions, strict=True):
         chunks = [stage.parameters for stage in stages.sharded.values()]
         measured = {
             number: layers.stage(memory, layers_of_a_stage, last=number == num_stages - 1)
@@ -77,14 +77,10 @@ def bridge_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
         }
         found.append(
             RankMemory(
-                pipeline_rank=pipeline_rank,
-                undo=0,
-                unreduced_gradients=0,
-                gathered_parameters=0,
                 logits_chunk=stages.logits_chunk,
                 sync_bucket=COPIES_OF_EXPORTED * max(weight.nbytes for weight in weights),
                 **_buffers(options, num_ranks, experts, chunks),
-                **vars(most_in_flight(actions[pipeline_rank], measured)),
+                **vars(most_in_flight(passes, measured)),
             )
         )
     return found, sum(weight.nbytes for weight in weights)

@@ -182,14 +182,14 @@ def as_json(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> dict[
         "peak": {phase: plan.peak(phase) for phase in PHASES},
         "ranks": [
             {
-                "pipeline_rank": rank.pipeline_rank,
-                "first_rank": rank.pipeline_rank * ranks_of_a_stage,
+                "pipeline_rank": index,
+                "first_rank": index * ranks_of_a_stage,
                 "num_ranks": ranks_of_a_stage,
                 "phases": {phase: {**rank.phase(phase, offload), "total": rank.total(phase, offload)} for phase in PHASES},
                 "logits_chunk": rank.logits_chunk,
                 "kept_per_micro_batch": {str(stage): kept for stage, kept in rank.kept_per_micro_batch.items()},
             }
-            for rank in plan.ranks
+            for index, rank in enumerate(plan.ranks)
         ],
     }
     if device_bytes is not None:
