@@ -21,8 +21,7 @@ TINY = 1e-290
 
 type Anchor = Literal["start", "middle", "end"]
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_DIRECTION = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def visible(value: object) -> str:
@@ -33,8 +32,7 @@ def visible(value: object) -> str:
     if value is None or isinstance(value, Markup):
         return value or ""
     characters = str(value).encode("utf-8", "replace").decode("utf-8")
-    characters = _DIRECTION.sub(lambda found: f"<U+{ord(found.group()):04X}>", characters)
-    return _CONTROL.sub(_visible, characters)
+    return _HIDDEN.sub(_visible, characters)
 
 
 def template_text(name: str) -> str:

@@ -87,7 +87,7 @@ def json_text(value: Any, *, indent: int | None = None, ensure_ascii: bool = Tru
     Raises:
         TypeError: something that JSON has no form for.
     """
-    text = json.dumps(finite(value, _word), indent=indent, ensure_ascii=ensure_ascii, allow_nan=False)
+    text = json.dumps(finite(value, json.dumps), indent=indent, ensure_ascii=ensure_ascii, allow_nan=False)
     # Half of a pair of surrogates, which UTF-8 has no form for; JSON's escape of it is what Python writes for it too.
     return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
@@ -104,7 +104,3 @@ def as_number(value: Any) -> float | None:
 
 def _trimmed(number: str) -> str:
     return number.rstrip("0").rstrip(".") if "." in number and "e" not in number else number
-
-
-def _word(value: float) -> str:
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
