@@ -28,12 +28,10 @@ class ChromeTraceWriter:
         self._unwritten = 0
         self._separator = "[\n"
 
-    def process(self, pid: int, name: str, labels: str = "") -> None:
+    def process(self, pid: int, name: str) -> None:
         """Names a process; processes are shown in the order of ``pid``."""
         self._metadata("process_name", pid, {"name": name})
         self._metadata("process_sort_index", pid, {"sort_index": pid})
-        if labels:
-            self._metadata("process_labels", pid, {"labels": labels})
 
     def thread(self, pid: int, tid: int, name: str) -> None:
         """Names a thread."""

@@ -17,8 +17,6 @@ from rl_backend.lab.parity.config import ParityConfig, ParitySide, make_sequence
 from rl_backend.lab.parity.record import RankRecord, package_versions
 from rl_backend.runtime.module_outputs import record_outputs
 
-_CLIP_EPSILON = 1.0e-6
-
 
 def record_transformers(config: ParityConfig, side: ParitySide) -> RankRecord:
     """Trains and records, in this process alone."""
@@ -96,10 +94,8 @@ class _Trainer:
         """Clips, steps, and returns the norm before clipping."""
         gradients = self.gradients().values()
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
-        coefficient = self.config.clip_grad / (norm + _CLIP_EPSILON)
-        if coefficient < 1.0:
-            for gradient in gradients:
-                gradient.mul_(coefficient)
+        whole = torch.tensor(norm, dtype=torch.float64)
+        torch.nn.utils.clip_grads_with_norm_(self.masters.values(), self.config.clip_grad, whole, foreach=False)
         self.adamw.step()
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():

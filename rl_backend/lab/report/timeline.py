@@ -72,6 +72,8 @@ class Bar:
 type Thread = tuple[int, int]
 """Numbers of a process and of a thread in it."""
 
+type End = tuple[Thread, float]
+
 
 @dataclass
 class Lane:
@@ -86,28 +88,20 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Arrow:
-    """From one event to another, each by its thread and the milliseconds at which it is met."""
-
-    name: str
-    start: tuple[Thread, float]
-    end: tuple[Thread, float]
-
-
-@dataclass(frozen=True)
 class StepTimeline:
     """What every process did in one step.
 
     Attributes:
         step: its number.
         milliseconds: its length.
+        arrows: name, and from one event to another, each by its thread and the milliseconds at which it is met.
         hidden: names of processes that are left out.
     """
 
     step: int
     milliseconds: float
     lanes: dict[Thread, Lane]
-    arrows: list[Arrow]
+    arrows: list[tuple[str, End, End]]
     hidden: list[str]
 
 
@@ -177,7 +171,7 @@ def draw_timeline(timeline: StepTimeline) -> Markup:
         across=across,
         lanes=list(zip(lanes.values(), tops, strict=True)),
         bars=wide,
-        arrows=[(arrow.name, met(*arrow.start), met(*arrow.end)) for arrow in timeline.arrows],
+        arrows=[(name, met(*start), met(*end)) for name, start, end in timeline.arrows],
         keys=[(f"k-{kind}", KINDS[kind], None) for kind in sorted({bar.kind for bar, _ in wide}, key=list(KINDS).index)],
         notes=notes,
     )
@@ -196,7 +190,9 @@ def _is_whole(event: dict[str, Any]) -> bool:
     return known and isinstance(arguments, dict) and (event.get("cat") != "step" or "step" in arguments)
 
 
-def _arrows(events: Sequence[dict[str, Any]], start: float, end: float, shown: Container[Thread]) -> list[Arrow]:
+def _arrows(
+    events: Sequence[dict[str, Any]], start: float, end: float, shown: Container[Thread]
+) -> list[tuple[str, End, End]]:
     begun: dict[int, dict[str, Any]] = {}
     arrows = []
     for event in events:
@@ -204,7 +200,7 @@ def _arrows(events: Sequence[dict[str, Any]], start: float, end: float, shown: C
             begun[event["id"]] = event
         elif event.get("ph") == "f" and event["id"] in begun:
             first = begun.pop(event["id"])
-            ends = [((one["pid"], one["tid"]), (one["ts"] - start) / 1000) for one in (first, event)]
-            if start <= event["ts"] <= end and all(key in shown for key, _ in ends):
-                arrows.append(Arrow(event["name"], ends[0], ends[1]))
+            tail, head = (((one["pid"], one["tid"]), (one["ts"] - start) / 1000) for one in (first, event))
+            if start <= event["ts"] <= end and tail[0] in shown and head[0] in shown:
+                arrows.append((event["name"], tail, head))
     return arrows

@@ -114,7 +114,7 @@ def test_times_that_come_later_are_taken_when_they_are_known(recorder: TraceReco
 def write_steps(path: Path, steps: int) -> ChromeTraceWriter:
     writer = ChromeTraceWriter(path)
     writer.process(1, "driver")
-    writer.process(2, "rank 0", labels="clock within 0.1 ms")
+    writer.process(2, "rank 0")
     writer.thread(2, 1, "main")
     for step in range(1, steps + 1):
         start = step * 1000.0
@@ -184,10 +184,11 @@ def test_an_error_on_a_device_is_not_replaced_by_that_of_its_span(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "Event", DeviceEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    reference = device._Reference(DeviceEvent(), 0)  # type: ignore[arg-type]
+    monkeypatch.setattr(device, "recorder", recorder)
+    monkeypatch.setattr(device, "_reference", lambda _: (DeviceEvent(), 0))
 
     def fail() -> None:
-        with device._cuda_span(recorder, "forward", "micro_batch", {}, reference, torch.device("cuda", 0)):
+        with device.device_span(torch.device("cuda", 0), "forward", "micro_batch"):
             monkeypatch.setattr(DeviceEvent, "lost", True)
             raise ValueError("the body's own")
 
