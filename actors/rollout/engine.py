@@ -28,7 +28,7 @@ from rl_backend.contracts import (
     UnsupportedError,
     WeightVersionError,
 )
-from rl_backend.trace import TraceBatch, recorder, span
+from rl_backend.trace.recorder import TraceBatch, recorder, span
 
 
 class RolloutEngine(WeightReceiver):
@@ -132,7 +132,7 @@ class RolloutEngine(WeightReceiver):
         return Generated(self._version, responses, routes)
 
     def take_trace(self, stop: bool = False) -> TraceBatch:
-        """As :meth:`~rl_backend.trace.TraceRecorder.take_batch`."""
+        """As :meth:`~rl_backend.trace.recorder.TraceRecorder.take_batch`."""
         return recorder.take_batch(stop=stop)
 
     def close(self) -> None:

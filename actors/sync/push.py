@@ -27,7 +27,7 @@ from actors.sync.transport.gpu import CudaIpcTransport, NcclTransport, devices_o
 from actors.sync.transport.shared_memory import SharedMemoryTransport
 from actors.train.context import HandleRef
 from rl_backend.contracts import ConfigError, RLBackendError, UnsupportedError, WeightSyncError
-from rl_backend.trace import span
+from rl_backend.trace.recorder import span
 
 type TransportName = Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"]
 

@@ -24,8 +24,7 @@ from rl_backend.contracts.operations import ATOMS, Operation
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT
 from rl_backend.parallel.store import store_environment
 from rl_backend.runtime import create_runtime
-from rl_backend.trace import TraceBatch, recorder, span
-from rl_backend.trace.recorder import Argument
+from rl_backend.trace.recorder import Argument, TraceBatch, recorder, span
 
 CONTROL = "control"
 """Concurrency group of the calls that must answer while an operation runs."""
@@ -121,7 +120,7 @@ class TrainWorker:
 
     @ray.method(concurrency_group=CONTROL)  # type: ignore[untyped-decorator]
     def take_trace(self, stop: bool = False) -> TraceBatch:
-        """As :meth:`~rl_backend.trace.TraceRecorder.take_batch`."""
+        """As :meth:`~rl_backend.trace.recorder.TraceRecorder.take_batch`."""
         return recorder.take_batch(stop=stop)
 
 

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from rl_backend.lab.picture import linear_axis, render
 from rl_backend.lab.text import short
-from rl_backend.trace import read_trace
+from rl_backend.trace.chrome import read_trace
 
 MOST_LANES = 16
 """Processes that are drawn; of a larger run the trace itself shows all."""

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from rl_backend.lab.report.timeline import read_step
-from rl_backend.trace import CATEGORIES, ChromeTraceWriter, TraceRecorder, device, read_trace
+from rl_backend.trace import device
+from rl_backend.trace.chrome import ChromeTraceWriter, read_trace
+from rl_backend.trace.recorder import CATEGORIES, TraceRecorder
 from tests.support.chrome_trace import check_trace
 
 
