@@ -84,11 +84,11 @@ def linear_axis(low: float, high: float, start: float, end: float, *, about: int
     step = _round_step((high - low) / about, (1, 2, 5, 10) if whole else (1, 2, 2.5, 5, 10))
     if whole:
         step = max(1.0, step)
-        first = math.ceil(low / step)
-        ticks = tuple(float(n * step) for n in range(first, math.floor(high / step) + 1))
-        return Axis(low, high, start, end, ticks)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return Axis(first * step, last * step, start, end, tuple(n * step for n in range(first, last + 1)))
+        first, last = math.ceil(low / step), math.floor(high / step)
+    else:
+        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        low, high = first * step, last * step
+    return Axis(low, high, start, end, tuple(n * step for n in range(first, last + 1)))
 
 
 def log_axis(low: float, high: float, start: float, end: float) -> Axis:

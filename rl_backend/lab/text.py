@@ -4,9 +4,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
-
-MIB, GIB = 2**20, 2**30
+from typing import Any
 
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 """What JSON has no numbers for is written as strings, because readers that follow the standard refuse a bare ``NaN``."""
@@ -41,26 +39,6 @@ def count(number: int, noun: str) -> str:
     """``1 rank``, ``2 ranks``, ``3 micro-batches``."""
     plural = "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}{plural if number != 1 else ''}"
-
-
-class ByteUnit(NamedTuple):
-    """GiB, or MiB where all sizes are small."""
-
-    name: str
-    num_bytes: int
-
-    @classmethod
-    def up_to(cls, largest: int) -> Self:
-        """The one for sizes of which ``largest`` is the largest."""
-        return cls("MiB", MIB) if largest < GIB else cls("GiB", GIB)
-
-    def of(self, size: int) -> str:
-        """The number alone."""
-        return f"{size / self.num_bytes:.2f}"
-
-    def text(self, size: int) -> str:
-        """The number and the unit."""
-        return f"{self.of(size)} {self.name}"
 
 
 def table(columns: str, rows: Iterable[Sequence[object]]) -> list[str]:

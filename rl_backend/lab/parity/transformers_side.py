@@ -76,15 +76,19 @@ class _Trainer:
         """Loss of all micro-batches, log-probs by sequence; gradients are added up in float32."""
         self.model.train()
         total, outputs = 0.0, []
-        for parameter in self.masters.values():
-            parameter.grad = torch.zeros_like(parameter)
+        for master in self.masters.values():
+            master.grad = torch.zeros_like(master)
+        gradients = self.gradients()
         for batch in batches:
             log_probs = [self._log_probs(sequence) for sequence in batch.split(batch.input_ids)]
             loss, _ = sft_loss(ModelOutput(log_probs=torch.cat(log_probs)), batch)
             loss.backward()
             total += loss.item()
             outputs += [part.detach().cpu() for part in log_probs]
-            self._collect_gradients()
+            for name, parameter in self.model.named_parameters():
+                if parameter.grad is not None:
+                    gradients[name].add_(parameter.grad.float())
+                    parameter.grad = None
         return total, outputs
 
     def gradients(self) -> dict[str, Tensor]:
@@ -114,14 +118,6 @@ class _Trainer:
         logits = self.model(sequence[None], use_cache=False).logits[0].float()
         chosen = logits[:-1].log_softmax(-1).gather(1, sequence[1:, None]).squeeze(1)
         return torch.cat([chosen, chosen.new_zeros(1)])
-
-    def _collect_gradients(self) -> None:
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None:
-                gradient = self.masters[name].grad
-                assert gradient is not None
-                gradient.add_(parameter.grad.float())
-                parameter.grad = None
 
 
 def _load(path: str, dtype: torch.dtype, device: torch.device, options: Mapping[str, Any]) -> PreTrainedModel:
