@@ -8,7 +8,7 @@ from typing import Any
 from rl_backend.cli.command import CommandError, check_output, given, in_flags
 from rl_backend.contracts import BatchError, ConfigError
 from rl_backend.lab import schedule as view
-from rl_backend.lab.picture import Picture
+from rl_backend.lab.picture import Picture, render
 from rl_backend.pipeline import SCHEDULES, Costs, Schedule, Timeline, make_schedule, simulate
 from rl_backend.pipeline.measured import MeasuredPass, median_pass, read_passes
 
@@ -157,8 +157,8 @@ def _show(arguments: argparse.Namespace, facts: dict[str, Any], text: str, sched
         if path is not None and path.suffix == ".png":
             picture.save_png(path)
         elif path is not None:
-            drawn = f"{picture.svg()}\n" if path.suffix == ".svg" else view.page(picture, schedule, text)
-            path.write_text(drawn, encoding="utf-8")
+            page = render("schedule.html", schedule=schedule, picture=picture, text=text)
+            path.write_text(f"{picture.svg()}\n" if path.suffix == ".svg" else page, encoding="utf-8")
     except ImportError:
         raise CommandError(
             f"--draw {path}: a PNG needs Pillow, which comes with the extras examples and vllm (pip install pillow); "

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from rl_backend.lab.picture import Picture, Rectangle, Text, linear_axis, render
+from rl_backend.lab.picture import Picture, Rectangle, Text, linear_axis
 from rl_backend.lab.text import count, short, table
 from rl_backend.pipeline import Kind, Schedule, Span, Timeline
 from rl_backend.pipeline.measured import MeasuredPass
@@ -182,12 +182,6 @@ def draw_pass(found: MeasuredPass) -> Picture:
         shapes += [replace(shape, y=shape.y + top) for shape in picture.shapes]
         top += picture.height
     return Picture(pictures[0].width, top, pictures[0].title, shapes)
-
-
-def page(picture: Picture, schedule: Schedule, text: str) -> str:
-    """The picture above its numbers, as HTML."""
-    title = f"{schedule.name}, {schedule.pp_size} ranks, {schedule.num_micro_batches} micro-batches"
-    return render("schedule.html", title=title, picture=picture.svg(), text=text)
 
 
 def _box(span: Span, first_stage: int, top: float, scale: float) -> Iterator[Rectangle | Text]:

@@ -34,9 +34,6 @@ _JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", *store_environment(0))
 class RankProcess(Protocol):
     """What a started rank must have of ``subprocess.Popen``."""
 
-    @property
-    def returncode(self) -> int | None: ...
-
     def poll(self) -> int | None: ...
 
     def kill(self) -> None: ...
@@ -197,7 +194,7 @@ def _failure(failed: Sequence[_Rank], side: str) -> ParityError:
             return ParityError(f"{side} stopped: {error['message']}", rank=index, refused=error["refused"])
     for rank in failed:
         if rank not in told:
-            died = f"rank {rank.index} of {side} died with status {rank.process.returncode}"
+            died = f"rank {rank.index} of {side} died with status {rank.process.poll()}"
             return ParityError(f"{died}:\n{rank.last_lines()}", rank=rank.index)
     index, error = errors[0]
     return ParityError(f"rank {index} of {side} failed:\n{error['traceback']}", rank=index)
