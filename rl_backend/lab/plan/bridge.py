@@ -67,6 +67,7 @@ def bridge_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
     actions = rank_actions(native, workload.num_micro_batches)
     ranks = [rank_stages(model, native, rank, num_ranks, workload) for rank in range(native.parallel.pp)]
     weights = weights_to_sync(model, ranks, workload)
+    bucket = COPIES_OF_EXPORTED * max(weight.nbytes for weight in weights)
     experts = {name for name, stored in model.weight_names.items() if isinstance(stored, PackedWeight)}
     found = []
     for stages, passes in zip(ranks, actions, strict=True):
@@ -75,14 +76,8 @@ def bridge_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
             number: layers.stage(memory, layers_of_a_stage, last=number == num_stages - 1)
             for number, memory in stages.measured.items()
         }
-        found.append(
-            RankMemory(
-                logits_chunk=stages.logits_chunk,
-                sync_bucket=COPIES_OF_EXPORTED * max(weight.nbytes for weight in weights),
-                **_buffers(options, num_ranks, experts, chunks),
-                **vars(most_in_flight(passes, measured)),
-            )
-        )
+        taken = vars(most_in_flight(passes, measured)) | _buffers(options, num_ranks, experts, chunks)
+        found.append(RankMemory(logits_chunk=stages.logits_chunk, sync_bucket=bucket, **taken))
     return found, sum(weight.nbytes for weight in weights)
 
 
