@@ -115,7 +115,7 @@ class Recorder:
         if side.name not in self._records:
             folder = self._folder / side.name.replace(" ", "-")
             try:
-                self._records[side.name] = record_side(self.config(side), "candidate", "cpu", folder, start_forked_rank)
+                self._records[side.name] = record_side(self.config(side), "candidate", folder, start_forked_rank)
             except RLBackendError as error:
                 self._records[side.name] = error
         found = self._records[side.name]

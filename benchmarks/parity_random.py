@@ -73,7 +73,7 @@ def compare_shape(model: RandomModel, seed: int, runtimes: list[str]) -> dict[st
 
 def _record(config: ParityConfig, folder: Path) -> SideRecord | Outcome:
     try:
-        return record_side(config, "candidate", "cpu", folder, start_forked_rank)
+        return record_side(config, "candidate", folder, start_forked_rank)
     except RLBackendError as error:
         message = str(error).replace(config.model, "MODEL")
         if is_refusal(error):

@@ -138,7 +138,7 @@ def result(
     side = ParitySide(runtime="native")
     config = ParityConfig(model="some-model", reference=side, candidate=side, steps=len(reference.losses), **changes)
     comparison = compare(reference, candidate, Tolerances.of("float32"), modules)
-    return ParityResult(config, "cpu", 3, comparison, {"reference": {}, "candidate": {}})
+    return ParityResult(config.replace(device="cpu"), 3, comparison, {"reference": {}, "candidate": {}})
 
 
 def test_tolerances_are_those_of_five_and_twenty_steps_and_grow_on() -> None:
