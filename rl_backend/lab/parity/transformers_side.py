@@ -28,19 +28,13 @@ def record_transformers(config: ParityConfig, side: ParitySide) -> RankRecord:
     batches = [batch.to(trainer.device) for batch in batches]
     loaded = trainer.checkpoint_names(trainer.masters)
     activations = trainer.activations(batches)
-    losses, norms = [], []
-    log_probs: list[Tensor] = []
-    gradients: dict[str, Tensor] = {}
-    weights: dict[str, Tensor] = {}
-    for step in range(config.steps):
-        loss, outputs = trainer.forward_backward(batches)
-        losses.append(loss)
-        if step == 0:
-            log_probs = outputs
-            gradients = trainer.checkpoint_names(trainer.gradients())
+    loss, log_probs = trainer.forward_backward(batches)
+    gradients = trainer.checkpoint_names(trainer.gradients())
+    losses, norms = [loss], [trainer.optimizer_step()]
+    weights = trainer.checkpoint_names(trainer.masters)
+    for _ in range(1, config.steps):
+        losses.append(trainer.forward_backward(batches)[0])
         norms.append(trainer.optimizer_step())
-        if step == 0:
-            weights = trainer.checkpoint_names(trainer.masters)
     return RankRecord(0, True, activations, log_probs, losses, norms, loaded, gradients, weights, package_versions())
 
 

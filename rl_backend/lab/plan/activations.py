@@ -71,7 +71,7 @@ def measure_stage(
     with LiveBytes(known) as live:
         inputs, outputs = _forward(module, hidden_size, rank_batch, groups)
         kept, forward_peak = live.live, live.peak
-        live.reset_peak()
+        live.peak = live.live
         put_off = 0
         with put_off_weight_gradients() if splits_backward else nullcontext() as gradients:
             torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
@@ -134,7 +134,7 @@ class LiveBytes(TorchDispatchMode):
 
     Attributes:
         live: bytes that exist now.
-        peak: the most that existed at one time since the start or :meth:`reset_peak`.
+        peak: the most that existed at one time, since the start or since this was set to ``live``.
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
@@ -143,9 +143,6 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
         self._known = [_storage(tensor) for tensor in known]
         self._held = {storage._cdata for storage in self._known}
-
-    def reset_peak(self) -> None:
-        self.peak = self.live
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -124,7 +124,11 @@ class LocalLayers:
 
     def stage(self, native: StageMemory, num_layers: int, *, last: bool) -> StageMemory:
         """A stage of ``num_layers``; ``native`` says what the same stage of the native model takes."""
-        layer, recomputes = self._layer(), self.options.recompute_granularity == "full"
+        # Two norms keep what they normalise, twice, in float32; two projections keep what they take.
+        norms = 4 * self._hidden * _FLOAT + 2 * self._hidden * self._itemsize
+        norms += 2 * self._tokens // self.options.parallel.tp * _FLOAT
+        layer = norms + self._attention() + self._feed_forward()
+        recomputes = self.options.recompute_granularity == "full"
         # Of a layer that is computed again, its input is kept.
         kept = num_layers * (self._hidden * self._itemsize if recomputes else layer)
         if last:
@@ -138,12 +142,6 @@ class LocalLayers:
             backward_peak=kept + native.backward_peak - native.kept + 2 * self.scores + (layer if recomputes else 0),
             evaluation_peak=native.evaluation_peak + 2 * self.scores,
         )
-
-    def _layer(self) -> int:
-        # Two norms keep what they normalise, twice, in float32; two projections keep what they take.
-        norms = 4 * self._hidden * _FLOAT + 2 * self._hidden * self._itemsize
-        norms += 2 * self._tokens // self.options.parallel.tp * _FLOAT
-        return norms + self._attention() + self._feed_forward()
 
     def _attention(self) -> int:
         model, tp, size = self._mixer, self.options.parallel.tp, self._itemsize
