@@ -65,10 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(f"--model {arguments.model}: {error}") from None
     except (ConfigError, BatchError) as error:
         raise CommandError(in_flags(str(error), _FIELDS)) from None
-    if arguments.json:
-        print(json.dumps(as_json(plan, device_bytes, fitting), indent=1))
-    else:
-        print(as_text(plan, device_bytes, fitting))
+    found = plan, device_bytes, fitting
+    print(json.dumps(as_json(*found), indent=1) if arguments.json else as_text(*found))
     return 0 if fits else EXIT_DOES_NOT_FIT
 
 

@@ -63,9 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.number is not None:
         raise CommandError(f"--pass {arguments.number}: chooses a pass of --from-trace, which is not given")
-    for name, default in DEFAULTS.items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, default)
+    vars(arguments).update(DEFAULTS | given(arguments, DEFAULTS))
     costs = _costs(arguments)
     if arguments.schedule == ALL:
         return _compare(arguments, costs)
