@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
+from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
@@ -101,16 +102,12 @@ def log_axis(low: float, high: float, start: float, end: float) -> Axis:
 
 def path(coordinates: Sequence[tuple[float, float] | None]) -> str:
     """An SVG path; None breaks the line, and a point between two breaks becomes a dot by its round cap."""
-    commands, broken = [], True
-    for place in coordinates:
-        if place is None:
-            broken = True
-            continue
-        commands.append(f"{'M' if broken else 'L'}{place[0]:.1f} {place[1]:.1f}")
-        if broken:
-            commands.append("h0")
-        broken = False
-    return "".join(commands)
+    pieces = []
+    for drawn, run in groupby(coordinates, key=bool):
+        if drawn:
+            first, *rest = [f"{x:.1f} {y:.1f}" for x, y in filter(None, run)]
+            pieces.append(f"M{first}h0" + "".join(f"L{place}" for place in rest))
+    return "".join(pieces)
 
 
 @dataclass(frozen=True)

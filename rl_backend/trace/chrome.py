@@ -12,19 +12,15 @@ from pathlib import Path
 from typing import Any
 
 MAX_BYTES = 256 * 2**20
-"""Size at which a trace ends; what follows is counted and not written."""
+"""Size at which a trace ends, with an event that says so; what follows is counted and not written."""
 
 
 class ChromeTraceWriter:
-    """Writes events to ``path``; times are microseconds from the beginning of the trace.
+    """Writes events to ``path``; times are microseconds from the beginning of the trace."""
 
-    Args:
-        max_bytes: the file ends there, with an event that says so.
-    """
-
-    def __init__(self, path: Path | str, *, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, path: Path | str) -> None:
         self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115, closed by close()
-        self._left = max_bytes
+        self._left = MAX_BYTES
         self._unwritten = 0
         self._separator = "[\n"
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rl_backend.lab.report.timeline import read_step
-from rl_backend.trace import device
+from rl_backend.trace import chrome, device
 from rl_backend.trace.chrome import ChromeTraceWriter, read_trace
 from rl_backend.trace.recorder import CATEGORIES, TraceRecorder
 from tests.support.chrome_trace import check_trace
@@ -208,9 +208,10 @@ def test_a_trace_that_was_cut_off_is_read_up_to_there(tmp_path: Path) -> None:
     assert read_trace(path)[:-1] == whole[: len(read_trace(path)) - 1]
 
 
-def test_a_trace_ends_at_its_size_and_says_what_is_missing(tmp_path: Path) -> None:
+def test_a_trace_ends_at_its_size_and_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chrome, "MAX_BYTES", 2000)
     path = tmp_path / "trace.json"
-    writer = ChromeTraceWriter(path, max_bytes=2000)
+    writer = ChromeTraceWriter(path)
     for number in range(100):
         writer.complete(1, 1, "phase", "phase", float(number), 1.0, {})
     writer.close()
