@@ -5,7 +5,6 @@ Recording is off until :meth:`TraceRecorder.start`: spans are forgotten. One cos
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -54,7 +53,6 @@ class TraceBatch:
     """
 
     clock: str
-    pid: int
     now: int
     events: list[Event]
     dropped: int
@@ -136,7 +134,7 @@ class TraceRecorder:
             events, dropped, self._dropped = self.take(), self._dropped, 0
             if stop:
                 self.stop()
-            return TraceBatch(clock_identity(), os.getpid(), time.monotonic_ns(), events, dropped)
+            return TraceBatch(clock_identity(), time.monotonic_ns(), events, dropped)
 
     def _append[T](self, ring: deque[T], item: T) -> None:
         if len(ring) == self._events.maxlen:

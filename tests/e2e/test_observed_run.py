@@ -176,7 +176,7 @@ class OtherHost:
     def take_trace(self, stop: bool = False) -> TraceBatch:
         batch = self._recorder.take_batch(stop=stop)
         events = [event._replace(start=event.start + self.AHEAD) for event in batch.events]
-        return TraceBatch("another host", batch.pid, batch.now + self.AHEAD, events, batch.dropped)
+        return TraceBatch("another host", batch.now + self.AHEAD, events, batch.dropped)
 
 
 class OneActor:

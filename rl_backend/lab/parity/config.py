@@ -7,16 +7,8 @@ from typing import Any, Literal, Self
 import torch
 from pydantic import Field, model_validator
 
-from rl_backend.contracts import (
-    BACKEND_CONFIGS,
-    BaseConfig,
-    ConfigError,
-    OptimizerConfig,
-    ParallelConfig,
-    RuntimeConfig,
-    TokenSequence,
-)
-from rl_backend.contracts.runtime_config import Plugins
+from rl_backend.contracts import BaseConfig, ConfigError, OptimizerConfig, TokenSequence
+from rl_backend.contracts.runtime_config import BACKEND_CONFIGS, ParallelConfig, Plugins, RuntimeConfig
 from rl_backend.data import MicroBatchPlan
 
 TRANSFORMERS = "transformers"

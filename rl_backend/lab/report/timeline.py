@@ -72,7 +72,8 @@ class Bar:
 type Thread = tuple[int, int]
 """Numbers of a process and of a thread in it."""
 
-type End = tuple[Thread, float]
+type Arrow = tuple[str, tuple[Thread, float], tuple[Thread, float]]
+"""A name, and from one event to another, each by its thread and the milliseconds at which it is met."""
 
 
 @dataclass
@@ -94,14 +95,13 @@ class StepTimeline:
     Attributes:
         step: its number.
         milliseconds: its length.
-        arrows: name, and from one event to another, each by its thread and the milliseconds at which it is met.
         hidden: names of processes that are left out.
     """
 
     step: int
     milliseconds: float
     lanes: dict[Thread, Lane]
-    arrows: list[tuple[str, End, End]]
+    arrows: list[Arrow]
     hidden: list[str]
 
 
@@ -192,7 +192,7 @@ def _is_whole(event: dict[str, Any]) -> bool:
 
 def _arrows(
     events: Sequence[dict[str, Any]], start: float, end: float, shown: Container[Thread]
-) -> list[tuple[str, End, End]]:
+) -> list[Arrow]:
     begun: dict[int, dict[str, Any]] = {}
     arrows = []
     for event in events:

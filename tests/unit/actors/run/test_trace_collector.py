@@ -23,7 +23,7 @@ type Answer = Callable[[], TraceBatch] | None
 
 def batch(*starts: int, clock: str = CLOCK) -> TraceBatch:
     events = [Event("work", "operation", start, 1000, 0, {}) for start in starts]
-    return TraceBatch(clock, 1, time.monotonic_ns(), events, 0)
+    return TraceBatch(clock, time.monotonic_ns(), events, 0)
 
 
 class Actor:
