@@ -55,6 +55,7 @@ def test_a_job_without_the_right_token_is_refused(head: HeadNode, settings: dict
     assert run.stdout.count("\n") == 1
 
 
+@pytest.mark.long
 def test_the_exit_status_and_the_message_of_a_failed_job_reach_the_caller(head: HeadNode) -> None:
     run = head.run(*SUBMIT, "--address", head.address, "--python", _python(), *FAILURE)
     assert run.returncode == 2, run.stdout

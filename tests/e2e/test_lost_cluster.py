@@ -17,6 +17,7 @@ SERVERS = ("gcs_server", "raylet")
 SECONDS = 150.0
 
 
+@pytest.mark.long
 @pytest.mark.shows("failures: a run that loses Ray's gcs or raylet ends with status 2, names it and leaves no process")
 def test_a_run_that_loses_a_server_of_ray_ends_and_names_it(tied_model: Path, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}

@@ -243,6 +243,7 @@ def ended(pid: int) -> bool:
     return True
 
 
+@pytest.mark.long
 def test_threads_that_restart_one_engine_leave_one_process_of_it(ray_cluster: None, untied_model: Path) -> None:
     with GroupWithoutModel(RolloutConfig(model_path=str(untied_model), device="cpu")) as group:
         pids = {group.infos[0].pid}

@@ -303,6 +303,7 @@ def keep_unclosable(context: RankContext) -> None:
     context.state["kept"] = Unclosable()
 
 
+@pytest.mark.long
 def test_an_error_of_closing_does_not_hide_the_one_that_came_before() -> None:
     with pytest.raises(KeyError) as raised, TrainGroup(UNIGRAM) as group:  # noqa: PT012, how the body ends is the subject
         group.run_on_ranks(keep_unclosable)

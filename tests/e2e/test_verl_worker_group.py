@@ -55,6 +55,7 @@ def train_steps(model: Path, ranks: int) -> list[tuple[float, float]]:
             ray.util.remove_placement_group(placement)
 
 
+@pytest.mark.long
 @pytest.mark.shows("verl: TrainingWorker under RayWorkerGroup trains alike on 1 and 2 ranks")
 def test_a_worker_group_of_two_ranks_trains_as_one_of_one(ray_cluster: None, tied_model: Path) -> None:
     one, two = (train_steps(tied_model, ranks) for ranks in (1, 2))

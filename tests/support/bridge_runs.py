@@ -87,7 +87,8 @@ def train_job(model: str, parallel: Mapping[str, int], steps: int, settings: Map
             assert ok
             runtime.lr_scheduler_step(handle)
             run.norms.append(norm)
-            if handle.groups.is_last_stage:
+            stages = handle.groups.pg.pp
+            if stages.rank() == stages.size() - 1:
                 loss = torch.tensor(result.loss / handle.data_parallel_size, dtype=torch.float64)
                 dist.all_reduce(loss, group=handle.groups.dp_group)
                 run.losses.append(loss.item())

@@ -255,8 +255,8 @@ FAULTS = [
     Fault(
         "metrics-averaged-without-weights",
         "rl_backend/contracts/result.py",
-        "return Metric(self.sum + other.sum, self.weight + other.weight)",
-        "return Metric(self.mean + other.mean, 2.0)",
+        "return type(self)(self.sum + other.sum, self.weight + other.weight)",
+        "return type(self)(self.mean + other.mean, 2.0)",
         ("tests/unit/rl_backend/contracts/test_batch.py::test_metrics_of_uneven_micro_batches_merge_to_the_mean_over_all",),
         "means over uneven micro-batches would be wrong",
     ),

@@ -193,6 +193,7 @@ PUBLIC = {
     "rl_backend",
     "rl_backend.algorithm",
     "rl_backend.checkpoint.hf_reader",
+    "rl_backend.data",
     "rl_backend.contracts",
     "rl_backend.data.prompts",
 }
