@@ -190,9 +190,7 @@ def _is_whole(event: dict[str, Any]) -> bool:
     return known and isinstance(arguments, dict) and (event.get("cat") != "step" or "step" in arguments)
 
 
-def _arrows(
-    events: Sequence[dict[str, Any]], start: float, end: float, shown: Container[Thread]
-) -> list[Arrow]:
+def _arrows(events: Sequence[dict[str, Any]], start: float, end: float, shown: Container[Thread]) -> list[Arrow]:
     begun: dict[int, dict[str, Any]] = {}
     arrows = []
     for event in events:
