@@ -20,10 +20,6 @@ class ForkedRank:
     def __init__(self, process: ForkServerProcess) -> None:
         self._process = process
 
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
-
     def poll(self) -> int | None:
         return self._process.exitcode
 

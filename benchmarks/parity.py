@@ -22,8 +22,10 @@ from benchmarks.forked_ranks import start_forked_rank
 from benchmarks.parity_random import is_refusal, run_random
 from benchmarks.report import machine, read_result, update_result
 from rl_backend.contracts import ParallelConfig, RLBackendError
-from rl_backend.lab.parity import ParityConfig, ParitySide, SideRecord, Tolerances, compare_sides, record_side
-from rl_backend.lab.parity.config import DType
+from rl_backend.lab.parity.config import DType, ParityConfig, ParitySide
+from rl_backend.lab.parity.differences import Tolerances
+from rl_backend.lab.parity.record import SideRecord
+from rl_backend.lab.parity.run import compare_sides, record_side
 from rl_backend.lab.parity.text import LEAST_LOSS_FALL
 
 STEPS = 20
@@ -113,7 +115,7 @@ class Recorder:
         if side.name not in self._records:
             folder = self._folder / side.name.replace(" ", "-")
             try:
-                self._records[side.name] = record_side(self.config(side), "candidate", "cpu", folder, start_forked_rank)
+                self._records[side.name] = record_side(self.config(side), "candidate", folder, start_forked_rank)
             except RLBackendError as error:
                 self._records[side.name] = error
         found = self._records[side.name]

@@ -15,7 +15,10 @@ from benchmarks.forked_ranks import start_forked_rank
 from benchmarks.random_models import RandomModel, draw, write_model
 from benchmarks.report import machine, read_result, update_result
 from rl_backend.contracts import ConfigError, RLBackendError, UnsupportedError
-from rl_backend.lab.parity import TRANSFORMERS, ParityConfig, ParitySide, SideRecord, Tolerances, compare_sides, record_side
+from rl_backend.lab.parity.config import TRANSFORMERS, ParityConfig, ParitySide
+from rl_backend.lab.parity.differences import Tolerances
+from rl_backend.lab.parity.record import SideRecord
+from rl_backend.lab.parity.run import compare_sides, record_side
 
 RUNTIMES = ("native", "bridge")
 LEAST_MIXTURES = 1 / 3
@@ -70,7 +73,7 @@ def compare_shape(model: RandomModel, seed: int, runtimes: list[str]) -> dict[st
 
 def _record(config: ParityConfig, folder: Path) -> SideRecord | Outcome:
     try:
-        return record_side(config, "candidate", "cpu", folder, start_forked_rank)
+        return record_side(config, "candidate", folder, start_forked_rank)
     except RLBackendError as error:
         message = str(error).replace(config.model, "MODEL")
         if is_refusal(error):

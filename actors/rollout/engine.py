@@ -28,7 +28,7 @@ from rl_backend.contracts import (
     UnsupportedError,
     WeightVersionError,
 )
-from rl_backend.trace import TraceBatch, recorder, span
+from rl_backend.trace.recorder import TraceBatch, recorder, span
 
 
 class RolloutEngine(WeightReceiver):
@@ -132,7 +132,7 @@ class RolloutEngine(WeightReceiver):
         return Generated(self._version, responses, routes)
 
     def take_trace(self, stop: bool = False) -> TraceBatch:
-        """As :meth:`~rl_backend.trace.TraceRecorder.take_batch`."""
+        """As :meth:`~rl_backend.trace.recorder.TraceRecorder.take_batch`."""
         return recorder.take_batch(stop=stop)
 
     def close(self) -> None:
@@ -217,7 +217,7 @@ def _observed(
             count = sum(map(len, responses))
             tokens = sum(len(response.token_ids) for request in responses for response in request)
             prompt_tokens = sum(len(request.prompt_ids) for request in requests)
-            event.add(responses=count, prompt_tokens=prompt_tokens, response_tokens=tokens)
+            event.update(responses=count, prompt_tokens=prompt_tokens, response_tokens=tokens)
             prometheus.count("rl_backend_rollout_responses_total", count, engine=str(engine))
             prometheus.count("rl_backend_rollout_tokens_total", tokens, engine=str(engine))
             prometheus.count("rl_backend_rollout_seconds_total", time.perf_counter() - started, engine=str(engine))

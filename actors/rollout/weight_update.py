@@ -22,7 +22,7 @@ from rl_backend.contracts import (
     WeightSyncError,
     WeightVersionError,
 )
-from rl_backend.trace import span
+from rl_backend.trace.recorder import span
 from rl_backend.weights.compare import ExpectedWeights, check_manifest
 from rl_backend.weights.staging import check_staged, find_intact
 

@@ -27,7 +27,7 @@ from actors.run.store import RunCheckpoints
 from actors.run.trace import TraceCollector, TraceSource
 from rl_backend.checkpoint.durable import replace_text
 from rl_backend.contracts import BaseConfig, ClusterLostError, ConfigError, RunFolderError
-from rl_backend.lab.report import write_report
+from rl_backend.lab.report.page import write_report
 from rl_backend.lab.text import json_text
 
 

@@ -21,7 +21,7 @@ from rl_backend.checkpoint.manifest import FileFacts
 from rl_backend.checkpoint.state_files import file_facts
 from rl_backend.contracts import ConfigError
 from rl_backend.lab.text import json_text
-from rl_backend.trace import recorder
+from rl_backend.trace.recorder import recorder
 
 
 class Clock:

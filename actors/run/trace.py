@@ -14,8 +14,8 @@ from ray.exceptions import RayError, RayTaskError
 
 from actors.cluster.watch import ray_is_usable
 from rl_backend.contracts import ConfigError
-from rl_backend.trace import ChromeTraceWriter, Event, TraceBatch, recorder
-from rl_backend.trace.recorder import clock_identity
+from rl_backend.trace.chrome import ChromeTraceWriter
+from rl_backend.trace.recorder import Event, TraceBatch, clock_identity, recorder
 
 DRIVER, STEPS_LANE = 1, 0
 ROUND_TRIPS = 8

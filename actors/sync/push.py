@@ -27,7 +27,7 @@ from actors.sync.transport.gpu import CudaIpcTransport, NcclTransport, devices_o
 from actors.sync.transport.shared_memory import SharedMemoryTransport
 from actors.train.context import HandleRef
 from rl_backend.contracts import ConfigError, RLBackendError, UnsupportedError, WeightSyncError
-from rl_backend.trace import span
+from rl_backend.trace.recorder import span
 
 type TransportName = Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"]
 
@@ -115,7 +115,7 @@ class WeightSync:
         """
         with span("push", "push") as traced:
             report = self._push()
-            traced.add(weight_version=report.version, nbytes=report.nbytes, transport=report.transport)
+            traced.update(weight_version=report.version, nbytes=report.nbytes, transport=report.transport)
         for phase, seconds in report.seconds.items():
             prometheus.observe("rl_backend_push_seconds", seconds, phase=phase, transport=report.transport)
         prometheus.count("rl_backend_pushes_total", 1, transport=report.transport)
@@ -224,7 +224,7 @@ class _Clock:
             finally:
                 self._seconds[name] = time.perf_counter() - started
                 if self.version is not None:
-                    traced.add(weight_version=self.version)
+                    traced.update(weight_version=self.version)
 
     def seconds(self) -> dict[str, float]:
         return {**self._seconds, "total": time.perf_counter() - self._started}

@@ -24,8 +24,7 @@ from rl_backend.contracts.operations import ATOMS, Operation
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT
 from rl_backend.parallel.store import store_environment
 from rl_backend.runtime import create_runtime
-from rl_backend.trace import TraceBatch, recorder, span
-from rl_backend.trace.recorder import Argument
+from rl_backend.trace.recorder import Argument, TraceBatch, recorder, span
 
 CONTROL = "control"
 """Concurrency group of the calls that must answer while an operation runs."""
@@ -121,7 +120,7 @@ class TrainWorker:
 
     @ray.method(concurrency_group=CONTROL)  # type: ignore[untyped-decorator]
     def take_trace(self, stop: bool = False) -> TraceBatch:
-        """As :meth:`~rl_backend.trace.TraceRecorder.take_batch`."""
+        """As :meth:`~rl_backend.trace.recorder.TraceRecorder.take_batch`."""
         return recorder.take_batch(stop=stop)
 
 
@@ -217,9 +216,9 @@ def _observed(context: RankContext, header: OperationHeader, operation: Operatio
     started = time.perf_counter()
     with span(header.name, "operation", operation=header.number) as event:
         yield
-        event.add(**work)
+        event.update(work)
         for name, version in _weight_versions(context, operation).items():
-            event.add(model=name, weight_version=version)
+            event.update(model=name, weight_version=version)
             prometheus.set_gauge("rl_backend_rank_weight_version", version, model=name, **tags)
     prometheus.count("rl_backend_operations_total", 1, operation=header.name, **tags)
     seconds = time.perf_counter() - started

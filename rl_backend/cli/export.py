@@ -3,10 +3,13 @@
 import argparse
 import json
 import math
+import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from actors.run.manifest import RUN_FILE, read_run_checkpoint
 from actors.run.store import LATEST, RunCheckpoints
@@ -15,7 +18,7 @@ from rl_backend.checkpoint.hf_writer import DEFAULT_SHARD_BYTES
 from rl_backend.checkpoint.manifest import MANIFEST_NAME
 from rl_backend.cli.command import CommandError, exit_on_sigterm
 from rl_backend.contracts import CheckpointError
-from rl_backend.lab.text import ByteUnit, count
+from rl_backend.lab.text import count
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -55,22 +58,25 @@ def run(arguments: argparse.Namespace) -> int:
     source = source_of(weights, arguments.source)
     dtype = arguments.dtype or _run_dtype(weights)
     sizes = [math.prod(shape) * DTYPES[dtype].itemsize for shape in weights.shapes.values()]
-    say = _Progress(quiet=arguments.json)
     manifest = weights.manifest
-    say.line(
-        f"{weights.path}: {manifest.model_type}{', a critic' if manifest.head == 'values' else ''}, weight version "
-        f"{manifest.weight_version}, written by the {manifest.runtime_config.get('backend')} runtime on "
-        f"{count(manifest.world_size, 'rank')}"
-    )
-    say.line(f"configuration and tokenizer from {source}")
-    with exit_on_sigterm():
-        stored = sum(facts.num_bytes for facts in manifest.files.values())
-        say.start(f"verifying {len(manifest.files)} files", stored)
-        weights.verify(say.advance)
-        say.start(f"writing {len(sizes)} tensors in {dtype}", sum(sizes))
-        export_checkpoint(
-            weights, out, source, dtype=DTYPES[dtype], max_shard_bytes=arguments.shard_size, progress=say.advance
+    if not arguments.json:
+        print(
+            f"{weights.path}: {manifest.model_type}{', a critic' if manifest.head == 'values' else ''}, weight version "
+            f"{manifest.weight_version}, written by the {manifest.runtime_config.get('backend')} runtime on "
+            f"{count(manifest.world_size, 'rank')}\nconfiguration and tokenizer from {source}",
+            flush=True,
         )
+    progress = partial(
+        tqdm, unit="B", unit_scale=True, unit_divisor=1024, mininterval=5, file=sys.stdout, disable=arguments.json
+    )
+    stored = sum(facts.num_bytes for facts in manifest.files.values())
+    with exit_on_sigterm():
+        with progress(desc=f"verifying {len(manifest.files)} files", total=stored) as bar:
+            weights.verify(bar.update)
+        with progress(desc=f"writing {len(sizes)} tensors in {dtype}", total=sum(sizes)) as bar:
+            export_checkpoint(
+                weights, out, source, dtype=DTYPES[dtype], max_shard_bytes=arguments.shard_size, progress=bar.update
+            )
     files = len(list(out.glob("*.safetensors")))
     if arguments.json:
         facts = {
@@ -87,30 +93,9 @@ def run(arguments: argparse.Namespace) -> int:
             "seconds": round(time.monotonic() - began, 3),
         }
         print(json.dumps(facts, indent=1))
-    say.line(f"{out}: {count(files, 'file')} of weights, in {time.monotonic() - began:.1f} s")
+    else:
+        print(f"{out}: {count(files, 'file')} of weights, in {time.monotonic() - began:.1f} s")
     return 0
-
-
-class _Progress:
-    """Lines on what is being done, and of long work at most one every five seconds."""
-
-    def __init__(self, *, quiet: bool) -> None:
-        self._quiet = quiet
-
-    def line(self, text: str) -> None:
-        if not self._quiet:
-            print(text, flush=True)
-
-    def start(self, what: str, total: int) -> None:
-        self._done, self._total, self._said = 0, total, time.monotonic()
-        self.line(f"{what}, {ByteUnit.up_to(total).text(total)}")
-
-    def advance(self, num_bytes: int) -> None:
-        self._done += num_bytes
-        if time.monotonic() - self._said >= 5:
-            self._said = time.monotonic()
-            done, total = (ByteUnit.up_to(size).text(size) for size in (self._done, self._total))
-            self.line(f"  {done} of {total}")
 
 
 def _model_directory(path: Path, name: str | None) -> Path:

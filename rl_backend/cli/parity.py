@@ -6,21 +6,13 @@ import math
 from pathlib import Path
 from typing import Any, get_args
 
-from rl_backend.cli.command import (
-    CommandError,
-    add_fields,
-    add_plugins,
-    check_output,
-    exit_on_sigterm,
-    flag,
-    given,
-    in_flags,
-    json_object,
-)
+from rl_backend.cli import command
+from rl_backend.cli.command import CommandError
 from rl_backend.contracts import BACKEND_CONFIGS, CheckpointError, ConfigError, ParallelConfig
 from rl_backend.contracts.runtime_config import import_plugins
-from rl_backend.lab.parity import TRANSFORMERS, ParityConfig, ParitySide, Tolerances, run_parity
-from rl_backend.lab.parity.config import SIDES, DType, SideName
+from rl_backend.lab.parity.config import SIDES, TRANSFORMERS, DType, ParityConfig, ParitySide, SideName
+from rl_backend.lab.parity.differences import Tolerances
+from rl_backend.lab.parity.run import run_parity
 from rl_backend.lab.parity.text import as_json, as_text
 from rl_backend.runtime import check_config
 
@@ -43,21 +35,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", required=True, metavar="DIR", help="local Hugging Face directory that both sides load")
     for name, default in (("reference", TRANSFORMERS), ("candidate", "native")):
         add(f"--{name}", default=default, metavar="RUNTIME", help=f"a runtime, or {TRANSFORMERS} (default {default})")
-    add_fields(parser, ParityConfig, TRAINING)
+    command.add_fields(parser, ParityConfig, TRAINING)
     dtypes = "of parameters in forward and backward; both reports bfloat16 beside float32"
     add("--dtype", default="float32", choices=[*DTYPES, "both"], help=dtypes)
     add("--json", type=Path, metavar="FILE", help="where the whole result goes")
     for side, prefix in PREFIXES.items():
         group = parser.add_argument_group(f"layout of the {side}", "Each rank is a process.")
-        add_fields(group, ParallelConfig, SIZES, prefix)
-        add_fields(group, ParitySide, ("dp",), prefix)
+        command.add_fields(group, ParallelConfig, SIZES, prefix)
+        command.add_fields(group, ParitySide, ("dp",), prefix)
         further = "further fields of the runtime's configuration; those that a flag sets are refused"
         group.add_argument(f"--{side}-options", default="{}", metavar="JSON", help=further)
     more = parser.add_argument_group("the run")
-    add_fields(more, ParityConfig, RUN)
+    command.add_fields(more, ParityConfig, RUN)
     factor = "multiplies all tolerances but that of the loaded weights (default 1)"
     more.add_argument("--tolerance-factor", type=float, default=1.0, metavar="X", help=factor)
-    add_plugins(more)
+    command.add_plugins(more)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -69,13 +61,13 @@ def run(arguments: argparse.Namespace) -> int:
     if not (arguments.tolerance_factor > 0 and math.isfinite(arguments.tolerance_factor)):
         raise CommandError(f"--tolerance-factor {arguments.tolerance_factor}: must be above 0 and finite")
     if arguments.json is not None:
-        check_output("json", arguments.json)
+        command.check_output("json", arguments.json)
     dtypes = DTYPES if arguments.dtype == "both" else (arguments.dtype,)
     diverged = False
     report: dict[str, Any] = {}
     try:
         configs = [_config(arguments, dtype) for dtype in dtypes]
-        with exit_on_sigterm():
+        with command.exit_on_sigterm():
             for config in configs:
                 tolerances = Tolerances.of(config.dtype, arguments.tolerance_factor)
                 result = run_parity(config, tolerances, lambda line: print(line, flush=True))
@@ -88,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     except CheckpointError as error:
         raise CommandError(f"--model {arguments.model}: {error}") from None
     except ConfigError as error:
-        raise CommandError(in_flags(str(error), r"ParityConfig\.(\w+)")) from None
+        raise CommandError(command.in_flags(str(error), r"ParityConfig\.(\w+)")) from None
     return EXIT_DIVERGED if diverged else 0
 
 
@@ -103,7 +95,7 @@ def _config(arguments: argparse.Namespace, dtype: DType) -> ParityConfig:
         model=arguments.model,
         dtype=dtype,
         **{name: _side(arguments, name) for name in SIDES},
-        **given(arguments, TRAINING + RUN),
+        **command.given(arguments, TRAINING + RUN),
     )
     for name in SIDES:
         side = config.side(name)
@@ -122,10 +114,10 @@ def _side(arguments: argparse.Namespace, name: SideName) -> ParitySide:
         raise CommandError(
             f"--{name} {runtime}: unknown runtime; known: {known}; --plugin MODULE adds those that a module registers"
         )
-    options = json_object(f"{name}-options", getattr(arguments, f"{name}_options"))
+    options = command.json_object(f"{name}-options", getattr(arguments, f"{name}_options"))
     try:
-        parallel = ParallelConfig(**given(arguments, SIZES, PREFIXES[name]))
-        dp = given(arguments, ("dp",), PREFIXES[name])
+        parallel = ParallelConfig(**command.given(arguments, SIZES, PREFIXES[name]))
+        dp = command.given(arguments, ("dp",), PREFIXES[name])
         return ParitySide(runtime=runtime, parallel=parallel, options=options, **dp)
     except ConfigError as error:
         raise CommandError(f"{_flags(arguments, name)}: {error}") from None
@@ -134,7 +126,8 @@ def _side(arguments: argparse.Namespace, name: SideName) -> ParitySide:
 def _flags(arguments: argparse.Namespace, name: SideName) -> str:
     """What was asked for of a side, as on the command line."""
     prefix = PREFIXES[name]
-    sizes = [f"--{flag(prefix + size)} {value}" for size, value in given(arguments, (*SIZES, "dp"), prefix).items()]
+    given = command.given(arguments, (*SIZES, "dp"), prefix)
+    sizes = [f"--{command.flag(prefix + size)} {value}" for size, value in given.items()]
     options = getattr(arguments, f"{name}_options")
     chosen = [f"--{name}-options '{options}'"] if options != "{}" else []
     return " ".join([f"--{name} {getattr(arguments, name)}", *sizes, *chosen])

@@ -8,9 +8,8 @@ from typing import Any
 from rl_backend.cli.command import CommandError, add_fields, add_plugins, given, in_flags, json_object
 from rl_backend.contracts import BatchError, CheckpointError, ConfigError, NativeConfig, ParallelConfig, RuntimeConfig
 from rl_backend.contracts.operations import PARTS
-from rl_backend.lab.plan import Workload, make_plan, suggest_layout
-from rl_backend.lab.plan.make import as_json, as_text
-from rl_backend.lab.text import GIB
+from rl_backend.lab.plan.make import GIB, as_json, as_text, make_plan, suggest_layout
+from rl_backend.lab.plan.memory import Workload
 
 EXIT_DOES_NOT_FIT = 1
 DTYPES = ("float32", "bfloat16")
@@ -66,10 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(f"--model {arguments.model}: {error}") from None
     except (ConfigError, BatchError) as error:
         raise CommandError(in_flags(str(error), _FIELDS)) from None
-    if arguments.json:
-        print(json.dumps(as_json(plan, device_bytes, fitting), indent=1))
-    else:
-        print(as_text(plan, device_bytes, fitting))
+    found = plan, device_bytes, fitting
+    print(json.dumps(as_json(*found), indent=1) if arguments.json else as_text(*found))
     return 0 if fits else EXIT_DOES_NOT_FIT
 
 

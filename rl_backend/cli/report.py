@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from rl_backend.cli.command import CommandError
-from rl_backend.lab.report import write_report
+from rl_backend.lab.report.page import write_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

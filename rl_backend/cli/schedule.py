@@ -7,18 +7,8 @@ from typing import Any
 
 from rl_backend.cli.command import CommandError, check_output, given, in_flags
 from rl_backend.contracts import BatchError, ConfigError
-from rl_backend.lab.picture import Picture
-from rl_backend.lab.schedule import (
-    comparison_text,
-    draw_pass,
-    draw_schedule,
-    page,
-    pass_facts,
-    pass_text,
-    schedule_facts,
-    schedule_summary,
-    schedule_text,
-)
+from rl_backend.lab import schedule as view
+from rl_backend.lab.picture import Picture, render
 from rl_backend.pipeline import SCHEDULES, Costs, Schedule, Timeline, make_schedule, simulate
 from rl_backend.pipeline.measured import MeasuredPass, median_pass, read_passes
 
@@ -73,16 +63,14 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.number is not None:
         raise CommandError(f"--pass {arguments.number}: chooses a pass of --from-trace, which is not given")
-    for name, default in DEFAULTS.items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, default)
+    vars(arguments).update(DEFAULTS | given(arguments, DEFAULTS))
     costs = _costs(arguments)
     if arguments.schedule == ALL:
         return _compare(arguments, costs)
     schedule, timeline = _simulated(arguments.schedule, arguments, costs)
-    facts = schedule_facts(schedule, timeline, costs, arguments.comm)
-    text = schedule_text(schedule, timeline, facts)
-    return _show(arguments, facts, text, schedule, draw_schedule(schedule, timeline, schedule_summary(facts)))
+    facts = view.schedule_facts(schedule, timeline, costs, arguments.comm)
+    picture = view.draw_schedule(schedule, timeline, view.schedule_summary(facts))
+    return _show(arguments, facts, view.schedule_text(schedule, timeline, facts), schedule, picture)
 
 
 def _show_trace(arguments: argparse.Namespace) -> int:
@@ -93,7 +81,7 @@ def _show_trace(arguments: argparse.Namespace) -> int:
     if arguments.forward_only:
         raise CommandError("--forward-only: --from-trace shows training passes; leave it out")
     found = _chosen_pass(arguments.from_trace, arguments.number)
-    return _show(arguments, pass_facts(found), pass_text(found), found.schedule, draw_pass(found))
+    return _show(arguments, view.pass_facts(found), view.pass_text(found), found.schedule, view.draw_pass(found))
 
 
 def _chosen_pass(run: Path, number: int | None) -> MeasuredPass:
@@ -120,12 +108,12 @@ def _compare(arguments: argparse.Namespace, costs: tuple[float, float, float]) -
     rows: dict[str, dict[str, Any]] = {}
     for name in SCHEDULES:
         try:
-            rows[name] = schedule_facts(*_simulated(name, arguments, costs), costs, arguments.comm)
+            rows[name] = view.schedule_facts(*_simulated(name, arguments, costs), costs, arguments.comm)
         except CommandError as error:
             rows[name] = {"error": str(error)}
     if all("error" in facts for facts in rows.values()):
         raise CommandError(rows[next(iter(rows))]["error"])
-    print(json.dumps(rows, indent=1) if arguments.json else comparison_text(rows))
+    print(json.dumps(rows, indent=1) if arguments.json else view.comparison_text(rows))
     return 0
 
 
@@ -167,8 +155,8 @@ def _show(arguments: argparse.Namespace, facts: dict[str, Any], text: str, sched
         if path is not None and path.suffix == ".png":
             picture.save_png(path)
         elif path is not None:
-            drawn = f"{picture.svg()}\n" if path.suffix == ".svg" else page(picture, schedule, text)
-            path.write_text(drawn, encoding="utf-8")
+            page = render("schedule.html", schedule=schedule, picture=picture, text=text)
+            path.write_text(f"{picture.svg()}\n" if path.suffix == ".svg" else page, encoding="utf-8")
     except ImportError:
         raise CommandError(
             f"--draw {path}: a PNG needs Pillow, which comes with the extras examples and vllm (pip install pillow); "

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, SerializeAsAny, ValidationInfo, field_validator
 
 from rl_backend.contracts.base_config import MAY_CHANGE, SAME_CONTENTS, BaseConfig, HasEffect
 from rl_backend.contracts.errors import ConfigError, RegistryError
@@ -175,7 +175,7 @@ class NativeConfig(BackendConfig):
 BACKEND_CONFIGS.add("native", NativeConfig)
 
 
-def import_plugins(names: Iterable[str]) -> None:
+def import_plugins[N: Iterable[str]](names: N) -> N:
     """Imports modules that register model families and runtimes; raises :class:`ConfigError` for one that is not there."""
     for name in names:
         try:
@@ -184,6 +184,11 @@ def import_plugins(names: Iterable[str]) -> None:
             raise ConfigError.of("RuntimeConfig.plugins", name, f"cannot be imported ({error})") from None
         except SystemExit as error:
             raise ConfigError.of("RuntimeConfig.plugins", name, f"ends the process when imported, {error!r}") from error
+    return names
+
+
+Plugins = Annotated[tuple[str, ...], AfterValidator(import_plugins)]
+"""Modules that are imported before the fields below are read."""
 
 
 class RuntimeConfig(BaseConfig):
@@ -199,7 +204,7 @@ class RuntimeConfig(BaseConfig):
         backend_cfg: the runtime's own options; their type is the one registered for ``backend``.
     """
 
-    plugins: tuple[str, ...] = ()
+    plugins: Plugins = ()
     backend: Annotated[str, MAY_CHANGE] = "native"
     hf_path: Annotated[str, SAME_CONTENTS] = Field(min_length=1)
     seed: int = 0
@@ -216,12 +221,6 @@ class RuntimeConfig(BaseConfig):
     def _split_plugins(cls, plugins: Any) -> Any:
         """``"a, b"`` -> ``("a", "b")``."""
         return tuple(name for part in plugins.split(",") if (name := part.strip())) if isinstance(plugins, str) else plugins
-
-    @field_validator("plugins")
-    @classmethod
-    def _import_plugins(cls, plugins: tuple[str, ...]) -> tuple[str, ...]:
-        import_plugins(plugins)
-        return plugins
 
     @field_validator("backend")
     @classmethod

@@ -116,6 +116,9 @@ class TensorInfo(BaseConfig):
     def num_elements(self) -> int:
         return math.prod(self.shape)
 
+    def __str__(self) -> str:
+        return self.name
+
 
 class WeightManifest(BaseConfig):
     """All tensors of one push, in the order in which they are sent."""

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
+from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
@@ -21,8 +22,7 @@ TINY = 1e-290
 
 type Anchor = Literal["start", "middle", "end"]
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_DIRECTION = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def visible(value: object) -> str:
@@ -33,8 +33,7 @@ def visible(value: object) -> str:
     if value is None or isinstance(value, Markup):
         return value or ""
     characters = str(value).encode("utf-8", "replace").decode("utf-8")
-    characters = _DIRECTION.sub(lambda found: f"<U+{ord(found.group()):04X}>", characters)
-    return _CONTROL.sub(_visible, characters)
+    return _HIDDEN.sub(_visible, characters)
 
 
 def template_text(name: str) -> str:
@@ -86,11 +85,11 @@ def linear_axis(low: float, high: float, start: float, end: float, *, about: int
     step = _round_step((high - low) / about, (1, 2, 5, 10) if whole else (1, 2, 2.5, 5, 10))
     if whole:
         step = max(1.0, step)
-        first = math.ceil(low / step)
-        ticks = tuple(float(n * step) for n in range(first, math.floor(high / step) + 1))
-        return Axis(low, high, start, end, ticks)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return Axis(first * step, last * step, start, end, tuple(n * step for n in range(first, last + 1)))
+        first, last = math.ceil(low / step), math.floor(high / step)
+    else:
+        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        low, high = first * step, last * step
+    return Axis(low, high, start, end, tuple(n * step for n in range(first, last + 1)))
 
 
 def log_axis(low: float, high: float, start: float, end: float) -> Axis:
@@ -103,16 +102,12 @@ def log_axis(low: float, high: float, start: float, end: float) -> Axis:
 
 def path(coordinates: Sequence[tuple[float, float] | None]) -> str:
     """An SVG path; None breaks the line, and a point between two breaks becomes a dot by its round cap."""
-    commands, broken = [], True
-    for place in coordinates:
-        if place is None:
-            broken = True
-            continue
-        commands.append(f"{'M' if broken else 'L'}{place[0]:.1f} {place[1]:.1f}")
-        if broken:
-            commands.append("h0")
-        broken = False
-    return "".join(commands)
+    pieces = []
+    for drawn, run in groupby(coordinates, key=bool):
+        if drawn:
+            first, *rest = [f"{x:.1f} {y:.1f}" for x, y in filter(None, run)]
+            pieces.append(f"M{first}h0" + "".join(f"L{place}" for place in rest))
+    return "".join(pieces)
 
 
 @dataclass(frozen=True)

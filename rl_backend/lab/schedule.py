@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from rl_backend.lab.picture import Picture, Rectangle, Text, linear_axis, render
+from rl_backend.lab.picture import Picture, Rectangle, Text, linear_axis
 from rl_backend.lab.text import count, short, table
 from rl_backend.pipeline import Kind, Schedule, Span, Timeline
 from rl_backend.pipeline.measured import MeasuredPass
@@ -166,28 +166,14 @@ def draw_schedule(schedule: Schedule, timeline: Timeline, facts: str, *, until: 
 def draw_pass(found: MeasuredPass) -> Picture:
     """Both timelines, one below the other, on one scale."""
     longest = max(found.measured.makespan, found.predicted.makespan)
-    sides = (("measured, in seconds", found.measured), ("predicted from its mean times", found.predicted))
-    pictures = [
-        draw_schedule(
-            found.schedule,
-            timeline,
-            f"{name}: makespan {short(timeline.makespan)} s; {_bubbles(_times(timeline))}",
-            until=longest,
-        )
-        for name, timeline in sides
-    ]
-    shapes: list[Rectangle | Text] = []
-    top = 0.0
-    for picture in pictures:
-        shapes += [replace(shape, y=shape.y + top) for shape in picture.shapes]
-        top += picture.height
-    return Picture(pictures[0].width, top, pictures[0].title, shapes)
 
+    def draw(label: str, timeline: Timeline) -> Picture:
+        facts = f"{label}: makespan {short(timeline.makespan)} s; {_bubbles(_times(timeline))}"
+        return draw_schedule(found.schedule, timeline, facts, until=longest)
 
-def page(picture: Picture, schedule: Schedule, text: str) -> str:
-    """The picture above its numbers, as HTML."""
-    title = f"{schedule.name}, {schedule.pp_size} ranks, {schedule.num_micro_batches} micro-batches"
-    return render("schedule.html", title=title, picture=picture.svg(), text=text)
+    above, below = draw("measured, in seconds", found.measured), draw("predicted from its mean times", found.predicted)
+    shapes = [*above.shapes, *(replace(shape, y=shape.y + above.height) for shape in below.shapes)]
+    return Picture(above.width, above.height + below.height, above.title, shapes)
 
 
 def _box(span: Span, first_stage: int, top: float, scale: float) -> Iterator[Rectangle | Text]:

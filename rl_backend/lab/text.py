@@ -4,9 +4,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
-
-MIB, GIB = 2**20, 2**30
+from typing import Any
 
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 """What JSON has no numbers for is written as strings, because readers that follow the standard refuse a bare ``NaN``."""
@@ -43,26 +41,6 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{plural if number != 1 else ''}"
 
 
-class ByteUnit(NamedTuple):
-    """GiB, or MiB where all sizes are small."""
-
-    name: str
-    num_bytes: int
-
-    @classmethod
-    def up_to(cls, largest: int) -> Self:
-        """The one for sizes of which ``largest`` is the largest."""
-        return cls("MiB", MIB) if largest < GIB else cls("GiB", GIB)
-
-    def of(self, size: int) -> str:
-        """The number alone."""
-        return f"{size / self.num_bytes:.2f}"
-
-    def text(self, size: int) -> str:
-        """The number and the unit."""
-        return f"{self.of(size)} {self.name}"
-
-
 def table(columns: str, rows: Iterable[Sequence[object]]) -> list[str]:
     """A line for each row, whose cells are set in ``columns``, as in ``"{:10}  {:>8}"``."""
     return [columns.format(*row) for row in rows]
@@ -87,7 +65,7 @@ def json_text(value: Any, *, indent: int | None = None, ensure_ascii: bool = Tru
     Raises:
         TypeError: something that JSON has no form for.
     """
-    text = json.dumps(finite(value, _word), indent=indent, ensure_ascii=ensure_ascii, allow_nan=False)
+    text = json.dumps(finite(value, json.dumps), indent=indent, ensure_ascii=ensure_ascii, allow_nan=False)
     # Half of a pair of surrogates, which UTF-8 has no form for; JSON's escape of it is what Python writes for it too.
     return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
@@ -104,7 +82,3 @@ def as_number(value: Any) -> float | None:
 
 def _trimmed(number: str) -> str:
     return number.rstrip("0").rstrip(".") if "." in number and "e" not in number else number
-
-
-def _word(value: float) -> str:
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -11,7 +11,7 @@ from rl_backend.contracts import BatchError, ConfigError
 from rl_backend.pipeline.catalog import make_schedule
 from rl_backend.pipeline.schedule import COMPUTATIONS, Action, Kind, Schedule
 from rl_backend.pipeline.simulate import Costs, Span, Timeline, simulate
-from rl_backend.trace import read_trace
+from rl_backend.trace.chrome import read_trace
 
 SPAN_NAMES = {
     Kind.FORWARD: "forward",

@@ -12,28 +12,22 @@ from pathlib import Path
 from typing import Any
 
 MAX_BYTES = 256 * 2**20
-"""Size at which a trace ends; what follows is counted and not written."""
+"""Size at which a trace ends, with an event that says so; what follows is counted and not written."""
 
 
 class ChromeTraceWriter:
-    """Writes events to ``path``; times are microseconds from the beginning of the trace.
+    """Writes events to ``path``; times are microseconds from the beginning of the trace."""
 
-    Args:
-        max_bytes: the file ends there, with an event that says so.
-    """
-
-    def __init__(self, path: Path | str, *, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, path: Path | str) -> None:
         self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115, closed by close()
-        self._left = max_bytes
+        self._left = MAX_BYTES
         self._unwritten = 0
         self._separator = "[\n"
 
-    def process(self, pid: int, name: str, labels: str = "") -> None:
+    def process(self, pid: int, name: str) -> None:
         """Names a process; processes are shown in the order of ``pid``."""
         self._metadata("process_name", pid, {"name": name})
         self._metadata("process_sort_index", pid, {"sort_index": pid})
-        if labels:
-            self._metadata("process_labels", pid, {"labels": labels})
 
     def thread(self, pid: int, tid: int, name: str) -> None:
         """Names a thread."""

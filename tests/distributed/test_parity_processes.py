@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import ParityError
-from rl_backend.lab.parity import ParityConfig, ParitySide, record_side
+from rl_backend.lab.parity.config import ParityConfig, ParitySide
+from rl_backend.lab.parity.run import record_side
 from tests.support.faulty_runtime import Fault
 from tests.support.moe import write_moe
 
@@ -83,10 +84,10 @@ def run_faulty(model: Path, folder: Path, fault: Fault, *, dp: int = 2, timeout:
     candidate = ParitySide(runtime="faulty", dp=dp, options={"fault": fault})
     reference = ParitySide(runtime="native")
     config = ParityConfig(
-        plugins=(PLUGIN,), model=str(model), reference=reference, candidate=candidate, timeout=timeout, steps=1
+        plugins=(PLUGIN,), model=str(model), reference=reference, candidate=candidate, timeout=timeout, steps=1, device="cpu"
     )
     folder.mkdir(exist_ok=True)
-    record_side(config, "candidate", "cpu", folder / "candidate")
+    record_side(config, "candidate", folder / "candidate")
 
 
 @pytest.mark.parametrize(
@@ -114,9 +115,9 @@ def test_a_model_that_the_runtime_refuses_is_told_apart_from_other_errors(tied_m
     fields = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**fields, "hidden_act": "gelu"}))
     side = ParitySide(runtime="native")
-    config = ParityConfig(model=str(model), reference=side, candidate=side)
+    config = ParityConfig(model=str(model), reference=side, candidate=side, device="cpu")
     with pytest.raises(ParityError, match=r"the candidate 'native' stopped: .*hidden_act='gelu'") as refused:
-        record_side(config, "candidate", "cpu", tmp_path / "candidate")
+        record_side(config, "candidate", tmp_path / "candidate")
     assert refused.value.details["refused"] is True
     with pytest.raises(ParityError) as other:
         run_faulty(tied_model, tmp_path / "other", "refusal", dp=1)

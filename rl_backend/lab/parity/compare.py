@@ -9,7 +9,6 @@ from rl_backend.lab.parity.differences import (
     Difference,
     Tolerances,
     activation_difference,
-    nothing_to_compare,
     number_difference,
     tensor_difference,
     two_norm,
@@ -181,7 +180,7 @@ def _weight(
 def _result(
     stage: Stage, tolerance: float, differences: Sequence[Difference], not_compared: tuple[str, ...] = ()
 ) -> StageResult:
-    differences = differences or [nothing_to_compare("", tolerance)]
+    differences = differences or [tensor_difference("", None, None, tolerance)]
     return StageResult(
         stage=stage,
         compared=sum(difference.missing_from is None for difference in differences),

@@ -5,18 +5,10 @@ from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from rl_backend.contracts import (
-    BACKEND_CONFIGS,
-    BaseConfig,
-    ConfigError,
-    OptimizerConfig,
-    ParallelConfig,
-    RuntimeConfig,
-    TokenSequence,
-)
-from rl_backend.contracts.runtime_config import import_plugins
+from rl_backend.contracts import BaseConfig, ConfigError, OptimizerConfig, TokenSequence
+from rl_backend.contracts.runtime_config import BACKEND_CONFIGS, ParallelConfig, Plugins, RuntimeConfig
 from rl_backend.data import MicroBatchPlan
 
 TRANSFORMERS = "transformers"
@@ -105,7 +97,7 @@ class ParityConfig(BaseConfig):
         plugins: as in :class:`~rl_backend.contracts.RuntimeConfig`.
     """
 
-    plugins: tuple[str, ...] = ()
+    plugins: Plugins = ()
     model: str = Field(min_length=1)
     reference: ParitySide
     candidate: ParitySide
@@ -120,12 +112,6 @@ class ParityConfig(BaseConfig):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = Field(default=1, ge=1)
     timeout: float = Field(default=1800.0, gt=0.0, allow_inf_nan=False)
-
-    @field_validator("plugins")
-    @classmethod
-    def _import_plugins(cls, plugins: tuple[str, ...]) -> tuple[str, ...]:
-        import_plugins(plugins)
-        return plugins
 
     @model_validator(mode="after")
     def _check(self) -> Self:

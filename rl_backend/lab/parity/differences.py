@@ -92,11 +92,6 @@ class Difference:
         return f"{self.measure} {self.amount:.1e} over the tolerance {self.tolerance:.0e}"
 
 
-def nothing_to_compare(name: str, tolerance: float) -> Difference:
-    """What neither side has: over any tolerance."""
-    return Difference(name, math.inf, tolerance, math.inf, missing_from="both")
-
-
 def number_difference(reference: float, candidate: float, tolerance: float) -> Difference:
     """Relative to the reference."""
     difference = abs(candidate - reference)
@@ -107,9 +102,12 @@ def number_difference(reference: float, candidate: float, tolerance: float) -> D
 def tensor_difference(
     name: str, reference: Tensor | None, candidate: Tensor | None, tolerance: float, least_scale: float = 0.0
 ) -> Difference:
-    """In the 2-norm, relative to that of the reference, or to ``least_scale`` if that is more."""
+    """In the 2-norm, relative to that of the reference, or to ``least_scale`` if that is more.
+
+    What neither side has, or has no elements, is over any tolerance.
+    """
     if not any(tensor is not None and tensor.numel() for tensor in (reference, candidate)):
-        return nothing_to_compare(name, tolerance)
+        return Difference(name, math.inf, tolerance, math.inf, missing_from="both")
     if reference is None or candidate is None:
         missing_from: SideName = "reference" if reference is None else "candidate"
         return Difference(name, math.inf, tolerance, math.inf, missing_from=missing_from)

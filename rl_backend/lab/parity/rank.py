@@ -96,11 +96,7 @@ def record_runtime(config: ParityConfig, side: ParitySide, rank: int) -> RankRec
 
 def _on_host(stream: Iterable[tuple[str, Tensor]], *, keep: bool) -> dict[str, Tensor]:
     """Copies of all tensors where ``keep`` is set; the other ranks only take part."""
-    kept = {}
-    for name, tensor in stream:
-        if keep:
-            kept[name] = tensor.detach().to("cpu", torch.float32, copy=True)
-    return kept
+    return {name: tensor.detach().to("cpu", torch.float32, copy=True) for name, tensor in stream if keep}
 
 
 if __name__ == "__main__":

@@ -34,9 +34,6 @@ _JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", *store_environment(0))
 class RankProcess(Protocol):
     """What a started rank must have of ``subprocess.Popen``."""
 
-    @property
-    def returncode(self) -> int | None: ...
-
     def poll(self) -> int | None: ...
 
     def kill(self) -> None: ...
@@ -62,13 +59,12 @@ class ParityResult:
     """A comparison and what it was of.
 
     Attributes:
-        device: ``cpu`` or ``cuda``.
+        config: its device is ``cpu`` or ``cuda``.
         num_tokens: of the batch.
         versions: side -> package -> version.
     """
 
     config: ParityConfig
-    device: str
     num_tokens: int
     comparison: Comparison
     versions: dict[SideName, dict[str, str]]
@@ -84,7 +80,7 @@ def run_parity(config: ParityConfig, tolerances: Tolerances, tell: Callable[[str
         RLBackendError: a model directory, layout or option that the configurations refuse, before a process starts; or a
             side that does not run to its end, for example because its runtime refuses the model or layout.
     """
-    device = _device(config)
+    config = config.replace(device=_device(config))
     checkpoint = HFReader(config.model)
     sequences = make_sequences(config, checkpoint.config)
     for name in SIDES:
@@ -96,10 +92,10 @@ def run_parity(config: ParityConfig, tolerances: Tolerances, tell: Callable[[str
         for name in SIDES:
             side = config.side(name)
             tell(f"{name}: {side.runtime} in {side.world_size} {'process' if side.world_size == 1 else 'processes'}")
-            records[name] = record_side(config, name, device, Path(folder) / name)
+            records[name] = record_side(config, name, Path(folder) / name)
         comparison = compare_sides(config, records["reference"], records["candidate"], tolerances)
         versions = {name: dict(record.versions) for name, record in records.items()}
-    return ParityResult(config, device, sum(map(len, sequences)), comparison, versions)
+    return ParityResult(config, sum(map(len, sequences)), comparison, versions)
 
 
 @dataclass(frozen=True)
@@ -117,13 +113,10 @@ class _Rank:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
 
 
-def record_side(
-    config: ParityConfig, name: SideName, device: str, folder: Path, start: StartRank = start_rank
-) -> SideRecord:
+def record_side(config: ParityConfig, name: SideName, folder: Path, start: StartRank = start_rank) -> SideRecord:
     """Runs one side, each rank in a new process.
 
     Args:
-        device: ``cpu`` or ``cuda``.
         folder: for the record's files; is made, and must outlive the record.
         start: starts the process of a rank.
 
@@ -133,14 +126,14 @@ def record_side(
     """
     folder.mkdir()
     config_file = folder / "config.json"
-    config_file.write_text(config.replace(device=device).model_dump_json())
+    config_file.write_text(config.model_dump_json())
     side = config.side(name)
     # Served here for as long as the ranks live.
     store = host_store(timedelta(seconds=config.timeout))
     ranks: list[_Rank] = []
     try:
         for index in range(side.world_size):
-            environment = _environment(config, device, index, side.world_size, store.port)
+            environment = _environment(config, index, side.world_size, store.port)
             output, log = folder / f"rank-{index}.pt", folder / f"rank-{index}.log"
             ranks.append(_Rank(index, start([str(config_file), name, str(output)], environment, log), output, log))
         _wait(ranks, f"the {name} {side.runtime!r}", config.timeout)
@@ -152,13 +145,13 @@ def record_side(
     return merge_ranks([RankRecord.load(rank.output) for rank in ranks], plan_batch(config, side.data_parallel_size))
 
 
-def _environment(config: ParityConfig, device: str, rank: int, world_size: int, port: int) -> dict[str, str]:
+def _environment(config: ParityConfig, rank: int, world_size: int, port: int) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in _JOB}
     environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         environment[name] = str(config.threads)
     prefer_loopback(environment)
-    if device == "cpu":
+    if config.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     if world_size > 1:
         environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
@@ -197,7 +190,7 @@ def _failure(failed: Sequence[_Rank], side: str) -> ParityError:
             return ParityError(f"{side} stopped: {error['message']}", rank=index, refused=error["refused"])
     for rank in failed:
         if rank not in told:
-            died = f"rank {rank.index} of {side} died with status {rank.process.returncode}"
+            died = f"rank {rank.index} of {side} died with status {rank.process.poll()}"
             return ParityError(f"{died}:\n{rank.last_lines()}", rank=rank.index)
     index, error = errors[0]
     return ParityError(f"rank {index} of {side} failed:\n{error['traceback']}", rank=index)

@@ -19,7 +19,7 @@ def as_text(result: ParityResult) -> str:
     """Tables of stages and steps, then the verdict."""
     config, comparison = result.config, result.comparison
     lines = [
-        f"{config.model}: {config.dtype} on {result.device}, lr {config.lr:g}, {config.num_sequences} sequences of "
+        f"{config.model}: {config.dtype} on {config.device}, lr {config.lr:g}, {config.num_sequences} sequences of "
         f"{result.num_tokens} tokens in {config.num_micro_batches} micro-batches for each data-parallel rank"
     ]
     for name in SIDES:
@@ -56,9 +56,9 @@ def as_json(result: ParityResult) -> dict[str, Any]:
     """What ``--json`` writes. Differences that are not finite are null."""
     config, comparison, divergence = result.config, result.comparison, result.comparison.first_divergence
     report = config.model_dump(
-        include={"model", "dtype", "lr", "weight_decay", "seed", "num_sequences", "num_micro_batches"}
+        include={"model", "dtype", "lr", "weight_decay", "seed", "num_sequences", "num_micro_batches", "device"}
     )
-    report |= {"device": result.device, "num_tokens": result.num_tokens}
+    report["num_tokens"] = result.num_tokens
     for name in SIDES:
         side = config.side(name)
         report[name] = {

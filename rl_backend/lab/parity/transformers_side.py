@@ -17,8 +17,6 @@ from rl_backend.lab.parity.config import ParityConfig, ParitySide, make_sequence
 from rl_backend.lab.parity.record import RankRecord, package_versions
 from rl_backend.runtime.module_outputs import record_outputs
 
-_CLIP_EPSILON = 1.0e-6
-
 
 def record_transformers(config: ParityConfig, side: ParitySide) -> RankRecord:
     """Trains and records, in this process alone."""
@@ -30,19 +28,13 @@ def record_transformers(config: ParityConfig, side: ParitySide) -> RankRecord:
     batches = [batch.to(trainer.device) for batch in batches]
     loaded = trainer.checkpoint_names(trainer.masters)
     activations = trainer.activations(batches)
-    losses, norms = [], []
-    log_probs: list[Tensor] = []
-    gradients: dict[str, Tensor] = {}
-    weights: dict[str, Tensor] = {}
-    for step in range(config.steps):
-        loss, outputs = trainer.forward_backward(batches)
-        losses.append(loss)
-        if step == 0:
-            log_probs = outputs
-            gradients = trainer.checkpoint_names(trainer.gradients())
+    loss, log_probs = trainer.forward_backward(batches)
+    gradients = trainer.checkpoint_names(trainer.gradients())
+    losses, norms = [loss], [trainer.optimizer_step()]
+    weights = trainer.checkpoint_names(trainer.masters)
+    for _ in range(1, config.steps):
+        losses.append(trainer.forward_backward(batches)[0])
         norms.append(trainer.optimizer_step())
-        if step == 0:
-            weights = trainer.checkpoint_names(trainer.masters)
     return RankRecord(0, True, activations, log_probs, losses, norms, loaded, gradients, weights, package_versions())
 
 
@@ -78,15 +70,19 @@ class _Trainer:
         """Loss of all micro-batches, log-probs by sequence; gradients are added up in float32."""
         self.model.train()
         total, outputs = 0.0, []
-        for parameter in self.masters.values():
-            parameter.grad = torch.zeros_like(parameter)
+        for master in self.masters.values():
+            master.grad = torch.zeros_like(master)
+        gradients = self.gradients()
         for batch in batches:
             log_probs = [self._log_probs(sequence) for sequence in batch.split(batch.input_ids)]
             loss, _ = sft_loss(ModelOutput(log_probs=torch.cat(log_probs)), batch)
             loss.backward()
             total += loss.item()
             outputs += [part.detach().cpu() for part in log_probs]
-            self._collect_gradients()
+            for name, parameter in self.model.named_parameters():
+                if parameter.grad is not None:
+                    gradients[name].add_(parameter.grad.float())
+                    parameter.grad = None
         return total, outputs
 
     def gradients(self) -> dict[str, Tensor]:
@@ -96,10 +92,8 @@ class _Trainer:
         """Clips, steps, and returns the norm before clipping."""
         gradients = self.gradients().values()
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
-        coefficient = self.config.clip_grad / (norm + _CLIP_EPSILON)
-        if coefficient < 1.0:
-            for gradient in gradients:
-                gradient.mul_(coefficient)
+        whole = torch.tensor(norm, dtype=torch.float64)
+        torch.nn.utils.clip_grads_with_norm_(self.masters.values(), self.config.clip_grad, whole, foreach=False)
         self.adamw.step()
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
@@ -118,14 +112,6 @@ class _Trainer:
         logits = self.model(sequence[None], use_cache=False).logits[0].float()
         chosen = logits[:-1].log_softmax(-1).gather(1, sequence[1:, None]).squeeze(1)
         return torch.cat([chosen, chosen.new_zeros(1)])
-
-    def _collect_gradients(self) -> None:
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None:
-                gradient = self.masters[name].grad
-                assert gradient is not None
-                gradient.add_(parameter.grad.float())
-                parameter.grad = None
 
 
 def _load(path: str, dtype: torch.dtype, device: torch.device, options: Mapping[str, Any]) -> PreTrainedModel:

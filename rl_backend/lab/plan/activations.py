@@ -48,7 +48,7 @@ def measure_stage(
     choose as many.
 
     Args:
-        module: on the meta device, in the dtype that it computes in, not sharded by FSDP.
+        module: on the meta device, in the dtype that it computes in, not sharded by FSDP; keeps no gradients from here on.
         hidden_size: of what the stage before puts out; None for the first stage.
         splits_backward: into a pass for the inputs and one for the weights.
     """
@@ -59,29 +59,27 @@ def measure_stage(
         None if layout is None else replace(layout, places=layout.places.to(META)),
     )
     parameters = list(module.parameters())
-    hooks = [each.register_post_accumulate_grad_hook(_drop_gradient) for each in parameters if each.requires_grad]
+    trained = [each for each in parameters if each.requires_grad]
+    for parameter in trained:
+        parameter.register_post_accumulate_grad_hook(_drop_gradient)
     known = [*parameters, *(value for value in rank_batch.inputs if isinstance(value, Tensor))]
-    try:
-        with torch.no_grad(), LiveBytes(known) as live:
-            _forward(module, hidden_size, rank_batch, groups)
-            evaluation_peak = live.peak
-        if not hooks:
-            return StageMemory(0, 0, 0, 0, evaluation_peak)
-        with LiveBytes(known) as live:
-            inputs, outputs = _forward(module, hidden_size, rank_batch, groups)
-            kept, forward_peak = live.live, live.peak
-            live.reset_peak()
-            put_off = 0
-            with put_off_weight_gradients() if splits_backward else nullcontext() as gradients:
-                torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
-            if gradients is not None:
-                del inputs, outputs
-                put_off = live.live
-                gradients.compute()
-            return StageMemory(kept, put_off, forward_peak, live.peak, evaluation_peak)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with torch.no_grad(), LiveBytes(known) as live:
+        _forward(module, hidden_size, rank_batch, groups)
+        evaluation_peak = live.peak
+    if not trained:
+        return StageMemory(0, 0, 0, 0, evaluation_peak)
+    with LiveBytes(known) as live:
+        inputs, outputs = _forward(module, hidden_size, rank_batch, groups)
+        kept, forward_peak = live.live, live.peak
+        live.peak = live.live
+        put_off = 0
+        with put_off_weight_gradients() if splits_backward else nullcontext() as gradients:
+            torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
+        if gradients is not None:
+            del inputs, outputs
+            put_off = live.live
+            gradients.compute()
+        return StageMemory(kept, put_off, forward_peak, live.peak, evaluation_peak)
 
 
 def _forward(
@@ -136,7 +134,7 @@ class LiveBytes(TorchDispatchMode):
 
     Attributes:
         live: bytes that exist now.
-        peak: the most that existed at one time since the start or :meth:`reset_peak`.
+        peak: the most that existed at one time, since the start or since this was set to ``live``.
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
@@ -145,9 +143,6 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
         self._known = [_storage(tensor) for tensor in known]
         self._held = {storage._cdata for storage in self._known}
-
-    def reset_peak(self) -> None:
-        self.peak = self.live
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

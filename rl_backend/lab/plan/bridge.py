@@ -67,28 +67,17 @@ def bridge_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
     actions = rank_actions(native, workload.num_micro_batches)
     ranks = [rank_stages(model, native, rank, num_ranks, workload) for rank in range(native.parallel.pp)]
     weights = weights_to_sync(model, ranks, workload)
+    bucket = COPIES_OF_EXPORTED * max(weight.nbytes for weight in weights)
     experts = {name for name, stored in model.weight_names.items() if isinstance(stored, PackedWeight)}
     found = []
-    for pipeline_rank, stages in enumerate(ranks):
+    for stages, passes in zip(ranks, actions, strict=True):
         chunks = [stage.parameters for stage in stages.sharded.values()]
         measured = {
             number: layers.stage(memory, layers_of_a_stage, last=number == num_stages - 1)
             for number, memory in stages.measured.items()
         }
-        found.append(
-            RankMemory(
-                pipeline_rank=pipeline_rank,
-                undo=0,
-                unreduced_gradients=0,
-                gathered_parameters=0,
-                logits_chunk=stages.logits_chunk,
-                sync_bucket=COPIES_OF_EXPORTED * max(weight.nbytes for weight in weights),
-                **{
-                    **_buffers(options, num_ranks, experts, chunks),
-                    **vars(most_in_flight(actions[pipeline_rank], measured)),
-                },
-            )
-        )
+        taken = vars(most_in_flight(passes, measured)) | _buffers(options, num_ranks, experts, chunks)
+        found.append(RankMemory(logits_chunk=stages.logits_chunk, sync_bucket=bucket, **taken))
     return found, sum(weight.nbytes for weight in weights)
 
 
@@ -135,7 +124,11 @@ class LocalLayers:
 
     def stage(self, native: StageMemory, num_layers: int, *, last: bool) -> StageMemory:
         """A stage of ``num_layers``; ``native`` says what the same stage of the native model takes."""
-        layer, recomputes = self._layer(), self.options.recompute_granularity == "full"
+        # Two norms keep what they normalise, twice, in float32; two projections keep what they take.
+        norms = 4 * self._hidden * _FLOAT + 2 * self._hidden * self._itemsize
+        norms += 2 * self._tokens // self.options.parallel.tp * _FLOAT
+        layer = norms + self._attention() + self._feed_forward()
+        recomputes = self.options.recompute_granularity == "full"
         # Of a layer that is computed again, its input is kept.
         kept = num_layers * (self._hidden * self._itemsize if recomputes else layer)
         if last:
@@ -149,12 +142,6 @@ class LocalLayers:
             backward_peak=kept + native.backward_peak - native.kept + 2 * self.scores + (layer if recomputes else 0),
             evaluation_peak=native.evaluation_peak + 2 * self.scores,
         )
-
-    def _layer(self) -> int:
-        # Two norms keep what they normalise, twice, in float32; two projections keep what they take.
-        norms = 4 * self._hidden * _FLOAT + 2 * self._hidden * self._itemsize
-        norms += 2 * self._tokens // self.options.parallel.tp * _FLOAT
-        return norms + self._attention() + self._feed_forward()
 
     def _attention(self) -> int:
         model, tp, size = self._mixer, self.options.parallel.tp, self._itemsize

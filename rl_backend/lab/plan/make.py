@@ -11,11 +11,12 @@ from rl_backend.contracts import BatchError, ConfigError, NativeConfig, Parallel
 from rl_backend.lab.plan.bridge import bridge_memory
 from rl_backend.lab.plan.memory import COMPONENTS, PHASES, Phase, RankMemory, Workload
 from rl_backend.lab.plan.native import MASTER_BYTES, native_memory
-from rl_backend.lab.text import ByteUnit, count, table
+from rl_backend.lab.text import count, table
 from rl_backend.runtime.bridge_config import BridgeConfig
 from rl_backend.runtime.registry import check_config
 
 GPUS_OF_A_NODE = 8
+GIB = 2**30
 
 COLUMNS = "{:24}" + "{:>16}" * len(PHASES)
 
@@ -131,42 +132,47 @@ def candidate_layouts(config: RuntimeConfig, num_ranks: int) -> list[ParallelCon
 def as_text(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> str:
     """The table of the largest ranks, and what follows from it."""
     work, peaks = plan.workload, {phase: plan.peak(phase) for phase in PHASES}
-    unit = ByteUnit.up_to(max(peaks.values()))
+    most = max(peaks.values())
+    unit, unit_bytes = ("GiB", GIB) if most >= GIB else ("MiB", 2**20)
+
+    def amount(num_bytes: int) -> str:
+        return f"{num_bytes / unit_bytes:.2f}"
+
     taken = [plan.largest(phase).phase(phase, work.offload) for phase in PHASES]
     used = [name for name in COMPONENTS if any(name in found for found in taken)]
-    rows = [(name, *(unit.of(found[name]) if name in found else "" for found in taken)) for name in used]
+    rows = [(name, *(amount(found[name]) if name in found else "" for found in taken)) for name in used]
     lines = [
         f"{plan.config.backend} on {count(plan.num_ranks, 'rank')}, {_layout_text(plan)}; {work.num_micro_batches} "
         f"micro-batches of {work.micro_batch_tokens} tokens in sequences of {work.sequence_length}",
         "",
-        *_table(f"{unit.name} on the largest rank", [*rows, ("total", *map(unit.of, peaks.values()))]),
+        *_table(f"{unit} on the largest rank", [*rows, ("total", *map(amount, peaks.values()))]),
     ]
     if len(plan.ranks) > 1:
         sizes = [[rank.total(phase, work.offload) for phase in PHASES] for rank in plan.ranks]
-        totals = [(str(index), *map(unit.of, each)) for index, each in enumerate(sizes)]
-        lines += _table(f"{unit.name} of pipeline rank", totals)
+        totals = [(str(index), *map(amount, each)) for index, each in enumerate(sizes)]
+        lines += _table(f"{unit} of pipeline rank", totals)
     if plan.config.backend == "bridge":
         lines.append("activations are those of Megatron's own layers; Transformer Engine's keep less")
     logits = max(rank.logits_chunk for rank in plan.ranks)
     if logits:
-        lines.append(f"logits: {unit.text(logits)} at one time, in the workspace")
+        lines.append(f"logits: {amount(logits)} {unit} at one time, in the workspace")
     lines.append(
-        f"a weight sync sends {unit.text(plan.sync_bytes)} in {work.sync_dtype}; through shared memory "
+        f"a weight sync sends {amount(plan.sync_bytes)} {unit} in {work.sync_dtype}; through shared memory "
         "or gloo it keeps as much of /dev/shm until it is closed"
     )
     if device_bytes is None:
         return "\n".join(lines)
-    device = unit.text(device_bytes)
-    over = [f"{phase.replace('_', ' ')} needs {unit.of(peaks[phase])}" for phase in plan.phases_over(device_bytes)]
+    device = f"{amount(device_bytes)} {unit}"
+    over = [f"{phase.replace('_', ' ')} needs {amount(peaks[phase])}" for phase in plan.phases_over(device_bytes)]
     if not over:
-        return "\n".join([*lines, "", f"fits {device}, of which {unit.of(device_bytes - max(peaks.values()))} are left"])
+        return "\n".join([*lines, "", f"fits {device}, of which {amount(device_bytes - most)} are left"])
     remedy = (
         f"no layout of {count(plan.num_ranks, 'rank')} fits: take more ranks, smaller micro-batches, activation "
         "checkpointing, or offload more"
     )
     if fitting is not None:
-        most = max(fitting.peak(phase) for phase in PHASES)
-        remedy = f"fits with {unit.text(most)}: {_layout_text(fitting)}"
+        needed = max(fitting.peak(phase) for phase in PHASES)
+        remedy = f"fits with {amount(needed)} {unit}: {_layout_text(fitting)}"
     return "\n".join([*lines, "", f"does not fit {device}: {', '.join(over)}", remedy])
 
 
@@ -182,14 +188,14 @@ def as_json(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> dict[
         "peak": {phase: plan.peak(phase) for phase in PHASES},
         "ranks": [
             {
-                "pipeline_rank": rank.pipeline_rank,
-                "first_rank": rank.pipeline_rank * ranks_of_a_stage,
+                "pipeline_rank": index,
+                "first_rank": index * ranks_of_a_stage,
                 "num_ranks": ranks_of_a_stage,
                 "phases": {phase: {**rank.phase(phase, offload), "total": rank.total(phase, offload)} for phase in PHASES},
                 "logits_chunk": rank.logits_chunk,
                 "kept_per_micro_batch": {str(stage): kept for stage, kept in rank.kept_per_micro_batch.items()},
             }
-            for rank in plan.ranks
+            for index, rank in enumerate(plan.ranks)
         ],
     }
     if device_bytes is not None:

@@ -27,7 +27,6 @@ USED: Mapping[Phase, tuple[str, ...]] = {
 }
 """What each phase works with: fields of :class:`RankMemory`."""
 
-
 COMPONENTS = tuple(
     dict.fromkeys(name for names in (PARTS, *USED.values()) for name in names if name != "evaluation_workspace")
 )
@@ -56,7 +55,6 @@ class RankMemory(PassMemory):
     """Bytes on the ranks of one pipeline rank, of which the first of each group holds as much as any.
 
     Attributes:
-        pipeline_rank: which.
         weights, gradients, optimizer: what is held at all times, unless it is offloaded.
         undo: what post-validation keeps to take a step back: a copy of weights and moments, and gradients.
         unreduced_gradients: of whole parameters, before they are reduced over the ranks.
@@ -65,13 +63,12 @@ class RankMemory(PassMemory):
         sync_bucket: full tensors, and what they are gathered through, in a weight sync.
     """
 
-    pipeline_rank: int
     weights: int
     gradients: int
     optimizer: int
-    undo: int
-    unreduced_gradients: int
-    gathered_parameters: int
+    undo: int = 0
+    unreduced_gradients: int = 0
+    gathered_parameters: int = 0
     logits_chunk: int
     sync_bucket: int
 

@@ -1,6 +1,5 @@
 """The memory of the native runtime: its own model, laid out and run on the meta device."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from rl_backend.contracts import NativeConfig, RuntimeConfig, stored_tensors
+from rl_backend.contracts import NativeConfig, RuntimeConfig, TensorInfo, stored_tensors
 from rl_backend.lab.plan.activations import StageMemory, measure_stage, most_in_flight
 from rl_backend.lab.plan.memory import RankMemory, Workload
 from rl_backend.model import ModelStage
@@ -116,7 +115,7 @@ def native_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
     weights = weights_to_sync(model, ranks, workload)
     bucket = sync_bucket_bytes(weights, workload.byte_budget, num_ranks)
     found = []
-    for pipeline_rank, stages in enumerate(ranks):
+    for stages, passes in zip(ranks, actions, strict=True):
         sharded = list(stages.sharded.values())
         parameters = [size for stage in sharded for size in stage.parameters.values()]
         held, trained = (sum(size.held for size in parameters if size.trained or not only) for only in (False, True))
@@ -128,7 +127,6 @@ def native_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
         gathered = max(whole) if native.reshard_after_forward else sum(whole)
         found.append(
             RankMemory(
-                pipeline_rank=pipeline_rank,
                 weights=held * MASTER_BYTES,
                 gradients=trained * MASTER_BYTES,
                 optimizer=optimizer,
@@ -137,7 +135,7 @@ def native_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
                 gathered_parameters=gathered * int(getattr(torch, native.param_dtype).itemsize),
                 logits_chunk=stages.logits_chunk,
                 sync_bucket=bucket,
-                **vars(most_in_flight(actions[pipeline_rank], stages.measured)),
+                **vars(most_in_flight(passes, stages.measured)),
             )
         )
     return found, sum(weight.nbytes for weight in weights)
@@ -195,29 +193,18 @@ def _build(model: ModelDescription, part: ModelStage | None, native: NativeConfi
     return build_module(model.family, model.architecture, settings, groups, native, forward_only=False)
 
 
-class SyncedWeight(NamedTuple):
-    """A full tensor of a weight sync."""
-
-    name: str
-    nbytes: int
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        return self.name
-
-
-def weights_to_sync(model: ModelDescription, ranks: Sequence[RankStages], workload: Workload) -> list[SyncedWeight]:
+def weights_to_sync(model: ModelDescription, ranks: Sequence[RankStages], workload: Workload) -> list[TensorInfo]:
     """What ``export_weights`` yields of a model."""
     dtype = getattr(torch, workload.sync_dtype)
     parameters = {name: size for rank in ranks for stage in rank.sharded.values() for name, size in stage.parameters.items()}
     return [
-        SyncedWeight(stored, math.prod(parameters[key].whole[len(index) :]) * dtype.itemsize, dtype)
+        TensorInfo.of(stored, parameters[key].whole[len(index) :], dtype)
         for key, name in model.weight_names.items()
         for index, stored in stored_tensors(name)
     ]
 
 
-def sync_bucket_bytes(weights: Sequence[SyncedWeight], byte_budget: int | None, world_size: int) -> int:
+def sync_bucket_bytes(weights: Sequence[TensorInfo], byte_budget: int | None, world_size: int) -> int:
     """What ``export_weights`` of the native runtime takes on a rank at one time.
 
     Beside the full tensors of a bucket: padding of at most an eighth, what the rank sends, and the tensor that is put

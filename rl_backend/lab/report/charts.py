@@ -6,7 +6,6 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, batched, groupby, pairwise
-from typing import NamedTuple
 
 from markupsafe import Markup
 
@@ -73,22 +72,6 @@ class Point:
     @property
     def step(self) -> float:
         return (self.first + self.last) / 2
-
-
-class Curve(NamedTuple):
-    """Paths of a metric.
-
-    Attributes:
-        dots: where they are drawn, with nothing behind the line.
-        pale: class of what is drawn behind the line instead.
-        steps: how many points there are.
-    """
-
-    line: str
-    dots: list[tuple[float, float]]
-    pale: str
-    behind: str
-    steps: int
 
 
 def charts_for(names: Iterable[str]) -> dict[str, list[Chart]]:
@@ -193,19 +176,19 @@ def _value_axis(chart: Chart, series: Sequence[Series]) -> Axis:
     return linear_axis(max(low, -limit), min(high, limit), bottom, top)
 
 
-def _curve(of: Sequence[Point], across: Axis, up: Axis) -> Curve:
-    """The values with a dot at each; of many, pale, and in front of them their running mean."""
+def _curve(of: Sequence[Point], across: Axis, up: Axis) -> dict[str, object]:
+    """The values as a line with dots; of many, their running mean, and ``behind`` it the values in the class ``pale``."""
     places = [_place(point.step, point.mean, across, up) for point in of]
     grouped = any(point.first != point.last for point in of)
     if not grouped and len(of) <= EACH_STEP:
-        return Curve(path(places), [place for place in places if place is not None], "", "", len(of))
+        return {"line": path(places), "dots": list(filter(None, places)), "steps": len(of), "pale": None}
     behind = _band(of, across, up) if grouped else path(places)
     values = [point.mean for point in of if math.isfinite(point.mean)]
     # Where a curve goes up and down a lot, its running mean says more; a schedule does not.
     if values and sum(abs(after - before) for before, after in pairwise(values)) > NOISY * (max(values) - min(values)):
         means = running_mean([point.mean for point in of], max(2 * (len(of) // 30) + 1, 3))
         places = [_place(point.step, mean, across, up) for point, mean in zip(of, means, strict=True)]
-    return Curve(path(places), [], "band" if grouped else "faint", behind, len(of))
+    return {"line": path(places), "pale": "band" if grouped else "faint", "behind": behind}
 
 
 def _band(of: Sequence[Point], across: Axis, up: Axis) -> str:

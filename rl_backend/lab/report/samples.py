@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 from markupsafe import Markup
@@ -30,10 +31,7 @@ def draw_samples(kind: str, first: Sequence[Sample], last: Sequence[Sample]) -> 
     rewards = _rewards([*first, *last], finite=True)
     middle = (min(rewards) + max(rewards)) / 2 if rewards and min(rewards) < max(rewards) else None
     columns = [(left, before), (right, after)] if last else [(left, before)]
-    rows = [
-        [_cell(prompts[index], of[prompts[index]], middle) if index < len(prompts) else None for prompts, of in columns]
-        for index in range(max(len(left), len(right)))
-    ]
+    rows = zip_longest(*([_cell(prompt, of[prompt], middle) for prompt in prompts] for prompts, of in columns))
     if not last:
         note = "All samples are of one step."
     elif shared:

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from rl_backend.lab.picture import linear_axis, render
 from rl_backend.lab.text import short
-from rl_backend.trace import read_trace
+from rl_backend.trace.chrome import read_trace
 
 MOST_LANES = 16
 """Processes that are drawn; of a larger run the trace itself shows all."""
@@ -72,6 +72,9 @@ class Bar:
 type Thread = tuple[int, int]
 """Numbers of a process and of a thread in it."""
 
+type Arrow = tuple[str, tuple[Thread, float], tuple[Thread, float]]
+"""A name, and from one event to another, each by its thread and the milliseconds at which it is met."""
+
 
 @dataclass
 class Lane:
@@ -83,15 +86,6 @@ class Lane:
     @property
     def depths(self) -> int:
         return max((bar.depth for bar in self.bars), default=0) + 1
-
-
-@dataclass(frozen=True)
-class Arrow:
-    """From one event to another, each by its thread and the milliseconds at which it is met."""
-
-    name: str
-    start: tuple[Thread, float]
-    end: tuple[Thread, float]
 
 
 @dataclass(frozen=True)
@@ -177,7 +171,7 @@ def draw_timeline(timeline: StepTimeline) -> Markup:
         across=across,
         lanes=list(zip(lanes.values(), tops, strict=True)),
         bars=wide,
-        arrows=[(arrow.name, met(*arrow.start), met(*arrow.end)) for arrow in timeline.arrows],
+        arrows=[(name, met(*start), met(*end)) for name, start, end in timeline.arrows],
         keys=[(f"k-{kind}", KINDS[kind], None) for kind in sorted({bar.kind for bar, _ in wide}, key=list(KINDS).index)],
         notes=notes,
     )
@@ -204,7 +198,7 @@ def _arrows(events: Sequence[dict[str, Any]], start: float, end: float, shown: C
             begun[event["id"]] = event
         elif event.get("ph") == "f" and event["id"] in begun:
             first = begun.pop(event["id"])
-            ends = [((one["pid"], one["tid"]), (one["ts"] - start) / 1000) for one in (first, event)]
-            if start <= event["ts"] <= end and all(key in shown for key, _ in ends):
-                arrows.append(Arrow(event["name"], ends[0], ends[1]))
+            tail, head = (((one["pid"], one["tid"]), (one["ts"] - start) / 1000) for one in (first, event))
+            if start <= event["ts"] <= end and tail[0] in shown and head[0] in shown:
+                arrows.append((event["name"], tail, head))
     return arrows

@@ -15,7 +15,8 @@ from actors.run import folder as folder_module
 from actors.run.folder import RunFolder
 from actors.run.metrics import Clock
 from rl_backend.contracts import BaseConfig, ClusterLostError, ConfigError
-from rl_backend.trace import ChromeTraceWriter, recorder
+from rl_backend.trace.chrome import ChromeTraceWriter
+from rl_backend.trace.recorder import recorder
 from tests.support.chrome_trace import check_trace
 from tests.support.clusters import ROOT
 from tests.support.page import read_page

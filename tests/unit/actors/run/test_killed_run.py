@@ -22,7 +22,7 @@ from actors.run.folder import RunFolder
 from actors.run.lock import RunLock
 from actors.run.start import RunStart
 from rl_backend.contracts import BaseConfig, ConfigError
-from rl_backend.lab.report import write_report
+from rl_backend.lab.report.page import write_report
 from rl_backend.lab.report.run_data import read_run
 from tests.support.clusters import ROOT
 from tests.support.page import read_page

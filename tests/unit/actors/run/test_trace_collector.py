@@ -13,8 +13,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from actors.run import trace as trace_module
 from actors.run.trace import COLLECT_SECONDS, TraceCollector
-from rl_backend.trace import Event, TraceBatch, recorder
-from rl_backend.trace.recorder import clock_identity
+from rl_backend.trace.recorder import Event, TraceBatch, clock_identity, recorder
 from tests.support.chrome_trace import check_trace
 
 CLOCK = clock_identity()
@@ -24,7 +23,7 @@ type Answer = Callable[[], TraceBatch] | None
 
 def batch(*starts: int, clock: str = CLOCK) -> TraceBatch:
     events = [Event("work", "operation", start, 1000, 0, {}) for start in starts]
-    return TraceBatch(clock, 1, time.monotonic_ns(), events, 0)
+    return TraceBatch(clock, time.monotonic_ns(), events, 0)
 
 
 class Actor:

@@ -19,7 +19,10 @@ from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.cli import parity
 from rl_backend.cli.main import main
 from rl_backend.contracts import ConfigError, RLBackendError
-from rl_backend.lab.parity import ParityConfig, ParitySide, SideRecord, Tolerances, compare
+from rl_backend.lab.parity.compare import compare
+from rl_backend.lab.parity.config import ParityConfig, ParitySide
+from rl_backend.lab.parity.differences import Tolerances
+from rl_backend.lab.parity.record import SideRecord
 from rl_backend.lab.parity.run import ParityResult, required_modules
 from rl_backend.lab.parity.text import as_json, as_text
 
@@ -135,7 +138,7 @@ def result(
     side = ParitySide(runtime="native")
     config = ParityConfig(model="some-model", reference=side, candidate=side, steps=len(reference.losses), **changes)
     comparison = compare(reference, candidate, Tolerances.of("float32"), modules)
-    return ParityResult(config, "cpu", 3, comparison, {"reference": {}, "candidate": {}})
+    return ParityResult(config.replace(device="cpu"), 3, comparison, {"reference": {}, "candidate": {}})
 
 
 def test_tolerances_are_those_of_five_and_twenty_steps_and_grow_on() -> None:

@@ -12,7 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from rl_backend.cli.main import main
 from rl_backend.contracts import PackedBatch
-from rl_backend.lab.plan import Workload, candidate_layouts, make_plan
+from rl_backend.lab.plan import Workload, make_plan
+from rl_backend.lab.plan.make import candidate_layouts
 from rl_backend.parallel.imagined import imagined_rank
 from tests.support.models import write_tiny
 from tests.support.native import make_config, open_runtime, token_loss

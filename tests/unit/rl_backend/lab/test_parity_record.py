@@ -12,8 +12,9 @@ import torch
 
 from rl_backend.contracts import HandleError, RLBackendError
 from rl_backend.data import MicroBatchPlan
-from rl_backend.lab.parity import ParityConfig, ParitySide, SideRecord, rank
-from rl_backend.lab.parity.record import RankRecord, merge_ranks
+from rl_backend.lab.parity import rank
+from rl_backend.lab.parity.config import ParityConfig, ParitySide
+from rl_backend.lab.parity.record import RankRecord, SideRecord, merge_ranks
 
 
 def merge(*norms: Sequence[float]) -> SideRecord:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rl_backend.cli.main import main
-from rl_backend.lab.report import write_report
+from rl_backend.lab.report.page import write_report
 from tests.support.page import Element, read_page
 from tests.support.runs import write_run
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_backend.lab.report import write_report
-from rl_backend.trace import ChromeTraceWriter
+from rl_backend.lab.report.page import write_report
+from rl_backend.trace.chrome import ChromeTraceWriter
 from tests.support.page import Element, read_page
 from tests.support.runs import write_run
 

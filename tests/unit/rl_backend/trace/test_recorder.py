@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from rl_backend.lab.report.timeline import read_step
-from rl_backend.trace import CATEGORIES, ChromeTraceWriter, TraceRecorder, device, read_trace
+from rl_backend.trace import chrome, device
+from rl_backend.trace.chrome import ChromeTraceWriter, read_trace
+from rl_backend.trace.recorder import CATEGORIES, TraceRecorder
 from tests.support.chrome_trace import check_trace
 
 
@@ -27,7 +29,7 @@ def recorder() -> TraceRecorder:
 def test_a_recorder_that_is_off_keeps_nothing() -> None:
     recorder = TraceRecorder()
     with recorder.span("forward", "micro_batch", tokens=3) as span:
-        span.add(more=1)
+        span.update(more=1)
     recorder.start()
     assert recorder.take() == []
 
@@ -39,7 +41,7 @@ def test_spans_have_times_arguments_and_the_error_that_ended_them(recorder: Trac
         with recorder.span("outer", "operation", operation=1) as outer:
             with recorder.span("inner", "micro_batch", micro_batch=0, tokens=8):
                 time.sleep(0.002)
-            outer.add(weight_version=4)
+            outer.update(weight_version=4)
             raise KeyError
 
     with pytest.raises(KeyError):
@@ -114,7 +116,7 @@ def test_times_that_come_later_are_taken_when_they_are_known(recorder: TraceReco
 def write_steps(path: Path, steps: int) -> ChromeTraceWriter:
     writer = ChromeTraceWriter(path)
     writer.process(1, "driver")
-    writer.process(2, "rank 0", labels="clock within 0.1 ms")
+    writer.process(2, "rank 0")
     writer.thread(2, 1, "main")
     for step in range(1, steps + 1):
         start = step * 1000.0
@@ -184,10 +186,11 @@ def test_an_error_on_a_device_is_not_replaced_by_that_of_its_span(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "Event", DeviceEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    reference = device._Reference(DeviceEvent(), 0)  # type: ignore[arg-type]
+    monkeypatch.setattr(device, "recorder", recorder)
+    monkeypatch.setattr(device, "_reference", lambda _: (DeviceEvent(), 0))
 
     def fail() -> None:
-        with device._cuda_span(recorder, "forward", "micro_batch", {}, reference, torch.device("cuda", 0)):
+        with device.device_span(torch.device("cuda", 0), "forward", "micro_batch"):
             monkeypatch.setattr(DeviceEvent, "lost", True)
             raise ValueError("the body's own")
 
@@ -205,9 +208,10 @@ def test_a_trace_that_was_cut_off_is_read_up_to_there(tmp_path: Path) -> None:
     assert read_trace(path)[:-1] == whole[: len(read_trace(path)) - 1]
 
 
-def test_a_trace_ends_at_its_size_and_says_what_is_missing(tmp_path: Path) -> None:
+def test_a_trace_ends_at_its_size_and_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chrome, "MAX_BYTES", 2000)
     path = tmp_path / "trace.json"
-    writer = ChromeTraceWriter(path, max_bytes=2000)
+    writer = ChromeTraceWriter(path)
     for number in range(100):
         writer.complete(1, 1, "phase", "phase", float(number), 1.0, {})
     writer.close()
