@@ -107,7 +107,7 @@ def policy_loss(
     def aggregate(token_losses: Tensor) -> Tensor:
         return aggregate_loss(token_losses, loss_mask, data, loss_agg_mode, loss_scale_factor=loss_scale_factor)
 
-    clip = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high}
+    clip: dict[str, Any] = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high}
     tokens = log_probs, old_log_probs, advantages, loss_mask
     if surrogate == "gspo":
         token_losses, clipped = surrogates.gspo_policy_loss(*tokens, data.seq_lens, **clip)

@@ -140,7 +140,7 @@ def distribute_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
     Of all parameters, dimension 0 numbers the experts and dimension 2 their intermediate features.
     """
     for name in _names(experts):
-        _distribute(experts, name, mesh, [Shard(0), Shard(2)][: mesh.ndim])
+        _distribute(experts, name, mesh, [Shard(dim) for dim in (0, 2)[: mesh.ndim]])
     compute_on_local(experts, {})
 
 

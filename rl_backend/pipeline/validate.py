@@ -62,7 +62,8 @@ def _check_complete(schedule: Schedule) -> None:
     )
     receives = {arrival.receive for arrival in arrivals if arrival is not None}
     expected = computations | receives | {receive.other_end for receive in receives}
-    for problem, actions in (("missing", expected - counts.keys()), ("not needed", counts.keys() - expected)):
+    present = set(counts)
+    for problem, actions in (("missing", expected - present), ("not needed", present - expected)):
         if actions:
             raise _error(schedule, f"{problem}: {listed(sorted(actions, key=_place))}")
 

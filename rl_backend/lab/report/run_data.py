@@ -129,6 +129,7 @@ def _read_metrics(data: RunData) -> None:
 
 
 def _read_samples(data: RunData, name: str) -> FirstAndLast:
+    """Those of the first step, and those of the last where that is another."""
     path = data.path / name
     if not path.is_file():
         return (), ()

@@ -119,6 +119,7 @@ class MoE(FeedForward):
         self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False) if shared_gate else None
 
     def forward(self, x: Tensor, router: RouterInput = RouterInput()) -> Tensor:  # noqa: B008 - immutable
+        """(T, hidden_size) -> (T, hidden_size)."""
         routed: Tensor = self.experts(x, self.route(x, router))
         if self.shared_expert is None:
             return routed
