@@ -62,10 +62,10 @@ def _check_complete(schedule: Schedule) -> None:
     )
     receives = {arrival.receive for arrival in arrivals if arrival is not None}
     expected = computations | receives | {receive.other_end for receive in receives}
-    present = set(counts)
-    for problem, actions in (("missing", expected - present), ("not needed", present - expected)):
+    for problem, actions in (("missing", expected - counts.keys()), ("not needed", counts.keys() - expected)):
         if actions:
-            raise _error(schedule, f"{problem}: {listed(sorted(actions, key=_place))}")
+            in_order: list[Action] = sorted(actions, key=_place)
+            raise _error(schedule, f"{problem}: {listed(in_order)}")
 
 
 def _passes(schedule: Schedule, *, split: bool) -> tuple[Kind, ...]:
