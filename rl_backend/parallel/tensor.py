@@ -5,7 +5,7 @@ leaves the sum over the ranks scattered over the tokens again. Parameters become
 exports know what a rank holds, but modules compute with the rank's own part: nothing runs through DTensor's dispatch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any
 
@@ -197,7 +197,7 @@ def _names(module: nn.Module) -> list[str]:
     return [name for name, parameter in module._parameters.items() if parameter is not None]
 
 
-def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placements: list[Placement]) -> None:
+def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
     """Replaces a parameter by a DTensor, of which this rank allocates its own part on the same device."""
     parameter = module._parameters[name]
     assert parameter is not None, "callers name parameters that are there"
