@@ -161,9 +161,9 @@ FAULTS = [
     ),
     Fault(
         "gradients-of-copies-added-again",
-        _TIED_EMBEDDINGS,
-        "            parameters[copy].grad = None\n\n\ndef add",
-        "            pass\n\n\ndef add",
+        f"{_NATIVE}/pipeline.py",
+        "                handle.parameters[copy].grad = None\n",
+        "                pass\n",
         (f"{_PIPELINES}::test_gradients_of_several_calls_add_up_also_where_embeddings_are_tied[ends on two ranks]",),
         "a second call would add the first one's gradients again",
     ),
