@@ -165,7 +165,7 @@ def compare_demos(root: Path, folder: Path) -> dict[str, Any]:
             summary = json.loads((run / "summary.json").read_text())
             lines = (run / "grpo" / "metrics.jsonl").read_text().splitlines()
             steps = [
-                {name: value for name, value in json.loads(line).items() if "loss" in name or "reward" in name}
+                {name: value for name, value in json.loads(line).items() if name == "reward" or name.endswith("loss")}
                 for line in lines
             ]
             found[side] = {"steps": steps, **{name: summary[name] for name in DEMO_FIGURES}}

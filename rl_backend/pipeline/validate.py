@@ -62,10 +62,10 @@ def _check_complete(schedule: Schedule) -> None:
     )
     receives = {arrival.receive for arrival in arrivals if arrival is not None}
     expected = computations | receives | {receive.other_end for receive in receives}
-    for problem, actions in (("missing", expected - counts.keys()), ("not needed", counts.keys() - expected)):
+    for problem, actions in (("missing", expected - set(counts)), ("not needed", set(counts) - expected)):
         if actions:
-            in_order: list[Action] = sorted(actions, key=_place)
-            raise _error(schedule, f"{problem}: {listed(in_order)}")
+            ordered = sorted(actions, key=_place)
+            raise _error(schedule, f"{problem}: {listed(ordered)}")
 
 
 def _passes(schedule: Schedule, *, split: bool) -> tuple[Kind, ...]:
