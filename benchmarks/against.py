@@ -29,6 +29,7 @@ from benchmarks.report import machine, require_sleeping_threads, write_result
 
 ROOT = Path(__file__).parents[1]
 WORKER = Path(__file__).with_name("against_worker.py")
+RESULT = ROOT / "benchmarks" / "results" / "against.json"
 SPEED_PARTS = ("train_speed", "moe_speed")
 PARTS = ("losses", "checkpoint", "demo", *SPEED_PARTS, "weight_sync")
 STEPS = 4
@@ -192,6 +193,11 @@ def main() -> None:
     if not (other / "benchmarks" / "train_speed.py").is_file():
         parser.error(f"other: {other} is not a checkout of rl_backend")
     result: dict[str, Any] = {"ours": commit(ROOT), "other": commit(other), "rounds": arguments.rounds}
+    if RESULT.is_file():
+        # Parts that were run before, of the same two commits.
+        earlier = json.loads(RESULT.read_text())
+        if all(earlier[side]["commit"] == result[side]["commit"] for side in ("ours", "other")):
+            result |= {part: earlier[part] for part in PARTS if part in earlier}
     wanted = arguments.only or PARTS
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
