@@ -13,6 +13,7 @@ from verl.utils.checkpoint.checkpoint_manager import get_checkpoint_tracker_file
 from rl_backend.checkpoint.durable import rename_synced, write_synced
 from rl_backend.checkpoint.training_state import on_every_rank, raise_on_every_rank
 from rl_backend.contracts import CheckpointError, ModelHandle
+from rl_backend.parallel.groups import world_group
 from rl_backend.runtime import Runtime
 
 
@@ -56,7 +57,7 @@ class PendingSave:
         except CheckpointError as error:
             self.problem, cause = self.problem or _text(error), error
         problem = self.problem and f"async_save of step {self.step} to {self.path} failed in the background: {self.problem}"
-        raise_on_every_rank(problem, dist.distributed_c10d._get_default_group(), cause)
+        raise_on_every_rank(problem, world_group(), cause)
         if self.replaces is not None:
             self.replaces.__exit__(None, None, None)
 
@@ -67,7 +68,7 @@ def begin_role(path: Path) -> None:
     Raises:
         CheckpointError: the file system refuses; on every rank.
     """
-    with on_every_rank(dist.distributed_c10d._get_default_group(), f"{path} could not be saved"):
+    with on_every_rank(world_group(), f"{path} could not be saved"):
         if dist.get_rank() == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             _marker(path).touch()

@@ -16,6 +16,7 @@ from adapters.verl.replacing import exists_on_rank_0, finish_replacing, found_na
 from rl_backend.checkpoint.durable import sync_tree
 from rl_backend.checkpoint.training_state import on_every_rank
 from rl_backend.contracts import CheckpointError, ModelHandle, UnsupportedError
+from rl_backend.parallel.groups import world_group
 from rl_backend.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class EngineCheckpoints:
             with replacing(path / _HF_DIRECTORY) as new:
                 runtime.save_checkpoint(handle, new, hf=True)
                 if self._tokenizer is not None:
-                    with on_every_rank(_all_ranks(), f"the tokenizer could not be written to {new}"):
+                    with on_every_rank(world_group(), f"the tokenizer could not be written to {new}"):
                         if first:
                             self._tokenizer.save_pretrained(new)
                             sync_tree(new)
@@ -143,7 +144,7 @@ class EngineCheckpoints:
             self._committed(save.path, save.step, save.keep, records=True)
 
     def _committed(self, path: Path, step: int, keep: int | None, *, records: bool) -> None:
-        with on_every_rank(_all_ranks(), f"verl's record of step {step} could not be written"):
+        with on_every_rank(world_group(), f"verl's record of step {step} could not be written"):
             if dist.get_rank() == 0:
                 if records:
                     record_step(path, step)
@@ -189,10 +190,6 @@ def own_tokenizer(model_config: HFModelConfig) -> Any:
     if model_config.custom_chat_template is None and model_config.tokenizer_path in (None, model_config.path):
         return None
     return model_config.tokenizer if model_config.processor is None else model_config.processor
-
-
-def _all_ranks() -> dist.ProcessGroup:
-    return dist.distributed_c10d._get_default_group()
 
 
 def _local(local_path: str, hdfs_path: str | None) -> Path:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from rl_backend.checkpoint.durable import rename_synced
 from rl_backend.checkpoint.training_state import on_every_rank
+from rl_backend.parallel.groups import world_group
 
 
 @contextmanager
@@ -25,12 +26,12 @@ def replacing(path: Path) -> Generator[Path]:
     """
     finish_replacing(path)
     new, old = _new(path), _old(path)
-    with on_every_rank(_all_ranks(), f"{path} cannot be replaced"):
+    with on_every_rank(world_group(), f"{path} cannot be replaced"):
         if dist.get_rank() == 0:
             for left_behind in (new, old):
                 shutil.rmtree(left_behind, ignore_errors=True)
     yield new
-    with on_every_rank(_all_ranks(), f"{new} could not take the place of {path}"):
+    with on_every_rank(world_group(), f"{new} could not take the place of {path}"):
         if dist.get_rank() == 0:
             _take_place(path)
 
@@ -55,7 +56,7 @@ def finish_replacing(path: Path) -> None:
     Raises:
         CheckpointError: the file system refuses; on every rank.
     """
-    with on_every_rank(_all_ranks(), f"{path} could not be given its name; rename the one that a kill left beside it"):
+    with on_every_rank(world_group(), f"{path} could not be given its name; rename the one that a kill left beside it"):
         if dist.get_rank() == 0:
             found = found_name(path)
             if found != path:
@@ -82,7 +83,3 @@ def _new(path: Path) -> Path:
 
 def _old(path: Path) -> Path:
     return path.with_name(f".{path.name}.old")
-
-
-def _all_ranks() -> dist.ProcessGroup:
-    return dist.distributed_c10d._get_default_group()

@@ -178,7 +178,7 @@ def _open(parallel: ParallelConfig, device: torch.device, post_validation: bool)
         rows = grid.movedim(dimensions, last).flatten(-len(dimensions)).flatten(0, -2)
         partition = tuple(tuple(row) for row in rows.tolist())
         if len(partition) == 1:
-            return _world()
+            return world_group()
         if partition not in by_partition:
             mine, _ = dist.new_subgroups_by_enumeration([list(row) for row in partition], timeout=COLLECTIVE_TIMEOUT)
             assert mine is not None, "every rank is in one row"
@@ -220,16 +220,17 @@ def _open(parallel: ParallelConfig, device: torch.device, post_validation: bool)
         token_group=along(dense, 2, 3),
         replica_group=along(dense, 0, 2, 3),
         expert_group=along(experts, 2, 3),
-        world_group=_world(),
+        world_group=world_group(),
         host_group=on_hosts[0],
         validation=validation,
         made=(*on_hosts, *by_partition.values()),
     )
 
 
-def _world() -> dist.ProcessGroup:
+def world_group() -> dist.ProcessGroup:
+    """The default process group, which there is."""
     world = dist.group.WORLD
-    assert world is not None, "open_groups joined it"
+    assert world is not None, "joined before"
     return world
 
 

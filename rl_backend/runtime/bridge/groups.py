@@ -11,7 +11,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from rl_backend.contracts import ConfigError, ParallelConfig
-from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT, RankGroups, join_default_group, leave_default_group
+from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT, RankGroups, join_default_group, leave_default_group, world_group
 from rl_backend.runtime.bridge.megatron_cpu import on_cpu
 from rl_backend.runtime.bridge_config import megatron_sizes
 
@@ -67,7 +67,7 @@ def open_groups(parallel: ParallelConfig, device: torch.device) -> BridgeGroups:
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=dp_size,
         dp_group=parallel_state.get_data_parallel_group(),
-        world_group=dist.distributed_c10d._get_default_group(),
+        world_group=world_group(),
         host_group=host_group,
     )
 
