@@ -93,7 +93,7 @@ def in_turns(ours: Checkout, other: Checkout, requests: Sequence[str]) -> dict[s
 
 
 def compare_losses(root: Path, folder: Path) -> dict[str, Any]:
-    """Losses and gradient norms of ``STEPS`` steps of both runtimes. Raises where a bit differs."""
+    """Losses of ``STEPS`` steps of both runtimes. Raises where a bit differs."""
     series: dict[str, Any] = {}
     for backend in ("native", "bridge"):
         for model in SPEED_PARTS:
@@ -194,9 +194,10 @@ def main() -> None:
         parser.error(f"other: {other} is not a checkout of rl_backend")
     result: dict[str, Any] = {"ours": commit(ROOT), "other": commit(other), "rounds": arguments.rounds}
     if RESULT.is_file():
-        # Parts that were run before, of the same two commits.
+        # Parts that were run before, of the same two commits and in as many rounds.
         earlier = json.loads(RESULT.read_text())
-        if all(earlier[side]["commit"] == result[side]["commit"] for side in ("ours", "other")):
+        same_commits = all(earlier[side]["commit"] == result[side]["commit"] for side in ("ours", "other"))
+        if same_commits and earlier["rounds"] == result["rounds"]:
             result |= {part: earlier[part] for part in PARTS if part in earlier}
     wanted = arguments.only or PARTS
     with tempfile.TemporaryDirectory() as scratch:
