@@ -22,8 +22,8 @@ from typing import IO, Any
 from tests.support import matrix
 
 ROOT = Path(__file__).parents[1]
-LAST = ("tests/e2e/test_demo_pipelines.py", "tests/e2e/test_verl_ppo.py", "tests/e2e/test_verl_resume.py")
-"""Files of ``make test-all`` alone, which the second lane runs at its end: the first takes longer."""
+LAST = ("tests/e2e/test_verl_resume.py",)
+"""What ``make test-all`` alone runs and takes longest, at the end of the second lane: the first takes as long without it."""
 LANES = (
     ("tests/e2e", *(f"--ignore={file}" for file in LAST)),
     ("tests/unit", "tests/golden", "tests/gpu", "tests/distributed", *LAST),
