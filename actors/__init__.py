@@ -20,20 +20,22 @@ if TYPE_CHECKING:
     from actors.run.session import Session as Session
     from actors.run.session import open_session as open_session
     from actors.run.store import RunCheckpoints as RunCheckpoints
-    from actors.sync.push import PushReport as PushReport
+    from actors.sync.canary import Canary as Canary
     from actors.sync.push import WeightSync as WeightSync
+    from actors.sync.report import PushReport as PushReport
     from actors.sync.source import WeightSource as WeightSource
     from actors.train.context import HandleRef as HandleRef
     from actors.train.context import RankContext as RankContext
+    from actors.train.future import GroupFuture as GroupFuture
     from actors.train.group import TrainGroup as TrainGroup
     from actors.train.loss import Loss as Loss
-    from actors.train.operations import GroupFuture as GroupFuture
 
 _MODULES = {
+    "Canary": "actors.sync.canary",
     "GroupFuture": "actors.train.operations",
     "HandleRef": "actors.train.context",
     "Loss": "actors.train.loss",
-    "PushReport": "actors.sync.push",
+    "PushReport": "actors.sync.report",
     "RLRun": "actors.run.rl_run",
     "RankContext": "actors.train.context",
     "RolloutConfig": "actors.rollout.config",
@@ -52,6 +54,7 @@ _MODULES = {
 }
 
 __all__ = [
+    "Canary",
     "GroupFuture",
     "HandleRef",
     "Loss",

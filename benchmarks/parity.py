@@ -3,7 +3,8 @@
 Writes ``pairs`` of ``results/parity.json``: for each pair the largest relative difference of the loss and of the gradient
 norm over the first 5 and over all steps, the first divergence (null when there is none), by how much the loss fell, and
 bfloat16 beside float32. A pair with a layout that a runtime refuses holds the refusal. ``--random N`` writes
-``random_shapes``. Both write after every comparison; ``--continue`` takes up a run that was stopped.
+``random_shapes``, ``--lora`` writes ``lora``. All write after every comparison; ``--continue`` takes up a run that was
+stopped.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.forked_ranks import start_forked_rank
+from benchmarks.parity_lora import run_lora
 from benchmarks.parity_random import is_refusal, run_random
 from benchmarks.report import machine, read_result, update_result
 from rl_backend.contracts import ParallelConfig, RLBackendError
@@ -225,11 +227,16 @@ def main() -> int:
     """Exit status 1 when two sides differ by more than the tolerances, or one failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--random", type=int, metavar="N", help="odd shapes instead, until each runtime has accepted N")
+    parser.add_argument("--lora", action="store_true", help="LoRA tenants of one batch against peft, one by one, instead")
     parser.add_argument("--only", default="", help="pairs whose name contains this; the others in the file stay")
     parser.add_argument("--continue", action="store_true", dest="go_on", help="keep what the file has and run the rest")
     arguments = parser.parse_args()
     if arguments.random is not None and (arguments.random < 1 or arguments.only):
         parser.error("--random takes a number of at least 1, and no --only")
+    if arguments.lora and (arguments.random is not None or arguments.only or arguments.go_on):
+        parser.error("--lora takes no other option")
+    if arguments.lora:
+        return 0 if run_lora() else 1
     if arguments.random is not None:
         return 0 if run_random(arguments.random, go_on=arguments.go_on) else 1
     return 0 if run_pairs(arguments.only, go_on=arguments.go_on) else 1

@@ -31,7 +31,8 @@ from actors.cluster.local_ray import init_local_ray
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.engine import RolloutEngine
 from actors.rollout.group import RolloutGroup
-from actors.sync.push import PushReport, WeightSync
+from actors.sync.push import WeightSync
+from actors.sync.report import PushReport
 from actors.sync.source import WeightSource
 from actors.sync.transport.base import raise_failures
 from benchmarks.report import interleave, machine, medians, require_sleeping_threads, write_result

@@ -93,7 +93,7 @@ class PPOConfig(RLConfig):
 
     @property
     def training_groups(self) -> int:
-        return 1 if self.groups == "one" else 3 if self.kl_coef else 2
+        return 1 if self.groups == "one" else 3 if self.kl_coef and not self.lora.rank else 2
 
     def actor_loss(self) -> Loss:
         options = {"kl_coef": self.kl_coef - self.kl_in_reward, "entropy_coef": self.entropy_coef}
@@ -122,7 +122,9 @@ def train(config: PPOConfig, session: Session | None = None, on_step: OnStep | N
         critic = run.build_model(
             "critic", group=1, head="values", hf_path=config.critic_model, optimizer=config.critic_optimizer()
         )
-        reference = run.build_model("reference", group=2, forward_only=True) if config.kl_coef else None
+        # With adapters the reference is the actor's frozen model itself, where the actor is.
+        of_reference = 0 if config.lora.rank else 2
+        reference = run.build_model("reference", group=of_reference, forward_only=True) if config.kl_coef else None
         run.begin("PPO", {"actor": actor, "critic": critic}, [f"{len(run.session.groups)} training group(s)"])
         for step in run.steps():
             batch = run.collect()

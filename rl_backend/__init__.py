@@ -13,9 +13,12 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from rl_backend.contracts import (
+        LORA_FIELD,
         BackendConfig,
         ForwardResult,
         Head,
+        LoRAConfig,
+        LoRAInfo,
         LossFn,
         Metric,
         ModelHandle,
@@ -38,10 +41,13 @@ if TYPE_CHECKING:
     from rl_backend.runtime import RankPlace, Runtime, check_config, create_runtime, register_runtime
 
 __all__ = [
+    "LORA_FIELD",
     "BackendConfig",
     "BuildSettings",
     "ForwardResult",
     "Head",
+    "LoRAConfig",
+    "LoRAInfo",
     "LossFn",
     "Metric",
     "ModelFamily",

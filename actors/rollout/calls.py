@@ -227,10 +227,12 @@ class PendingSamples:
 
     def _take(self, call: _Call, generated: Generated) -> None:
         flat = [response for request in generated.responses for response in request]
+        pairs = zip(generated.versions, generated.responses, strict=True)
+        versions = [version for version, request in pairs for _ in request]
         prompts = [self._prompts[prompt] for prompt in call.prompts for _ in range(self._n)]
         lengths = [len(prompt) + len(response.token_ids) for prompt, response in zip(prompts, flat, strict=True)]
         routes: list[Routes] | list[None] = (
-            [None] * len(flat) if generated.routes is None else split_routes(generated.routes, lengths, generated.version)
+            [None] * len(flat) if generated.routes is None else split_routes(generated.routes, lengths, versions)
         )
         for position, prompt in enumerate(call.prompts):
             own = slice(position * self._n, (position + 1) * self._n)
@@ -242,9 +244,11 @@ class PendingSamples:
                     response_ids=response.token_ids,
                     log_probs=response.log_probs,
                     finish_reason=response.finish_reason,
-                    version_spans=(VersionSpan(generated.version, len(response.token_ids)),),
+                    version_spans=(VersionSpan(version, len(response.token_ids)),),
                     engine=call.engine,
                     routes=of_sample,
                 )
-                for index, (response, of_sample) in enumerate(zip(flat[own], routes[own], strict=True))
+                for index, (response, version, of_sample) in enumerate(
+                    zip(flat[own], versions[own], routes[own], strict=True)
+                )
             ]

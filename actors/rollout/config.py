@@ -29,6 +29,10 @@ _OWN_ARGUMENTS = {
     "max_num_batched_tokens": "max_num_batched_tokens",
     "enable_prefix_caching": "prefix_caching",
     "enable_return_routed_experts": "return_routed_experts",
+    "enable_lora": "max_adapters",
+    "max_loras": "max_adapters",
+    "max_cpu_loras": "max_adapters",
+    "max_lora_rank": "max_adapter_rank",
 }
 _WITHOUT_ROUTES = {
     "pipeline_parallel_size": "the stages of a pipeline see their own layers alone",
@@ -73,6 +77,9 @@ class RolloutConfig(BaseConfig):
         prefix_caching: reuse keys and values of equal prompt prefixes; emptied by every push.
         return_routed_experts: samples of a mixture of experts come with the experts of their tokens (``Sample.routes``), for
             router replay.
+        max_adapters: LoRA adapters that are served at one time; more may be pushed, and those not used for longest give way.
+            0 serves none. Decoding costs what ``max_adapter_rank`` costs, with every adapter and with none.
+        max_adapter_rank: largest rank of an adapter.
         sleep_mode: allow ``sleep()`` and ``wake_up()``; CUDA only.
         require_push: refuse to sample until weights have been pushed.
         seed: seed of the engines' own generator, used by requests without a seed of their own.
@@ -100,6 +107,8 @@ class RolloutConfig(BaseConfig):
     enforce_eager: Annotated[bool, MAY_CHANGE] = True
     prefix_caching: Annotated[bool, MAY_CHANGE] = True
     return_routed_experts: bool = False
+    max_adapters: Annotated[int, MAY_CHANGE] = Field(default=0, ge=0)
+    max_adapter_rank: Annotated[int, MAY_CHANGE] = Field(default=16, ge=1, le=512)
     sleep_mode: Annotated[bool, MAY_CHANGE] = False
     require_push: bool = False
     seed: int = Field(default=0, ge=0)
@@ -132,6 +141,13 @@ class RolloutConfig(BaseConfig):
                 "RolloutConfig.max_num_batched_tokens",
                 self.max_num_batched_tokens,
                 f"a prompt is computed in one step, so it must be at least max_model_len={self.max_model_len}",
+            )
+        if self.max_adapters and self.tensor_parallel > 1:
+            raise ConfigError.of(
+                "RolloutConfig.max_adapters",
+                self.max_adapters,
+                f"adapters are not pushed to the parts of an engine with tensor_parallel={self.tensor_parallel}; use 1, or "
+                "max_adapters=0 and WeightSync(..., merged=True)",
             )
         if self.gpus_per_worker < 1 and self.tensor_parallel > 1:
             raise ConfigError.of(

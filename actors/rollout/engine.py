@@ -13,25 +13,24 @@ import ray
 import torch
 
 from actors.cluster import prometheus
+from actors.rollout.adapters import AdapterReceiver, lora_request
 from actors.rollout.config import RolloutConfig, SamplingConfig
-from actors.rollout.messages import EngineInfo, Generated, Request, Response
+from actors.rollout.messages import AdapterVersion, EngineInfo, Generated, Request, Response
 from actors.rollout.placement import NodePlace, choose_cores
 from actors.rollout.sample import ExpertIds, pack_routes
 from actors.rollout.vllm.expected import expected_weights
 from actors.rollout.vllm.process import prepare_process, start_vllm
-from actors.rollout.weight_update import WeightReceiver
 from actors.wire.segment import host_identity, remove_stale_segments
 from rl_backend.contracts import (
     UNVERSIONED,
     ConfigError,
     RolloutError,
     UnsupportedError,
-    WeightVersionError,
 )
 from rl_backend.trace.recorder import TraceBatch, recorder, span
 
 
-class RolloutEngine(WeightReceiver):
+class RolloutEngine(AdapterReceiver):
     """vLLM in this process. Made by :class:`~actors.rollout.group.RolloutGroup` as a Ray actor.
 
     Args:
@@ -88,8 +87,17 @@ class RolloutEngine(WeightReceiver):
             moe_layers=self._moe_layers,
         )
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingConfig, require_version: int | None) -> Generated:
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingConfig,
+        require_version: int | None,
+        adapters: Sequence[AdapterVersion | None] | None = None,
+    ) -> Generated:
         """Samples.
+
+        Args:
+            adapters: for each request what works beside the weights; ``require_version`` is then of its version.
 
         Raises:
             EngineDirtyError: a weight update failed after its first load.
@@ -98,13 +106,9 @@ class RolloutEngine(WeightReceiver):
             WeightVersionError: the weights are older than ``require_version``.
         """
         self._check_serving()
-        if require_version is not None and self._version < require_version:
-            raise WeightVersionError(
-                f"{self._name} serves weights of version {self._version}, version {require_version} is required: push first",
-                engine=self._name,
-                version=self._version,
-                required=require_version,
-            )
+        chosen = adapters or [None] * len(requests)
+        for adapter in dict.fromkeys(chosen):
+            self._require_version(adapter, require_version)
         from vllm import SamplingParams, TokensPrompt
 
         params = [
@@ -124,12 +128,25 @@ class RolloutEngine(WeightReceiver):
             for request in requests
         ]
         prompts = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in requests]
-        with _observed(self._engine, self._version, requests) as report:
-            outputs = self._vllm_call(self._llm.generate, prompts, params, use_tqdm=False)
-            responses = [[Response.of(completion) for completion in output.outputs] for output in outputs]
-            routes = self._routes(requests, outputs)
+        versions = [self._version if adapter is None else adapter.version for adapter in chosen]
+        with _observed(self._engine, max(versions, default=self._version), requests) as report:
+            outputs: dict[int, Any] = {}
+            for part in self._batches(chosen):
+                loras = [lora_request(chosen[index]) for index in part] if adapters else None
+                own_prompts, own_params = [prompts[index] for index in part], [params[index] for index in part]
+                found = self._vllm_call(self._llm.generate, own_prompts, own_params, use_tqdm=False, lora_request=loras)
+                outputs |= zip(part, found, strict=True)
+            answers = [outputs[index] for index in range(len(requests))]
+            responses = [[Response.of(completion) for completion in output.outputs] for output in answers]
+            routes = self._routes(requests, answers)
             report(responses)
-        return Generated(self._version, responses, routes)
+        return Generated(versions, responses, routes)
+
+    def probe_adapter(self, adapter: AdapterVersion, request: Request, sampling: SamplingConfig) -> Generated | None:
+        """Samples without and with an adapter; None while the engine has no weights to sample with."""
+        if self._state != "serving" or self._lacks_weights:
+            return None
+        return self.generate([request, request], sampling, None, [None, adapter])
 
     def take_trace(self, stop: bool = False) -> TraceBatch:
         """As :meth:`~rl_backend.trace.recorder.TraceRecorder.take_batch`."""
@@ -152,6 +169,7 @@ class RolloutEngine(WeightReceiver):
         """Frees the GPU's memory: level 1 keeps the weights in host memory, level 2 drops them."""
         self._check_sleep_mode()
         self._check_clean()
+        self._unload_all()
         self._vllm_call(self._llm.sleep, level=level)
         self._state = "asleep"
         if level == 2:
@@ -192,10 +210,14 @@ class RolloutEngine(WeightReceiver):
         if self._state != "serving":
             why = {"paused": "a weight update is in progress", "asleep": "it sleeps; wake_up() first"}[self._state]
             raise RolloutError(f"{self._name} does not sample now: {why}", engine=self._name, state=self._state)
-        if self._require_push and self._version == UNVERSIONED:
+        if self._lacks_weights:
             raise RolloutError(
                 f"{self._name} has no weights of the trainer yet (UNVERSIONED): push before sampling", engine=self._name
             )
+
+    @property
+    def _lacks_weights(self) -> bool:
+        return self._require_push and self._version == UNVERSIONED
 
     def _check_sleep_mode(self) -> None:
         if not self._config.sleep_mode or self._device == "cpu":

@@ -25,6 +25,7 @@ class EngineSet(ABC):
 
     config: RolloutConfig
     _lock: threading.Lock
+    _changing: threading.Lock
     _sampling: SamplingCalls
 
     @abstractmethod
@@ -124,8 +125,8 @@ class EngineSet(ABC):
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Holds back new requests from this process while weights are loaded."""
-        with self._lock:
+        """Holds back new requests from this process, and pushes of adapters, while weights are loaded."""
+        with self._changing, self._lock:
             yield
 
     def _note(self, engine: int, actor: Any, outcome: Any) -> None:
@@ -166,6 +167,7 @@ class FixedEngines(EngineSet):
         lost: Mapping[int, RLBackendError],
         *,
         lock: threading.Lock,
+        changing: threading.Lock,
         sampling: SamplingCalls,
         lose: Callable[[int, Any, RLBackendError], None],
     ) -> None:
@@ -173,6 +175,7 @@ class FixedEngines(EngineSet):
         self._fixed = dict(members)
         self._lost = dict(lost)
         self._lock = lock
+        self._changing = changing
         self._sampling = sampling
         self._tell = lose
 
@@ -191,3 +194,10 @@ class FixedEngines(EngineSet):
 def engine_name(engine: int) -> str:
     """What messages call an engine."""
     return f"engine {engine}"
+
+
+def raise_first(outcomes: Mapping[int, Any]) -> None:
+    """Raises the first outcome of :meth:`EngineSet.call` that is an error."""
+    for outcome in outcomes.values():
+        if isinstance(outcome, RLBackendError):
+            raise outcome

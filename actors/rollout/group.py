@@ -11,10 +11,11 @@ from typing import Any, Self
 import ray
 
 from actors.cluster.watch import ray_is_usable
+from actors.rollout.adapter_group import AdapterGroup
 from actors.rollout.calls import PendingSamples, SamplingCalls, collect
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.engine import RolloutEngine
-from actors.rollout.engines import EngineSet, FixedEngines, engine_name
+from actors.rollout.engines import FixedEngines, engine_name, raise_first
 from actors.rollout.messages import EngineInfo, Request
 from actors.rollout.placement import EnginePlacement, places_on_nodes
 from actors.rollout.sample import Sample
@@ -24,7 +25,7 @@ CLOSE_SECONDS = 2.0
 """How long an engine that is ended may take to free its shared memory; one that is sampling does not answer."""
 
 
-class RolloutGroup(EngineSet):
+class RolloutGroup(AdapterGroup):
     """Starts ``config.num_engines`` engines, each a Ray actor, and samples over all of them.
 
     An engine that dies raises :class:`~rl_backend.contracts.EngineDeadError` once, in the call that it was serving, and one
@@ -51,9 +52,9 @@ class RolloutGroup(EngineSet):
             raise ConfigError.of(
                 "scheduling", len(scheduling), f"expected one strategy for each of {config.num_engines} engines"
             )
+        super().__init__()
         self.config = config
         self._require_push = config.require_push
-        self._lock = threading.Lock()
         self._actors: dict[int, Any] = {}
         self._infos: dict[int, EngineInfo] = {}
         self._lost: dict[int, RLBackendError] = {}
@@ -93,6 +94,7 @@ class RolloutGroup(EngineSet):
         *,
         seeds: Sequence[int] | None = None,
         require_version: int | None = None,
+        adapter: str | Sequence[str | None] | None = None,
         timeout: float | None = None,
     ) -> list[Sample]:
         """Samples ``sampling.n`` responses of each prompt; prompt by prompt, in the caller's order.
@@ -101,16 +103,20 @@ class RolloutGroup(EngineSet):
             prompts: token ids; each prompt is shorter than the engines' ``max_model_len``.
             seeds: one for each sample, in the order of the result (see :func:`~actors.rollout.sample.sample_seeds`). With
                 seeds a sample depends neither on the number of engines nor on batching.
-            require_version: refuse weights that are older.
+            require_version: refuse weights that are older; with an adapter, versions of it that are older.
+            adapter: name of a LoRA tenant, whose last pushed version works beside the weights; or one for each prompt, None
+                for the weights alone. They are sampled in one batch, which ``max_adapters`` tenants have room in.
             timeout: seconds to wait.
 
         Raises:
             BatchError: an empty or too long prompt, an unknown token id, a wrong number of seeds.
             EngineDeadError: an engine died while it served this call, or none is left.
             EngineDirtyError: an engine whose last weight update failed.
+            RolloutError: a tenant that has not been pushed, or weights with an adapter merged into them.
             WeightVersionError: an engine's weights are older than ``require_version``.
         """
-        return self.submit(prompts, sampling, seeds=seeds, require_version=require_version).result(timeout)
+        pending = self.submit(prompts, sampling, seeds=seeds, require_version=require_version, adapter=adapter)
+        return pending.result(timeout)
 
     def submit(
         self,
@@ -119,17 +125,21 @@ class RolloutGroup(EngineSet):
         *,
         seeds: Sequence[int] | None = None,
         require_version: int | None = None,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> PendingSamples:
         """:meth:`generate` without waiting. A later push waits for it, so it samples with the present weights."""
         self._check(prompts, sampling, seeds)
         with self._lock:
             actors = self._living()
+            chosen = self._chosen(adapter, len(prompts))
             note = partial(self._note_call, actors)
             pending = PendingSamples(prompts, sampling.n, note, self._sampling)
             for (engine, actor), share in zip(actors.items(), _shares(len(prompts), len(actors)), strict=True):
                 if share:
-                    requests = [request for prompt in share for request in _requests(prompt, prompts, sampling.n, seeds)]
-                    reference = actor.generate.remote(requests, sampling, require_version)
+                    parts = [_requests(prompt, prompts, sampling.n, seeds) for prompt in share]
+                    requests = [request for part in parts for request in part]
+                    adapters = chosen and [chosen[prompt] for prompt, part in zip(share, parts, strict=True) for _ in part]
+                    reference = actor.generate.remote(requests, sampling, require_version, adapters)
                     pending.add(reference, engine, share)
                     self._sampling.add(engine, reference)
         return pending
@@ -137,12 +147,13 @@ class RolloutGroup(EngineSet):
     def fixed(self) -> FixedEngines:
         """The present engines, for work that must go to the same processes from beginning to end."""
         members, lost = self._members(), self.lost_engines
-        return FixedEngines(self.config, members, lost, lock=self._lock, sampling=self._sampling, lose=self._lose)
+        locks = {"lock": self._lock, "changing": self._changing}
+        return FixedEngines(self.config, members, lost, **locks, sampling=self._sampling, lose=self._lose)
 
     def attach_weight_sync(self) -> None:
         """From now on engines, even those restarted later, refuse to sample until weights have been pushed."""
         self._require_push = True
-        _raise_first(self.call("require_push"))
+        raise_first(self.call("require_push"))
 
     def forget_weights(self) -> None:
         """For another model: engines refuse to sample until the next push, whose version may be any.
@@ -151,10 +162,11 @@ class RolloutGroup(EngineSet):
             EngineDeadError, EngineDirtyError: of an engine that cannot.
         """
         self._require_push = True
-        _raise_first(self.call("forget_weights"))
+        raise_first(self.call("forget_weights"))
 
     def restart(self, engine: int) -> EngineInfo:
-        """Replaces an engine (dead, dirty or healthy) with a new one, which has the weights of the model directory.
+        """Replaces an engine (dead, dirty or healthy) with a new one, which has the weights of the model directory and all
+        LoRA tenants at the versions that are served.
 
         Threads that restart the same engine do so one after the other.
 
@@ -174,7 +186,6 @@ class RolloutGroup(EngineSet):
             except RLBackendError as error:
                 self._lost[engine] = error
                 raise
-            self._lost.pop(engine, None)
             return self._infos[engine]
 
     def sleep(self, level: int = 1) -> None:
@@ -183,16 +194,16 @@ class RolloutGroup(EngineSet):
         Raises:
             UnsupportedError: on a CPU, or without ``sleep_mode``.
         """
-        _raise_first(self.call("sleep", level))
+        raise_first(self.call("sleep", level))
 
     def wake_up(self) -> None:
         """Takes the GPU memory back."""
-        _raise_first(self.call("wake_up"))
+        raise_first(self.call("wake_up"))
 
     def describe(self) -> dict[int, EngineInfo]:
         """Fresh facts about every living engine."""
         outcomes = self.call("describe")
-        _raise_first(outcomes)
+        raise_first(outcomes)
         return outcomes
 
     def close(self) -> None:
@@ -217,18 +228,22 @@ class RolloutGroup(EngineSet):
             nodes = collect(
                 {engine: actor.node.remote() for engine, actor in actors.items()}, names, self.config.start_timeout
             )
-            _raise_first(nodes)
+            raise_first(nodes)
             places = places_on_nodes({**{engine: info.node_id for engine, info in self._infos.items()}, **nodes})
             calls = {engine: actor.start.remote(places[engine]) for engine, actor in actors.items()}
             outcomes = collect(calls, names, self.config.start_timeout)
-            _raise_first(outcomes)
+            raise_first(outcomes)
+            with self._changing:
+                self._bring_adapters(actors)
+                with self._lock:
+                    self._infos.update(outcomes)
+                    self._actors.update(actors)
+                    for engine in actors:
+                        self._lost.pop(engine, None)
         except BaseException:
             for actor in actors.values():
                 ray.kill(actor)
             raise
-        with self._lock:
-            self._infos.update(outcomes)
-            self._actors.update(actors)
         if self._closed:  # by another thread, which may not have seen them
             for engine, actor in actors.items():
                 self._actors.pop(engine, None)
@@ -282,9 +297,3 @@ def _shares(count: int, engines: int) -> list[range]:
     """Consecutive prompts for each engine, as evenly as possible."""
     bounds = [count * engine // engines for engine in range(engines + 1)]
     return [range(start, end) for start, end in pairwise(bounds)]
-
-
-def _raise_first(outcomes: dict[int, Any]) -> None:
-    for outcome in outcomes.values():
-        if isinstance(outcome, RLBackendError):
-            raise outcome

@@ -42,6 +42,51 @@ class EngineInfo:
     moe_layers: tuple[int, ...] = ()
 
 
+IN_MEMORY = "memory://"
+"""Begins the path of an adapter that is in the memory of vLLM's workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterVersion:
+    """One version of a tenant's adapter in the engines. Neither name nor number is ever used again.
+
+    Attributes:
+        tenant: whose.
+        version: the tenant's weight version.
+        number: by which vLLM knows it.
+        rank: of its factors.
+    """
+
+    tenant: str
+    version: int
+    number: int
+    rank: int
+
+    @property
+    def name(self) -> str:
+        """What the prefix cache tells versions apart by."""
+        return f"{self.tenant}@{self.version}#{self.number}"
+
+    @property
+    def path(self) -> str:
+        """Where vLLM is told to load it from."""
+        return f"{IN_MEMORY}{self.name}"
+
+
+class PushedAdapter(NamedTuple):
+    """What an engine needs to serve an adapter, as :meth:`~actors.rollout.adapters.AdapterReceiver.push_adapter` takes it.
+
+    Attributes:
+        factors: a reference to :class:`~actors.wire.factors.PackedFactors` in Ray's object store, the scale multiplied into
+            B; or a directory in peft's format.
+        digest: of the factors, where they come from.
+    """
+
+    adapter: AdapterVersion
+    factors: Any
+    digest: str
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One prompt with ``n`` responses; ``seed`` needs ``n`` = 1."""
@@ -71,11 +116,11 @@ class Generated(NamedTuple):
     """What one call of an engine returns.
 
     Attributes:
-        version: of the weights.
+        versions: of the weights, or of the adapter, of each request.
         responses: of each request.
         routes: of all responses, see :func:`~actors.rollout.sample.pack_routes`; None where none are asked for.
     """
 
-    version: int
+    versions: list[int]
     responses: list[list[Response]]
     routes: ExpertIds | None

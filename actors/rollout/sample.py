@@ -59,10 +59,10 @@ def pack_routes(completions: Sequence[Any], lengths: Sequence[int], moe_layers: 
     return np.concatenate(parts)
 
 
-def split_routes(packed: ExpertIds, lengths: Sequence[int], version: int) -> list[Routes]:
-    """Views of :func:`pack_routes`' array, one for each sample."""
+def split_routes(packed: ExpertIds, lengths: Sequence[int], versions: Sequence[int]) -> list[Routes]:
+    """Views of :func:`pack_routes`' array, one for each sample, with the version of the weights that it was made with."""
     ends = np.cumsum([length - 1 for length in lengths])
-    return [Routes(part, version) for part in np.split(packed, ends[:-1])]
+    return [Routes(part, version) for part, version in zip(np.split(packed, ends[:-1]), versions, strict=True)]
 
 
 class VersionSpan(NamedTuple):

@@ -56,6 +56,7 @@ class SampleStream:
         seed: with the number of the batch it fixes every sample, apart from the weights.
         ahead: batches begun before :meth:`next` asks for them. At 0 a batch is begun by :meth:`next`, with the weights of
             that moment.
+        adapter: the LoRA tenant that samples; None for the weights alone.
         start: the :attr:`position` that an earlier stream was at. Prompts up to there are passed over, and what it had drawn
             is not drawn again.
     """
@@ -68,6 +69,7 @@ class SampleStream:
         *,
         seed: int,
         ahead: int,
+        adapter: str | None = None,
         start: StreamPosition | None = None,
     ) -> None:
         self._rollout = rollout
@@ -75,6 +77,7 @@ class SampleStream:
         self._sampling = sampling
         self._seed = seed
         self._ahead = ahead
+        self._adapter = adapter
         self._taken = self._begun = 0
         self._one_at_a_time = ThreadPoolExecutor(1, thread_name_prefix="sample-stream")
         self._waiting: deque[Future[SampledBatch]] = deque()
@@ -155,6 +158,7 @@ class SampleStream:
                 [prompt.token_ids for prompt in prompts],
                 self._sampling,
                 seeds=sample_seeds(self._seed, number, len(prompts), self._sampling.n),
+                adapter=self._adapter,
             )
         return _answered(number, prompts, samples)
 

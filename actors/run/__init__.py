@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from actors.run.command_line import run_command as run_command
     from actors.run.config import TrainingConfig as TrainingConfig
     from actors.run.metrics import MetricsWriter as MetricsWriter
+    from actors.run.options import Follows as Follows
     from actors.run.rl_config import PolicyLoss as PolicyLoss
     from actors.run.rl_config import RLConfig as RLConfig
     from actors.run.rl_run import RunResult as RunResult
@@ -26,9 +27,11 @@ if TYPE_CHECKING:
     from rl_backend.algorithm.sequences import to_sequences as to_sequences
     from rl_backend.algorithm.sequences import with_advantages as with_advantages
     from rl_backend.algorithm.sequences import with_outputs as with_outputs
+    from rl_backend.lab.report.page import write_report as write_report
 
 _MODULES = {
     "Advantage": "rl_backend.algorithm.sequences",
+    "Follows": "actors.run.options",
     "GroupModel": "actors.train.model",
     "MetricsWriter": "actors.run.metrics",
     "OnStep": "actors.run.run",
@@ -44,10 +47,12 @@ _MODULES = {
     "update_metrics": "actors.train.model",
     "with_advantages": "rl_backend.algorithm.sequences",
     "with_outputs": "rl_backend.algorithm.sequences",
+    "write_report": "rl_backend.lab.report.page",
 }
 
 __all__ = [
     "Advantage",
+    "Follows",
     "GroupModel",
     "MetricsWriter",
     "OnStep",
@@ -63,6 +68,7 @@ __all__ = [
     "update_metrics",
     "with_advantages",
     "with_outputs",
+    "write_report",
 ]
 
 

@@ -23,6 +23,7 @@ from rl_backend.contracts import (
     ParallelConfig,
     RuntimeConfig,
 )
+from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.contracts.runtime_config import import_plugins
 
 _BACKEND, _OPTIMIZER = "train.backend_cfg", "train.backend_cfg.optimizer"
@@ -97,6 +98,30 @@ class RankOptions(Options):
         return config
 
 
+class LoRAOptions(LoRAConfig):
+    """Adapters that a run trains in place of its models.
+
+    Attributes:
+        rank: of both factors; 0 trains whole models.
+        save_merged: at the end also write the model with the adapter added, ``run_dir/<name>_merged``.
+    """
+
+    rank: int = Field(default=0, ge=0)
+    save_merged: Annotated[bool, MAY_CHANGE] = False
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> Self:
+        given = [name for name in type(self).model_fields if name != "rank" and self.is_set(name)]
+        if given and not self.rank:
+            because = "has no effect: rank=0 trains whole models; set lora.rank too"
+            raise ConfigError.of(f"{type(self).__name__}.{given[0]}", getattr(self, given[0]), because)
+        return self
+
+    def adapter(self) -> LoRAConfig:
+        """What a tenant is made with."""
+        return LoRAConfig(**{name: getattr(self, name) for name in LoRAConfig.model_fields})
+
+
 class TrainingConfig(RankOptions):
     """Model, data, resources, checkpoints.
 
@@ -122,8 +147,10 @@ class TrainingConfig(RankOptions):
             "follows from steps; set lr_decay_steps for a decay of another length",
             until=1 << 31,
         ),
+        "lora.seed": Follows(lambda config: config.seed),
     }
 
+    lora: LoRAOptions = Field(default=LoRAOptions(), description="adapters over a frozen model, see docs/lora.md")
     dataset: Annotated[str, SAME_CONTENTS] = Field(
         description="rows to train on: .jsonl (prompt, answer) or verl-style .parquet"
     )
@@ -181,6 +208,11 @@ class TrainingConfig(RankOptions):
     def seed(self) -> int:
         """Fixes data order, samples and training: ``train.seed``."""
         return self.train.seed
+
+    @property
+    def pushes_adapters(self) -> bool:
+        """Whether engines serve the policy as an adapter beside the weights of the frozen model."""
+        return False
 
     @property
     def optimizer_steps(self) -> int:

@@ -65,6 +65,11 @@ class Options(BaseConfig):
             nested = merged(nested, at(cls.short.get(name, name), value))
         return nested
 
+    @classmethod
+    def overlaid(cls, below: Mapping[str, Any], above: Mapping[str, Any]) -> Self:
+        """Of the values of both, in their places or by their short names; where both have one, that of ``above``."""
+        return cls(**merged(cls.nest(below), cls.nest(above)))
+
     @model_validator(mode="wrap")
     @classmethod
     def _read(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from actors.cluster.placement import ClusterShare
 from actors.rollout.config import RolloutConfig, SamplingConfig
-from actors.run.config import TrainingConfig, resolve_dtype
+from actors.run.config import LoRAOptions, TrainingConfig, resolve_dtype
 from actors.run.options import Follows
 from actors.sync.push import TransportName
 from actors.train.loss import Loss
@@ -56,6 +56,23 @@ class PolicyLoss(BaseConfig):
         return Loss(f"rl_backend.algorithm:{self.name}_loss", **given, **options)
 
 
+class PolicyLoRA(LoRAOptions):
+    """Adapters of a run that samples.
+
+    Attributes:
+        push: what engines get after each step: the ``adapter`` alone, served beside the weights, or all weights with the
+            adapter added (``merged``), which also works where vLLM serves no adapters.
+    """
+
+    push: Literal["adapter", "merged"] = "adapter"
+
+    @model_validator(mode="after")
+    def _can_be_served(self) -> Self:
+        if self.use_dora and self.push == "adapter":
+            raise ConfigError.of("PolicyLoRA.push", "adapter", "vLLM serves no adapters with DoRA; set lora.push to merged")
+        return self
+
+
 class RLConfig(TrainingConfig):
     """Those of every training, sampling, and what lies between."""
 
@@ -84,9 +101,16 @@ class RLConfig(TrainingConfig):
         "rollout.return_routed_experts": Follows(
             lambda config: config.router_replay == "R3", "follows from router_replay; set that to R3"
         ),
+        "rollout.max_adapters": Follows(
+            lambda config: int(config.pushes_adapters), "follows from lora.rank and lora.push; leave it out"
+        ),
+        "rollout.max_adapter_rank": Follows(
+            lambda config: config.lora.rank if config.pushes_adapters else 16, "follows from lora.rank; leave it out"
+        ),
         "sampling.log_probs": Follows(lambda config: True, "training compares them with its own; leave it out"),
     }
 
+    lora: PolicyLoRA = Field(default=PolicyLoRA(), description="adapters over a frozen model, see docs/lora.md")
     rollout: RolloutConfig = Field(description="vLLM's engines")
     sampling: SamplingConfig = Field(description="how training responses are sampled")
     reward: Annotated[str, SAME_CONTENTS] = Field(
@@ -188,6 +212,10 @@ class RLConfig(TrainingConfig):
         return self.rollout.num_engines
 
     @property
+    def pushes_adapters(self) -> bool:
+        return bool(self.lora.rank) and self.lora.push == "adapter"
+
+    @property
     def batches_ahead(self) -> int:
         """``sample_ahead`` with its default filled in."""
         return self.max_staleness if self.sample_ahead is None else self.sample_ahead
@@ -225,6 +253,8 @@ class RLConfig(TrainingConfig):
             self.describe_ranks(),
             f"{self.num_engines} vLLM engine(s)",
         ]
+        if self.lora.rank:
+            facts.append(f"LoRA of rank {self.lora.rank}")
         if self.batches_ahead:
             facts.append(f"sampling {self.batches_ahead} batch(es) ahead")
         if self.router_replay != "off":

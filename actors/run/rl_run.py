@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,8 @@ from actors.run.rl_config import RLConfig
 from actors.run.run import OnStep, Run
 from actors.run.saver import RunSaver, stream_position
 from actors.run.session import Session
-from actors.sync.push import PushReport, WeightSync
+from actors.sync.push import WeightSync
+from actors.sync.report import PushReport
 from actors.train.model import GroupModel
 from rl_backend.contracts import RLBackendError
 
@@ -70,8 +72,10 @@ class RLRun(Run[RLConfig]):
         inputs: tokenizer, reward function and prompts.
     """
 
-    def __init__(self, config: RLConfig, session: Session | None = None, on_step: OnStep | None = None) -> None:
-        super().__init__(config, session, on_step)
+    def __init__(
+        self, config: RLConfig, session: Session | None = None, on_step: OnStep | None = None, *, label: str = ""
+    ) -> None:
+        super().__init__(config, session, on_step, label=label)
         self.inputs = load_inputs(config)
 
     def begin(
@@ -96,7 +100,8 @@ class RLRun(Run[RLConfig]):
         self._opened = time.perf_counter() - earlier.get("seconds", 0.0)
         self._saver = self._stack.enter_context(RunSaver(config, self.folder, trained, start))
         policy = next(iter(trained.values()))
-        self._sync = self._stack.enter_context(WeightSync(policy.group, rollout, policy.handle, transport=config.transport))
+        self._publish = self._publisher(policy)
+        self._adapter = policy.handle.name if config.pushes_adapters else None
         self._stream = self._stack.enter_context(
             SampleStream(
                 rollout,
@@ -104,6 +109,7 @@ class RLRun(Run[RLConfig]):
                 inputs.sampling,
                 seed=config.seed,
                 ahead=config.batches_ahead,
+                adapter=self._adapter,
                 start=stream_position(start),
             )
         )
@@ -114,11 +120,10 @@ class RLRun(Run[RLConfig]):
         if start.checkpoint is None:
             self._accuracy_before = self._accuracy = self._evaluate(0)
         facts = [*config.facts(), *facts, f"weights by {pushed.transport}", *start.describe()]
-        print(f"{title}: {', '.join([f'{len(inputs.prompts)} prompts', *facts])}")
+        print(f"{self.label}{title}: {', '.join([f'{len(inputs.prompts)} prompts', *facts])}")
         if self._accuracy_before is not None:
-            print(
-                f"held-out accuracy before: {self._accuracy_before:.3f} ({len(inputs.held_out)} prompts, greedy)", flush=True
-            )
+            accuracy = f"{self._accuracy_before:.3f} ({len(inputs.held_out)} prompts, greedy)"
+            print(f"{self.label}held-out accuracy before: {accuracy}", flush=True)
         self._steps_started = time.perf_counter() - self._step_seconds
 
     def collect(self) -> TrainingBatch:
@@ -147,8 +152,23 @@ class RLRun(Run[RLConfig]):
         assert self.session.rollout is not None  # Session.require, and open_session, have seen to it
         return self.session.rollout
 
+    def _publisher(self, policy: GroupModel) -> Callable[[], PushReport]:
+        """What brings the policy's present weights to the engines."""
+        rollout, transport, enter = self._rollout, self.config.transport, self._stack.enter_context
+        if policy.base is not None and self.config.pushes_adapters:
+            enter(self.session.serving(policy.group, policy.base, transport))
+            if self._lent is not None:
+                self._stack.callback(self._withdraw, policy.handle.name)
+            return enter(WeightSync(policy.group, rollout, policy.handle)).push
+        merged = policy.base is not None
+        return enter(WeightSync(policy.group, rollout, policy.handle, transport=transport, merged=merged)).push
+
+    def _withdraw(self, adapter: str) -> None:
+        with suppress(RLBackendError):  # engines that are lost have no adapters any more, nor those that never got it
+            self._rollout.remove_adapter(adapter)
+
     def _push(self, step: int) -> PushReport:
-        report = self._sync.push()
+        report = self._publish()
         self._collector.pushed(report.version, step)
         self._version = report.version
         return report
@@ -174,7 +194,7 @@ class RLRun(Run[RLConfig]):
         logged = slice(config.samples_logged)
         lines = describe(batch.samples[logged], batch.prompts[logged], batch.rewards[logged], self.inputs.tokenizer)
         self.folder.log_samples(step, lines)
-        _print_step(step, config.steps, metrics, clock.seconds)
+        _print_step(f"{self.label}step {step:4d}/{config.steps}", metrics, clock.seconds)
         return metrics
 
     def _state(self) -> dict[str, Any]:
@@ -196,15 +216,16 @@ class RLRun(Run[RLConfig]):
         if not inputs.held_out:
             return None
         greedy = inputs.sampling.replace(n=1, temperature=0.0, top_p=1.0, top_k=0)
-        samples = self._rollout.generate([prompt.token_ids for prompt in inputs.held_out], greedy)
+        prompts = [prompt.token_ids for prompt in inputs.held_out]
+        samples = self._rollout.generate(prompts, greedy, adapter=self._adapter)
         rewards = score(samples, inputs.held_out, inputs.tokenizer, inputs.reward)
         self.folder.log_held_out(step, describe(samples, inputs.held_out, rewards, inputs.tokenizer))
         return statistics.fmean(rewards)
 
 
-def _print_step(step: int, steps: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
+def _print_step(step: str, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
     """One line: the metrics of ``SHOWN`` that there are, and the seconds of each phase."""
     shown = "  ".join(f"{label} {metrics[name]:{form}}" for name, (label, form) in SHOWN.items() if name in metrics)
     phases = "  ".join(f"{name.removeprefix('seconds/')} {value:.2f}s" for name, value in seconds.items())
     skipped = "" if metrics["step_ok"] == 1 else "  UPDATE SKIPPED: a gradient is not finite"
-    print(f"step {step:4d}/{steps}  {shown}  | {phases}{skipped}", flush=True)
+    print(f"{step}  {shown}  | {phases}{skipped}", flush=True)

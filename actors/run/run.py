@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
 from actors.rollout.stream import StreamPosition
-from actors.run.config import TrainingConfig
+from actors.run.config import LoRAOptions, TrainingConfig
 from actors.run.folder import RunFolder
 from actors.run.lock import RunLock
 from actors.run.metrics import Clock
@@ -16,8 +16,11 @@ from actors.run.saver import RunSaver
 from actors.run.session import Session, lent_session, open_session, require_paths
 from actors.run.start import find_start
 from actors.run.trace import TraceSource
+from actors.train.context import HandleRef
+from actors.train.group import TrainGroup
 from actors.train.model import GroupModel, RouterReplayMode
-from rl_backend.contracts import Head, OptimizerConfig
+from rl_backend.checkpoint.peft_files import write_peft_directory
+from rl_backend.contracts import Head, OptimizerConfig, RLBackendError
 
 type OnStep = Callable[[int, dict[str, float]], None]
 """Called after each step with its number and metrics."""
@@ -42,6 +45,7 @@ class Run[C: TrainingConfig]:
         config: read and checked when the object is made: nothing is started for a run that cannot begin.
         session: open training groups and engines, which stay open; None opens them for this run.
         on_step: called after each step.
+        label: begins every line that the run prints.
 
     Attributes:
         start: where the run begins.
@@ -56,8 +60,9 @@ class Run[C: TrainingConfig]:
     session: Session
     folder: RunFolder
 
-    def __init__(self, config: C, session: Session | None = None, on_step: OnStep | None = None) -> None:
+    def __init__(self, config: C, session: Session | None = None, on_step: OnStep | None = None, *, label: str = "") -> None:
         self.config = config
+        self.label = label
         self.start = find_start(config)
         self._lent = session
         self._on_step = on_step
@@ -98,19 +103,30 @@ class Run[C: TrainingConfig]:
     ) -> GroupModel:
         """Builds a model on the training group of that number, or on the last one.
 
+        With ``lora.rank`` it is a LoRA tenant of the group's frozen model, which is the forward-only model itself.
+
         Args:
             hf_path: None takes the run's ``model``.
             optimizer: None takes the run's.
             router_replay: for a policy that is updated.
         """
         config, groups = self.config, self.session.groups
-        trainer = groups[min(group, len(groups) - 1)]
+        trainer, path = groups[min(group, len(groups) - 1)], str(hf_path or config.model)
         if not forward_only:
             optimizer = optimizer or config.train.backend_cfg.optimizer
-        handle = trainer.build_model(
-            name=name, forward_only=forward_only, head=head, hf_path=hf_path or config.model, optimizer=optimizer
+        if not config.lora.rank:
+            handle = trainer.build_model(name=name, forward_only=forward_only, head=head, hf_path=path, optimizer=optimizer)
+            return GroupModel(trainer, handle, router_replay)
+        base = self.session.base(trainer, path)
+        if forward_only:
+            return GroupModel(trainer, base)
+        lora: LoRAOptions = config.filled("lora")
+        tenant = trainer.create_lora_adapter(
+            base, lora.adapter(), optimizer, name=f"{self.folder.path.name}/{name}", head=head
         )
-        return GroupModel(trainer, handle, router_replay)
+        if self._lent is not None:
+            self._stack.callback(self._remove, trainer, tenant)
+        return GroupModel(trainer, tenant, router_replay, base, path)
 
     def begin(self, title: str, trained: Mapping[str, GroupModel], facts: Sequence[str] = ()) -> None:
         """Restores the models of the checkpoint that the run continues, if any, and prints the run's first line.
@@ -120,7 +136,7 @@ class Run[C: TrainingConfig]:
             facts: further words for the line.
         """
         self._saver = self._stack.enter_context(RunSaver(self.config, self.folder, trained, self.start))
-        print(f"{title}: {', '.join([*facts, *self.start.describe()])}", flush=True)
+        print(f"{self.label}{title}: {', '.join([*facts, *self.start.describe()])}", flush=True)
 
     def steps(self) -> Iterator[int]:
         """The numbers of the steps that are left. Each ends with :meth:`end_step`."""
@@ -142,10 +158,24 @@ class Run[C: TrainingConfig]:
             self._on_step(self._step, logged)
 
     def save_model(self, model: GroupModel, name: str = "model") -> Path:
-        """Writes a model as a Hugging Face directory of the run's folder."""
-        path = self.folder.place(name)
-        model.group.save_checkpoint(model.handle, path, hf=True)
+        """Writes a model as a Hugging Face directory of the run's folder.
+
+        Of a LoRA tenant that is peft's directory, and with ``lora.save_merged`` ``<name>_merged`` is the whole model.
+        """
+        path, lora = self.folder.place(name), self.config.lora
+        if model.base is None:
+            model.group.save_checkpoint(model.handle, path, hf=True)
+            return path
+        factors = model.group.export_lora_adapter(model.handle)
+        write_peft_directory(path, factors.items(), lora.adapter(), model.hf_path)
+        if lora.save_merged:
+            model.group.save_checkpoint(model.handle, self.folder.place(f"{name}_merged"), hf=True)
         return path
+
+    @staticmethod
+    def _remove(group: TrainGroup, tenant: HandleRef) -> None:
+        with suppress(RLBackendError):  # a group that has ended has no tenants any more
+            group.remove_lora_adapter(tenant)
 
     def _log(self, metrics: dict[str, float]) -> dict[str, float]:
         """Writes the step's lines; what ``on_step`` sees."""

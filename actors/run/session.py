@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,28 @@ from actors.rollout.config import RolloutConfig
 from actors.rollout.group import RolloutGroup
 from actors.run.config import TrainingConfig
 from actors.run.lock import usable_run_dir
-from actors.train.context import RankContext
+from actors.sync.push import TransportName, WeightSync
+from actors.train.context import HandleRef, RankContext
 from actors.train.group import TrainGroup
 from rl_backend.contracts import ConfigError, RuntimeConfig
 
-_OF_A_RUN = {"model_path", "max_model_len"}
+_OF_A_RUN = {"model_path", "max_model_len", "max_adapters", "max_adapter_rank"}
 _OF_THE_CLUSTER = {"cores_per_engine", "cores", "placement", "gpus_per_worker", "gpu_memory_utilization"}
+
+
+@dataclass
+class _Shared:
+    """What runs of one session have in common.
+
+    Attributes:
+        bases: frozen models that adapters stand beside, by group and directory.
+        served: the one whose weights engines have while ``runs`` push adapters.
+    """
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    bases: dict[tuple[TrainGroup, str], HandleRef] = field(default_factory=dict)
+    served: HandleRef | None = None
+    runs: int = 0
 
 
 @dataclass(frozen=True)
@@ -28,6 +45,8 @@ class Session:
     """Training groups and engines that are open, for one run after the other.
 
     Every run builds its own models, which stay on the ranks until the groups end, and begins with a push of its weights.
+    Runs of LoRA adapters share the frozen models below them. Those that push adapters may work at the same time, in
+    threads of one driver: engines have the weights of one such model then, and beside them an adapter of each run.
 
     Attributes:
         groups: of equal ranks. A run's first model is on the first.
@@ -36,6 +55,61 @@ class Session:
 
     groups: Sequence[TrainGroup]
     rollout: RolloutGroup | None = None
+    _shared: _Shared = field(default_factory=_Shared, init=False, repr=False, compare=False)
+
+    def base(self, group: TrainGroup, path: str) -> HandleRef:
+        """The frozen model of a directory that all adapters on ``group`` share, built when it is first asked for."""
+        shared = self._shared
+        with shared.lock:
+            if (group, path) not in shared.bases:
+                shared.bases[group, path] = group.build_model(
+                    name=f"base of {Path(path).name}", trainable=False, hf_path=path
+                )
+            return shared.bases[group, path]
+
+    @contextmanager
+    def serving(self, group: TrainGroup, base: HandleRef, transport: TransportName) -> Iterator[None]:
+        """Inside, engines have the weights of ``base``, which runs that came before may use already.
+
+        Raises:
+            ConfigError: those have adapters over another model.
+        """
+        shared, rollout = self._shared, self.rollout
+        assert rollout is not None, "adapters are pushed to engines"
+        with shared.lock:
+            if not shared.runs:
+                rollout.forget_weights()
+                with WeightSync(group, rollout, base, transport=transport) as sync:
+                    sync.push()
+                shared.served = base
+            elif shared.served != base:
+                raise ConfigError.of(
+                    "session",
+                    shared.served and shared.served.name,
+                    "its engines serve adapters over another model to other runs; open one of its own",
+                )
+            shared.runs += 1
+        try:
+            yield
+        finally:
+            with shared.lock:
+                shared.runs -= 1
+
+    def forget_weights(self) -> None:
+        """For a run that pushes all weights.
+
+        Raises:
+            ConfigError: other runs push adapters.
+        """
+        with self._shared.lock:
+            if self._shared.runs:
+                raise ConfigError.of(
+                    "session",
+                    f"{self._shared.runs} run(s)",
+                    "push adapters over the weights that engines have; wait for them",
+                )
+            if self.rollout is not None:
+                self.rollout.forget_weights()
 
     def require(self, config: TrainingConfig) -> None:
         """Raises :class:`ConfigError` unless a run of ``config`` would open such a session itself, apart from its cores."""
@@ -62,6 +136,13 @@ class Session:
                 f"max_model_len={engines.max_model_len}",
                 f"the run's prompts and responses have up to {asked.max_model_len} tokens; open a session for them",
             )
+        for name in ("max_adapters", "max_adapter_rank") if config.pushes_adapters else ():
+            if getattr(engines, name) < getattr(asked, name):
+                raise ConfigError.of(
+                    "session",
+                    f"{name}={getattr(engines, name)}",
+                    f"the run asks for {getattr(asked, name)}; open one with more",
+                )
 
 
 def _flat(config: RuntimeConfig) -> dict[str, Any]:
@@ -103,8 +184,8 @@ def lent_session(session: Session, config: TrainingConfig) -> Iterator[Session]:
     """
     with raised_on_sigterm():
         session.require(config)
-        if session.rollout is not None:
-            session.rollout.forget_weights()
+        if not config.pushes_adapters:
+            session.forget_weights()
         yield session
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Self
 
-from actors.cluster import prometheus
 from actors.rollout.engines import EngineSet
 from actors.rollout.group import RolloutGroup
+from actors.sync.adapter_push import AdapterPush
+from actors.sync.canary import Canary
+from actors.sync.report import PushClock, PushReport
 from actors.sync.source import SourceRanks
 from actors.sync.transport.base import (
     PushPlan,
@@ -29,49 +28,40 @@ from actors.train.context import HandleRef
 from rl_backend.contracts import ConfigError, RLBackendError, UnsupportedError, WeightSyncError
 from rl_backend.trace.recorder import span
 
+_CANARY = Canary()
+
 type TransportName = Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"]
 
 
-@dataclass(frozen=True)
-class PushReport:
-    """What a push did.
-
-    Attributes:
-        version: the weight version that every engine of ``engines`` now serves.
-        nbytes: bytes of the weights, sent to each engine.
-        seconds: of each phase: ``plan``, ``stage``, ``verify``, ``load``, ``resume`` (``stream`` in place of ``stage``,
-            ``verify`` and ``load`` where weights are streamed), and ``total``. Through shared memory, ``stage`` is also the
-            time in which engines check what is staged already, and ``verify`` what is left of that.
-        transport: the one used.
-        engines: numbers of the engines that were updated.
-        skipped: engines that were dead or dirty before the push began.
-    """
-
-    version: int
-    nbytes: int
-    seconds: dict[str, float]
-    transport: str
-    engines: tuple[int, ...]
-    skipped: tuple[int, ...]
-
-
 class WeightSync:
-    """Publishes the weights of one model to a rollout group.
+    """Publishes the weights of one model, or the adapter of one LoRA tenant, to a rollout group.
 
-    From now on the group's engines refuse to sample until the first push. Staging buffers, as large as the weights, are kept
-    from one push to the next; :meth:`close` frees them.
+    Of a model: from now on the group's engines refuse to sample until the first push. Staging buffers, as large as the
+    weights, are kept from one push to the next; :meth:`close` frees them.
+
+    Of a tenant only its factors move, and nothing pauses: every engine checks names, shapes, ranks, digests and finite
+    values, loads them beside the version before, and compares what its kernels read with what was sent. Only then do new
+    requests of the tenant (``RolloutGroup.generate(adapter=...)``) sample with the new version, under a name that is never
+    used again; requests that were made before finish on the version before. A push of a model loads all adapters again.
 
     Args:
         train: a ``TrainGroup``, or a :class:`~actors.sync.source.WeightSource`.
         rollout: the engines.
-        handle: which model of the training group; None for a :class:`~actors.sync.source.WeightSource`.
+        handle: which model or tenant of the training group; None for a :class:`~actors.sync.source.WeightSource`.
         transport: ``auto`` takes CUDA IPC where trainer and engine share a GPU, NCCL where both have one, shared memory on
-            one Ray node, else gloo; ``PushReport.transport`` says which.
+            one Ray node, else gloo; ``PushReport.transport`` says which. Only ``auto`` for a tenant: Ray's object store.
         byte_budget: largest number of bytes that the export gathers at one time, and of a bucket where weights are streamed;
             holds the largest tensor.
+        merged: push a tenant as a model of its own, base and adapter added up: for engines without adapters, and for what
+            they cannot serve as an adapter (experts on a CPU, DoRA). No adapter is served beside such weights.
+        directory: of a tenant, on a file system that every node sees: its factors travel through it in peft's format and
+            not through memory, with the same checks. The version that is served stays in it.
+        canary: of a tenant, checks log-probs with and without the adapter against the trainer's, at the first push to an
+            engine and the first after a push of weights. None does not.
 
     Raises:
-        UnsupportedError: ``handle`` is a critic, which no engine can load.
+        UnsupportedError: ``handle`` is a critic, which no engine can load; or a tenant, and the engines serve no adapters.
+        ConfigError: an argument that would have no effect.
     """
 
     def __init__(
@@ -82,6 +72,9 @@ class WeightSync:
         *,
         transport: TransportName = "auto",
         byte_budget: int | None = None,
+        merged: bool = False,
+        directory: Path | str | None = None,
+        canary: Canary | None = _CANARY,
     ) -> None:
         if isinstance(handle, HandleRef) and handle.head != "log_probs":
             raise UnsupportedError(
@@ -97,32 +90,42 @@ class WeightSync:
         self._requested = transport
         self._transport: Transport | None = None if transport == "auto" else make_transport(transport)
         self._chosen_for: dict[int, int] = {}
+        self._adapter: AdapterPush | None = None
+        is_tenant = isinstance(handle, HandleRef) and handle.lora_id >= 0
+        self._merged = handle.name if merged and is_tenant else ""
+        if is_tenant and not merged:
+            _refuse(
+                "a tenant's factors are one small message", transport=(transport, "auto"), byte_budget=(byte_budget, None)
+            )
+            self._adapter = AdapterPush(train, rollout, handle, directory=directory, canary=canary)
+            return
+        why = "it is for a LoRA tenant that is pushed as an adapter"
+        _refuse(why, directory=(directory, None), merged=(merged and not is_tenant, False), canary=(canary, _CANARY))
         rollout.attach_weight_sync()
 
     def push(self) -> PushReport:
         """Brings every living engine to the trainer's weight version.
 
         Staged transports verify names, shapes, dtypes, digests and finite values on every engine before any engine loads.
-        No engine samples again until all have answered.
+        No engine samples again until all have answered. Of a tenant's versions all engines get the new one, or none.
 
         Raises:
             ConfigError: ``byte_budget`` does not hold the largest tensor; nothing was started.
             WeightVersionError: an engine serves newer weights; all serve on.
-            WeightCheckError: the weights are not what an engine can load, or are damaged; all serve on with the old ones.
-            EngineDeadError: an engine died during the push.
+            WeightCheckError: the weights are not what an engine can load, or are damaged, or the canary of an adapter finds
+                other log-probs; all serve on with the old ones.
+            EngineDeadError: an engine died during the push. Of a tenant the others serve the new version.
             EngineDirtyError: an engine failed after its first load and must be restarted; the others serve the new weights.
             WeightSyncError: the transport failed before anything was loaded.
         """
         with span("push", "push") as traced:
-            report = self._push()
+            report = self._push() if self._adapter is None else self._adapter.push()
             traced.update(weight_version=report.version, nbytes=report.nbytes, transport=report.transport)
-        for phase, seconds in report.seconds.items():
-            prometheus.observe("rl_backend_push_seconds", seconds, phase=phase, transport=report.transport)
-        prometheus.count("rl_backend_pushes_total", 1, transport=report.transport)
+        report.export()
         return report
 
     def _push(self) -> PushReport:
-        clock = _Clock()
+        clock = PushClock()
         rollout = self._rollout.fixed()
         skipped = tuple(rollout.lost_engines)
         with clock.phase("plan"):
@@ -177,7 +180,9 @@ class WeightSync:
             raise WeightSyncError("the trainer has no weights to export")
         return plan
 
-    def _push_staged(self, transport: StagedTransport, plan: PushPlan, rollout: EngineSet, clock: _Clock) -> tuple[int, ...]:
+    def _push_staged(
+        self, transport: StagedTransport, plan: PushPlan, rollout: EngineSet, clock: PushClock
+    ) -> tuple[int, ...]:
         with clock.phase("stage"):
             staged = transport.stage(plan, self._train, rollout)
         with clock.phase("verify"):
@@ -190,7 +195,7 @@ class WeightSync:
                 return self._resume(outcomes, rollout)
 
     def _push_streaming(
-        self, transport: StreamingTransport, plan: PushPlan, rollout: EngineSet, clock: _Clock
+        self, transport: StreamingTransport, plan: PushPlan, rollout: EngineSet, clock: PushClock
     ) -> tuple[int, ...]:
         raise_failures(rollout.call("check_manifest", plan.manifest))
         with rollout.updating():
@@ -201,6 +206,7 @@ class WeightSync:
 
     def _resume(self, outcomes: dict[int, Any], rollout: EngineSet) -> tuple[int, ...]:
         """Every engine has answered: those that loaded serve again; raises when one did not."""
+        self._rollout.base_changed(self._merged)
         for engine, outcome in outcomes.items():
             rollout.note(engine, outcome)
         resumed = rollout.call("resume") if rollout.engines else {}
@@ -209,30 +215,16 @@ class WeightSync:
         return tuple(outcomes)
 
 
-class _Clock:
-    def __init__(self) -> None:
-        self.version: int | None = None
-        self._started = time.perf_counter()
-        self._seconds: dict[str, float] = {}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        with span(name, "push") as traced:
-            try:
-                yield
-            finally:
-                self._seconds[name] = time.perf_counter() - started
-                if self.version is not None:
-                    traced.update(weight_version=self.version)
-
-    def seconds(self) -> dict[str, float]:
-        return {**self._seconds, "total": time.perf_counter() - self._started}
-
-
 _TRANSPORTS: dict[str, type[Transport]] = {
     transport.name: transport for transport in (SharedMemoryTransport, GlooTransport, NcclTransport, CudaIpcTransport)
 }
+
+
+def _refuse(why: str, **options: tuple[Any, Any]) -> None:
+    """Raises :class:`~rl_backend.contracts.ConfigError` for an option, (value, default), that is not at its default."""
+    for name, (value, default) in options.items():
+        if value != default:
+            raise ConfigError.of(f"WeightSync.{name}", value, f"{why}; leave it out")
 
 
 def make_transport(name: str) -> Transport:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ class HandleRef:
         source_ranks: data-parallel rank -> the rank that has its outputs.
         head: ``log_probs``, or ``values`` of a critic.
         micro_batch_multiple: ``forward_backward`` gets a multiple of so many micro-batches on each rank.
+        lora_id: of a LoRA tenant, for the sequence field of :data:`~rl_backend.contracts.lora.LORA_FIELD`; -1 for a model.
     """
 
     group_id: str
@@ -33,6 +35,7 @@ class HandleRef:
     source_ranks: tuple[int, ...]
     head: Head = "log_probs"
     micro_batch_multiple: int = 1
+    lora_id: int = -1
 
     @property
     def data_parallel_size(self) -> int:
@@ -65,10 +68,18 @@ class RankContext:
             raise HandleError(f"model {ref.name!r} was not built by this training group", name=ref.name)
         return self._handles[ref.key]
 
+    def handles(self, refs: HandleRef | Sequence[HandleRef]) -> Any:
+        """As :meth:`handle`, of one model or of each of several."""
+        return self.handle(refs) if isinstance(refs, HandleRef) else [self.handle(ref) for ref in refs]
+
     def keep(self, handle: ModelHandle) -> int:
         """Stores a handle that the running operation made and returns its key, the same on every rank."""
         self._handles[self.operation] = handle
         return self.operation
+
+    def forget(self, ref: HandleRef) -> None:
+        """Drops the handle that ``ref`` names."""
+        del self._handles[ref.key]
 
     def keep_pending(self, result: PendingStepResult) -> None:
         """Stores the result of the running operation, which is not known yet; keeps the newest that nobody takes."""

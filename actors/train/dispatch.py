@@ -7,16 +7,19 @@ from typing import Any, NamedTuple
 
 import torch
 from ray import cloudpickle
+from torch import Tensor
 
 from actors.train.context import HandleRef
-from actors.train.outcome import BuiltModel, RankForward
+from actors.train.outcome import BuiltModel, RankForward, TenantForward
 from rl_backend.contracts import BatchError, ForwardResult, HandleError, RLBackendError, merge_metrics
+from rl_backend.contracts.lora import LORA_FIELD
 from rl_backend.contracts.operations import ATOMS, Join, Operation
 from rl_backend.data import (
     MicroBatchPlan,
     check_same_fields,
     pack_plan,
     plan_micro_batches,
+    plan_tenants,
     restore_order,
     sequences_from_tensordict,
 )
@@ -28,11 +31,13 @@ class Shares(NamedTuple):
     Attributes:
         calls: the pickled :class:`~rl_backend.contracts.operations.Operation` of each rank.
         plan, seq_lens: which sequences went where, and their lengths, for an operation that splits sequences.
+        tenants: whose they are, by ``lora_id``; empty without LoRA tenants.
     """
 
     calls: Sequence[bytes]
     plan: MicroBatchPlan | None = None
     seq_lens: Sequence[int] = ()
+    tenants: Sequence[int] = ()
 
 
 def split(operation: Operation, num_ranks: int, max_tokens: int, *, has_loss: bool) -> Shares:
@@ -51,22 +56,29 @@ def split(operation: Operation, num_ranks: int, max_tokens: int, *, has_loss: bo
     arguments = dict(operation.arguments)
     handle: HandleRef = arguments["handle"]
     trains = atom.needs_with(arguments.get(atom.flag)).trained
-    if handle.forward_only and trains:
+    given = arguments.pop("sequences")
+    rows = given if isinstance(given, Sequence) else sequences_from_tensordict(given)
+    has_tenants = bool(rows) and LORA_FIELD in rows[0].sequence_fields
+    if handle.forward_only and trains and not has_tenants:
         raise HandleError(f"model {handle.name!r} is forward-only; a backward pass needs gradients", name=handle.name)
     if trains and not has_loss:
         raise BatchError("loss=None: only a forward_only pass can do without a loss")
-    given = arguments.pop("sequences")
-    rows = given if isinstance(given, Sequence) else sequences_from_tensordict(given)
     budget = _budget(arguments.pop("max_tokens_per_micro_batch"), max_tokens)
     meta = arguments.pop("meta")
     check_same_fields(rows)
     seq_lens = [len(sequence) for sequence in rows]
-    plan = plan_micro_batches(seq_lens, handle.data_parallel_size, budget, multiple_of=handle.micro_batch_multiple)
+    dp_size, multiple_of = handle.data_parallel_size, handle.micro_batch_multiple
+    tenants: list[int] = []
+    if has_tenants and handle.lora_id < 0:
+        tenants = [int(row.sequence_fields[LORA_FIELD]) for row in rows]
+        plan = plan_tenants(seq_lens, tenants, dp_size, budget, multiple_of=multiple_of)
+    else:
+        plan = plan_micro_batches(seq_lens, dp_size, budget, multiple_of=multiple_of)
     of_data_parallel_rank = [
         cloudpickle.dumps(Operation(operation.name, {**arguments, "data": batches}))
         for batches in pack_plan(rows, plan, meta)
     ]
-    return Shares([of_data_parallel_rank[dp_rank] for dp_rank in handle.data_parallel_ranks], plan, seq_lens)
+    return Shares([of_data_parallel_rank[dp_rank] for dp_rank in handle.data_parallel_ranks], plan, seq_lens, tenants)
 
 
 def join(operation: Operation, shares: Shares, values: Sequence[Any], group_id: str) -> Any:
@@ -97,10 +109,11 @@ def _model(operation: Operation, shares: Shares, values: Sequence[BuiltModel], g
         group_id=group_id,
         key=first.key,
         name=first.name,
-        forward_only=operation.arguments["forward_only"],
+        forward_only=first.forward_only,
         data_parallel_ranks=tuple(built.data_parallel_rank for built in values),
         source_ranks=tuple(sources[dp_rank] for dp_rank in range(size)),
-        head=operation.arguments["head"],
+        head=first.head,
+        lora_id=first.lora_id,
         micro_batch_multiple=first.micro_batch_multiple,
     )
 
@@ -123,7 +136,29 @@ def _forward_result(operation: Operation, shares: Shares, values: Sequence[RankF
             for dp_rank, source in enumerate(sources)
         ]
         outputs[name] = restore_order(plan, per_rank)
-    return ForwardResult(tuple(losses), merge_metrics([source.metrics for source in sources]), outputs)
+    metrics = merge_metrics([source.metrics for source in sources])
+    tenants = {
+        name: _tenant_result(part.lora_id, [source.tenants[name] for source in sources], shares.tenants, outputs)
+        for name, part in sources[0].tenants.items()
+    }
+    return ForwardResult(tuple(losses), metrics, outputs, tenants)
+
+
+def _tenant_result(
+    lora_id: int, parts: Sequence[TenantForward], tenants: Sequence[int], outputs: Mapping[str, Sequence[Tensor]]
+) -> ForwardResult:
+    """As :func:`_forward_result`, of one tenant; ``tenants`` says whose each sequence is."""
+    losses = [sum(of_batch) / len(parts) for of_batch in zip(*(part.losses for part in parts), strict=True)]
+    return ForwardResult(
+        tuple(losses),
+        merge_metrics([part.metrics for part in parts]),
+        {
+            name: [value for value, each in zip(outputs[name], tenants, strict=True) if each == lora_id]
+            for name in parts[0].outputs
+        },
+        error=next((part.error for part in parts if part.error), ""),
+        lora_id=lora_id,
+    )
 
 
 def _equal(operation: Operation, shares: Shares, values: Sequence[Any], group_id: str) -> Any:

@@ -9,7 +9,8 @@ from typing import Any, Concatenate, Self
 
 from actors.cluster.placement import PlacementStrategy
 from actors.train.context import RankContext
-from actors.train.operations import GroupFuture, TrainOperations
+from actors.train.future import GroupFuture
+from actors.train.operations import TrainOperations
 from actors.train.order import Driver
 from actors.train.ranks import GroupMembers, TrainRanks
 from actors.train.start import start_ranks
@@ -22,7 +23,7 @@ class TrainGroup(TrainOperations):
     """Training ranks, each on its own cores or GPU.
 
     Every operation is a call that waits, and has ``.submit(...)``, which takes the same arguments and returns a
-    :class:`~actors.train.operations.GroupFuture`::
+    :class:`~actors.train.future.GroupFuture`::
 
         with TrainGroup(RuntimeConfig(hf_path=...), num_ranks=2) as group:
             policy = group.build_model()
@@ -99,12 +100,14 @@ class TrainGroup(TrainOperations):
 
     @property
     def journal(self) -> tuple[Operation, ...]:
-        """The operations that built the group's models, in order. With the configuration they build a lost group again::
+        """The operations that built the group's models and LoRA tenants, in order, without those that were removed.
 
-            for operation in lost.journal:
-                again = group.submit(operation.name, **operation.arguments).result()
+        With the configuration they build a lost group again::
 
-        ``operation.number`` is the ``key`` of the lost group's model. Weights are not in it: load a checkpoint.
+            handles = group.replay(lost.journal)
+            policy = handles[policy.key]
+
+        Weights are not in it: load a checkpoint.
         """
         return tuple(self._ranks.journal)
 

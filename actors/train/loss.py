@@ -15,7 +15,7 @@ import xxhash
 from ray import ObjectRef, cloudpickle
 from torch import Tensor
 
-from rl_backend.contracts import ConfigError, LossFn, MetricValue, ModelOutput, PackedBatch
+from rl_backend.contracts import ConfigError, Losses, LossFn, MetricValue, ModelOutput, PackedBatch
 
 KEPT_LOSSES = 16
 
@@ -111,9 +111,10 @@ class LossSender:
     def __init__(self) -> None:
         self._sent: OrderedDict[str, SentLoss] = OrderedDict()
 
-    def send(self, loss: LossFn) -> SentLoss:
+    def send(self, loss: Losses) -> SentLoss:
         """Raises :class:`~rl_backend.contracts.ConfigError` for a loss that cannot be called or pickled."""
-        if not callable(loss):
+        several = isinstance(loss, Mapping) and bool(loss) and all(map(callable, loss.values()))
+        if not callable(loss) and not several:
             raise ConfigError(f"loss is a {type(loss).__name__}; expected a callable or Loss('package.module:function')")
         try:
             pickled = cloudpickle.dumps(loss)

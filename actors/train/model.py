@@ -56,11 +56,15 @@ class GroupModel:
 
     Attributes:
         router_replay: in the passes of a policy that is trained; other passes route freely.
+        base: the frozen model below a LoRA tenant; None for a model of its own.
+        hf_path: directory of the weights that it began with; empty where nobody asks.
     """
 
     group: TrainGroup
     handle: HandleRef
     router_replay: RouterReplayMode = "off"
+    base: HandleRef | None = None
+    hf_path: str = ""
 
     def submit_outputs(
         self,

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal
 
 from actors.train.context import HandleRef
 from actors.train.dispatch import join, split
+from actors.train.future import GroupFuture, operation
 from actors.train.loss import LossSender
 from actors.train.ranks import TrainRanks
+from actors.train.tenants import TenantOperations
 from rl_backend.contracts import (
     ForwardResult,
     HandleError,
     Head,
-    LossFn,
+    Losses,
     OptimizerConfig,
     PendingStepResult,
     RuntimeConfig,
-    StepResult,
     TokenSequence,
 )
 from rl_backend.contracts.operations import ATOMS, Operation
@@ -30,82 +29,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
 
-class GroupFuture[R]:
-    """Result of a submitted operation."""
-
-    def __init__(self, name: str, wait: Callable[[float | None], R], ready: Callable[[], bool]) -> None:
-        self.name = name
-        self._wait = wait
-        self._ready = ready
-        self._lock = threading.Lock()
-        self._result: tuple[R] | None = None
-        self._error: Exception | None = None
-
-    def result(self, timeout: float | None = None) -> R:
-        """Waits for every rank.
-
-        While nobody waits, nobody notices a failure: read the results of what was submitted.
-
-        Args:
-            timeout: seconds; the operation continues when they have passed, and ``result`` may be called again.
-
-        Raises:
-            TimeoutError: not done in time.
-            GroupFailedError: a rank died, or left its peers in a collective; the group is gone.
-            Exception: what the ranks raised, when all of them answered; the group continues.
-        """
-        with self._lock:
-            if self._error is not None:
-                raise self._error
-            if self._result is None:
-                try:
-                    self._result = (self._wait(timeout),)
-                except TimeoutError:
-                    raise
-                except Exception as error:
-                    self._error = error
-                    raise
-            return self._result[0]
-
-    def done(self) -> bool:
-        """Whether every rank has answered; does not wait."""
-        return self._result is not None or self._error is not None or self._ready()
-
-
-class BoundOperation[**P, R]:
-    """One operation of one group."""
-
-    def __init__(self, submit: Callable[P, GroupFuture[R]]) -> None:
-        self._submit = submit
-        functools.update_wrapper(self, submit)
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Waits for the result; raises as :meth:`GroupFuture.result`."""
-        return self._submit(*args, **kwargs).result()
-
-    def submit(self, *args: P.args, **kwargs: P.kwargs) -> GroupFuture[R]:
-        """Starts the operation; it runs after those submitted before it."""
-        return self._submit(*args, **kwargs)
-
-
-class operation[G, **P, R]:  # noqa: N801, a decorator
-    """Makes a method of a group that returns a future into an operation."""
-
-    def __init__(self, method: Callable[Concatenate[G, P], GroupFuture[R]]) -> None:
-        self._method = method
-        functools.update_wrapper(self, method)  # type: ignore[arg-type]
-
-    @overload
-    def __get__(self, group: None, owner: type) -> operation[G, P, R]: ...
-    @overload
-    def __get__(self, group: G, owner: type) -> BoundOperation[P, R]: ...
-    def __get__(self, group: G | None, owner: type) -> Any:
-        if group is None:
-            return self
-        return BoundOperation(functools.wraps(self._method)(functools.partial(self._method, group)))
-
-
-class TrainOperations:
+class TrainOperations(TenantOperations):
     """What :class:`~actors.train.group.TrainGroup` does with its models; its own file says how a group lives and ends."""
 
     def _attach(self, config: RuntimeConfig, ranks: TrainRanks) -> None:
@@ -118,6 +42,7 @@ class TrainOperations:
         self,
         *,
         forward_only: bool = False,
+        trainable: bool = True,
         name: str = "",
         head: Head = "log_probs",
         hf_path: Path | str | None = None,
@@ -127,6 +52,7 @@ class TrainOperations:
         return self.submit(
             "build_model",
             forward_only=forward_only,
+            trainable=trainable,
             name=name,
             head=head,
             hf_path=None if hf_path is None else str(hf_path),
@@ -138,7 +64,7 @@ class TrainOperations:
         self,
         handle: HandleRef,
         sequences: Sequence[TokenSequence] | TensorDictBase,
-        loss: LossFn | None,
+        loss: Losses | None,
         *,
         forward_only: bool = False,
         meta: Mapping[str, Any] | None = None,
@@ -153,6 +79,7 @@ class TrainOperations:
             sequences: a list, or a TensorDict with jagged fields (``sequences_from_tensordict``), on the CPU.
             loss: a :class:`~actors.train.loss.Loss`, or any callable that can be pickled. It is pickled at each call, and
                 sent to the ranks when the pickle is not one of the last few. None if a forward-only pass wants only outputs.
+                For sequences of several LoRA tenants one of each, by the tenant's name.
             meta: as ``PackedBatch.meta``; see :func:`~rl_backend.data.packing.pack_plan` for what is added.
             max_tokens_per_micro_batch: at most the configuration's, which None takes.
             router_replay: as in :meth:`~rl_backend.runtime.Runtime.forward_backward`; what is recorded is the output
@@ -199,19 +126,22 @@ class TrainOperations:
         )
 
     @operation
-    def zero_grad(self, handle: HandleRef) -> GroupFuture[None]:
-        """Drops all gradients."""
-        return self.submit("zero_grad", handle=handle)
+    def zero_grad(self, handle: HandleRef | Sequence[HandleRef]) -> GroupFuture[None]:
+        """Drops all gradients, of one handle or several."""
+        return self.submit("zero_grad", handle=_one_or_list(handle))
 
     @operation
-    def optimizer_step(self, handle: HandleRef) -> GroupFuture[StepResult]:
-        """Clips and steps, or, when any rank's gradient is not finite, changes nothing and returns ``ok=False``."""
-        return self.submit("optimizer_step", handle=handle)
+    def optimizer_step(self, handle: HandleRef | Sequence[HandleRef]) -> GroupFuture[Any]:
+        """Clips and steps, or, when any rank's gradient is not finite, changes nothing and returns ``ok=False``.
+
+        Of several LoRA tenants a list of results, in their order; each is skipped by itself.
+        """
+        return self.submit("optimizer_step", handle=_one_or_list(handle))
 
     @operation
-    def lr_scheduler_step(self, handle: HandleRef) -> GroupFuture[float]:
-        """Advances the schedules by one step and returns the learning rate of the next optimizer step."""
-        return self.submit("lr_scheduler_step", handle=handle)
+    def lr_scheduler_step(self, handle: HandleRef | Sequence[HandleRef]) -> GroupFuture[Any]:
+        """Advances the schedules by one step and returns the learning rate of the next optimizer step; a list of several."""
+        return self.submit("lr_scheduler_step", handle=_one_or_list(handle))
 
     @operation
     def to(
@@ -259,22 +189,36 @@ class TrainOperations:
         """The model's weight version, the same on every rank."""
         return self.submit("weight_version", handle=handle)
 
-    def submit(self, name: str, loss: LossFn | None = None, /, **arguments: Any) -> GroupFuture[Any]:
+    def submit(self, name: str, loss: Losses | None = None, /, **arguments: Any) -> GroupFuture[Any]:
         """Starts an operation by its name in :data:`~rl_backend.contracts.operations.ATOMS`.
 
-        The methods of those names say what its arguments are. Of an :class:`~rl_backend.contracts.operations.Operation` of
-        another group's journal, ``submit(operation.name, **operation.arguments)`` builds the same model again.
+        The methods of those names say what its arguments are.
 
         Args:
             loss: sent to the ranks once.
         """
         return self._submit(name, Operation(name, arguments), loss)
 
-    def _submit(self, title: str, operation: Operation, loss: LossFn | None = None) -> GroupFuture[Any]:
+    def replay(self, journal: Sequence[Operation]) -> dict[int, HandleRef]:
+        """Builds the models and LoRA tenants of another group's journal again, without their weights and optimizers.
+
+        Returns:
+            ``key`` of each handle of that group -> the handle here.
+        """
+        built: dict[int, HandleRef] = {}
+        for each in journal:
+            given = {
+                name: built[value.key] if isinstance(value, HandleRef) else value for name, value in each.arguments.items()
+            }
+            built[each.number] = self.submit(each.name, **given).result()
+        return built
+
+    def _submit(self, title: str, operation: Operation, loss: Losses | None = None) -> GroupFuture[Any]:
         ranks, atom = self._ranks, ATOMS[operation.name]
         handle = operation.arguments.get("handle")
-        if handle is not None and handle.group_id != ranks.members.id:
-            raise HandleError(f"model {handle.name!r} belongs to another training group", name=handle.name)
+        for each in handle if isinstance(handle, list) else [handle] if handle is not None else []:
+            if each.group_id != ranks.members.id:
+                raise HandleError(f"model {each.name!r} belongs to another training group", name=each.name)
         most, members = self.config.max_tokens_per_micro_batch, len(ranks.members.workers)
         shares = split(operation, members, most, has_loss=loss is not None)
         header, refs = ranks.dispatch(title, shares.calls, None if loss is None else self._losses.send(loss))
@@ -284,9 +228,16 @@ class TrainOperations:
             values = ranks.collect(title, header.number, refs, timeout)
             result = join(operation, shares, values, ranks.members.id)
             if atom.builds:
-                ranks.keep(Operation(operation.name, operation.arguments, header.number))
+                # By its name: one that the runtime chose depends on what was built before.
+                ranks.keep(Operation(operation.name, {**operation.arguments, "name": result.name}, header.number))
+            if atom.frees and handle is not None:
+                ranks.forget(handle.key)
             if atom.join == "step" and result is None:
                 return PendingStepResult(lambda: self.submit("step_result", handle=handle, number=header.number).result())
             return result
 
         return GroupFuture(title, finish, lambda: ranks.ready(refs))
+
+
+def _one_or_list(handle: HandleRef | Sequence[HandleRef]) -> HandleRef | list[HandleRef]:
+    return handle if isinstance(handle, HandleRef) else list(handle)

@@ -63,6 +63,10 @@ class OperationLedger:
         self._name = name
         return self._number
 
+    def forget(self, key: int) -> None:
+        """Takes the operation that built the model of this key out of the journal."""
+        self.journal = [each for each in self.journal if each.number != key]
+
     def transfer(self, driver: Driver) -> tuple[int, str, Driver, list[Operation]]:
         """Makes ``driver`` the owner; returns the last operation's number and name, the owner before, and the journal."""
         previous, self._owner = self._owner, driver

@@ -100,7 +100,7 @@ class TrainRanks:
             return header, refs
 
     def collect(self, title: str, number: int, refs: Sequence[ray.ObjectRef], timeout: float | None) -> list[Any]:
-        """One value per rank; raises as :meth:`~actors.train.operations.GroupFuture.result`."""
+        """One value per rank; raises as :meth:`~actors.train.future.GroupFuture.result`."""
         deadline = None if timeout is None else time.monotonic() + timeout
         rank_of = {ref: rank for rank, ref in enumerate(refs)}
         pending = list(refs)
@@ -132,6 +132,11 @@ class TrainRanks:
         """Adds to the journal, here, for when the ranks are lost, and on rank 0, for a driver that takes over."""
         self.journal.append(operation)
         self._control("keep", operation)
+
+    def forget(self, key: int) -> None:
+        """Takes what built the model of this key out of the journal."""
+        self.journal = [each for each in self.journal if each.number != key]
+        self._control("forget", key)
 
     def take_over(self, timeout: float) -> None:
         """Makes this driver the owner once the operations of the one before are finished on every rank."""

@@ -18,8 +18,9 @@ from actors.cluster.meeting import Meeting, MeetingPoint, PathToMeeting, node_ad
 from actors.train.context import HandleRef, RankContext
 from actors.train.loss import LossReceiver, SentLoss
 from actors.train.order import Driver, OperationHeader, OperationLedger, OperationSequence
-from actors.train.outcome import BuiltModel, Completed, Failed, Outcome, RankForward, failed
-from rl_backend.contracts import HandleError, LossFn, PackedBatch, PendingStepResult, RLBackendError, StepResult
+from actors.train.outcome import BuiltModel, Completed, Failed, Outcome, RankForward, TenantForward, failed
+from rl_backend.contracts import HandleError, LossFn, ModelHandle, PackedBatch, PendingStepResult, RLBackendError, StepResult
+from rl_backend.contracts.backend_info import OptimizerState
 from rl_backend.contracts.operations import ATOMS, Operation
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT
 from rl_backend.parallel.store import store_environment
@@ -109,6 +110,11 @@ class TrainWorker:
         self._ledger.journal.append(operation)
 
     @ray.method(concurrency_group=CONTROL)  # type: ignore[untyped-decorator]
+    def forget(self, key: int) -> None:
+        """As :meth:`OperationLedger.forget`; asked of rank 0."""
+        self._ledger.forget(key)
+
+    @ray.method(concurrency_group=CONTROL)  # type: ignore[untyped-decorator]
     def transfer(self, driver: Driver) -> tuple[int, str, Driver, list[Operation]]:
         """As :meth:`OperationLedger.transfer`; asked of rank 0."""
         return self._ledger.transfer(driver)
@@ -135,36 +141,69 @@ def run(context: RankContext, operation: Operation, loss: LossFn | None) -> Any:
         arguments["loss_fn"] = loss
     if operation.name in _OWN:
         return _OWN[operation.name](context, **arguments)
-    handle = context.handle(arguments.pop("handle"))
+    handle = context.handles(arguments.pop("handle"))
     return getattr(context.runtime, operation.name)(handle, **arguments)
 
 
 def _build_model(context: RankContext, **arguments: Any) -> BuiltModel:
-    handle = context.runtime.build_model(**arguments)
+    return _built(context, context.runtime.build_model(**arguments))
+
+
+def _built(context: RankContext, handle: ModelHandle) -> BuiltModel:
     return BuiltModel(
-        context.keep(handle),
-        handle.name,
-        handle.data_parallel_rank,
-        handle.data_parallel_size,
-        context.runtime.is_mp_src_rank_with_outputs(handle),
-        handle.micro_batch_multiple,
+        key=context.keep(handle),
+        name=handle.name,
+        data_parallel_rank=handle.data_parallel_rank,
+        data_parallel_size=handle.data_parallel_size,
+        is_source=context.runtime.is_mp_src_rank_with_outputs(handle),
+        micro_batch_multiple=handle.micro_batch_multiple,
+        forward_only=handle.forward_only,
+        head=handle.head,
+        lora_id=handle.lora_id,
     )
+
+
+def _create_lora_adapter(context: RankContext, handle: HandleRef, **arguments: Any) -> BuiltModel:
+    return _built(context, context.runtime.create_lora_adapter(context.handle(handle), **arguments))
+
+
+def _remove_lora_adapter(context: RankContext, handle: HandleRef) -> None:
+    context.runtime.remove_lora_adapter(context.handle(handle))
+    context.forget(handle)
+
+
+def _export_lora_adapter(context: RankContext, handle: HandleRef) -> dict[str, torch.Tensor]:
+    """All of it, on the CPU, from rank 0."""
+    found = {name: tensor.cpu() for name, tensor in context.runtime.export_lora_adapter(context.handle(handle))}
+    return found if context.rank == 0 else {}
+
+
+def _get_optimizer_state(context: RankContext, handle: HandleRef) -> OptimizerState | None:
+    """From rank 0."""
+    state = context.runtime.get_optimizer_state(context.handle(handle))
+    return state if context.rank == 0 else None
 
 
 def _forward_backward(
     context: RankContext, handle: HandleRef, data: Sequence[PackedBatch], loss_fn: LossFn | None = None, **arguments: Any
 ) -> RankForward:
     runtime, model = context.runtime, context.handle(handle)
-    with runtime.eval_mode(model) if arguments.get("forward_only") else runtime.train_mode(model):
+    # The frozen base of tenants is in evaluation mode while they train.
+    evaluates = arguments.get("forward_only") or model.forward_only
+    with runtime.eval_mode(model) if evaluates else runtime.train_mode(model):
         result = runtime.forward_backward(model, data, loss_fn, **arguments)
     # A view of a tensor is pickled with all of the tensor, so sequences travel as one.
     outputs = {name: torch.cat(list(rows)).cpu() for name, rows in result.outputs.items()}
-    return RankForward(result.losses, dict(result.metrics), outputs)
+    tenants = {
+        name: TenantForward(part.lora_id, part.losses, dict(part.metrics), part.error, tuple(part.outputs))
+        for name, part in result.tenants.items()
+    }
+    return RankForward(result.losses, dict(result.metrics), outputs, tenants)
 
 
-def _optimizer_step(context: RankContext, handle: HandleRef) -> StepResult | None:
+def _optimizer_step(context: RankContext, handle: HandleRef | list[HandleRef]) -> StepResult | list[StepResult] | None:
     """None for a step that other ranks still have a part of: to answer with its result would wait for them."""
-    result: StepResult = context.runtime.optimizer_step(context.handle(handle))
+    result: StepResult | list[StepResult] = context.runtime.optimizer_step(context.handles(handle))
     if not isinstance(result, PendingStepResult):
         return result
     context.keep_pending(result)
@@ -198,6 +237,10 @@ def _shutdown(context: RankContext) -> None:
 
 _OWN: Mapping[str, Callable[..., Any]] = {
     "build_model": _build_model,
+    "create_lora_adapter": _create_lora_adapter,
+    "remove_lora_adapter": _remove_lora_adapter,
+    "export_lora_adapter": _export_lora_adapter,
+    "get_optimizer_state": _get_optimizer_state,
     "forward_backward": _forward_backward,
     "optimizer_step": _optimizer_step,
     "step_result": _step_result,
@@ -229,7 +272,8 @@ def _observed(context: RankContext, header: OperationHeader, operation: Operatio
 def _weight_versions(context: RankContext, operation: Operation) -> dict[str, int]:
     """Of the models that the operation was given; not of one whose last step others still have a part of."""
     versions = {}
-    for argument in (operation.arguments.get("handle"), *operation.arguments.get("args", ())):
+    given = operation.arguments.get("handle")
+    for argument in (*(given if isinstance(given, list) else [given]), *operation.arguments.get("args", ())):
         if isinstance(argument, HandleRef):
             try:
                 handle = context.handle(argument)

@@ -14,6 +14,7 @@ from adapters.verl.background_saves import PendingSave, begin_role, record_step,
 from adapters.verl.checkpoint_contents import STATE, require_contents
 from adapters.verl.replacing import exists_on_rank_0, finish_replacing, found_name, replacing
 from rl_backend.checkpoint.durable import sync_tree
+from rl_backend.checkpoint.peft_files import CONFIG_FILE, write_peft_directory
 from rl_backend.checkpoint.training_state import on_every_rank
 from rl_backend.contracts import CheckpointError, ModelHandle, UnsupportedError
 from rl_backend.parallel.groups import world_group
@@ -22,22 +23,24 @@ from rl_backend.runtime import Runtime
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig
 
-_STATE_DIRECTORY, _HF_DIRECTORY = "training_state", "huggingface"
+_STATE_DIRECTORY, _HF_DIRECTORY, _ADAPTER_DIRECTORY = "training_state", "huggingface", "lora_adapter"
 
 
 class EngineCheckpoints:
     """Saves and loads one model; verl's own code decides which old checkpoints go.
 
-    Below verl's directory ``training_state/`` is the runtime's checkpoint, ``huggingface/`` one for transformers and vLLM.
+    Below verl's directory ``training_state/`` is the runtime's checkpoint, ``huggingface/`` one for transformers and vLLM,
+    and ``lora_adapter/`` one for peft.
 
     Args:
         save_contents, load_contents: ``model`` alone or all of ``STATE``, and ``hf_model``. As in verl, ``model`` is a
-            Hugging Face directory.
+            Hugging Face directory; with LoRA it is the adapter in peft's format.
         tokenizer: :func:`own_tokenizer`, whose files take the place of those in the model's directory.
         sharded: verl's ``use_dist_checkpointing``: ``model`` is in the training state alone.
         asynchronous: verl's ``async_save``: the training state is written in the background, the Hugging Face directory, for
             which all ranks gather weights, before ``save`` returns. As in verl's engine, rank 0 then writes verl's record of
             the latest step, and old checkpoints go, once the files are committed on every rank: at the next call.
+        lora: the model has a tenant.
 
     Raises:
         ConfigError: other contents.
@@ -51,13 +54,18 @@ class EngineCheckpoints:
         *,
         sharded: bool = False,
         asynchronous: bool = False,
+        lora: bool = False,
     ) -> None:
         require_contents("save_contents", save_contents, sharded=sharded)
         require_contents("load_contents", load_contents, sharded=sharded)
-        self._saves_hf = "hf_model" in save_contents or ("model" in save_contents and not sharded)
+        self._saves_adapter = lora and "model" in save_contents
+        self._saves_hf = "hf_model" in save_contents or ("model" in save_contents and not sharded and not lora)
         self._saves_state = save_contents >= STATE
         self._loads_state = load_contents >= STATE
-        self._loads_hf = bool(load_contents) and not self._loads_state
+        self._loads_weights = bool(load_contents) and not self._loads_state
+        self._weights_directory, self._weights_file = (
+            (_ADAPTER_DIRECTORY, CONFIG_FILE) if lora else (_HF_DIRECTORY, "config.json")
+        )
         self._tokenizer = tokenizer
         self._asynchronous = asynchronous
         self._pending: PendingSave | None = None
@@ -106,6 +114,13 @@ class EngineCheckpoints:
                         if first:
                             self._tokenizer.save_pretrained(new)
                             sync_tree(new)
+        if self._saves_adapter:
+            with replacing(path / _ADAPTER_DIRECTORY) as new:
+                factors = runtime.export_lora_adapter(handle)
+                with on_every_rank(world_group(), f"the adapter could not be written to {new}"):
+                    if first:
+                        (tenant,) = runtime.list_lora_adapters(handle.base)
+                        write_peft_directory(new, factors, tenant.config, runtime.config.hf_path)
         if background:
             self._begin(runtime, handle, PendingSave(path, step, max_ckpt_to_keep, None))
             return
@@ -150,21 +165,21 @@ class EngineCheckpoints:
                     record_step(path, step)
                 self._kept.register_checkpoint(str(path), keep)
 
-    def hf_directory(self, local_path: str, hdfs_path: str | None = None) -> Path | None:
-        """The directory that weights alone are loaded from, or None where the training state is.
+    def weights_directory(self, local_path: str, hdfs_path: str | None = None) -> Path | None:
+        """The directory that weights, or an adapter, are loaded from alone, or None where the training state is.
 
         Raises:
             CheckpointError: it does not exist.
         """
-        path = _local(local_path, hdfs_path) / _HF_DIRECTORY
-        if not self._loads_hf:
+        path = _local(local_path, hdfs_path) / self._weights_directory
+        if not self._loads_weights:
             return None
         path = found_name(path)
-        if not (path / "config.json").is_file():
+        if not (path / self._weights_file).is_file():
             raise CheckpointError.at(
                 path,
-                "is no Hugging Face directory; load_contents without optimizer and extra reads the weights that "
-                "save_contents with 'model' or 'hf_model' wrote",
+                f"has no {self._weights_file}; load_contents without optimizer and extra reads what save_contents with "
+                "'model', or without LoRA 'hf_model', wrote",
             )
         return path
 

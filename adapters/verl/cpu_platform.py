@@ -228,6 +228,8 @@ def patch_vllm() -> None:
 
     * a linear layer gives its parameter up for a packed copy when it is first loaded: loading again fails;
     * a mixture-of-experts layer packs its experts only while its ``moe_kernel`` is unset, that is, once.
+
+    To load a LoRA adapter verl asks vLLM's ``WeightsMapper`` for a method that vLLM 0.30 calls by another name.
     """
     if _VERL_ROLLOUT not in os.environ:
         return
@@ -236,6 +238,7 @@ def patch_vllm() -> None:
     if current_platform.is_cpu():
         keep_linear_weights()
         pack_experts_again()
+        name_mapper_of_adapters()
 
 
 def keep_linear_weights() -> None:
@@ -269,3 +272,11 @@ def pack_experts_again() -> None:
 
     setattr(process, _INSTALLED, True)
     UnquantizedFusedMoEMethod.process_weights_after_loading = process
+
+
+def name_mapper_of_adapters() -> None:
+    """``WeightsMapper`` has the method that keeps renames alone under the name by which verl calls it too."""
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    if not hasattr(WeightsMapper, "get_unstacked_mapper"):
+        WeightsMapper.get_unstacked_mapper = WeightsMapper.get_rename_mapper

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, override
 
 import torch
@@ -17,6 +17,7 @@ from verl.workers.engine.utils import enable_full_determinism, hf_delta_export
 from adapters.verl.checkpoints import EngineCheckpoints, own_tokenizer
 from adapters.verl.cpu_platform import require_device
 from adapters.verl.engine_mode import EngineMode
+from adapters.verl.engine_model import EngineModel, Exported
 from adapters.verl.micro_batches import cut_batch
 from adapters.verl.outputs import MicroBatchLoss, VerlLoss, as_verl_output
 from adapters.verl.routes import BatchRoutes, router_replay
@@ -29,9 +30,6 @@ from rl_backend.runtime import Runtime, create_runtime
 if TYPE_CHECKING:
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
-
-_EXPORT_BYTES = 2**28
-"""Bytes of weights gathered at one time; a larger weight is gathered alone."""
 
 
 class RuntimeEngine(BaseEngine):
@@ -68,11 +66,12 @@ class RuntimeEngine(BaseEngine):
             own_tokenizer(model_config),
             sharded=engine_config.use_dist_checkpointing,
             asynchronous=bool(checkpoint_config and checkpoint_config.async_save),
+            lora=self.settings.lora is not None,
         )
         if self.settings.full_determinism:
             enable_full_determinism(self.settings.runtime.seed)
         self._runtime: Runtime[Any] = create_runtime(self.settings.runtime)
-        self._handle: Any = None
+        self._model: EngineModel | None = None
         self.mode: str | None = None
         self.time = AdapterTime()
         # verl's prime_delta_snapshots fills it: name -> this rank's share as it was last sent.
@@ -85,29 +84,32 @@ class RuntimeEngine(BaseEngine):
 
     def _build(self, hf_path: str | None) -> None:
         settings = self.settings
-        if self._handle is not None:
+        if self._model is not None:
             self.close()
             self._runtime = create_runtime(settings.runtime)
         optimizer = None
         if not settings.forward_only:
             assert self._optimizer_config is not None, "engine_settings requires it of a trained model"
             optimizer = optimizer_settings(self._optimizer_config)
-        self._handle = self._runtime.build_model(
-            forward_only=settings.forward_only, head=settings.head, hf_path=hf_path, optimizer=optimizer
-        )
+        self._model = EngineModel(self._runtime, settings, optimizer, hf_path)
         self._rest()
 
     @property
-    def handle(self) -> Any:
-        """The runtime's model; raises :class:`HandleError` before ``initialize``."""
-        if self._handle is None:
+    def model(self) -> EngineModel:
+        """Raises :class:`HandleError` before ``initialize``."""
+        if self._model is None:
             raise HandleError("this engine has no model yet; call initialize() first")
-        return self._handle
+        return self._model
+
+    @property
+    def handle(self) -> Any:
+        """What is trained: a model, or a LoRA tenant."""
+        return self.model.trained
 
     @property
     def module(self) -> list[nn.Module]:
         """The modules of this rank."""
-        return list(self.handle.roots())
+        return list(self.model.base.roots())
 
     @property
     def optimizer(self) -> Any:
@@ -147,18 +149,17 @@ class RuntimeEngine(BaseEngine):
         """
         with self.time.batch():
             self._checkpoints.poll(self._runtime, self.handle)
-            replay = router_replay(data, self.settings.router_replay, forward_only=forward_only)
+            # A reference never replays, be it a model of its own or this one without its adapter.
+            model = self.model.at_work
+            mode = self.settings.router_replay if model is self.handle else "disabled"
+            replay = router_replay(data, mode, forward_only=forward_only)
             place, cp_size = self._runtime.place, self.settings.runtime.backend_cfg.parallel.cp
-            routes = (
-                BatchRoutes(self.settings.router_replay, len(self.handle.routed_layers.sparse))
-                if replay == "replay"
-                else None
-            )
-            batch = cut_batch(data, place, multiple=self.handle.micro_batch_multiple, cp_size=cp_size, routes=routes)
+            routes = BatchRoutes(mode, len(model.routed_layers.sparse)) if replay == "replay" else None
+            batch = cut_batch(data, place, multiple=model.micro_batch_multiple, cp_size=cp_size, routes=routes)
             loss = None if loss_function is None else MicroBatchLoss(loss_function, self.time)
             with self.time.runtime():
                 result = self._runtime.forward_backward(
-                    self.handle, batch.packed, loss, forward_only=forward_only, router_replay=replay
+                    model, batch.packed, loss, forward_only=forward_only, router_replay=replay
                 )
             return as_verl_output(result, batch, loss) if self.is_mp_src_rank_with_outputs() else {}
 
@@ -174,7 +175,7 @@ class RuntimeEngine(BaseEngine):
 
     @override
     def lr_scheduler_step(self) -> float:
-        return self._runtime.lr_scheduler_step(self.handle)
+        return float(self._runtime.lr_scheduler_step(self.handle))
 
     @override
     def get_data_parallel_size(self) -> int:
@@ -203,27 +204,23 @@ class RuntimeEngine(BaseEngine):
 
     def move(self, where: Literal["cpu", "device"], *, model: bool, optimizer: bool, grad: bool) -> None:
         """:meth:`~rl_backend.runtime.Runtime.to` of this engine's model."""
-        if model or optimizer or grad:
-            self._runtime.to(self.handle, where, model=model, optimizer=optimizer, grad=grad)
+        self.model.move(where, model=model, optimizer=optimizer, grad=grad)
 
     @override
-    def get_per_tensor_param(
-        self, layered_summon: bool = False, base_sync_done: bool = True, **_: Any
-    ) -> tuple[Iterator[tuple[str, Tensor]], None]:
+    def get_per_tensor_param(self, layered_summon: bool = False, base_sync_done: bool | None = None, **_: Any) -> Exported:
         """Every weight under its Hugging Face name, whole, in verl's ``dtype``, on every rank in one order.
 
-        Both arguments are of no effect: weights are gathered a few at a time, and no adapter has a base to send apart.
+        Of LoRA that is not merged, the base (``base_sync_done=False``) or the adapter by peft's names; None is refused.
+        ``layered_summon`` is of no effect: weights are gathered a few at a time.
         """
         self.move("device", model=True, optimizer=False, grad=False)
-        largest = max(each.nbytes for each in self._runtime.weight_infos(self.handle, dtype=self._export_dtype))
-        budget = max(_EXPORT_BYTES, largest)
-        return self._runtime.export_weights(self.handle, dtype=self._export_dtype, byte_budget=budget), None
+        return self.model.for_rollout(self._export_dtype, base_sync_done=base_sync_done)
 
     @override
     def get_per_tensor_param_shard(self, **_: Any) -> tuple[Iterator[tuple[str, Tensor, ShardSpec]], None]:
         """This rank's share of every weight (:meth:`~rl_backend.runtime.Runtime.export_shards`)."""
         self.move("device", model=True, optimizer=False, grad=False)
-        return shards_with_specs(self._runtime.export_shards(self.handle, dtype=self._export_dtype)), None
+        return shards_with_specs(self.model.shards(self._export_dtype)), None
 
     @override
     def get_per_tensor_param_delta_shard(self, **_: Any) -> tuple[Iterator[Any], None]:
@@ -237,8 +234,8 @@ class RuntimeEngine(BaseEngine):
 
     @override
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """There is no adapter."""
-        return nullcontext()
+        """Inside, batches run on the model without its adapter, as verl's trainers have reference log-probs computed."""
+        return self.model.without_adapter()
 
     @override
     def save_checkpoint(
@@ -263,19 +260,23 @@ class RuntimeEngine(BaseEngine):
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True, **_: Any
     ) -> None:
         """Restores what ``save_checkpoint`` wrote; nothing was fetched that ``del_local_after_load`` could delete."""
-        weights = self._checkpoints.hf_directory(local_path, hdfs_path)
-        if weights is not None:
+        weights = self._checkpoints.weights_directory(local_path, hdfs_path)
+        if weights is not None and self.settings.lora is None:
             self._build(str(weights))
             return
         self.move("device", model=True, optimizer=True, grad=False)
-        self._checkpoints.load(self._runtime, self.handle, local_path, hdfs_path)
+        if weights is None:
+            self._checkpoints.load(self._runtime, self.handle, local_path, hdfs_path)
+        else:
+            self._checkpoints.finish(self._runtime, self.handle)
+            self.model.renew_tenant(str(weights))
         self._rest()
 
     def close(self) -> None:
         """Finishes a save in the background, frees the model and the process groups. verl ends the process instead."""
         try:
-            if self._handle is not None:
-                self._checkpoints.finish(self._runtime, self._handle)
+            if self._model is not None:
+                self._checkpoints.finish(self._runtime, self.handle)
         finally:
             self._runtime.close()
 

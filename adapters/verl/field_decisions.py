@@ -47,8 +47,7 @@ _CHUNKED = _mapped(
     "either way log-probabilities and entropy come from hidden states in chunks; a batch's logits never exist at one time"
 )
 _PACKED = _no_meaning("sequences are always packed, whose results are those of padded ones")
-_LORA = "LoRA is not offered: every weight is trained"
-_ONLY_WITH_LORA = _no_meaning("read with LoRA only, which is refused")
+_PEFT = "LoRA by peft's names where lora.rank is 0"
 _MTP = "multi-token prediction is not offered: those layers are neither loaded nor exported"
 _ONLY_WITH_MTP = _no_meaning("read with MTP only, which is refused")
 _ONLY_WITH_MUON = _no_meaning("read with optimizer=muon only, which is refused")
@@ -208,10 +207,18 @@ MODEL: Mapping[str, Decision] = {
     "fused_kernel_options": _refused("log-probabilities have one implementation, in PyTorch", {}, {"impl_backend": "torch"}),
     "use_liger": _refused("models are this package's own", False),
     "tiled_mlp": _refused("models are this package's own; with `enabled=False` it asks for nothing"),
-    "lora_rank": _refused(_LORA, 0),
-    "lora": _refused(f"{_LORA}; with `rank=0` and no adapter_path it asks for nothing"),
-    "lora_adapter_path": _refused(_LORA, None),
-    **dict.fromkeys(("lora_alpha", "target_modules", "target_parameters", "exclude_modules"), _ONLY_WITH_LORA),
+    "lora": _mapped("see its own table"),
+    "lora_rank": _mapped(f"{_PEFT}: `LoRAConfig.rank`, with peft's first factors"),
+    "lora_alpha": _mapped(f"{_PEFT}: `LoRAConfig.alpha`"),
+    **dict.fromkeys(
+        ("target_modules", "exclude_modules"),
+        _mapped(
+            f"{_PEFT}: `LoRAConfig.targets`; a list takes names, a string is a regular expression, `all-linear` takes "
+            "layers of attention and of dense feed-forward blocks"
+        ),
+    ),
+    "target_parameters": _refused("adapters stand beside linear layers; name those of experts in target_modules", None),
+    "lora_adapter_path": _mapped("a directory in peft's format that the adapter starts from; the rank must be set too"),
     "mtp": _mapped("see its own table"),
 }
 
@@ -239,16 +246,22 @@ CHECKPOINT: Mapping[str, Decision] = {
     "_target_": _HYDRA,
     "save_contents": _mapped(
         "model: a Hugging Face directory, as in verl (with use_dist_checkpointing only hf_model writes it); optimizer and "
-        "extra: the training state, which has the weights too"
+        "extra: the training state, which has the weights too. With LoRA, model: the adapter in peft's format; hf_model: "
+        "the merged model; the training state is the adapter's"
     ),
-    "load_contents": _mapped("optimizer and extra: the training state; model or hf_model alone: the weights"),
+    "load_contents": _mapped(
+        "optimizer and extra: the training state; model or hf_model alone: the weights. With LoRA, model alone: the "
+        "adapter; hf_model alone is refused"
+    ),
     "async_save": _mapped(
         "the training state is written in the background, `huggingface/` before the save returns. With main_ppo, verl's "
         "record names a step once its files are committed. A save of the last step waits, and so does one of SFT, whose "
         "trainer records at once"
     ),
     "strict": _no_meaning("asks to check that an export has every weight; it always has"),
-    "save_lora_only": _refused(_LORA, False),
+    "save_lora_only": _mapped(
+        "with LoRA only, where checkpoints never have the base; refused beside hf_model, which has it"
+    ),
     "mbridge_config": _refused("belongs to the legacy package mbridge", {}),
 }
 

@@ -34,18 +34,39 @@ def register() -> None:
 
 
 def require_run(config: Any) -> None:
-    """Refuses top-k distillation of an actor on our engine.
+    """Refuses, of an actor on our engine, top-k distillation and adapters that its rollouts could not be given.
 
     Args:
         config: of ``main_ppo``, composed.
 
     Raises:
-        ConfigError: by name, with losses that are offered.
+        ConfigError: by name, with what is offered.
     """
-    distillation: Any = config.get("distillation") or {}
-    if not distillation.get("enabled") or not _is_ours(config.actor_rollout_ref.actor):
+    if not _is_ours(config.actor_rollout_ref.actor):
         return
-    mode = distillation.distillation_loss.loss_mode
+    model, engine = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.checkpoint_engine.backend
+    has_adapter = max(model.lora.get("rank", 0), model.lora_rank) > 0
+    if has_adapter and engine == "delta_sharded":
+        raise ConfigError.of(
+            "actor_rollout_ref.rollout.checkpoint_engine.backend",
+            engine,
+            "sends changes of weights that are trained themselves; with LoRA choose 'naive', or another and lora.merge=True",
+        )
+    if model.lora.get("rank", 0) > 0 and model.lora.get("type") == "dora" and not model.lora.get("merge", False):
+        raise ConfigError.of(
+            "actor_rollout_ref.model.lora.merge",
+            False,
+            "rollouts serve no DoRA adapters; with lora.type=dora set it to True",
+        )
+    if has_adapter and not model.lora.get("merge", False) and engine != "naive":
+        raise ConfigError.of(
+            "actor_rollout_ref.rollout.checkpoint_engine.backend",
+            engine,
+            "sends whole weights only, and actor_rollout_ref.model.lora.merge=False keeps the adapter apart; set "
+            "lora.merge=True, or choose 'naive' here",
+        )
+    distillation: Any = config.get("distillation") or {}
+    mode = distillation.get("enabled") and distillation.distillation_loss.loss_mode
     if mode in _TOP_K:
         raise ConfigError.of(
             "distillation.distillation_loss.loss_mode",

@@ -11,6 +11,7 @@ from adapters.verl import field_decisions
 from adapters.verl.backend_options import ADAM, BACKENDS, backend_options, has_experts
 from adapters.verl.checkpoint_contents import require_contents
 from adapters.verl.field_decisions import refusal, require_supported
+from adapters.verl.lora_settings import LoRASettings, lora_settings
 from adapters.verl.megatron_overrides import optimizer_on_host
 from rl_backend.contracts import ConfigError, Head, OptimizerConfig, RuntimeConfig
 
@@ -40,6 +41,7 @@ class EngineSettings:
         router_replay: what replays the routes of which pass.
         save_contents: what ``save_checkpoint`` writes, of ``model``, ``optimizer``, ``extra`` and ``hf_model``.
         load_contents: what ``load_checkpoint`` reads, of the same.
+        lora: the adapter that is trained instead of the weights; a forward-only engine has none, as verl's references.
     """
 
     runtime: RuntimeConfig
@@ -52,6 +54,7 @@ class EngineSettings:
     router_replay: RouterReplayMode
     save_contents: frozenset[str]
     load_contents: frozenset[str]
+    lora: LoRASettings | None
 
 
 def engine_settings(
@@ -80,6 +83,8 @@ def engine_settings(
         for name in ("save_contents", "load_contents"):
             contents = frozenset(getattr(checkpoint_config, name))
             require_contents(name, contents, sharded=engine_config.use_dist_checkpointing)
+    lora = lora_settings(model_config, dtype=engine_config.dtype, seed=engine_config.seed)
+    _require_saved_alone(checkpoint_config, lora)
     on_host = optimizer is not None and optimizer_on_host(optimizer.override_optimizer_config)
     replay = engine_config.router_replay.mode
     if replay != "disabled" and not has_experts(model_config):
@@ -101,6 +106,7 @@ def engine_settings(
         router_replay=replay,
         save_contents=frozenset(checkpoint_config.save_contents if checkpoint_config else ()),
         load_contents=frozenset(checkpoint_config.load_contents if checkpoint_config else ()),
+        lora=None if engine_config.forward_only else lora,
     )
 
 
@@ -185,12 +191,25 @@ def _require_model_config(config: HFModelConfig) -> None:
     require_supported(f"{where}.mtp", config.mtp, field_decisions.MTP)
     if config.hf_config_path not in (None, config.path):
         raise refusal(where, "hf_config_path", config.hf_config_path, decisions["hf_config_path"])
-    for name, key in (("lora", "rank"), ("tiled_mlp", "enabled")):
-        value = getattr(config, name) or {}
-        if value.get(key):
-            raise refusal(where, f"{name}.{key}", value[key], decisions[name])
-    if (config.lora or {}).get("adapter_path"):
-        raise refusal(where, "lora.adapter_path", config.lora["adapter_path"], decisions["lora"])
+    if (config.tiled_mlp or {}).get("enabled"):
+        raise refusal(where, "tiled_mlp.enabled", config.tiled_mlp["enabled"], decisions["tiled_mlp"])
+
+
+def _require_saved_alone(config: CheckpointConfig | None, lora: LoRASettings | None) -> None:
+    """Refuses contents of checkpoints that an adapter, or a model without one, does not have."""
+    if config is None:
+        return
+    if getattr(config, "save_lora_only", False) and (lora is None or "hf_model" in config.save_contents):
+        problem = (
+            "hf_model in save_contents is the merged model; leave it out" if lora else "there is no LoRA; leave it at False"
+        )
+        raise ConfigError.of("CheckpointConfig.save_lora_only", True, problem)
+    if lora is not None and set(config.load_contents) == {"hf_model"}:
+        raise ConfigError.of(
+            "checkpoint.load_contents",
+            list(config.load_contents),
+            "an adapter is not found again in the merged model; name 'model' for the adapter alone, or the training state",
+        )
 
 
 def _require_optimizer_config(config: McoreOptimizerConfig | None) -> McoreOptimizerConfig:

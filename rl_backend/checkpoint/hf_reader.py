@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rl_backend.checkpoint.confined import name_problem, require_inside_model
-from rl_backend.contracts import CheckpointError
+from rl_backend.contracts import CheckpointError, UnsupportedError
 from rl_backend.contracts.errors import listed
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -104,6 +104,28 @@ class HFReader:
                 dtype = stored.get_dtype()
                 self.infos[name] = StoredTensor(tuple(stored.get_shape()), FLOAT_DTYPES.get(dtype, dtype))
                 self._files[name] = file
+
+
+def require_float_weights(path: Path | str) -> None:
+    """Refuses a model whose weights are quantised, from ``config.json`` and the headers of its files.
+
+    Raises:
+        UnsupportedError: names the field or the tensor.
+        CheckpointError: as :class:`HFReader`.
+    """
+    reader, remedy = HFReader(path), "give the directory of the model as it was before, or dequantise it first"
+    for field in ("quantization_config", "quantization", "compression_config"):
+        if reader.config.get(field):
+            raise UnsupportedError(
+                f"{reader.path} is quantised: config.json has {field}={reader.config[field]!r}; {remedy}", field=field
+            )
+    for name, stored in reader.infos.items():
+        if isinstance(stored.dtype, str) and "weight" in name.rpartition(".")[2]:
+            raise UnsupportedError(
+                f"{reader.path} is quantised: tensor {name!r} has dtype {stored.dtype}; expected "
+                f"{', '.join(FLOAT_DTYPES)}; {remedy}",
+                tensor=name,
+            )
 
 
 def _weight_files(directory: Path, weight_map: Mapping[str, str] | None) -> list[Path]:

@@ -74,6 +74,20 @@ class FileFacts(BaseConfig):
     xxh3: str
 
 
+class TenantFacts(BaseConfig):
+    """Facts about the LoRA tenant that a checkpoint holds.
+
+    Attributes:
+        config: its ``LoRAConfig``.
+        base: digest of the weights of the model that it adapts.
+        num_draws: of its dropout.
+    """
+
+    config: dict[str, Any]
+    base: str
+    num_draws: int = Field(ge=0)
+
+
 class TrainingManifest(SealedConfig):
     """Everything about a checkpoint that is not a tensor.
 
@@ -89,6 +103,7 @@ class TrainingManifest(SealedConfig):
         fewer_steps: Hugging Face name -> steps, of parameters that had no gradient in some of them.
         world_size: ranks that saved it.
         runtime_config: ``RuntimeConfig`` of the run, for readers; only ``backend`` and the layout are used.
+        lora: of a tenant's checkpoint, which has no weights of the base; None for a whole model.
         extra: from the caller of ``save_checkpoint``.
         files: name -> size and digest of every other file in the directory.
     """
@@ -104,6 +119,7 @@ class TrainingManifest(SealedConfig):
     fewer_steps: dict[str, int] = Field(default_factory=dict)
     world_size: int = Field(ge=1)
     runtime_config: dict[str, Any]
+    lora: TenantFacts | None = None
     extra: dict[str, Any] = Field(default_factory=dict)
     files: dict[str, FileFacts] = Field(default_factory=dict)
 

@@ -14,6 +14,7 @@ EXAMPLES = {
     "grpo": "GRPO and its relatives: policy, optional reference, vLLM",
     "ppo": "PPO: actor, critic, optional reference, vLLM",
     "sft": "supervised fine-tuning",
+    "tenants": "several users at once, each with a LoRA adapter over one model",
 }
 
 
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.name is None:
         for name, purpose in EXAMPLES.items():
-            print(f"{name:6}{purpose}: {example_file(name)}")
+            print(f"{name:8}{purpose}: {example_file(name)}")
         return 0
     file = str(example_file(arguments.name))
     sys.argv = [file, *arguments.options]

@@ -3,12 +3,14 @@
 import argparse
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any, get_args
 
 from rl_backend.cli import command
 from rl_backend.cli.command import CommandError
 from rl_backend.contracts import BACKEND_CONFIGS, CheckpointError, ConfigError, ParallelConfig
+from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.contracts.runtime_config import import_plugins
 from rl_backend.lab.parity.config import SIDES, TRANSFORMERS, DType, ParityConfig, ParitySide, SideName
 from rl_backend.lab.parity.differences import Tolerances
@@ -22,6 +24,8 @@ SIZES = tuple(ParallelConfig.model_fields)
 PREFIXES: dict[SideName, str] = {"candidate": "", "reference": "reference_"}
 """Of the flags for the layout of a side."""
 
+LORA = "lora."
+LORA_SIZES = ("rank", "alpha")
 TRAINING = ("steps", "lr")
 RUN = ("weight_decay", "num_sequences", "num_micro_batches", "max_length", "seed", "device", "threads", "timeout")
 
@@ -39,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dtypes = "of parameters in forward and backward; both reports bfloat16 beside float32"
     add("--dtype", default="float32", choices=[*DTYPES, "both"], help=dtypes)
     add("--json", type=Path, metavar="FILE", help="where the whole result goes")
+    lora = parser.add_argument_group("LoRA", "Trains adapters over the frozen model; transformers then takes peft's.")
+    command.add_fields(lora, LoRAConfig, LORA_SIZES, LORA)
+    documented = LoRAConfig.documented()
+    lora.add_argument(f"--{LORA}targets", nargs="+", metavar="NAME", help=documented["targets"])
+    lora.add_argument(f"--{LORA}use_rslora", action="store_true", default=None, help=documented["use_rslora"])
     for side, prefix in PREFIXES.items():
         group = parser.add_argument_group(f"layout of the {side}", "Each rank is a process.")
         command.add_fields(group, ParallelConfig, SIZES, prefix)
@@ -94,6 +103,7 @@ def _config(arguments: argparse.Namespace, dtype: DType) -> ParityConfig:
         plugins=tuple(arguments.plugin),
         model=arguments.model,
         dtype=dtype,
+        lora=_lora(arguments),
         **{name: _side(arguments, name) for name in SIDES},
         **command.given(arguments, TRAINING + RUN),
     )
@@ -105,6 +115,16 @@ def _config(arguments: argparse.Namespace, dtype: DType) -> ParityConfig:
         except ConfigError as error:
             raise CommandError(f"{_flags(arguments, name)}: {error}") from None
     return config
+
+
+def _lora(arguments: argparse.Namespace) -> LoRAConfig | None:
+    given = command.given(arguments, (*LORA_SIZES, "targets", "use_rslora"), LORA)
+    if given and "rank" not in given:
+        raise CommandError(f"--{LORA}{next(iter(given))} has no effect without --{LORA}rank")
+    try:
+        return LoRAConfig(**given) if given else None
+    except ConfigError as error:
+        raise CommandError(re.sub(r"\bLoRAConfig\.(\w+)=", rf"--{LORA}\1 ", str(error))) from None
 
 
 def _side(arguments: argparse.Namespace, name: SideName) -> ParitySide:

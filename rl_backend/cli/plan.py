@@ -7,6 +7,7 @@ from typing import Any
 
 from rl_backend.cli.command import CommandError, add_fields, add_plugins, given, in_flags, json_object
 from rl_backend.contracts import BatchError, CheckpointError, ConfigError, NativeConfig, ParallelConfig, RuntimeConfig
+from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.contracts.operations import PARTS
 from rl_backend.lab.plan.make import GIB, as_json, as_text, make_plan, suggest_layout
 from rl_backend.lab.plan.memory import Workload
@@ -15,7 +16,7 @@ EXIT_DOES_NOT_FIT = 1
 DTYPES = ("float32", "bfloat16")
 SIZES = tuple(ParallelConfig.model_fields)
 NATIVE = ("pipeline_schedule", "activation_checkpointing", "reduce_dtype")
-WORK = ("sequence_length", "micro_batch_tokens", "num_micro_batches", "head", "sync_dtype", "byte_budget")
+WORK = ("sequence_length", "micro_batch_tokens", "num_micro_batches", "head", "sync_dtype", "byte_budget", "tenants")
 _FIELDS = r"(?:ParallelConfig|BridgeConfig\.parallel|Workload|RuntimeConfig(?=\.plugins))\.(\w+)"
 """Of errors: the fields that are flags."""
 
@@ -41,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_fields(work, Workload, WORK)
     work.add_argument("--entropy", action="store_true", help="the loss takes the entropy")
     parts = f"of {','.join(PARTS)}: those in host memory whenever they are not used (default none)"
+    add_fields(work, LoRAConfig, ("rank",), "lora.")
+    work.add_argument("--lora.targets", metavar="NAMES", help="with commas between: what the tenants adapt")
     work.add_argument("--offload", default="", metavar="PARTS", help=parts)
 
 
@@ -98,4 +101,8 @@ def _workload(arguments: argparse.Namespace) -> Workload:
     unknown = [part for part in offload if part not in PARTS]
     if unknown:
         raise CommandError(f"--offload {arguments.offload}: {unknown[0]!r} is none of {', '.join(PARTS)}")
-    return Workload(calculate_entropy=arguments.entropy, offload=offload, **given(arguments, WORK))
+    lora = given(arguments, ("rank",), "lora.")
+    if (targets := getattr(arguments, "lora.targets")) is not None:
+        lora["targets"] = tuple(targets.split(","))
+    fields = given(arguments, WORK) | ({"lora": lora} if lora else {})
+    return Workload(calculate_entropy=arguments.entropy, offload=offload, **fields)

@@ -27,11 +27,15 @@ from rl_backend.contracts.errors import UnsupportedError as UnsupportedError
 from rl_backend.contracts.errors import WeightCheckError as WeightCheckError
 from rl_backend.contracts.errors import WeightSyncError as WeightSyncError
 from rl_backend.contracts.errors import WeightVersionError as WeightVersionError
+from rl_backend.contracts.lora import LORA_FIELD as LORA_FIELD
+from rl_backend.contracts.lora import LoRAConfig as LoRAConfig
+from rl_backend.contracts.lora import LoRAInfo as LoRAInfo
 from rl_backend.contracts.operations import VALUE_HEAD_WEIGHTS as VALUE_HEAD_WEIGHTS
 from rl_backend.contracts.operations import Head as Head
 from rl_backend.contracts.operations import ModelHandle as ModelHandle
 from rl_backend.contracts.optimizer_config import OptimizerConfig as OptimizerConfig
 from rl_backend.contracts.result import ForwardResult as ForwardResult
+from rl_backend.contracts.result import Losses as Losses
 from rl_backend.contracts.result import LossFn as LossFn
 from rl_backend.contracts.result import Metric as Metric
 from rl_backend.contracts.result import MetricValue as MetricValue

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 type Head = Literal["log_probs", "values"]
 """``log_probs``: a language-model head (a policy, a reference). ``values``: one number per token (a critic)."""
@@ -22,7 +22,8 @@ class ModelHandle:
         data_parallel_rank, data_parallel_size: this rank's place among those that see different data.
         head: its output: ``log_probs`` of the next token, or ``values`` (a critic).
         micro_batch_multiple: ``forward_backward`` takes a multiple of so many micro-batches (an interleaved pipeline).
-        base: the model whose weights an adapter handle shares; None for a model of its own.
+        base: the model whose frozen weights a LoRA tenant shares; None for a model of its own.
+        lora_id: of a tenant, for the sequence field :data:`~rl_backend.contracts.lora.LORA_FIELD`; -1 for a model.
     """
 
     name: str
@@ -32,7 +33,8 @@ class ModelHandle:
     data_parallel_size: int
     head: Head = "log_probs"
     micro_batch_multiple: int = 1
-    base: Self | None = None
+    base: "ModelHandle | None" = None
+    lora_id: int = -1
 
     @property
     def is_settled(self) -> bool:
@@ -88,6 +90,7 @@ class Atom:
         flag, with_flag: an argument, and what the call needs instead when it is true.
         split, join: how a group of ranks runs it; ``join`` is None for what a group does not offer.
         builds: makes a model. A lost group is built again from these operations.
+        frees: ends the model that it is given, which is not built again.
     """
 
     needs: Needs = _A_MODEL
@@ -96,6 +99,7 @@ class Atom:
     split: Split = "same"
     join: Join | None = None
     builds: bool = False
+    frees: bool = False
 
     def needs_with(self, flag: Any) -> Needs:
         """What a call needs that gives this value to the argument ``flag``."""
@@ -136,6 +140,14 @@ ATOMS: Mapping[str, Atom] = {
     "checkpoint_is_pending": Atom(Needs(weights=False), join="any"),
     "load_checkpoint": Atom(Needs(("model", "optimizer"), weights=False, settled="everywhere"), join="first"),
     "is_mp_src_rank_with_outputs": Atom(),
+    "create_lora_adapter": Atom(join="model", builds=True),
+    "remove_lora_adapter": Atom(Needs(weights=False), join="first", frees=True),
+    "list_lora_adapters": Atom(Needs(weights=False), join="first"),
+    "get_optimizer_state": Atom(Needs(("model", "optimizer"), trained=True, settled="everywhere"), join="first"),
+    "list_optimizer_states": Atom(Needs(weights=False, settled="here"), join="first"),
+    "get_backend_info": Atom(Needs(weights=False), join="first"),
+    "export_lora_adapter": Atom(_EXPORT, join="first"),
+    "import_lora_adapter": Atom(Needs(("model", "optimizer"), trained=True), join="first"),
     "run_on_ranks": Atom(join="all"),
     "shutdown": Atom(join="all"),
 }

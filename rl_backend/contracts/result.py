@@ -58,6 +58,10 @@ class LossFn(Protocol):
     ) -> tuple[Tensor | None, Mapping[str, MetricValue]]: ...
 
 
+type Losses = LossFn | Mapping[str, LossFn]
+"""One loss, or one for each LoRA tenant by its name."""
+
+
 @dataclass(frozen=True)
 class ForwardResult:
     """Result of ``forward_backward`` on one rank.
@@ -67,11 +71,17 @@ class ForwardResult:
         metrics: name -> :class:`Metric`, merged over this rank's micro-batches.
         outputs: ``log_probs``, ``entropy``, ``values``, ``routed_experts`` -> one detached tensor (L_i, ...) per sequence,
             in the order of ``data``. Only on source ranks (``is_mp_src_rank_with_outputs``); empty elsewhere.
+        tenants: name -> its own part, of a pass with sequences of several LoRA tenants.
+        error: of a tenant's part: what its loss raised. It has no gradients then, and the others are not touched.
+        lora_id: of the tenant, of its part.
     """
 
     losses: tuple[float, ...] = ()
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     outputs: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    tenants: Mapping[str, "ForwardResult"] = field(default_factory=dict)
+    error: str = ""
+    lora_id: int = -1
 
     @property
     def loss(self) -> float:

@@ -2,6 +2,7 @@
 
 from rl_backend.data.balance import MicroBatchPlan as MicroBatchPlan
 from rl_backend.data.balance import plan_micro_batches as plan_micro_batches
+from rl_backend.data.balance import plan_tenants as plan_tenants
 from rl_backend.data.packing import check_same_fields as check_same_fields
 from rl_backend.data.packing import pack as pack
 from rl_backend.data.packing import pack_plan as pack_plan

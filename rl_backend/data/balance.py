@@ -15,8 +15,9 @@ class MicroBatchPlan:
     """Where each of the caller's sequences goes.
 
     Attributes:
-        micro_batches: [data-parallel rank][micro-batch] -> indices into the caller's list, ascending. Every rank has the
-            same number of micro-batches, none is empty, every index appears once.
+        micro_batches: [data-parallel rank][micro-batch] -> indices into the caller's list, ascending, of several tenants one
+            tenant's after the other's. Every rank has the same number of micro-batches, none is empty, every index appears
+            once.
     """
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
@@ -75,6 +76,53 @@ def plan_micro_batches(seq_lens: Sequence[int], dp_size: int, max_tokens: int, *
         num_sequences=len(seq_lens),
         dp_size=dp_size,
         max_tokens=max_tokens,
+    )
+
+
+def plan_tenants(
+    seq_lens: Sequence[int], tenants: Sequence[int], dp_size: int, max_tokens: int, *, multiple_of: int = 1
+) -> MicroBatchPlan:
+    """As :func:`plan_micro_batches` for sequences of several LoRA tenants, which share micro-batches.
+
+    Each tenant's sequences are planned by themselves, and what that makes of them stays together and in its order: neither
+    what is in a tenant's part of a micro-batch nor the order of its sums depends on who is beside it.
+
+    Args:
+        tenants: of each sequence.
+
+    Raises:
+        BatchError: as :func:`plan_micro_batches`, of any tenant alone, by its number.
+    """
+    _check(seq_lens, min(dp_size, 1), max_tokens, min(multiple_of, 1))
+    # A column is what one micro-batch of every rank has of one tenant.
+    filled: list[list[tuple[int, tuple[tuple[int, ...], ...]]]] = []
+    room: list[int] = []
+    for tenant in dict.fromkeys(tenants):
+        own = [index for index, each in enumerate(tenants) if each == tenant]
+        try:
+            plan = plan_micro_batches([seq_lens[index] for index in own], dp_size, max_tokens, multiple_of=multiple_of)
+        except BatchError as error:
+            raise BatchError(f"LoRA tenant {tenant}: {error.message}", **error.details, tenant=tenant) from error
+        first = 0
+        for column in zip(*plan.micro_batches, strict=True):
+            indices = tuple(tuple(own[place] for place in places) for places in column)
+            size = max(sum(seq_lens[index] for index in of_rank) for of_rank in indices)
+            place = next((place for place in range(first, len(filled)) if room[place] >= size), len(filled))
+            if place == len(filled):
+                filled.append([])
+                room.append(max_tokens)
+            filled[place].append((tenant, indices))
+            room[place] -= size
+            first = place + 1
+    while len(filled) % multiple_of:
+        # Right behind where it was, a column stays between the others of its tenant.
+        source = next(place for place in reversed(range(len(filled))) if len(filled[place]) > 1)
+        filled.insert(source + 1, [filled[source].pop()])
+    return MicroBatchPlan(
+        tuple(
+            tuple(tuple(index for _, indices in columns for index in indices[rank]) for columns in filled)
+            for rank in range(dp_size)
+        )
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts import BatchError, PackedBatch, TokenSequence
+from rl_backend.contracts.lora import LORA_FIELD
 from rl_backend.data.balance import MicroBatchPlan, plan_micro_batches
 
 if TYPE_CHECKING:
@@ -174,12 +175,14 @@ def pack_plan(
 
     The ``meta`` of each holds the caller's and: ``batch_num_tokens`` (float, sum of the token field ``loss_mask`` over all
     sequences of all ranks; absent without that field), ``global_batch_size`` (sequences of all ranks), ``dp_size`` and
-    ``num_micro_batches`` (of one rank). A ``batch_num_tokens`` or ``global_batch_size`` of the caller's takes precedence:
+    ``num_micro_batches`` (of one rank), and ``tenants``, those facts of each LoRA tenant's own sequences by ``lora_id``. A
+    ``batch_num_tokens`` or ``global_batch_size`` of the caller's takes precedence, of several tenants one in ``tenants``:
     gradients that add up over several calls share the denominators of all of them.
 
     Raises:
         BatchError: fields that differ between sequences, a ``loss_mask`` that is not 0 at a sequence's last position (it
-            predicts nothing), a plan for another number of sequences, or a ``dp_size`` or ``num_micro_batches`` in ``meta``.
+            predicts nothing), a plan for another number of sequences, a ``dp_size`` or ``num_micro_batches`` in ``meta``, or
+            one denominator for several tenants.
     """
     check_same_fields(sequences)
     if plan.num_sequences != len(sequences):
@@ -189,6 +192,9 @@ def pack_plan(
         if name in given:
             raise BatchError(f"meta[{name!r}]={given[name]!r}: set by dispatch, leave it out", name=name)
     facts: dict[str, Any] = {"global_batch_size": len(sequences)}
+    if LORA_FIELD in sequences[0].sequence_fields:
+        facts["tenants"] = _facts_of_tenants(sequences, plan, given)
+        given.pop("tenants", None)
     if "loss_mask" in sequences[0].token_fields:
         for index, sequence in enumerate(sequences):
             last = sequence.token_fields["loss_mask"][-1]
@@ -204,6 +210,32 @@ def pack_plan(
     return [
         [_packed([sequences[index] for index in micro_batch], shared) for micro_batch in rank] for rank in plan.micro_batches
     ]
+
+
+def _facts_of_tenants(
+    sequences: Sequence[TokenSequence], plan: MicroBatchPlan, given: Mapping[str, Any]
+) -> dict[int, dict[str, float]]:
+    """``lora_id`` -> facts about the tenant's own sequences, those in ``given`` first."""
+    found: dict[int, dict[str, float]] = {}
+    ids = [int(sequence.sequence_fields[LORA_FIELD]) for sequence in sequences]
+    for key, sequence in zip(ids, sequences, strict=True):
+        own = found.setdefault(key, {"global_batch_size": 0, "num_micro_batches": 0})
+        own["global_batch_size"] += 1
+        if "loss_mask" in sequence.token_fields:
+            own["batch_num_tokens"] = own.get("batch_num_tokens", 0.0) + float(sequence.token_fields["loss_mask"].sum())
+    for micro_batch in plan.micro_batches[0]:
+        for key in {ids[index] for index in micro_batch}:
+            found[key]["num_micro_batches"] += 1
+    whole = {name: given[name] for name in ("batch_num_tokens", "global_batch_size") if name in given}
+    if whole and len(found) > 1:
+        name, value = next(iter(whole.items()))
+        raise BatchError(
+            f"meta[{name!r}]={value!r}: sequences of several LoRA tenants have a denominator each; give "
+            f"meta['tenants'] = {{lora_id: {{{name!r}: ...}}}}",
+            name=name,
+        )
+    own_given = given.get("tenants", {})
+    return {key: {**facts, **whole, **own_given.get(key, {})} for key, facts in found.items()}
 
 
 def restore_order[T](plan: MicroBatchPlan, per_rank: Sequence[Sequence[T]]) -> list[T]:

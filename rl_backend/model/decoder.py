@@ -1,6 +1,6 @@
 """A decoder: a stack of layers between embeddings and a head, on packed micro-batches."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -25,11 +25,12 @@ from rl_backend.model.input import BuildSettings, ModelInput, ModelStage
 from rl_backend.parallel.fsdp import apply_fsdp
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.tensor import TensorParallel
+from rl_backend.primitive.adapter_runs import AdapterRun, adapters_at_work
 from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.log_prob import NextToken, next_token_log_probs
 from rl_backend.primitive.norm import RMSNorm
 from rl_backend.primitive.rope import Rotary, rotary_cos_sin
-from rl_backend.primitive.value_head import ValueHead
+from rl_backend.primitive.value_head import ValueHead, labels_without_values, values_of_tenants
 
 STAGE_COPIES = {"tied_head.weight": "embed_tokens.weight"}
 """See :attr:`~rl_backend.model.ModelFamily.stage_copies`."""
@@ -115,9 +116,18 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
         self.mlp = spec.feed_forward.build(decoder.hidden_size, options)
 
-    def forward(self, x: Tensor, rotation: Rotation | None, segments: Segments, router: RouterInput) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotation, segments)
-        return x + self.mlp(self.post_attention_layernorm(x), router)  # type: ignore[no-any-return]
+    def forward(
+        self,
+        x: Tensor,
+        rotation: Rotation | None,
+        segments: Segments,
+        router: RouterInput,
+        adapters: Sequence[AdapterRun] = (),
+    ) -> Tensor:
+        # Here and not around the model: recomputation and pipelines run layers of other micro-batches in between.
+        with adapters_at_work(adapters):
+            x = x + self.self_attn(self.input_layernorm(x), rotation, segments)
+            return x + self.mlp(self.post_attention_layernorm(x), router)  # type: ignore[no-any-return]
 
 
 class Decoder(nn.Module):
@@ -135,6 +145,7 @@ class Decoder(nn.Module):
         self.spec = spec
         self.log_prob_chunk_tokens = settings.log_prob_chunk_tokens
         self.next_token_log_probs: Callable[..., NextToken] = next_token_log_probs
+        self.values_of_tenants: Callable[..., Tensor] = values_of_tenants
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size) if stage.first else None
         self.layers = nn.ModuleDict({str(index): DecoderLayer(spec, index, settings.options) for index in stage.layers})
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps) if stage.last else None
@@ -164,23 +175,36 @@ class Decoder(nn.Module):
                 rotations[layer.rotary] = rotary_cos_sin(inputs.position_ids, layer.rotary, hidden.dtype)
             experts = None if inputs.routes is None or layer.place is None else inputs.routes[:, layer.place]
             router = RouterInput(inputs.router_loss_weight, inputs.padding, experts)
-            hidden = layer(hidden, rotations[layer.rotary], inputs.segments, router)
+            hidden = layer(hidden, rotations[layer.rotary], inputs.segments, router, inputs.adapters)
         if self.norm is None:
             return hidden
         hidden = self.norm(hidden)
-        if self.score is not None:
-            return ModelOutput(values=self.score(hidden))
+        values = self._values(hidden, inputs)
+        if self.score is not None or "log_probs" not in (inputs.heads or ("log_probs",)):
+            return ModelOutput(values=values)
         head = self.lm_head or self.tied_head or self.embed_tokens
         assert head is not None, "a last stage has one of them"
         log_probs, entropy = self.next_token_log_probs(
             hidden,
             head.weight,
-            inputs.labels,
+            labels_without_values(inputs.labels, inputs.adapters),
             temperature=inputs.temperature,
             chunk_tokens=self.log_prob_chunk_tokens,
             calculate_entropy=inputs.calculate_entropy,
+            adapters=inputs.adapters,
         )
-        return ModelOutput(log_probs=log_probs, entropy=entropy)
+        return ModelOutput(log_probs=log_probs, entropy=entropy, values=values)
+
+    def _values(self, hidden: Tensor, inputs: ModelInput) -> Tensor | None:
+        """(T,), where they are wanted: of the model's head and of those of tenants."""
+        if self.score is not None:
+            values: Tensor = self.score(hidden)
+        elif "values" in inputs.heads:
+            dtype = torch.promote_types(hidden.dtype, torch.float32)
+            values = hidden.new_zeros(inputs.labels.shape[0], dtype=dtype)
+        else:
+            return None
+        return self.values_of_tenants(hidden, values, inputs.adapters)
 
     def _embed(self, inputs: ModelInput) -> Tensor:
         if self.embed_tokens is None:
@@ -197,8 +221,10 @@ class Decoder(nn.Module):
                 raise BatchError(
                     f"input_ids reach from {smallest} to {largest}; the vocabulary has {self.spec.vocab_size} tokens"
                 )
-        hidden: Tensor = self.embed_tokens(inputs.input_ids)
-        return hidden
+        with adapters_at_work(inputs.adapters):
+            hidden: Tensor = self.embed_tokens(inputs.input_ids)
+        # Above a frozen embedding something has to ask for the gradients of adapters.
+        return hidden.requires_grad_() if inputs.adapters and torch.is_grad_enabled() else hidden
 
     def split_ends(self, tensor: TensorParallel) -> None:
         """Splits the vocabulary of embeddings and head; each rank has norms and a value head for its own tokens."""
@@ -207,6 +233,7 @@ class Decoder(nn.Module):
         if self.norm is None:
             return
         tensor.replicate(self.norm)
+        self.values_of_tenants = tensor.tenant_heads
         if self.score is not None:
             tensor.gather_input(self.score, sum_gradients=False)
             tensor.replicate(self.score, partial=False)

@@ -1,10 +1,12 @@
 """Inputs of a model: of its construction and of its forward."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from rl_backend.contracts import Head, ModelOptions
+from rl_backend.primitive.adapter_runs import AdapterRun
 from rl_backend.primitive.attention import Segments
 
 
@@ -26,6 +28,9 @@ class ModelInput(NamedTuple):
             -100.
         routes: (rows, layers with experts of the whole model, top_k) integers, the experts that the routers must take; -1
             for the rows for which they choose. None where they choose for all.
+        adapters: which adapters work on which of the T tokens.
+        heads: the outputs that are wanted; empty asks for those of the model's own head. Tenants with a head of their own
+            have values, and rows with values have no log-probs, which are 0 then, as are values of the others.
         hidden: (rows, hidden_size), the output of the pipeline stage before; None for the first.
     """
 
@@ -39,6 +44,8 @@ class ModelInput(NamedTuple):
     router_loss_weight: float = 1.0
     padding: torch.Tensor | None = None
     routes: torch.Tensor | None = None
+    adapters: Sequence[AdapterRun] = ()
+    heads: Sequence[Head] = ()
     hidden: torch.Tensor | None = None
 
 

@@ -21,6 +21,7 @@ class TokenLayout:
         places: (T,) int64, where each token is in the N rows of every rank, one rank's after the other's.
         padding: (N,) bool, None where there is none.
         segments: which of the keys of all ranks the N tokens attend to.
+        sequence_rows: how many of the N rows each sequence has, padding included; those at the end belong to none.
     """
 
     index: Tensor
@@ -28,6 +29,7 @@ class TokenLayout:
     places: Tensor
     padding: Tensor | None
     segments: Segments
+    sequence_rows: tuple[int, ...]
 
     def take(self, x: Tensor, fill: float) -> Tensor:
         """(T, ...) -> (N, ...): this rank's tokens, with ``fill`` for padding."""
@@ -99,6 +101,7 @@ def lay_out_tokens(
             cu_keys=_cumulative(key_lens).to(device),
             key_index=None if cp_size == 1 else key_index.to(device),
         ),
+        sequence_rows=tuple(row_counts.tolist()),
     )
 
 

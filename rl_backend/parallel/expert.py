@@ -6,7 +6,9 @@ from torch import Tensor
 
 from rl_backend.contracts import ConfigError
 from rl_backend.parallel.collectives import all_to_all_rows
-from rl_backend.primitive.experts import ExpertTokens, copy_rows, sort_by_expert, spread_evenly, sum_rows
+from rl_backend.primitive.adapted_experts import RowOwners
+from rl_backend.primitive.experts import ExpertTokens, copy_rows, sort_by_expert, sum_rows, with_owners
+from rl_backend.primitive.grouped_linear import spread_evenly
 from rl_backend.primitive.router import Routing
 
 
@@ -43,15 +45,20 @@ class AllToAllDispatcher:
         self.ep_size = ep_size
         self.etp_size = etp_size
 
-    def __call__(self, x: Tensor, routing: Routing) -> ExpertTokens:
+    def __call__(self, x: Tensor, routing: Routing, owners: RowOwners | None = None) -> ExpertTokens:
         """(T, hidden_size) -> the copies that this rank's experts work on, of all ranks' tokens.
 
-        ``ExpertTokens.counts`` has ``E / ep_size`` numbers, of this rank's experts.
+        ``ExpertTokens.counts`` has ``E / ep_size`` numbers, of this rank's experts. Whose copies they are is told by counts
+        of each expert and owner, and where adapters drop inputs, by their draws.
         """
-        order = sort_by_expert(routing.experts, self.num_experts)
+        order = sort_by_expert(*with_owners(routing.experts, self.num_experts, owners))
         counts = order.counts.view(self.ep_size, -1).repeat_interleave(self.etp_size, 0)
-        arriving = torch.empty_like(counts)
-        dist.all_to_all_single(arriving, counts, group=self.group)
+        sent_facts = (
+            counts if owners is None else torch.cat([counts, counts.new_tensor([owners.draws] * len(counts))], dim=1)
+        )
+        facts = torch.empty_like(sent_facts)
+        dist.all_to_all_single(facts, sent_facts, group=self.group)
+        arriving = facts[:, : counts.shape[1]]
         if counts.is_meta:
             # No counts: as if every expert were chosen as often, on every rank.
             shares = spread_evenly(routing.experts.numel(), self.ep_size)
@@ -83,6 +90,7 @@ class AllToAllDispatcher:
         return ExpertTokens(
             rows=copy_rows(rows, local.tokens, local.places),
             weights=copy_rows(weights, local.tokens, local.places).squeeze(1),
-            counts=local.counts,
+            counts=local.counts if owners is None else local.counts.view(-1, owners.kinds).sum(1),
             combine=combine,
+            adapters=() if owners is None else owners.runs(arriving.tolist(), facts[:, counts.shape[1] :].tolist()),
         )

@@ -7,21 +7,35 @@ exports know what a rank holds, but modules compute with the rank's own part: no
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from rl_backend.parallel.collectives import all_gather, reduce_scatter, sum_over
 from rl_backend.parallel.shards import chunk
+from rl_backend.primitive.adapter_runs import AdapterRun
 from rl_backend.primitive.log_prob import NextToken, VocabularyShard, next_token_log_probs
+from rl_backend.primitive.value_head import values_of_tenants
 
 type View = Callable[[Tensor], Tensor]
 """Gives the tensor that a module uses in place of this rank's part of a parameter."""
+
+
+class LinearPart(NamedTuple):
+    """What one rank computes of a linear layer or an embedding; ``linear.part`` where tensor parallelism has split it.
+
+    Attributes:
+        inputs, outputs: first feature and the one after the last.
+        holds_outputs: whether the rank keeps the weight of all outputs and computes with a part of it.
+    """
+
+    inputs: tuple[int, int]
+    outputs: tuple[int, int]
+    holds_outputs: bool = False
 
 
 class TensorParallel:
@@ -41,6 +55,7 @@ class TensorParallel:
         """Splits the outputs: (N, in_features) of all tokens -> (N, this rank's out_features)."""
         for name in _names(linear):
             _distribute(linear, name, self.mesh, [Shard(0)])
+        _keep_part(linear, LinearPart((0, linear.in_features), self._mine(linear.out_features)))
         compute_on_local(linear, {})
 
     def row(self, linear: nn.Linear) -> None:
@@ -52,6 +67,7 @@ class TensorParallel:
             # The outputs of the ranks are added up, and the bias must be in the sum once.
             counted = float(self.rank == 0)
             views["bias"] = lambda bias: bias * counted
+        _keep_part(linear, LinearPart(self._mine(linear.in_features), (0, linear.out_features)))
         compute_on_local(linear, views)
         self._scatter_output(linear)
 
@@ -65,6 +81,7 @@ class TensorParallel:
         head = self.rank * kv_heads // self.size
         rows = linear.out_features // kv_heads
         of_this_head = slice(head * rows, (head + 1) * rows)
+        _keep_part(linear, LinearPart((0, linear.in_features), (of_this_head.start, of_this_head.stop), holds_outputs=True))
         self.replicate(linear, dict.fromkeys(_names(linear), lambda parameter: parameter[of_this_head]))
 
     def replicate(self, module: nn.Module, views: Mapping[str, View] | None = None, *, partial: bool = True) -> None:
@@ -90,7 +107,9 @@ class TensorParallel:
     def vocabulary(self, embedding: nn.Embedding) -> None:
         """Splits the vocabulary: (N,) tokens -> (N / tp, dim)."""
         _distribute(embedding, "weight", self.mesh, [Shard(0)])
-        start = self._first_row(embedding.num_embeddings)
+        start, stop = self._mine(embedding.num_embeddings)
+        _keep_part(embedding, LinearPart((start, stop), (0, embedding.embedding_dim)))
+        forward = embedding.forward
 
         def look_up(input: Tensor) -> Tensor:
             weight = embedding.weight
@@ -99,7 +118,7 @@ class TensorParallel:
             # A rank without rows takes part all the same: its weight has a gradient as on the other ranks.
             if weight.shape[0] == 0:
                 return weight.new_zeros((*rows.shape, weight.shape[1])) + weight.sum()
-            return F.embedding(rows.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[:, None], 0.0)
+            return forward(rows.masked_fill(elsewhere, 0)).masked_fill(elsewhere[:, None], 0.0)
 
         setattr(embedding, "forward", look_up)  # noqa: B010 - a method
         compute_on_local(embedding, {})
@@ -117,15 +136,28 @@ class TensorParallel:
 
         return log_probs
 
+    def tenant_heads(self, hidden: Tensor, others: Tensor, runs: Sequence[AdapterRun]) -> Tensor:
+        """:func:`~rl_backend.primitive.value_head.values_of_tenants` of (N / tp, hidden_size).
+
+        All ranks compute all rows, so that those of a tenant are added up in one order; one rank has the gradients of heads.
+        """
+        whole = all_gather(hidden, self.group, sum_gradients=False)
+        return values_of_tenants(whole, others, runs, counts=self.rank == 0)
+
     def split_rows(self, linear: nn.Linear) -> None:
         """Splits the rows of a language-model head, which :meth:`vocabulary_head` computes with."""
+        _keep_part(linear, LinearPart((0, linear.in_features), self._mine(linear.out_features)))
         _distribute(linear, "weight", self.mesh, [Shard(0)])
 
     def _scatter_output(self, module: nn.Module) -> None:
         module.register_forward_hook(lambda _, __, output: reduce_scatter(output, self.group))
 
     def _first_row(self, rows: int) -> int:
-        return int(chunk(slice(0, rows), self.size, self.rank).start)
+        return self._mine(rows)[0]
+
+    def _mine(self, features: int) -> tuple[int, int]:
+        part = chunk(slice(0, features), self.size, self.rank)
+        return int(part.start), int(part.stop)
 
 
 def vocabulary_shard(group: dist.ProcessGroup, start: int, vocab_size: int) -> VocabularyShard:
@@ -191,6 +223,10 @@ class _Local(torch.autograd.Function):
             return None, None
         mesh, placements, shape, stride = ctx.layout
         return DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride), None
+
+
+def _keep_part(linear: nn.Module, part: LinearPart) -> None:
+    setattr(linear, "part", part)  # noqa: B010 - nn.Module's own type of attributes has no such
 
 
 def _names(module: nn.Module) -> list[str]:

@@ -1,6 +1,6 @@
 """Log-probabilities and entropy of the next token, without ever keeping full-vocabulary logits for the backward pass."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_backend.contracts import BatchError
-from rl_backend.primitive.tiles import Tile, Tokens, add_matmul, buffers_for, vocabulary_slices, wide
+from rl_backend.primitive.adapted_ends import HEAD, Narrowed, parts_of_head
+from rl_backend.primitive.adapter_runs import AdapterRun, Factors
+from rl_backend.primitive.tiles import LowRank, Tile, Tokens, add_matmul, buffers_for, vocabulary_slices, wide
 
 IGNORE_LABEL = -100
 """Label of a position that predicts nothing."""
@@ -48,6 +50,7 @@ def next_token_log_probs(
     chunk_tokens: int = 1024,
     calculate_entropy: bool = False,
     shard: VocabularyShard | None = None,
+    adapters: Sequence[AdapterRun] = (),
 ) -> NextToken:
     """``log_softmax(hidden @ weight.T / temperature)`` at the labels, and the entropy of that softmax.
 
@@ -63,6 +66,8 @@ def next_token_log_probs(
         weight: (vocab_size, hidden_size), or this rank's rows of it; of the dtype of ``hidden``.
         labels: (T,) int64, in the whole vocabulary.
         temperature: positive number or (T,) tensor; not differentiated.
+        adapters: at work on rows of their own. What each gives does not depend on the others: on a CPU to the last bit. One
+            that has :data:`~rl_backend.primitive.adapted_ends.HEAD` adds its product to the logits of its rows.
 
     Raises:
         BatchError: a temperature that is not positive, or a label outside the vocabulary (checked on a CPU only, where it
@@ -72,9 +77,24 @@ def next_token_log_probs(
         raise BatchError(f"temperature={temperature!r}: must be positive", temperature=temperature)
     if labels.device.type == "cpu":
         _check_on_host(labels, weight.shape[0] if shard is None else shard.vocab_size, temperature)
-    log_probs, entropy = _NextTokenLogProbs.apply(
-        hidden, weight, labels, temperature, chunk_tokens, calculate_entropy, shard
-    )
+    found = []
+    for rows, run in parts_of_head(adapters, hidden.shape[0]):
+        factors = None if run is None else run.modules[HEAD]
+        found.append(
+            _NextTokenLogProbs.apply(
+                hidden[rows],
+                weight,
+                labels[rows],
+                temperature[rows] if isinstance(temperature, Tensor) else temperature,
+                chunk_tokens,
+                calculate_entropy,
+                shard,
+                None if run is None or factors is None else Narrowed.apply(hidden[rows], run.draw, factors),
+                factors,
+                bool(adapters) and factors is None,
+            )
+        )
+    log_probs, entropy = found[0] if len(found) == 1 else (torch.cat(values) for values in zip(*found, strict=True))
     return NextToken(log_probs, entropy if calculate_entropy else None)
 
 
@@ -98,9 +118,13 @@ class _NextTokenLogProbs(torch.autograd.Function):
         chunk_tokens: int,
         calculate_entropy: bool,
         shard: VocabularyShard | None,
+        narrow: Tensor | None,
+        factors: Factors | None,
+        several: bool,
     ) -> tuple[Tensor, Tensor]:
         start = 0 if shard is None else shard.start
-        tokens, positions = Tokens.select(hidden, labels, temperature, labels != IGNORE_LABEL, start)
+        added, active = _added(narrow, factors), labels != IGNORE_LABEL
+        tokens, positions = Tokens.select(hidden, labels, temperature, active, start, added, several=several)
         dtype = wide(hidden.dtype)
         buffers = buffers_for(tokens, weight, chunk_tokens, count=2 if calculate_entropy else 1)
         sums = [
@@ -114,9 +138,9 @@ class _NextTokenLogProbs(torch.autograd.Function):
             return hidden.new_zeros(hidden.shape[0], dtype=dtype).index_copy_(0, positions, values)
 
         entropy = spread(entropies)
-        ctx.save_for_backward(hidden, weight, labels, spread(log_normalizers), entropy)
+        ctx.save_for_backward(hidden, weight, labels, spread(log_normalizers), entropy, narrow)
         ctx.temperature, ctx.chunk_tokens, ctx.calculate_entropy = temperature, chunk_tokens, calculate_entropy
-        ctx.shard = shard
+        ctx.shard, ctx.factors, ctx.several = shard, factors, several
         if not calculate_entropy:
             ctx.mark_non_differentiable(entropy)
         return spread(label_logits - log_normalizers), entropy
@@ -124,13 +148,14 @@ class _NextTokenLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, log_normalizers, entropy = ctx.saved_tensors
+        hidden, weight, labels, log_normalizers, entropy, narrow = ctx.saved_tensors
         active = grad_log_probs != 0
         if ctx.calculate_entropy:
             active |= grad_entropy != 0
         active &= labels != IGNORE_LABEL
         start = 0 if ctx.shard is None else ctx.shard.start
-        tokens, positions = Tokens.select(hidden, labels, ctx.temperature, active, start)
+        added = _added(narrow, ctx.factors)
+        tokens, positions = Tokens.select(hidden, labels, ctx.temperature, active, start, added, several=ctx.several)
         gradient = _Gradient(
             grad_log_probs[positions][:, None],
             grad_entropy[positions][:, None] if ctx.calculate_entropy else None,
@@ -138,11 +163,19 @@ class _NextTokenLogProbs(torch.autograd.Function):
             log_normalizers[positions][:, None],
         )
         need_hidden, need_weight = ctx.needs_input_grad[:2]
-        grad_tokens, grad_weight = _backward(tokens, weight, gradient, ctx.chunk_tokens, need_hidden, need_weight)
-        grad_hidden = None
-        if grad_tokens is not None:
-            grad_hidden = torch.zeros_like(hidden).index_copy_(0, positions, grad_tokens.to(hidden.dtype))
-        return grad_hidden, grad_weight, None, None, None, None, None
+        grads_wide = None if ctx.factors is None else ctx.factors.grad_b
+        grad_tokens, grad_weight, grad_narrow = _backward(
+            tokens, weight, gradient, ctx.chunk_tokens, need_hidden, need_weight, grads_wide
+        )
+
+        def spread(values: Tensor | None, like: Tensor) -> Tensor | None:
+            return None if values is None else torch.zeros_like(like).index_copy_(0, positions, values.to(like.dtype))
+
+        return spread(grad_tokens, hidden), grad_weight, *(None,) * 5, spread(grad_narrow, narrow), None, None
+
+
+def _added(narrow: Tensor | None, factors: Factors | None) -> LowRank | None:
+    return None if narrow is None or factors is None else LowRank(narrow, factors.b.to(narrow.dtype))
 
 
 def _sum_over_vocabulary(
@@ -225,11 +258,19 @@ class _Gradient(NamedTuple):
 
 
 def _backward(
-    tokens: Tokens, weight: Tensor, gradient: _Gradient, chunk_tokens: int, need_hidden: bool, need_weight: bool
-) -> tuple[Tensor | None, Tensor | None]:
+    tokens: Tokens,
+    weight: Tensor,
+    gradient: _Gradient,
+    chunk_tokens: int,
+    need_hidden: bool,
+    need_weight: bool,
+    grad_wide: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of hidden states and weight, and that of what an adapter narrows; ``grad_wide`` is added to."""
     dtype = wide(weight.dtype)
     grad_tokens = torch.zeros_like(tokens.hidden, dtype=dtype) if need_hidden else None
     grad_weight = torch.empty_like(weight) if need_weight else None
+    grad_narrow = None if tokens.added is None else torch.zeros_like(tokens.added.narrow, dtype=dtype)
     chunks = tokens.chunks(chunk_tokens)
     if not chunks and grad_weight is not None:
         grad_weight.zero_()
@@ -246,6 +287,9 @@ def _backward(
                 add_matmul(grad_tokens[chunk], grad_logits, tile.weight, beta=1)
             if target is not None:
                 add_matmul(target, grad_logits.t(), tile.hidden, beta=0 if chunk.start == 0 else 1)
+            if tile.added is not None and grad_narrow is not None and grad_wide is not None:
+                add_matmul(grad_narrow[chunk], grad_logits, tile.added.wide, beta=1)
+                add_matmul(grad_wide[words], grad_logits.t(), tile.added.narrow, beta=1)
         if grad_weight is not None and target is not None and not direct:
             grad_weight[words] = target
-    return grad_tokens, grad_weight
+    return grad_tokens, grad_weight, grad_narrow

@@ -43,16 +43,22 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, inverse = ctx.saved_tensors
         wide_grad = _wide(grad)
         normed = _wide(x) * inverse
         product = wide_grad * normed
-        grad_weight = product.flatten(0, -2).sum(0)
-        projection = torch.mv(product.flatten(0, -2), weight.to(product.dtype)).div_(x.shape[-1]).view(inverse.shape)
+        if ctx.needs_input_grad[1]:
+            grad_weight = product.flatten(0, -2).sum(0).to(weight.dtype)
+            projection = torch.mv(product.flatten(0, -2), weight.to(product.dtype)).view(inverse.shape)
+        else:
+            # Above a frozen model rows may be different tenants': one must not depend on how many others there are.
+            grad_weight = None
+            projection = (product * weight).sum(-1, keepdim=True)
+        projection.div_(x.shape[-1])
         grad_x = torch.mul(wide_grad, weight, out=product)
         grad_x.addcmul_(normed, projection, value=-1.0).mul_(inverse)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+        return grad_x.to(x.dtype), grad_weight, None
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from rl_backend.primitive.adapted_linear import padded_product
 
 _TINY = 1e-20
 """Keeps a sum of sigmoid scores that all underflow from dividing by 0; no other sum is changed by it."""
@@ -73,7 +74,7 @@ class Router(nn.Module):
                 tokens for which it chooses itself.
         """
         dtype = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(dtype), self.weight.to(dtype))
+        logits = padded_product(x.to(dtype), self.weight.to(dtype).t())
         chosen = choose_experts(logits, self.settings, self.expert_bias)
         experts = chosen if experts is None else torch.where(experts < 0, chosen, experts)
         return Routing(experts, expert_weights(logits, experts, self.settings), logits)

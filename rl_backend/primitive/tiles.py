@@ -5,34 +5,70 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from rl_backend.primitive.adapted_linear import ENOUGH_ROWS
+
 _TILE_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
 """Logits of a tile: on a CPU what its cache holds."""
 
 
+class LowRank(NamedTuple):
+    """What an adapter adds to logits: ``narrow @ wide.T``."""
+
+    narrow: Tensor  # (N, rank)
+    wide: Tensor  # (vocabulary, rank), or words of it
+
+
 class Tokens(NamedTuple):
-    """The tokens that take part."""
+    """The tokens that take part.
+
+    Where they are ``several`` adapters', vocabulary and tokens are cut so that what is computed of one does not depend on
+    how many others there are.
+    """
 
     hidden: Tensor  # (N, hidden_size)
     labels: Tensor  # (N,)
     temperature: Tensor | None  # (N, 1); None stands for 1
     start: int  # token of the first row of the weight
+    added: LowRank | None = None
+    several: bool = False
 
     @classmethod
     def select(
-        cls, hidden: Tensor, labels: Tensor, temperature: Tensor | float, active: Tensor, start: int
+        cls,
+        hidden: Tensor,
+        labels: Tensor,
+        temperature: Tensor | float,
+        active: Tensor,
+        start: int,
+        added: LowRank | None = None,
+        *,
+        several: bool = False,
     ) -> tuple[Self, Tensor]:
-        """The tokens where ``active`` and their positions; ``start`` is the token of the first row of the weight."""
+        """The tokens where ``active`` and their positions; the first several times where ``several`` have few.
+
+        Args:
+            start: token of the first row of the weight.
+        """
         # On the meta device, which knows no labels, all tokens count.
         positions = torch.arange(len(active), device="meta") if active.is_meta else active.nonzero().squeeze(1)
+        if several and 0 < len(positions) < ENOUGH_ROWS:
+            positions = torch.cat([positions, positions[:1].expand(ENOUGH_ROWS - len(positions))])
         if not isinstance(temperature, Tensor):
             chosen = None if temperature == 1.0 else hidden.new_full((1, 1), temperature, dtype=wide(hidden.dtype))
             temperatures = None if chosen is None else chosen.expand(positions.shape[0], 1)
         else:
             temperatures = temperature.to(hidden.device, wide(hidden.dtype))[positions][:, None]
-        return cls(hidden[positions], labels[positions], temperatures, start), positions
+        added = None if added is None else LowRank(added.narrow[positions], added.wide)
+        return cls(hidden[positions], labels[positions], temperatures, start, added, several), positions
 
     def chunks(self, size: int) -> list[slice]:
-        return _slices(self.hidden.shape[0], size)
+        """Of at most ``size`` tokens; where they are ``several`` adapters', as equal as can be, so that none is short."""
+        total = self.hidden.shape[0]
+        return _slices(total, -(-total // -(-total // size)) if self.several and total else size)
+
+    def rows_of_tile(self, size: int) -> int:
+        """For which the vocabulary is cut."""
+        return size if self.several else min(size, self.hidden.shape[0])
 
 
 class Tile(NamedTuple):
@@ -43,17 +79,21 @@ class Tile(NamedTuple):
     column: Tensor  # (tokens, 1) int64: the label's column, 0 where it lies in another tile
     inside: Tensor  # (tokens,) bool: whether the label lies in this tile
     temperature: Tensor | None  # (tokens, 1)
+    added: LowRank | None
 
     @classmethod
     def of(cls, tokens: Tokens, chunk: slice, weight: Tensor, words: slice) -> Self:
         column = tokens.labels[chunk] - (tokens.start + words.start)
         inside = (column >= 0) & (column < words.stop - words.start)
         temperature = tokens.temperature[chunk] if tokens.temperature is not None else None
-        return cls(tokens.hidden[chunk], weight[words], column.where(inside, 0)[:, None], inside, temperature)
+        added = None if tokens.added is None else LowRank(tokens.added.narrow[chunk], tokens.added.wide[words])
+        return cls(tokens.hidden[chunk], weight[words], column.where(inside, 0)[:, None], inside, temperature, added)
 
     def logits(self, buffer: Tensor) -> Tensor:
         out = buffer[: self.hidden.shape[0] * self.weight.shape[0]].view(self.hidden.shape[0], self.weight.shape[0])
         _matmul(self.hidden, self.weight.t(), out)
+        if self.added is not None:
+            add_matmul(out, self.added.narrow, self.added.wide.t(), beta=1)
         return out if self.temperature is None else out.div_(self.temperature)
 
 
@@ -80,14 +120,13 @@ def add_matmul(out: Tensor, a: Tensor, b: Tensor, *, beta: int) -> None:
 
 def buffers_for(tokens: Tokens, weight: Tensor, chunk_tokens: int, count: int) -> list[Tensor]:
     """Memory for the logits of a tile, ``count`` times; every tile uses it again."""
-    rows = min(chunk_tokens, tokens.hidden.shape[0])
-    size = _tile_elements(rows, weight.shape[0], weight.device.type)
+    size = _tile_elements(tokens.rows_of_tile(chunk_tokens), weight.shape[0], weight.device.type)
     return [weight.new_empty(size, dtype=wide(weight.dtype)) for _ in range(count)]
 
 
 def vocabulary_slices(tokens: Tokens, weight: Tensor, rows: int) -> list[slice]:
     """The vocabulary in slices whose logits, for ``rows`` tokens, the cache holds."""
-    return _slices(weight.shape[0], _tile_words(min(rows, tokens.hidden.shape[0]), weight.device.type))
+    return _slices(weight.shape[0], _tile_words(tokens.rows_of_tile(rows), weight.device.type))
 
 
 def logits_chunk_bytes(num_tokens: int, vocab_size: int, chunk_tokens: int, *, calculate_entropy: bool) -> int:

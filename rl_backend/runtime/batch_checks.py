@@ -38,7 +38,8 @@ def problem_on_rank(handle: GuardedHandle, request: PassRequest) -> BatchError |
     """What is wrong with this rank's micro-batches by themselves.
 
     No micro-batches; one over ``max_tokens_per_micro_batch``; a sequence over ``max_length``; a token outside the
-    vocabulary; a temperature that is not positive; routes that :func:`~rl_backend.contracts.check_routes` refuses.
+    vocabulary; a temperature that is not positive; routes that :func:`~rl_backend.contracts.check_routes` refuses; sequences
+    that no LoRA tenant of the pass has.
     """
     data, vocab_size, max_length = request.data, handle.vocab_size, handle.max_length
     max_tokens = handle.config.max_tokens_per_micro_batch
@@ -79,7 +80,7 @@ def problem_on_rank(handle: GuardedHandle, request: PassRequest) -> BatchError |
                 check_routes(batch, handle.routed_layers)
             except BatchError as error:
                 return _of_micro_batch(index, error)
-    return None
+    return None if request.adapters is None else request.adapters.problem(data)
 
 
 def checksum(data: Sequence[PackedBatch]) -> int:
@@ -113,7 +114,10 @@ def different_in_replica() -> BatchError:
 
 
 def different_kinds() -> BatchError:
-    return BatchError("forward_only or router_replay differs between ranks; every rank must run the same kind of pass")
+    return BatchError(
+        "forward_only, router_replay or the LoRA tenants with a loss differ between ranks; every rank must run the same "
+        "kind of pass, with at least one sequence of each tenant"
+    )
 
 
 def refused_by(rank: int) -> BatchError:

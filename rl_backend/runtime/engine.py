@@ -15,9 +15,37 @@ from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.training_state import StateTensors
 from rl_backend.contracts.operations import Part
 from rl_backend.parallel.groups import RankGroups
+from rl_backend.primitive.adapter_runs import AdapterRun
+from rl_backend.runtime.adaptable import Adaptable
 from rl_backend.runtime.export_stream import WeightStream
 from rl_backend.runtime.offload import Offload
 from rl_backend.runtime.router_replay import MODES, RouterReplay
+
+
+class PassAdapters(Protocol):
+    """The adapters of a pass.
+
+    Attributes:
+        heads: the outputs of the pass, the same for all of its micro-batches and ranks.
+    """
+
+    heads: Sequence[contracts.Head]
+
+    def runs(self, index: int, batch: contracts.PackedBatch, sequence_rows: Sequence[int]) -> tuple[AdapterRun, ...]:
+        """Which adapters work on which rows of micro-batch ``index``; each sequence has ``sequence_rows`` on this rank."""
+        ...
+
+    def problem(self, data: Sequence[contracts.PackedBatch]) -> contracts.BatchError | None:
+        """Why these adapters cannot work on this rank's micro-batches."""
+        ...
+
+    def fingerprint(self, data: Sequence[contracts.PackedBatch]) -> int:
+        """Of what ranks with other sequences must have in common, up to 32 bits."""
+        ...
+
+    def begin(self, data: Sequence[contracts.PackedBatch]) -> None:
+        """The micro-batches have been checked on every rank, and run next."""
+        ...
 
 
 class PassRequest(NamedTuple):
@@ -26,21 +54,49 @@ class PassRequest(NamedTuple):
     Attributes:
         data: micro-batches; checked, except with post-validation.
         loss_fn: None in a forward-only pass without a loss.
+        adapters: that work on the data; None without LoRA.
     """
 
     data: Sequence[contracts.PackedBatch]
     loss_fn: contracts.LossFn | None
     forward_only: bool
     router_replay: RouterReplay = "off"
+    adapters: PassAdapters | None = None
+
+    def runs(self, index: int, batch: contracts.PackedBatch, sequence_rows: Sequence[int]) -> tuple[AdapterRun, ...]:
+        """As :meth:`PassAdapters.runs`."""
+        return () if self.adapters is None else self.adapters.runs(index, batch, sequence_rows)
+
+    def begin(self) -> None:
+        """As :meth:`PassAdapters.begin`."""
+        if self.adapters is not None:
+            self.adapters.begin(self.data)
+
+    @property
+    def heads(self) -> Sequence[contracts.Head]:
+        """As :attr:`~rl_backend.model.ModelInput.heads`."""
+        return () if self.adapters is None else self.adapters.heads
 
     @property
     def kind(self) -> int:
         """A number that ranks compare."""
-        return 2 * MODES.index(self.router_replay) + self.forward_only
+        adapters = 0 if self.adapters is None else self.adapters.fingerprint(self.data)
+        return (adapters * len(MODES) + MODES.index(self.router_replay)) * 2 + self.forward_only
 
 
 class ScheduledOptimizer(Protocol):
-    """An optimizer with a learning-rate schedule."""
+    """An optimizer with a learning-rate schedule.
+
+    Attributes:
+        num_steps: optimizer steps taken.
+        learning_rate: of the next step.
+    """
+
+    @property
+    def num_steps(self) -> int: ...
+
+    @property
+    def learning_rate(self) -> float: ...
 
     def schedule_step(self) -> float:
         """Advances the schedules and returns the learning rate of the next step."""
@@ -59,6 +115,7 @@ class GuardedHandle[O: ScheduledOptimizer](contracts.ModelHandle):
         max_length: longest sequence, in tokens; None where the model sets no limit.
         optimizer: None for a forward-only handle.
         groups: device and process groups.
+        adaptable: what LoRA tenants can adapt; None for a model that is trained itself.
         offload: where each part is.
         broken: why the handle cannot be used, empty when it can: a pass failed in the middle (until ``zero_grad``).
         damaged: why its weights cannot be trusted: a checkpoint failed in the middle of loading (until one loads).
@@ -71,6 +128,7 @@ class GuardedHandle[O: ScheduledOptimizer](contracts.ModelHandle):
     max_length: int | None
     optimizer: O | None
     groups: RankGroups
+    adaptable: Adaptable | None = None
     offload: Offload = field(init=False)
     broken: str = ""
     damaged: str = ""
@@ -91,6 +149,11 @@ class GuardedHandle[O: ScheduledOptimizer](contracts.ModelHandle):
     @abstractmethod
     def weights(self) -> tuple[contracts.TensorInfo, ...]:
         """Every weight of the whole model in the dtype that it is kept in, in the order of export."""
+
+    @property
+    def saved_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of what a checkpoint holds, by which it knows the model."""
+        return {info.name: info.shape for info in self.weights}
 
     @abstractmethod
     def part_tensors(self) -> Mapping[Part, Sequence[Tensor]]:
@@ -178,15 +241,21 @@ class Engine[H: GuardedHandle](ABC):
         """Whether this is the rank of its replica that has outputs."""
 
     @abstractmethod
-    def _build(self, config: contracts.RuntimeConfig, name: str, head: contracts.Head, *, forward_only: bool) -> H:
-        """Builds the model of ``config.hf_path`` and loads its weights."""
+    def _build(
+        self, config: contracts.RuntimeConfig, name: str, head: contracts.Head, *, forward_only: bool, adaptable: bool
+    ) -> H:
+        """Builds the model of ``config.hf_path`` and loads its weights.
+
+        Args:
+            adaptable: LoRA tenants may be made of it, which is forward-only then.
+        """
 
     @abstractmethod
     def _run_passes(self, handle: H, request: PassRequest) -> contracts.ForwardResult:
         """Checks the data over all ranks, then runs it. An error in the middle of a backward pass sets ``broken``."""
 
     @abstractmethod
-    def _record_activations(self, handle: H, data: Sequence[contracts.PackedBatch]) -> list[Mapping[str, Tensor]]:
+    def _record_activations(self, handle: H, request: PassRequest) -> list[Mapping[str, Tensor]]:
         """Runs checked micro-batches forward; see :meth:`~rl_backend.runtime.Runtime.activations`."""
 
     @abstractmethod

@@ -1,38 +1,39 @@
 """Runtimes whose atoms check their model first, as :mod:`rl_backend.contracts.operations` declares."""
 
 import gc
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, overload
 
-import torch
 from torch import Tensor
 
+from rl_backend.checkpoint.hf_reader import require_float_weights
 from rl_backend.contracts import (
     BatchError,
     ConfigError,
     ForwardResult,
     HandleError,
     Head,
-    LossFn,
+    Losses,
     OptimizerConfig,
     PackedBatch,
     PendingStepResult,
     RuntimeConfig,
     StepResult,
-    TensorInfo,
 )
 from rl_backend.contracts.operations import ATOMS, Part
 from rl_backend.parallel.groups import RankGroups
 from rl_backend.runtime.batch_checks import check_micro_batches
 from rl_backend.runtime.checkpoint_writer import CheckpointWriter
-from rl_backend.runtime.engine import Engine, GuardedHandle, PassRequest
-from rl_backend.runtime.interface import RankPlace, Runtime
+from rl_backend.runtime.engine import GuardedHandle, PassRequest
+from rl_backend.runtime.interface import RankPlace
 from rl_backend.runtime.router_replay import RouterReplay
+from rl_backend.runtime.tenant import TenantHandle
+from rl_backend.runtime.tenants import TenantRuntime
 
 
-class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
+class GuardedRuntime[H: GuardedHandle, G: RankGroups](TenantRuntime[H]):
     """Every atom checks its model, then calls the engine of the subclass.
 
     Keeps the handles that it built, refuses others, and frees them on ``close``.
@@ -44,6 +45,8 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
         self._close_groups = close_groups
         self._writer = CheckpointWriter(groups.host_group)
         self._handles: list[H] = []
+        self._tenants = {}
+        self._num_tenants = 0
         self._closed = False
 
     @property
@@ -55,6 +58,7 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
         self,
         *,
         forward_only: bool = False,
+        trainable: bool = True,
         name: str = "",
         head: Head = "log_probs",
         hf_path: Path | str | None = None,
@@ -67,11 +71,18 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
         if hf_path is not None:
             config = config.replace(hf_path=str(hf_path))
         if optimizer is not None:
-            if forward_only:
-                raise ConfigError.of("optimizer", optimizer, "a forward-only model has none; leave one of the two out")
+            if forward_only or not trainable:
+                raise ConfigError.of("optimizer", optimizer, "a model that is not trained has none; leave it out")
             config = config.replace(backend_cfg=config.backend_cfg.replace(optimizer=optimizer))
+        require_float_weights(config.hf_path)
         with self._engine():
-            handle = self._build(config, name or f"model-{len(self._handles) + 1}", head, forward_only=forward_only)
+            handle = self._build(
+                config,
+                name or f"model-{len(self._handles) + 1}",
+                head,
+                forward_only=forward_only or not trainable,
+                adaptable=not trainable and not forward_only,
+            )
         self._handles.append(handle)
         return handle
 
@@ -83,16 +94,17 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
         self._require(handle, "eval_mode")
         return handle.training(False)
 
-    def zero_grad(self, handle: H) -> None:
-        with self._atom(handle, "zero_grad"):
-            handle.drop_gradients()
-        handle.broken = ""
+    def zero_grad(self, handle: H | Sequence[Any]) -> None:
+        with self._atoms(handle, "zero_grad") as handles:
+            for each in handles:
+                each.drop_gradients()
+                each.broken = ""
 
     def forward_backward(
         self,
         handle: H,
         data: Sequence[PackedBatch],
-        loss_fn: LossFn | None,
+        loss_fn: Losses | None,
         *,
         forward_only: bool = False,
         router_replay: RouterReplay = "off",
@@ -103,13 +115,21 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
         steps are refused until ``zero_grad``, because its gradients are incomplete. An error of one rank alone leaves the
         others in a collective until that times out; a ``TrainGroup`` stops them at once.
         """
-        with self._atom(handle, "forward_backward", forward_only=forward_only):
+        mixed = self._is_mixed(handle, data, loss_fn)
+        with self._atom(handle, "forward_backward", forward_only=forward_only or mixed):
             handle.require_replayable(router_replay)
             if loss_fn is None and not forward_only:
                 raise BatchError("forward_backward without loss_fn; pass one, or forward_only=True")
-            return self._run_passes(handle, PassRequest(data, loss_fn, forward_only, router_replay))
+            run = self._run_tenants if mixed else self._run
+            return run(handle, data, loss_fn, forward_only=forward_only, router_replay=router_replay)
 
-    def optimizer_step(self, handle: H) -> StepResult:
+    @overload
+    def optimizer_step(self, handle: H) -> StepResult: ...
+    @overload
+    def optimizer_step(self, handle: Sequence[Any]) -> list[StepResult]: ...
+    def optimizer_step(self, handle: Any) -> Any:
+        if isinstance(handle, Sequence):
+            return self._step_tenants(handle)
         with self._atom(handle, "optimizer_step"):
             result = handle.step()
         # A pending step advances the version once it is settled.
@@ -117,9 +137,14 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
             handle.weight_version += 1
         return result
 
-    def lr_scheduler_step(self, handle: H) -> float:
-        with self._atom(handle, "lr_scheduler_step"):
-            return handle.trainer("lr_scheduler_step").schedule_step()  # type: ignore[no-any-return]
+    @overload
+    def lr_scheduler_step(self, handle: H) -> float: ...
+    @overload
+    def lr_scheduler_step(self, handle: Sequence[Any]) -> list[float]: ...
+    def lr_scheduler_step(self, handle: Any) -> Any:
+        with self._atoms(handle, "lr_scheduler_step") as handles:
+            rates = [each.trainer("lr_scheduler_step").schedule_step() for each in handles]
+        return rates if isinstance(handle, Sequence) else rates[0]
 
     def to(
         self, handle: H, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True, grad: bool = True
@@ -140,78 +165,11 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
                 if wanted[part]:
                     handle.offload.reload(part) if device == "device" else handle.offload.offload(part, tensors)
 
-    def weight_infos(self, handle: H, *, dtype: torch.dtype | None = None) -> tuple[TensorInfo, ...]:
-        self._require(handle, "weight_infos")
-        infos = handle.weights
-        return infos if dtype is None else tuple(TensorInfo.of(each.name, each.shape, dtype) for each in infos)
-
-    def export_weights(
-        self,
-        handle: H,
-        *,
-        dtype: torch.dtype | None = None,
-        byte_budget: int | None = None,
-        names: Collection[str] | None = None,
-    ) -> Iterator[tuple[str, Tensor]]:
-        """See the base class; tensors are on the training device. The result is a generator: ``close()`` ends it early."""
-        with self._atom(handle, "export_weights"):
-            stream = self._gather_weights(handle, dtype, byte_budget, names)
-        return self._stream_in_engine(stream)
-
-    def export_gradients(self, handle: H, *, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """See the base class; tensors are on the training device."""
-        with self._atom(handle, "export_gradients"):
-            stream = self._gather_gradients(handle, names)
-        return self._stream_in_engine(stream)
-
     def activations(self, handle: H, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:
         with self._atom(handle, "activations"), self.eval_mode(handle):
-            check_micro_batches(handle, PassRequest(data, None, forward_only=True))
-            return self._record_activations(handle, data)
-
-    def save_checkpoint(
-        self,
-        handle: H,
-        path: Path | str,
-        *,
-        hf: bool = False,
-        asynchronous: bool = False,
-        extra: Mapping[str, Any] | None = None,
-    ) -> None:
-        """See the base class. ``hf`` with ``asynchronous`` is refused."""
-        with self._atom(handle, "save_checkpoint", hf=hf):
-            if hf:
-                self._writer.save_hf(
-                    handle,
-                    Path(path),
-                    lambda: self._gather_weights(handle, None, None, None),
-                    asynchronous=asynchronous,
-                    extra=extra,
-                )
-            else:
-                self._writer.save_training_state(
-                    handle, Path(path), lambda: self._training_state(handle), asynchronous=asynchronous, extra=extra
-                )
-
-    def wait_for_checkpoint(self, handle: H) -> None:
-        self._require(handle, "wait_for_checkpoint")
-        self._writer.wait(handle)
-
-    def checkpoint_is_pending(self, handle: H) -> bool:
-        self._require(handle, "checkpoint_is_pending")
-        return self._writer.is_pending(handle)
-
-    def load_checkpoint(self, handle: H, path: Path | str) -> dict[str, Any]:
-        """See the base class. The layout and the world size may differ from those that saved.
-
-        Random state is that of :func:`~rl_backend.runtime.saved_state.source_rank`; where there is none it stays.
-        """
-        with self._atom(handle, "load_checkpoint"):
-            self._writer.wait()
-            manifest = self._load_training_state(handle, Path(path))
-            if not handle.forward_only:
-                handle.drop_gradients()
-        return manifest.extra
+            model, request = self._pass_of_model(handle, PassRequest(data, None, forward_only=True))
+            check_micro_batches(model, request)
+            return self._record_activations(model, request)
 
     def is_mp_src_rank_with_outputs(self, handle: H) -> bool:
         self._require(handle, "is_mp_src_rank_with_outputs")
@@ -230,8 +188,9 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
             last_first.callback(gc.collect)
             last_first.callback(self._close_groups, self.groups)
             last_first.callback(self._handles.clear)
-            for handle in self._handles:
-                last_first.callback(handle.release)
+            handles: list[GuardedHandle[Any]] = [*self._handles, *self._tenants.values()]
+            for each in handles:
+                last_first.callback(each.release)
             last_first.callback(self._writer.close)
             for handle in self._handles:
                 last_first.callback(handle.settle)
@@ -244,6 +203,15 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
         self._require(handle, operation, **arguments)
         with self._engine():
             yield
+
+    @contextmanager
+    def _atoms(self, handle: Any, operation: str) -> Generator[Sequence[GuardedHandle[Any]]]:
+        """As :meth:`_atom`, for one handle or several, which are all checked first."""
+        handles = handle if isinstance(handle, Sequence) else [handle]
+        for each in handles:
+            self._require(each, operation)
+        with self._engine():
+            yield handles
 
     def _require(self, handle: H, operation: str, **arguments: bool) -> None:
         """Raises :class:`HandleError` for a model that lacks what ``operation`` needs."""
@@ -264,6 +232,8 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](Engine[H], Runtime[H]):
         if needs.trained:
             handle.trainer(operation + needs.form)
         handle.offload.require(operation, *needs.parts)
+        if isinstance(handle, TenantHandle):
+            handle.require_base(operation, needs.parts)
         if needs.whole_gradients and handle.broken:
             raise HandleError(f"{operation} on {handle.name!r}: {handle.broken}; call zero_grad first", handle=handle.name)
 

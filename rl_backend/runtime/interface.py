@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor
 from rl_backend import contracts
 from rl_backend.parallel.shards import chunk
 from rl_backend.runtime.router_replay import RouterReplay
+from rl_backend.runtime.tenant_interface import TenantAtoms
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class RankPlace:
     is_source: bool
 
 
-class Runtime[H: contracts.ModelHandle](ABC):
+class Runtime[H: contracts.ModelHandle](TenantAtoms[H], ABC):
     """One rank's part of a training job. Every method is a collective over the handle's ranks unless it says otherwise.
 
     A runtime raises :class:`~rl_backend.contracts.HandleError` for a handle of another runtime.
@@ -57,6 +58,7 @@ class Runtime[H: contracts.ModelHandle](ABC):
         self,
         *,
         forward_only: bool = False,
+        trainable: bool = True,
         name: str = "",
         head: contracts.Head = "log_probs",
         hf_path: Path | str | None = None,
@@ -66,6 +68,8 @@ class Runtime[H: contracts.ModelHandle](ABC):
 
         Args:
             forward_only: no optimizer, no gradients.
+            trainable: False freezes the model for LoRA tenants (``create_lora_adapter``): it has no gradients, no moments
+                and is forward-only itself.
             name: for messages; empty takes one from the order of building.
             head: ``values`` builds a critic: in place of the language-model head a linear layer with bias on the final
                 normalised hidden state gives ``ModelOutput.values``. It is ``score.weight`` and ``score.bias`` of the
@@ -76,7 +80,8 @@ class Runtime[H: contracts.ModelHandle](ABC):
 
         Raises:
             ConfigError: a ``head`` that does not exist, or an ``optimizer`` for a forward-only model.
-            UnsupportedError: the model family, a head that it does not have, or a feature that its configuration asks for.
+            UnsupportedError: the model family, a head that it does not have, a feature that its configuration asks for, or
+                weights that are quantised.
             CheckpointError: a weight file or tensor that is missing or of another shape, or a critic's directory without
                 ``head="values"``.
         """
@@ -90,15 +95,15 @@ class Runtime[H: contracts.ModelHandle](ABC):
         """Evaluation behaviour inside the context; may nest. Not a collective."""
 
     @abstractmethod
-    def zero_grad(self, handle: H) -> None:
-        """Drops all gradients. Not a collective."""
+    def zero_grad(self, handle: H | Sequence[Any]) -> None:
+        """Drops all gradients, of one handle or several. Not a collective."""
 
     @abstractmethod
     def forward_backward(
         self,
         handle: H,
         data: Sequence[contracts.PackedBatch],
-        loss_fn: contracts.LossFn | None,
+        loss_fn: contracts.Losses | None,
         *,
         forward_only: bool = False,
         router_replay: RouterReplay = "off",
@@ -107,7 +112,7 @@ class Runtime[H: contracts.ModelHandle](ABC):
 
         Args:
             data: micro-batches, as many on every data-parallel rank.
-            loss_fn: may be None in a forward-only pass.
+            loss_fn: may be None in a forward-only pass. For sequences of several LoRA tenants one of each, by its name.
             router_replay: ``record`` adds ``routed_experts`` to the outputs, (L, layers with experts, top_k) of a sequence,
                 in :func:`~rl_backend.contracts.route_dtype`. ``replay`` has every token go to the experts that ``data`` says
                 (:mod:`rl_backend.contracts.routed_experts`); their weights, and so gradients of the router, are still those
@@ -120,13 +125,22 @@ class Runtime[H: contracts.ModelHandle](ABC):
             HandleError: a backward pass asked of a forward-only handle.
         """
 
+    @overload
+    def optimizer_step(self, handle: H) -> contracts.StepResult: ...
+    @overload
+    def optimizer_step(self, handle: Sequence[Any]) -> list[contracts.StepResult]: ...
     @abstractmethod
-    def optimizer_step(self, handle: H) -> contracts.StepResult:
+    def optimizer_step(self, handle: Any) -> Any:
         """Clips and steps, or, when any rank's gradient is not finite, changes nothing and returns ``ok=False``."""
 
+    @overload
+    def lr_scheduler_step(self, handle: H) -> float: ...
+    @overload
+    def lr_scheduler_step(self, handle: Sequence[Any]) -> list[float]: ...
     @abstractmethod
-    def lr_scheduler_step(self, handle: H) -> float:
-        """Advances the schedules by one step and returns the learning rate of the next optimizer step. Not a collective.
+    def lr_scheduler_step(self, handle: Any) -> Any:
+        """Advances the schedules by one step and returns the learning rate of the next optimizer step, of one handle or of
+        each of several. Not a collective.
 
         They count these calls, even after a refused optimizer step: rates follow the steps of the loop, as verl's do.
         """

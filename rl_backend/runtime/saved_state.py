@@ -13,7 +13,7 @@ from torch import Tensor
 from rl_backend.checkpoint.manifest import TrainingManifest, read_manifest
 from rl_backend.checkpoint.state_files import TensorsReader, require_written
 from rl_backend.checkpoint.training_state import StateTensors, on_every_rank, read_training_state
-from rl_backend.contracts import ConfigError, ParallelConfig
+from rl_backend.contracts import CheckpointError, ConfigError, ParallelConfig
 from rl_backend.runtime.engine import GuardedHandle
 
 RANDOM = "random."
@@ -31,7 +31,7 @@ def training_manifest(handle: GuardedHandle, **progress: Any) -> TrainingManifes
     """
     return TrainingManifest(
         model_type=_model_type(handle),
-        parameters={info.name: info.shape for info in handle.weights},
+        parameters=handle.saved_shapes,
         head=handle.head,
         weight_version=handle.weight_version,
         world_size=dist.get_world_size(),
@@ -63,15 +63,18 @@ def load_state[H: GuardedHandle](
     group = handle.groups.host_group
     with on_every_rank(group, f"{path} cannot be read"):
         manifest = read_manifest(path)
-        shapes = {info.name: info.shape for info in handle.weights}
-        manifest.require_model(_model_type(handle), shapes, handle.head, path)
+        check(manifest)
+        if manifest.lora is not None and handle.lora_id < 0:
+            raise CheckpointError.at(
+                path, f"holds the LoRA tenant of a model; load it into one that create_lora_adapter makes of {handle.name!r}"
+            )
+        manifest.require_model(_model_type(handle), handle.saved_shapes, handle.head, path)
         manifest.require_readable_by(handle.config.backend, path)
         manifest.require_files(path)
         # Each rank reads its share of the files, so that together they read everything once.
         for name in sorted(manifest.files)[dist.get_rank(group) :: dist.get_world_size(group)]:
             require_written(path, name, manifest.files[name])
         reader = TensorsReader(path, manifest.files)
-        check(manifest)
     saved = reader.metadata.state_dict_metadata
     filled = tensors(handle)
     origins = _origins(handle, manifest, filled, differs)

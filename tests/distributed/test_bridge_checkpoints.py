@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,28 @@ from rl_backend.runtime.bridge import sharding
 from tests.support.bridge_runs import open_bridge
 from tests.support.bridge_state import exported, optimizer_shards, train_bridge
 from tests.support.critic import squared_error
-from tests.support.native import assert_equal_tensors, open_runtime
+from tests.support.native import assert_equal_tensors, assert_near, open_runtime
 from tests.support.rank_pool import RankPool
 
 STEPS = 3
+
+
+def state_job(model: str, layout: dict[str, int]) -> list[Mapping[str, Tensor]]:
+    """Both moments after two steps."""
+    with open_bridge(model, layout) as runtime:
+        policy = runtime.build_model()
+        train_bridge(runtime, policy, 2)
+        state = runtime.get_optimizer_state(policy)
+        assert state.step == 2 and state.exp_avg.keys() == {info.name for info in runtime.weight_infos(policy)}
+        return [state.exp_avg, state.exp_avg_sq]
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"pp": 2}], ids=str)
+def test_every_rank_gets_the_whole_state_of_an_optimizer(ranks: RankPool, tied_model: Path, layout: dict[str, int]) -> None:
+    expected = ranks.run(state_job, str(tied_model), {}, world_size=1)[0]
+    for found in ranks.run(state_job, str(tied_model), layout, world_size=2):
+        for mine, other in zip(found, expected, strict=True):
+            assert_near(mine, other)
 
 
 def resume_job(model: str, path: str, layout: dict[str, int], settings: dict[str, Any], asynchronous: bool) -> None:

@@ -56,6 +56,24 @@ def test_native_on_two_ranks_agrees_with_transformers(tied_model: Path, tmp_path
     assert len(report["steps"]) == 5
 
 
+@pytest.mark.shows("parity: LoRA on native and on Megatron, 2 ranks each, trains as with peft: loss to 1e-6, grad norm 1e-5")
+@pytest.mark.parametrize("sides", ["--candidate native --dp 2", "--candidate bridge --tp 2"])
+def test_an_adapter_trains_as_peft_trains_it(tied_model: Path, tmp_path: Path, sides: str) -> None:
+    output = tmp_path / "parity.json"
+    lora = "--lora.rank 4 --lora.alpha 8 --lora.targets q_proj v_proj feed_forward --lora.use_rslora"
+    result = run_command("--model", str(tied_model), *f"{sides} {lora} --steps 5 --lr 1e-4 --json {output}".split())
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "LoRA of rank 4, scale 4, on q_proj, v_proj, feed_forward; all else is frozen" in result.stdout
+    report = json.loads(output.read_text())
+    assert report["max_loss_rel_diff"] < 1e-6
+    assert report["max_grad_norm_rel_diff"] < 1e-5
+    assert report["lora"]["rank"] == 4
+    compared = {stage["stage"]: stage["compared"] for stage in report["stages"]}
+    # Two factors of five projections in two layers.
+    assert compared["gradient"] == 20
+    assert compared["weights"] == compared["loaded weights"] > 20
+
+
 @pytest.mark.shows("parity: a norm with another eps, in a runtime from a plugin, is named by the command")
 def test_a_fault_of_a_third_partys_runtime_is_named_and_the_exit_status_says_so(tied_model: Path, tmp_path: Path) -> None:
     output = tmp_path / "parity.json"

@@ -107,6 +107,31 @@ def native_job(model: str, settings: Mapping[str, Any]) -> dict[str, int]:
         return {**found, "activations": saved.peak}
 
 
+LORA = Workload(
+    **{**WORKLOAD.model_dump(), "tenants": 3, "lora": {"rank": 20, "targets": ("q_proj", "k_proj", "feed_forward")}}
+)
+
+
+def tenants_job(model: str, settings: Mapping[str, Any]) -> dict[str, int]:
+    """As :func:`native_job`, of a frozen model with LoRA tenants; the first has all of the data."""
+    with open_runtime(model, **settings) as runtime:
+        base = runtime.build_model(trainable=False)
+        tenants = [runtime.create_lora_adapter(base, LORA.lora) for _ in range(LORA.tenants)]
+        rows = tenants[0].rows
+        saved = SavedBytes(
+            lambda: (rows.weights, rows.gradients, *(local_tensor(value) for value in base.model.parameters()))
+        )
+        with saved:
+            runtime.forward_backward(tenants[0], micro_batches(base.data_parallel_size), token_loss)
+        return {
+            "weights": held(local_tensor(value) for value in base.model.parameters()),
+            "gradients": 0,
+            "optimizer": 0,
+            "adapters": sum(info.bytes for info in runtime.list_lora_adapters(base)),
+            "activations": saved.peak,
+        }
+
+
 def bridge_job(model: str, settings: Mapping[str, Any]) -> dict[str, int]:
     with open_bridge(model, **settings) as runtime:
         handle = runtime.build_model()
@@ -127,9 +152,9 @@ def bridge_job(model: str, settings: Mapping[str, Any]) -> dict[str, int]:
         return {**found, "activations": activations}
 
 
-def assert_near(config: RuntimeConfig, measured: Sequence[Mapping[str, int]]) -> None:
+def assert_near(config: RuntimeConfig, measured: Sequence[Mapping[str, int]], workload: Workload = WORKLOAD) -> None:
     """Each number of the plan is that of the rank that holds the most among those of its pipeline rank."""
-    plan = make_plan(config, len(measured), WORKLOAD)
+    plan = make_plan(config, len(measured), workload)
     size = len(measured) // len(plan.ranks)
     for pipeline_rank, memory in enumerate(plan.ranks):
         mine = measured[pipeline_rank * size :][:size]
@@ -147,6 +172,16 @@ def test_what_a_native_runtime_holds_is_what_was_planned(ranks: RankPool, models
     world, model, settings = NATIVE[case]
     measured = ranks.run(native_job, str(models[model]), settings, world_size=world)
     assert_near(make_config(models[model], **settings), measured)
+
+
+@pytest.mark.shows(
+    "plan: LoRA tenants take what was planned, on each rank, and their frozen model has no gradients or moments"
+)
+@pytest.mark.parametrize("case", ["one rank", "dp2 in bfloat16", "tp2", "pp2"])
+def test_what_tenants_take_is_what_was_planned(ranks: RankPool, models: Mapping[str, Path], case: str) -> None:
+    world, model, settings = NATIVE[case]
+    measured = ranks.run(tenants_job, str(models[model]), settings, world_size=world)
+    assert_near(make_config(models[model], **settings), measured, LORA)
 
 
 @pytest.mark.shows(

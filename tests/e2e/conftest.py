@@ -23,10 +23,14 @@ from actors.rollout.group import RolloutGroup
 from actors.run.rl_run import RunResult
 from actors.run.session import Session, open_session
 from actors.sync.push import WeightSync
+from actors.train.group import TrainGroup
 from examples import grpo
 from examples.demo.__main__ import DemoConfig, demo_settings, reinforce, warm_start
 from examples.demo.task import write_task
+from rl_backend.contracts import NativeConfig, OptimizerConfig, RuntimeConfig
+from tests.support.engines import AdapterGroupOfFaults
 from tests.support.rollout import ReferenceTrainer
+from tests.support.served_tenants import CONFIGS, ServedTenants
 
 LEARNED_STEPS = 24
 CLUSTER_CPUS = 12
@@ -75,6 +79,29 @@ def rollout_sync(rollout_pair: RolloutGroup, rollout_trainer: ReferenceTrainer) 
     """Weight sync from ``rollout_trainer`` to ``rollout_pair``."""
     with WeightSync(rollout_trainer.source, rollout_pair) as sync:
         yield sync
+
+
+@pytest.fixture(scope="session")
+def served_tenants(ray_cluster: None, untied_model: Path) -> Iterator[ServedTenants]:
+    """Three LoRA tenants of one trainer that are pushed to two engines with three slots, none yet."""
+    trained = RuntimeConfig(hf_path=str(untied_model), backend_cfg=NativeConfig(device="cpu"))
+    served = RolloutConfig(
+        model_path=str(untied_model),
+        num_engines=2,
+        device="cpu",
+        dtype="float32",
+        max_model_len=192,
+        kv_cache_gib=0.25,
+        max_adapters=3,
+        max_adapter_rank=32,
+    )
+    with TrainGroup(trained, num_ranks=1) as train, AdapterGroupOfFaults(served) as rollout:
+        base = train.build_model(trainable=False, name="base")
+        # Small: a test takes as many steps as there is time for, and large logits round beyond the tolerance.
+        optimizer = OptimizerConfig(lr=4e-3)
+        tenants = {name: train.create_lora_adapter(base, each, optimizer, name=name) for name, each in CONFIGS.items()}
+        syncs = {name: WeightSync(train, rollout, tenant) for name, tenant in tenants.items()}
+        yield ServedTenants(train, rollout, base, tenants, syncs)
 
 
 @pytest.fixture(scope="session")

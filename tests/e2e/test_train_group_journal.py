@@ -22,6 +22,7 @@ from rl_backend.contracts import (
     RuntimeConfig,
     StepResult,
 )
+from rl_backend.contracts.lora import LoRAConfig
 from tests.support.models import write_tiny_qwen3
 from tests.support.sft_batches import random_token_sequences
 
@@ -45,11 +46,16 @@ def test_a_lost_group_is_built_again_from_its_journal(ray_cluster: None, model: 
     lost = TrainGroup(config(model), num_ranks=1)
     policy = lost.build_model(name="policy", optimizer=OPTIMIZER.replace(lr=0.5))
     lost.zero_grad(policy)
+    base = lost.build_model(trainable=False, name="base")
+    gone, actor = (lost.create_lora_adapter(base, LoRAConfig(rank=rank)) for rank in (4, 8))
+    lost.remove_lora_adapter(gone)
     reference = lost.build_model(forward_only=True, name="reference")
     with pytest.raises(HandleError, match="forward-only"):
         lost.zero_grad(reference)
     assert [(entry.name, entry.number) for entry in lost.journal] == [
         ("build_model", policy.key),
+        ("build_model", base.key),
+        ("create_lora_adapter", actor.key),
         ("build_model", reference.key),
     ]
     copy: TrainGroup = pickle.loads(pickle.dumps(lost))
@@ -62,14 +68,17 @@ def test_a_lost_group_is_built_again_from_its_journal(ray_cluster: None, model: 
     with pytest.raises(GroupFailedError, match="died"):
         lost.weight_version(policy)
     with TrainGroup(config(model), num_ranks=1) as group:
-        built = [group.submit(entry.name, **entry.arguments).result() for entry in journal]
+        built = list(group.replay(journal).values())
         assert [(handle.name, handle.forward_only, handle.head) for handle in built] == [
             ("policy", False, "log_probs"),
+            ("base", True, "log_probs"),
+            (actor.name, False, "log_probs"),
             ("reference", True, "log_probs"),
             ("critic", False, "values"),
         ]
         assert group.lr_scheduler_step(built[0]) == 0.5
-        assert [entry.arguments for entry in group.journal] == [entry.arguments for entry in journal]
+        assert [info.config.rank for info in group.list_lora_adapters(built[1])] == [8]
+        assert [entry.name for entry in group.journal] == [entry.name for entry in journal]
 
 
 def is_settled(context: RankContext, policy: HandleRef) -> bool:

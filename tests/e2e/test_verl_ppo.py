@@ -19,6 +19,7 @@ pytestmark = [
 ]
 
 QUICK = "trainer.val_before_train=False trainer.test_freq=-1"
+LORA = "actor_rollout_ref.model.lora.rank=8 actor_rollout_ref.model.lora.alpha=16"
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +87,41 @@ def test_grpo_trains_and_leaves_a_checkpoint(options: dict[str, Any], tmp_path: 
     check_steps(found)
     check_kl(found)
     assert (tmp_path / "checkpoints/global_step_2/actor/training_state/manifest.json").is_file()
+
+
+@pytest.mark.long
+@pytest.mark.shows("verl: main_ppo trains a LoRA adapter with a KL reference, and vLLM serves it, apart or merged")
+@pytest.mark.parametrize("merge", [False, True])
+def test_grpo_trains_an_adapter_that_vllm_serves(options: dict[str, Any], tmp_path: Path, merge: bool) -> None:
+    changes = f"{QUICK} {LORA} actor_rollout_ref.model.lora.merge={merge}"
+    given = grpo.GRPOOptions(
+        **{**options, "lr": 1e-2}, run_dir=str(tmp_path), backend="native", save_every=2, overrides=changes
+    )
+    found = run_trainer(grpo.train, given)
+    check_steps(found)
+    # The reference is the actor without its adapter.
+    check_kl(found)
+    actor = tmp_path / "checkpoints/global_step_2/actor"
+    assert sorted(path.name for path in actor.iterdir()) == ["lora_adapter", "training_state"]
+
+
+@pytest.mark.long
+@pytest.mark.shows("verl: main_ppo trains PPO with LoRA for the actor and for the critic, on both runtimes")
+def test_ppo_trains_adapters_of_actor_and_critic(options: dict[str, Any], tmp_path: Path) -> None:
+    changes = f"{QUICK} {LORA} critic.model.lora.rank=4 ++critic.megatron.backend=bridge"
+    given = ppo.PPOOptions(
+        **{**options, "lr": 1e-2},
+        run_dir=str(tmp_path),
+        backend="native",
+        critic_lr=1e-2,
+        save_every=2,
+        overrides=changes,
+    )
+    found = run_trainer(ppo.train, given)
+    check_steps(found)
+    check_critic(found)
+    for role in ("actor", "critic"):
+        assert (tmp_path / f"checkpoints/global_step_2/{role}/lora_adapter/adapter_config.json").is_file()
 
 
 @pytest.mark.long

@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.models import write_tiny_qwen3
 from tests.support.rollout import write_tiny_qwen3_moe
 
 pytestmark = pytest.mark.skipif(
@@ -18,12 +20,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What ``tests.support.verl_sync`` finds for a mixture of experts with tied embeddings."""
-    model = write_tiny_qwen3_moe(tmp_path_factory.mktemp("moe"))
+def synced(*arguments: str) -> dict[str, Any]:
+    """What ``tests.support.verl_sync`` finds."""
     result = subprocess.run(
-        [sys.executable, "-m", "tests.support.verl_sync", str(model)],
+        [sys.executable, "-m", "tests.support.verl_sync", *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
         capture_output=True,
         text=True,
@@ -32,6 +32,20 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     assert result.returncode == 0, result.stderr
     gaps: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return gaps
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """For a mixture of experts with tied embeddings."""
+    return synced(str(write_tiny_qwen3_moe(tmp_path_factory.mktemp("moe"))))
+
+
+@pytest.mark.shows("verl: verl's own sync of adapters is right on a CPU")
+def test_log_probs_with_verls_adapter_are_the_trainers(tmp_path: Path) -> None:
+    gaps = synced(str(write_tiny_qwen3(tmp_path / "model")), "lora")
+    assert max(gaps["with_adapter"]) <= 1e-5
+    before, *others = gaps["base"]
+    assert before <= 1e-5 and min(others) > 1e-3
 
 
 @pytest.mark.shows("verl: verl's own weight sync is right on a CPU, for mixtures of experts and tied embeddings")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl_backend.model.feedforward.moe import MoE
-from rl_backend.primitive.experts import _GroupByGroup, _has_kernel, grouped_linear
+from rl_backend.primitive.grouped_linear import _GroupByGroup, _has_kernel, grouped_linear
 from rl_backend.primitive.router import RouterSettings
 from tests.gpu.conftest import MakeRuntime
 from tests.support.moe import write_moe

@@ -6,15 +6,18 @@ They are not in the files of their tests because every engine's process imports 
 from __future__ import annotations
 
 import os
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
+
+from torch import Tensor
 
 from actors.rollout.config import SamplingConfig
 from actors.rollout.engine import RolloutEngine
 from actors.rollout.group import RolloutGroup
-from actors.rollout.messages import EngineInfo, Generated, Request, Response
+from actors.rollout.messages import AdapterVersion, EngineInfo, Generated, Request, Response
 from actors.rollout.placement import NodePlace
 from actors.wire.segment import Segment
 from rl_backend.contracts import WeightManifest
@@ -43,9 +46,16 @@ class EngineWithoutVllm(RolloutEngine):
         self._llm: Any = SimpleNamespace(model_config=config)
         return self.describe()
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingConfig, require_version: int | None) -> Generated:
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingConfig,
+        require_version: int | None,
+        adapters: Sequence[AdapterVersion | None] | None = None,
+    ) -> Generated:
         time.sleep(sampling.max_new_tokens)
-        return Generated(self._version, [[Response([1], [0.0], "length")] for _ in requests], None)
+        responses = [[Response([1], [0.0], "length")] for _ in requests]
+        return Generated([self._version] * len(requests), responses, None)
 
     def verify(self, manifest: WeightManifest, segment: Segment, push: str = "") -> float:
         self._verified = manifest
@@ -74,3 +84,66 @@ class MendableEngine(RolloutEngine):
 
 class MendableGroup(RolloutGroup):
     engine_class = MendableEngine
+
+
+class AdapterEngine(RolloutEngine):
+    """An engine whose adapters can be made to fail."""
+
+    _dies_in = ""
+
+    def die_in(self, method: str) -> None:
+        """Ends by SIGKILL when this is called next."""
+        self._dies_in = method
+
+    def keep_adapter(self, adapter: AdapterVersion, tensors: Mapping[str, Tensor]) -> None:
+        self._die("keep_adapter")
+        super().keep_adapter(adapter, tensors)
+
+    def load_adapter(self, adapter: AdapterVersion) -> None:
+        self._die("load_adapter")
+        super().load_adapter(adapter)
+
+    def _die(self, method: str) -> None:
+        if self._dies_in == method:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def slots(self) -> tuple[set[int], int]:
+        """Numbers of the adapters that vLLM has loaded, and bytes of all its slots."""
+
+        def count(worker: Any) -> int:
+            modules = worker.model_runner.lora_manager._adapter_manager.modules.values()
+            factors = [factor for module in modules for factor in (module.lora_a_stacked, module.lora_b_stacked)]
+            parts = [part for factor in factors for part in (factor if isinstance(factor, tuple) else (factor,))]
+            return sum(part.nbytes for part in parts)
+
+        (nbytes,) = self._llm.collective_rpc(count)
+        return set(self._llm.llm_engine.list_loras()), nbytes
+
+    def falsify_adapters(self, fault: str, unseen: bool = True) -> None:
+        """From now on vLLM is given other tensors than were kept.
+
+        Args:
+            fault: ``names`` of no module, which vLLM takes without a word; twice the ``scale``; or empty, which ends it.
+            unseen: nobody looks at what it does with them.
+        """
+        from vllm.lora.lora_model import LoRAModel
+
+        from actors.rollout.vllm.adapters import AdapterSlots
+
+        if not hasattr(self, "_originals"):
+            self._originals = LoRAModel.__dict__["from_lora_tensors"], AdapterSlots.adapter_difference
+        load, difference = self._originals
+
+        def changed(cls: Any, number: int, tensors: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            if fault == "names":
+                tensors = {name.replace(".layers.", ".blocks."): value for name, value in tensors.items()}
+            else:
+                tensors = {name: value * 2 if "lora_B" in name else value for name, value in tensors.items()}
+            return load.__func__(cls, number, tensors, *args, **kwargs)
+
+        LoRAModel.from_lora_tensors = classmethod(changed) if fault else load
+        AdapterSlots.adapter_difference = (lambda *_: "") if fault and unseen else difference
+
+
+class AdapterGroupOfFaults(RolloutGroup):
+    engine_class = AdapterEngine

@@ -37,9 +37,14 @@ def open_engine(
     contents: tuple[str, ...] = ("model", "optimizer", "extra"),
     router_replay: str = "disabled",
     async_save: bool = False,
+    lora: Mapping[str, Any] | None = None,
     **engine: Any,
 ) -> Iterator[RuntimeEngine]:
-    """An engine that verl's registry would build from these configurations, initialised."""
+    """An engine that verl's registry would build from these configurations, initialised.
+
+    Args:
+        lora: fields of verl's model configuration.
+    """
     from adapters.verl.cpu_platform import register
 
     register()
@@ -60,7 +65,7 @@ def open_engine(
     )
     optimizer = {"lr": 1e-3, "lr_decay_style": "linear", "total_training_steps": 10, **(optimizer or {})}
     made = (LanguageModelEngine if head == "language_model" else ValueModelEngine)(
-        HFModelConfig(path=str(model), load_tokenizer=False, model_type=head),
+        HFModelConfig(path=str(model), load_tokenizer=False, model_type=head, **(lora or {})),
         config,
         None if config.forward_only else McoreOptimizerConfig(**optimizer),
         CheckpointConfig(save_contents=list(contents), load_contents=list(contents), async_save=async_save),

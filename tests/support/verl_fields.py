@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from adapters.verl import field_decisions, megatron_decisions
 from adapters.verl.field_decisions import Decision
+from adapters.verl.lora_settings import LORA
 from adapters.verl.megatron_decisions import MegatronField
 from tests.support.claims import ROOT
 
@@ -25,6 +26,7 @@ TABLES = {
     "Quantization": ("`McoreEngineConfig.qat`", field_decisions.QAT),
     "Optimizer": ("`McoreOptimizerConfig`", field_decisions.OPTIMIZER),
     "Model": ("`HFModelConfig`", field_decisions.MODEL),
+    "LoRA": ("`HFModelConfig.lora`", LORA),
     "Multi-token prediction": ("`HFModelConfig.mtp`", field_decisions.MTP),
     "Checkpoint": ("`CheckpointConfig`, `McoreCheckpointConfig`", field_decisions.CHECKPOINT),
 }

@@ -2,7 +2,8 @@
 
 ``update_fails`` says whether vLLM refuses verl's update without ``keep_linear_weights``; the others are mean gaps between
 vLLM's log-probs and the trainer's, in nats: ``synced`` as verl runs it, ``experts_packed_once`` without
-``pack_experts_again``.
+``pack_experts_again``. With ``lora`` behind the directory: gaps to the model with an adapter, ``with_adapter`` after each of
+its updates, and without it, ``base``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.support.rollout import ReferenceTrainer
 PROMPTS = [[5, 6, 7, 8], list(range(10, 40))]
 
 
-def start_engine(model: Path) -> Any:
+def start_engine(model: Path, **options: Any) -> Any:
     from vllm import LLM
 
     return LLM(
@@ -42,10 +43,11 @@ def start_engine(model: Path) -> Any:
         logprobs_mode="processed_logprobs",
         distributed_executor_backend="uni",
         worker_extension_cls="verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension",
+        **options,
     )
 
 
-def update(engine: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
+def update(engine: Any, weights: Iterator[tuple[str, Tensor]], **facts: Any) -> None:
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
     handle = f"ipc:///tmp/rl-colocate-zmq-{os.environ['VERL_RAY_JOB_ID']}-replica-0-rank-0.sock"
@@ -54,19 +56,22 @@ def update(engine: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
     # It waits for ever when the other side fails.
     thread = threading.Thread(target=lambda: asyncio.run(sender.async_send_weights(weights)), daemon=True)
     thread.start()
-    engine.collective_rpc("update_weights_from_ipc", kwargs={"use_shm": True})
+    engine.collective_rpc("update_weights_from_ipc", kwargs={"use_shm": True, **facts})
     thread.join()
     engine.reset_prefix_cache()
 
 
 def gap_after_update(engine: Any, trainer: ReferenceTrainer) -> float:
-    from vllm import SamplingParams
-
     trainer.advance(0.5)
     update(engine, trainer.named_weights())
-    results = engine.generate(
-        [{"prompt_token_ids": prompt} for prompt in PROMPTS], SamplingParams(max_tokens=8, logprobs=0), use_tqdm=False
-    )
+    return gap(engine, trainer)
+
+
+def gap(engine: Any, trainer: ReferenceTrainer, **request: Any) -> float:
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    results = engine.generate(prompts, SamplingParams(max_tokens=8, logprobs=0), use_tqdm=False, **request)
     samples: list[Any] = []
     for result in results:
         output = result.outputs[0]
@@ -79,11 +84,51 @@ def gap_after_update(engine: Any, trainer: ReferenceTrainer) -> float:
     return trainer.mean_gap(samples)
 
 
-def main(model: Path) -> dict[str, Any]:
+def prepare() -> None:
     os.environ["VERL_REPLICA_RANK"] = "0"
     os.environ["VERL_RAY_JOB_ID"] = uuid.uuid4().hex
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+
+
+def lora_gaps(model: Path) -> dict[str, list[float]]:
+    """Gaps with two adapters, one after the other, as verl's workers send them beside a base that comes once."""
+    prepare()
+
+    import torch
+    from vllm.lora.request import LoRARequest
+
+    from adapters.verl.lora_modules import TargetModules
+    from adapters.verl.lora_settings import LoRASettings
+    from rl_backend.contracts.lora import LoRAConfig, peft_name
+
+    config = LoRAConfig(rank=4, alpha=8.0)
+    facts = {"peft_config": LoRASettings(config, TargetModules("", "megatron"), ("", ""), False, None).for_rollout()}
+    trainer = ReferenceTrainer(model)
+    engine = start_engine(model, enable_lora=True, max_loras=1, max_lora_rank=8)
+    trainer.advance(0.5)
+    base = {name: tensor.clone() for name, tensor in trainer.named_weights()}
+    update(engine, iter(base.items()), **facts, base_sync_done=False)
+    request = LoRARequest("123", 123, "simon_lora_path")
+    found: dict[str, list[float]] = {"base": [gap(engine, trainer)], "with_adapter": []}
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        factors: dict[str, Tensor] = {}
+        for name, parameter in trainer.model.named_parameters():
+            module = name.removesuffix(".weight")
+            if module.endswith("_proj"):
+                a = torch.randn(config.rank, parameter.shape[1], generator=generator) / parameter.shape[1] ** 0.5
+                b = 0.1 * torch.randn(parameter.shape[0], config.rank, generator=generator)
+                factors |= {peft_name(module, is_a=True): a, peft_name(module, is_a=False): b}
+                parameter.data = base[name] + config.scale * b @ a
+        update(engine, iter(factors.items()), **facts, base_sync_done=True)
+        found["with_adapter"].append(gap(engine, trainer, lora_request=request))
+        found["base"].append(gap(engine, trainer))
+    return found
+
+
+def main(model: Path) -> dict[str, Any]:
+    prepare()
     trainer = ReferenceTrainer(model)
     engine = start_engine(model)
     found: dict[str, Any] = {"synced": [gap_after_update(engine, trainer) for _ in range(2)]}
@@ -105,7 +150,8 @@ def main(model: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(main(Path(sys.argv[1]))) + "\n")
+    run = lora_gaps if "lora" in sys.argv[2:] else main
+    sys.stdout.write(json.dumps(run(Path(sys.argv[1]))) + "\n")
     sys.stdout.flush()
     # A sender may still wait for an answer.
     os._exit(0)

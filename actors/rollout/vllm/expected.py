@@ -32,7 +32,9 @@ def expected_weights(
     infos = {name: TensorInfo.of(name, stored.shape, loaded) for name, stored in HFReader(model_path).infos.items()}
     fused_into = {part: whole for whole, parts in packed_modules.items() for part in parts}
     targets = {name: _target(name, fused_into) for name in infos}
-    units = {_experts_module(parameter) or parameter for parameter in parameters}
+    # Layers that take adapters have their own parameters one level down.
+    plain = [parameter.replace(".base_layer.", ".") for parameter in parameters]
+    units = {_experts_module(parameter) or parameter for parameter in plain}
     accounted = units <= set(targets.values())
     required = {name: info for name, info in infos.items() if targets[name] in units or not accounted}
     groups: dict[str, list[str]] = defaultdict(list)

@@ -6,6 +6,8 @@ but not these copies:
 * ``lm_head`` tied to the embedding has a packed copy of its own; only the embedding module is loaded, so the copy stays old;
 * a mixture-of-experts layer packs its experts only while its ``moe_kernel`` is unset, that is, once.
 
+With adapters on, vLLM chooses Triton's kernels for experts, which a CPU lacks, even where no expert has an adapter.
+
 An engine of several workers has the first of them serve a store, which torch binds to all interfaces of the machine.
 """
 
@@ -19,6 +21,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
@@ -52,6 +55,17 @@ def packing_embeddings_again(model: nn.Module) -> Iterator[None]:
     for module in modules:
         if "cpu_linear" not in vars(module):
             module.quant_method.process_weights_after_loading(module)
+
+
+def keep_adapters_from_experts() -> None:
+    """From now on experts have the kernels that they have without adapters, and take none."""
+    chosen = unquantized_fused_moe_method.select_unquantized_moe_backend
+
+    def select(moe_config: Any) -> Any:
+        moe_config.is_lora_enabled = False
+        return chosen(moe_config)
+
+    unquantized_fused_moe_method.select_unquantized_moe_backend = select
 
 
 def bind_stores_to_their_address() -> None:

@@ -13,10 +13,12 @@ from actors.cluster.meeting import use_interface
 from actors.cluster.placement import thread_environment
 from actors.rollout.config import RolloutConfig
 from rl_backend.contracts import ConfigError, UnsupportedError
+from rl_backend.contracts.lora import ENGINE_RANKS, engine_slots
 from rl_backend.parallel.store import LOOPBACK
 
 _GIB = 2**30
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
+"""What vLLM takes as the largest rank."""
 
 
 def process_environment(device: str) -> dict[str, str]:
@@ -68,6 +70,7 @@ def start_vllm(config: RolloutConfig, device: str) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
+    from actors.rollout.vllm.patches import keep_adapters_from_experts
     from actors.rollout.vllm.worker import BACKEND
 
     if device != current_platform.device_type:
@@ -107,6 +110,13 @@ def start_vllm(config: RolloutConfig, device: str) -> Any:
         arguments["enable_sleep_mode"] = config.sleep_mode
         if config.kv_cache_gib is not None:
             arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * _GIB)
+    if config.max_adapters:
+        slots = engine_slots(config.max_adapters, device)
+        rank = next(rank for rank in ENGINE_RANKS if rank >= config.max_adapter_rank)
+        arguments |= {"enable_lora": True, "max_loras": slots, "max_cpu_loras": slots, "max_lora_rank": rank}
+        if device == "cpu" and EngineArgs(**arguments).create_model_config().is_moe:
+            keep_adapters_from_experts()
+            arguments["lora_target_modules"] = ["qkv_proj", "o_proj"]
     if config.return_routed_experts and not EngineArgs(**arguments).create_model_config().is_moe:
         raise UnsupportedError(
             f"RolloutConfig.return_routed_experts=True: {config.model_path} has no experts; leave it out for a dense model"

@@ -24,6 +24,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedE
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from actors.rollout.vllm.adapters import AdapterSlots
 from actors.rollout.vllm.patches import bind_stores_to_their_address, packing_embeddings_again, packing_experts_again
 from actors.wire.segment import map_segment
 from rl_backend.contracts import WeightManifest
@@ -128,10 +129,8 @@ class SwitchingWeightTransferEngine(WeightTransferEngine[WeightTransferInitInfo,
         return self._active
 
 
-class WorkerExtension:
+class WorkerExtension(AdapterSlots):
     """Methods added to vLLM's worker."""
-
-    model_runner: Any
 
     def describe_parameters(self) -> tuple[list[str], Mapping[str, list[str]]]:
         """The names of the model's parameters, and which checkpoint modules are fused into which module."""

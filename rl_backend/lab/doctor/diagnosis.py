@@ -126,11 +126,14 @@ def _capabilities(facts: Facts) -> list[Capability]:
     on_gpu = f"{len(gpus)} x {gpus[0]}" if gpus else "no GPU that torch can use"
     if facts.torch.error is not None:
         on_gpu = "torch does not import"
+    inexact = facts.torch.inexact
+    rows = f"rows of {' and '.join(inexact)} products depend on others: equal to rounding" if inexact else "tried"
     ask_verl = f"verl is missing; {VERL}" if verl is None else "its engine: rl-backend doctor --verl"
     return [
         Capability("native training on CPU", trains, "gloo between ranks" if trains else "see the problems"),
         Capability("native training on a GPU", trains and bool(gpus), on_gpu),
         Capability("NCCL between GPUs", trains and several, f"{len(gpus)} GPUs" if several else "needs two GPUs"),
+        Capability("LoRA tenants equal to the last bit beside others (CPU)", trains and not inexact, rows),
         Capability("vLLM rollouts", *_rollouts(facts)),
         Capability("GRPO with Ray and vLLM (make demo)", *_demo(facts)),
         Capability("bridge runtime (Megatron)", *_bridge(facts)),

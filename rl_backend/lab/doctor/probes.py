@@ -49,17 +49,27 @@ class Probe:
 
 @dataclass(frozen=True)
 class TorchProbe(Probe):
-    """Whether torch imports; ``devices`` are the names of the GPUs that it can use."""
+    """Whether torch imports; ``devices`` are the names of the GPUs that it can use.
+
+    Attributes:
+        inexact: dtypes in whose products on the CPU rows depend on others; LoRA tenants then equal only to rounding.
+    """
 
     SCRIPT = """
-import json, torch
+import json, logging, torch
+from rl_backend.primitive.row_products import rows_are_exact
+logging.disable()
+dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+inexact = [name for name, dtype in dtypes.items() if not rows_are_exact(dtype, torch.device("cpu"))]
 devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-print(json.dumps({"error": None, "version": torch.__version__, "cuda_build": torch.version.cuda, "devices": devices}))
+found = {"version": torch.__version__, "cuda_build": torch.version.cuda, "devices": devices, "inexact": inexact}
+print(json.dumps({"error": None, **found}))
 """
 
     version: str = ""
     cuda_build: str | None = None
     devices: tuple[str, ...] = ()
+    inexact: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

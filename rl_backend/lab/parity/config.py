@@ -1,13 +1,16 @@
-"""The configuration of a comparison, and the batch that both sides train on."""
+"""The configuration of a comparison, and what both sides start from: the batch, and the numbers of an adapter."""
 
+import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from rl_backend.contracts import BaseConfig, ConfigError, OptimizerConfig, TokenSequence
+from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.contracts.runtime_config import BACKEND_CONFIGS, ParallelConfig, Plugins, RuntimeConfig
 from rl_backend.data import MicroBatchPlan
 
@@ -90,7 +93,8 @@ class ParityConfig(BaseConfig):
         num_sequences: sequences of the batch, which is the same in every step.
         num_micro_batches: of each data-parallel rank.
         max_length: tokens of the longest sequence; the shortest has 2.
-        seed: of the batch, and of the runtimes.
+        seed: of the batch, of the runtimes and of the numbers that an adapter starts from.
+        lora: trains a LoRA tenant over the frozen model instead; transformers then trains as peft does.
         device: ``auto`` takes CUDA when there is a device.
         threads: CPU threads of each rank.
         timeout: seconds for one side.
@@ -109,12 +113,17 @@ class ParityConfig(BaseConfig):
     num_micro_batches: int = Field(default=4, ge=1)
     max_length: int = Field(default=48, ge=2)
     seed: int = 0
+    lora: LoRAConfig | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = Field(default=1, ge=1)
     timeout: float = Field(default=1800.0, gt=0.0, allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.lora is not None and self.lora.dropout:
+            raise ConfigError.of("LoRAConfig.dropout", self.lora.dropout, "each side would drop other inputs; leave it at 0")
+        if self.lora is not None and self.lora.use_dora:
+            raise ConfigError.of("LoRAConfig.use_dora", True, "magnitudes are not compared here; leave it out")
         for name in SIDES:
             side = self.side(name)
             needed = side.data_parallel_size * self.num_micro_batches
@@ -198,3 +207,14 @@ def plan_batch(config: ParityConfig, data_parallel_size: int) -> MicroBatchPlan:
     bins = data_parallel_size * config.num_micro_batches
     dealt = [tuple(range(start, config.num_sequences, bins)) for start in range(bins)]
     return MicroBatchPlan(tuple(tuple(dealt[rank::data_parallel_size]) for rank in range(data_parallel_size)))
+
+
+def start_of(name: str, shape: Sequence[int], seed: int) -> Tensor:
+    """What a tensor of an adapter starts from, float32. No factor is 0, so that the first step has gradients of both.
+
+    Args:
+        name: in peft's files.
+    """
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
+    drawn = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(int.from_bytes(digest))) * 0.05
+    return 1.0 + drawn if len(shape) == 1 else drawn

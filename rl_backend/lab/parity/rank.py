@@ -3,23 +3,25 @@
 ``OUTPUT`` becomes the rank's record, or ``OUTPUT.error`` says in JSON why there is none.
 """
 
+import itertools
 import json
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_backend.algorithm import sft_loss
 from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.contracts import ConfigError, RLBackendError, UnsupportedError
+from rl_backend.contracts import ConfigError, ModelHandle, RLBackendError, UnsupportedError
 from rl_backend.data import pack_plan
-from rl_backend.lab.parity.config import TRANSFORMERS, ParityConfig, ParitySide, make_sequences, plan_batch
+from rl_backend.lab.parity.config import TRANSFORMERS, ParityConfig, ParitySide, make_sequences, plan_batch, start_of
 from rl_backend.lab.parity.record import NamedTensors, RankRecord, package_versions
-from rl_backend.runtime import create_runtime
+from rl_backend.runtime import Runtime, create_runtime
 
 
 def main(config_file: str, side_name: str, output: str) -> int:
@@ -54,12 +56,16 @@ def record_runtime(config: ParityConfig, side: ParitySide, rank: int) -> RankRec
     After an error the runtime stays open: closing may wait for ranks that are elsewhere, and the error must get out first.
     """
     runtime = create_runtime(config.runtime_config(side))
-    handle = runtime.build_model()
+    handle: ModelHandle = runtime.build_model(trainable=config.lora is None)
+    if config.lora is not None:
+        handle = runtime.create_lora_adapter(handle, config.lora, name="parity")
+        drawn = {name: start_of(name, tensor.shape, config.seed) for name, tensor in runtime.export_lora_adapter(handle)}
+        runtime.import_lora_adapter(handle, drawn)
     sequences = make_sequences(config, read_hf_config(config.model))
     share = pack_plan(sequences, plan_batch(config, handle.data_parallel_size))[handle.data_parallel_rank]
     is_source = runtime.is_mp_src_rank_with_outputs(handle)
     keep = rank == 0
-    loaded = _on_host(runtime.export_weights(handle, dtype=torch.float32), keep=keep)
+    loaded = _on_host(_weights(runtime, handle), keep=keep)
     activations: list[NamedTensors] = []
     for batch, recorded in zip(share, runtime.activations(handle, share), strict=False):
         split = {path: batch.split(tensor) for path, tensor in recorded.items()}
@@ -77,7 +83,7 @@ def record_runtime(config: ParityConfig, side: ParitySide, rank: int) -> RankRec
             gradients = _on_host(runtime.export_gradients(handle), keep=keep)
         norms.append(runtime.optimizer_step(handle).grad_norm)
         if step == 0:
-            weights = _on_host(runtime.export_weights(handle, dtype=torch.float32), keep=keep)
+            weights = _on_host(_weights(runtime, handle), keep=keep)
         runtime.lr_scheduler_step(handle)
     runtime.close()
     return RankRecord(
@@ -92,6 +98,12 @@ def record_runtime(config: ParityConfig, side: ParitySide, rank: int) -> RankRec
         weights=weights,
         versions=package_versions(),
     )
+
+
+def _weights(runtime: Runtime[Any], handle: ModelHandle) -> Iterator[tuple[str, Tensor]]:
+    """Those of the model; and, of a tenant, its own."""
+    whole = runtime.export_weights(handle.base or handle, dtype=torch.float32)
+    return itertools.chain(whole, runtime.export_lora_adapter(handle)) if handle.base is not None else whole
 
 
 def _on_host(stream: Iterable[tuple[str, Tensor]], *, keep: bool) -> dict[str, Tensor]:

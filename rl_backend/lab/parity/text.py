@@ -22,6 +22,9 @@ def as_text(result: ParityResult) -> str:
         f"{config.model}: {config.dtype} on {config.device}, lr {config.lr:g}, {config.num_sequences} sequences of "
         f"{result.num_tokens} tokens in {config.num_micro_batches} micro-batches for each data-parallel rank"
     ]
+    if config.lora is not None:
+        lora, targets = config.lora, ", ".join(config.lora.targets)
+        lines.append(f"  LoRA of rank {lora.rank}, scale {lora.scale:g}, on {targets}; all else is frozen")
     for name in SIDES:
         side = config.side(name)
         layout = (f"{dimension}={size}" for dimension, size in side.sizes.items() if size != 1)
@@ -56,7 +59,7 @@ def as_json(result: ParityResult) -> dict[str, Any]:
     """What ``--json`` writes. Differences that are not finite are null."""
     config, comparison, divergence = result.config, result.comparison, result.comparison.first_divergence
     report = config.model_dump(
-        include={"model", "dtype", "lr", "weight_decay", "seed", "num_sequences", "num_micro_batches", "device"}
+        include={"model", "dtype", "lr", "weight_decay", "seed", "lora", "num_sequences", "num_micro_batches", "device"}
     )
     report["num_tokens"] = result.num_tokens
     for name in SIDES:

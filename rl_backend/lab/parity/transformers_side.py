@@ -1,4 +1,4 @@
-"""The side that is no runtime: transformers' model, one sequence at a time, and torch's AdamW."""
+"""The side that is no runtime: transformers' model, with peft's adapters for LoRA, one sequence at a time; torch's AdamW."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,6 +13,7 @@ from rl_backend.algorithm import sft_loss
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import ModelOutput, OptimizerConfig, PackedBatch
 from rl_backend.data import pack_plan
+from rl_backend.lab.parity.adapters import add_peft_adapter
 from rl_backend.lab.parity.config import ParityConfig, ParitySide, make_sequences, plan_batch
 from rl_backend.lab.parity.record import RankRecord, package_versions
 from rl_backend.runtime.module_outputs import record_outputs
@@ -26,12 +27,12 @@ def record_transformers(config: ParityConfig, side: ParitySide) -> RankRecord:
     sequences = make_sequences(config, read_hf_config(config.model))
     (batches,) = pack_plan(sequences, plan_batch(config, 1))
     batches = [batch.to(trainer.device) for batch in batches]
-    loaded = trainer.checkpoint_names(trainer.masters)
+    loaded = trainer.weights()
     activations = trainer.activations(batches)
     loss, log_probs = trainer.forward_backward(batches)
-    gradients = trainer.checkpoint_names(trainer.gradients())
+    gradients = trainer.stored_names(trainer.gradients())
     losses, norms = [loss], [trainer.optimizer_step()]
-    weights = trainer.checkpoint_names(trainer.masters)
+    weights = trainer.weights()
     for _ in range(1, config.steps):
         losses.append(trainer.forward_backward(batches)[0])
         norms.append(trainer.optimizer_step())
@@ -39,22 +40,29 @@ def record_transformers(config: ParityConfig, side: ParitySide) -> RankRecord:
 
 
 class _Trainer:
-    """A model in the dtype of the comparison and float32 masters that AdamW works on."""
+    """A model in the dtype of the comparison and float32 masters, that AdamW works on, of what is trained in it."""
 
     def __init__(self, config: ParityConfig, side: ParitySide, device: torch.device) -> None:
         self.device = device
         self.config = config.optimizer
         self.model = _load(config.model, getattr(torch, config.dtype), device, side.options)
-        self.masters = {
-            name: torch.nn.Parameter(parameter.detach().clone())
-            for name, parameter in _load(config.model, torch.float32, device, {}).named_parameters()
-        }
+        whole = dict(_load(config.model, torch.float32, device, {}).named_parameters())
+        self.hf_names = {name: name for name in whole}
+        if config.lora is None:
+            self.trained, self.frozen = dict(self.model.named_parameters()), dict[str, Tensor]()
+        else:
+            self.trained = add_peft_adapter(self.model, config.lora, config.seed)
+            self.frozen = {name: parameter.detach() for name, parameter in whole.items()}
+            whole = {name: parameter.float() for name, parameter in self.trained.items()}
+            names = [name for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
+            self.hf_names = {name: name.replace(".base_layer", "") for name in names}
+        self.masters = {name: torch.nn.Parameter(parameter.detach().clone()) for name, parameter in whole.items()}
         self.adamw = torch.optim.AdamW(
             _decay_groups(self.masters, self.config), lr=self.config.lr, betas=self.config.betas, eps=self.config.eps
         )
 
     def activations(self, batches: Sequence[PackedBatch]) -> list[dict[str, Tensor]]:
-        hf_names = {name: (name,) for name in self.masters}
+        hf_names = {name: (stored,) for name, stored in self.hf_names.items()}
         hidden_size = self.model.config.get_text_config().hidden_size
         recorded = []
         self.model.eval()
@@ -79,7 +87,7 @@ class _Trainer:
             loss.backward()
             total += loss.item()
             outputs += [part.detach().cpu() for part in log_probs]
-            for name, parameter in self.model.named_parameters():
+            for name, parameter in self.trained.items():
                 if parameter.grad is not None:
                     gradients[name].add_(parameter.grad.float())
                     parameter.grad = None
@@ -96,11 +104,21 @@ class _Trainer:
         torch.nn.utils.clip_grads_with_norm_(self.masters.values(), self.config.clip_grad, whole, foreach=False)
         self.adamw.step()
         with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
+            for name, parameter in self.trained.items():
                 parameter.copy_(self.masters[name])
         return norm
 
-    def checkpoint_names(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def weights(self) -> dict[str, Tensor]:
+        """All of the model and of its adapters."""
+        return {**(self._checkpoint_names(self.frozen) if self.frozen else {}), **self.stored_names(self.masters)}
+
+    def stored_names(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies on the host of what is trained, under the names of files."""
+        if self.frozen:
+            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        return self._checkpoint_names(tensors)
+
+    def _checkpoint_names(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies on the host, under the names of a saved checkpoint (a model may hold many of its tensors as one)."""
         on_host = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         converted = revert_weight_conversion(self.model, on_host)

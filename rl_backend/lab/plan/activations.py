@@ -1,7 +1,7 @@
 """What micro-batches take on the stages of a model, counted while a stage runs on the meta device."""
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,10 +14,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rl_backend.contracts import PackedBatch
 from rl_backend.lab.plan.memory import PassMemory
+from rl_backend.lora.rows import TenantRows
 from rl_backend.model import ModelInput
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.imagined import META
 from rl_backend.pipeline import Action, Kind
+from rl_backend.primitive.adapter_runs import AdapterRun
 from rl_backend.primitive.deferred import put_off_weight_gradients
 from rl_backend.runtime.native.forward_backward import RankBatch, lay_out
 
@@ -40,7 +42,13 @@ class StageMemory(NamedTuple):
 
 
 def measure_stage(
-    module: nn.Module, batch: PackedBatch, groups: ParallelGroups, hidden_size: int | None, *, splits_backward: bool
+    module: nn.Module,
+    batch: PackedBatch,
+    groups: ParallelGroups,
+    hidden_size: int | None,
+    *,
+    splits_backward: bool,
+    tenant: TenantRows | None = None,
 ) -> StageMemory:
     """Runs ``batch``, which is on the CPU, forward and backward on this rank of ``groups``.
 
@@ -51,8 +59,13 @@ def measure_stage(
         module: on the meta device, in the dtype that it computes in, not sharded by FSDP; keeps no gradients from here on.
         hidden_size: of what the stage before puts out; None for the first stage.
         splits_backward: into a pass for the inputs and one for the weights.
+        tenant: on the meta device, a LoRA tenant that all tokens belong to; parameters are frozen then.
     """
-    on_cpu = lay_out(batch, replace(groups, device=torch.device("cpu")), 1)
+
+    def runs(sequence_rows: Sequence[int]) -> tuple[AdapterRun, ...]:
+        return () if tenant is None else (tenant.run(0, sum(sequence_rows), None),)
+
+    on_cpu = lay_out(batch, replace(groups, device=torch.device("cpu")), 1, runs=runs)
     layout = on_cpu.layout
     rank_batch = RankBatch(
         tree_map_only(Tensor, lambda tensor: tensor.to(META), on_cpu.inputs),
@@ -62,11 +75,12 @@ def measure_stage(
     trained = [each for each in parameters if each.requires_grad]
     for parameter in trained:
         parameter.register_post_accumulate_grad_hook(_drop_gradient)
-    known = [*parameters, *(value for value in rank_batch.inputs if isinstance(value, Tensor))]
+    of_tenant = [] if tenant is None else [tenant.weights, tenant.gradients]
+    known = [*parameters, *of_tenant, *(value for value in rank_batch.inputs if isinstance(value, Tensor))]
     with torch.no_grad(), LiveBytes(known) as live:
         _forward(module, hidden_size, rank_batch, groups)
         evaluation_peak = live.peak
-    if not trained:
+    if not trained and tenant is None:
         return StageMemory(0, 0, 0, 0, evaluation_peak)
     with LiveBytes(known) as live:
         inputs, outputs = _forward(module, hidden_size, rank_batch, groups)

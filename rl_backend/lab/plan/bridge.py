@@ -7,13 +7,13 @@ terms are the tensors that autograd saves in Megatron-Core 0.19, in the order of
 import importlib.util
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
 import torch
 
-from rl_backend.contracts import ConfigError, NativeConfig, PackedWeight, RuntimeConfig, UnsupportedError
+from rl_backend.contracts import ConfigError, NativeConfig, PackedWeight, RuntimeConfig, TensorInfo, UnsupportedError
 from rl_backend.lab.plan.activations import StageMemory, most_in_flight
 from rl_backend.lab.plan.memory import RankMemory, Workload
 from rl_backend.lab.plan.native import ParameterSize, rank_actions, rank_stages, weights_to_sync
@@ -36,8 +36,10 @@ COPIES_OF_EXPORTED = 4
 """A parameter of Megatron, its parts from other ranks, what is put together of them, and the tensor in another dtype."""
 
 
-def bridge_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> tuple[list[RankMemory], int]:
-    """Memory of each pipeline rank, and the bytes of a weight sync.
+def bridge_memory(
+    config: RuntimeConfig, num_ranks: int, workload: Workload
+) -> tuple[list[RankMemory], Sequence[TensorInfo]]:
+    """Memory of each pipeline rank, and the tensors of a weight sync.
 
     Parameters and gradients lie in buffers that every data-parallel rank has whole; float32 masters, where parameters are
     not float32 themselves, and moments are shared out.
@@ -78,7 +80,7 @@ def bridge_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
         }
         taken = vars(most_in_flight(passes, measured)) | _buffers(options, num_ranks, experts, chunks)
         found.append(RankMemory(logits_chunk=stages.logits_chunk, sync_bucket=bucket, **taken))
-    return found, sum(weight.nbytes for weight in weights)
+    return found, weights
 
 
 class LocalLayers:

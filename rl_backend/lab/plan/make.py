@@ -10,7 +10,7 @@ import torch
 from rl_backend.contracts import BatchError, ConfigError, NativeConfig, ParallelConfig, RuntimeConfig, UnsupportedError
 from rl_backend.lab.plan.bridge import bridge_memory
 from rl_backend.lab.plan.memory import COMPONENTS, PHASES, Phase, RankMemory, Workload
-from rl_backend.lab.plan.native import MASTER_BYTES, native_memory
+from rl_backend.lab.plan.native import MASTER_BYTES, engine_slot_bytes, native_memory
 from rl_backend.lab.text import count, table
 from rl_backend.runtime.bridge_config import BridgeConfig
 from rl_backend.runtime.registry import check_config
@@ -27,6 +27,7 @@ class Plan:
     data_parallel_size: what the layout leaves of the ranks.
     ranks: memory of each pipeline rank.
     sync_bytes: of all weights that one weight sync sends.
+    engine_slots: bytes that each vLLM engine takes for the adapters of LoRA tenants.
     """
 
     config: RuntimeConfig
@@ -35,6 +36,7 @@ class Plan:
     data_parallel_size: int
     ranks: Sequence[RankMemory]
     sync_bytes: int
+    engine_slots: int = 0
 
     @property
     def layout(self) -> dict[str, int]:
@@ -70,10 +72,16 @@ def make_plan(config: RuntimeConfig, num_ranks: int, workload: Workload) -> Plan
         raise UnsupportedError(
             f"RuntimeConfig.backend={config.backend!r}: a plan knows {' and '.join(counted)} only", backend=config.backend
         )
+    if workload.tenants and config.backend != "native":
+        raise UnsupportedError(
+            f"Workload.tenants={workload.tenants}: a plan knows what LoRA tenants take in the native runtime only; use "
+            "backend='native'"
+        )
     check_config(config, num_ranks)
-    ranks, sync_bytes = counted[config.backend](config, num_ranks, workload)
+    ranks, weights = counted[config.backend](config, num_ranks, workload)
+    slots = engine_slot_bytes(weights, config, workload) if workload.tenants else 0
     dp_size = config.backend_cfg.parallel.data_parallel_size(num_ranks)
-    return Plan(config, num_ranks, workload, dp_size, ranks, sync_bytes)
+    return Plan(config, num_ranks, workload, dp_size, ranks, sum(weight.nbytes for weight in weights), slots)
 
 
 def suggest_layout(plan: Plan, device_bytes: int) -> Plan | None:
@@ -100,6 +108,8 @@ def suggest_layout(plan: Plan, device_bytes: int) -> Plan | None:
 def _least_bytes(plan: Plan, parallel: ParallelConfig) -> int:
     """What training takes at least in another layout, without laying it out: an average rank's parameters."""
     options, offload = plan.config.backend_cfg, plan.workload.offload
+    if plan.workload.tenants:
+        return 0  # the frozen model alone may be smaller than any bound on what is trained
     everywhere = plan.num_parameters / plan.num_ranks
     computed = plan.num_parameters / (parallel.pp * max(parallel.tp, parallel.ep * parallel.etp))
     moments = 0 if "optimizer" in offload else 2 * MASTER_BYTES * everywhere
@@ -160,6 +170,10 @@ def as_text(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> str:
         f"a weight sync sends {amount(plan.sync_bytes)} {unit} in {work.sync_dtype}; through shared memory "
         "or gloo it keeps as much of /dev/shm until it is closed"
     )
+    if plan.engine_slots:
+        lines.append(
+            f"each vLLM engine keeps {amount(plan.engine_slots)} {unit} for the adapters of {count(work.tenants, 'tenant')}"
+        )
     if device_bytes is None:
         return "\n".join(lines)
     device = f"{amount(device_bytes)} {unit}"
@@ -185,6 +199,7 @@ def as_json(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> dict[
         "parallel": plan.layout,
         "workload": plan.workload.model_dump(),
         "sync_bytes": plan.sync_bytes,
+        "engine_slots": plan.engine_slots,
         "peak": {phase: plan.peak(phase) for phase in PHASES},
         "ranks": [
             {

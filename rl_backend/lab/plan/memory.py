@@ -2,13 +2,14 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 
-from rl_backend.contracts import ConfigError, Head, PackedBatch
+from rl_backend.contracts import ConfigError, HasEffect, Head, PackedBatch
 from rl_backend.contracts.base_config import BaseConfig
+from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.contracts.operations import Part
 
 type Phase = Literal["training", "optimizer_step", "log_probs", "weight_sync", "rollout"]
@@ -19,11 +20,14 @@ PARTS: Mapping[str, Part] = {"weights": "model", "gradients": "grad", "optimizer
 """Component -> the part of a handle that it is: on the device in every phase, unless it is offloaded and not used."""
 
 USED: Mapping[Phase, tuple[str, ...]] = {
-    "training": ("weights", "gradients", "undo", "unreduced_gradients", "gathered_parameters", "activations", "workspace"),
-    "optimizer_step": ("weights", "optimizer", "gradients", "undo"),
-    "log_probs": ("weights", "gathered_parameters", "evaluation_workspace"),
-    "weight_sync": ("weights", "sync_bucket"),
-    "rollout": (),
+    "training": (
+        *("weights", "gradients", "adapters", "undo", "unreduced_gradients", "gathered_parameters", "activations"),
+        "workspace",
+    ),
+    "optimizer_step": ("weights", "optimizer", "gradients", "adapters", "undo"),
+    "log_probs": ("weights", "adapters", "gathered_parameters", "evaluation_workspace"),
+    "weight_sync": ("weights", "adapters", "sync_bucket"),
+    "rollout": ("adapters",),
 }
 """What each phase works with: fields of :class:`RankMemory`."""
 
@@ -56,6 +60,7 @@ class RankMemory(PassMemory):
 
     Attributes:
         weights, gradients, optimizer: what is held at all times, unless it is offloaded.
+        adapters: of all LoRA tenants, their weights, gradients and moments, which are held at all times.
         undo: what post-validation keeps to take a step back: a copy of weights and moments, and gradients.
         unreduced_gradients: of whole parameters, before they are reduced over the ranks.
         gathered_parameters: whole parameters that FSDP has gathered, in the dtype of the computation.
@@ -66,6 +71,7 @@ class RankMemory(PassMemory):
     weights: int
     gradients: int
     optimizer: int
+    adapters: int = 0
     undo: int = 0
     unreduced_gradients: int = 0
     gathered_parameters: int = 0
@@ -95,6 +101,8 @@ class Workload(BaseConfig):
         offload: parts that are in host memory when they are not used.
         sync_dtype: of the weights that the rollout engines get.
         byte_budget: of a weight sync; by default it gathers one tensor at a time.
+        tenants: LoRA tenants over the model, which is frozen then; 0 trains the model.
+        lora: of each tenant.
     """
 
     sequence_length: int = Field(default=4096, ge=1)
@@ -105,6 +113,10 @@ class Workload(BaseConfig):
     offload: tuple[Part, ...] = ()
     sync_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     byte_budget: int | None = Field(default=None, ge=1)
+    tenants: int = Field(default=0, ge=0)
+    lora: Annotated[LoRAConfig, HasEffect(lambda work: work.tenants, "is of tenants=0 LoRA tenants; set tenants too")] = (
+        LoRAConfig()
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

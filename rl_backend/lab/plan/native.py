@@ -1,24 +1,29 @@
 """The memory of the native runtime: its own model, laid out and run on the meta device."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from rl_backend.contracts import NativeConfig, RuntimeConfig, TensorInfo, stored_tensors
+from rl_backend.checkpoint.hf_reader import read_hf_config
+from rl_backend.contracts import NativeConfig, RuntimeConfig, TensorInfo, WeightName, stored_tensors
+from rl_backend.contracts.lora import ENGINE_RANKS, LoRAConfig, engine_slots
 from rl_backend.lab.plan.activations import StageMemory, measure_stage, most_in_flight
 from rl_backend.lab.plan.memory import RankMemory, Workload
+from rl_backend.lora.modules import AdaptedModule, modules_of_rank, select_modules
+from rl_backend.lora.rows import TenantRows, factors_of, lay_out_row
 from rl_backend.model import ModelStage
 from rl_backend.parallel.groups import ParallelGroups
-from rl_backend.parallel.imagined import imagined_rank
+from rl_backend.parallel.imagined import META, imagined_rank
 from rl_backend.parallel.shards import local_tensor
 from rl_backend.pipeline import Action, Kind, make_schedule
 from rl_backend.primitive.tiles import logits_chunk_bytes
 from rl_backend.runtime.export_stream import plan_buckets
+from rl_backend.runtime.native.adapters import held_modules
 from rl_backend.runtime.native.build import build_module
 from rl_backend.runtime.native.layout import ModelDescription, algorithm, describe_model, model_stages, schedule_name
 
@@ -93,19 +98,26 @@ class ShardedStage:
 
 @dataclass(frozen=True)
 class RankStages:
-    """The stages of one pipeline rank, what a micro-batch takes on each, and bytes of the largest chunk of logits."""
+    """The stages of one pipeline rank, what a micro-batch takes on each, and bytes of the largest chunk of logits.
+
+    Attributes:
+        adaptable: modules that LoRA tenants can adapt, by name; empty without tenants.
+    """
 
     sharded: Mapping[int, ShardedStage]
     measured: Mapping[int, StageMemory]
     logits_chunk: int
+    adaptable: Mapping[str, AdaptedModule]
 
 
-def native_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> tuple[list[RankMemory], int]:
-    """Memory of each pipeline rank, and the bytes of a weight sync. ``check_config`` has passed.
+def native_memory(
+    config: RuntimeConfig, num_ranks: int, workload: Workload
+) -> tuple[list[RankMemory], Sequence[TensorInfo]]:
+    """Memory of each pipeline rank, and the tensors of a weight sync. ``check_config`` has passed.
 
     Raises:
         BatchError: a number of micro-batches that the pipeline schedule does not take.
-        ConfigError: a ``byte_budget`` smaller than the largest tensor.
+        ConfigError: a ``byte_budget`` smaller than the largest tensor, or LoRA targets that the model does not have.
     """
     native = config.options(NativeConfig)
     model = describe_model(config.hf_path, native, workload.head)
@@ -114,6 +126,10 @@ def native_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
     ranks = [rank_stages(model, native, rank, num_ranks, workload) for rank in range(native.parallel.pp)]
     weights = weights_to_sync(model, ranks, workload)
     bucket = sync_bucket_bytes(weights, workload.byte_budget, num_ranks)
+    kinds = {name: module.kind for rank in ranks for name, module in rank.adaptable.items()}
+    modules = select_modules(workload.lora, kinds) if workload.tenants else ()
+    # A model that is not trained is kept as it is computed with.
+    itemsize = int(getattr(torch, native.param_dtype).itemsize) if workload.tenants else MASTER_BYTES
     found = []
     for stages, passes in zip(ranks, actions, strict=True):
         sharded = list(stages.sharded.values())
@@ -121,15 +137,17 @@ def native_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
         held, trained = (sum(size.held for size in parameters if size.trained or not only) for only in (False, True))
         # Reduced in the last backward pass of a step, or layer by layer in the only one.
         unreduced = sum(stage.gathered(all_at_once=accumulates, trained=True) for stage in sharded)
-        optimizer = 2 * held * MASTER_BYTES + len(parameters) * torch.float32.itemsize
+        optimizer = 0 if workload.tenants else 2 * held * MASTER_BYTES + len(parameters) * torch.float32.itemsize
+        tenant = _tenant(workload.lora, modules_of_rank(modules, stages.adaptable))
         # All stages of the rank if nothing is freed between passes, else the largest: one runs at a time.
         whole = [stage.gathered(all_at_once=not native.reshard_after_forward) for stage in sharded]
         gathered = max(whole) if native.reshard_after_forward else sum(whole)
         found.append(
             RankMemory(
-                weights=held * MASTER_BYTES,
+                weights=held * itemsize,
                 gradients=trained * MASTER_BYTES,
                 optimizer=optimizer,
+                adapters=workload.tenants * tenant.nbytes,
                 undo=held * MASTER_BYTES + optimizer + trained * MASTER_BYTES if native.post_validation else 0,
                 unreduced_gradients=unreduced * int(getattr(torch, native.reduce_dtype).itemsize),
                 gathered_parameters=gathered * int(getattr(torch, native.param_dtype).itemsize),
@@ -138,7 +156,7 @@ def native_memory(config: RuntimeConfig, num_ranks: int, workload: Workload) -> 
                 **vars(most_in_flight(passes, stages.measured)),
             )
         )
-    return found, sum(weight.nbytes for weight in weights)
+    return found, weights
 
 
 def rank_actions(native: NativeConfig, num_micro_batches: int) -> list[list[Action]]:
@@ -161,6 +179,8 @@ def rank_stages(
     splits_backward = schedule is not None and schedule.splits_backward
     sharded: dict[int, ShardedStage] = {}
     measured: dict[int, StageMemory] = {}
+    adaptable: dict[str, AdaptedModule] = {}
+    names = model.weight_names if workload.tenants else None
     batch = workload.micro_batch()
     with imagined_rank(parallel, pipeline_rank * (num_ranks // parallel.pp), num_ranks) as groups:
         stages = model_stages(model.family, model.architecture, native, pipeline_rank)
@@ -171,12 +191,20 @@ def rank_stages(
         alone = replace(groups, world_group=mine)
         as_they_are = native.replace(param_dtype="float32", reduce_dtype="float32")
         for number, part in parts.items():
-            plain = _build(model, part, as_they_are, alone)
-            sharded[number] = ShardedStage.of(_build(model, part, native, groups), plain)
+            plain = _build(model, part, as_they_are, alone, names)
+            sharded[number] = ShardedStage.of(_build(model, part, native, groups, names), plain)
             # What FSDP would do to its parameters.
             plain = plain.to(getattr(torch, native.param_dtype))
             hidden_size = None if part is None or part.first else model.hf_config["hidden_size"]
-            measured[number] = measure_stage(plain, batch, groups, hidden_size, splits_backward=splits_backward)
+            tenant = None
+            if names is not None:
+                held = held_modules([plain], names, groups)
+                adaptable |= held
+                adapted = [module for module in held.values() if workload.lora.selects(module.name, module.kind)]
+                tenant = _tenant(workload.lora, adapted)
+            measured[number] = measure_stage(
+                plain, batch, groups, hidden_size, splits_backward=splits_backward, tenant=tenant
+            )
     chunk = 0
     if workload.head == "log_probs" and any(part is None or part.last for part in parts.values()):
         chunk = logits_chunk_bytes(
@@ -185,12 +213,41 @@ def rank_stages(
             native.log_prob_chunk_tokens,
             calculate_entropy=workload.calculate_entropy,
         )
-    return RankStages(sharded, measured, chunk)
+    return RankStages(sharded, measured, chunk, adaptable)
 
 
-def _build(model: ModelDescription, part: ModelStage | None, native: NativeConfig, groups: ParallelGroups) -> nn.Module:
-    settings = model.settings._replace(stage=part)
-    return build_module(model.family, model.architecture, settings, groups, native, forward_only=False)
+def _build(
+    model: ModelDescription,
+    part: ModelStage | None,
+    native: NativeConfig,
+    groups: ParallelGroups,
+    adapted_names: Mapping[str, WeightName] | None,
+) -> nn.Module:
+    settings, frozen = model.settings._replace(stage=part), adapted_names is not None
+    return build_module(model.family, model.architecture, settings, groups, native, frozen, adapted_names)
+
+
+def _tenant(lora: LoRAConfig, modules: Iterable[AdaptedModule]) -> TenantRows:
+    """The rows of a LoRA tenant on one rank, without storage."""
+    placed, sections = lay_out_row([each for module in modules for each in factors_of(module, lora)])
+    row, moment = (torch.empty(placed[-1].stop if placed else 0, device=META) for _ in range(2))
+    gradients, num_steps = torch.empty_like(row), torch.empty((), device=META)
+    return TenantRows(lora, placed, sections, row, gradients, moment, torch.empty_like(moment), num_steps)
+
+
+def engine_slot_bytes(weights: Sequence[TensorInfo], config: RuntimeConfig, workload: Workload) -> int:
+    """What a vLLM engine takes for adapters: :func:`~rl_backend.contracts.lora.engine_slots` of the smallest rank it has.
+
+    A slot has both factors of every linear layer, and of embedding and head, whatever the tenants adapt (vLLM 0.30,
+    ``lora/layers``).
+    """
+    hf_config: Mapping[str, Any] = read_hf_config(config.hf_path)
+    ends = ("embed_tokens.weight", "lm_head.weight")
+    sizes: int = sum(sum(weight.shape) for weight in weights if len(weight.shape) == 2 and not weight.name.endswith(ends))
+    sizes += 2 * (hf_config["vocab_size"] + hf_config["hidden_size"])
+    rank = next((rank for rank in ENGINE_RANKS if rank >= workload.lora.rank), workload.lora.rank)
+    slots = engine_slots(workload.tenants, config.options(NativeConfig).device)
+    return slots * rank * sizes * int(getattr(torch, workload.sync_dtype).itemsize)
 
 
 def weights_to_sync(model: ModelDescription, ranks: Sequence[RankStages], workload: Workload) -> list[TensorInfo]:

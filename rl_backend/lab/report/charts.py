@@ -10,13 +10,13 @@ from itertools import accumulate, batched, groupby, pairwise
 from markupsafe import Markup
 
 from rl_backend.lab.picture import Axis, linear_axis, log_axis, path, render, template_text
-from rl_backend.lab.report.run_data import Series
+from rl_backend.lab.report.run_data import PHASE, TENANT, Series
 from rl_backend.lab.text import short
 
-PHASE = "seconds/"
 WIDTH, HEIGHT = 440, 190
 LEFT, RIGHT, TOP, BOTTOM = 52, 20, 8, 26
 PHASES_WIDTH, PHASES_HEIGHT, MOST_BARS = 920, 240, 160
+MOST_CURVES = 4
 EACH_STEP = 60
 """Up to so many points every one is drawn alone; of more, the running mean stands out from them."""
 
@@ -75,17 +75,21 @@ class Point:
 
 
 def charts_for(names: Iterable[str]) -> dict[str, list[Chart]]:
-    """Group -> charts of the metrics that there are; those not known have one each in the last group. No phases."""
-    left = [name for name in names if not name.startswith(PHASE)]
+    """Group -> charts of the metrics that there are; those not known have one each in the last group. No phases.
+
+    A metric of several tenants, ``tenant/<name>/<metric>``, is drawn in one chart, of at most ``MOST_CURVES`` curves.
+    """
+    left: dict[str, list[str]] = {}
+    for name in names:
+        if not name.startswith(PHASE):
+            left.setdefault(name.split("/", 2)[2] if name.startswith(TENANT) else name, []).append(name)
     groups: dict[str, list[Chart]] = {}
     for group, charts in CHARTS.items():
         for chart in charts:
-            if present := tuple(name for name in chart.names if name in left):
-                left = [name for name in left if name not in present]
-                groups.setdefault(group, []).append(replace(chart, names=present))
-    if left:
-        groups[OTHER] = [Chart(name, "", (name,)) for name in left]
-    return groups
+            present = [name for metric in chart.names for name in left.pop(metric, ())]
+            groups.setdefault(group, []).extend(replace(chart, names=some) for some in batched(present, MOST_CURVES))
+    groups[OTHER] = [Chart(metric, "", some) for metric, of in left.items() for some in batched(of, MOST_CURVES)]
+    return {group: charts for group, charts in groups.items() if charts}
 
 
 def draw_chart(chart: Chart, series: Sequence[Series], run_steps: tuple[int, int], most_points: int) -> Markup:

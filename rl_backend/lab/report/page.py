@@ -11,8 +11,8 @@ from typing import Any
 from markupsafe import Markup
 
 from rl_backend.lab.picture import render, template_text
-from rl_backend.lab.report.charts import EACH_STEP, PHASE, Chart, charts_for, draw_chart, draw_phases
-from rl_backend.lab.report.run_data import RunData, read_run
+from rl_backend.lab.report.charts import EACH_STEP, Chart, charts_for, draw_chart, draw_phases
+from rl_backend.lab.report.run_data import PHASE, RunData, read_run
 from rl_backend.lab.report.samples import draw_samples
 from rl_backend.lab.report.timeline import draw_timeline, read_step
 from rl_backend.lab.text import duration, short

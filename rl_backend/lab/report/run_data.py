@@ -4,7 +4,7 @@ import fcntl
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,9 @@ from rl_backend.lab.text import as_number
 
 type Sample = Mapping[str, Any]
 type FirstAndLast = tuple[Sequence[Sample], Sequence[Sample]]
+
+PHASE = "seconds/"
+"""Begins the names of metrics that are the seconds of a phase."""
 
 SAMPLE_BYTES = 4 * 2**20
 """Read from either end of a file of samples, which may have gigabytes."""
@@ -60,8 +63,15 @@ class RunData:
     problems: list[str] = field(default_factory=list)
 
 
+TENANT = "tenant/"
+"""Begins the names of a tenant's metrics: ``tenant/<name>/<metric>``."""
+
+
 def read_run(path: Path | str) -> RunData:
-    """Reads what there is; a file that is missing leaves its part empty, a damaged one is named in ``problems``."""
+    """Reads what there is; a file that is missing leaves its part empty, a damaged one is named in ``problems``.
+
+    A folder of runs, without metrics of its own, has those of its tenants, a folder each.
+    """
     data = RunData(Path(path))
     data.config = _read_object(data, "config.json")
     data.run = _read_object(data, "run.json")
@@ -69,6 +79,8 @@ def read_run(path: Path | str) -> RunData:
         data.run |= {"state": "killed", "ended": _last_write(data.path)}
     data.summary = _read_object(data, "summary.json")
     _read_metrics(data)
+    if not data.metrics:
+        _read_tenants(data)
     data.samples, data.held_out = _read_samples(data, "samples.jsonl"), _read_samples(data, "held_out.jsonl")
     return data
 
@@ -126,6 +138,19 @@ def _read_metrics(data: RunData) -> None:
         name: Series(name, tuple(sorted(values)), tuple(values[step] for step in sorted(values)))
         for name, values in found.items()
     }
+
+
+def _read_tenants(data: RunData) -> None:
+    for file in sorted(data.path.glob("*/metrics.jsonl")):
+        tenant = RunData(file.parent, problems=data.problems)
+        _read_metrics(tenant)
+        for name, series in tenant.metrics.items():
+            if not name.startswith(PHASE):
+                named = f"{TENANT}{file.parent.name}/{name}"
+                data.metrics[named] = replace(series, name=named)
+        data.steps = max(data.steps, tenant.steps)
+    steps = [step for series in data.metrics.values() for step in series.steps]
+    data.span = (min(steps), max(steps)) if steps else (0, 0)
 
 
 def _read_samples(data: RunData, name: str) -> FirstAndLast:

@@ -15,6 +15,7 @@ from rl_backend.parallel.collectives import sum_over
 from rl_backend.parallel.expert import AllToAllDispatcher
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.tensor import TensorParallel, distribute_experts
+from rl_backend.primitive.adapted_experts import TokenShare
 from rl_backend.primitive.experts import SwiGLUExperts
 from rl_backend.primitive.router import Router, RouterLossCoefficients, RouterSettings, Routing, with_router_losses
 
@@ -143,9 +144,12 @@ class MoE(FeedForward):
             ep, etp, num_experts = groups.parallel.ep, groups.parallel.etp, self.gate.settings.num_experts
             self.experts.dispatch = AllToAllDispatcher(groups.expert_group, num_experts, ep, etp)
             distribute_experts(self.experts, groups.ep_mesh)
+            self.experts.first_expert = groups.ep_mesh.get_local_rank(0) * num_experts // ep
         if groups.tp_group.size() > 1:
             tensor = TensorParallel(groups.tp_mesh)
             tensor.replicate(self.gate)
+            rank, expert_ranks = groups.tp_group.rank(), groups.expert_group.size()
+            self.experts.share = TokenShare(rank, rank // expert_ranks, -(-groups.tp_group.size() // expert_ranks))
             if self.shared_expert is not None:
                 self.shared_expert.split(groups)
             if self.shared_expert_gate is not None:

@@ -1,19 +1,21 @@
 """Micro-batches as Megatron's model takes them, and outputs as a loss takes them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
-from rl_backend.contracts import ModelOutput, PackedBatch
+from rl_backend.contracts import Head, ModelOutput, PackedBatch
+from rl_backend.parallel.collectives import all_gather
 from rl_backend.parallel.tensor import vocabulary_shard
+from rl_backend.primitive.adapter_runs import AdapterRun
+from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.log_prob import next_token_log_probs
-from rl_backend.primitive.value_head import ValueHead
+from rl_backend.primitive.value_head import ValueHead, labels_without_values, values_of_tenants
 from rl_backend.runtime.bridge.groups import BridgeGroups
 
 
@@ -26,16 +28,28 @@ class LaidOut:
         inputs: keyword arguments of ``GPTModel.forward``.
         shape: (rows, columns); a padded batch has a row per sequence, a packed one a single row.
         places: (T,) where each packed token is in the columns-by-rows order of Megatron's hidden states.
+        heads: the outputs of the pass, as in ``ModelInput``.
+        adapters: which work on which of the T tokens.
+        segments: the sequences among the T tokens; None without adapters.
     """
 
     batch: PackedBatch
     inputs: Mapping[str, Any]
     shape: tuple[int, int]
     places: Tensor
+    heads: Sequence[Head] = ()
+    adapters: tuple[AdapterRun, ...] = ()
+    segments: Segments | None = None
 
     def pack(self, hidden: Tensor) -> Tensor:
         """(columns, rows, H) -> (T, H)."""
         return hidden.flatten(0, 1).index_select(0, self.places)
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """(T, H) -> (columns, rows, H), zeros for padding."""
+        rows, columns = self.shape
+        hidden = packed.new_zeros(columns * rows, packed.shape[1]).index_copy(0, self.places, packed)
+        return hidden.view(columns, rows, -1)
 
 
 def lay_out_padded(batch: PackedBatch, multiple: int, *, mark_padding: bool) -> LaidOut:
@@ -117,11 +131,24 @@ class OutputProcessor:
             hidden_states: (columns, rows, H), or this rank's part of the columns.
 
         Returns:
-            (2, T) log-probs and entropy, or (1, T) values; float32. One tensor, as the pipeline schedules want.
+            (2, T) log-probs and entropy, or (1, T) values, or all three; float32. One tensor, as the pipeline schedules
+            want.
         """
-        if isinstance(output_layer, CriticOutputLayer):
-            values: Tensor = output_layer.value_head(context.pack(self._gather(hidden_states, every_rank_the_same=True)))
-            return values[None]
+        found = list[Tensor]()
+        if "log_probs" in context.heads:
+            found += self._log_probs(hidden_states, output_layer, output_weight, context)
+        if "values" in context.heads:
+            whole = context.pack(self._gather(hidden_states, every_rank_the_same=True))
+            if isinstance(output_layer, CriticOutputLayer):
+                values = output_layer.value_head(whole)
+            else:
+                values = whole.new_zeros(whole.shape[0], dtype=torch.float32)
+            found.append(values_of_tenants(whole, values, context.adapters, counts=self.groups.pg.tp.rank() == 0))
+        return torch.stack(found)
+
+    def _log_probs(
+        self, hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, context: LaidOut
+    ) -> tuple[Tensor, Tensor]:
         # Megatron waits for the gather of a parameter in a hook of its module, which is not called here.
         for wait in output_layer._forward_pre_hooks.values():
             wait(output_layer, ())
@@ -136,14 +163,15 @@ class OutputProcessor:
             context.pack(self._gather(hidden_states, every_rank_the_same=False)),
             # Without the rows by which Megatron pads the vocabulary.
             weight if rows == weight.shape[0] else weight[:rows],
-            batch.labels,
+            labels_without_values(batch.labels, context.adapters),
             temperature=batch.temperature,
             chunk_tokens=self.chunk_tokens,
             calculate_entropy=calculate_entropy,
+            adapters=context.adapters,
             shard=None if group.size() == 1 else vocabulary_shard(group, first_row, self.vocab_size),
         )
         entropy = result.entropy if result.entropy is not None else torch.zeros_like(result.log_probs)
-        return torch.stack([result.log_probs, entropy])
+        return result.log_probs, entropy
 
     def _gather(self, hidden: Tensor, *, every_rank_the_same: bool) -> Tensor:
         """All columns, on every tensor-parallel rank.
@@ -155,9 +183,7 @@ class OutputProcessor:
         group = self.groups.pg.tp
         if group.size() == 1:
             return hidden
-        return gather_from_sequence_parallel_region(  # type: ignore[no-any-return]
-            hidden, tensor_parallel_output_grad=not every_rank_the_same, group=group
-        )
+        return all_gather(hidden, group, sum_gradients=not every_rank_the_same)
 
 
 class CriticOutputLayer(nn.Module):
@@ -175,9 +201,10 @@ class CriticOutputLayer(nn.Module):
         self.value_head = ValueHead(hidden_size)
 
 
-def as_model_output(outputs: Tensor, laid_out: LaidOut, head: str) -> ModelOutput:
+def as_model_output(outputs: Tensor, laid_out: LaidOut) -> ModelOutput:
     """The rows of :class:`OutputProcessor` by name."""
-    if head == "values":
-        return ModelOutput(values=outputs[0])
+    values = outputs[-1] if "values" in laid_out.heads else None
+    if "log_probs" not in laid_out.heads:
+        return ModelOutput(values=values)
     calculate_entropy = bool(laid_out.batch.meta.get("calculate_entropy", False))
-    return ModelOutput(log_probs=outputs[0], entropy=outputs[1] if calculate_entropy else None)
+    return ModelOutput(outputs[0], outputs[1] if calculate_entropy else None, values)

@@ -124,7 +124,7 @@ class WeightConverter:
         found = self._found(tasks)
         members: dict[str, list[Any]] = {}
         for task in tasks:
-            members.setdefault(task.mapping.group_key if _is_stacked(task) else task.global_param_name, []).append(task)
+            members.setdefault(task.mapping.group_key if is_stacked(task) else task.global_param_name, []).append(task)
         return tuple(
             Conversion(tuple(group), self._named_shapes(group, shapes), *found[group[0].global_param_name])
             for group in members.values()
@@ -161,7 +161,7 @@ class WeightConverter:
     def _named_shapes(self, tasks: Sequence[Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """The names that ``megatron_to_hf`` of Megatron-Bridge's mappings gives, with the directory's shapes."""
         names = list(hf_names(tasks[0]))
-        if tasks[0].mapping.is_expert and not _is_stacked(tasks[0]):
+        if tasks[0].mapping.is_expert and not is_stacked(tasks[0]):
             names = [name for template in names for name in self._of_every_rank(template)]
         missing = [name for name in names if name not in shapes]
         if missing:
@@ -204,7 +204,7 @@ def parameter_key(task: Any) -> str:
     return f"{task.vp_stage}.{task.param_name}"
 
 
-def _is_stacked(task: Any) -> bool:
+def is_stacked(task: Any) -> bool:
     """Whether the directory stores the experts of this parameter as one tensor."""
     return bool(getattr(task.mapping, "is_grouped_export", False))
 

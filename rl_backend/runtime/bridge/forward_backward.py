@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from rl_backend.contracts import ForwardResult, PackedBatch
+from rl_backend.contracts import ForwardResult
 from rl_backend.parallel.collectives import all_gather_into
+from rl_backend.primitive.attention import Segments
 from rl_backend.runtime.bridge.batch import LaidOut, as_model_output, lay_out_packed, lay_out_padded
 from rl_backend.runtime.bridge.conversion import hf_names
 from rl_backend.runtime.bridge.handle import BridgeHandle
@@ -40,7 +42,7 @@ def run_micro_batches(
         BatchError: what the loss returned is not a 0-d tensor with a gradient, or a metric is not a number.
     """
     data, groups = request.data, handle.groups
-    laid_out = lay_out(handle, data)
+    laid_out = lay_out(handle, request)
     pp, vpp = groups.parallel.pp, groups.parallel.vpp
     results = PassResults(request, groups.dp_group, groups.has_outputs)
     schedule = get_forward_backward_func(pp_size=pp, vp_size=vpp if vpp > 1 else None)
@@ -59,18 +61,27 @@ def run_micro_batches(
     return results.result(routes.outputs(data))
 
 
-def lay_out(handle: BridgeHandle, data: Sequence[PackedBatch]) -> list[LaidOut]:
+def lay_out(handle: BridgeHandle, request: PassRequest) -> list[LaidOut]:
     """The micro-batches as the model takes them, on the training device."""
     groups, provider = handle.groups, handle.provider
     multiple = groups.parallel.tp if provider.sequence_parallel else 1
-    batches = [batch.to(groups.device) for batch in data]
     mark_padding = provider.num_moe_experts is not None and (
         provider.moe_router_load_balancing_type != "none"
         or provider.moe_z_loss_coeff is not None
         or provider.moe_router_enable_expert_bias
     )
     lay_out_batch = lay_out_packed if handle.packs_sequences else lay_out_padded
-    return [lay_out_batch(batch, multiple, mark_padding=mark_padding) for batch in batches]
+    found = []
+    for index, each in enumerate(request.data):
+        batch = each.to(groups.device)
+        laid_out = lay_out_batch(batch, multiple, mark_padding=mark_padding)
+        laid_out = replace(laid_out, heads=request.heads or (handle.head,))
+        if request.adapters is not None:
+            seq_lens = batch.seq_lens.tolist()
+            segments = Segments.of_sequences(batch.cu_seqlens, seq_lens)
+            laid_out = replace(laid_out, adapters=request.runs(index, batch, seq_lens), segments=segments)
+        found.append(laid_out)
+    return found
 
 
 def _chunk_inputs(handle: BridgeHandle, chunk: Any, laid_out: LaidOut) -> Mapping[str, Any]:
@@ -96,6 +107,7 @@ def _forward_step(
             device_span(handle.groups.device, "forward", "micro_batch", **work),
             observe(index, number, laid_out),
             routes.forward(index, number, laid_out),
+            handle.adapters[number].forward(laid_out) if handle.adapters else nullcontext(),
         ):
             output = chunk(
                 **_chunk_inputs(handle, chunk, laid_out),
@@ -103,9 +115,11 @@ def _forward_step(
                 output_processor_context=laid_out,
             )
             routes.before_backward(number, output)
+            if laid_out.adapters:
+                handle.adapters[number].before_backward(laid_out, output)
 
         def compute_loss(outputs: Tensor) -> tuple[Tensor, dict[str, Any]]:
-            loss = results.add(index, batch, as_model_output(outputs, laid_out, handle.head))
+            loss = results.add(index, batch, as_model_output(outputs, laid_out))
             if loss is None:
                 return outputs.new_zeros(()), {}
             # Megatron divides by the number of micro-batches; losses here are summed. A new tensor: it divides in place.
@@ -162,7 +176,7 @@ def _shards(chunks: Sequence[Any]) -> Iterator[tuple[Tensor, Tensor, dist.Proces
                 yield bucket.grad_data, bucket.grad_data.chunk(group.size())[group.rank()], group
 
 
-def record_activations(handle: BridgeHandle, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:
+def record_activations(handle: BridgeHandle, request: PassRequest) -> list[Mapping[str, Tensor]]:
     """Runs checked micro-batches forward; see :meth:`rl_backend.runtime.Runtime.activations`."""
     groups = handle.groups
     pp_group, hidden_size = groups.pg.pp, handle.provider.hidden_size
@@ -183,8 +197,8 @@ def record_activations(handle: BridgeHandle, data: Sequence[PackedBatch]) -> lis
         stage = chunk * groups.parallel.pp + pp_group.rank()
         here[micro_batch, stage] = {path: value for path, value in packed.items() if value is not None}
 
-    run_micro_batches(handle, PassRequest(data, None, forward_only=True), observe=record)
-    activations = gather_outputs_of_stages(here, len(data), pp_group)
+    run_micro_batches(handle, request, observe=record)
+    activations = gather_outputs_of_stages(here, len(request.data), pp_group)
     return list(activations) if groups.has_outputs else []
 
 

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import BatchError, Head, RoutedLayers, RuntimeConfig, StepResult, TensorInfo
 from rl_backend.contracts.operations import Part
+from rl_backend.runtime.bridge.adapters import attach_adapters
 from rl_backend.runtime.bridge.batch import OutputProcessor
 from rl_backend.runtime.bridge.conversion import WeightConverter
+from rl_backend.runtime.bridge.expert_adapters import ChunkAdapters
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.loading import load_model, open_bridge
 from rl_backend.runtime.bridge.optimizer import BridgeOptimizer
-from rl_backend.runtime.bridge.provider import make_provider, override, takes_packed_sequences
+from rl_backend.runtime.bridge.provider import make_provider, override, uses_transformer_engine
 from rl_backend.runtime.bridge.routes import ModelRouters, connect_routers, require_routing_by_scores
 from rl_backend.runtime.bridge_config import BridgeConfig
 from rl_backend.runtime.engine import GuardedHandle
@@ -35,6 +37,7 @@ class BridgeHandle(GuardedHandle[BridgeOptimizer]):
         packs_sequences: attention takes packed sequences; without it micro-batches are padded.
         routers: of this rank's layers with experts; None for a model without.
         converter: its parameters as Hugging Face tensors.
+        adapters: of each chunk; empty for a model without tenants.
         has_gradients: a backward pass has run since the last ``zero_grad``.
     """
 
@@ -45,6 +48,7 @@ class BridgeHandle(GuardedHandle[BridgeOptimizer]):
     packs_sequences: bool
     routers: ModelRouters | None
     converter: WeightConverter
+    adapters: Sequence[ChunkAdapters] = ()
     has_gradients: bool = False
 
     @property
@@ -137,13 +141,26 @@ _DDP_SETTINGS = {
 
 
 def build_handle(
-    owner: Runtime[Any], config: RuntimeConfig, groups: BridgeGroups, *, forward_only: bool, name: str, head: Head
+    owner: Runtime[Any],
+    config: RuntimeConfig,
+    groups: BridgeGroups,
+    *,
+    forward_only: bool,
+    adaptable: bool,
+    name: str,
+    head: Head,
 ) -> BridgeHandle:
-    """Builds the model of ``config.hf_path``. A collective: Megatron spreads weights from one rank of each group."""
+    """Builds the model of ``config.hf_path``. A collective: Megatron spreads weights from one rank of each group.
+
+    Args:
+        adaptable: LoRA tenants may be made of it. Its layers are Megatron's own on every device: those of Transformer Engine
+            compute the norm before a projection together with it, which leaves adapters without their input.
+    """
     options = config.options(BridgeConfig)
     hf_config = read_hf_config(config.hf_path)
     bridge = open_bridge(config.hf_path)
-    provider = make_provider(bridge, config, groups, head)
+    transformer_engine = uses_transformer_engine(groups.device) and not adaptable
+    provider = make_provider(bridge, config, groups, head, transformer_engine=transformer_engine)
     ddp_config = override(
         "BridgeConfig.override_ddp_config", DistributedDataParallelConfig, options.override_ddp_config, _DDP_SETTINGS
     )
@@ -167,7 +184,8 @@ def build_handle(
         pg_collection=groups.pg,
     )
     for chunk in chunks:
-        chunk.train(not forward_only)
+        # Megatron computes activations again in training alone, and tenants train through the chunks of a frozen model.
+        chunk.train(adaptable or not forward_only)
     optimizer = None
     if not forward_only:
         optimizer = BridgeOptimizer(options, chunks, groups, vocab_size=provider.vocab_size)
@@ -176,6 +194,8 @@ def build_handle(
     # Megatron's interleaved schedule takes micro-batches in groups.
     interleaved = groups.parallel.vpp > 1
     multiple = (provider.microbatch_group_size_per_vp_stage or groups.parallel.pp) if interleaved else 1
+    converter = WeightConverter(models, pretrained, model_bridge, groups.pg, head, config.hf_path)
+    adapters, offered = attach_adapters(models, converter.conversions, provider, groups) if adaptable else ([], None)
     return BridgeHandle(
         name=name,
         forward_only=forward_only,
@@ -193,10 +213,13 @@ def build_handle(
         processor=OutputProcessor(groups, provider.vocab_size, options.log_prob_chunk_tokens),
         vocab_size=provider.vocab_size,
         max_length=hf_config.get("max_position_embeddings"),
-        packs_sequences=takes_packed_sequences(options, groups.device),
+        # Transformer Engine's kernels for packed sequences are of 16-bit types.
+        packs_sequences=transformer_engine and options.param_dtype != "float32",
         optimizer=optimizer,
         routers=connect_routers(models, provider, groups),
-        converter=WeightConverter(models, pretrained, model_bridge, groups.pg, head, config.hf_path),
+        converter=converter,
+        adapters=adapters,
+        adaptable=offered,
     )
 
 

@@ -104,6 +104,11 @@ class BridgeOptimizer:
         return self.learning_rate
 
     @property
+    def num_steps(self) -> int:
+        """Steps taken."""
+        return num_steps(self.megatron)
+
+    @property
     def learning_rate(self) -> float:
         """Learning rate of the next step."""
         return float(self.scheduler.get_lr({"max_lr": self._config.lr, "min_lr": self._config.min_lr}))

@@ -36,8 +36,13 @@ _LOCAL_ATTENTION = ("masked_softmax_fusion", "attention_softmax_in_fp32")
 """What Megatron's own attention alone reads."""
 
 
-def make_provider(bridge: AutoBridge, config: RuntimeConfig, groups: BridgeGroups, head: Head) -> GPTModelProvider:
+def make_provider(
+    bridge: AutoBridge, config: RuntimeConfig, groups: BridgeGroups, head: Head, *, transformer_engine: bool
+) -> GPTModelProvider:
     """The provider with this runtime's settings, finished.
+
+    Args:
+        transformer_engine: whether layers are Transformer Engine's.
 
     Raises:
         ConfigError: an override that Megatron does not have or that cannot hold here, or a layout that Megatron refuses.
@@ -45,12 +50,14 @@ def make_provider(bridge: AutoBridge, config: RuntimeConfig, groups: BridgeGroup
     """
     options = config.options(BridgeConfig)
     provider = read_provider(bridge, config.hf_path)
-    _require_layout(options, provider, groups)
+    _require_layout(options, provider, groups, transformer_engine)
     settings = _settings(options, provider, groups.device, head)
-    check_overrides_of_model(options, provider, transformer_engine=uses_transformer_engine(groups.device))
+    if not transformer_engine:
+        settings |= LOCAL_LAYERS
+    check_overrides_of_model(options, provider, transformer_engine=transformer_engine)
     for name, value in {**settings, **options.override_transformer_config}.items():
         setattr(provider, name, attention_backend(value) if name == "attention_backend" else value)
-    if not uses_transformer_engine(groups.device):
+    if not transformer_engine:
         _use_local_layers(provider)
     elif provider.deterministic_mode:
         require_deterministic_kernels()
@@ -64,11 +71,6 @@ def make_provider(bridge: AutoBridge, config: RuntimeConfig, groups: BridgeGroup
 def uses_transformer_engine(device: torch.device) -> bool:
     """Whether layers are Transformer Engine's: on CUDA where it is installed; Megatron's own elsewhere."""
     return device.type == "cuda" and has_transformer_engine()
-
-
-def takes_packed_sequences(options: BridgeConfig, device: torch.device) -> bool:
-    """Whether attention does: Transformer Engine's kernels for packed sequences are of 16-bit types."""
-    return uses_transformer_engine(device) and options.param_dtype != "float32"
 
 
 def _settings(options: BridgeConfig, provider: Any, device: torch.device, head: Head) -> dict[str, Any]:
@@ -106,17 +108,15 @@ def _settings(options: BridgeConfig, provider: Any, device: torch.device, head: 
         settings |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_router_dtype": "fp32"}
         # Megatron would move the bias in forward_backward, before the step is known to be taken.
         settings["moe_router_bias_update_rate"] = 0.0
-    if not uses_transformer_engine(device):
-        settings |= LOCAL_LAYERS
     return settings
 
 
-def _require_layout(options: BridgeConfig, provider: Any, groups: BridgeGroups) -> None:
+def _require_layout(options: BridgeConfig, provider: Any, groups: BridgeGroups, transformer_engine: bool) -> None:
     parallel = options.parallel
     if parallel.cp > 1:
         reason = (
             "the bridge runtime does not split packed sequences over context-parallel ranks"
-            if uses_transformer_engine(groups.device)
+            if transformer_engine
             else "Megatron's own attention has no context parallelism (it asserts cp=1), only Transformer Engine's has"
         )
         raise ConfigError.of("BridgeConfig.parallel.cp", parallel.cp, f"{reason}; use 1")
@@ -140,7 +140,7 @@ def _require_layout(options: BridgeConfig, provider: Any, groups: BridgeGroups) 
             problem = f"does not divide {name}={getattr(provider, name)}"
             raise ConfigError.of("BridgeConfig.parallel.tp", parallel.tp, problem)
     query_groups = provider.num_query_groups or provider.num_attention_heads
-    if query_groups % parallel.tp and not (uses_transformer_engine(groups.device) and parallel.tp % query_groups == 0):
+    if query_groups % parallel.tp and not (transformer_engine and parallel.tp % query_groups == 0):
         raise ConfigError.of("BridgeConfig.parallel.tp", parallel.tp, f"does not divide num_key_value_heads={query_groups}")
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.training_state import StateTensors
-from rl_backend.contracts import ForwardResult, HandleError, Head, PackedBatch, RuntimeConfig
+from rl_backend.contracts import ForwardResult, HandleError, Head, RuntimeConfig
 from rl_backend.parallel.groups import training_device
 from rl_backend.runtime.batch_checks import check_micro_batches
 from rl_backend.runtime.bridge import checkpoints, forward_backward
@@ -56,16 +56,21 @@ class BridgeRuntime(GuardedRuntime[BridgeHandle, BridgeGroups]):
     def _is_source(self) -> bool:
         return self.groups.has_outputs
 
-    def _build(self, config: RuntimeConfig, name: str, head: Head, *, forward_only: bool) -> BridgeHandle:
+    def _build(self, config: RuntimeConfig, name: str, head: Head, *, forward_only: bool, adaptable: bool) -> BridgeHandle:
         with quiet():
-            return build_handle(self, config, self.groups, forward_only=forward_only, name=name, head=head)
+            return build_handle(
+                self, config, self.groups, forward_only=forward_only, adaptable=adaptable, name=name, head=head
+            )
 
     def _run_passes(self, handle: BridgeHandle, request: PassRequest) -> ForwardResult:
         """See the base class. Losses and metrics are on the ranks of the last pipeline stage."""
         check_micro_batches(handle, request)
+        request.begin()
         if request.forward_only:
             with torch.no_grad():
                 return forward_backward.run_micro_batches(handle, request)
+        if handle.forward_only:
+            return forward_backward.run_micro_batches(handle, request)
         try:
             with forward_backward.accumulated_gradients(handle.chunks, has_gradients=handle.has_gradients):
                 result = forward_backward.run_micro_batches(handle, request)
@@ -75,10 +80,10 @@ class BridgeRuntime(GuardedRuntime[BridgeHandle, BridgeGroups]):
         handle.has_gradients = True
         return result
 
-    def _record_activations(self, handle: BridgeHandle, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:
+    def _record_activations(self, handle: BridgeHandle, request: PassRequest) -> list[Mapping[str, Tensor]]:
         """See the base class. With Transformer Engine some norms are a part of the projection behind them, and missing."""
         with torch.no_grad():
-            return forward_backward.record_activations(handle, data)
+            return forward_backward.record_activations(handle, request)
 
     def _gather_weights(
         self, handle: BridgeHandle, dtype: torch.dtype | None, byte_budget: int | None, names: Collection[str] | None

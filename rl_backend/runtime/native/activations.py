@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
-from rl_backend.contracts import PackedBatch, UnsupportedError, stored_tensors
+from rl_backend.contracts import UnsupportedError, stored_tensors
 from rl_backend.parallel.collectives import all_gather
 from rl_backend.parallel.context import TokenLayout, gather_outputs
 from rl_backend.parallel.groups import ParallelGroups
@@ -17,7 +17,7 @@ from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.pipeline import run_pipeline
 
 
-def record_activations(handle: NativeHandle, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:
+def record_activations(handle: NativeHandle, request: PassRequest) -> list[Mapping[str, Tensor]]:
     """Runs checked micro-batches forward; see :meth:`rl_backend.runtime.Runtime.activations`.
 
     Raises:
@@ -37,13 +37,13 @@ def record_activations(handle: NativeHandle, data: Sequence[PackedBatch]) -> lis
     }
     run = run_pipeline if handle.stages else run_micro_batches
     here: dict[tuple[int, int], dict[str, Tensor]] = {}
-    for index, batch in enumerate(data):
+    for index, batch in enumerate(request.data):
         with ExitStack() as stack:
             recorded = {
                 stage: stack.enter_context(record_outputs(module, hf_names, hidden_size))
                 for stage, module in (handle.stages or {0: handle.model}).items()
             }
-            run(handle, PassRequest([batch], None, forward_only=True))
+            run(handle, request._replace(data=[batch]))
         layout = lay_out(batch.to(handle.groups.device), handle.groups, 1).layout
         rows = batch.num_tokens if layout is None else layout.index.shape[0] // handle.groups.tp_group.size()
         for stage, outputs in recorded.items():
@@ -52,7 +52,7 @@ def record_activations(handle: NativeHandle, data: Sequence[PackedBatch]) -> lis
                 for path, output in outputs.items()
                 if output.shape == (rows, hidden_size) and path != _own_path(handle.stages.get(stage), hf_names)
             }
-    activations = gather_outputs_of_stages(here, len(data), handle.groups.pp_group)
+    activations = gather_outputs_of_stages(here, len(request.data), handle.groups.pp_group)
     return list(activations) if handle.has_outputs else []
 
 

@@ -24,12 +24,20 @@ from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.primitive.deferred import put_off_in_linear_layers
 from rl_backend.runtime.interface import Runtime
 from rl_backend.runtime.native import layout
+from rl_backend.runtime.native.adapters import adaptable_modules, attach_adapters
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.optimizer import NativeOptimizer
 
 
 def build_handle(
-    owner: Runtime[Any], config: RuntimeConfig, groups: ParallelGroups, *, forward_only: bool, name: str, head: Head
+    owner: Runtime[Any],
+    config: RuntimeConfig,
+    groups: ParallelGroups,
+    *,
+    forward_only: bool,
+    adaptable: bool,
+    name: str,
+    head: Head,
 ) -> NativeHandle:
     """Builds the model of ``config.hf_path``.
 
@@ -41,14 +49,16 @@ def build_handle(
     layout.check_model_layout(family, architecture, native)
     parts = layout.model_stages(family, architecture, native, groups.pp_group.rank())
 
+    whole_names = dict(described.weight_names)
+
     def build(stage: ModelStage | None) -> nn.Module:
-        return build_module(family, architecture, settings._replace(stage=stage), groups, native, forward_only=forward_only)
+        own = settings._replace(stage=stage)
+        return build_module(family, architecture, own, groups, native, forward_only, whole_names if adaptable else None)
 
     stages = {number: build(stage) for number, stage in parts.items()}
     modules = list(stages.values()) or [build(None)]
     model = nn.ModuleList(modules) if stages else modules[0]
     model.train(not forward_only)
-    whole_names = dict(described.weight_names)
     parameters = _parameters(modules, family, whole_names, groups)
     layouts = layout.model_layouts(parameters, groups)
     if absent := sorted(whole_names.keys() - layouts.keys()):
@@ -92,6 +102,9 @@ def build_handle(
         parameters=parameters,
         weight_names=whole_names,
         layouts={name: layouts[name] for name in whole_names},
+        adaptable=adaptable_modules(stages or {0: model}, whole_names, groups, native.model_cfg, hf_config["hidden_size"])
+        if adaptable
+        else None,
         optimizer=None
         if forward_only
         else NativeOptimizer(native.optimizer, parameters, names, groups, copies=stage_copies),
@@ -104,12 +117,18 @@ def build_module(
     settings: BuildSettings,
     groups: ParallelGroups,
     native: NativeConfig,
-    *,
     forward_only: bool,
+    adapted_names: Mapping[str, WeightName] | None = None,
 ) -> nn.Module:
-    """A stage, or the whole model, laid out on ``groups.device``, with storage that is not filled."""
+    """A stage, or the whole model, laid out on ``groups.device``, with storage that is not filled.
+
+    Args:
+        adapted_names: the family's ``weight_names``, to let adapters work beside linear layers.
+    """
     with torch.device("meta"):
         module = family.build(architecture, settings)
+    if adapted_names is not None:
+        attach_adapters(module, adapted_names)
     schedule = layout.algorithm(native)
     if forward_only:
         module.to(getattr(torch, native.param_dtype)).requires_grad_(False)

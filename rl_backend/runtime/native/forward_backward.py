@@ -1,17 +1,19 @@
 """Micro-batches laid out over the ranks, and run forward and backward."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from rl_backend.contracts import ForwardResult, ModelOutput, PackedBatch, RoutedLayers
+from rl_backend.contracts import ForwardResult, Head, ModelOutput, PackedBatch, RoutedLayers
 from rl_backend.model import ModelInput
 from rl_backend.parallel import fsdp
 from rl_backend.parallel.context import TokenLayout, gather_outputs, lay_out_tokens
 from rl_backend.parallel.groups import ParallelGroups
+from rl_backend.primitive.adapter_runs import AdapterRun
 from rl_backend.primitive.attention import Segments
 from rl_backend.runtime.engine import PassRequest
 from rl_backend.runtime.native.handle import NativeHandle
@@ -47,12 +49,19 @@ class RankBatch:
 
 
 def lay_out(
-    batch: PackedBatch, groups: ParallelGroups, num_micro_batches: int, replayed: RoutedLayers | None = None
+    batch: PackedBatch,
+    groups: ParallelGroups,
+    num_micro_batches: int,
+    replayed: RoutedLayers | None = None,
+    runs: Callable[[Sequence[int]], tuple[AdapterRun, ...]] = lambda sequence_rows: (),
+    heads: Sequence[Head] = (),
 ) -> RankBatch:
     """The part of ``batch``, which is on the training device, that this rank has under context and tensor parallelism.
 
     Args:
         replayed: the model's layers with experts, where these must take the routes of the batch.
+        runs: rows of each sequence on this rank -> the adapters that work on them.
+        heads: as in ``ModelInput``.
     """
     seq_lens = tuple(batch.seq_lens.tolist())
     routes = None if replayed is None else routes_to_replay(batch, replayed)
@@ -60,6 +69,7 @@ def lay_out(
         "longest": max(seq_lens),
         "calculate_entropy": bool(batch.meta.get("calculate_entropy", False)),
         "router_loss_weight": 1.0 / num_micro_batches,
+        "heads": heads,
     }
     if groups.token_group.size() == 1:
         inputs = ModelInput(
@@ -70,6 +80,7 @@ def lay_out(
             temperature=batch.temperature,
             padding=None,
             routes=routes,
+            adapters=runs(seq_lens),
             **common,
         )
         return RankBatch(inputs, None)
@@ -89,6 +100,7 @@ def lay_out(
         temperature=layout.take(temperature, 1.0) if isinstance(temperature, Tensor) else temperature,
         padding=_own_tokens(layout.padding, groups),
         routes=_own_tokens(None if routes is None else layout.take(routes, -1), groups),
+        adapters=runs(layout.sequence_rows),
         **common,
     )
     return RankBatch(inputs, layout)
@@ -138,7 +150,8 @@ def _run_one(handle: NativeHandle, request: PassRequest, index: int, routes: Pas
     batch = request.data[index].to(device)
     work = {"micro_batch": index, "tokens": batch.num_tokens, "sequences": batch.num_sequences}
     with torch.set_grad_enabled(not request.forward_only), device_span(device, "forward", "micro_batch", **work):
-        rank_batch = lay_out(batch, handle.groups, len(request.data), routes.replayed)
+        runs = partial(request.runs, index, batch)
+        rank_batch = lay_out(batch, handle.groups, len(request.data), routes.replayed, runs, request.heads)
         with routes.forward(index, 0, rank_batch.layout):
             output = handle.model(rank_batch.inputs)
         loss = results.add(index, batch, rank_batch.outputs(output, handle.groups))

@@ -15,7 +15,7 @@ from rl_backend.parallel.collectives import all_gather, all_gather_into
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import local_tensor, owns
 from rl_backend.runtime.gradient_statistics import judge, rank_statistics
-from rl_backend.runtime.native.lr_schedule import ParameterSchedule
+from rl_backend.runtime.lr_schedule import ParameterSchedule
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +118,16 @@ class NativeOptimizer:
         if self._config.clip_grad <= 0:
             return 1.0
         return self._config.clip_grad / (result.grad_norm + _CLIP_EPSILON)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps taken, of the parameters that had a gradient in each."""
+        return int(max((float(state["step"]) for state in self.adamw.state.values()), default=0.0))
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next step."""
+        return self.schedule.learning_rate
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

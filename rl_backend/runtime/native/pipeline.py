@@ -1,7 +1,7 @@
 """Running micro-batches through this rank's stages of a pipeline."""
 
 from contextlib import AbstractContextManager
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -102,7 +102,12 @@ class _Stages:
         self._schedule = schedule
         self._data = [batch.to(handle.groups.device) for batch in request.data]
         self.routes = routes = PassRoutes(handle, request.router_replay)
-        self._rank_batches = [lay_out(batch, handle.groups, len(self._data), routes.replayed) for batch in self._data]
+        self._rank_batches = [
+            lay_out(
+                batch, handle.groups, len(self._data), routes.replayed, partial(request.runs, index, batch), request.heads
+            )
+            for index, batch in enumerate(self._data)
+        ]
         self.results = PassResults(request, handle.groups.dp_group, handle.has_outputs)
 
     def forward(self, stage: int, micro_batch: int, hidden: Tensor | None) -> Tensor | None:

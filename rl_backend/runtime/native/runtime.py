@@ -1,6 +1,6 @@
 """The native runtime: PyTorch as the engine of every atom, on one or several ranks."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -8,7 +8,15 @@ from torch import Tensor
 
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.training_state import StateTensors
-from rl_backend.contracts import BatchError, ForwardResult, Head, NativeConfig, PackedBatch, RuntimeConfig, WeightShard
+from rl_backend.contracts import (
+    BatchError,
+    ConfigError,
+    ForwardResult,
+    Head,
+    NativeConfig,
+    RuntimeConfig,
+    WeightShard,
+)
 from rl_backend.parallel.groups import ParallelGroups, close_groups, open_groups, training_device
 from rl_backend.runtime.batch_checks import check_micro_batches, problem_on_rank
 from rl_backend.runtime.engine import PassRequest
@@ -45,8 +53,10 @@ class NativeRuntime(GuardedRuntime[NativeHandle, ParallelGroups]):
         groups = self.groups
         return groups.token_group.rank() == 0 and has_last_stage(self.native, groups.pp_group.rank())
 
-    def _build(self, config: RuntimeConfig, name: str, head: Head, *, forward_only: bool) -> NativeHandle:
-        return build_handle(self, config, self.groups, forward_only=forward_only, name=name, head=head)
+    def _build(self, config: RuntimeConfig, name: str, head: Head, *, forward_only: bool, adaptable: bool) -> NativeHandle:
+        if adaptable and self.native.post_validation:
+            raise ConfigError.of("NativeConfig.post_validation", True, "LoRA tenants end a step together; set it to False")
+        return build_handle(self, config, self.groups, forward_only=forward_only, adaptable=adaptable, name=name, head=head)
 
     def _run_passes(self, handle: NativeHandle, request: PassRequest) -> ForwardResult:
         """See the base class; outputs are on the training device."""
@@ -58,10 +68,11 @@ class NativeRuntime(GuardedRuntime[NativeHandle, ParallelGroups]):
                 problem = problem or error
             return run_validated(handle, request, problem)
         check_micro_batches(handle, request)
+        request.begin()
         return run_pipeline(handle, request) if handle.stages else run_micro_batches(handle, request)
 
-    def _record_activations(self, handle: NativeHandle, data: Sequence[PackedBatch]) -> list[Mapping[str, Tensor]]:
-        return record_activations(handle, data)
+    def _record_activations(self, handle: NativeHandle, request: PassRequest) -> list[Mapping[str, Tensor]]:
+        return record_activations(handle, request)
 
     def _gather_weights(
         self, handle: NativeHandle, dtype: torch.dtype | None, byte_budget: int | None, names: Collection[str] | None

@@ -107,8 +107,8 @@ FAULTS = [
     Fault(
         "bridge-hidden-gradient-of-one-rank",
         f"{_BRIDGE}/batch.py",
-        "tensor_parallel_output_grad=not every_rank_the_same, group=group",
-        "tensor_parallel_output_grad=every_rank_the_same, group=group",
+        "sum_gradients=not every_rank_the_same",
+        "sum_gradients=every_rank_the_same",
         (f"{_LAYOUTS}::test_a_dense_model_trains_the_same_in_every_layout[2-ranks-tp2]",),
         "hidden states would be trained by one rank's words",
     ),

@@ -17,7 +17,7 @@ FAULTS = [
         f"{_CHECKPOINT}/state_files.py",
         "    if found != facts:\n",
         "    if facts is None or found.num_bytes != facts.num_bytes:\n",
-        (f"{_DAMAGED}[flip_in_tensors]",),
+        (_DAMAGED,),
         "a flipped bit on a disk would be trained on",
     ),
     Fault(
@@ -25,7 +25,7 @@ FAULTS = [
         f"{_CHECKPOINT}/manifest.py",
         '_DIGEST.format(""), 1)) == found.digest:',
         '_DIGEST.format(""), 1)) is not None:',
-        (f"{_DAMAGED}[change_manifest]",),
+        (_DAMAGED,),
         "a changed manifest would be believed",
     ),
     Fault(
@@ -33,7 +33,7 @@ FAULTS = [
         f"{_CHECKPOINT}/training_state.py",
         "    if found:\n",
         "    if dist.get_rank(group) in found:\n",
-        (f"{_DAMAGED}[remove_file]", f"{_CHECKPOINTS}::test_a_rank_that_cannot_copy_its_state_fails_the_save_on_every_rank"),
+        (_DAMAGED, f"{_CHECKPOINTS}::test_a_rank_that_cannot_copy_its_state_fails_the_save_on_every_rank"),
         "other ranks would wait for one that has raised",
     ),
     Fault(

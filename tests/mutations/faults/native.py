@@ -80,7 +80,7 @@ FAULTS = [
     ),
     Fault(
         "warm-up-begins-at-zero",
-        f"{_NATIVE}/lr_schedule.py",
+        "rl_backend/runtime/lr_schedule.py",
         "config.lr_warmup_init + (config.lr - config.lr_warmup_init) * float(steps) / float(warmup)",
         "config.lr * float(steps) / float(warmup)",
         ("tests/unit/rl_backend/runtime/test_lr_schedule.py::test_every_style_equals_megatrons_at_every_step",),
@@ -88,7 +88,7 @@ FAULTS = [
     ),
     Fault(
         "decay-from-the-first-step",
-        f"{_NATIVE}/lr_schedule.py",
+        "rl_backend/runtime/lr_schedule.py",
         "ratio = float(steps - config.warmup_steps) / float(decay_steps - config.warmup_steps)",
         "ratio = float(steps) / float(decay_steps)",
         ("tests/unit/rl_backend/runtime/test_lr_schedule.py::test_every_style_equals_megatrons_at_every_step",),
@@ -201,7 +201,7 @@ FAULTS = [
     ),
     Fault(
         "old-gradients-after-a-load",
-        "rl_backend/runtime/guarded.py",
+        "rl_backend/runtime/tensor_atoms.py",
         "                handle.drop_gradients()\n",
         "                pass\n",
         (f"{_CHECKPOINTS}::test_training_goes_on_exactly_where_it_was_on_any_number_of_ranks[2-2-False]",),

@@ -46,8 +46,8 @@ FAULTS = [
     Fault(
         "words-of-other-ranks-are-looked-up",
         "rl_backend/parallel/tensor.py",
-        "F.embedding(rows.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[:, None], 0.0)",
-        "F.embedding(rows.masked_fill(elsewhere, 0), weight)",
+        "forward(rows.masked_fill(elsewhere, 0)).masked_fill(elsewhere[:, None], 0.0)",
+        "forward(rows.masked_fill(elsewhere, 0))",
         (f"{_DENSE}[2-ranks-tp2]",),
         "embeddings of other ranks' words would add this rank's first row",
     ),

@@ -21,7 +21,7 @@ FAULTS = [
         "rl_backend/runtime/native/routes.py",
         "            chosen.append(routing.experts.to(recorded.dtype))\n",
         "            chosen.insert(0, routing.experts.to(recorded.dtype))\n",
-        (f"{_REPLAY}::test_one_rank_replays_what_every_layout_recorded[native]",),
+        (f"{_REPLAY}::test_one_rank_replays_what_every_layout_recorded[native dp2]",),
         "layers would have each other's routes",
     ),
     Fault(
@@ -29,7 +29,7 @@ FAULTS = [
         "rl_backend/runtime/router_replay.py",
         "routes[:, torch.tensor(layers, dtype=torch.int64, device=device)] = of_ranks[rank, :, : len(layers)]",
         "routes[:, len(layers) * rank : len(layers) * (rank + 1)] = of_ranks[rank, :, : len(layers)]",
-        (f"{_REPLAY}::test_one_rank_replays_what_every_layout_recorded[native]",),
+        (f"{_REPLAY}::test_one_rank_replays_what_every_layout_recorded[native zbv, recomputed]",),
         "layers of a V would have each other's routes",
     ),
     Fault(

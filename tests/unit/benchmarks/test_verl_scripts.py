@@ -60,7 +60,7 @@ def scripts(tmp_path: Path) -> tuple[list[Any], dict[str, str]]:
     texts = {
         "megatron": f"{actor} {megatron}.pipeline_model_parallel_size=8 "
         f"+{megatron}.override_transformer_config.num_layers_in_first_pipeline_stage=3",
-        "lora": f"{actor} actor_rollout_ref.model.lora.rank=8",
+        "lora": f"{actor} actor_rollout_ref.model.lora.rank=8 actor_rollout_ref.model.lora.type=vlm_lora",
         "fsdp": "model_engine=dp",
         "wrong": "model_engine=megatron nothing.like.this=1",
     }
@@ -80,7 +80,7 @@ def test_scripts_whose_roles_are_megatrons_are_switched_and_tried(
     path = f"actor_rollout_ref.model.path={model}"
     no_tokenizer = "+actor_rollout_ref.model.load_tokenizer=False"
     lora, megatron = (refusal(each.switched("native", path, no_tokenizer)) for each in found)
-    assert lora is not None and "LoRA is not offered" in lora and megatron is None
+    assert lora is not None and "vlm_lora" in lora and megatron is None
 
 
 def test_a_script_is_made_small_and_keeps_what_it_divides_by(

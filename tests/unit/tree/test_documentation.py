@@ -68,6 +68,15 @@ def test_the_runtime_page_runs_as_it_stands(tied_model: Path, tmp_path: Path) ->
     assert names["ok"] is True
 
 
+def test_the_page_of_tenants_runs_as_it_stands(tied_model: Path) -> None:
+    code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "lora.md").read_text(), re.DOTALL))
+    names: dict[str, Any] = {"model_dir": str(tied_model)}
+    exec(compile(code, "lora.md", "exec"), names)
+    assert [info.step for info in names["runtime"].list_lora_adapters(names["base"])] == [2, 1, 0]
+    assert [row.shape for row in names["values"]] == [row.input_ids.shape for row in names["rows"]]
+    names["runtime"].close()
+
+
 @pytest.mark.shows("resume: your own loop, without Ray, continues from its last checkpoint, bit for bit")
 def test_the_loop_on_the_page_of_checkpoints_goes_on_where_it_stopped(tied_model: Path, tmp_path: Path) -> None:
     code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "checkpoints.md").read_text(), re.DOTALL))

@@ -30,7 +30,7 @@ def test_routes_of_several_samples_travel_as_one_array_without_the_dense_layers(
     packed = pack_routes([completion(4), completion(3)], [4, 3], MOE_LAYERS, "engine 0")
     assert packed.shape == (5, 2, 2) and packed.dtype == np.uint8
     packed.flags.writeable = False
-    first, second = split_routes(packed, [4, 3], version=7)
+    first, second = split_routes(packed, [4, 3], versions=[7, 7])
     assert first.experts[1].tolist() == [[1, 2], [3, 4]]
     assert second.experts.tolist() == [[[0, 1], [2, 3]], [[1, 2], [3, 4]]]
     assert first.weight_version == second.weight_version == 7

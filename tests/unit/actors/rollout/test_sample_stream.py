@@ -31,7 +31,9 @@ class Engines:
         self.idle = True
         self.error: Exception | None = None
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, *, seeds: Sequence[int]) -> list[Sample]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, *, seeds: Sequence[int], adapter: str | None
+    ) -> list[Sample]:
         self.idle = False
         version = self.version
         self.begun.append(prompts[0][0])

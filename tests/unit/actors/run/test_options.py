@@ -19,6 +19,7 @@ from examples.demo.__main__ import RECIPES, DemoConfig, demo_settings
 from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
+from examples.tenants import TenantsConfig, UserConfig
 from rl_backend.contracts import MAY_CHANGE, BaseConfig, ConfigError, HasEffect, NativeConfig
 from rl_backend.runtime.bridge_config import BridgeConfig
 
@@ -270,6 +271,73 @@ def test_the_demos_options_go_to_both_of_its_runs(tmp_path: Path) -> None:
     assert (config.train.max_tokens_per_micro_batch, config.train.backend_cfg.optimizer.lr) == (16384, 3e-4)
     with pytest.raises(ConfigError, match=r"train\.hf_path='other': the demo makes its model"):
         parse_config(DemoConfig, "", ["--train.hf_path", "other"])
+
+
+@pytest.mark.shows("options: --lora.rank trains adapters over a frozen model, which engines serve as adapters or merged")
+def test_options_of_adapters_decide_what_engines_serve() -> None:
+    config = read("--lora.rank", "40", "--lora.targets", "q_proj,v_proj", "--seed", "3")
+    adapter = config.filled("lora").adapter()
+    assert (adapter.rank, adapter.targets, adapter.seed) == (40, ("q_proj", "v_proj"), 3)
+    engines = config.rollout_config(ClusterShare(1, 1, 0))
+    assert (engines.max_adapters, engines.max_adapter_rank) == (1, 40)
+    assert GRPOConfig.model_validate_json(config.model_dump_json()) == config
+    assert deciding_options(config)["lora.rank"] == 40
+    merged = read("--lora.rank", "40", "--lora.push", "merged").rollout_config(ClusterShare(1, 1, 0))
+    assert merged.max_adapters == read().rollout.max_adapters == 0
+    each = {"groups": "each", "kl_coef": 0.1, "model": "m", "dataset": "d", "reward": "r"}
+    assert PPOConfig(**each).training_groups == 3
+    assert PPOConfig(**each, **{"lora.rank": 4}).training_groups == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--lora.alpha", "8"), "--lora.alpha=8.0: has no effect: rank=0 trains whole models; set lora.rank too"),
+        (("--lora.push", "merged"), "--lora.push='merged': has no effect: rank=0 trains whole models"),
+        (("--lora.rank", "8", "--lora.use_dora"), "--lora.push='adapter': vLLM serves no adapters with DoRA"),
+        (("--lora.save_merged",), "--lora.save_merged=True: has no effect"),
+        (("--lora.rank", "-1"), '--lora.rank="-1": input should be greater than or equal to 0'),
+        (("--lora.rank", "8", "--rollout.max_adapters", "3"), "--rollout.max_adapters=3: follows from lora.rank"),
+        (("--rollout.max_adapter_rank", "64"), "--rollout.max_adapter_rank=64: follows from lora.rank"),
+        (("--lora.rang", "8"), "--lora.rang 8: there is no such flag; did you mean --lora.rank?"),
+    ],
+)
+def test_options_of_adapters_without_effect_are_refused(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read(*arguments)
+    assert str(refused.value).startswith(message)
+
+
+def test_a_user_has_the_options_of_all_and_its_own() -> None:
+    users = '{"ann": {}, "bob": {"dataset": "o", "lora": {"rank": 4}, "lr": 1e-3, "max_response_tokens": 9}}'
+    config = read("--users", users, "--lora.alpha", "8", "--run-dir", "x", kind=TenantsConfig)
+    ann, bob = config.each().values()
+    assert isinstance(bob, UserConfig)
+    assert (ann.lora.rank, ann.lora.alpha, ann.dataset, ann.run_dir) == (16, 8, "d", "x/ann")
+    assert (bob.lora.rank, bob.lora.alpha, bob.dataset, bob.run_dir) == (4, 8, "o", "x/bob")
+    assert bob.train.backend_cfg.optimizer.lr == 1e-3 != ann.train.backend_cfg.optimizer.lr
+    engines = config.rollout_config(ClusterShare(1, 1, 0))
+    assert (engines.max_adapters, engines.max_adapter_rank, engines.max_model_len) == (2, 16, 1024)
+    assert TenantsConfig.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("users", "message"),
+    [
+        ("{}", "--users={}: dictionary should have at least 1 item"),
+        ('{"a b": {}}', "String should match pattern"),
+        ('{"a": {"lr": 0}}', "user 'a': UserConfig.lr=0.0: must be above 0"),
+        ('{"a": {"speed": 1}}', "user 'a': UserConfig.speed=1: unknown field"),
+        ('{"a": {"run_dir": "y"}}', "user 'a': UserConfig.run_dir='y': is run_dir/a; leave it out"),
+        ('{"a": {"lora.push": "merged"}}', "users share engines; push adapters"),
+        ('{"a": {"max_response_tokens": 600}}', "--rollout.max_model_len=1024: user 'a' has sequences of up to 1112 tokens"),
+        ('{"a": {"loss": "gspo"}}', "is loss.name now; set that"),
+    ],
+)
+def test_a_wrong_option_of_a_user_is_refused_with_its_name(users: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read("--users", users, kind=TenantsConfig)
+    assert message.lower() in str(refused.value).lower()
 
 
 def test_reading_flags_imports_no_vllm() -> None:

@@ -58,6 +58,67 @@ def test_a_run_that_needs_another_session_is_refused_with_the_difference(changes
         session_of(config).require(config.replace(**changes))
 
 
+class Engines:
+    """Stands for a rollout group: counts what makes it forget its weights."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.forgotten = 0
+
+    def forget_weights(self) -> None:
+        self.forgotten += 1
+
+
+def test_runs_of_adapters_share_a_session_and_the_weights_below_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed: list[Any] = []
+
+    class Sync:
+        def __init__(self, group: Any, rollout: Any, handle: Any, *, transport: str) -> None:
+            self.handle = handle
+
+        def push(self) -> None:
+            pushed.append(self.handle.name)
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr("actors.run.session.WeightSync", Sync)
+    many = GRPOConfig(**OPTIONS, reward="r", **{"lora.rank": 64})
+    plain = GRPOConfig(**OPTIONS, reward="r")
+    engines: Any = Engines(many.rollout_config(ClusterShare(1, 1, 0)))
+    built: list[str] = []
+
+    class Group:
+        config, num_ranks = many.runtime_config(), 1
+
+        def build_model(self, *, name: str, trainable: bool, hf_path: str) -> Any:
+            built.append(hf_path)
+            return SimpleNamespace(name=name)
+
+    group: Any = Group()
+    session = Session([group], engines)
+    session.require(GRPOConfig(**OPTIONS, reward="r", **{"lora.rank": 4}))
+    session.require(plain)
+    with pytest.raises(ConfigError, match=r"max_adapter_rank=64.*asks for 128"):
+        session.require(GRPOConfig(**OPTIONS, reward="r", **{"lora.rank": 128}))
+    base, other = session.base(group, "m"), session.base(group, "n")
+    assert session.base(group, "m") is base and built == ["m", "n"]
+    with session.serving(group, base, "auto"):
+        with session.serving(group, base, "auto"):
+            assert (pushed, engines.forgotten) == (["base of m"], 1)
+        with pytest.raises(ConfigError, match="serve adapters over another model"), session.serving(group, other, "auto"):
+            pass
+        with pytest.raises(ConfigError, match="wait for them"):
+            session.forget_weights()
+    with session.serving(group, other, "auto"):
+        assert pushed == ["base of m", "base of n"]
+    session.forget_weights()
+    assert engines.forgotten == 3
+
+
 def test_a_run_that_samples_needs_engines_and_one_with_a_group_for_each_model_needs_the_groups() -> None:
     config = GRPOConfig(**OPTIONS, reward="r")
     with pytest.raises(ConfigError, match=r"rollout\.num_engines=None.*asks for 1"):

@@ -16,7 +16,7 @@ from adapters.verl.settings import EngineSettings, engine_settings, optimizer_se
 from rl_backend.contracts import ConfigError, NativeConfig, ParallelConfig
 from rl_backend.model.feedforward.moe import MoEOptions
 from rl_backend.runtime.bridge_config import BridgeConfig
-from rl_backend.runtime.native.lr_schedule import ParameterSchedule
+from rl_backend.runtime.lr_schedule import ParameterSchedule
 from tests.support.verl_configs import ROLES, RoleConfigs, changed, role_configs, write_config
 
 TABLES = {
@@ -167,9 +167,6 @@ def test_gradient_checkpointing_is_honoured(
         (f"{OVERRIDES}recompute_method", "block", r"\['recompute_method'\]='block': read with recompute_granularity only"),
         ("optimizer__override_optimizer_config__lr_mult", 1, r"override_optimizer_config\['lr_mult'\]=1: neither runtime"),
         ("model__hf_config_path", "elsewhere", r"HFModelConfig\.hf_config_path='elsewhere': config\.json is that of path"),
-        ("model__lora_rank", 8, r"HFModelConfig\.lora_rank=8: LoRA is not offered"),
-        ("model__lora__rank", 8, r"HFModelConfig\.lora\.rank=8: LoRA is not offered"),
-        ("model__lora__adapter_path", "x", r"HFModelConfig\.lora\.adapter_path='x': LoRA is not offered"),
         ("model__tiled_mlp__enabled", True, r"HFModelConfig\.tiled_mlp\.enabled=True"),
         ("model__mtp__enable", True, r"HFModelConfig\.mtp\.enable=True: multi-token prediction"),
     ],
@@ -273,7 +270,7 @@ def test_kinds_that_refuse_by_value_say_which_values_they_take() -> None:
     def takes(decision: Decision) -> bool:
         return bool(decision.accepts) == (decision.kind == "refused")
 
-    exceptions = {("HFModelConfig", name) for name in ("hf_config_path", "tiled_mlp", "lora")}
+    exceptions = {("HFModelConfig", name) for name in ("hf_config_path", "tiled_mlp")}
     assert {(name, field) for name, table in TABLES.items() for field in table if not takes(table[field])} == exceptions
 
 

@@ -85,6 +85,9 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
             "--model {model} --candidate bridge --pp 2 --vpp 2 --micro-batches 3",
             "--micro-batches 3: Megatron's interleaved schedule of the candidate (pp=2, vpp=2) takes a multiple of 2",
         ),
+        ("--model {model} --lora.rank 0", "--lora.rank 0: "),
+        ("--model {model} --lora.alpha 8", "--lora.alpha has no effect without --lora.rank"),
+        ("--model {model} --lora.rank 4 --lora.targets .", "--lora.targets ('.',): has an empty name"),
         ("--model {model} --tolerance-factor 0", "--tolerance-factor 0.0: must be above 0"),
         ("--model {model} --tolerance-factor inf", "--tolerance-factor inf: must be above 0 and finite"),
         (

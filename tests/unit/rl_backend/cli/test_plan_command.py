@@ -71,6 +71,21 @@ def test_bytes_of_each_phase_follow_from_the_number_of_parameters(model: Path, c
     assert found["peak"]["rollout"] == rank["phases"]["rollout"]["total"] == found["peak"]["optimizer_step"]
 
 
+def test_tenants_take_four_numbers_for_each_of_their_parameters(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At a rank that is padded to 16; slots of engines have the next rank of vLLM."""
+    work = ("--model", str(model), "--ranks", "1", *SMALL_WORK, "--tenants", "3", "--lora.rank", "9")
+    found = as_json(capsys, *work, "--lora.targets", "q_proj,down_proj")
+    (rank,) = found["ranks"]
+    sizes = 4 * (1024 + 1024 + 4096 + 1024)
+    assert rank["phases"]["rollout"]["adapters"] == 3 * 4 * 4 * 16 * sizes
+    assert rank["phases"]["optimizer_step"].keys() == {"weights", "adapters", "total"}
+    assert rank["phases"]["training"]["weights"] == 2 * PARAMETERS
+    layer = 3 * (1024 + 4096) + 2 * (1024 + 1024) + 2 * (1024 + 512)
+    assert found["engine_slots"] == (3 + 1) * 16 * 2 * (4 * layer + 2 * (32000 + 1024))
+    assert main(["plan", *work]) == 0
+    assert "each vLLM engine keeps" in capsys.readouterr().out
+
+
 def test_offloaded_parts_are_on_the_device_only_where_they_are_used(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     work = ("--model", str(model), "--ranks", "2", *SMALL_WORK)
     phases = as_json(capsys, *work, "--offload", "model,optimizer,grad")["ranks"][0]["phases"]
@@ -118,6 +133,9 @@ def test_less_is_preferred_before_more(model: Path) -> None:
         (("--ranks", "1", "--device-gib", "0"), "--device-gib 0.0: must be above 0"),
         (("--ranks", "1", "--sequence-length", "9000"), "--sequence-length 9000: does not fit into micro_batch_tokens=8192"),
         (("--ranks", "1", "--head", "values", "--entropy"), "--entropy True: head='values' gives no probabilities"),
+        (("--ranks", "1", "--lora.rank", "8"), "is of tenants=0 LoRA tenants; set tenants too"),
+        (("--ranks", "1", "--tenants", "2", "--lora.targets", "q"), "LoRAConfig.targets='q': no module of this name"),
+        (("--ranks", "1", "--tenants", "2", "--backend", "bridge"), "tenants=2: a plan knows what LoRA tenants take"),
         (("--ranks", "1", "--offload", "weights"), "'weights' is none of model, optimizer, grad"),
         (("--ranks", "1", "--options", '{"param_dtype": "float32"}'), "param_dtype has a flag of its own"),
         (("--ranks", "1", "--options", '{"unheard": 1}'), "NativeConfig.unheard=1: unknown field"),

@@ -49,6 +49,7 @@ FULL: dict[str, dict[str, Any]] = {
         "extra": {"epoch": 1},
         "files": {"__0_0.distcp": {"num_bytes": 12, "xxh3": "00ff"}},
     },
+    "TenantFacts": {"config": {"rank": 4, "targets": ["attention"]}, "base": "00ff", "num_draws": 3},
     "FileFacts": {"num_bytes": 12, "xxh3": "00ff"},
     "RunManifest": {"step": 3, "state": {"taken": 3}, "files": {"policy/manifest.json": {"num_bytes": 12, "xxh3": "00ff"}}},
     "BridgeConfig": {

@@ -82,6 +82,15 @@ def test_a_complete_cpu_installation_is_well_and_has_no_gpu_paths() -> None:
     assert not available(found)["NCCL between GPUs"]
 
 
+def test_a_matrix_library_whose_rows_depend_on_others_makes_tenants_equal_to_rounding_only() -> None:
+    name = "LoRA tenants equal to the last bit beside others"
+    assert available(report())[name]
+    found = report(torch=dataclasses.replace(TORCH, inexact=("bfloat16",)))
+    assert not available(found)[name] and reason(found, name).startswith("rows of bfloat16 products depend on others")
+    assert found.problems == ()
+    assert TorchProbe.run().inexact == ()
+
+
 def test_json_has_conclusions_and_facts_beside_each_other() -> None:
     conclusions, facts = ["problems", "remarks", "capabilities"], ["machine", "packages", "torch", "ray", "megatron"]
     assert list(report().as_json()) == [*conclusions, *facts, "ray_authentication", "verl"]

@@ -36,7 +36,7 @@ def test_gradient_norms_may_be_off_by_rounding_or_not_finite_on_every_rank() -> 
 
 
 class _Broken:
-    def build_model(self) -> None:
+    def build_model(self, **_: object) -> None:
         raise HandleError("this runtime refuses to work")
 
     def close(self) -> None:

@@ -48,6 +48,19 @@ def test_a_curve_goes_through_the_logged_values(tmp_path: Path) -> None:
     assert [point[2] for point in hover(chart(page, "reward"))["series"][0]["points"]] == values
 
 
+def test_a_folder_of_runs_has_a_curve_for_each_of_its_tenants(tmp_path: Path) -> None:
+    for index, name in enumerate(("ann", "bob", "eve", "joe", "kim")):
+        write_run(
+            tmp_path / name, 3 + index, lambda step, index=index: {"reward": 0.1 * index, "mine": 1.0, "seconds/train": 1.0}
+        )  # type: ignore[misc]
+    page = report(tmp_path)
+    assert [len(hover(figure)["series"]) for figure in page.all("figure")] == [4, 1, 4, 1]
+    curves = hover(chart(page, "tenant/ann/reward"))["series"]
+    assert [curve["name"] for curve in curves] == [f"tenant/{name}/reward" for name in ("ann", "bob", "eve", "joe")]
+    assert [point[2] for point in curves[1]["points"]] == [0.1] * 4
+    assert hover(chart(page, "tenant/kim/mine"))["x"][1] >= 7
+
+
 @pytest.mark.parametrize("steps", [1, 2, 7, 5000])
 def test_every_logged_metric_has_a_chart_however_long_the_run(tmp_path: Path, steps: int) -> None:
     names = ["reward", "log_prob_gap", "staleness_mean", "value_loss", "explained_variance", "my/own metric"]

@@ -16,7 +16,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from rl_backend.model.blocks import RouterInput
 from rl_backend.model.feedforward.moe import MoE
-from rl_backend.primitive.experts import _GroupByGroup, _GroupedMatmul, _has_kernel, dispatch_on_one_rank, grouped_linear
+from rl_backend.primitive.experts import dispatch_on_one_rank
+from rl_backend.primitive.grouped_linear import _GroupByGroup, _GroupedMatmul, _has_kernel, grouped_linear
 from rl_backend.primitive.router import (
     Router,
     RouterLossCoefficients,

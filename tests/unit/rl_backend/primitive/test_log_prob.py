@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from rl_backend.contracts import BatchError
 from rl_backend.primitive import tiles
-from rl_backend.primitive.log_prob import NextToken, next_token_log_probs
+from rl_backend.primitive.adapter_runs import AdapterRun, Factors
+from rl_backend.primitive.log_prob import IGNORE_LABEL, NextToken, next_token_log_probs
 
 T, H, V = 21, 8, 1500
 
@@ -207,3 +209,67 @@ def test_bad_inputs_are_refused(change: dict[str, Any], message: str) -> None:
     hidden, weight, labels = make_inputs(torch.float32)
     with pytest.raises(BatchError, match=message):
         next_token_log_probs(hidden, weight, change.pop("labels", labels), **change)
+
+
+@pytest.mark.parametrize("adapts_head", [False, True])
+def test_rows_of_adapters_do_not_depend_on_each_other(monkeypatch: pytest.MonkeyPatch, adapts_head: bool) -> None:
+    """Tiles of the vocabulary are cut by the number of tokens."""
+    monkeypatch.setitem(tiles._TILE_ELEMENTS, "cpu", 2**14)
+    torch.manual_seed(0)
+    vocab, rows, hidden, weight = 1000, (40, 100), torch.randn(140, 32), torch.randn(1000, 32)
+    labels = torch.randint(vocab, (140,))
+    factors = []
+    for _ in rows:
+        a, b = torch.randn(16, 32), torch.randn(vocab, 16)
+        factors.append(Factors(a, b, torch.zeros_like(a), torch.zeros_like(b), scale=0.1, dropout=0.0, seed=0))
+    modules = [{"lm_head": each} if adapts_head else {} for each in factors]
+    runs = [AdapterRun(0, 40, modules[0]), AdapterRun(40, 140, modules[1])]
+
+    def results(rows: slice, runs: list[AdapterRun]) -> list[torch.Tensor]:
+        x = hidden[rows].clone().requires_grad_()
+        output = next_token_log_probs(x, weight, labels[rows], adapters=runs, calculate_entropy=True)
+        assert output.entropy is not None
+        (output.log_probs * 3 + output.entropy).sum().backward()
+        assert x.grad is not None
+        return [output.log_probs.detach(), output.entropy.detach(), x.grad]
+
+    together = results(slice(0, 140), runs)
+    gradients = factors[0].grad_a.clone(), factors[0].grad_b.clone()
+    factors[0].grad_a.zero_(), factors[0].grad_b.zero_()
+    alone = results(slice(0, 40), runs[:1])
+    assert all(torch.equal(mine, both[:40]) for mine, both in zip(alone, together, strict=True))
+    assert torch.equal(gradients[0], factors[0].grad_a)
+    assert torch.equal(gradients[1], factors[0].grad_b)
+    if adapts_head:
+        a, b = (each.clone().requires_grad_() for each in factors[0][:2])
+        x = hidden[:40].clone().requires_grad_()
+        log_p = torch.log_softmax(x @ weight.t() + 0.1 * (x @ a.t()) @ b.t(), -1)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        (log_p.gather(1, labels[:40, None]).squeeze(1) * 3 + entropy).sum().backward()
+        for mine, expected in zip((alone[2], *factors[0][2:4]), (x.grad, a.grad, b.grad), strict=True):
+            assert torch.allclose(mine, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [(5, 100), (40, 1500), (3, 2, 30), (700, 700)])
+@pytest.mark.parametrize("tile", [2**14, 2**21])
+def test_rows_of_several_adapters_are_computed_together_with_the_bits_of_each_alone(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], tile: int
+) -> None:
+    monkeypatch.setitem(tiles._TILE_ELEMENTS, "cpu", tile)
+    torch.manual_seed(0)
+    total, vocab = sum(sizes), 3000
+    hidden, weight, labels = torch.randn(total, 64), torch.randn(vocab, 64) / 8, torch.randint(vocab, (total,))
+    labels[::7] = IGNORE_LABEL
+
+    def results(rows: slice, runs: list[AdapterRun]) -> list[torch.Tensor]:
+        x = hidden[rows].clone().requires_grad_()
+        output = next_token_log_probs(x, weight, labels[rows], adapters=runs)
+        output.log_probs.sum().backward()
+        assert x.grad is not None
+        return [output.log_probs.detach(), x.grad]
+
+    edges = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
+    together = results(slice(0, total), [AdapterRun(start, stop, {}) for start, stop in itertools.pairwise(edges)])
+    for start, stop in itertools.pairwise(edges):
+        alone = results(slice(start, stop), [AdapterRun(0, stop - start, {})])
+        assert all(torch.equal(mine, both[start:stop]) for mine, both in zip(alone, together, strict=True))

@@ -207,7 +207,7 @@ def test_a_head_with_two_labels_is_refused(runtime: NativeRuntime, tied_model: P
 def test_what_a_model_cannot_have_is_refused(runtime: NativeRuntime) -> None:
     with pytest.raises(ConfigError, match="head='value': expected one of 'log_probs', 'values'"):
         runtime.build_model(head="value")
-    with pytest.raises(ConfigError, match=r"optimizer=.*a forward-only model has none"):
+    with pytest.raises(ConfigError, match=r"optimizer=.*a model that is not trained has none"):
         runtime.build_model(forward_only=True, optimizer=OptimizerConfig())
 
 

@@ -148,12 +148,11 @@ def test_deterministic_mode_sets_what_transformer_engine_reads(
     with open_bridge(tied_model, **options) as runtime:
         groups, config = runtime.groups, runtime.config
         bridge = loading.open_bridge(str(tied_model))
-        monkeypatch.setattr(provider, "uses_transformer_engine", lambda device: True)
         if refused:
             with pytest.raises(ConfigError, match=f"deterministic_mode'.*{VARIABLE}=1"):
-                provider.make_provider(bridge, config, groups, "log_probs")
+                provider.make_provider(bridge, config, groups, "log_probs", transformer_engine=True)
         else:
-            provider.make_provider(bridge, config, groups, "log_probs")
+            provider.make_provider(bridge, config, groups, "log_probs", transformer_engine=True)
             assert os.environ[VARIABLE] == "0"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import ConfigError, OptimizerConfig
-from rl_backend.runtime.native.lr_schedule import ParameterSchedule
+from rl_backend.runtime.lr_schedule import ParameterSchedule
 
 STEPS = 40
 

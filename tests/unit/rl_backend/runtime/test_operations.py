@@ -16,6 +16,7 @@ from rl_backend.contracts import HandleError, OptimizerConfig
 from rl_backend.contracts.operations import ATOMS, PARTS, Operation
 from rl_backend.runtime import Runtime
 from rl_backend.runtime.native import NativeRuntime
+from rl_backend.runtime.tenant_interface import TenantAtoms
 from tests.support.native import micro_batches, open_runtime, token_loss
 
 OF_RANKS = {"build_model", "forward_backward", "optimizer_step", "step_result", "weight_version", "run_on_ranks", "shutdown"}
@@ -29,7 +30,7 @@ def parameters(function: Any) -> dict[str, inspect.Parameter]:
 
 
 def test_every_method_of_a_runtime_is_in_the_table() -> None:
-    public = {name for name in vars(Runtime) if not name.startswith("_")} - NOT_ATOMS
+    public = {name for name in (*vars(Runtime), *vars(TenantAtoms)) if not name.startswith("_")} - NOT_ATOMS
     assert public == ATOMS.keys() - GROUP_ONLY
 
 
@@ -92,6 +93,9 @@ def calls(runtime: NativeRuntime, handle: Any, tmp_path: Path) -> dict[str, Any]
         "export_shards": lambda: runtime.export_shards(handle),
         "export_gradients": lambda: runtime.export_gradients(handle),
         "activations": lambda: runtime.activations(handle, batches),
+        "get_optimizer_state": lambda: runtime.get_optimizer_state(handle),
+        "export_lora_adapter": lambda: runtime.export_lora_adapter(handle),
+        "import_lora_adapter": lambda: runtime.import_lora_adapter(handle, {}),
         "save_checkpoint": lambda: runtime.save_checkpoint(handle, tmp_path / "saved"),
         "load_checkpoint": lambda: runtime.load_checkpoint(handle, tmp_path / "saved"),
     }

@@ -1,0 +1,115 @@
+"""LoRA tenants of a group of engines: the version that each is served at, and what engines that join are given."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from actors.rollout.calls import collect
+from actors.rollout.engines import EngineSet, engine_name, raise_first
+from actors.rollout.messages import AdapterVersion, PushedAdapter
+from rl_backend.contracts import BatchError, RolloutError, WeightVersionError
+
+
+class AdapterGroup(EngineSet):
+    """What :class:`~actors.rollout.group.RolloutGroup` does with adapters.
+
+    Attributes:
+        base_pushes: of weights to these engines, by which adapters know that what they stand beside has changed.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._changing = threading.Lock()
+        self._adapters: dict[str, PushedAdapter] = {}
+        self._merged = ""
+        self.base_pushes = 0
+
+    @property
+    def adapters(self) -> dict[str, AdapterVersion]:
+        """The version of each tenant that new requests sample with."""
+        return {tenant: pushed.adapter for tenant, pushed in self._adapters.items()}
+
+    def remove_adapter(self, tenant: str) -> None:
+        """Refuses requests for a tenant from now on, and frees its adapter in every engine."""
+        with self._changing:
+            with self._lock:
+                adapter = self._served(tenant)
+                del self._adapters[tenant]
+            raise_first(self.call("drop_adapter", adapter))
+
+    @contextmanager
+    def changing_adapters(self) -> Iterator[None]:
+        """For one push: no other one, no update of the weights and no engine that joins comes between."""
+        with self._changing:
+            yield
+
+    def require_pushable(self, adapter: AdapterVersion) -> None:
+        """Refuses to go back, and what :meth:`require_plain_base` refuses.
+
+        Raises:
+            WeightVersionError: a newer version of the tenant is served.
+        """
+        self.require_plain_base(adapter.tenant)
+        served = self.adapters.get(adapter.tenant)
+        if served is not None and served.version > adapter.version:
+            raise WeightVersionError(
+                f"the engines serve {adapter.tenant!r} at version {served.version} and refuse the older version "
+                f"{adapter.version}; to go back, remove_adapter() first",
+                version=served.version,
+                offered=adapter.version,
+            )
+
+    def require_plain_base(self, tenant: str) -> None:
+        """Raises :class:`~rl_backend.contracts.RolloutError` where the engines' weights have an adapter merged into them."""
+        if self._merged:
+            raise RolloutError(
+                f"adapter={tenant!r}: the engines serve weights with {self._merged!r} merged into them, beside which no "
+                "adapter is right; push the base model, after forget_weights() if its version is older",
+                tenant=tenant,
+                merged=self._merged,
+            )
+
+    def switch_adapter(self, pushed: PushedAdapter) -> PushedAdapter | None:
+        """New requests of its tenant sample with ``pushed``, which every engine has; returns the version before."""
+        with self._lock:
+            before = self._adapters.get(pushed.adapter.tenant)
+            self._adapters[pushed.adapter.tenant] = pushed
+        return before
+
+    def base_changed(self, merged: str) -> None:
+        """Engines have been given other weights.
+
+        Args:
+            merged: the tenant whose adapter is a part of them. No adapter is served beside such weights.
+        """
+        self._merged = merged
+        self.base_pushes += 1
+
+    def _served(self, tenant: str) -> AdapterVersion:
+        if tenant not in self._adapters:
+            known = ", ".join(sorted(self._adapters)) or "none"
+            raise RolloutError(f"adapter={tenant!r} has not been pushed to these engines; there are {known}", tenant=tenant)
+        return self._adapters[tenant].adapter
+
+    def _chosen(self, adapter: str | Sequence[str | None] | None, prompts: int) -> list[AdapterVersion | None] | None:
+        """The version of each prompt's tenant; None without any. To be called with the lock of requests."""
+        if adapter is None:
+            return None
+        names = [adapter] * prompts if isinstance(adapter, str) else list(adapter)
+        if len(names) != prompts:
+            raise BatchError(f"adapter has {len(names)} names for {prompts} prompts; give one, or one for each prompt")
+        chosen = [None if name is None else self._served(name) for name in names]
+        for each in chosen:
+            if each is not None:
+                self.require_plain_base(each.tenant)
+        return chosen
+
+    def _bring_adapters(self, actors: Mapping[int, Any]) -> None:
+        """Gives engines that are about to join every tenant; each is loaded once, and compared with what was sent."""
+        names = {engine: engine_name(engine) for engine in actors}
+        for pushed in self._adapters.values():
+            calls = {engine: actor.push_adapter.remote(*pushed) for engine, actor in actors.items()}
+            raise_first(collect(calls, names, self.config.start_timeout))

@@ -1,0 +1,153 @@
+"""An engine's part in serving LoRA adapters: versions that are kept, loaded, and give way to others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from actors.rollout.config import RolloutConfig
+from actors.rollout.messages import AdapterVersion
+from actors.rollout.weight_update import WeightReceiver
+from actors.wire.factors import PackedFactors
+from rl_backend.checkpoint.peft_files import read_peft_directory
+from rl_backend.contracts import (
+    RolloutError,
+    UnsupportedError,
+    WeightCheckError,
+    WeightVersionError,
+)
+from rl_backend.contracts.lora import part_name
+
+
+class AdapterReceiver(WeightReceiver):
+    """What pushes of adapters call by name."""
+
+    def __init__(self, config: RolloutConfig, engine: int, device: str) -> None:
+        super().__init__(config, engine, device)
+        self._kept: dict[int, AdapterVersion] = {}
+        self._loaded: dict[int, AdapterVersion] = {}
+        """Those in vLLM's slots, the one not used for longest first."""
+
+    def push_adapter(self, adapter: AdapterVersion, factors: PackedFactors | str, digest: str) -> None:
+        """Checks an adapter, keeps it, and loads it beside the others; everything serves on.
+
+        Args:
+            factors: the scale multiplied into B; or a directory in peft's format.
+            digest: of the factors where they come from.
+
+        Raises:
+            UnsupportedError: an engine that was started without adapters.
+            CheckpointError: a directory that cannot be read here.
+            WeightCheckError: what arrived is not what was sent, vLLM cannot load it, or its kernels read something else.
+        """
+        self._check_updatable()
+        if not self._config.max_adapters:
+            raise UnsupportedError(
+                f"{self._name} was started without adapters; set RolloutConfig.max_adapters", engine=self._name
+            )
+        held = self._read(factors) if isinstance(factors, str) else factors
+        if held.digest != digest or not held.is_intact:
+            raise WeightCheckError(f"{self._name}: {adapter.name} was damaged on its way", engine=self._name)
+        if name := held.not_finite():
+            raise WeightCheckError(f"{self._name}: {adapter.name}: {name} has values that are not finite", engine=self._name)
+        self.keep_adapter(adapter, held.tensors())
+        self.load_adapter(adapter)
+
+    def keep_adapter(self, adapter: AdapterVersion, tensors: Mapping[str, Tensor]) -> None:
+        """Keeps an adapter for as long as it is served, whether or not it has a slot."""
+        arguments = (adapter.path, adapter.rank, tensors)
+        (problem,) = self._vllm_call(self._llm.collective_rpc, "keep_adapter", args=arguments)
+        if problem:
+            raise WeightCheckError(f"{self._name}: {adapter.name}: {problem}", engine=self._name)
+        self._kept[adapter.number] = adapter
+
+    def load_adapter(self, adapter: AdapterVersion) -> None:
+        """Puts a kept adapter into one of vLLM's slots, where the one not used for longest gives way.
+
+        Raises:
+            WeightCheckError: what the kernels read is not what was kept.
+        """
+        if adapter.number not in self._kept:
+            raise RolloutError(f"{self._name} does not have {adapter.name}: push it", engine=self._name)
+        if adapter.number in self._loaded:
+            self._loaded[adapter.number] = self._loaded.pop(adapter.number)
+            return
+        while len(self._loaded) > self._config.max_adapters:
+            self._unload(next(iter(self._loaded)))
+        self._loaded[adapter.number] = adapter
+        try:
+            self._vllm_call(self._llm.llm_engine.add_lora, lora_request(adapter))
+            arguments = (adapter.path, adapter.number)
+            (difference,) = self._vllm_call(self._llm.collective_rpc, "adapter_difference", args=arguments)
+            if difference:
+                raise WeightCheckError(
+                    f"{self._name}: {adapter.name}: vLLM's kernels read another {difference} than was sent",
+                    engine=self._name,
+                )
+        except Exception:
+            self._unload(adapter.number)
+            raise
+
+    def drop_adapter(self, adapter: AdapterVersion) -> None:
+        """Forgets an adapter. Calls that sample with it have been served: an engine serves one after the other."""
+        if adapter.number in self._loaded:
+            self._unload(adapter.number)
+        if self._kept.pop(adapter.number, None) is not None:
+            self._vllm_call(self._llm.collective_rpc, "forget_adapter", args=(adapter.path,))
+
+    def finish_update(self, version: int) -> None:
+        """See the base class. vLLM drops all adapters when the base changes, so those that were loaded are loaded again."""
+        super().finish_update(version)
+        loaded, self._loaded = list(self._loaded.values()), {}
+        for adapter in loaded:
+            self._during_update(self.load_adapter, adapter)
+
+    def _batches(self, adapters: Sequence[AdapterVersion | None]) -> Iterator[list[int]]:
+        """Requests of no more adapters than are served at one time, by index; their adapters are loaded when it is their
+        turn. One batch of all requests where there is room for all adapters.
+        """
+        different = [adapter for adapter in dict.fromkeys(adapters) if adapter is not None]
+        most = max(self._config.max_adapters, 1)
+        for start in range(0, max(len(different), 1), most):
+            part = different[start : start + most]
+            for adapter in part:
+                self.load_adapter(adapter)
+            yield [index for index, adapter in enumerate(adapters) if adapter in part or (adapter is None and not start)]
+
+    def _require_version(self, adapter: AdapterVersion | None, required: int | None) -> None:
+        version = self._version if adapter is None else adapter.version
+        if required is not None and version < required:
+            what = "weights of" if adapter is None else f"{adapter.tenant!r} at"
+            raise WeightVersionError(
+                f"{self._name} serves {what} version {version}, version {required} is required: push first",
+                engine=self._name,
+                version=version,
+                required=required,
+            )
+
+    def _read(self, directory: str) -> PackedFactors:
+        found: dict[str, tuple[Tensor, float]] = {}
+        adapter = read_peft_directory(directory)
+        for module, parts in adapter.parts.items():
+            for part, tensor in parts.items():
+                scale = adapter.scales[module] if part == "B" else 1.0
+                found[part_name(module, adapter.kinds[module], part)] = tensor, scale
+        return PackedFactors.of(found, self._config.dtype)
+
+    def _unload(self, number: int) -> None:
+        del self._loaded[number]
+        self._vllm_call(self._llm.llm_engine.remove_lora, number)
+
+    def _unload_all(self) -> None:
+        """Before vLLM's memory goes; they are loaded again when they are used."""
+        for number in list(self._loaded):
+            self._unload(number)
+
+
+def lora_request(adapter: AdapterVersion | None) -> Any:
+    """What vLLM takes beside a prompt. It must not be imported before its environment is set."""
+    from vllm.lora.request import LoRARequest
+
+    return None if adapter is None else LoRARequest(adapter.name, adapter.number, adapter.path)

@@ -1,0 +1,69 @@
+"""Reports of pushes: versions, bytes, and seconds of each phase."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from actors.cluster import prometheus
+from rl_backend.trace.recorder import span
+
+
+@dataclass(frozen=True)
+class PushReport:
+    """What a push did.
+
+    Attributes:
+        version: the weight version that every engine of ``engines`` now serves.
+        nbytes: bytes of the weights, sent to each engine.
+        seconds: of each phase: ``plan``, ``stage``, ``verify``, ``load``, ``resume`` (``stream`` in place of ``stage``,
+            ``verify`` and ``load`` where weights are streamed), and ``total``. Through shared memory, ``stage`` is also the
+            time in which engines check what is staged already, and ``verify`` what is left of that. A LoRA tenant has
+            ``stage``, ``load`` with all checks, ``probe`` and ``switch``.
+        transport: the one used; of a tenant ``object_store`` or ``directory``.
+        engines: numbers of the engines that were updated.
+        skipped: engines that were dead or dirty before the push began.
+    """
+
+    version: int
+    nbytes: int
+    seconds: dict[str, float]
+    transport: str
+    engines: tuple[int, ...]
+    skipped: tuple[int, ...]
+
+    def export(self) -> None:
+        """To Prometheus."""
+        for phase, seconds in self.seconds.items():
+            prometheus.observe("rl_backend_push_seconds", seconds, phase=phase, transport=self.transport)
+        prometheus.count("rl_backend_pushes_total", 1, transport=self.transport)
+        prometheus.count("rl_backend_push_bytes_total", self.nbytes, transport=self.transport)
+
+
+class PushClock:
+    """Seconds of a push by phase, which a trace shows as well.
+
+    Attributes:
+        version: that is pushed, once it is known.
+    """
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self._started = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        with span(name, "push") as traced:
+            try:
+                yield
+            finally:
+                self._seconds[name] = time.perf_counter() - started
+                if self.version is not None:
+                    traced.update(weight_version=self.version)
+
+    def seconds(self) -> dict[str, float]:
+        return {**self._seconds, "total": time.perf_counter() - self._started}

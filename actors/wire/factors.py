@@ -1,0 +1,77 @@
+"""Factors of an adapter as one run of bytes, which Ray hands from process to process without pickling tensor by tensor."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rl_backend.contracts import dtype_from_name
+from rl_backend.weights.digest import tensor_digest
+from rl_backend.weights.finite import has_non_finite
+
+
+@dataclass(frozen=True, eq=False)
+class PackedFactors:
+    """Factors of one dtype, one after the other.
+
+    Attributes:
+        shapes: by peft's names, in the order of ``values``.
+        dtype: of all.
+        values: (bytes,) uint8.
+        digest: of names, shapes and values, where they come from.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    dtype: str
+    values: NDArray[np.uint8]
+    digest: str
+
+    @classmethod
+    def of(cls, factors: Mapping[str, tuple[Tensor, float]], dtype: str) -> PackedFactors:
+        """Packs float32 factors on the CPU, each multiplied by its scale."""
+        shapes = {name: tuple(factors[name][0].shape) for name in sorted(factors)}
+        flat = torch.empty(sum(map(prod, shapes.values())), dtype=dtype_from_name(dtype))
+        for name, view in _views(flat, shapes).items():
+            factor, scale = factors[name]
+            view.copy_(factor if scale == 1.0 else factor * scale)
+        return cls(shapes, dtype, flat.view(torch.uint8).numpy(), _digest(shapes, flat))
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether what is here is what was sent."""
+        return _digest(self.shapes, self._flat) == self.digest
+
+    def not_finite(self) -> str:
+        """The name of a factor with NaN or infinity; empty where there is none."""
+        if not has_non_finite(self._flat):
+            return ""
+        return next(name for name, value in self.tensors().items() if has_non_finite(value))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Views of the values, by peft's names. Not to be written to."""
+        return _views(self._flat, self.shapes)
+
+    @property
+    def _flat(self) -> Tensor:
+        with warnings.catch_warnings():
+            # Ray's object store is read-only, which torch has no tensors for.
+            warnings.simplefilter("ignore", UserWarning)
+            return torch.from_numpy(self.values).view(dtype_from_name(self.dtype))
+
+
+def _views(flat: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    parts = flat.split([prod(shape) for shape in shapes.values()])
+    return {name: part.view(shape) for part, (name, shape) in zip(parts, shapes.items(), strict=True)}
+
+
+def _digest(shapes: Mapping[str, Any], flat: Tensor) -> str:
+    return f"{xxhash.xxh3_64_hexdigest(repr(dict(shapes)).encode())} {tensor_digest(flat)}"

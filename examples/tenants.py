@@ -1,0 +1,187 @@
+"""Several users at once: each trains a LoRA adapter of its own over one frozen model, from a thread of this process.
+
+    python -m examples.tenants --model DIR --dataset train.jsonl --reward my_reward.py:compute_score --lora.rank 16 \\
+        --users '{"ann": {}, "bob": {"dataset": "other.jsonl", "lora.rank": 4, "lr": 1e-3}}'
+
+Every option applies to each user, unless the user's own entry in ``users`` says otherwise: data, reward, rank, learning
+rate, number of steps. All share training ranks, engines and the model, which is held once. After each step of a user its
+adapter alone goes to the engines, which serve on. Each user has a run folder, ``run_dir/<user>``, with its
+checkpoints, metrics, report and adapter; ``run_dir/report.html`` shows all users. With ``--resume auto`` each continues from
+its last checkpoint. The file stands alone: copy it to begin a loop of your own.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import Field, StringConstraints, model_validator
+
+from actors import RLRun, Session, open_session
+from actors.run import (
+    Follows,
+    PolicyLoss,
+    RLConfig,
+    RunResult,
+    parse_config,
+    run_command,
+    to_sequences,
+    update_metrics,
+    with_advantages,
+    with_outputs,
+    write_report,
+)
+from rl_backend.contracts import ConfigError
+
+type UserName = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$")]
+
+
+class UserConfig(RLConfig):
+    """Options of one user's run."""
+
+    preset: ClassVar[Mapping[str, Any]] = {**RLConfig.preset, "run_dir": "runs/tenants", "lora.rank": 16}
+
+    loss: PolicyLoss = Field(default=PolicyLoss(), description="what a policy minimises")
+
+    @model_validator(mode="after")
+    def _check_user(self) -> Self:
+        name = type(self).__name__
+        if not self.pushes_adapters:
+            raise ConfigError.of(
+                f"{name}.lora.push", self.lora.push, "users share engines; push adapters, of a rank above 0"
+            )
+        if self.trace:
+            raise ConfigError.of(f"{name}.trace", True, "records one run, and all users' actors are the same; leave it out")
+        if self.sampling.n < 2:
+            raise ConfigError.of(f"{name}.samples_per_prompt", self.sampling.n, "the loop compares at least 2 responses")
+        return self
+
+
+class TenantsConfig(UserConfig):
+    """Options of all users, and their own."""
+
+    follows: ClassVar[Mapping[str, Follows]] = {
+        **UserConfig.follows,
+        "rollout.max_adapters": Follows(lambda config: len(config.users)),
+        "rollout.max_adapter_rank": Follows(lambda config: max(user.lora.rank for user in config.each().values())),
+    }
+
+    users: dict[UserName, dict[str, Any]] = Field(
+        min_length=1, description="name -> options in which that user differs, by their names or places"
+    )
+
+    @model_validator(mode="after")
+    def _check_users(self) -> Self:
+        for name, user in self.each().items():
+            if user.longest_sequence > self.rollout.max_model_len:
+                raise ConfigError.of(
+                    "TenantsConfig.rollout.max_model_len",
+                    self.rollout.max_model_len,
+                    f"user {name!r} has sequences of up to {user.longest_sequence} tokens; set it for all",
+                )
+        return self
+
+    def each(self) -> dict[str, UserConfig]:
+        """The whole options of every user."""
+        shared = self.model_dump(mode="json", exclude={"users"})
+        return {name: self._one(name, shared, own) for name, own in self.users.items()}
+
+    def _one(self, name: str, shared: Mapping[str, Any], own: Mapping[str, Any]) -> UserConfig:
+        try:
+            if "run_dir" in own:
+                raise ConfigError.of("UserConfig.run_dir", own["run_dir"], f"is run_dir/{name}; leave it out")
+            return UserConfig.overlaid(shared, {**own, "run_dir": f"{self.run_dir}/{name}"})
+        except ConfigError as error:
+            raise ConfigError(f"user {name!r}: {error}") from None
+
+
+def train(config: TenantsConfig, session: Session | None = None) -> dict[str, RunResult]:
+    """Trains every user's adapter and leaves it in ``run_dir/<user>/model``; a user that has finished is passed over.
+
+    Args:
+        session: open training groups and engines; None opens them.
+
+    Raises:
+        Whatever ends the run of a user, after the others have finished.
+    """
+    waiting = {name: user for name, user in config.each().items() if not has_finished(user)}
+    stopping = threading.Event()
+    with (
+        open_session(config) if session is None else nullcontext(session) as opened,
+        ThreadPoolExecutor(max(len(waiting), 1), thread_name_prefix="user") as threads,
+    ):
+        runs = {name: threads.submit(train_user, name, user, opened, stopping) for name, user in waiting.items()}
+        try:
+            errors = {name: error for name, run in runs.items() if (error := run.exception()) is not None}
+        except BaseException:
+            stopping.set()  # Ctrl-C: every user ends with its step
+            raise
+    write_report(config.run_dir)
+    for name, error in errors.items():
+        error.add_note(f"this ended the run of user {name!r}")
+        raise error
+    return {name: run.result() for name, run in runs.items()}
+
+
+def train_user(name: str, config: UserConfig, session: Session, stopping: threading.Event) -> RunResult:
+    """GRPO for one user: what it does is not seen by any other."""
+    run = RLRun(config, session, label=f"{name:12}")
+    options = {"entropy_coef": config.entropy_coef, **config.importance_options()}
+    loss, meta = config.loss.function(config.sampling.max_new_tokens, **options), config.meta()
+    with run:
+        policy = run.build_model("policy", router_replay=config.router_replay)
+        run.begin("GRPO", {"policy": policy})
+        for _ in run.steps():
+            if stopping.is_set():
+                raise KeyboardInterrupt
+            batch = run.collect()
+            sequences = to_sequences(batch.samples, routes=config.router_replay == "R3")
+            old = policy.outputs({"old_log_probs": "log_probs"}, sequences, meta, before_updates=True)
+            sequences = with_advantages(with_outputs(sequences, old), batch.rewards, "grpo", config.sampling.n)
+            run.lap("old_log_probs")
+            updates = []
+            for first in range(0, len(sequences), config.sequences_per_update):
+                updates.append(policy.update(sequences[first : first + config.sequences_per_update], loss, meta))
+            run.lap("train")
+            run.push()
+            run.end_step(batch.metrics | update_metrics(updates))
+        run.save_model(policy)
+        return run.finish()
+
+
+def has_finished(config: UserConfig) -> bool:
+    """Whether there is nothing left to resume."""
+    run, options = (Path(config.run_dir, name) for name in ("run.json", "config.json"))
+    if config.resume != "auto" or not run.exists() or json.loads(run.read_text()).get("state") != "finished":
+        return False
+    return bool(json.loads(options.read_text()).get("steps") == config.steps)
+
+
+def table(config: TenantsConfig, results: Mapping[str, RunResult]) -> str:
+    """A line for each user."""
+    lines = [f"{'user':12}{'rank':>6}{'lr':>9}{'steps':>7}{'accuracy before':>17}{'after':>8}{'log-prob gap':>14}"]
+    for name, result in results.items():
+        user = config.each()[name]
+        before, after = (
+            "-" if value is None else f"{value:.3f}" for value in (result.accuracy_before, result.accuracy_after)
+        )
+        rate = user.train.backend_cfg.optimizer.lr
+        lines.append(
+            f"{name:12}{user.lora.rank:6}{rate:9.1e}{user.steps:7}{before:>17}{after:>8}{result.max_log_prob_gap:14.1e}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    config = parse_config(TenantsConfig, "Several users, each with a LoRA adapter of its own over one frozen model.")
+    print(table(config, train(config)))
+    print(f"run folders: {config.run_dir}/<user> (report.html, the adapter in peft's format in model)")
+
+
+if __name__ == "__main__":
+    run_command(main)

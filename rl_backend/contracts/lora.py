@@ -1,0 +1,125 @@
+"""LoRA tenants: adapters over one frozen model, each with a rank, targets and an optimizer of its own."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, Self, get_args
+
+from pydantic import Field, model_validator
+
+from rl_backend.contracts.base_config import BaseConfig
+from rl_backend.contracts.errors import ConfigError
+from rl_backend.contracts.operations import Head
+
+type LoRAKind = Literal["attention", "feed_forward", "experts", "embedding", "head"]
+"""What a module is part of: a mixer, a dense feed-forward block, the experts of a mixture, the embedding or the head."""
+
+LORA_KINDS: tuple[LoRAKind, ...] = get_args(LoRAKind.__value__)
+
+LORA_FIELD = "lora"
+"""Sequence field, () int64: the :attr:`~rl_backend.contracts.ModelHandle.lora_id` of the tenant whose sequence it is; -1 for
+the base model alone."""
+
+BASE_ONLY = -1
+
+type LoRAPart = Literal["A", "B", "magnitude"]
+"""What a tenant has for one module: A, (rank, inputs); B, (outputs, rank); with DoRA the magnitudes of the rows
+of the weight."""
+
+ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM keeps memory for."""
+
+PEFT_PREFIX = "base_model.model."
+"""What peft puts before the Hugging Face names of a model's modules."""
+
+
+class LoRAConfig(BaseConfig):
+    """Low-rank adapters (Hu et al., arXiv 2106.09685), with peft's names, initialisation and scaling.
+
+    Attributes:
+        rank: of both factors.
+        alpha: the product is scaled by ``alpha / rank``.
+        targets: kinds of blocks, and Hugging Face names of modules: whole ones (``model.layers.0.mlp.up_proj``) or their
+            ends (``q_proj``).
+        dropout: of the adapters' inputs in training, drawn from a generator of the tenant's own.
+        use_rslora: scale by ``alpha / sqrt(rank)`` instead (Kalajdzievski, arXiv 2312.03732).
+        use_dora: learn the direction of each output's weights by the factors and their magnitude by itself (Liu et al.,
+            arXiv 2402.09353). The change has full rank: engines take such a tenant merged only.
+        seed: of the initial factors and of dropout. The factors of a module depend on it and the module's name alone.
+    """
+
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32.0, gt=0.0, allow_inf_nan=False)
+    targets: tuple[str, ...] = Field(default=("attention", "feed_forward"), min_length=1)
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    use_rslora: bool = False
+    use_dora: bool = False
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        empty = [target for target in self.targets if not target.strip(". ")]
+        if empty:
+            raise ConfigError.of("LoRAConfig.targets", self.targets, "has an empty name; name modules or kinds of blocks")
+        return self
+
+    @property
+    def scale(self) -> float:
+        """Factor of ``B @ A``."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+    @property
+    def parts(self) -> tuple[LoRAPart, ...]:
+        """What a tenant has for each module."""
+        return ("A", "B", "magnitude") if self.use_dora else ("A", "B")
+
+    def selects(self, module: str, kind: LoRAKind) -> bool:
+        """Whether a module of this Hugging Face name and kind is a target."""
+        return any(target == kind or f".{module}".endswith(f".{target}") for target in self.targets)
+
+
+@dataclass(frozen=True)
+class LoRAInfo:
+    """Facts about a tenant.
+
+    Attributes:
+        name: of the tenant.
+        config: rank, targets and so on.
+        head: ``log_probs``, or ``values`` of a critic.
+        modules: Hugging Face names of the modules that it adapts.
+        step: optimizer steps taken.
+        weight_version: as of a model.
+        learning_rate: of the next step.
+        num_parameters: that this rank holds.
+        bytes: that this rank holds of it: weights, gradients and moments, padding included.
+    """
+
+    name: str
+    config: LoRAConfig
+    head: Head
+    modules: tuple[str, ...]
+    step: int
+    weight_version: int
+    learning_rate: float
+    num_parameters: int
+    bytes: int
+
+
+def engine_slots(adapters: int, device: str) -> int:
+    """Slots of an engine that serves so many adapters at one time.
+
+    One more: while a version is loaded, the one before still serves. On a CPU requests without an adapter read the last slot
+    (vLLM 0.30, ``lora/ops/torch_ops``), so another one stays empty.
+    """
+    return adapters + (2 if device == "cpu" else 1)
+
+
+def peft_name(module: str, *, is_a: bool) -> str:
+    """The name of a linear layer's factor in peft's files."""
+    return f"{PEFT_PREFIX}{module}.lora_{'A' if is_a else 'B'}.weight"
+
+
+def part_name(module: str, kind: LoRAKind, part: LoRAPart) -> str:
+    """The name of what a tenant has for a module in peft's files."""
+    if part == "magnitude":
+        return f"{PEFT_PREFIX}{module}.lora_magnitude_vector"
+    return f"{PEFT_PREFIX}{module}.lora_embedding_{part}" if kind == "embedding" else peft_name(module, is_a=part == "A")

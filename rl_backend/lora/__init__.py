@@ -1,0 +1,1 @@
+"""LoRA tenants as flat rows of numbers beside a frozen model, the same for every runtime and layout."""

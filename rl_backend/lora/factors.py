@@ -1,0 +1,80 @@
+"""Whole tensors of a tenant, gathered from ranks, by their names in peft's format."""
+
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import closing
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_backend.contracts.lora import PEFT_PREFIX, LoRAKind, part_name
+from rl_backend.lora.rows import RowTensor, TenantRows
+
+type WholeTensors = Mapping[str, Tensor]
+"""peft's name -> whole tensor, float32, at the true rank."""
+
+
+def whole_tensors(rows: TenantRows, row: Tensor, names: Iterable[str], group: dist.ProcessGroup) -> WholeTensors:
+    """The tensors in ``row``, which is one of those of ``rows``. A collective.
+
+    Args:
+        names: of all tensors of the tenant, in the order of the result.
+        group: ranks that have all of the tenant together.
+    """
+    mine = {tensor._replace(start=0): view for tensor, view in rows.views(row)}
+    gathered: list[dict[RowTensor, Tensor]] = [mine]
+    if group.size() > 1:
+        # What several ranks have is sent by the first of them.
+        held: list[list[RowTensor]] = [[] for _ in range(group.size())]
+        dist.all_gather_object(held, list(mine), group=group)
+        sent = {(each.name, each.first) for tensors in held[: group.rank()] for each in tensors}
+        own = {each: view.cpu().clone() for each, view in mine.items() if (each.name, each.first) not in sent}
+        gathered = [{} for _ in range(group.size())]
+        dist.all_gather_object(gathered, own, group=group)
+    found: dict[str, Tensor] = {}
+    for of_rank in gathered:
+        for tensor, view in of_rank.items():
+            whole = found.setdefault(tensor.name, torch.empty(tensor.size, dtype=view.dtype, device=row.device))
+            tensor.cut(whole).copy_(view)
+    return {name: found[name] for name in names}
+
+
+def merged_weights(
+    stream: Generator[tuple[str, Tensor]],
+    tensors: WholeTensors,
+    kinds: Mapping[str, LoRAKind],
+    scale: float,
+    own: Mapping[str, torch.dtype],
+) -> Generator[tuple[str, Tensor]]:
+    """The weights of a model with an adapter added to them; they are added up in float32.
+
+    Args:
+        kinds: of the modules that the tenant adapts.
+        own: Hugging Face names of weights that the tenant trains whole, which come last, and their dtypes.
+    """
+    with closing(stream):
+        for name, weight in stream:
+            if name in own:
+                continue
+            module = name.removesuffix(".weight")
+            if module in kinds:
+                weight = _merged(weight, module, kinds[module], tensors, scale)
+            yield name, weight
+    for name, dtype in own.items():
+        yield name, tensors[PEFT_PREFIX + name].to(dtype)
+
+
+def _merged(weight: Tensor, module: str, kind: LoRAKind, tensors: WholeTensors, scale: float) -> Tensor:
+    a, b = tensors[part_name(module, kind, "A")], tensors[part_name(module, kind, "B")]
+    change = b @ a
+    merged = weight.float().add(change.t() if kind == "embedding" else change, alpha=scale)
+    magnitudes = tensors.get(part_name(module, kind, "magnitude"))
+    if magnitudes is not None:
+        merged *= (magnitudes / torch.linalg.vector_norm(merged, dim=1))[:, None]
+    return merged.to(weight.dtype)
+
+
+def load_tensors(rows: TenantRows, row: Tensor, tensors: Mapping[str, Tensor]) -> None:
+    """Puts whole tensors by peft's names, which have been checked, into ``row``."""
+    for tensor, view in rows.views(row):
+        view.copy_(tensor.cut(tensors[tensor.name]))

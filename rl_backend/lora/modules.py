@@ -1,0 +1,88 @@
+"""Modules that adapters can stand beside, and what one rank has of them."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rl_backend.contracts import VALUE_HEAD_WEIGHTS, ConfigError, UnsupportedError
+from rl_backend.contracts.lora import LORA_KINDS, LoRAConfig, LoRAKind
+
+type Part = tuple[int, int]
+"""First and last-but-one of the features that a rank has."""
+
+
+@dataclass(frozen=True)
+class AdaptedModule:
+    """A linear layer, an embedding or a head.
+
+    Attributes:
+        name: Hugging Face name of the module.
+        kind: what it is part of.
+        in_features, out_features: of the whole module. An embedding has the vocabulary as inputs.
+        inputs, outputs: the features that this rank computes with.
+        holds_outputs: whether this rank keeps the factor of its outputs whole and computes with a view of it: heads of
+            keys and values that several ranks share.
+        is_expert: whether it belongs to one of the experts that a router chooses between, which have ranks of their own.
+    """
+
+    name: str
+    kind: LoRAKind
+    in_features: int
+    out_features: int
+    inputs: Part
+    outputs: Part
+    holds_outputs: bool = False
+    is_expert: bool = False
+
+    @property
+    def cuts_inputs(self) -> bool:
+        """Whether ranks have different columns of A. Otherwise they all have A, and each a part of its gradient."""
+        return self.inputs != (0, self.in_features)
+
+    @property
+    def cuts_outputs(self) -> bool:
+        """As :attr:`cuts_inputs`, for rows of B."""
+        return self.outputs != (0, self.out_features) and not self.holds_outputs
+
+
+def value_head(hidden_size: int) -> AdaptedModule:
+    """The head of a critic, which tenants may have one of their own in place of."""
+    name = VALUE_HEAD_WEIGHTS[0].removesuffix(".weight")
+    return AdaptedModule(name, "head", hidden_size, 1, (0, hidden_size), (0, 1))
+
+
+def select_modules(config: LoRAConfig, whole: Mapping[str, LoRAKind]) -> tuple[str, ...]:
+    """The names among ``whole``, of the whole model, that ``config`` targets, in their order.
+
+    Raises:
+        ConfigError: a target that no module matches.
+    """
+    for target in config.targets:
+        if not any(config.replace(targets=(target,)).selects(name, kind) for name, kind in whole.items()):
+            kinds: list[str] = sorted(set(whole.values()))
+            ends = sorted({name.rpartition(".")[2] for name in whole})
+            unknown = target not in LORA_KINDS
+            if target in ("embedding", "head") or target.rpartition(".")[2] in ("embed_tokens", "lm_head"):
+                kinds.append("where the head is the embedding neither is adapted: merged weights could not be of one alone")
+            raise ConfigError.of(
+                "LoRAConfig.targets",
+                target,
+                f"{'no module of this name' if unknown else 'the model has none, or none that can be adapted here'}; kinds "
+                f"that it has: {', '.join(kinds)}; names: {', '.join(ends)}",
+            )
+    return tuple(name for name, kind in whole.items() if config.selects(name, kind))
+
+
+def modules_of_rank(names: Iterable[str], held: Mapping[str, AdaptedModule]) -> tuple[AdaptedModule, ...]:
+    """Those of ``names`` that this rank has a part of."""
+    return tuple(held[name] for name in names if name in held)
+
+
+def require_trainable(config: LoRAConfig, names: Iterable[str], kinds: Mapping[str, LoRAKind]) -> None:
+    """Raises :class:`~rl_backend.contracts.UnsupportedError` for DoRA of an embedding or a head."""
+    for name in names:
+        if config.use_dora and kinds[name] in ("embedding", "head"):
+            raise UnsupportedError(
+                f"LoRAConfig.use_dora=True with {name}: embeddings and heads have no magnitudes here; take it out of the "
+                "targets, or set use_dora=False",
+                use_dora=True,
+            )

@@ -1,0 +1,252 @@
+"""A tenant on one rank: its tensors, their gradients and two moments, each as one flat row."""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from operator import add
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rl_backend.contracts.lora import BASE_ONLY, PEFT_PREFIX, LoRAConfig, part_name
+from rl_backend.lora.modules import AdaptedModule
+from rl_backend.primitive.adapter_runs import AdapterRun, Factors, OwnHead, SumOverRanks
+
+_ALIGNMENT = 16
+"""Ranks are padded to 16 times a power of two. Padding a smaller rank further would change the bits of products; and kernels
+for groups of matrices ask for rows of 16 bytes."""
+
+
+class RowTensor(NamedTuple):
+    """One tensor of a tenant on this rank.
+
+    Attributes:
+        module: that it belongs to.
+        role: ``a``, ``b`` or ``magnitude`` of an adapter, or the name of a parameter that is trained whole.
+        name: peft's.
+        size: of the whole tensor.
+        first: where this rank's part of it begins, in each dimension.
+        held: shape of this rank's part.
+        padding: how many zeros follow in each dimension.
+        summed: whether this rank has a part of its gradient, to be added up over the ranks that cut the module, which all
+            have it.
+        start: its place in the row.
+    """
+
+    module: AdaptedModule
+    role: str
+    name: str
+    size: tuple[int, ...]
+    first: tuple[int, ...]
+    held: tuple[int, ...]
+    padding: tuple[int, ...]
+    summed: bool
+    start: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In memory."""
+        return tuple(map(add, self.held, self.padding))
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.shape)
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """This rank's part of the whole tensor, a view."""
+        return whole[tuple(slice(first, first + held) for first, held in zip(self.first, self.held, strict=True))]
+
+    def memory(self, row: Tensor) -> Tensor:
+        """What lies in ``row``, padding included: a view of :attr:`shape`."""
+        return row[self.start : self.stop].view(self.shape)
+
+
+class Section(NamedTuple):
+    """Neighbours in a row whose gradients are added up over the same ranks.
+
+    Attributes:
+        start, stop: in the row.
+        of_experts: whether they belong to experts, which have ranks of their own.
+        summed: as in :class:`RowTensor`.
+    """
+
+    start: int
+    stop: int
+    of_experts: bool
+    summed: bool
+
+
+def factors_of(module: AdaptedModule, config: LoRAConfig) -> list[RowTensor]:
+    """A, (rank, inputs), B, (outputs, rank), and with DoRA magnitudes, (outputs,)."""
+    rank = config.rank
+    padding = padded_rank(rank) - rank
+    (inputs, outputs), (start, stop) = (module.in_features, module.out_features), module.inputs
+    low, high = (0, outputs) if module.holds_outputs else module.outputs
+    name, whole = partial(part_name, module.name, module.kind), not module.cuts_outputs
+    found = [
+        RowTensor(
+            module, "a", name("A"), (rank, inputs), (0, start), (rank, stop - start), (padding, 0), not module.cuts_inputs
+        ),
+        RowTensor(module, "b", name("B"), (outputs, rank), (low, 0), (high - low, rank), (0, padding), whole),
+    ]
+    if config.use_dora:
+        found.append(RowTensor(module, "magnitude", name("magnitude"), (outputs,), (low,), (high - low,), (0,), whole))
+    return found
+
+
+def saved_parameter(module: AdaptedModule, role: str, size: tuple[int, ...]) -> RowTensor:
+    """A parameter that every tensor-parallel rank holds and trains whole, as those of peft's ``modules_to_save``."""
+    nothing = (0,) * len(size)
+    return RowTensor(module, role, f"{PEFT_PREFIX}{module.name}.{role}", size, nothing, size, nothing, summed=True)
+
+
+def padded_rank(rank: int) -> int:
+    """The rank that memory is kept for; it depends on the tenant alone."""
+    return _ALIGNMENT << max(math.ceil(rank / _ALIGNMENT) - 1, 0).bit_length()
+
+
+def head_parameters(module: AdaptedModule) -> tuple[RowTensor, RowTensor]:
+    """Weight and bias of a value head."""
+    return (
+        saved_parameter(module, "weight", (module.out_features, module.in_features)),
+        saved_parameter(module, "bias", (module.out_features,)),
+    )
+
+
+def lay_out_row(tensors: Sequence[RowTensor]) -> tuple[list[RowTensor], list[Section]]:
+    """The tensors with their places, and the sections that they make. In each those come last whose weights do not decay."""
+    placed, sections, start = list[RowTensor](), list[Section](), 0
+
+    def section(tensor: RowTensor) -> tuple[bool, bool]:
+        return tensor.module.is_expert, not tensor.summed
+
+    ordered = sorted(tensors, key=lambda each: (*section(each), len(each.size) == 1))
+    for (of_experts, cut), own in groupby(ordered, section):
+        first = start
+        for tensor in own:
+            placed.append(tensor._replace(start=start))
+            start = placed[-1].stop
+        sections.append(Section(first, start, of_experts, not cut))
+    return placed, sections
+
+
+@dataclass(eq=False)
+class TenantRows:
+    """A tenant's numbers on this rank. Padding is 0 and stays 0.
+
+    Attributes:
+        config: of the tenant.
+        tensors: what lies where in a row.
+        sections: of a row, in their order.
+        weights, gradients, exp_avg, exp_avg_sq: the rows, float32.
+        num_steps: () float32, optimizer steps taken.
+        num_draws: micro-batches in training so far, from which dropout is drawn.
+        sum_over_inputs: for a module whose inputs are cut, what adds a tensor up over its ranks, in place.
+    """
+
+    config: LoRAConfig
+    tensors: Sequence[RowTensor]
+    sections: Sequence[Section]
+    weights: Tensor
+    gradients: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    num_steps: Tensor
+    num_draws: int = 0
+    training: bool = True
+    sum_over_inputs: Callable[[AdaptedModule], SumOverRanks | None] = lambda module: None
+    _modules: Mapping[str, Factors] = field(default_factory=dict)
+    _head: OwnHead | None = None
+
+    @classmethod
+    def new(
+        cls,
+        config: LoRAConfig,
+        tensors: Sequence[RowTensor],
+        device: torch.device,
+        initial: Mapping[str, Tensor],
+        sum_over_inputs: Callable[[AdaptedModule], SumOverRanks | None],
+    ) -> "TenantRows":
+        """A tenant with A as peft draws it, B of zeros, and other tensors as in ``initial``, whole ones by peft's names."""
+        placed, sections = lay_out_row(tensors)
+        size = placed[-1].stop if placed else 0
+        # Memory of its own for each: parts of a model are moved one by one.
+        weights, gradients, exp_avg, exp_avg_sq = (torch.zeros(size, device=device) for _ in range(4))
+        tenant = cls(config, placed, sections, weights, gradients, exp_avg, exp_avg_sq, torch.zeros((), device=device))
+        tenant.sum_over_inputs = sum_over_inputs
+        for tensor, view in tenant.views(weights):
+            whole = initial[tensor.name] if tensor.name in initial else initial_factor(config, tensor)
+            view.copy_(tensor.cut(whole))
+        return tenant
+
+    def views(self, row: Tensor) -> Iterator[tuple[RowTensor, Tensor]]:
+        """Each tensor and its numbers, without padding: a view of ``row``."""
+        for tensor in self.tensors:
+            yield tensor, tensor.memory(row)[tuple(map(slice, tensor.held))]
+
+    def run(self, start: int, stop: int, draw: int | None, key: int = BASE_ONLY) -> AdapterRun:
+        """This tenant at work on the rows from ``start`` to ``stop``; ``key`` is its ``lora_id``."""
+        return AdapterRun(start, stop, self.modules, draw, self._head, key)
+
+    @property
+    def modules(self) -> Mapping[str, Factors]:
+        """What layers compute with, by the names of their modules."""
+        if not self._modules:
+            self._bind()
+        return self._modules
+
+    def _bind(self) -> None:
+        held: dict[AdaptedModule, dict[str, Tensor]] = {}
+        first_input: dict[AdaptedModule, int] = {}
+        for tensor in self.tensors:
+            module = tensor.module
+            used = slice(*module.outputs) if module.holds_outputs and tensor.role != "a" else slice(None)
+            if tensor.role == "a":
+                first_input[module] = tensor.first[1]
+            for prefix, row in (("", self.weights), ("grad_", self.gradients)):
+                held.setdefault(module, {})[prefix + tensor.role] = tensor.memory(row)[used]
+        self._modules = {
+            module.name: Factors(
+                **tensors,
+                scale=self.config.scale,
+                dropout=self.config.dropout,
+                seed=_seed(self.config.seed, f"{module.name} dropout {first_input[module]}"),
+                sum_over_inputs=self.sum_over_inputs(module),
+            )
+            for module, tensors in held.items()
+            if module in first_input
+        }
+        self._head = next((OwnHead(**tensors) for module, tensors in held.items() if module not in first_input), None)
+
+    def spans(self) -> Iterator[tuple[slice, bool]]:
+        """Parts of a row that end to end are all of it, and whether their weights decay: not those of one dimension."""
+        for decays, tensors in groupby(self.tensors, lambda each: len(each.size) > 1):
+            first, *others = tensors
+            yield slice(first.start, (others or [first])[-1].stop), decays
+
+    @property
+    def nbytes(self) -> int:
+        return sum(row.nbytes for row in (self.weights, self.gradients, self.exp_avg, self.exp_avg_sq))
+
+
+def initial_factor(config: LoRAConfig, tensor: RowTensor) -> Tensor:
+    """The whole factor of a new tenant, as peft starts it: for a linear layer A uniform in ``1 / sqrt(in_features)``
+    (Kaiming with a = sqrt(5)) and B zero, for an embedding A zero and B standard normal.
+    """
+    module = tensor.module
+    if (tensor.role == "a") == (module.kind == "embedding"):
+        return torch.zeros(tensor.size)
+    generator = torch.Generator().manual_seed(_seed(config.seed, module.name))
+    if module.kind == "embedding":
+        return torch.randn(tensor.size, generator=generator)
+    bound = 1.0 / math.sqrt(module.in_features)
+    return torch.empty(tensor.size).uniform_(-bound, bound, generator=generator)
+
+
+def _seed(seed: int, name: str) -> int:
+    """A seed of a module's own, which neither layout nor other targets change."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest())

@@ -1,0 +1,202 @@
+"""Linear layers of a frozen model, with low-rank products of several adapters beside them.
+
+Each adapter works on rows of its own; the product with the frozen weight is one for all rows. Gradients of the adapters'
+factors go straight into their buffers, outside of autograd. On a CPU a row of a matrix product does not depend on how many
+other rows there are, once there are :data:`ENOUGH_ROWS`: what an adapter computes is then the same bit for bit whoever is
+beside it. Fewer rows are padded.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rl_backend.primitive.adapter_runs import AdapterRun, Columns, Factors, dropped, runs_at_work
+
+ENOUGH_ROWS = 16
+"""From so many rows on, products of float32 matrices take one path in the libraries tried, with one thread or several."""
+
+
+def adapted_linear(x: Tensor, weight: Tensor, bias: Tensor | None, modules: Mapping[str, Columns | None]) -> Tensor:
+    """``x @ weight.T + bias`` of all rows, plus ``scale * x @ a.T @ b.T`` of the rows of each adapter that has a module.
+
+    Args:
+        x: (T, in_features); adapters get gradients only if it requires one.
+        weight: (out_features, in_features), frozen.
+        modules: names in :attr:`AdapterRun.modules` -> their outputs; None where a module has all of them.
+    """
+    adapted: Tensor = _AdaptedLinear.apply(x, weight, bias, modules, runs_at_work())
+    return adapted
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        modules: Mapping[str, Columns | None],
+        runs: Sequence[AdapterRun],
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        y = padded_product(x, weight.t())
+        ctx.work = [
+            Work(stack, [run.modules[name] for run in stack], columns, weight)
+            for name, columns in modules.items()
+            for stack in stacks_of(runs, name)
+        ]
+        for work in ctx.work:
+            work.add_to(y, x, weight)
+        if bias is not None:
+            y += bias
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        x, weight = ctx.saved_tensors
+        grad_x = padded_product(grad, weight)
+        for work in ctx.work:
+            work.add_gradients(grad_x, x, grad, weight)
+        return grad_x, None, None, None, None
+
+
+def stacks_of(runs: Sequence[AdapterRun], name: str) -> list[list[AdapterRun]]:
+    """The runs that have the module ``name``, in as few stacks as their order allows.
+
+    In a stack are neighbours that have as many rows, enough of them, and equal ranks: each of their products is one product
+    of stacks, with the bits of single ones. What drops inputs, or has magnitudes, is by itself.
+    """
+    found: list[list[AdapterRun]] = []
+    for run in runs:
+        if name in run.modules:
+            if found and _are_alike(found[-1], run, name):
+                found[-1].append(run)
+            else:
+                found.append([run])
+    return found
+
+
+def _are_alike(stack: Sequence[AdapterRun], run: AdapterRun, name: str) -> bool:
+    first, factors = stack[0], run.modules[name]
+    return (
+        stack[-1].stop == run.start
+        and first.stop - first.start == run.stop - run.start >= ENOUGH_ROWS
+        and first.modules[name].a.shape == factors.a.shape
+        and all(each.magnitude is None and not each.dropout for each in (first.modules[name], factors))
+        # Gradients of one adapter in two places must not meet in one addition.
+        and all(each.modules[name] is not factors for each in stack)
+    )
+
+
+class Work:
+    """One module of neighbouring adapters at work, each on rows of its own, beside a frozen layer.
+
+    DoRA's product is ``(magnitude / norm) * (W x + scale * B A x)``, ``norm`` being those of the rows of ``W + scale * B A``
+    and a constant in the backward pass (Liu et al., arXiv 2402.09353, section 4.3). ``x`` is dropped out in what is added to
+    ``W x``, as peft does it.
+
+    Args:
+        runs: a stack of :func:`stacks_of`.
+        factors: of the module, of each.
+        columns: of the module among the outputs of the layer.
+        weight: of the layer, (outputs, in_features). With DoRA a collective where its inputs are cut.
+    """
+
+    def __init__(
+        self, runs: Sequence[AdapterRun], factors: Sequence[Factors], columns: Columns | None, weight: Tensor
+    ) -> None:
+        self._rows, self._draw = slice(runs[0].start, runs[-1].stop), runs[0].draw
+        self._factors, self._first = factors, factors[0]
+        self._columns = columns
+        self._norm = None
+        if self._first.magnitude is not None:
+            self._norm = _norms_of_rows(self._of_module(weight.t()).t(), self._first)
+
+    def add_to(self, y: Tensor, x: Tensor, weight: Tensor) -> None:
+        """Adds to ``y``, (T, outputs), the layer's frozen product without a bias, what the adapters make of ``x``."""
+        own, x, first = y[self._rows], x[self._rows], self._first
+        kept = dropped(x, self._draw, first)
+        self._low = self._narrow(kept)
+        change = torch.bmm(self._low, self._stack("b", x.dtype).mT).flatten(0, 1)
+        if first.magnitude is not None and self._norm is not None:
+            base = self._of_module(own) if kept is x else kept @ self._of_module(weight.t())
+            gain = (first.magnitude / self._norm).to(x.dtype)
+            change = base * (gain - 1) + change * gain
+        if self._columns is None:
+            own += change
+        else:
+            view = self._columns.of(own)
+            view += change.view(view.shape)
+
+    def add_gradients(self, grad_x: Tensor, x: Tensor, grad: Tensor, weight: Tensor) -> None:
+        """Adds the adapters' gradients to their buffers, and to ``grad_x`` that of ``x`` through what they add.
+
+        Args:
+            grad: (T, outputs), of the layer's outputs.
+        """
+        first, grad = self._first, self._of_module(grad[self._rows])
+        kept = dropped(x[self._rows], self._draw, first)
+        b = self._stack("b", grad.dtype)
+        through_base: Tensor | None = None
+        if first.magnitude is not None and self._norm is not None and first.grad_magnitude is not None:
+            columns = self._of_module(weight.t())
+            whole = kept @ columns + self._low[0] @ b[0].t()
+            first.grad_magnitude.add_((grad * whole).sum(0).to(self._norm.dtype) / self._norm)
+            gain = (first.magnitude / self._norm).to(x.dtype)
+            through_base, grad = (grad * (gain - 1)) @ columns.t(), grad * gain
+        outputs = self._by_adapter(grad)
+        add_products([each.grad_b for each in self._factors], outputs.mT, self._low)
+        grad_low = torch.bmm(outputs, b).mul_(self._scale(b))
+        add_products([each.grad_a for each in self._factors], grad_low.mT, self._by_adapter(kept))
+        grad_kept = torch.bmm(grad_low, self._stack("a", grad.dtype)).flatten(0, 1)
+        grad_x[self._rows] += dropped(grad_kept if through_base is None else grad_kept.add_(through_base), self._draw, first)
+
+    def _narrow(self, kept: Tensor) -> Tensor:
+        """``scale * kept @ a.T``: (adapters * rows, in_features) -> (adapters, rows, rank)"""
+        a = self._stack("a", kept.dtype)
+        return torch.bmm(self._by_adapter(kept), a.mT).mul_(self._scale(a))
+
+    def _by_adapter(self, x: Tensor) -> Tensor:
+        """(adapters * rows, features) -> (adapters, rows, features)"""
+        return x.view(len(self._factors), -1, x.shape[1])
+
+    def _stack(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A factor of all adapters; a view where there is one."""
+        held = [getattr(each, name) for each in self._factors]
+        return (held[0][None] if len(held) == 1 else torch.stack(held)).to(dtype)
+
+    def _scale(self, like: Tensor) -> Tensor | float:
+        scales = [each.scale for each in self._factors]
+        if len(set(scales)) == 1:
+            return scales[0]
+        return torch.tensor(scales, dtype=like.dtype, device=like.device)[:, None, None]
+
+    def _of_module(self, y: Tensor) -> Tensor:
+        """The module's columns of (..., outputs)."""
+        return y if self._columns is None else self._columns.of(y).flatten(1)
+
+
+def _norms_of_rows(weight: Tensor, factors: Factors) -> Tensor:
+    changed = weight.float().addmm(factors.b, factors.a, alpha=factors.scale)
+    squares = changed.square_().sum(1)
+    if factors.sum_over_inputs is not None:
+        factors.sum_over_inputs(squares)
+    return squares.sqrt_()
+
+
+def padded_product(x: Tensor, matrix: Tensor) -> Tensor:
+    """``x @ matrix``, with rows of zeros below ``x`` where there are fewer than :data:`ENOUGH_ROWS`."""
+    rows = x.shape[0]
+    if rows >= ENOUGH_ROWS:
+        return x @ matrix
+    return (F.pad(x, (0, 0, 0, ENOUGH_ROWS - rows)) @ matrix)[:rows]
+
+
+def add_products(buffers: list[Tensor], a: Tensor, b: Tensor) -> None:
+    """``a[i] @ b[i]`` added to each of ``buffers``, in the dtype of the factors; one product and one sum however many."""
+    torch._foreach_add_(buffers, list(torch.bmm(a, b).to(buffers[0].dtype).unbind()))

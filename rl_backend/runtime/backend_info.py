@@ -1,0 +1,123 @@
+"""Facts about a backend, its models and their optimizers, as the atoms of that name give them."""
+
+import importlib.metadata
+from abc import abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_backend.checkpoint.manifest import TrainingManifest
+from rl_backend.checkpoint.pieces import TensorPieces
+from rl_backend.checkpoint.training_state import StateTensors
+from rl_backend.contracts import ModelHandle, UnsupportedError, dtype_from_name
+from rl_backend.contracts.backend_info import BackendInfo, OptimizerState, OptimizerStateInfo
+from rl_backend.primitive.row_products import rows_are_exact
+from rl_backend.runtime.engine import Engine, GuardedHandle
+from rl_backend.runtime.interface import Runtime
+from rl_backend.runtime.tenant import TenantHandle
+
+_PACKAGES = ("rl-backend", "torch", "megatron-core", "megatron-bridge", "transformers", "peft", "ray", "vllm", "verl")
+
+
+class BackendFacts[H: GuardedHandle](Engine[H], Runtime[H]):
+    """The atoms that tell what runs, for whom, and how far it is."""
+
+    _tenants: dict[int, TenantHandle]
+
+    @abstractmethod
+    def _require(self, handle: Any, operation: str, **arguments: bool) -> None: ...
+
+    @abstractmethod
+    def _atom(self, handle: Any, operation: str, **arguments: bool) -> AbstractContextManager[None]: ...
+
+    @abstractmethod
+    def _state_of(self, handle: Any) -> tuple[StateTensors, TrainingManifest]: ...
+
+    @staticmethod
+    def _bit_exact(base: GuardedHandle) -> bool:
+        """Whether tenants compute the same alone and beside others; a warning is logged once where they do not."""
+        return rows_are_exact(dtype_from_name(base.weights[0].dtype), base.groups.device)
+
+    def get_optimizer_state(self, handle: ModelHandle) -> OptimizerState:
+        with self._atom(handle, "get_optimizer_state"):
+            held, _ = self._state_of(handle)
+            return _optimizer_state(cast(GuardedHandle, handle), held)
+
+    def list_optimizer_states(self, handle: ModelHandle) -> list[OptimizerStateInfo]:
+        self._require(handle, "list_optimizer_states")
+        found = [cast(GuardedHandle, handle), *(tenant for tenant in self._tenants.values() if tenant.model is handle)]
+        return [_optimizer_info(each) for each in found if each.optimizer is not None]
+
+    def get_backend_info(self, handle: ModelHandle) -> BackendInfo:
+        self._require(handle, "get_backend_info")
+        base = cast(GuardedHandle, handle.base or handle)
+        sizes = base.config.backend_cfg.parallel.model_dump()
+        return BackendInfo(
+            runtime=base.config.backend,
+            device=base.groups.device.type,
+            layout={"world": base.groups.world_size, "dp": base.groups.dp_size, **sizes},
+            base=base.name,
+            hf_path=base.config.hf_path,
+            model_type=str(base.hf_config.get("model_type", "")),
+            head=base.head,
+            tenants=tuple(tenant.info() for tenant in self._tenants.values() if tenant.model is base),
+            bit_exact=self._bit_exact(base),
+            installed=_installed_packages(),
+        )
+
+
+def _installed_packages() -> dict[str, str]:
+    """Package -> version, of those that are installed."""
+    found = ((name, each.version) for name in _PACKAGES for each in importlib.metadata.distributions(name=name))
+    return dict(found)
+
+
+def _optimizer_info(handle: GuardedHandle) -> OptimizerStateInfo:
+    """Facts about the optimizer of a trained model, or of a tenant."""
+    held = handle.part_tensors().get("optimizer", ())
+    steps = handle.trainer("list_optimizer_states").num_steps
+    return OptimizerStateInfo(handle.name, steps, sum(tensor.nbytes for tensor in held))
+
+
+def _optimizer_state(handle: GuardedHandle, held: StateTensors) -> OptimizerState:
+    """The state of all ranks. A collective.
+
+    Args:
+        held: what a checkpoint of ``handle`` has on this rank.
+    """
+    optimizer, group = handle.trainer("get_optimizer_state"), handle.groups.host_group
+    moments = [_gathered(f"optimizer.{kind}.", held, handle.saved_shapes, group) for kind in ("exp_avg", "exp_avg_sq")]
+    return OptimizerState(optimizer.num_steps, optimizer.learning_rate, *moments)
+
+
+def _gathered(
+    prefix: str, held: StateTensors, shapes: Mapping[str, tuple[int, ...]], group: dist.ProcessGroup
+) -> dict[str, Tensor]:
+    """Whole tensors from the pieces that ranks write, in the order of ``shapes``, without those that no rank has."""
+    pieces = {name: held.get(prefix + name) for name in shapes}
+    mine = [isinstance(each, TensorPieces) and each.writes for each in pieces.values()]
+    foreign = [name for name in held if name.startswith(prefix) and name.removeprefix(prefix) not in shapes]
+    here = torch.tensor([*mine, bool(foreign)], dtype=torch.int32)
+    dist.all_reduce(here, group=group)
+    if here[-1]:
+        raise UnsupportedError(
+            "get_optimizer_state: the runtime keeps moments of parameters that are no Hugging Face tensors "
+            f"({', '.join(foreign[:4]) or 'on other ranks'}); use backend='native'"
+        )
+    found: dict[str, Tensor] = {}
+    for (name, part), there in zip(pieces.items(), here[:-1].tolist(), strict=True):
+        if not there:
+            continue
+        whole = torch.zeros(shapes[name])
+        if isinstance(part, TensorPieces) and part.writes:
+            for offsets, piece in part.pieces.items():
+                place = tuple(slice(start, start + size) for start, size in zip(offsets, piece.shape, strict=True))
+                whole[place] = piece.to("cpu", torch.float32)
+        # Each number is one rank's, so that the sum is that number.
+        dist.all_reduce(whole, group=group)
+        found[name] = whole
+    return found

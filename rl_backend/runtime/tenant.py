@@ -1,0 +1,298 @@
+"""LoRA tenants of a frozen model: handles with weights, an optimizer, a schedule and a version of their own."""
+
+import logging
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rl_backend.checkpoint.hf_weights import LM_HEAD
+from rl_backend.contracts import (
+    VALUE_HEAD_WEIGHTS,
+    ConfigError,
+    HandleError,
+    Head,
+    OptimizerConfig,
+    RoutedLayers,
+    StepResult,
+    TensorInfo,
+    UnsupportedError,
+)
+from rl_backend.contracts.lora import PEFT_PREFIX, LoRAConfig, LoRAInfo, LoRAKind
+from rl_backend.contracts.operations import Part
+from rl_backend.lora.modules import AdaptedModule
+from rl_backend.lora.rows import Section, TenantRows, factors_of, head_parameters
+from rl_backend.parallel.collectives import all_gather
+from rl_backend.runtime.adaptable import Adaptable, RowGroups
+from rl_backend.runtime.engine import GuardedHandle
+from rl_backend.runtime.gradient_statistics import judge, rank_statistics
+from rl_backend.runtime.lr_schedule import ParameterSchedule
+from rl_backend.runtime.router_replay import RouterReplay
+
+_CLIP_EPSILON = 1.0e-6
+
+logger = logging.getLogger(__name__)
+
+
+class TenantOptimizer:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) over one tenant's row."""
+
+    def __init__(self, config: OptimizerConfig, rows: TenantRows, groups: RowGroups) -> None:
+        self.config = config
+        self.schedule = ParameterSchedule(config)
+        self.has_gradients = False
+        self._rows = rows
+        self.groups = groups
+        self._reduced = False
+
+    @property
+    def num_steps(self) -> int:
+        return int(self._rows.num_steps)
+
+    @property
+    def learning_rate(self) -> float:
+        return self.schedule.learning_rate
+
+    def schedule_step(self) -> float:
+        return self.schedule.step()
+
+    def expect_gradients(self) -> None:
+        """Before a backward pass: what has been reduced already must not be added up over the ranks again."""
+        if self._reduced:
+            for section, gradients in self._sections():
+                gradients.mul_(self.groups.dp_size if self._counts(section) else 0)
+            self._reduced = False
+        self.has_gradients = True
+
+    def drop_gradients(self) -> None:
+        self._rows.gradients.zero_()
+        self.has_gradients = self._reduced = False
+
+    def reduce(self) -> None:
+        """Makes this rank's gradients those of all ranks, once. A collective; a tenant's by itself, so that its sums have
+        one order whoever is beside it.
+        """
+        if self._reduced:
+            return
+        for section, gradients in self._sections():
+            tensor, data = self.groups.summing(of_experts=section.of_experts)
+            if section.summed and tensor is not None and tensor.size() > 1:
+                dist.all_reduce(gradients, group=tensor)
+            if data.size() > 1:
+                dist.all_reduce(gradients, group=data)
+        if self.groups.dp_size > 1:
+            self._rows.gradients.div_(self.groups.dp_size)
+        self._reduced = True
+
+    def _sections(self) -> Iterator[tuple[Section, Tensor]]:
+        """The sections of the row, and their gradients."""
+        for section in self._rows.sections:
+            yield section, self._rows.gradients[section.start : section.stop]
+
+    def _counts(self, section: Section) -> bool:
+        return self.groups.counts(of_experts=section.of_experts, summed=section.summed)
+
+    def statistics(self) -> Tensor:
+        """(1, 2), as :func:`rank_statistics`, of the numbers that this rank counts among those that have them."""
+        rows, groups = self._rows, self.groups
+        # Zeros of the padding are no gradients.
+        if self.config.log_num_zeros_in_grad:
+            views = [
+                view
+                for tensor, view in rows.views(rows.gradients)
+                if groups.counts(of_experts=tensor.module.is_expert, summed=tensor.summed)
+            ]
+            return rank_statistics(views, rows.gradients.device, count_zeros=True)
+        counted = [gradients for section, gradients in self._sections() if self._counts(section)]
+        return rank_statistics(counted, rows.gradients.device, count_zeros=False)
+
+    def apply(self, result: StepResult) -> None:
+        """Clips and steps, or leaves everything as it is."""
+        if not result.ok:
+            return
+        config, rows = self.config, self._rows
+        if 0 < config.clip_grad < result.grad_norm + _CLIP_EPSILON:
+            rows.gradients.mul_(config.clip_grad / (result.grad_norm + _CLIP_EPSILON))
+        rows.num_steps += 1
+        for span, decays in rows.spans():
+            torch._fused_adamw_(
+                [rows.weights[span]],
+                [rows.gradients[span]],
+                [rows.exp_avg[span]],
+                [rows.exp_avg_sq[span]],
+                [],
+                [rows.num_steps],
+                lr=self.schedule.learning_rate,
+                beta1=config.betas[0],
+                beta2=config.betas[1],
+                weight_decay=self.schedule.weight_decay if decays else 0.0,
+                eps=config.eps,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=None,
+                found_inf=None,
+            )
+
+
+@dataclass(eq=False, kw_only=True)
+class TenantHandle(GuardedHandle[TenantOptimizer]):
+    """A tenant. Its ``base`` has the model, ``forward_only`` and shared with others.
+
+    Attributes:
+        model: the base.
+        lora: the configuration.
+        modules: Hugging Face names of the modules that it adapts, of the whole model.
+        rows: its numbers on this rank.
+    """
+
+    model: GuardedHandle[Any]
+    lora: LoRAConfig
+    modules: tuple[str, ...]
+    rows: TenantRows
+
+    @property
+    def routed_layers(self) -> RoutedLayers | None:
+        return self.model.routed_layers
+
+    def roots(self) -> Iterable[nn.Module]:
+        return ()
+
+    @contextmanager
+    def training(self, enabled: bool) -> Generator[None]:
+        before, self.rows.training = self.rows.training, enabled
+        try:
+            yield
+        finally:
+            self.rows.training = before
+
+    def part_tensors(self) -> Mapping[Part, Sequence[Tensor]]:
+        rows = self.rows
+        return {"model": [rows.weights], "optimizer": [rows.exp_avg, rows.exp_avg_sq], "grad": [rows.gradients]}
+
+    @property
+    def weights(self) -> tuple[TensorInfo, ...]:
+        """Those of its base, which an export gives with the adapter added, and its own head in place of the base's."""
+        if self.head == self.model.head:
+            return self.model.weights
+        kept = [info for info in self.model.weights if info.name != LM_HEAD]
+        return (*kept, *(TensorInfo.of(name, shape, torch.float32) for name, shape in self.head_shapes.items()))
+
+    @property
+    def head_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the head that it trains whole, by Hugging Face names; empty without one."""
+        adaptable = self.model.adaptable
+        if self.head == "log_probs" or adaptable is None or adaptable.value_head is None:
+            return {}
+        sizes = (tensor.size for tensor in head_parameters(adaptable.value_head))
+        return dict(zip(VALUE_HEAD_WEIGHTS, sizes, strict=True))
+
+    @property
+    def saved_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of its own tensors, by peft's names."""
+        adaptable = self.model.adaptable
+        assert adaptable is not None, "the base of a tenant"
+        found = dict[str, tuple[int, ...]]()
+        for name, kind in self.kinds.items():
+            inputs, outputs = adaptable.sizes[name]
+            whole = AdaptedModule(name, kind, inputs, outputs, (0, inputs), (0, outputs))
+            found |= {tensor.name: tensor.size for tensor in factors_of(whole, self.lora)}
+        return found | {PEFT_PREFIX + name: shape for name, shape in self.head_shapes.items()}
+
+    @cached_property
+    def kinds(self) -> Mapping[str, LoRAKind]:
+        """What its modules are part of."""
+        assert self.model.adaptable is not None, "the base of a tenant"
+        return {name: self.model.adaptable.kinds[name] for name in self.modules}
+
+    def require_base(self, operation: str, parts: Sequence[Part]) -> None:
+        """Raises :class:`HandleError` for an atom of models alone, or a base that is in host memory."""
+        if operation == "export_shards":
+            raise HandleError(
+                f"{operation} on {self.name!r}, a LoRA tenant; give {self.model.name!r}, or a model of merged weights",
+                handle=self.name,
+            )
+        self.model.offload.require(operation, *(part for part in parts if part == "model"))
+
+    def require_schedulable(self, num_micro_batches: int, *, forward_only: bool) -> None:
+        self.model.require_schedulable(num_micro_batches, forward_only=forward_only)
+
+    def require_replayable(self, router_replay: RouterReplay) -> None:
+        self.model.require_replayable(router_replay)
+
+    def step(self) -> StepResult:
+        return step_tenants([self])[0]
+
+    def drop_gradients(self) -> None:
+        self.offload.clear("grad")
+        self.trainer("zero_grad").drop_gradients()
+
+    def release(self) -> None:
+        super().release()
+        empty = self.rows.weights.new_empty(0)
+        self.rows = TenantRows(self.lora, (), (), empty, empty, empty, empty, empty)
+
+    def info(self) -> LoRAInfo:
+        """Facts about it as this rank sees them."""
+        optimizer = self.trainer("list_lora_adapters")
+        return LoRAInfo(
+            name=self.name,
+            config=self.lora,
+            head=self.head,
+            modules=self.modules,
+            step=optimizer.num_steps,
+            weight_version=self.weight_version,
+            learning_rate=optimizer.learning_rate,
+            num_parameters=sum(view.numel() for _, view in self.rows.views(self.rows.weights)),
+            bytes=self.rows.nbytes,
+        )
+
+
+def require_tenant(base: GuardedHandle, adaptable: Adaptable, head: Head) -> None:
+    """Raises for a base that cannot have tenants, or none with this head."""
+    if adaptable.coupled_by:
+        raise UnsupportedError(
+            f"create_lora_adapter on {base.name!r} with {adaptable.coupled_by}: gradients of a tenant would depend on "
+            "tokens of the others; leave it out",
+            setting=adaptable.coupled_by,
+        )
+    if head not in get_args(Head.__value__):
+        raise ConfigError.of("head", head, f"expected one of {', '.join(map(repr, get_args(Head.__value__)))}")
+    if head == "log_probs" and base.head != head:
+        raise ConfigError.of("head", head, f"{base.name!r} is a critic; build another base for policies")
+    if head == "values" and adaptable.value_head is None:
+        raise UnsupportedError(
+            f"head={head!r}: this runtime or model family has no place for a head of the tenant's own; use backend='native' "
+            "and one of its model families",
+            head=head,
+        )
+
+
+def step_tenants(tenants: Sequence[TenantHandle]) -> list[StepResult]:
+    """One step of each, in their order, with one exchange of norms. A non-finite gradient skips its own tenant alone.
+
+    Raises:
+        HandleError: a tenant without gradients; then nothing has changed.
+    """
+    optimizers = [tenant.trainer("optimizer_step") for tenant in tenants]
+    for tenant, optimizer in zip(tenants, optimizers, strict=True):
+        if not optimizer.has_gradients:
+            raise HandleError(
+                f"optimizer_step on {tenant.name!r} without gradients; call forward_backward first", handle=tenant.name
+            )
+    for optimizer in optimizers:
+        optimizer.reduce()
+    mine = torch.cat([optimizer.statistics() for optimizer in optimizers], dim=1)
+    rows = all_gather(mine, tenants[0].groups.world_group, sum_gradients=False)
+    results = []
+    for index, (tenant, optimizer) in enumerate(zip(tenants, optimizers, strict=True)):
+        result = judge(rows[:, 2 * index : 2 * index + 2], count_zeros=optimizer.config.log_num_zeros_in_grad)
+        if not result.ok:
+            logger.warning("optimizer step of %r skipped: the gradient norm is %s", tenant.name, result.grad_norm)
+        optimizer.apply(result)
+        results.append(result)
+    return results

@@ -1,0 +1,237 @@
+"""One pass for several LoRA tenants: whose sequences are whose, and each one's own loss."""
+
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_backend.contracts import BatchError, ForwardResult, Head, LossFn, MetricValue, ModelOutput, PackedBatch
+from rl_backend.contracts.lora import BASE_ONLY, LORA_FIELD
+from rl_backend.primitive.adapter_runs import AdapterRun
+from rl_backend.runtime.tenant import TenantHandle
+
+
+@dataclass
+class PassTenants:
+    """The tenants of one ``forward_backward``.
+
+    Attributes:
+        by_id: those whose sequences may come.
+        trains: whether there is a backward pass.
+        heads: the outputs of the pass.
+        losses: the names of tenants that have a loss.
+        sole: the tenant whose the whole pass is; None where a field of each sequence says whose it is.
+        begun: whether anything has run.
+    """
+
+    by_id: Mapping[int, TenantHandle]
+    trains: bool
+    heads: Sequence[Head]
+    losses: Collection[str] = ()
+    sole: TenantHandle | None = None
+    begun: bool = False
+    _draws: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def ids(self, batch: PackedBatch) -> list[int]:
+        """For each sequence its tenant's ``lora_id``, -1 for the base alone."""
+        if self.sole is not None:
+            return [self.sole.lora_id] * batch.num_sequences
+        return [int(key) for key in batch.sequence_fields.get(LORA_FIELD, ())]
+
+    def problem(self, data: Sequence[PackedBatch]) -> BatchError | None:
+        """Sequences that are nobody's, another's than the pass is, or of a tenant without a loss."""
+        known = ", ".join(f"{key} ({handle.name})" for key, handle in self.by_id.items()) or "none"
+        for index, batch in enumerate(data):
+            where = f"micro-batch {index}, sequence field {LORA_FIELD!r}"
+            if LORA_FIELD not in batch.sequence_fields:
+                if self.sole is not None:
+                    continue
+                return BatchError(
+                    f"{where}: missing; it says whose a sequence is: the lora_id of the tenant's handle, or {BASE_ONLY} for "
+                    "the base model alone",
+                    micro_batch=index,
+                )
+            for key in map(int, batch.sequence_fields[LORA_FIELD]):
+                if key not in self.by_id and (key != BASE_ONLY or self.sole is not None):
+                    whose = "is no tenant of this model; there are" if self.sole is None else "in a pass of"
+                    return BatchError(f"{where}: {key} {whose} {known}", micro_batch=index)
+        for tenant in self.trained(data) if self.sole is None else ():
+            if tenant.name not in self.losses:
+                return BatchError(f"loss_fn has no loss for {tenant.name!r}, whose sequences are in the data")
+        return None
+
+    def present(self, data: Sequence[PackedBatch]) -> list[TenantHandle]:
+        """The tenants that have sequences, in the order of their numbers."""
+        found = {each for batch in data for each in self.ids(batch)}
+        return [handle for key, handle in sorted(self.by_id.items()) if key in found]
+
+    def trained(self, data: Sequence[PackedBatch]) -> list[TenantHandle]:
+        """Those of a backward pass."""
+        return self.present(data) if self.trains else []
+
+    def fingerprint(self, data: Sequence[PackedBatch]) -> int:
+        """Of the tenants that have a loss: their steps and failures are those of all ranks."""
+        counted = [str(each.lora_id) for each in self.present(data) if self.sole is not None or each.name in self.losses]
+        return zlib.crc32(",".join(counted).encode())
+
+    def begin(self, data: Sequence[PackedBatch]) -> None:
+        """Draws dropout for every micro-batch of every tenant, from its own count alone."""
+        self.begun = True
+        for handle in self.trained(data):
+            handle.trainer("forward_backward").expect_gradients()
+        for index, batch in enumerate(data if self.trains else ()):
+            for key in dict.fromkeys(self.ids(batch)):
+                tenant = self.by_id.get(key)
+                if tenant is not None and tenant.lora.dropout and tenant.rows.training:
+                    ranks = tenant.trainer("forward_backward").groups.dense.data
+                    self._draws[index, key] = tenant.rows.num_draws * ranks.size() + ranks.rank()
+                    tenant.rows.num_draws += 1
+
+    def runs(self, index: int, batch: PackedBatch, sequence_rows: Sequence[int]) -> tuple[AdapterRun, ...]:
+        """The runs of rows of micro-batch ``index``.
+
+        Args:
+            sequence_rows: of each sequence, on this rank.
+        """
+        found, start = list[AdapterRun](), 0
+        for key, rows in runs_of_equal(self.ids(batch), sequence_rows):
+            handle = self.by_id.get(key)
+            if handle is not None and rows:
+                found.append(handle.rows.run(start, start + rows, self._draws.get((index, key)), key))
+            start += rows
+        # Without any, as where all sequences are the base's, a backward pass still needs something to go back to.
+        of_experts = {key: each.rows.modules for key, each in self.by_id.items() if "experts" in each.kinds.values()}
+        return tuple(replace(run, of_experts=of_experts) for run in found or [AdapterRun(0, 0, {})])
+
+
+def runs_of_equal(ids: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Neighbours of one id as one: [(id, sum of sizes)]."""
+    runs: list[tuple[int, int]] = []
+    for key, size in zip(ids, sizes, strict=True):
+        if runs and runs[-1][0] == key:
+            runs[-1] = key, runs[-1][1] + size
+        else:
+            runs.append((key, size))
+    return runs
+
+
+@dataclass
+class LossOfTenants:
+    """A loss that gives each tenant its own sequences, losses and denominators; an error in one is that one's result.
+
+    Attributes:
+        tenants: of the pass.
+        losses: by the tenant's name.
+        results: tenant -> micro-batch -> its loss and metrics.
+        failures: tenant -> what its loss raised.
+    """
+
+    tenants: PassTenants
+    losses: Mapping[str, LossFn]
+    results: dict[int, list[tuple[float, Mapping[str, MetricValue]]]] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
+
+    def __call__(
+        self, model_output: ModelOutput, data: PackedBatch, dp_group: Any = None
+    ) -> tuple[Tensor | None, Mapping[str, MetricValue]]:
+        ids = self.tenants.ids(data)
+        total = _nothing(model_output)
+        metrics: dict[str, MetricValue] = {}
+        for key in dict.fromkeys(ids):
+            handle = self.tenants.by_id.get(key)
+            if handle is None or key in self.failures or handle.name not in self.losses:
+                continue
+            own, rows = sequences_of(data, [index for index, each in enumerate(ids) if each == key], key)
+            wanted = own_outputs(model_output._asdict(), handle.head)
+            output = ModelOutput(**{name: value[rows] for name, value in wanted.items() if value is not None})
+            try:
+                loss, found = self.losses[handle.name](output, own, dp_group)
+                if self.tenants.trains and (not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad):
+                    raise BatchError(f"the loss of {handle.name!r} returned {loss!r}; expected a 0-d tensor with a gradient")
+            except Exception as error:  # noqa: BLE001 - one tenant's loss is not the others' affair
+                self.failures[key] = f"{type(error).__name__}: {error}"
+                continue
+            self.results.setdefault(key, []).append((0.0 if loss is None else float(loss.detach()), found))
+            metrics |= {f"{handle.name}/{name}": value for name, value in found.items()}
+            total = total if loss is None else total + loss
+        return total, metrics
+
+
+def sequences_of(batch: PackedBatch, chosen: Sequence[int], key: int) -> tuple[PackedBatch, Tensor | slice]:
+    """The sequences ``chosen`` of a micro-batch as one of their own, and the rows of their tokens.
+
+    Facts under ``meta["tenants"][key]`` take the place of the batch's.
+    """
+    lengths = batch.seq_lens.tolist()
+    starts = batch.seq_lens.cumsum(0).sub(batch.seq_lens).tolist()
+    rows: Tensor | slice
+    if list(chosen) == list(range(chosen[0], chosen[-1] + 1)):
+        rows = slice(starts[chosen[0]], starts[chosen[-1]] + lengths[chosen[-1]])
+    else:
+        rows = torch.cat([torch.arange(starts[each], starts[each] + lengths[each]) for each in chosen]).to(batch.device)
+    index = torch.tensor(chosen, device=batch.device)
+    meta = {**batch.meta, **batch.meta.get("tenants", {}).get(key, {})}
+    own = replace(
+        batch,
+        input_ids=batch.input_ids[rows],
+        seq_lens=batch.seq_lens[list(chosen)],
+        token_fields={name: value[rows] for name, value in batch.token_fields.items()},
+        sequence_fields={name: value[index.to(value.device)] for name, value in batch.sequence_fields.items()},
+        meta=meta,
+    )
+    return own, rows
+
+
+def agree_on_failures(failures: Mapping[int, str], tenants: Sequence[TenantHandle]) -> dict[int, str]:
+    """The failures of all ranks. A collective over them."""
+    if not tenants:
+        return {}
+    groups = tenants[0].groups
+    flags = torch.tensor([float(tenant.lora_id in failures) for tenant in tenants], device=groups.device)
+    if groups.world_size > 1:
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=groups.world_group)
+    return {
+        tenant.lora_id: failures.get(tenant.lora_id, "its loss failed on another rank")
+        for tenant, failed in zip(tenants, flags.tolist(), strict=True)
+        if failed
+    }
+
+
+def results_of_tenants(
+    loss: LossOfTenants | None, tenants: PassTenants, data: Sequence[PackedBatch], result: ForwardResult
+) -> dict[str, ForwardResult]:
+    """The part of each tenant that has sequences, by its name; ``outputs`` in the order of its own sequences."""
+    ids = [key for batch in data for key in tenants.ids(batch)]
+    found: dict[str, ForwardResult] = {}
+    for key in sorted(set(ids) & tenants.by_id.keys()):
+        name, head = tenants.by_id[key].name, tenants.by_id[key].head
+        outputs = {
+            name: [value for value, each in zip(values, ids, strict=True) if each == key]
+            for name, values in own_outputs(result.outputs, head).items()
+        }
+        error = loss.failures.get(key, "") if loss is not None else ""
+        # Of a failed loss other ranks may have other micro-batches.
+        own = loss.results.get(key, []) if loss is not None and not error else []
+        prefix = f"{name}/"
+        metrics = (
+            {}
+            if error
+            else {each.removeprefix(prefix): value for each, value in result.metrics.items() if each.startswith(prefix)}
+        )
+        found[name] = ForwardResult(tuple(value for value, _ in own), metrics, outputs, error=error, lora_id=key)
+    return found
+
+
+def own_outputs[V](outputs: Mapping[str, V], head: Head) -> dict[str, V]:
+    """Those that a model with this head has."""
+    foreign = ("values",) if head == "log_probs" else ("log_probs", "entropy")
+    return {name: value for name, value in outputs.items() if name not in foreign}
+
+
+def _nothing(output: ModelOutput) -> Tensor:
+    """0 with a gradient of zeros, for a micro-batch without any loss."""
+    return sum((value[:0].sum() for value in output if value is not None), start=torch.zeros(()))

@@ -1,0 +1,115 @@
+"""Checkpoints of one LoRA tenant: its factors and moments by peft's names, without the base, for any layout."""
+
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from rl_backend.checkpoint.hf_reader import HFReader
+from rl_backend.checkpoint.manifest import TenantFacts, TrainingManifest
+from rl_backend.checkpoint.pieces import TensorPieces
+from rl_backend.checkpoint.training_state import StateTensors, on_every_rank
+from rl_backend.contracts import CheckpointError
+from rl_backend.runtime import saved_state
+from rl_backend.runtime.tenant import TenantHandle
+from rl_backend.weights.digest import tensor_digest
+
+
+def tenant_state(handle: TenantHandle) -> tuple[StateTensors, TrainingManifest]:
+    """What a checkpoint of the tenant holds."""
+    optimizer = handle.trainer("training state")
+    manifest = saved_state.training_manifest(
+        handle,
+        schedule_steps=optimizer.schedule.num_steps,
+        optimizer_steps=int(handle.rows.num_steps),
+        lora=TenantFacts(
+            config=handle.lora.model_dump(mode="json"),
+            base=_base_digest(handle),
+            num_draws=handle.rows.num_draws,
+        ),
+    )
+    return dict(_pieces(handle)), manifest
+
+
+def load_tenant_state(handle: TenantHandle, path: Path) -> TrainingManifest:
+    """Restores a tenant from ``path``, whatever layout or runtime saved it.
+
+    Raises:
+        CheckpointError: on every rank: no checkpoint of a tenant, one of another rank or other targets, or of another base.
+    """
+    base = _base_digest(handle)
+
+    def check(manifest: TrainingManifest) -> None:
+        facts = manifest.lora
+        if facts is None:
+            raise CheckpointError.at(path, "holds a whole model and no LoRA tenant; load it into a model of its own")
+        mine = handle.lora.model_dump(mode="json")
+        for name, value in mine.items():
+            if facts.config.get(name) != value:
+                raise CheckpointError.at(
+                    path,
+                    f"holds a tenant with LoRAConfig.{name}={facts.config.get(name)!r}, {handle.name!r} has {value!r}; make "
+                    "the adapter with the configuration that was saved",
+                    name=name,
+                )
+        if facts.base != base:
+            raise CheckpointError.at(
+                path,
+                f"is an adapter of another base model: the weights of {handle.config.hf_path} are others than those that it "
+                f"was trained on (hf_path={manifest.runtime_config.get('hf_path')!r})",
+            )
+
+    manifest, _ = saved_state.load_state(handle, path, lambda each: dict(_pieces(each)), check=check)
+    assert manifest.lora is not None, "checked"
+    handle.rows.num_steps.fill_(manifest.optimizer_steps)
+    handle.rows.num_draws = manifest.lora.num_draws
+    handle.trainer("load_checkpoint").schedule.num_steps = manifest.schedule_steps
+    return manifest
+
+
+def problem_of_import(given: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """What is wrong with the tensors of an adapter; empty where nothing is."""
+    if missing := sorted(shapes.keys() - given.keys()):
+        return f"{missing[0]} is missing, and {len(missing) - 1} others"
+    if unknown := sorted(given.keys() - shapes.keys()):
+        return f"{unknown[0]} is no tensor of this adapter (rank and targets must be those of its LoRAConfig)"
+    for name, shape in shapes.items():
+        tensor = given[name]
+        if tuple(tensor.shape) != shape:
+            return f"{name} has shape {tuple(tensor.shape)}; expected {shape}"
+        if not bool(torch.isfinite(tensor).all()):
+            return f"{name} has values that are not finite"
+    return ""
+
+
+def _pieces(handle: TenantHandle) -> Iterator[tuple[str, TensorPieces]]:
+    rows, groups = handle.rows, handle.trainer("training state").groups
+    kinds = (("model", rows.weights), ("optimizer.exp_avg", rows.exp_avg), ("optimizer.exp_avg_sq", rows.exp_avg_sq))
+    for kind, row in kinds:
+        for tensor, view in rows.views(row):
+            writes = groups.counts(of_experts=tensor.module.is_expert, summed=tensor.summed)
+            yield f"{kind}.{tensor.name}", TensorPieces(tensor.size, {tensor.first: view}, writes=writes)
+
+
+def _base_digest(handle: TenantHandle) -> str:
+    """Of the base's weights on disk. A collective; rank 0 reads them, once."""
+    group, hf_path, found = handle.groups.host_group, handle.config.hf_path, [""]
+    with on_every_rank(group, f"the weights in {hf_path}, by which a base is known, cannot be read"):
+        if dist.get_rank(group) == 0:
+            found = [_digest_of_directory(hf_path)]
+    dist.broadcast_object_list(found, group_src=0, group=group)
+    return found[0]
+
+
+@lru_cache(maxsize=8)
+def _digest_of_directory(hf_path: str) -> str:
+    """xxh3-64 of all weights of a Hugging Face directory, whichever files they are in."""
+    reader = HFReader(hf_path)
+    digest = xxhash.xxh3_64()
+    for name in sorted(reader.infos):
+        digest.update(f"{name} {tensor_digest(reader.read(name))}".encode())
+    return str(digest.hexdigest())

@@ -1,0 +1,121 @@
+"""LoRA by peft on a model of transformers, one sequence at a time: what tenants are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from rl_backend.contracts.lora import LoRAConfig
+
+_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+_MODULES: Mapping[str, Sequence[str]] = {
+    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "feed_forward": _FEED_FORWARD,
+    "experts": _FEED_FORWARD,
+    "embedding": ("embed_tokens",),
+    "head": ("lm_head",),
+}
+
+
+class Steps(NamedTuple):
+    """Attributes:
+    losses, norms: of each step; norms before clipping.
+    """
+
+    losses: list[float]
+    norms: list[float]
+
+
+class Expert(nn.Module):
+    """One of transformers' packed experts, as it is in Hugging Face directories."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = map(linear, (*gate_up.chunk(2), down))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(torch.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+class Experts(nn.ModuleList):
+    """In the place of transformers' packed experts: peft adapts linear layers each by itself."""
+
+    def forward(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        found = torch.zeros_like(hidden)
+        for number, expert in enumerate(self):
+            tokens, choices = torch.where(experts == number)
+            found = found.index_add(0, tokens, expert(hidden[tokens]) * weights[tokens, choices, None])
+        return found
+
+
+def linear(weight: Tensor) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer.weight = nn.Parameter(weight.detach().clone())
+    return layer
+
+
+def transformers_model(path: Path | str) -> Any:
+    """With experts as linear layers."""
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for layer in loaded.model.layers:
+        packed = getattr(layer.mlp, "experts", None)
+        if packed is not None:
+            layer.mlp.experts = Experts(map(Expert, packed.gate_up_proj, packed.down_proj))
+            # By this name peft would look for packed experts.
+            loaded.config.model_type = "with linear experts"
+    return loaded
+
+
+def peft_model(path: Path | str, config: LoRAConfig) -> Any:
+    """The model with an adapter as ``config`` says."""
+    targets = [name for target in config.targets for name in _MODULES.get(target, (target,))]
+    settings = {"use_rslora": config.use_rslora, "use_dora": config.use_dora}
+    adapter = LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, **settings)  # type: ignore[arg-type]
+    return get_peft_model(transformers_model(path), adapter)
+
+
+def peft_factors(wrapped: Any) -> dict[str, nn.Parameter]:
+    """What is trained, by the names in peft's files."""
+    return {
+        name.replace(".default", "").replace("magnitude_vector.weight", "magnitude_vector"): value
+        for name, value in wrapped.named_parameters()
+        if value.requires_grad
+    }
+
+
+def load_factors(wrapped: Any, start: Mapping[str, Tensor]) -> None:
+    factors = peft_factors(wrapped)
+    assert factors.keys() == start.keys()
+    for name, value in factors.items():
+        value.data.copy_(start[name])
+
+
+def train_with_peft(wrapped: Any, batches: Sequence[Sequence[Tensor]], lr: float) -> Steps:
+    """A step for each batch: the sum over its tokens' negative log-likelihoods over the number of its tokens.
+
+    Args:
+        batches: of each step its sequences, (L,) int64.
+    """
+    factors = list(peft_factors(wrapped).values())
+    of_one_dimension = [value for value in factors if value.dim() == 1]
+    others = [value for value in factors if value.dim() > 1]
+    groups = [{"params": others, "weight_decay": 0.01}, {"params": of_one_dimension, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=lr)
+    found = Steps([], [])
+    for rows in batches:
+        total = torch.zeros(())
+        for row in rows:
+            log_probs = torch.log_softmax(wrapped(row[None]).logits[0].float(), -1)
+            total = total - log_probs[:-1].gather(1, row[1:, None]).sum() / sum(map(len, rows))
+        total.backward()
+        found.norms.append(float(torch.nn.utils.clip_grad_norm_(factors, 1.0)))
+        found.losses.append(total.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found

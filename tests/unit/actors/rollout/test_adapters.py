@@ -1,0 +1,175 @@
+"""Adapters that give way to others in an engine, and the versions that a group serves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from actors.rollout.adapter_group import AdapterGroup
+from actors.rollout.adapters import AdapterReceiver
+from actors.rollout.config import RolloutConfig
+from actors.rollout.messages import AdapterVersion, EngineInfo, PushedAdapter
+from actors.rollout.vllm.expected import expected_weights
+from actors.wire.factors import PackedFactors
+from rl_backend.checkpoint.hf_reader import HFReader
+from rl_backend.contracts import BatchError, RLBackendError, RolloutError, WeightCheckError, WeightVersionError
+
+FACTORS = PackedFactors.of({"a": (torch.ones(2, 3), 1.0), "b": (torch.ones(3, 2), 2.0)}, "float32")
+
+
+def version(tenant: str, number: int, of_tenant: int = 1) -> AdapterVersion:
+    return AdapterVersion(tenant, of_tenant, number, 2)
+
+
+class Slots:
+    """vLLM as far as adapters go: numbers in slots, of which there are ``most``."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.held: set[int] = set()
+        self.kept: set[str] = set()
+        self.differs = ""
+        self.llm_engine = self
+
+    def add_lora(self, request: Any) -> None:
+        assert request.lora_path in self.kept and len(self.held) < self.most
+        self.held.add(request.lora_int_id)
+
+    def remove_lora(self, number: int) -> None:
+        self.held.discard(number)
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[str]:
+        if method == "keep_adapter":
+            self.kept.add(args[0])
+        elif method == "forget_adapter":
+            self.kept.remove(args[0])
+        return [self.differs if method == "adapter_difference" else ""]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> AdapterReceiver:
+    """With room for two adapters and the one that is loaded."""
+
+    def request(adapter: AdapterVersion) -> Any:
+        return SimpleNamespace(lora_int_id=adapter.number, lora_path=adapter.path)
+
+    monkeypatch.setattr("actors.rollout.adapters.lora_request", request)
+    receiver = AdapterReceiver(RolloutConfig(model_path="x", max_adapters=2), 0, "cpu")
+    receiver._vllm_call = lambda call, *args, **kwargs: call(*args, **kwargs)  # type: ignore[method-assign]
+    receiver._llm = Slots(3)
+    return receiver
+
+
+def keep(engine: AdapterReceiver, *adapters: AdapterVersion) -> None:
+    for adapter in adapters:
+        engine.keep_adapter(adapter, FACTORS.tensors())
+
+
+def test_the_adapter_not_used_for_longest_gives_way_and_comes_back(engine: AdapterReceiver) -> None:
+    adapters = [version(name, number) for number, name in enumerate("abcde", 1)]
+    keep(engine, *adapters)
+    for adapter in adapters[:3]:
+        engine.load_adapter(adapter)
+    engine.load_adapter(adapters[0])
+    engine.load_adapter(adapters[3])
+    assert engine._llm.held == {1, 3, 4}
+    engine.load_adapter(adapters[1])
+    assert engine._llm.held == {1, 2, 4}
+    engine.drop_adapter(adapters[1])
+    assert engine._llm.held == {1, 4} and adapters[1].path not in engine._llm.kept
+    with pytest.raises(RolloutError, match="engine 0 does not have b@1#2: push it"):
+        engine.load_adapter(adapters[1])
+
+
+def test_a_batch_of_more_adapters_than_slots_is_served_in_parts(engine: AdapterReceiver) -> None:
+    adapters = [version(name, number) for number, name in enumerate("abcde", 1)]
+    keep(engine, *adapters)
+    wanted = [adapters[0], None, adapters[3], adapters[0], adapters[4], adapters[1], None]
+    served = []
+    for part in engine._batches(wanted):
+        assert {wanted[index].number for index in part if wanted[index] is not None} <= engine._llm.held  # type: ignore[union-attr]
+        served.append(part)
+    assert served == [[0, 1, 2, 3, 6], [4, 5]]
+    assert list(engine._batches([None, None])) == [[0, 1]]
+
+
+def test_what_the_kernels_do_not_hold_is_not_served(engine: AdapterReceiver) -> None:
+    adapter = version("a", 1)
+    with pytest.raises(WeightCheckError, match="was damaged on its way"):
+        engine.push_adapter(adapter, replace(FACTORS, values=FACTORS.values[::-1].copy()), FACTORS.digest)
+    with pytest.raises(WeightCheckError, match="was damaged on its way"):
+        engine.push_adapter(adapter, FACTORS, "the digest of another")
+    assert not engine._llm.kept
+    engine._llm.differs = "a"
+    with pytest.raises(WeightCheckError, match="vLLM's kernels read another a than was sent"):
+        engine.push_adapter(adapter, FACTORS, FACTORS.digest)
+    assert not engine._llm.held and not engine._loaded
+
+
+class Group(AdapterGroup):
+    """Tenants without engines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = RolloutConfig(model_path="x", max_adapters=2)
+
+    def _members(self) -> dict[int, tuple[Any, EngineInfo]]:
+        return {}
+
+    @property
+    def lost_engines(self) -> dict[int, RLBackendError]:
+        return {}
+
+    def _lose(self, engine: int, actor: Any, error: RLBackendError) -> None: ...
+
+    def chosen(self, adapter: str | Sequence[str | None] | None, prompts: int) -> Any:
+        return self._chosen(adapter, prompts)
+
+
+def test_requests_name_one_tenant_or_one_for_each_prompt() -> None:
+    group = Group()
+    poet, clerk = version("poet", 1), version("clerk", 2)
+    for adapter in (poet, clerk):
+        assert group.switch_adapter(PushedAdapter(adapter, FACTORS, "")) is None
+    assert group.chosen(None, 2) is None
+    assert group.chosen("poet", 2) == [poet, poet]
+    assert group.chosen(["clerk", None], 2) == [clerk, None]
+    with pytest.raises(BatchError, match="adapter has 1 names for 2 prompts"):
+        group.chosen(["poet"], 2)
+    with pytest.raises(RolloutError, match="adapter='nobody' has not been pushed to these engines; there are clerk, poet"):
+        group.chosen(["poet", "nobody"], 2)
+
+
+def test_no_tenant_goes_back_to_an_older_version_and_none_is_served_beside_merged_weights() -> None:
+    group = Group()
+    group.switch_adapter(PushedAdapter(version("poet", 1, of_tenant=5), FACTORS, ""))
+    group.require_pushable(version("poet", 2, of_tenant=5))
+    with pytest.raises(
+        WeightVersionError, match=r"serve 'poet' at version 5 and refuse the older version 4; .*remove_adapter"
+    ):
+        group.require_pushable(version("poet", 3, of_tenant=4))
+    group.base_changed("clerk")
+    with pytest.raises(RolloutError, match="the engines serve weights with 'clerk' merged into them"):
+        group.chosen("poet", 1)
+    with pytest.raises(RolloutError, match="push the base model, after forget_weights"):
+        group.require_pushable(version("poet", 4, of_tenant=6))
+    group.base_changed("")
+    assert group.chosen("poet", 1)[0].version == 5 and group.base_pushes == 2
+
+
+def test_layers_that_take_adapters_need_the_weights_that_others_need(tied_model: Path) -> None:
+    packed = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    fused = {part: whole for whole, parts in packed.items() for part in parts}
+    stored = [name for name in HFReader(str(tied_model)).infos if name != "lm_head.weight"]
+    plain = sorted({".".join(fused.get(part, part) for part in name.split(".")) for name in stored})
+    wrapped = [name.replace("_proj.weight", "_proj.base_layer.weight") for name in plain]
+    assert wrapped != plain
+    expected = expected_weights(str(tied_model), "float32", plain, packed)
+    assert expected_weights(str(tied_model), "float32", wrapped, packed) == expected
+    assert expected.required.keys() == set(stored) and len(expected.fused_groups) == 4

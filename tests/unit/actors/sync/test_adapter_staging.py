@@ -1,0 +1,155 @@
+"""What a trainer sends of a tenant, and how it judges what an engine computes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from actors.rollout.adapters import AdapterReceiver
+from actors.rollout.config import RolloutConfig
+from actors.rollout.messages import AdapterVersion
+from actors.sync import canary
+from actors.sync.adapter_push import stage_adapter
+from actors.sync.canary import log_probs_of_trainer
+from actors.sync.push import WeightSync
+from actors.train.context import HandleRef, RankContext
+from actors.wire.factors import PackedFactors
+from rl_backend.contracts import ConfigError, UnsupportedError, WeightCheckError
+from rl_backend.contracts.lora import LoRAConfig
+from rl_backend.runtime.native import NativeRuntime
+from tests.support.native import open_runtime
+
+SEQUENCES = [(5, 9, 3, 77, 21), (8, 8, 1)]
+ADAPTER = AdapterVersion("poet", 3, 1, 4)
+
+
+@pytest.fixture(scope="module")
+def runtime(untied_model: Path) -> Iterator[NativeRuntime]:
+    with open_runtime(untied_model) as opened:
+        yield opened
+
+
+@pytest.fixture
+def context(runtime: NativeRuntime) -> RankContext:
+    return RankContext(runtime, "group", 0, 1)
+
+
+@pytest.fixture
+def tenant(runtime: NativeRuntime, context: RankContext) -> HandleRef:
+    """Of a scale that no power of two is, and with factors that are not 0."""
+    config = LoRAConfig(rank=4, alpha=7.0, use_rslora=True, dropout=0.5)
+    handle = runtime.create_lora_adapter(runtime.build_model(trainable=False), config)
+    torch.manual_seed(0)
+    handle.rows.weights.normal_(std=0.3)
+    return HandleRef("group", context.keep(handle), "poet", False, (0,), (0,), lora_id=handle.lora_id)
+
+
+def engine_of(model: Path, dtype: str) -> AdapterReceiver:
+    config = RolloutConfig.model_validate({"model_path": str(model), "dtype": dtype, "max_adapters": 1})
+    return AdapterReceiver(config, 0, "cpu")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_is_the_same_to_the_bit_through_memory_and_through_a_directory(
+    context: RankContext, tenant: HandleRef, untied_model: Path, tmp_path: Path, dtype: str
+) -> None:
+    through_memory = stage_adapter(context, tenant, dtype, None)
+    through_a_directory = stage_adapter(context, tenant, dtype, (tmp_path, "key"))
+    assert through_memory is not None and through_a_directory is not None
+    factors, directory = through_memory.factors, through_a_directory.factors
+    assert isinstance(factors, PackedFactors) and isinstance(directory, str)
+    assert {value.dtype for value in factors.tensors().values()} == {getattr(torch, dtype)}
+    read = engine_of(untied_model, dtype)._read(directory)
+    assert read.digest == factors.digest == through_memory.digest == through_a_directory.digest
+    assert all(torch.equal(value, factors.tensors()[name]) for name, value in read.tensors().items())
+    assert through_memory.nbytes == sum(value.nbytes for value in read.tensors().values())
+
+
+def test_damage_and_values_that_are_not_finite_are_found() -> None:
+    named = {"b": torch.ones(3, 2), "a": torch.arange(6.0).view(2, 3)}
+    packed = PackedFactors.of({name: (value, 0.5) for name, value in named.items()}, "float32")
+    assert packed.is_intact and not packed.not_finite()
+    assert all(torch.equal(packed.tensors()[name], 0.5 * value) for name, value in named.items())
+    assert not replace(packed, shapes={"a": (3, 2), "b": (3, 2)}).is_intact
+    flipped = packed.values.copy()
+    flipped[5] ^= 1
+    assert not replace(packed, values=flipped).is_intact
+    named["b"][2, 1] = torch.inf
+    assert PackedFactors.of({name: (value, 1.0) for name, value in named.items()}, "float32").not_finite() == "b"
+
+
+def test_the_trainer_computes_log_probs_with_and_without_the_adapter(
+    runtime: NativeRuntime, context: RankContext, tenant: HandleRef
+) -> None:
+    handle = context.handle(tenant)
+    found = log_probs_of_trainer(context, tenant, handle.weight_version, SEQUENCES)
+    assert found is not None and list(found) == SEQUENCES
+    again = log_probs_of_trainer(context, tenant, handle.weight_version, SEQUENCES)
+    for ids, (plain, adapted) in found.items():
+        assert plain.shape == adapted.shape == (len(ids),) and not torch.equal(plain, adapted)
+        assert again is not None and torch.equal(again[ids][1], adapted), "no dropout"
+    assert log_probs_of_trainer(context, tenant, handle.weight_version + 1, SEQUENCES) is None
+
+
+def judge(plain: Tensor, adapted: Tensor, base: Tensor, tenant: Tensor) -> bool:
+    """Of a response of three tokens to a prompt of one."""
+    ids = (1, 2, 3, 4)
+    pair = [canary._Answer(ids, 1, value) for value in (plain, adapted)]
+    padded = tuple(torch.cat([value, torch.zeros(1)]) for value in (base, tenant))
+    return canary._judge("engine 0", ADAPTER, pair, {ids: (padded[0], padded[1])}, 1e-5)
+
+
+def test_a_canary_tells_what_is_wrong() -> None:
+    base, tenant = torch.tensor([-2.0, -30.0, -0.5]), torch.tensor([-2.5, -29.0, -0.25])
+    assert judge(base, tenant + 1e-6, base, tenant)
+    assert not judge(base, base, base, base), "an adapter that changes nothing proves nothing"
+    assert judge(base, tenant * (1 + 8e-6), base, tenant), "relative beyond one nat"
+    with pytest.raises(WeightCheckError, match="it serves other weights; push the base model"):
+        judge(base + 1e-3, tenant, base, tenant)
+    with pytest.raises(WeightCheckError, match="has taken the adapter and does not apply it"):
+        judge(base, base, base, tenant)
+    with pytest.raises(WeightCheckError, match="it is applied wrongly"):
+        judge(base, tenant + 1e-3, base, tenant)
+    with pytest.raises(WeightCheckError, match="are inf from the trainer's"):
+        judge(base, tenant * torch.nan, base, tenant)
+
+
+class Engines:
+    """A group as far as it is looked at before anything is pushed."""
+
+    def __init__(self, max_adapters: int) -> None:
+        self.config = RolloutConfig(model_path="model", max_adapters=max_adapters)
+
+
+@pytest.mark.parametrize(
+    ("adapters", "options", "error", "match"),
+    [
+        (0, {}, UnsupportedError, r"max_adapters=0 serve none; set it, or push .* merged=True"),
+        (1, {"transport": "gloo"}, ConfigError, "WeightSync.transport='gloo': .* leave it out"),
+        (1, {"byte_budget": 10}, ConfigError, "WeightSync.byte_budget=10"),
+        (1, {"merged": True, "directory": "there"}, ConfigError, "WeightSync.directory='there'"),
+        (1, {"merged": True, "canary": None}, ConfigError, "WeightSync.canary=None"),
+    ],
+)
+def test_options_without_effect_are_refused_before_anything_is_pushed(
+    tenant: HandleRef, adapters: int, options: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    rollout: Any = Engines(adapters)
+    with pytest.raises(error, match=match):
+        WeightSync(rollout, rollout, tenant, **options)
+
+
+def test_options_of_a_tenant_are_refused_for_a_model(tenant: HandleRef) -> None:
+    model = HandleRef("group", 0, "policy", False, (0,), (0,))
+    rollout: Any = Engines(1)
+    for options in ({"merged": True}, {"directory": "there"}, {"canary": None}):
+        with pytest.raises(ConfigError, match="it is for a LoRA tenant that is pushed as an adapter; leave it out"):
+            WeightSync(rollout, rollout, model, **options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"max_adapters=2: .* tensor_parallel=2; use 1, or max_adapters=0"):
+        RolloutConfig(model_path="model", max_adapters=2, tensor_parallel=2)

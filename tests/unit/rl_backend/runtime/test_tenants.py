@@ -1,0 +1,52 @@
+"""Tenants of equal ranks and rows, whose products are computed in one, each with the bits that it has alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rl_backend.contracts import OptimizerConfig
+from rl_backend.contracts.lora import LORA_FIELD, LoRAConfig
+from rl_backend.data.packing import pack
+from tests.support.models import write_tiny
+from tests.support.native import VOCAB_SIZE, open_runtime
+from tests.support.sft_batches import random_token_sequences
+from tests.support.tenants import nll, rows
+
+LENGTHS = (16, 21)
+SCALES = (16.0, 32.0, 8.0)
+"""``alpha`` of each tenant."""
+
+
+def trained(model: Path, chosen: Sequence[int]) -> list[list[Tensor]]:
+    """State of each of the tenants ``chosen`` after three steps beside each other."""
+    with open_runtime(model) as runtime:
+        base = runtime.build_model(trainable=False)
+        tenants = [
+            runtime.create_lora_adapter(
+                base, LoRAConfig(rank=16, alpha=SCALES[index], seed=index), OptimizerConfig(lr=1e-2), name=f"tenant {index}"
+            )
+            for index in chosen
+        ]
+        for step in range(3):
+            sequences = [
+                sequence.with_fields(sequence_fields={LORA_FIELD: torch.tensor(tenant.lora_id)})
+                for index, tenant in zip(chosen, tenants, strict=True)
+                for sequence in random_token_sequences(LENGTHS, VOCAB_SIZE, 10 * step + index)
+            ]
+            facts = {tenant.lora_id: {"batch_num_tokens": float(sum(LENGTHS))} for tenant in tenants}
+            data = [pack(sequences, {"tenants": facts, "dp_size": 1})]
+            runtime.forward_backward(base, data, {tenant.name: nll for tenant in tenants})
+            assert all(result.ok for result in runtime.optimizer_step(tenants))
+            runtime.zero_grad(tenants)
+        return [rows(tenant) for tenant in tenants]
+
+
+def test_each_is_the_same_to_the_last_bit_alone(tmp_path: Path) -> None:
+    model = write_tiny("qwen3", tmp_path / "qwen3")
+    for index, beside in enumerate(trained(model, range(len(SCALES)))):
+        (alone,) = trained(model, [index])
+        assert all(torch.equal(*pair) for pair in zip(alone, beside, strict=True))
