@@ -52,7 +52,8 @@ class TrainOperations(TenantOperations):
         return self.submit(
             "build_model",
             forward_only=forward_only,
-            trainable=trainable,
+            # A plugin's runtime that knows no tenants need not take it.
+            **({} if trainable else {"trainable": False}),
             name=name,
             head=head,
             hf_path=None if hf_path is None else str(hf_path),

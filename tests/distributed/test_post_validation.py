@@ -279,7 +279,7 @@ def test_data_that_one_rank_refuses_is_refused_on_all_and_changes_nothing(
         assert ("10000" in messages[0]) == (rank == refusing)
         assert_equal_tensors(state, waited)
     everything = " ".join(message for messages, _ in runs[1] for message in messages)
-    for part in (f"rank {refusing} refused", "different micro-batches", "differs between ranks"):
+    for part in (f"rank {refusing} refused", "different micro-batches", "differ between ranks"):
         assert part in everything
 
 

@@ -26,6 +26,7 @@ from rl_backend.contracts import (
 )
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.lab.plan import Workload, make_plan
+from tests.support.prometheus import Served, await_served, values
 from tests.support.served_tenants import PROMPTS, SAMPLING, TOLERANCE, ServedTenants, tokens
 
 EVERYONE = ["narrow", "middle", "wide", None, "wide", "narrow"]
@@ -55,6 +56,12 @@ def test_tenants_in_one_batch_are_the_trainers_after_every_push(served: ServedTe
         assert served.gap(served.tenants["wide"], other) > 1e-3
     assert served.tokens(None) == plain
     newest = served.versions()["narrow"]
+
+    def check(found: Served) -> None:
+        for name, version in served.versions().items():
+            assert values(found, "rl_backend_adapter_version", tenant=name) == [version]
+
+    await_served(check)
     with pytest.raises(WeightVersionError, match=f"serves 'narrow' at version {newest}, version {newest + 1} is required"):
         served.sample("narrow", require_version=newest + 1)
     with pytest.raises(RolloutError, match="adapter='nobody' has not been pushed"):

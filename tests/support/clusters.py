@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -40,6 +41,8 @@ class OwnCluster:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_prestart_worker_first_driver": "0",
             "RAY_worker_niceness": "10",
+            # A raylet whose agent has not registered by then ends, and the whole cluster with it.
+            "RAY_agent_register_timeout_ms": "120000",
         }
         self._ending = ExitStack()
         # Ray's sockets lie in it, and their paths may have 107 characters.
@@ -66,11 +69,20 @@ class OwnCluster:
             process.kill()
             output, _ = process.communicate()
             raise AssertionError(f"{arguments} did not end within {timeout:g} s:\n{output}") from None
+        if self._process.poll() is not None:
+            raise AssertionError(f"the cluster ended with {self._process.returncode}:\n{self._log()}\n{output}")
         return subprocess.CompletedProcess(arguments, process.returncode, output)
 
-    def _start(self, command: Sequence[str], stdin: int | IO[str] = subprocess.DEVNULL) -> subprocess.Popen[str]:
+    def _log(self) -> str:
+        """What the cluster wrote, and the ends of the logs of those of its processes that may have ended it."""
+        logs = Path(self.folder).glob("session_latest/logs/*")
+        wanted = [log for log in sorted(logs) if re.fullmatch(r"(raylet|gcs_server|dashboard\w*)\.(out|err|log)", log.name)]
+        texts = [(log.name, log.read_text(errors="replace")[-2000:]) for log in (Path(self.folder) / "start.log", *wanted)]
+        return "\n".join(f"{name}:\n{text}" for name, text in texts if text)
+
+    def _start(self, command: Sequence[str], stdin: int | IO[str] = subprocess.DEVNULL) -> None:
         log = self._ending.enter_context((Path(self.folder) / "start.log").open("w"))
-        process = subprocess.Popen(
+        self._process = subprocess.Popen(
             command,
             env=self.environment,
             cwd=ROOT,
@@ -80,8 +92,7 @@ class OwnCluster:
             text=True,
             start_new_session=True,
         )
-        self._ending.callback(_end, process)
-        return process
+        self._ending.callback(_end, self._process)
 
     def __enter__(self) -> Self:
         return self
@@ -99,7 +110,7 @@ class TwoNodes(OwnCluster):
 
     def __init__(self) -> None:
         super().__init__()
-        self._process = self._start([sys.executable, "-m", "tests.support.two_nodes", self.folder], subprocess.PIPE)
+        self._start([sys.executable, "-m", "tests.support.two_nodes", self.folder], subprocess.PIPE)
         assert self._process.stdout is not None
         found = json.loads(self._process.stdout.readline())
         self.nodes: list[str] = found["nodes"]
@@ -144,7 +155,7 @@ class HeadNode(OwnCluster):
                 if requests.get(f"{self.address}/api/version", headers=headers, timeout=5).ok:
                     return
             time.sleep(0.3)
-        log = (Path(self.folder) / "start.log").read_text()
+        log = self._log()
         self._ending.close()
         raise AssertionError(f"the head node did not start within {START_SECONDS:g} s:\n{log}")
 
