@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.matrix import sampled
 from tests.support.models import write_tiny
 from tests.support.native import assert_near
 from tests.support.rank_pool import RankPool
@@ -50,7 +51,11 @@ def on_one_rank(ranks: RankPool, model: str) -> dict[str, TenantRun]:
 
 
 @pytest.mark.parametrize(
-    ("backend", "layout"), [*(("native", layout) for layout in LAYOUTS), *(("bridge", layout) for layout in BRIDGE)]
+    ("backend", "layout"),
+    sampled(
+        [*(("native", layout) for layout in LAYOUTS), *(("bridge", layout) for layout in BRIDGE)],
+        *(("native", "tp2"), ("native", "cp2"), ("native", "pp2 zbv"), ("native", "dp2 recomputed"), ("bridge", "tp2")),
+    ),
 )
 def test_tenants_train_in_every_layout_as_on_one_rank(
     ranks: RankPool, model: str, on_one_rank: dict[str, TenantRun], backend: str, layout: str
@@ -67,7 +72,10 @@ def test_tenants_train_in_every_layout_as_on_one_rank(
 
 @pytest.mark.parametrize(
     ("backend", "layout"),
-    [*(("native", layout) for layout in ("one rank", *LAYOUTS)), *(("bridge", layout) for layout in BRIDGE)],
+    sampled(
+        [*(("native", layout) for layout in ("one rank", *LAYOUTS)), *(("bridge", layout) for layout in BRIDGE)],
+        *(("native", "tp2"), ("native", "pp2 zbv"), ("bridge", "dp2")),
+    ),
 )
 def test_a_tenant_is_the_same_to_the_last_bit_alone_and_beside_others(
     ranks: RankPool, model: str, backend: str, layout: str

@@ -50,6 +50,7 @@ def assert_learned(summary: dict[str, Any]) -> None:
     assert summary["max_log_prob_gap"] <= 1e-5
 
 
+@pytest.mark.long
 @pytest.mark.shows("cluster: GRPO learns the demo task with training on one Ray node, vLLM on another, weights by gloo")
 def test_training_on_one_node_and_sampling_on_another_learns_the_task(
     two_nodes: TwoNodes, task: Path, warm_model: Path, tmp_path: Path

@@ -30,6 +30,7 @@ def head() -> Iterator[HeadNode]:
         yield node
 
 
+@pytest.mark.long
 @pytest.mark.shows("cluster: examples.ray_job submits GRPO to a token-protected cluster, where it learns the demo task")
 def test_a_submitted_job_learns_the_task(head: HeadNode, task: Path, warm_model: Path, tmp_path: Path) -> None:
     command = ["examples.grpo", *options(task, warm_model, tmp_path / "run")]

@@ -102,6 +102,7 @@ def stop_after(last: int) -> Any:
     return on_step
 
 
+@pytest.mark.long
 @pytest.mark.shows("loop: runs that share Ray, trainer and engines match runs that start their own, in every digit")
 def test_a_run_in_a_session_that_is_open_is_the_run_that_opens_its_own(
     learned: tuple[RunResult, Path], demo_session: Session, tmp_path: Path

@@ -94,6 +94,7 @@ def test_grpo_with_adapters_learns_the_task(learned: tuple[RunResult, Path], war
         torch.testing.assert_close(merged[f"{module}.weight"], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.shows(
     "lora: GRPO with adapters stopped and resumed draws the samples of an uninterrupted run, and learns the same"
 )
@@ -118,6 +119,7 @@ def test_a_stopped_run_of_adapters_goes_on_as_if_it_had_not_been(
     assert saved < 4 * weights, "the base is in no checkpoint"
 
 
+@pytest.mark.long
 @pytest.mark.shows(
     "lora: two users at once, with opposite tasks over one base, both learn, and each as it does alone, bit for bit"
 )
@@ -141,6 +143,7 @@ def test_users_at_once_learn_as_each_does_alone(two_users: tenants.TenantsConfig
     assert not session.rollout.adapters  # type: ignore[union-attr]
 
 
+@pytest.mark.long
 @pytest.mark.shows("lora: PPO trains actor and critic as two tenants of one base, which is the reference")
 def test_ppo_trains_actor_and_critic_on_one_base(settings: dict[str, Any], session: Session, tmp_path: Path) -> None:
     changes = {"run_dir": str(tmp_path / "ppo"), "steps": 8, "critic_lr": 3e-3, "kl_coef": 1e-3}
@@ -153,6 +156,7 @@ def test_ppo_trains_actor_and_critic_on_one_base(settings: dict[str, Any], sessi
         assert (tmp_path / "ppo" / name / "adapter_config.json").exists()
 
 
+@pytest.mark.long
 @pytest.mark.shows("lora: merged weights are pushed where engines serve no adapters, and sample as the adapter does")
 def test_merged_pushes_train_as_adapters_do(
     learned: tuple[RunResult, Path], demo_session: Session, settings: dict[str, Any], tmp_path: Path

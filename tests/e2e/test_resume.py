@@ -76,6 +76,7 @@ def lines(path: Path, last: int) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.shows("resume: SFT killed by kill -9 and resumed has the losses of an uninterrupted run, in every digit")
 def test_a_killed_sft_run_goes_on_as_if_it_had_not_been(warm_model: Path, tmp_path: Path) -> None:
     last, reference = 40, warm_model.parent

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from tests.support.covering import Fact, covering, facts, pairs
 
@@ -29,7 +30,7 @@ LEFT_OUT = {
 RULE = (
     "make test runs cases of tests/distributed such that every pair of values that one case has is in a case that runs, "
     "every test runs with every value of its own parameters, and a test of a claim with every value of a layout that its "
-    "cases have; make test-all runs them all"
+    "cases have, but for tests that name the cases they keep; make test-all runs them all"
 )
 
 
@@ -38,6 +39,13 @@ def needs(item: pytest.Item) -> set[Hashable]:
     test, found = item.nodeid.partition("[")[0], _facts(item)
     own = {(test, name, repr(value)) for name, value in _parameters(item).items() if not facts("", [f"{name}={value!r}"])}
     return {test, *own, *pairs(found), *({(test, value) for value in found} if item.get_closest_marker("shows") else ())}
+
+
+def sampled(cases: Iterable[tuple[Any, ...]], *kept: tuple[Any, ...]) -> list[ParameterSet]:
+    """Parameters of a test of which ``make test`` runs ``kept``, and ``make test-all`` the others too."""
+    found = list(cases)
+    assert all(case in found for case in kept), "what is kept is no case"
+    return [pytest.param(*case, marks=[] if case in kept else pytest.mark.long) for case in found]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
