@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import get_args
 
 from actors.cluster.session import ray_session
-from benchmarks.report import read_result, write_result
+from benchmarks.report import read_result, with_accuracies, write_result
 from examples.demo.__main__ import Algorithm, DemoConfig, reinforce, warm_start
 from examples.demo.task import write_task
 
@@ -30,7 +30,7 @@ def main() -> None:
         model = warm_start(DemoConfig.model_validate({}), task, Path(folder))
         for name in chosen or algorithms:
             config = DemoConfig.model_validate({"algorithm": name, "steps": STEPS, "trace": False})
-            runs[name] = vars(reinforce(config, task, model, Path(folder)))
+            runs[name] = with_accuracies(vars(reinforce(config, task, model, Path(folder))))
     write_result(
         "algorithms",
         {

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.cluster.session import ray_session
-from benchmarks.report import write_result
+from benchmarks.report import with_accuracies, write_result
 from examples.demo.__main__ import DemoConfig, reinforce, warm_start
 from examples.demo.task import write_task
 
@@ -42,7 +42,7 @@ def run_once(seed: int, max_staleness: int, task: Path, model: Path, folder: Pat
         "seed": seed,
         "max_staleness": max_staleness,
         "steps": config.steps,
-        **vars(result),
+        **with_accuracies(vars(result)),
         "staleness_max": max(line.get("staleness_max", 0) for line in lines),
         "median_seconds": {name: statistics.median(line[name] for line in lines) for name in phases},
     }

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.cluster.session import ray_session
-from benchmarks.report import machine, read_result, write_result
+from benchmarks.report import machine, read_result, with_accuracies, write_result
 from examples.demo.__main__ import DemoConfig, demo_settings, warm_start
 from examples.demo.task import write_task
 from tests.support.clusters import HeadNode, TwoNodes
@@ -88,7 +88,7 @@ def kl_to_reference(folder: Path) -> dict[str, Any]:
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
-    return dict(json.loads((folder / "summary.json").read_text()))
+    return with_accuracies(json.loads((folder / "summary.json").read_text()))
 
 
 RUNS: dict[str, Callable[[Path], dict[str, Any]]] = {

@@ -189,8 +189,8 @@ def with_gae(
 def main() -> None:
     config = parse_config(PPOConfig, "PPO with a critic on a local Hugging Face model.")
     result = train(config)
-    if result.accuracy_after is not None:
-        print(f"held-out accuracy: {result.accuracy_before:.3f} before, {result.accuracy_after:.3f} after")
+    if result.held_out_reward_after is not None:
+        print(f"held-out reward: {result.held_out_reward_before:.3f} before, {result.held_out_reward_after:.3f} after")
     print(f"run folder: {config.run_dir} (report.html, trained models in {config.run_dir}/model and /critic)")
 
 

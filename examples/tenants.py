@@ -164,15 +164,16 @@ def has_finished(config: UserConfig) -> bool:
 
 def table(config: TenantsConfig, results: Mapping[str, RunResult]) -> str:
     """A line for each user."""
-    lines = [f"{'user':12}{'rank':>6}{'lr':>9}{'steps':>7}{'accuracy before':>17}{'after':>8}{'log-prob gap':>14}"]
+    lines = [f"{'user':12}{'rank':>6}{'lr':>9}{'steps':>7}{'reward before':>15}{'after':>8}{'log-prob gap':>14}"]
     for name, result in results.items():
         user = config.each()[name]
         before, after = (
-            "-" if value is None else f"{value:.3f}" for value in (result.accuracy_before, result.accuracy_after)
+            "-" if value is None else f"{value:.3f}"
+            for value in (result.held_out_reward_before, result.held_out_reward_after)
         )
         rate = user.train.backend_cfg.optimizer.lr
         lines.append(
-            f"{name:12}{user.lora.rank:6}{rate:9.1e}{user.steps:7}{before:>17}{after:>8}{result.max_log_prob_gap:14.1e}"
+            f"{name:12}{user.lora.rank:6}{rate:9.1e}{user.steps:7}{before:>15}{after:>8}{result.max_log_prob_gap:14.1e}"
         )
     return "\n".join(lines)
 

@@ -30,24 +30,26 @@ SHOWN = {
     "grad_norm": ("grad norm", ".2f"),
     "next_lr": ("next lr", ".1e"),
     "staleness_mean": ("staleness", ".1f"),
-    "accuracy": ("accuracy", ".3f"),
+    "held_out_reward": ("held-out reward", ".3f"),
 }
 """Metrics in the line that is printed for a step: label and format."""
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """Accuracies are mean rewards of greedy responses on ``eval_dataset``; None without one.
+    """What a run has come to.
 
     Attributes:
+        held_out_reward_before: mean reward of greedy responses on ``eval_dataset``; None without one.
+        held_out_reward_after: the same after the last step.
         max_log_prob_gap: largest mean in a step of the difference between trainer and engine, in nats; with stale samples
             also between new weights and old.
         seconds: of the whole run.
         step_seconds: of the training steps alone.
     """
 
-    accuracy_before: float | None
-    accuracy_after: float | None
+    held_out_reward_before: float | None
+    held_out_reward_after: float | None
     max_log_prob_gap: float
     seconds: float
     step_seconds: float
@@ -93,8 +95,9 @@ class RLRun(Run[RLConfig]):
         """
         config, inputs, start, rollout = self.config, self.inputs, self.start, self._rollout
         earlier = start.state("log")
-        self._accuracy_before: float | None = earlier.get("accuracy_before")
-        self._accuracy: float | None = earlier.get("accuracy")
+        # Checkpoints of the version before call the held-out reward an accuracy.
+        self._reward_before: float | None = earlier.get("held_out_reward_before", earlier.get("accuracy_before"))
+        self._reward: float | None = earlier.get("held_out_reward", earlier.get("accuracy"))
         self._max_gap: float = earlier.get("max_log_prob_gap", 0.0)
         self._step_seconds: float = earlier.get("step_seconds", 0.0)
         self._opened = time.perf_counter() - earlier.get("seconds", 0.0)
@@ -118,12 +121,12 @@ class RLRun(Run[RLConfig]):
         )
         pushed = self._push(start.step)
         if start.checkpoint is None:
-            self._accuracy_before = self._accuracy = self._evaluate(0)
+            self._reward_before = self._reward = self._evaluate(0)
         facts = [*config.facts(), *facts, f"weights by {pushed.transport}", *start.describe()]
         print(f"{self.label}{title}: {', '.join([f'{len(inputs.prompts)} prompts', *facts])}")
-        if self._accuracy_before is not None:
-            accuracy = f"{self._accuracy_before:.3f} ({len(inputs.held_out)} prompts, greedy)"
-            print(f"{self.label}held-out accuracy before: {accuracy}", flush=True)
+        if self._reward_before is not None:
+            reward = f"{self._reward_before:.3f} ({len(inputs.held_out)} prompts, greedy)"
+            print(f"{self.label}held-out reward before: {reward}", flush=True)
         self._steps_started = time.perf_counter() - self._step_seconds
 
     def collect(self) -> TrainingBatch:
@@ -143,7 +146,7 @@ class RLRun(Run[RLConfig]):
     def finish(self) -> RunResult:
         """After the last step; also writes ``summary.json``."""
         seconds = time.perf_counter() - self._opened
-        result = RunResult(self._accuracy_before, self._accuracy, self._max_gap, seconds, self._step_seconds)
+        result = RunResult(self._reward_before, self._reward, self._max_gap, seconds, self._step_seconds)
         self.folder.write_summary(vars(result))
         return result
 
@@ -186,9 +189,9 @@ class RLRun(Run[RLConfig]):
         self._max_gap = max(self._max_gap, gap)
         self._step_seconds = time.perf_counter() - self._steps_started
         if step == config.steps or (config.eval_every and step % config.eval_every == 0):
-            self._accuracy = self._evaluate(step)
-            if self._accuracy is not None:
-                metrics["accuracy"] = self._accuracy
+            self._reward = self._evaluate(step)
+            if self._reward is not None:
+                metrics["held_out_reward"] = self._reward
                 clock.lap("evaluate")
         self.folder.log(step, metrics | clock.seconds | {"weight_version": self._version})
         logged = slice(config.samples_logged)
@@ -199,8 +202,8 @@ class RLRun(Run[RLConfig]):
 
     def _state(self) -> dict[str, Any]:
         log = {
-            "accuracy_before": self._accuracy_before,
-            "accuracy": self._accuracy,
+            "held_out_reward_before": self._reward_before,
+            "held_out_reward": self._reward,
             "max_log_prob_gap": self._max_gap,
             "step_seconds": self._step_seconds,
             "seconds": time.perf_counter() - self._opened,

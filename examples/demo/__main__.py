@@ -150,9 +150,11 @@ def main() -> None:
         model = warm_start(config, task, run_dir)
         print(f"\n[2/2] {config.algorithm}: vLLM samples, right answers are rewarded, weights go to vLLM after each step")
         result = reinforce(config, task, model, run_dir)
+    # The task's rewards are 0 or 1, and their mean is the share of right answers.
+    before, after = result.held_out_reward_before, result.held_out_reward_after
     summary = {
-        "accuracy_before": result.accuracy_before,
-        "accuracy_after": result.accuracy_after,
+        "accuracy_before": before,
+        "accuracy_after": after,
         "max_log_prob_gap": result.max_log_prob_gap,
         "step_seconds": result.step_seconds,
         "seconds": time.perf_counter() - started,
@@ -165,7 +167,7 @@ def main() -> None:
         gap += ", between new and old weights too"
     print(
         f"""
-held-out accuracy  {result.accuracy_before:.3f} -> {result.accuracy_after:.3f}  (greedy, {HELD_OUT} prompts not trained on)
+held-out accuracy  {before:.3f} -> {after:.3f}  (greedy, {HELD_OUT} prompts not trained on)
 {gap}  {result.max_log_prob_gap:.1e} nats
 time  {summary["seconds"]:.0f} s
 

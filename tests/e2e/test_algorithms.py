@@ -26,10 +26,10 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def require_learned(result: RunResult) -> None:
-    assert result.accuracy_before is not None
-    assert result.accuracy_after is not None
-    assert 0.2 <= result.accuracy_before <= 0.6
-    assert result.accuracy_after >= result.accuracy_before + 0.15
+    assert result.held_out_reward_before is not None
+    assert result.held_out_reward_after is not None
+    assert 0.2 <= result.held_out_reward_before <= 0.6
+    assert result.held_out_reward_after >= result.held_out_reward_before + 0.15
 
 
 @pytest.mark.shows("algorithms: PPO with a critic learns the demo task with all models on one group")

@@ -17,8 +17,8 @@ def test_grpo_on_megatron_learns_the_task(task: Path, warm_model: Path, tmp_path
     config = DemoConfig(backend="bridge", steps=STEPS, trace=False)
     settings = demo_settings(config, task, warm_model, tmp_path) | {"lr_decay_style": "constant"}
     result = grpo.train(grpo.GRPOConfig(**settings))
-    assert result.accuracy_before is not None
-    assert result.accuracy_after is not None
-    assert 0.2 <= result.accuracy_before <= 0.6
-    assert result.accuracy_after >= result.accuracy_before + 0.15
+    assert result.held_out_reward_before is not None
+    assert result.held_out_reward_after is not None
+    assert 0.2 <= result.held_out_reward_before <= 0.6
+    assert result.held_out_reward_after >= result.held_out_reward_before + 0.15
     assert result.max_log_prob_gap <= 1e-5

@@ -28,10 +28,10 @@ def lines(path: Path) -> list[dict[str, Any]]:
 @pytest.mark.shows("loop: GRPO with Ray and vLLM learns the demo task; mean log-prob gap at most 1e-5 in float32")
 def test_grpo_learns_the_task_and_trainer_and_engine_agree(learned: tuple[RunResult, Path]) -> None:
     result, _ = learned
-    assert result.accuracy_before is not None
-    assert result.accuracy_after is not None
-    assert 0.2 <= result.accuracy_before <= 0.6
-    assert result.accuracy_after >= result.accuracy_before + 0.15
+    assert result.held_out_reward_before is not None
+    assert result.held_out_reward_after is not None
+    assert 0.2 <= result.held_out_reward_before <= 0.6
+    assert result.held_out_reward_after >= result.held_out_reward_before + 0.15
     assert result.max_log_prob_gap <= 1e-5
 
 
@@ -43,7 +43,7 @@ def test_a_run_leaves_a_folder_that_a_program_can_read(learned: tuple[RunResult,
     assert len(samples) == STEPS * 32 * 8
     assert {version for sample in samples if sample["step"] == 3 for version, _ in sample["version_spans"]} == {2}
     assert all(sample["reward"] == float(sample["response"] == sample["ground_truth"] + "<end>") for sample in samples)
-    assert json.loads((folder / "summary.json").read_text())["accuracy_after"] == result.accuracy_after
+    assert json.loads((folder / "summary.json").read_text())["held_out_reward_after"] == result.held_out_reward_after
     assert json.loads((folder / "config.json").read_text())["steps"] == STEPS
     assert list((folder / "tensorboard").glob("events*"))
 
@@ -56,18 +56,18 @@ def test_the_trained_model_is_a_hugging_face_directory(learned: tuple[RunResult,
 @pytest.mark.shows("loop: GRPO with shuffled rewards does not improve")
 def test_shuffled_rewards_teach_nothing(task: Path, warm_model: Path, demo_session: Session, tmp_path: Path) -> None:
     result = reinforce(DemoConfig(steps=FEWER, shuffle_rewards=True), task, warm_model, tmp_path, demo_session)
-    assert result.accuracy_before is not None
-    assert result.accuracy_after is not None
-    assert result.accuracy_after <= result.accuracy_before + 0.05
+    assert result.held_out_reward_before is not None
+    assert result.held_out_reward_after is not None
+    assert result.held_out_reward_after <= result.held_out_reward_before + 0.05
 
 
 @pytest.mark.long
 @pytest.mark.shows("loop: GRPO on a dense model with 2 training ranks and 2 engines learns the demo task")
 def test_two_ranks_and_two_engines_learn_the_task(task: Path, warm_model: Path, tmp_path: Path) -> None:
     result = reinforce(DemoConfig(steps=FEWER, ranks=2, engines=2), task, warm_model, tmp_path)
-    assert result.accuracy_before is not None
-    assert result.accuracy_after is not None
-    assert result.accuracy_after >= result.accuracy_before + 0.15
+    assert result.held_out_reward_before is not None
+    assert result.held_out_reward_after is not None
+    assert result.held_out_reward_after >= result.held_out_reward_before + 0.15
     assert result.max_log_prob_gap <= 1e-5
 
 
@@ -93,10 +93,10 @@ def test_a_mixture_of_experts_learns_the_task_with_the_routes_of_its_old_policy(
 def assert_mixture_learns(config: DemoConfig, updates: int, task: Path, mixture: Path, tmp_path: Path) -> None:
     settings = demo_settings(config, task, mixture, tmp_path)
     result = grpo.train(grpo.GRPOConfig(**settings, updates_per_step=updates))
-    assert result.accuracy_before is not None
-    assert result.accuracy_after is not None
-    assert 0.2 <= result.accuracy_before <= 0.6
-    assert result.accuracy_after >= result.accuracy_before + 0.15
+    assert result.held_out_reward_before is not None
+    assert result.held_out_reward_after is not None
+    assert 0.2 <= result.held_out_reward_before <= 0.6
+    assert result.held_out_reward_after >= result.held_out_reward_before + 0.15
     assert result.max_log_prob_gap <= 1e-5
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "grpo" / "model")
     assert trained.config.model_type == "qwen3_moe"

@@ -30,7 +30,7 @@ def lines(path: Path, last: int = STEPS) -> list[dict[str, Any]]:
     """Up to a step, without what a clock has measured and what only a last step has."""
     found = [json.loads(line) for line in path.read_text().splitlines()]
     return [
-        {name: value for name, value in line.items() if not name.startswith("seconds/") and name != "accuracy"}
+        {name: value for name, value in line.items() if not name.startswith("seconds/") and name != "held_out_reward"}
         for line in found
         if line["step"] <= last
     ]
@@ -81,8 +81,8 @@ def learned(settings: dict[str, Any], session: Session, tmp_path_factory: pytest
 @pytest.mark.shows("lora: GRPO with adapters of rank 16, served by vLLM, learns the demo task to at least 0.9")
 def test_grpo_with_adapters_learns_the_task(learned: tuple[RunResult, Path], warm_model: Path) -> None:
     result, folder = learned
-    assert result.accuracy_before is not None and 0.2 <= result.accuracy_before <= 0.6
-    assert result.accuracy_after is not None and result.accuracy_after >= 0.9
+    assert result.held_out_reward_before is not None and 0.2 <= result.held_out_reward_before <= 0.6
+    assert result.held_out_reward_after is not None and result.held_out_reward_after >= 0.9
     assert result.max_log_prob_gap <= 1e-5
     metrics = lines(folder / "metrics.jsonl")
     assert metrics[0]["kl"] == 0 < metrics[-1]["kl"]
@@ -126,8 +126,8 @@ def test_a_stopped_run_of_adapters_goes_on_as_if_it_had_not_been(
 def test_users_at_once_learn_as_each_does_alone(two_users: tenants.TenantsConfig, session: Session, tmp_path: Path) -> None:
     results = tenants.train(two_users, session)
     for name, result in results.items():
-        assert result.accuracy_after is not None and result.accuracy_after >= 0.85, name
-        # Of the samples: the most probable answer is careless before any training, so accuracy could only rise for one.
+        assert result.held_out_reward_after is not None and result.held_out_reward_after >= 0.85, name
+        # Of the samples: the most probable answer is careless before any training; it could only rise for one.
         rewards = [line["reward"] for line in lines(Path(two_users.run_dir) / name / "metrics.jsonl")]
         assert sum(rewards[-5:]) / 5 >= sum(rewards[:3]) / 3 + 0.1, name
         assert result.max_log_prob_gap <= 1e-5

@@ -23,11 +23,11 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def gain(result: RunResult) -> float:
-    assert result.accuracy_before is not None
-    assert result.accuracy_after is not None
-    assert 0.2 <= result.accuracy_before <= 0.6
+    assert result.held_out_reward_before is not None
+    assert result.held_out_reward_after is not None
+    assert 0.2 <= result.held_out_reward_before <= 0.6
     assert result.max_log_prob_gap <= 1e-5
-    return result.accuracy_after - result.accuracy_before
+    return result.held_out_reward_after - result.held_out_reward_before
 
 
 @pytest.mark.shows("algorithms: Dr. GRPO, RLOO and REINFORCE++ with a KL in the reward learn the demo task")

@@ -91,9 +91,12 @@ def _facts(data: RunData) -> list[tuple[str, str]]:
 def _results(data: RunData) -> list[tuple[str, str]]:
     """What a reader wants to know first, of what there is."""
     found = []
-    before, after = data.summary.get("accuracy_before"), data.summary.get("accuracy_after")
-    if isinstance(before, int | float) and isinstance(after, int | float):
-        found.append(("held-out accuracy", f"{before:.3f} → {after:.3f}"))
+    # Summaries of the version before call it an accuracy.
+    for measured in ("held_out_reward", "accuracy"):
+        before, after = data.summary.get(f"{measured}_before"), data.summary.get(f"{measured}_after")
+        if isinstance(before, int | float) and isinstance(after, int | float):
+            found.append(("held-out reward", f"{before:.3f} → {after:.3f}"))
+            break
     for name in ("answer_probability", "nll", "reward"):
         series = data.metrics.get(name)
         if series is not None and len(found) < 2:

@@ -32,7 +32,7 @@ def run(path: Path, error: BaseException | None = None) -> None:
         folder.log_samples(1, [{"prompt": "a", "response": "b", "reward": 0.5}])
         if error is not None:
             raise error
-        folder.write_summary({"accuracy_before": 0.1, "accuracy_after": 0.9})
+        folder.write_summary({"held_out_reward_before": 0.1, "held_out_reward_after": 0.9})
 
 
 def state(path: Path) -> tuple[str, str | None]:

@@ -79,7 +79,7 @@ def test_a_runs_files_are_standard_json(tmp_path: Path) -> None:
     with RunFolder(tmp_path, Options()) as folder:
         folder.log(1, ODD)
         folder.log_samples(1, [{"prompt": "a", "response": "b", "reward": math.nan}])
-        folder.write_summary({"accuracy_before": None, "accuracy_after": math.nan})
+        folder.write_summary({"held_out_reward_before": None, "held_out_reward_after": math.nan})
     for name in ("metrics.jsonl", "samples.jsonl", "summary.json", "run.json", "config.json"):
         standard_json((tmp_path / name).read_text())
     data = read_run(tmp_path)

@@ -189,16 +189,17 @@ def test_the_page_loads_nothing_and_may_not(tmp_path: Path) -> None:
     assert policy.attributes["content"].startswith("default-src 'none';")
 
 
-def test_the_headline_says_how_the_run_went(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["held_out_reward", "accuracy"], ids=["held_out_reward", "of the version before"])
+def test_the_headline_says_how_the_run_went(tmp_path: Path, name: str) -> None:
     run = {"state": "finished", "started": "2026-01-01T10:00:00+00:00", "ended": "2026-01-01T12:30:00+00:00"}
-    summary = {"accuracy_before": 0.3871, "accuracy_after": 0.979}
+    summary = {f"{name}_before": 0.3871, f"{name}_after": 0.979}
     metrics = {"reward": 0.5, "log_prob_gap": 4e-7, "weight_version": 3.0}
     page = report(write_run(tmp_path, 3, lambda step: metrics, summary=summary, run=run, config={"steps": 5}))
     tiles = {tile.one("small").text: tile.one("b").text for tile in page.all("div", class_="tile")}
     assert tiles == {
         "state": "finished",
         "steps": "3 of 5",
-        "held-out accuracy": "0.387 → 0.979",
+        "held-out reward": "0.387 → 0.979",
         "reward": "0.5",
         "largest log-prob gap": "4.0e-07 nats",
         "weight version": "3",
@@ -248,7 +249,7 @@ def test_odd_files_still_make_a_report(tmp_path: Path, metrics: str) -> None:
     odd = [{"step": 1}, {"step": 2, "prompt": ["chat"], "response": {"a": 1}, "reward": math.nan, "version_spans": "z"}]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in odd))
     (tmp_path / "summary.json").write_text(
-        '{"accuracy_before": NaN, "accuracy_after": "a", "seconds": NaN, "nested": {"a": [1]}}'
+        '{"held_out_reward_before": NaN, "held_out_reward_after": "a", "seconds": NaN, "nested": {"a": [1]}}'
     )
     (tmp_path / "run.json").write_text('{"state": 5, "error": ["x"], "started": 3, "command": "x"}')
     (tmp_path / "config.json").write_text("[1]")
