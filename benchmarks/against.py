@@ -168,6 +168,7 @@ def compare_demos(root: Path, folder: Path) -> dict[str, Any]:
             steps = [
                 {name: value for name, value in json.loads(line).items() if name == "reward" or name.endswith("loss")}
                 for line in lines
+                if json.loads(line)["step"]  # step 0 is from before training
             ]
             found[side] = {"steps": steps, **{name: summary[name] for name in DEMO_FIGURES}}
         if found["ours"] != found["other"] or not any(found["ours"]["steps"]):

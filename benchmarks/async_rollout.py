@@ -36,7 +36,8 @@ def run_once(seed: int, max_staleness: int, task: Path, model: Path, folder: Pat
     config = DemoConfig.model_validate({"seed": seed, "max_staleness": max_staleness, "trace": False})
     run_dir = folder / f"staleness_{max_staleness}"
     result = reinforce(config, task, model, run_dir)
-    lines = [json.loads(line) for line in (run_dir / config.algorithm / "metrics.jsonl").read_text().splitlines()]
+    logged = (run_dir / config.algorithm / "metrics.jsonl").read_text().splitlines()
+    lines = [line for line in map(json.loads, logged) if line["step"]]  # step 0 is from before training
     phases = [name for name in lines[0] if name.startswith("seconds/")]
     return {
         "seed": seed,

@@ -135,7 +135,8 @@ class RunFolder:
             # After the state: they would be the options of a run that has finished.
             replace_text(self.path / "config.json", options)
         set_aside(self.path / "summary.json")
-        drop_from = start.step + 1 if start.same_folder or start.replaces else None
+        first = 0 if start.checkpoint is None else start.step + 1
+        drop_from = first if start.same_folder or start.replaces else None
         identity = xxhash.xxh3_64(f"{self.path} {self._facts['started']}".encode()).hexdigest()
         self._curves = Curves(metrics_to, WriterFacts(self.path, config.model_dump(mode="json"), identity, drop_from))
 
@@ -151,6 +152,13 @@ class RunFolder:
         self._last_log = now
         if time.monotonic() >= self._next_report:
             self._report()
+
+    def log_start(self, metrics: Mapping[str, float | int]) -> None:
+        """What was measured before training: step 0 of ``metrics.jsonl``, of every curve and of Prometheus."""
+        with written_to(self.path):
+            self._metrics.write({"step": 0, **metrics})
+            self._curves.write(0, metrics)
+        export_step(str(self.path), 0, {name: float(value) for name, value in metrics.items()})
 
     def log_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """One line of ``samples.jsonl`` per sample; the report shows ``prompt``, ``response`` and ``reward`` of each."""

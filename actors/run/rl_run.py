@@ -122,6 +122,8 @@ class RLRun(Run[RLConfig]):
         pushed = self._push(start.step)
         if start.checkpoint is None:
             self._reward_before = self._reward = self._evaluate(0)
+            if self._reward is not None:
+                self.folder.log_start({"held_out_reward": self._reward})
         facts = [*config.facts(), *facts, f"weights by {pushed.transport}", *start.describe()]
         print(f"{self.label}{title}: {', '.join([f'{len(inputs.prompts)} prompts', *facts])}")
         if self._reward_before is not None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +138,7 @@ def _kept_logs(checkpoint: RunCheckpoint, config: TrainingConfig) -> dict[str, F
 def require_new_run(path: Path | str) -> None:
     """Raises :class:`ConfigError` when ``path`` holds a run that has taken a step, or cannot be a folder."""
     with usable_run_dir(path):
-        metrics = Path(path) / LOGS[0]
-        used = (metrics.exists() and metrics.stat().st_size) or RunCheckpoints(Path(path) / CHECKPOINTS).steps()
+        used = _has_steps(path) or RunCheckpoints(Path(path) / CHECKPOINTS).steps()
     if used:
         raise ConfigError.of(
             "run_dir", str(path), "holds another run; choose a new directory, remove it, or continue it with resume=auto"
@@ -160,8 +160,7 @@ def _may_be_replaced(config: TrainingConfig) -> bool:
         return False
     earlier = read_file_of_run(config.run_dir, "config.json")
     began, begins = _origin(earlier.get("resume")), _origin(config.resume)
-    metrics = Path(config.run_dir) / LOGS[0]
-    has_steps = metrics.exists() and metrics.stat().st_size > 0
+    has_steps = _has_steps(config.run_dir)
     if began != begins and (has_steps or begins is None):
         where = "at its first step" if began is None else f"after {began}"
         raise ConfigError.of(
@@ -195,6 +194,15 @@ def _earlier_config[C: TrainingConfig](config: C, earlier: Mapping[str, Any]) ->
 def _origin(resume: str | None) -> Path | None:
     """The checkpoint of another run that a run begins with."""
     return None if resume in (None, "auto") else Path(str(resume)).resolve()
+
+
+def _has_steps(run_dir: Path | str) -> bool:
+    """Whether a step was taken; the line of step 0 has what was measured before."""
+    metrics = Path(run_dir) / LOGS[0]
+    if not metrics.exists():
+        return False
+    with metrics.open("rb") as lines:
+        return any(not line.startswith(b'{"step": 0,') for line in islice(lines, 2))
 
 
 def _has_finished(run_dir: str) -> bool:

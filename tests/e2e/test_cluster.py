@@ -88,7 +88,8 @@ def spread_run(
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    found = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [line for line in found if line["step"]]
 
 
 @pytest.mark.long

@@ -69,7 +69,7 @@ def test_a_copied_example_runs_against_the_installed_package(
     settings |= {"reward": "my_reward.py:score", "run_dir": "run", "trace": False}
     (tmp_path / "options.json").write_text(json.dumps(settings))
     run(installed, tmp_path, "my_loop.py", "--config", "options.json")
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl", 2)] == [0, 1, 2]
     assert (tmp_path / "run" / "model" / "config.json").exists()
     assert list((tmp_path / "run" / "tensorboard").glob("events*"))
 

@@ -38,8 +38,9 @@ def test_grpo_learns_the_task_and_trainer_and_engine_agree(learned: tuple[RunRes
 def test_a_run_leaves_a_folder_that_a_program_can_read(learned: tuple[RunResult, Path]) -> None:
     result, folder = learned
     metrics, samples = lines(folder / "metrics.jsonl"), lines(folder / "samples.jsonl")
-    assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
-    assert [line["weight_version"] for line in metrics] == list(range(1, STEPS + 1))
+    assert metrics[0] == {"step": 0, "held_out_reward": result.held_out_reward_before}
+    assert [line["step"] for line in metrics] == list(range(STEPS + 1))
+    assert [line["weight_version"] for line in metrics[1:]] == list(range(1, STEPS + 1))
     assert len(samples) == STEPS * 32 * 8
     assert {version for sample in samples if sample["step"] == 3 for version, _ in sample["version_spans"]} == {2}
     assert all(sample["reward"] == float(sample["response"] == sample["ground_truth"] + "<end>") for sample in samples)

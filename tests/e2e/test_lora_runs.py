@@ -84,7 +84,7 @@ def test_grpo_with_adapters_learns_the_task(learned: tuple[RunResult, Path], war
     assert result.held_out_reward_before is not None and 0.2 <= result.held_out_reward_before <= 0.6
     assert result.held_out_reward_after is not None and result.held_out_reward_after >= 0.9
     assert result.max_log_prob_gap <= 1e-5
-    metrics = lines(folder / "metrics.jsonl")
+    metrics = lines(folder / "metrics.jsonl")[1:]
     assert metrics[0]["kl"] == 0 < metrics[-1]["kl"]
     merged = AutoModelForCausalLM.from_pretrained(folder / "model_merged").state_dict()
     base = AutoModelForCausalLM.from_pretrained(warm_model).state_dict()
@@ -128,7 +128,7 @@ def test_users_at_once_learn_as_each_does_alone(two_users: tenants.TenantsConfig
     for name, result in results.items():
         assert result.held_out_reward_after is not None and result.held_out_reward_after >= 0.85, name
         # Of the samples: the most probable answer is careless before any training; it could only rise for one.
-        rewards = [line["reward"] for line in lines(Path(two_users.run_dir) / name / "metrics.jsonl")]
+        rewards = [line["reward"] for line in lines(Path(two_users.run_dir) / name / "metrics.jsonl")[1:]]
         assert sum(rewards[-5:]) / 5 >= sum(rewards[:3]) / 3 + 0.1, name
         assert result.max_log_prob_gap <= 1e-5
     alone = two_users.replace(run_dir=str(tmp_path), steps=6, users={"careful": {}})
@@ -148,7 +148,7 @@ def test_users_at_once_learn_as_each_does_alone(two_users: tenants.TenantsConfig
 def test_ppo_trains_actor_and_critic_on_one_base(settings: dict[str, Any], session: Session, tmp_path: Path) -> None:
     changes = {"run_dir": str(tmp_path / "ppo"), "steps": 8, "critic_lr": 3e-3, "kl_coef": 1e-3}
     ppo.train(ppo.PPOConfig(**{**settings, **changes}), session)
-    metrics = lines(tmp_path / "ppo" / "metrics.jsonl")
+    metrics = lines(tmp_path / "ppo" / "metrics.jsonl")[1:]
     assert metrics[-1]["reward"] > metrics[0]["reward"]
     assert metrics[-1]["value_loss"] < metrics[0]["value_loss"]
     assert metrics[0]["kl"] == 0 < metrics[-1]["kl"]
@@ -169,7 +169,7 @@ def test_merged_pushes_train_as_adapters_do(
 
     with pytest.raises(StopEarlyError):
         grpo.train(config, demo_session, on_step)
-    mine, of_adapters = lines(tmp_path / "run" / "metrics.jsonl"), lines(learned[1] / "metrics.jsonl", 2)
+    mine, of_adapters = lines(tmp_path / "run" / "metrics.jsonl")[1:], lines(learned[1] / "metrics.jsonl", 2)[1:]
     assert [line["reward"] for line in mine] == pytest.approx([line["reward"] for line in of_adapters], abs=0.02)
     assert all(line["log_prob_gap"] <= 1e-5 for line in mine)
 

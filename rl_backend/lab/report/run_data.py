@@ -45,7 +45,7 @@ class RunData:
     Attributes:
         run: of ``run.json``; its ``state`` is "killed" where that says "running" and no process holds the folder any more.
         metrics: name -> its series.
-        steps: number of those logged, ``span`` the first and the last.
+        steps: number of those taken, ``span`` the first and the last that have metrics; 0 is before training.
         samples: of the first step that has some and of the last; the second is empty when that is the same step.
         held_out: the same of the held-out prompts; the first are of step 0, before training.
         problems: what could not be read.
@@ -132,7 +132,7 @@ def _read_metrics(data: RunData) -> None:
             elif name != "step":
                 found.setdefault(name, {})[step] = value
     data.problems += [f"metrics.jsonl: {name} is not a number in every step" for name in sorted(not_numbers)]
-    data.steps = len(steps)
+    data.steps = len(steps - {0})
     data.span = (min(steps), max(steps)) if steps else (0, 0)
     data.metrics = {
         name: Series(name, tuple(sorted(values)), tuple(values[step] for step in sorted(values)))

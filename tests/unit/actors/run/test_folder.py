@@ -40,6 +40,18 @@ def state(path: Path) -> tuple[str, str | None]:
     return facts["state"], facts["error"]
 
 
+@pytest.mark.shows("reading a run: the held-out reward before training is the first point of its curve")
+def test_what_was_measured_before_training_is_the_first_point_of_a_curve(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, Options()) as folder:
+        folder.log_start({"held_out_reward": 0.25})
+        folder.log(1, {"reward": 0.5})
+        folder.log(2, {"reward": 0.5, "held_out_reward": 0.75})
+    page = read_page(tmp_path / "report.html")
+    curve = page.one("figure", id="chart-held_out_reward").one("svg").attributes["data-hover"]
+    assert json.loads(curve)["series"][0]["points"] == [[0, 0, 0.25], [2, 0, 0.75]]
+    assert "2 of 3" in [tile.one("b").text for tile in page.all("div", class_="tile")]
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [

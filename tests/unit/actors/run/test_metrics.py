@@ -61,7 +61,7 @@ def test_a_writer_of_ones_own_is_told_of_every_step_beside_tensorboard(tmp_path:
     written.clear()
     with RunFolder(tmp_path / "run", Options(), start=RunStart(replaces=True), report_seconds=0, metrics_to=MINE):
         pass
-    assert written[0][4] == 1, "points of the steps that are taken again are to be dropped"
+    assert written[0][4] == 0, "points of the steps that are taken again are to be dropped"
 
 
 def test_a_run_may_have_no_writer(tmp_path: Path) -> None:

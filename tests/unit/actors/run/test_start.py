@@ -95,6 +95,19 @@ def test_auto_begins_a_run_that_has_no_checkpoint_and_takes_its_steps_again(tmp_
         find_start(config.replace(resume=None))
 
 
+def test_what_was_measured_before_the_first_step_does_not_occupy_a_folder(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    for step in (0, 1):
+        folder = RunFolder(config.run_dir, config, start=find_start(config), report_seconds=0)
+        folder.log_start({"held_out_reward": 0.25})
+        if step:
+            folder.log(step, {"reward": 0.5})
+        folder._lock.release()
+    assert steps_of(config.run_dir) == [0, 1]
+    with pytest.raises(ConfigError, match="holds another run"):
+        find_start(config)
+
+
 def test_a_run_that_has_finished_goes_on_only_with_more_steps(tmp_path: Path) -> None:
     config = config_of(tmp_path, resume="auto")
     run(config, last=10, finish=True)
