@@ -19,7 +19,7 @@ _OWN_ARGUMENTS = {
     "enforce_eager": "enforce_eager",
     "load_format": "load_format",
     "enable_sleep_mode": "sleep_mode",
-    "skip_tokenizer_init": None,
+    "skip_tokenizer_init": "load_tokenizer",
     "generation_config": None,
     "logprobs_mode": None,
     "worker_extension_cls": None,
@@ -77,6 +77,7 @@ class RolloutConfig(BaseConfig):
         prefix_caching: reuse keys and values of equal prompt prefixes; emptied by every push.
         return_routed_experts: samples of a mixture of experts come with the experts of their tokens (``Sample.routes``), for
             router replay.
+        load_tokenizer: read the directory's tokenizer too, which ``SamplingConfig.stop_strings`` needs.
         max_adapters: LoRA adapters that are served at one time; more may be pushed, and those not used for longest give way.
             0 serves none. Decoding costs what ``max_adapter_rank`` costs, with every adapter and with none.
         max_adapter_rank: largest rank of an adapter.
@@ -107,6 +108,7 @@ class RolloutConfig(BaseConfig):
     enforce_eager: Annotated[bool, MAY_CHANGE] = True
     prefix_caching: Annotated[bool, MAY_CHANGE] = True
     return_routed_experts: bool = False
+    load_tokenizer: Annotated[bool, MAY_CHANGE] = False
     max_adapters: Annotated[int, MAY_CHANGE] = Field(default=0, ge=0)
     max_adapter_rank: Annotated[int, MAY_CHANGE] = Field(default=16, ge=1, le=512)
     sleep_mode: Annotated[bool, MAY_CHANGE] = False
@@ -223,12 +225,17 @@ class SamplingConfig(BaseConfig):
     Attributes:
         n: responses of each prompt.
         temperature: 0 takes the likeliest token. Log-probs are of the distribution that was sampled from: logits divided by
-            the temperature, after ``top_p`` and ``top_k``; at temperature 0, of the plain softmax.
-        top_p: nucleus sampling; 1 keeps all tokens.
-        top_k: 0 keeps all tokens.
+            the temperature, over the tokens that ``min_p``, ``top_k`` and ``top_p`` keep; at temperature 0, of the plain
+            softmax. Training computes its log-probs over all tokens, at the same temperature.
+        top_p: nucleus sampling: keeps the likeliest tokens that together have this probability; 1 keeps all.
+        top_k: keeps so many of the likeliest tokens; 0 keeps all.
+        min_p: keeps tokens that are at least this share as probable as the likeliest; 0 keeps all.
         max_new_tokens: longest response; also bounded by the engine's ``max_model_len``.
-        stop_token_ids: a response ends with the first of them, which belongs to it. Nothing else ends one early: engines
-            have no tokenizer and so no end-of-text token of their own.
+        stop_token_ids: a response ends with the first of them, which belongs to it.
+        stop_strings: a response ends with the token that completes the first of them in its text, special tokens included.
+            All its tokens belong to it, as they were sampled, and no end-of-text token follows: a policy that is trained on
+            it learns to write the string. Engines need ``RolloutConfig.load_tokenizer``. Nothing else ends a response early:
+            engines have no end-of-text token of their own.
         log_probs: return the log-prob of every response token.
     """
 
@@ -236,8 +243,10 @@ class SamplingConfig(BaseConfig):
     temperature: float = Field(default=1.0, ge=0)
     top_p: Annotated[float, _SAMPLES] = Field(default=1.0, gt=0, le=1)
     top_k: Annotated[int, _SAMPLES] = Field(default=0, ge=0)
+    min_p: Annotated[float, _SAMPLES] = Field(default=0.0, ge=0, lt=1)
     max_new_tokens: int = Field(default=128, ge=1)
     stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
     log_probs: bool = True
 
     @model_validator(mode="after")
@@ -246,6 +255,15 @@ class SamplingConfig(BaseConfig):
             raise ConfigError.of(
                 "SamplingConfig.temperature", self.temperature, "vLLM would raise it to 0.01; use 0 for greedy sampling"
             )
+        if "" in self.stop_strings:
+            raise ConfigError.of(
+                "SamplingConfig.stop_strings", self.stop_strings, "an empty string would end every response; leave it out"
+            )
         if self.temperature == 0 and self.n > 1:
             raise ConfigError.of("SamplingConfig.n", self.n, "greedy responses are all the same; use n=1 at temperature=0")
         return self
+
+    @property
+    def cuts(self) -> list[str]:
+        """Options that keep some tokens from being sampled."""
+        return [name for name in ("top_p", "top_k", "min_p") if self.is_set(name)]

@@ -118,12 +118,15 @@ class RolloutEngine(AdapterReceiver):
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
+                min_p=sampling.min_p,
                 max_tokens=sampling.max_new_tokens,
                 stop_token_ids=list(sampling.stop_token_ids),
                 ignore_eos=True,
                 logprobs=0 if sampling.log_probs else None,
                 flat_logprobs=sampling.log_probs,
-                detokenize=False,
+                stop=list(sampling.stop_strings),
+                detokenize=bool(sampling.stop_strings),
+                skip_special_tokens=False,
             )
             for request in requests
         ]

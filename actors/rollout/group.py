@@ -110,6 +110,7 @@ class RolloutGroup(AdapterGroup):
 
         Raises:
             BatchError: an empty or too long prompt, an unknown token id, a wrong number of seeds.
+            ConfigError: stop strings, and engines without a tokenizer.
             EngineDeadError: an engine died while it served this call, or none is left.
             EngineDirtyError: an engine whose last weight update failed.
             RolloutError: a tenant that has not been pushed, or weights with an adapter merged into them.
@@ -260,6 +261,12 @@ class RolloutGroup(AdapterGroup):
     def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[int] | None) -> None:
         if not prompts:
             raise BatchError("prompts is empty; expected at least one prompt")
+        if sampling.stop_strings and not self.config.load_tokenizer:
+            raise ConfigError.of(
+                "SamplingConfig.stop_strings",
+                sampling.stop_strings,
+                "engines find them in text and have no tokenizer; set RolloutConfig.load_tokenizer",
+            )
         info = next(iter(self._infos.values()))
         for index, prompt in enumerate(prompts):
             if not 0 < len(prompt) < info.max_model_len:

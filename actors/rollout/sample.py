@@ -78,9 +78,9 @@ class Sample:
 
     Attributes:
         prompt_index, sample_index: which prompt of the call, and which of its ``n`` responses.
-        prompt_ids, response_ids: token ids; the response ends with the stop token if there was one.
+        prompt_ids, response_ids: token ids; the response ends with the stop token or string if there was one.
         log_probs: of each response token; empty when not asked for.
-        finish_reason: ``stop`` for a stop token, ``length`` for ``max_new_tokens`` or the engine's ``max_model_len``.
+        finish_reason: ``stop`` for a stop token or string, ``length`` for ``max_new_tokens`` or ``max_model_len``.
         version_spans: in order, and adding up to the response's tokens.
         engine: number of the engine in its group.
         routes: with ``RolloutConfig.return_routed_experts``, the experts of its tokens.

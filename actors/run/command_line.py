@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from argparse import SUPPRESS, ArgumentParser
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -44,6 +45,7 @@ def parse_config[C: BaseConfig](config_type: type[C], description: str, argument
     given = [_as_field(argument) for argument in (sys.argv[1:] if arguments is None else arguments)]
     says = declared(config_type)
     _refuse_renamed(says, given)
+    given, repeated = _take_repeated(says, given)
     early = _Parser(add_help=False, allow_abbrev=False)
     for name in ("config", *_EARLY):
         early.add_argument(f"--{name}", default=SUPPRESS)
@@ -67,7 +69,7 @@ def parse_config[C: BaseConfig](config_type: type[C], description: str, argument
             cli_shortcuts={path: name for name, path in says.short.items()},
             root_parser=parser,
         )
-        return config_type(**merged(values, says.nest({**source()})))
+        return config_type(**merged(values, says.nest({**source(), **repeated})))
     except SettingsError as error:
         place = re.search(r"encountered for (\S+):|field \"(\w+)\"", str(error))
         flag = _shown(f"--{place[1] or place[2]}") if place else "command line"
@@ -176,6 +178,22 @@ def _with_flags(message: str, says: type[Options], sections: Mapping[str, type[B
         lambda match: _shown(f"--{says.name_of(prefixes[match[1]] + match[2])}"),
         message,
     )
+
+
+def _take_repeated(says: type[Options], given: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Arguments without the flags of :attr:`Options.repeated`, and their values by name."""
+    left: list[str] = []
+    found: dict[str, list[str]] = {}
+    rest = deque(given)
+    while rest:
+        argument = rest.popleft()
+        flag, inline, value = argument.partition("=")
+        place = says.short.get(flag[2:], flag[2:]) if flag.startswith("--") else ""
+        if place not in says.repeated or not (inline or (rest and not rest[0].startswith("--"))):
+            left.append(argument)
+        else:
+            found.setdefault(place, []).append(value if inline else rest.popleft())
+    return left, found
 
 
 def _refuse_renamed(says: type[Options], given: Sequence[str]) -> None:

@@ -38,12 +38,14 @@ class Options(BaseConfig):
         renamed: options of earlier versions -> place of their value now; they are refused with it.
         preset: place -> default, where it differs from that of the nested configuration.
         follows: place -> what it follows from. Such a value is saved only where it was given.
+        repeated: places of lists whose flag is given once for each text, which is taken as it stands.
     """
 
     short: ClassVar[Mapping[str, str]] = {}
     renamed: ClassVar[Mapping[str, str]] = {}
     preset: ClassVar[Mapping[str, Any]] = {}
     follows: ClassVar[Mapping[str, Follows]] = {}
+    repeated: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def section_types(cls, values: Mapping[str, Any]) -> dict[str, type[BaseConfig]]:

@@ -53,7 +53,8 @@ def _places(config: BaseConfig, kind: OnResume | None, prefix: str = "") -> Iter
 def _saved_options(config: TrainingConfig, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Deciding options of a checkpoint; those of the version before, which had them all, by their names of today."""
     if "backend_options" not in saved:
-        return dict(saved)
+        # Under a place, where it has got a short name since.
+        return {config.name_of(name): value for name, value in saved.items()}
     ours = config.model_dump()
     for path, _, name in _places(config, None):
         if has(ours, path):

@@ -81,7 +81,7 @@ class RLConfig(TrainingConfig):
         "engines": "rollout.num_engines",
         "samples_per_prompt": "sampling.n",
         "max_response_tokens": "sampling.max_new_tokens",
-        "temperature": "sampling.temperature",
+        **{name: f"sampling.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "stop_strings")},
     }
     renamed: ClassVar[Mapping[str, str]] = {
         **TrainingConfig.renamed,
@@ -101,6 +101,9 @@ class RLConfig(TrainingConfig):
         "rollout.return_routed_experts": Follows(
             lambda config: config.router_replay == "R3", "follows from router_replay; set that to R3"
         ),
+        "rollout.load_tokenizer": Follows(
+            lambda config: bool(config.sampling.stop_strings), "follows from stop_strings; leave it out"
+        ),
         "rollout.max_adapters": Follows(
             lambda config: int(config.pushes_adapters), "follows from lora.rank and lora.push; leave it out"
         ),
@@ -109,6 +112,8 @@ class RLConfig(TrainingConfig):
         ),
         "sampling.log_probs": Follows(lambda config: True, "training compares them with its own; leave it out"),
     }
+
+    repeated: ClassVar[tuple[str, ...]] = ("sampling.stop_strings",)
 
     lora: PolicyLoRA = Field(default=PolicyLoRA(), description="adapters over a frozen model, see docs/lora.md")
     rollout: RolloutConfig = Field(description="vLLM's engines")
@@ -188,6 +193,14 @@ class RLConfig(TrainingConfig):
             )
         if self.stale_samples == "correct" and not self.max_staleness:
             raise ConfigError.of(f"{name}.stale_samples", "correct", "max_staleness=0 makes no stale samples; raise it")
+        for cut in self.sampling.cuts if self.importance_options() else ():
+            raise ConfigError.of(
+                f"{name}.{cut}",
+                getattr(self.sampling, cut),
+                f"importance={self.importance!r} with max_staleness={self.max_staleness} weighs tokens by the trainer's "
+                "probability over the engine's, and cannot make up for tokens that are never sampled; leave it out, or set "
+                "importance to off",
+            )
         if self.importance == "off" and self.stale_samples == "correct":
             raise ConfigError.of(
                 f"{name}.importance", "off", "stale_samples='correct' needs importance weights; use truncate or mask"

@@ -21,7 +21,7 @@ from actors.train.context import HandleRef, RankContext
 from actors.train.group import TrainGroup
 from rl_backend.contracts import ConfigError, RuntimeConfig
 
-_OF_A_RUN = {"model_path", "max_model_len", "max_adapters", "max_adapter_rank"}
+_OF_A_RUN = {"model_path", "max_model_len", "load_tokenizer", "max_adapters", "max_adapter_rank"}
 _OF_THE_CLUSTER = {"cores_per_engine", "cores", "placement", "gpus_per_worker", "gpu_memory_utilization"}
 
 
@@ -135,6 +135,12 @@ class Session:
                 "session",
                 f"max_model_len={engines.max_model_len}",
                 f"the run's prompts and responses have up to {asked.max_model_len} tokens; open a session for them",
+            )
+        if asked is not None and engines is not None and asked.load_tokenizer and not engines.load_tokenizer:
+            raise ConfigError.of(
+                "session",
+                "load_tokenizer=False",
+                "the run has stop_strings, which engines need a tokenizer for; open another",
             )
         for name in ("max_adapters", "max_adapter_rank") if config.pushes_adapters else ():
             if getattr(engines, name) < getattr(asked, name):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from actors.rollout.config import SamplingConfig
 from actors.rollout.group import RolloutGroup
 from actors.rollout.sample import sample_seeds
 from actors.sync.push import WeightSync
-from rl_backend.contracts import BatchError, UnsupportedError
+from rl_backend.contracts import BatchError, ConfigError, UnsupportedError
 from tests.support.rollout import ReferenceTrainer
 
 PROMPTS = [[5, 6, 7], list(range(20, 60)), [9], [100, 90, 80, 70], list(range(3, 120))]
@@ -61,6 +64,37 @@ def test_log_probs_are_those_of_the_distribution_sampled_from(
 def test_log_probs_with_top_k_are_of_the_kept_tokens(group: RolloutGroup) -> None:
     one = group.generate(PROMPTS, SamplingConfig(top_k=1, max_new_tokens=3))
     assert all(abs(log_prob) < 1e-6 for sample in one for log_prob in sample.log_probs)
+
+
+@pytest.mark.shows(
+    "rollout: with top_p, top_k and min_p log-probs are those of the kept tokens, renormalised, to 1e-5 of transformers"
+)
+@pytest.mark.parametrize("cut", [{"top_p": 0.6}, {"top_k": 5}, {"min_p": 0.2}, {"top_p": 0.8, "top_k": 9, "min_p": 0.05}])
+def test_log_probs_of_kept_tokens_are_renormalised(
+    group: RolloutGroup, rollout_trainer: ReferenceTrainer, cut: dict[str, Any]
+) -> None:
+    sampling = SamplingConfig(temperature=0.7, max_new_tokens=6, **cut)
+    samples = group.generate(PROMPTS, sampling)
+    assert rollout_trainer.mean_gap(samples, 0.7, kept=lambda probs: kept_tokens(probs, sampling)) <= TOLERANCE
+    # Training compares with log-probs over all tokens: never larger than the engine's, so the gap shows what was cut.
+    assert rollout_trainer.mean_gap(samples, 0.7) > 100 * TOLERANCE
+
+
+def kept_tokens(probs: Tensor, sampling: SamplingConfig) -> Tensor:
+    """(V,) bool, by the definitions of min_p, top_k and top_p in this order, each over what is left."""
+    kept = probs >= sampling.min_p * probs.max()
+    probs = probs * kept
+    if sampling.top_k:
+        kept &= probs >= probs.topk(sampling.top_k).values[-1]
+        probs = probs * kept
+    ordered, places = (probs / probs.sum()).sort(descending=True)
+    before = ordered.cumsum(0) - ordered  # what the likelier tokens have together
+    return kept & torch.zeros_like(kept).scatter(0, places, before < sampling.top_p)
+
+
+def test_stop_strings_need_engines_with_a_tokenizer(group: RolloutGroup) -> None:
+    with pytest.raises(ConfigError, match=r"stop_strings=.*have no tokenizer; set RolloutConfig\.load_tokenizer"):
+        group.generate(PROMPTS, SamplingConfig(stop_strings=("a",)))
 
 
 def test_temperature_zero_takes_the_likeliest_token(group: RolloutGroup) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -74,13 +74,22 @@ class ReferenceTrainer:
             for parameter in self.model.parameters():
                 parameter.add_(scale * torch.randn(parameter.shape, generator=generator) * parameter.std().nan_to_num(0.1))
 
-    def mean_gap(self, samples: Sequence[Sample], temperature: float = 1.0) -> float:
-        """Mean absolute difference between the engines' log-probs and this model's."""
+    def mean_gap(
+        self, samples: Sequence[Sample], temperature: float = 1.0, kept: Callable[[Tensor], Tensor] | None = None
+    ) -> float:
+        """Mean absolute difference between the engines' log-probs and this model's.
+
+        Args:
+            kept: probabilities -> which tokens could be sampled; None for all.
+        """
         gaps: list[float] = []
         for sample in samples:
             ids = torch.tensor([sample.prompt_ids + sample.response_ids])
             with torch.no_grad():
                 log_probs = torch.log_softmax(self.model(ids).logits[0].double() / temperature, dim=-1)
+            if kept is not None:
+                left = torch.stack([kept(row) for row in log_probs.exp()])
+                log_probs = torch.log_softmax(log_probs.masked_fill(~left, -torch.inf), dim=-1)
             first = len(sample.prompt_ids) - 1
             for index, (token, log_prob) in enumerate(zip(sample.response_ids, sample.log_probs, strict=True)):
                 gaps.append(abs(log_probs[first + index, token].item() - log_prob))

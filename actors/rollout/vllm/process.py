@@ -93,7 +93,7 @@ def start_vllm(config: RolloutConfig, device: str) -> Any:
         "enable_prefix_caching": config.prefix_caching,
         "enable_return_routed_experts": config.return_routed_experts,
         "seed": config.seed,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not config.load_tokenizer,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "actors.rollout.vllm.worker.WorkerExtension",

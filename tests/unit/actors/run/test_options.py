@@ -224,6 +224,23 @@ def test_a_checkpoint_of_the_version_before_is_continued(tmp_path: Path, kind: A
             find_start(again.replace(**changes))
 
 
+def test_stop_strings_are_taken_from_the_command_line_as_they_stand(tmp_path: Path) -> None:
+    for given, expected in (
+        (["--stop-strings", "\n\n"], ("\n\n",)),
+        (["--stop-strings", "a, b", "--sampling.stop_strings=--", "--top-p", "0.5"], ("a, b", "--")),
+        (["--stop-strings=\\n", "--stop-strings", "[1]"], ("\\n", "[1]")),
+    ):
+        config = read(*given)
+        assert config.sampling.stop_strings == expected
+        assert config.rollout.load_tokenizer
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    assert read("--config", str(tmp_path / "config.json")) == config
+    assert read("--config", str(tmp_path / "config.json"), "--stop-strings", "x").sampling.stop_strings == ("x",)
+    assert not read().rollout.load_tokenizer
+    with pytest.raises(ConfigError, match="--stop-strings: needs a value"):
+        read("--stop-strings", "--top-p", "0.5")
+
+
 def test_a_configuration_of_the_version_before_is_refused_by_the_new_name(tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text('{"backend_options": {"log_prob_chunk_tokens": 8}, "clip_ratio_low": null}')
     with pytest.raises(
@@ -234,7 +251,7 @@ def test_a_configuration_of_the_version_before_is_refused_by_the_new_name(tmp_pa
 
 def test_what_decides_what_is_learned_is_declared_on_the_fields() -> None:
     config = read("--tp", "2", "--ranks", "2", "--lr", "3e-5", "--rollout.enforce_eager", "--sampling.top_p", "0.9")
-    of_sampling = {"sampling.top_p": 0.9, "samples_per_prompt": 8, "max_response_tokens": 512}
+    of_sampling = {"top_p": 0.9, "samples_per_prompt": 8, "max_response_tokens": 512}
     assert deciding_options(config) == {"lr": 3e-5, **of_sampling}
     assert set(saved_facts(config.replace(dataset=__file__))["contents"]) == {"model", "dataset", "eval_dataset", "reward"}
 

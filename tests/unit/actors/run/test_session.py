@@ -35,6 +35,7 @@ def test_a_session_serves_runs_of_other_models_rates_and_shorter_responses() -> 
     session = session_of(config)
     session.require(config)
     session.require(config.replace(model="another", lr=1e-3, steps=3, max_response_tokens=8, run_dir="x"))
+    session_of(config.replace(stop_strings=["x"])).require(config)
     session.require(SFTConfig(**OPTIONS, max_prompt_tokens=512))
     session_of(SFTConfig(**OPTIONS)).require(SFTConfig(**OPTIONS, lr=1.0))
 
@@ -49,6 +50,7 @@ def test_a_session_serves_runs_of_other_models_rates_and_shorter_responses() -> 
         ({"train.backend_cfg.log_prob_chunk_tokens": 8}, r"backend_cfg\.log_prob_chunk_tokens=1024.*asks for 8"),
         ({"engines": 2}, r"rollout\.num_engines=1.*asks for 2"),
         ({"router_replay": "R3"}, r"rollout\.return_routed_experts=False.*asks for True"),
+        ({"stop_strings": ["x"]}, r"load_tokenizer=False': the run has stop_strings"),
         ({"max_response_tokens": 600}, r"max_model_len=1024.*have up to 1112 tokens"),
     ],
 )

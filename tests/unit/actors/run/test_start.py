@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from actors.run.folder import RunFolder, set_aside
-from actors.run.resume import saved_facts
+from actors.run.resume import require_same_run, saved_facts
 from actors.run.start import RunStart, checkpoints_of, find_start
 from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig
@@ -93,6 +93,18 @@ def test_auto_begins_a_run_that_has_no_checkpoint_and_takes_its_steps_again(tmp_
         find_start(config.replace(seed=1))
     with pytest.raises(ConfigError, match=r"holds another run; .*resume=auto"):
         find_start(config.replace(resume=None))
+
+
+def test_options_saved_under_their_places_are_compared_by_the_short_names_that_they_have_got(tmp_path: Path) -> None:
+    config = config_of(tmp_path, resume="auto", top_p=0.9)
+    run(config, last=2)
+    checkpoint = find_start(config).checkpoint
+    assert checkpoint is not None
+    saved = checkpoint.state["run"]["options"]
+    saved["sampling.top_p"] = saved.pop("top_p")
+    require_same_run(config, checkpoint)
+    with pytest.raises(ConfigError, match=r"GRPOConfig\.top_p=0\.5"):
+        require_same_run(config.replace(top_p=0.5), checkpoint)
 
 
 def test_what_was_measured_before_the_first_step_does_not_occupy_a_folder(tmp_path: Path) -> None:
