@@ -13,6 +13,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+from actors.run import announce
+
+announce(__name__)  # the first line, before imports that take seconds
+
 from pydantic import Field, model_validator
 
 from actors import Loss, RLRun, Session

@@ -15,6 +15,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
+from actors.run import announce
+
+announce(__name__)  # the first line, before imports that take seconds
+
 from pydantic import Field, model_validator
 
 from actors import Loss, Run, Session
@@ -22,9 +26,6 @@ from actors.run import GroupModel, OnStep, TrainingConfig, parse_config, run_com
 from rl_backend import TokenSequence
 from rl_backend.contracts import MAY_CHANGE, BatchError, ConfigError
 from rl_backend.data.prompts import endless_batches, load_prompts, load_tokenizer
-
-SHOWN = ("nll", "grad_norm", "held_out_nll", "answer_probability")
-"""Metrics that are printed."""
 
 
 class SFTConfig(TrainingConfig):
@@ -38,9 +39,7 @@ class SFTConfig(TrainingConfig):
     }
 
     batch_size: int = Field(default=64, ge=1, description="examples in each step")
-    eval_every: Annotated[int, MAY_CHANGE] = Field(
-        default=50, ge=1, description="steps between evaluations, and between printed lines"
-    )
+    eval_every: Annotated[int, MAY_CHANGE] = Field(default=50, ge=1, description="steps between evaluations")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -72,14 +71,10 @@ def train(config: SFTConfig, session: Session | None = None, on_step: OnStep | N
         for step in run.steps():
             metrics = update_metrics([model.update(next(batches), loss)])
             run.lap("train")
-            shown = step % config.eval_every == 0 or step == config.steps
-            if shown and held_out:
+            if held_out and (step % config.eval_every == 0 or step == config.steps):
                 metrics |= held_out_metrics(model, held_out)
                 run.lap("evaluate")
             run.end_step(metrics)
-            if shown:
-                texts = [f"{name.replace('_', ' ')} {metrics[name]:.3f}" for name in SHOWN if name in metrics]
-                print(f"step {step:4d}/{config.steps}  {'  '.join(texts)}", flush=True)
         return run.save_model(model)
 
 

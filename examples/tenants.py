@@ -20,6 +20,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
+from actors.run import announce
+
+announce(__name__)  # the first line, before imports that take seconds
+
 from pydantic import Field, StringConstraints, model_validator
 
 from actors import RLRun, Session, open_session

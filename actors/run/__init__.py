@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from actors.run.command_line import parse_config as parse_config
     from actors.run.command_line import run_command as run_command
     from actors.run.config import TrainingConfig as TrainingConfig
+    from actors.run.console import announce as announce
     from actors.run.metrics import MetricsWriter as MetricsWriter
     from actors.run.options import Follows as Follows
     from actors.run.rl_config import PolicyLoss as PolicyLoss
@@ -40,6 +41,7 @@ _MODULES = {
     "RunResult": "actors.run.rl_run",
     "TrainingBatch": "actors.run.collect",
     "TrainingConfig": "actors.run.config",
+    "announce": "actors.run.console",
     "parse_config": "actors.run.command_line",
     "rewards_of_tokens": "rl_backend.algorithm.sequences",
     "run_command": "actors.run.command_line",
@@ -61,6 +63,7 @@ __all__ = [
     "RunResult",
     "TrainingBatch",
     "TrainingConfig",
+    "announce",
     "parse_config",
     "rewards_of_tokens",
     "run_command",

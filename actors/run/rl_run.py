@@ -13,6 +13,7 @@ from typing import Any
 from actors.rollout.group import RolloutGroup
 from actors.rollout.stream import SampleStream, StreamPosition
 from actors.run.collect import BatchCollector, TrainingBatch, describe, load_inputs, score
+from actors.run.console import say, say_facts
 from actors.run.rl_config import RLConfig
 from actors.run.run import OnStep, Run
 from actors.run.saver import RunSaver, stream_position
@@ -21,18 +22,7 @@ from actors.sync.push import WeightSync
 from actors.sync.report import PushReport
 from actors.train.model import GroupModel
 from rl_backend.contracts import RLBackendError
-
-SHOWN = {
-    "reward": ("reward", ".3f"),
-    "log_prob_gap": ("gap", ".1e"),
-    "kl": ("kl", ".3f"),
-    "value_loss": ("value loss", ".3f"),
-    "grad_norm": ("grad norm", ".2f"),
-    "next_lr": ("next lr", ".1e"),
-    "staleness_mean": ("staleness", ".1f"),
-    "held_out_reward": ("held-out reward", ".3f"),
-}
-"""Metrics in the line that is printed for a step: label and format."""
+from rl_backend.lab.text import duration
 
 
 @dataclass(frozen=True)
@@ -44,14 +34,16 @@ class RunResult:
         held_out_reward_after: the same after the last step.
         max_log_prob_gap: largest mean in a step of the difference between trainer and engine, in nats; with stale samples
             also between new weights and old.
-        seconds: of the whole run.
-        step_seconds: of the training steps alone.
+        seconds: of the whole run, from the beginning of the command; of a run that was resumed, of all its parts.
+        start_seconds: of them, until the first step began.
+        step_seconds: of them, in training steps.
     """
 
     held_out_reward_before: float | None
     held_out_reward_after: float | None
     max_log_prob_gap: float
     seconds: float
+    start_seconds: float
     step_seconds: float
 
 
@@ -100,7 +92,7 @@ class RLRun(Run[RLConfig]):
         self._reward: float | None = earlier.get("held_out_reward", earlier.get("accuracy"))
         self._max_gap: float = earlier.get("max_log_prob_gap", 0.0)
         self._step_seconds: float = earlier.get("step_seconds", 0.0)
-        self._opened = time.perf_counter() - earlier.get("seconds", 0.0)
+        self._earlier_seconds: float = earlier.get("seconds", 0.0)
         self._saver = self._stack.enter_context(RunSaver(config, self.folder, trained, start))
         policy = next(iter(trained.values()))
         self._publish = self._publisher(policy)
@@ -125,11 +117,12 @@ class RLRun(Run[RLConfig]):
             if self._reward is not None:
                 self.folder.log_start({"held_out_reward": self._reward})
         facts = [*config.facts(), *facts, f"weights by {pushed.transport}", *start.describe()]
-        print(f"{self.label}{title}: {', '.join([f'{len(inputs.prompts)} prompts', *facts])}")
+        say_facts(f"{self.label}{title}", [f"{len(inputs.prompts)} prompts", *facts])
         if self._reward_before is not None:
             reward = f"{self._reward_before:.3f} ({len(inputs.held_out)} prompts, greedy)"
-            print(f"{self.label}held-out reward before: {reward}", flush=True)
-        self._steps_started = time.perf_counter() - self._step_seconds
+            say(f"{self.label}held-out reward before: {reward}")
+        self._start_seconds: float = earlier.get("start_seconds", 0.0) + time.monotonic() - self._began
+        self._steps_started = time.monotonic() - self._step_seconds
 
     def collect(self) -> TrainingBatch:
         """The step's samples with their rewards: phases ``sample`` and ``reward``."""
@@ -147,10 +140,17 @@ class RLRun(Run[RLConfig]):
 
     def finish(self) -> RunResult:
         """After the last step; also writes ``summary.json``."""
-        seconds = time.perf_counter() - self._opened
-        result = RunResult(self._reward_before, self._reward, self._max_gap, seconds, self._step_seconds)
+        seconds, start, steps = self._seconds, self._start_seconds, self._step_seconds
+        result = RunResult(self._reward_before, self._reward, self._max_gap, seconds, start, steps)
         self.folder.write_summary(vars(result))
+        times = f"{duration(seconds)}: start {duration(start)}, steps {duration(steps)}"
+        say(f"{self.label}finished {self.config.steps} steps in {times}")
         return result
+
+    @property
+    def _seconds(self) -> float:
+        """Of the whole run so far."""
+        return self._earlier_seconds + time.monotonic() - self._began
 
     @property
     def _rollout(self) -> RolloutGroup:
@@ -179,7 +179,7 @@ class RLRun(Run[RLConfig]):
         return report
 
     def _log(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Also evaluates, where that is due, and prints the step.
+        """Also evaluates, where that is due.
 
         Raises:
             RLBackendError: the log-prob gap is not a number: trainer or engines compute wrong numbers.
@@ -189,7 +189,7 @@ class RLRun(Run[RLConfig]):
         if not math.isfinite(gap):
             raise RLBackendError(f"step {step}: the log-prob gap between trainer and vLLM is {gap}")
         self._max_gap = max(self._max_gap, gap)
-        self._step_seconds = time.perf_counter() - self._steps_started
+        self._step_seconds = time.monotonic() - self._steps_started
         if step == config.steps or (config.eval_every and step % config.eval_every == 0):
             self._reward = self._evaluate(step)
             if self._reward is not None:
@@ -199,7 +199,6 @@ class RLRun(Run[RLConfig]):
         logged = slice(config.samples_logged)
         lines = describe(batch.samples[logged], batch.prompts[logged], batch.rewards[logged], self.inputs.tokenizer)
         self.folder.log_samples(step, lines)
-        _print_step(f"{self.label}step {step:4d}/{config.steps}", metrics, clock.seconds)
         return metrics
 
     def _state(self) -> dict[str, Any]:
@@ -208,7 +207,8 @@ class RLRun(Run[RLConfig]):
             "held_out_reward": self._reward,
             "max_log_prob_gap": self._max_gap,
             "step_seconds": self._step_seconds,
-            "seconds": time.perf_counter() - self._opened,
+            "start_seconds": self._start_seconds,
+            "seconds": self._seconds,
         }
         return {"log": log, "collector": self._collector.state}
 
@@ -226,11 +226,3 @@ class RLRun(Run[RLConfig]):
         rewards = score(samples, inputs.held_out, inputs.tokenizer, inputs.reward)
         self.folder.log_held_out(step, describe(samples, inputs.held_out, rewards, inputs.tokenizer))
         return statistics.fmean(rewards)
-
-
-def _print_step(step: str, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
-    """One line: the metrics of ``SHOWN`` that there are, and the seconds of each phase."""
-    shown = "  ".join(f"{label} {metrics[name]:{form}}" for name, (label, form) in SHOWN.items() if name in metrics)
-    phases = "  ".join(f"{name.removeprefix('seconds/')} {value:.2f}s" for name, value in seconds.items())
-    skipped = "" if metrics["step_ok"] == 1 else "  UPDATE SKIPPED: a gradient is not finite"
-    print(f"{step}  {shown}  | {phases}{skipped}", flush=True)

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from actors.rollout.stream import StreamPosition
 from actors.run.config import LoRAOptions, TrainingConfig
+from actors.run.console import StepLines, command_began, say_facts
 from actors.run.folder import RunFolder
 from actors.run.lock import RunLock
 from actors.run.metrics import Clock
@@ -30,7 +31,7 @@ class Run[C: TrainingConfig]:
     """A training run in a folder, from its first step, or from a checkpoint, to its last step.
 
     The loop is yours; the run locks its folder, opens Ray, training groups and engines, restores and saves checkpoints,
-    logs every step and says how it ended, however it ends::
+    logs and prints the steps and says how it ended, however it ends::
 
         with Run(config) as run:
             model = run.build_model("mine")
@@ -69,6 +70,8 @@ class Run[C: TrainingConfig]:
         self._stack = ExitStack()
         self._step = self.start.step
         self._clock = Clock()
+        self._began = command_began(take=session is None)
+        self._lines = StepLines(config.steps, self._began, label)
 
     def __enter__(self) -> Self:
         config = self.config
@@ -136,10 +139,11 @@ class Run[C: TrainingConfig]:
             facts: further words for the line.
         """
         self._saver = self._stack.enter_context(RunSaver(self.config, self.folder, trained, self.start))
-        print(f"{self.label}{title}: {', '.join([*facts, *self.start.describe()])}", flush=True)
+        say_facts(f"{self.label}{title}", [*facts, *self.start.describe()])
 
     def steps(self) -> Iterator[int]:
         """The numbers of the steps that are left. Each ends with :meth:`end_step`."""
+        self._lines.begin()
         for step in range(self.start.step + 1, self.config.steps + 1):
             self._step, self._clock = step, Clock()
             yield step
@@ -150,9 +154,14 @@ class Run[C: TrainingConfig]:
         self._clock.lap(phase)
 
     def end_step(self, metrics: Mapping[str, float]) -> None:
-        """Saves a checkpoint if one is due, logs the step, and commits what is saved by now."""
+        """Saves a checkpoint if one is due, logs and prints the step, and commits what is saved by now.
+
+        Args:
+            metrics: those of :data:`~actors.run.console.SHOWN` are printed, as many as a line has room for.
+        """
         self._saver.save(self._step, self._clock)
         logged = self._log(dict(metrics))
+        self._lines.end(self._step, logged, self._clock.seconds)
         self._saver.commit(self._step, self._state(), self._position())
         if self._on_step:
             self._on_step(self._step, logged)
@@ -178,7 +187,7 @@ class Run[C: TrainingConfig]:
             group.remove_lora_adapter(tenant)
 
     def _log(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Writes the step's lines; what ``on_step`` sees."""
+        """Writes the step's lines to the folder; what is printed, and what ``on_step`` sees."""
         self.folder.log(self._step, metrics | self._clock.seconds)
         return metrics
 

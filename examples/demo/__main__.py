@@ -9,6 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
+from actors.run import announce
+
+announce(__name__)  # the first line, before imports that take seconds
+
 from pydantic import Field, model_validator
 
 from actors import Session
