@@ -16,13 +16,13 @@ from actors.run.collect import BatchCollector, TrainingBatch, describe, load_inp
 from actors.run.console import say, say_facts
 from actors.run.rl_config import RLConfig
 from actors.run.run import OnStep, Run
-from actors.run.saver import RunSaver, stream_position
+from actors.run.saver import stream_position
 from actors.run.session import Session
 from actors.sync.push import WeightSync
 from actors.sync.report import PushReport
 from actors.train.model import GroupModel
 from rl_backend.contracts import RLBackendError
-from rl_backend.lab.text import duration
+from rl_backend.lab.text import count, duration
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ class RLRun(Run[RLConfig]):
         self, config: RLConfig, session: Session | None = None, on_step: OnStep | None = None, *, label: str = ""
     ) -> None:
         super().__init__(config, session, on_step, label=label)
-        self.inputs = load_inputs(config)
+        with self.phase("data", f"reading {config.dataset}"):
+            self.inputs = load_inputs(config)
 
     def begin(
         self,
@@ -93,7 +94,7 @@ class RLRun(Run[RLConfig]):
         self._max_gap: float = earlier.get("max_log_prob_gap", 0.0)
         self._step_seconds: float = earlier.get("step_seconds", 0.0)
         self._earlier_seconds: float = earlier.get("seconds", 0.0)
-        self._saver = self._stack.enter_context(RunSaver(config, self.folder, trained, start))
+        self._restore(trained)
         policy = next(iter(trained.values()))
         self._publish = self._publisher(policy)
         self._adapter = policy.handle.name if config.pushes_adapters else None
@@ -111,9 +112,11 @@ class RLRun(Run[RLConfig]):
         self._collector = BatchCollector(
             config, self._stream, inputs, batches_with_signal=batches_with_signal, earlier=start.state("collector")
         )
-        pushed = self._push(start.step)
-        if start.checkpoint is None:
-            self._reward_before = self._reward = self._evaluate(0)
+        with self.phase("push", "the first weights to the engines"):
+            pushed = self._push(start.step)
+        if start.checkpoint is None and inputs.held_out:
+            with self.phase("held-out", f"answering {count(len(inputs.held_out), 'prompt')}"):
+                self._reward_before = self._reward = self._evaluate(0)
             if self._reward is not None:
                 self.folder.log_start({"held_out_reward": self._reward})
         facts = [*config.facts(), *facts, f"weights by {pushed.transport}", *start.describe()]
@@ -161,7 +164,8 @@ class RLRun(Run[RLConfig]):
         """What brings the policy's present weights to the engines."""
         rollout, transport, enter = self._rollout, self.config.transport, self._stack.enter_context
         if policy.base is not None and self.config.pushes_adapters:
-            enter(self.session.serving(policy.group, policy.base, transport))
+            with self.phase("push", "the frozen model's weights to the engines"):
+                enter(self.session.serving(policy.group, policy.base, transport))
             if self._lent is not None:
                 self._stack.callback(self._withdraw, policy.handle.name)
             return enter(WeightSync(policy.group, rollout, policy.handle)).push

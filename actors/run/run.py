@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Self
 
 from actors.rollout.stream import StreamPosition
 from actors.run.config import LoRAOptions, TrainingConfig
-from actors.run.console import StepLines, command_began, say_facts
+from actors.run.console import Phases, StepLines, command_began, say_facts
 from actors.run.folder import RunFolder
 from actors.run.lock import RunLock
 from actors.run.metrics import Clock
@@ -71,13 +71,14 @@ class Run[C: TrainingConfig]:
         self._step = self.start.step
         self._clock = Clock()
         self._began = command_began(take=session is None)
+        self._phases = Phases(label, self._began)
         self._lines = StepLines(config.steps, self._began, label)
 
     def __enter__(self) -> Self:
         config = self.config
         with ExitStack() as stack:
             lock = stack.enter_context(RunLock(config.run_dir))
-            opened = open_session(config) if self._lent is None else lent_session(self._lent, config)
+            opened = lent_session(self._lent, config) if self._lent else open_session(config, self._phases)
             self.session = stack.enter_context(opened)
             traced: list[TraceSource] = []
             if config.trace:
@@ -118,9 +119,13 @@ class Run[C: TrainingConfig]:
         if not forward_only:
             optimizer = optimizer or config.train.backend_cfg.optimizer
         if not config.lora.rank:
-            handle = trainer.build_model(name=name, forward_only=forward_only, head=head, hf_path=path, optimizer=optimizer)
+            with self.phase("model", f"loading {name}"):
+                handle = trainer.build_model(
+                    name=name, forward_only=forward_only, head=head, hf_path=path, optimizer=optimizer
+                )
             return GroupModel(trainer, handle, router_replay)
-        base = self.session.base(trainer, path)
+        with self.phase("model", f"loading the frozen model below {name}"):
+            base = self.session.base(trainer, path)
         if forward_only:
             return GroupModel(trainer, base)
         lora: LoRAOptions = config.filled("lora")
@@ -131,14 +136,18 @@ class Run[C: TrainingConfig]:
             self._stack.callback(self._remove, trainer, tenant)
         return GroupModel(trainer, tenant, router_replay, base, path)
 
+    def phase(self, name: str, waits_for: str) -> AbstractContextManager[None]:
+        """Prints a phase of your own of the start, with its time: ``with run.phase("data", "reading train.jsonl"):``."""
+        return self._phases.phase(name, waits_for)
+
     def begin(self, title: str, trained: Mapping[str, GroupModel], facts: Sequence[str] = ()) -> None:
-        """Restores the models of the checkpoint that the run continues, if any, and prints the run's first line.
+        """Restores the models of the checkpoint that the run continues, if any, and prints what the run is.
 
         Args:
             trained: the models that checkpoints hold, by the names of their directories.
             facts: further words for the line.
         """
-        self._saver = self._stack.enter_context(RunSaver(self.config, self.folder, trained, self.start))
+        self._restore(trained)
         say_facts(f"{self.label}{title}", [*facts, *self.start.describe()])
 
     def steps(self) -> Iterator[int]:
@@ -180,6 +189,11 @@ class Run[C: TrainingConfig]:
         if lora.save_merged:
             model.group.save_checkpoint(model.handle, self.folder.place(f"{name}_merged"), hf=True)
         return path
+
+    def _restore(self, trained: Mapping[str, GroupModel]) -> None:
+        checkpoint = self.start.checkpoint
+        with nullcontext() if checkpoint is None else self.phase("checkpoint", f"loading {checkpoint.path.name}"):
+            self._saver = self._stack.enter_context(RunSaver(self.config, self.folder, trained, self.start))
 
     @staticmethod
     def _remove(group: TrainGroup, tenant: HandleRef) -> None:

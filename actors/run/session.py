@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
@@ -10,16 +11,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from actors.cluster.placement import ClusterShare, share_cluster
 from actors.cluster.session import raised_on_sigterm, ray_session
 from actors.rollout.config import RolloutConfig
 from actors.rollout.group import RolloutGroup
 from actors.run.config import TrainingConfig
+from actors.run.console import Phases
 from actors.run.lock import usable_run_dir
 from actors.sync.push import TransportName, WeightSync
 from actors.train.context import HandleRef, RankContext
 from actors.train.group import TrainGroup
 from rl_backend.contracts import ConfigError, RuntimeConfig
+from rl_backend.lab.text import count
 
 _OF_A_RUN = {"model_path", "max_model_len", "load_tokenizer", "max_adapters", "max_adapter_rank"}
 _OF_THE_CLUSTER = {"cores_per_engine", "cores", "placement", "gpus_per_worker", "gpu_memory_utilization"}
@@ -160,25 +165,42 @@ def _flat(config: RuntimeConfig) -> dict[str, Any]:
 
 
 @contextmanager
-def open_session(config: TrainingConfig) -> Iterator[Session]:
+def open_session(config: TrainingConfig, phases: Phases | None = None) -> Iterator[Session]:
     """Joins or starts Ray, and starts the training groups and engines that ``config`` asks for.
+
+    Args:
+        phases: of the start that this is a part of; None prints those of a start of its own.
 
     Raises:
         ConfigError, UnsupportedError: the cluster does not have what they need.
     """
     ranks, engines = config.ranks * config.training_groups, config.num_engines
+    phases = phases or Phases()
     with ExitStack() as stack:
-        stack.enter_context(ray_session(ranks, engines))
+        with phases.phase("ray", _ray_is()):
+            stack.enter_context(ray_session(ranks, engines))
         share = share_cluster(ranks, engines, take_turns=not config.batches_ahead)
         runtime = config.runtime_config()
-        groups = [
-            stack.enter_context(
-                TrainGroup(runtime, config.ranks, share.cores_per_rank, share.gpus, placement=config.placement)
-            )
-            for _ in range(config.training_groups)
-        ]
-        rollout = config.rollout_config(share)
-        yield Session(groups, None if rollout is None else stack.enter_context(RolloutGroup(rollout)))
+        with phases.phase("ranks", f"starting {count(ranks, 'training rank')} of {config.train.backend}"):
+            groups = [
+                stack.enter_context(
+                    TrainGroup(runtime, config.ranks, share.cores_per_rank, share.gpus, placement=config.placement)
+                )
+                for _ in range(config.training_groups)
+            ]
+        wanted = config.rollout_config(share)
+        rollout = None
+        if wanted is not None:
+            with phases.phase("engines", f"starting {count(engines, 'vLLM engine')}, each of which loads the model"):
+                rollout = stack.enter_context(RolloutGroup(wanted))
+        yield Session(groups, rollout)
+
+
+def _ray_is() -> str:
+    if ray.is_initialized():
+        return "running already"
+    address = os.environ.get("RAY_ADDRESS")
+    return "starting on this machine" if address is None else f"joining the cluster at {address}"
 
 
 @contextmanager

@@ -15,9 +15,9 @@ FAULTS = [
         "folder-locked-after-ray-has-started",
         "actors/run/run.py",
         "            lock = stack.enter_context(RunLock(config.run_dir))\n"
-        "            opened = open_session(config) if self._lent is None else lent_session(self._lent, config)\n"
+        "            opened = lent_session(self._lent, config) if self._lent else open_session(config, self._phases)\n"
         "            self.session = stack.enter_context(opened)\n",
-        "            opened = open_session(config) if self._lent is None else lent_session(self._lent, config)\n"
+        "            opened = lent_session(self._lent, config) if self._lent else open_session(config, self._phases)\n"
         "            self.session = stack.enter_context(opened)\n"
         "            lock = stack.enter_context(RunLock(config.run_dir))\n",
         (f"{_DISK}::test_the_folder_is_tried_and_locked_before_anything_is_started",),

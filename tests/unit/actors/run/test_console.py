@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import re
 import subprocess
 import sys
 import time
@@ -9,7 +12,7 @@ import time
 import pytest
 
 from actors.run import console
-from actors.run.console import COLUMNS, SHOWN, StepLines, command_began
+from actors.run.console import COLUMNS, SHOWN, Phases, StepLines, command_began
 from tests.support.clusters import ROOT
 
 REFUSE = """
@@ -111,3 +114,56 @@ def test_of_quick_steps_a_line_is_printed_each_second(
         printed(lines, clock, 0.3, step, **extra)
     steps = [int(line.split()[1].partition("/")[0]) for line in capsys.readouterr().out.splitlines()]
     assert steps == [1, 5, 9, 11, 15, 19, 20]
+
+
+@pytest.mark.shows(
+    "reading a run: each phase of a start says what it waits for and its time, in plain lines without a terminal"
+)
+def test_without_a_terminal_a_phase_is_a_line_and_a_long_one_says_so_while_it_lasts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "_BEGUN_SECONDS", 0.05)
+    monkeypatch.setattr(console, "_STILL_SECONDS", 0.2)
+    phases = Phases("label ", began=time.monotonic() - 100)
+    with phases.phase("ray", "starting on this machine"):
+        pass
+    with phases.phase("engines", "starting 2 vLLM engines"):
+        time.sleep(0.4)
+    with pytest.raises(ValueError, match="no GPU"), phases.phase("ranks", "starting 1 rank"):
+        raise ValueError("no GPU")
+    short, begun, still, ended, failed = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"label   100\.\d s  ray        starting on this machine: 0\.0 s", short)
+    assert re.fullmatch(r"label   100\.\d s  engines    starting 2 vLLM engines \.\.\.", begun)
+    assert re.fullmatch(r"label   100\.\d s  engines    starting 2 vLLM engines \.\.\. 00:00", still)
+    assert re.fullmatch(r"label   100\.\d s  engines    starting 2 vLLM engines: 0\.[45] s", ended)
+    assert re.fullmatch(r"label   100\.\d s  ranks      starting 1 rank: failed after 0\.0 s", failed)
+
+
+def test_a_terminal_shows_the_seconds_of_a_phase_in_place() -> None:
+    program = (
+        "import time; from actors.run.console import Phases, say\n"
+        "with Phases().phase('ranks', 'starting'): time.sleep(1.2); say('between'); time.sleep(0.1)"
+    )
+    leader, follower = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "40"}
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, stdout=follower, timeout=60, check=True)
+    os.close(follower)
+    text = os.read(leader, 10_000).decode()
+    os.close(leader)
+    shown = text.split(console._CLEAR)
+    assert shown[1].endswith("ranks      starting ... 0s") and shown[2].endswith("ranks      starting ... 1s")
+    assert shown[3] == "between\r\n"
+    assert re.fullmatch(r" +1\.\d s  ranks      starting: 1\.\d s\r\n", shown[-1])
+    assert all(len(part) < 40 for part in shown)
+
+
+def test_facts_are_never_divided(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = ["1234 prompts", "weights by shared_memory", f"continuing after step 7, from {'/long' * 30}", "2 engines"]
+    console.say_facts("GRPO", facts)
+    assert capsys.readouterr().out.splitlines() == [
+        "GRPO: 1234 prompts, weights by shared_memory,",
+        f"    {facts[2]},",
+        "    2 engines",
+    ]
+    console.say_facts("SFT", [])
+    assert capsys.readouterr().out == "SFT\n"

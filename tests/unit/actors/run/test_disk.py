@@ -194,7 +194,7 @@ def test_the_folder_is_tried_and_locked_before_anything_is_started(
     tmp_path: Path, train: Any, in_use: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[int] = []
-    monkeypatch.setattr(run_module, "open_session", lambda config: started.append(1) or nullcontext())
+    monkeypatch.setattr(run_module, "open_session", lambda config, phases: started.append(1) or nullcontext())
     write_task(tmp_path / "task", seed=0)
     files = {"model": str(tmp_path / "task/model"), "dataset": str(tmp_path / "task/train.jsonl")}
     kind = {grpo.train: grpo.GRPOConfig, ppo.train: ppo.PPOConfig, sft.train: sft.SFTConfig}[train]
