@@ -12,6 +12,7 @@ from rl_backend.contracts.errors import listed
 from rl_backend.parallel.shards import local_region, local_tensor
 
 LM_HEAD = "lm_head.weight"
+LM_HEAD_BIAS = "lm_head.bias"
 
 _TIED_ROWS = 4096
 
@@ -29,7 +30,7 @@ def load_weights(
 
     All names, shapes and dtypes are checked first. Then stored tensors are read one at a time, only the part in the shard,
     and converted to the parameter's dtype: host memory holds the shards and at most one more tensor. A stored
-    ``lm_head.weight`` that is not asked for is ignored for a critic, and with tied embeddings where it equals them; stored
+    ``lm_head`` that is not asked for is ignored for a critic, and with tied embeddings where it equals them; stored
     rotary frequencies are ignored; any other tensor without a parameter is refused.
 
     Args:
@@ -118,6 +119,7 @@ def _check_tensors(
             )
     ignored = ("rotary_emb.inv_freq", *stored_buffers)
     known = elsewhere | wanted.keys() | {LM_HEAD}
+    known |= {LM_HEAD_BIAS} if score in known else set()
     surplus = [name for name in reader.infos if name not in known and not name.endswith(ignored)]
     if surplus:
         raise CheckpointError(

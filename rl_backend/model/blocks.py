@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rl_backend.contracts import ConfigError, ModelOptions, ParallelConfig, WeightName
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.primitive.attention import Segments
+from rl_backend.primitive.norm import NormSpec
 from rl_backend.primitive.rope import Rotary
 from rl_backend.primitive.router import RouterSettings
 
@@ -87,7 +88,8 @@ class MixerSpec(BlockSpec):
     rotary: Rotary | None
 
     @abstractmethod
-    def build(self, hidden_size: int, rms_norm_eps: float) -> Mixer: ...
+    def build(self, hidden_size: int, norm: NormSpec) -> Mixer:
+        """``norm`` is the model's, for norms inside the block."""
 
 
 class FeedForwardSpec(BlockSpec):
@@ -102,8 +104,22 @@ class FeedForwardSpec(BlockSpec):
         """``options`` are the family's, ``NativeConfig.model_cfg``."""
 
 
+class LayerNorms(NamedTuple):
+    """Names of a layer's norms, in the directory as in the module; None for one that there is not.
+
+    Attributes:
+        before_mixer, before_feed_forward: of what a block reads from the residual stream.
+        after_mixer, after_feed_forward: of what a block adds to it.
+    """
+
+    before_mixer: str | None = "input_layernorm"
+    after_mixer: str | None = None
+    before_feed_forward: str | None = "post_attention_layernorm"
+    after_feed_forward: str | None = None
+
+
 class LayerSpec(NamedTuple):
-    """The blocks of one layer, each normalised before and added to the residual stream."""
+    """The blocks of one layer, each added to the residual stream."""
 
     mixer: MixerSpec
     feed_forward: FeedForwardSpec

@@ -1,26 +1,20 @@
 """A decoder: a stack of layers between embeddings and a head, on packed micro-batches."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from rl_backend.contracts import (
-    VALUE_HEAD_WEIGHTS,
     BatchError,
-    ConfigError,
-    Head,
     ModelOptions,
     ModelOutput,
     NativeConfig,
-    ParallelConfig,
-    RoutedLayers,
-    WeightName,
 )
 from rl_backend.model.activation_checkpointing import checkpoint_layers
-from rl_backend.model.blocks import LayerSpec, Rotation, RouterInput
+from rl_backend.model.blocks import Rotation, RouterInput
+from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.input import BuildSettings, ModelInput, ModelStage
 from rl_backend.parallel.fsdp import apply_fsdp
 from rl_backend.parallel.groups import ParallelGroups
@@ -28,7 +22,6 @@ from rl_backend.parallel.tensor import TensorParallel
 from rl_backend.primitive.adapter_runs import AdapterRun, adapters_at_work
 from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.log_prob import NextToken, next_token_log_probs
-from rl_backend.primitive.norm import RMSNorm
 from rl_backend.primitive.rope import Rotary, rotary_cos_sin
 from rl_backend.primitive.value_head import ValueHead, labels_without_values, values_of_tenants
 
@@ -36,70 +29,8 @@ STAGE_COPIES = {"tied_head.weight": "embed_tokens.weight"}
 """See :attr:`~rl_backend.model.ModelFamily.stage_copies`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecoderSpec:
-    """A pre-norm decoder. Its layers may be of different kinds.
-
-    Attributes:
-        max_length: longest sequence, in tokens.
-        tie_word_embeddings: whether the language-model head is the embedding.
-        layers: the blocks of each layer.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    max_length: int
-    rms_norm_eps: float
-    tie_word_embeddings: bool
-    layers: tuple[LayerSpec, ...]
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.layers)
-
-    @property
-    def sparse(self) -> tuple[bool, ...]:
-        """For each layer, whether it has experts."""
-        return tuple(layer.feed_forward.router is not None for layer in self.layers)
-
-    @property
-    def routed_layers(self) -> RoutedLayers | None:
-        """None without experts, and where routers differ: recorded routes are one tensor for all of them."""
-        routers = {
-            (router.num_experts, router.top_k) for layer in self.layers if (router := layer.feed_forward.router) is not None
-        }
-        return RoutedLayers(*routers.pop(), self.sparse) if len(routers) == 1 else None
-
-    def weight_names(self, head: Head) -> dict[str, WeightName]:
-        """Parameter name -> Hugging Face name or, for packed experts, names, in export order.
-
-        Tied embeddings have no ``lm_head.weight``.
-        """
-        names: dict[str, WeightName] = {"embed_tokens.weight": "model.embed_tokens.weight"}
-        for index, layer in enumerate(self.layers):
-            module, stored = f"layers.{index}", f"model.layers.{index}"
-            names[f"{module}.input_layernorm.weight"] = f"{stored}.input_layernorm.weight"
-            names |= {f"{module}.self_attn.{name}": value for name, value in layer.mixer.weight_names(stored).items()}
-            names[f"{module}.post_attention_layernorm.weight"] = f"{stored}.post_attention_layernorm.weight"
-            names |= {f"{module}.mlp.{name}": value for name, value in layer.feed_forward.weight_names(stored).items()}
-        names["norm.weight"] = "model.norm.weight"
-        if head == "values":
-            names |= {name: name for name in VALUE_HEAD_WEIGHTS}
-        elif not self.tie_word_embeddings:
-            names["lm_head.weight"] = "lm_head.weight"
-        return names
-
-    def check_layout(self, parallel: ParallelConfig) -> None:
-        """Raises :class:`~rl_backend.contracts.ConfigError` for sizes that do not divide the model."""
-        for block in dict.fromkeys(block for blocks in zip(*self.layers, strict=True) for block in blocks):
-            block.check_layout(parallel)
-        for name, size in (("ep", parallel.ep), ("etp", parallel.etp)):
-            if size > 1 and not any(self.sparse):
-                raise ConfigError.of(f"ParallelConfig.{name}", size, "this model has no experts; use 1")
-
-
 class DecoderLayer(nn.Module):
-    """A mixer and a feed-forward block, each normalised before and added to the residual stream.
+    """A mixer and a feed-forward block, added to the residual stream; norms have the names of ``DecoderSpec.norms``.
 
     Attributes:
         rotary: the mixer's.
@@ -109,12 +40,19 @@ class DecoderLayer(nn.Module):
     def __init__(self, decoder: DecoderSpec, index: int, options: ModelOptions) -> None:
         super().__init__()
         spec = decoder.layers[index]
+        self.decoder = decoder
         self.rotary = spec.mixer.rotary
         self.place = sum(decoder.sparse[:index]) if decoder.sparse[index] else None
-        self.input_layernorm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
-        self.self_attn = spec.mixer.build(decoder.hidden_size, decoder.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
+        self._add_norm(decoder.norms.before_mixer)
+        self.self_attn = spec.mixer.build(decoder.hidden_size, decoder.norm)
+        self._add_norm(decoder.norms.after_mixer)
+        self._add_norm(decoder.norms.before_feed_forward)
         self.mlp = spec.feed_forward.build(decoder.hidden_size, options)
+        self._add_norm(decoder.norms.after_feed_forward)
+
+    def _add_norm(self, name: str | None) -> None:
+        if name is not None:
+            self.add_module(name, self.decoder.norm.build(self.decoder.hidden_size))
 
     def forward(
         self,
@@ -125,9 +63,27 @@ class DecoderLayer(nn.Module):
         adapters: Sequence[AdapterRun] = (),
     ) -> Tensor:
         # Here and not around the model: recomputation and pipelines run layers of other micro-batches in between.
+        norms = self.decoder.norms
         with adapters_at_work(adapters):
-            x = x + self.self_attn(self.input_layernorm(x), rotation, segments)
-            return x + self.mlp(self.post_attention_layernorm(x), router)  # type: ignore[no-any-return]
+            read = self._norm(norms.before_mixer, x)
+            mixed = x + self._added(norms.after_mixer, self.self_attn(read, rotation, segments))
+            if not self.decoder.parallel_blocks:
+                read = self._norm(norms.before_feed_forward, mixed)
+            elif norms.before_feed_forward is not None:
+                read = self._norm(norms.before_feed_forward, x)
+            return mixed + self._added(norms.after_feed_forward, self.mlp(read, router))
+
+    def _norm(self, name: str | None, x: Tensor) -> Tensor:
+        return x if name is None else self.get_submodule(name)(x)  # type: ignore[no-any-return]
+
+    def _added(self, norm: str | None, output: Tensor) -> Tensor:
+        """What a block with this ``output`` adds to the residual stream."""
+        normed, scale = self._norm(norm, output), self.decoder.residual_scale
+        return normed if scale == 1.0 else normed * scale
+
+    def each_norm(self) -> Iterator[nn.Module]:
+        """Those around the blocks."""
+        yield from (self.get_submodule(name) for name in self.decoder.norms if name is not None)
 
 
 class Decoder(nn.Module):
@@ -148,13 +104,13 @@ class Decoder(nn.Module):
         self.values_of_tenants: Callable[..., Tensor] = values_of_tenants
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size) if stage.first else None
         self.layers = nn.ModuleDict({str(index): DecoderLayer(spec, index, settings.options) for index in stage.layers})
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps) if stage.last else None
+        self.norm = spec.norm.build(spec.hidden_size) if stage.last else None
         self.score = ValueHead(spec.hidden_size) if stage.last and settings.head == "values" else None
         self.lm_head = self._make_head() if has_language_head and not tied else None
         self.tied_head = self._make_head() if has_language_head and tied and not stage.first else None
 
     def _make_head(self) -> nn.Linear:
-        return nn.Linear(self.spec.hidden_size, self.spec.vocab_size, bias=False)
+        return nn.Linear(self.spec.hidden_size, self.spec.vocab_size, bias=self.spec.head_bias)
 
     def each_layer(self) -> Iterator[DecoderLayer]:
         """The layers of this stage, in their order."""
@@ -188,7 +144,8 @@ class Decoder(nn.Module):
             hidden,
             head.weight,
             labels_without_values(inputs.labels, inputs.adapters),
-            temperature=inputs.temperature,
+            bias=head.bias if isinstance(head, nn.Linear) else None,
+            temperature=inputs.temperature / self.spec.logit_scale,
             chunk_tokens=self.log_prob_chunk_tokens,
             calculate_entropy=inputs.calculate_entropy,
             adapters=inputs.adapters,
@@ -223,6 +180,8 @@ class Decoder(nn.Module):
                 )
         with adapters_at_work(inputs.adapters):
             hidden: Tensor = self.embed_tokens(inputs.input_ids)
+        if self.spec.embedding_scale != 1.0:
+            hidden = hidden * torch.tensor(self.spec.embedding_scale, dtype=hidden.dtype).item()
         # Above a frozen embedding something has to ask for the gradients of adapters.
         return hidden.requires_grad_() if inputs.adapters and torch.is_grad_enabled() else hidden
 
@@ -260,8 +219,8 @@ def parallelize(module: nn.Module, groups: ParallelGroups, config: NativeConfig)
         tensor = TensorParallel(groups.tp_mesh)
         module.split_ends(tensor)
         for layer in layers:
-            tensor.replicate(layer.input_layernorm)
-            tensor.replicate(layer.post_attention_layernorm)
+            for norm in layer.each_norm():
+                tensor.replicate(norm)
     if config.activation_checkpointing == "full":
         checkpoint_layers(layers)
     apply_fsdp(module, layers, groups, config, experts=experts)

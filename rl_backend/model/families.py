@@ -6,25 +6,37 @@ all share.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from rl_backend.contracts import ModelOptions
 from rl_backend.model.blocks import FeedForwardSpec, LayerSpec
-from rl_backend.model.decoder import STAGE_COPIES, Decoder, DecoderSpec, parallelize
+from rl_backend.model.decoder import STAGE_COPIES, Decoder, parallelize
+from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.feedforward.moe import ExpertNames, MoEOptions, MoESpec
 from rl_backend.model.feedforward.swiglu import SwiGLUSpec
 from rl_backend.model.hf_config import HFConfig, read_rotary
 from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.model.registry import ModelFamily, register_model
+from rl_backend.primitive.activation import HF_ACTIVATIONS, Activation
+from rl_backend.primitive.norm import NormSpec
 from rl_backend.primitive.router import RouterSettings
 
 _HONOURED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
     "attention_dropout": (0, 0.0),
     "pretraining_tp": (1,),
     "quantization_config": (),
-    "partial_rotary_factor": (1, 1.0),
 }
+
+
+class AttentionDifferences(TypedDict, total=False):
+    """Fields of :class:`~rl_backend.model.mixers.gqa.GQASpec` that are a family's, not a model's."""
+
+    qkv_bias: bool
+    output_bias: bool
+    qk_norm: bool
+    joint_qk_norm: bool
+    scale: float
+    output_name: str
 
 
 class DenseOptions(ModelOptions):
@@ -120,25 +132,32 @@ def read_decoder(
     windows: Sequence[int | None],
     feed_forward: Sequence[FeedForwardSpec],
     *,
+    activations: Sequence[str] = ("silu",),
+    norm: NormSpec | None = None,
     default_head_dim: int | None = None,
     default_theta: float | None = None,
-    **differences: bool,
+    default_rotary_part: float | None = None,
+    default_tied: bool = False,
+    **differences: Unpack[AttentionDifferences],
 ) -> DecoderSpec:
     """Reads the fields that decoders share; every layer has grouped-query attention.
 
-    A family with other mixers takes the result with other ``layers``.
+    A family takes the result with other values of what else a decoder has (scales, norms, biases, mixers), as
+    ``dataclasses.replace`` gives it.
 
     Args:
         windows: of each layer, as in :class:`~rl_backend.model.mixers.gqa.GQASpec`; those that hide nothing are dropped.
         feed_forward: of each layer.
+        activations: values of ``hidden_act`` that ``feed_forward`` honours.
+        norm: None for RMS norms with ``rms_norm_eps``.
         default_head_dim: None takes ``hidden_size / num_attention_heads``.
-        default_theta: as in :func:`~rl_backend.model.hf_config.read_rotary`.
-        differences: biases and norms of :class:`~rl_backend.model.mixers.gqa.GQASpec`.
+        default_theta, default_rotary_part: as in :func:`~rl_backend.model.hf_config.read_rotary`.
+        default_tied: whether embeddings are the head where ``tie_word_embeddings`` does not say.
 
     Raises:
         UnsupportedError: a field is missing, inconsistent, or asks for something that this implementation does not do.
     """
-    config.require(_HONOURED)
+    config.require({**_HONOURED, "hidden_act": tuple(activations)})
     heads, hidden_size = config.positive_int("num_attention_heads"), config.positive_int("hidden_size")
     kv_heads = config.positive_int("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -148,24 +167,35 @@ def read_decoder(
             config.refuse("hidden_size", hidden_size, f"without head_dim, num_attention_heads={heads} must divide it")
         default_head_dim = hidden_size // heads
     head_dim = config.positive_int("head_dim", default_head_dim)
-    rotary, max_length = read_rotary(config, head_dim, default_theta)
+    rotary, max_length = read_rotary(config, head_dim, default_theta, default_rotary_part)
     attention = GQASpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, rotary=rotary, **differences)
     limited = [None if window is None or window >= max_length else window for window in windows]
     return DecoderSpec(
         vocab_size=config.positive_int("vocab_size"),
         hidden_size=hidden_size,
         max_length=max_length,
-        rms_norm_eps=config.positive_float("rms_norm_eps", 1e-6),
-        tie_word_embeddings=config.flag("tie_word_embeddings"),
+        norm=norm or NormSpec(config.positive_float("rms_norm_eps", 1e-6)),
+        tie_word_embeddings=config.flag("tie_word_embeddings", default_tied),
         layers=tuple(
             LayerSpec(replace(attention, window=window), block) for window, block in zip(limited, feed_forward, strict=True)
         ),
     )
 
 
-def swiglu_in_every_layer(config: HFConfig, *, bias: bool = False) -> tuple[SwiGLUSpec, ...]:
+def swiglu_in_every_layer(
+    config: HFConfig, *, bias: bool = False, activation: Activation = "silu"
+) -> tuple[SwiGLUSpec, ...]:
     """Dense feed-forward blocks of ``intermediate_size``."""
-    return (SwiGLUSpec(config.positive_int("intermediate_size"), bias),) * config.positive_int("num_hidden_layers")
+    block = SwiGLUSpec(config.positive_int("intermediate_size"), bias, activation)
+    return (block,) * config.positive_int("num_hidden_layers")
+
+
+def read_activation(config: HFConfig, default: str) -> Activation:
+    """That of ``hidden_act``, or of ``default``, transformers' name for it."""
+    name = config.get("hidden_act", default)
+    if not isinstance(name, str) or name not in HF_ACTIVATIONS:
+        config.refuse("hidden_act", name, f"expected one of {', '.join(HF_ACTIVATIONS)}")
+    return HF_ACTIVATIONS[name]
 
 
 def read_router(config: HFConfig, *, normalise: bool) -> RouterSettings:
@@ -212,11 +242,11 @@ def windows_by_layer_type(config: HFConfig) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def window_of_every_layer(config: HFConfig) -> tuple[int | None, ...]:
-    """Windows of Mistral: ``sliding_window`` in every layer, null for none; 4096 where it is absent, as in transformers."""
+def window_of_every_layer(config: HFConfig, default: int | None = 4096) -> tuple[int | None, ...]:
+    """Windows of Mistral: ``sliding_window`` in every layer, null for none; ``default`` where it is absent."""
     layers = config.positive_int("num_hidden_layers")
-    without = config.fields.get("sliding_window", 4096) is None
-    window = None if without else config.positive_int("sliding_window", 4096)
+    without = config.fields.get("sliding_window", default) is None
+    window = None if without else config.positive_int("sliding_window", default)
     _layer_types(config, {"full_attention" if window is None else "sliding_attention"})
     return (window,) * layers
 

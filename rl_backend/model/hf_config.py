@@ -83,7 +83,9 @@ class RotaryContext(NamedTuple):
     max_length: int
 
 
-def read_rotary(config: HFConfig, head_dim: int, default_theta: float | None = None) -> RotaryContext:
+def read_rotary(
+    config: HFConfig, head_dim: int, default_theta: float | None = None, default_part: float | None = None
+) -> RotaryContext:
     """Reads ``rope_theta``, and ``rope_scaling`` (transformers 4) or ``rope_parameters`` (transformers 5).
 
     As in transformers, ``original_max_position_embeddings`` beside that object takes precedence over the one inside, and is
@@ -93,14 +95,15 @@ def read_rotary(config: HFConfig, head_dim: int, default_theta: float | None = N
 
     Args:
         default_theta: where there is none; None refuses that.
+        default_part: ``partial_rotary_factor`` where there is none, the part of a head's features that are rotated; None
+            for a family that rotates all.
 
     Raises:
         UnsupportedError: another ``rope_type`` (``dynamic``, ``longrope``, ...), or a field that is missing, unknown or
             out of range.
     """
-    if head_dim % 2:
-        config.refuse("head_dim", head_dim, "rotary embedding needs an even number")
     field, parameters = _parameters(config)
+    head_dim = _rotated(config, field, parameters, head_dim, default_part)
     entry = _Entry(config, field, parameters)
     max_length = config.positive_int("max_position_embeddings")
     if parameters.get("rope_theta") is None:
@@ -173,11 +176,27 @@ def _parameters(config: HFConfig) -> tuple[str, Mapping[str, Any]]:
     for field, value in found.items():
         if not isinstance(value, Mapping):
             config.refuse(field, value, "expected an object")
-        if value.get("partial_rotary_factor", 1.0) != 1.0:
-            config.refuse(field, dict(value), "only a partial_rotary_factor of 1.0 is implemented")
     if len(found) == 2 and found["rope_parameters"] != found["rope_scaling"]:
         config.refuse("rope_scaling", dict(found["rope_scaling"]), "rope_parameters says something else; leave one out")
     return next(iter(found.items()), ("rope_parameters", {}))
+
+
+def _rotated(config: HFConfig, field: str, parameters: Mapping[str, Any], head_dim: int, default_part: float | None) -> int:
+    """How many features of a head are rotated, the first."""
+    part = parameters.get("partial_rotary_factor")
+    refused: tuple[str, Any] = (field, dict(parameters))
+    if part is None:
+        part = config.get("partial_rotary_factor", 1.0 if default_part is None else default_part)
+        refused = ("partial_rotary_factor", part)
+    if default_part is None and part != 1.0:
+        config.refuse(*refused, "only a partial_rotary_factor of 1.0 is implemented")
+    if not is_finite(part) or not 0.0 < part <= 1.0:
+        config.refuse(*refused, "expected a partial_rotary_factor above 0 and at most 1")
+    rotated = int(head_dim * part)
+    if rotated % 2 or not rotated:
+        reason = "rotary embedding needs an even number" + ("" if part == 1.0 else f", and rotates {rotated} with {part:g}")
+        config.refuse("head_dim", head_dim, reason)
+    return rotated
 
 
 def _llama3(entry: _Entry, max_length: int) -> rope.Llama3Scaling:

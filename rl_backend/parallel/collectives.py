@@ -49,6 +49,12 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return mine
 
 
+def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over the ranks, on every rank. Each computes something else from it: the backward pass adds gradients up."""
+    summed: Tensor = _Collective.apply(x, partial(_summed, group=group), partial(_summed, group=group))
+    return summed
+
+
 class _Collective(torch.autograd.Function):
     """A collective with another one, or what stands for it, as its backward pass."""
 
@@ -77,6 +83,12 @@ def _scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     mine = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
     _reduce_scatter_into(mine, x.contiguous(), group=group)
     return mine
+
+
+def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    _sum_in_place(total, group)
+    return total
 
 
 def _order_varies(x: Tensor, group: dist.ProcessGroup) -> bool:

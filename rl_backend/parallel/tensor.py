@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from rl_backend.parallel.collectives import all_gather, reduce_scatter, sum_over
+from rl_backend.parallel.collectives import all_gather, all_reduce, reduce_scatter, sum_over
 from rl_backend.parallel.shards import chunk
 from rl_backend.primitive.adapter_runs import AdapterRun
 from rl_backend.primitive.log_prob import NextToken, VocabularyShard, next_token_log_probs
+from rl_backend.primitive.norm import RMSNorm
 from rl_backend.primitive.value_head import values_of_tenants
 
 type View = Callable[[Tensor], Tensor]
@@ -78,11 +79,21 @@ class TensorParallel:
         if kv_heads % self.size == 0:
             self.column(linear)
             return
-        head = self.rank * kv_heads // self.size
-        rows = linear.out_features // kv_heads
-        of_this_head = slice(head * rows, (head + 1) * rows)
+        of_this_head = self._head(linear.out_features, kv_heads)
         _keep_part(linear, LinearPart((0, linear.in_features), (of_this_head.start, of_this_head.stop), holds_outputs=True))
         self.replicate(linear, dict.fromkeys(_names(linear), lambda parameter: parameter[of_this_head]))
+
+    def norm_over_heads(self, norm: RMSNorm, heads: int) -> None:
+        """Splits a norm over the features of all ``heads`` as :meth:`key_or_value` does their projection."""
+        copies = 1
+        if heads % self.size == 0:
+            _distribute(norm, "weight", self.mesh, [Shard(0)])
+            compute_on_local(norm, {})
+        else:
+            of_this_head, copies = self._head(norm.dim, heads), self.size // heads
+            self.replicate(norm, {"weight": lambda weight: weight[of_this_head]})
+        # Ranks that have a copy of one head count together as the one that has it.
+        norm.sum_over_ranks = lambda squares: all_reduce(squares, self.group) / copies
 
     def replicate(self, module: nn.Module, views: Mapping[str, View] | None = None, *, partial: bool = True) -> None:
         """Keeps a copy of the module's own parameters on every rank.
@@ -129,10 +140,11 @@ class TensorParallel:
         shard = vocabulary_shard(self.group, self._first_row(vocab_size), vocab_size)
 
         @wraps(next_token_log_probs)
-        def log_probs(hidden: Tensor, weight: Tensor, *args: Any, **options: Any) -> NextToken:
-            local = _to_local(weight, True) if isinstance(weight, DTensor) else weight
+        def log_probs(hidden: Tensor, weight: Tensor, *args: Any, bias: Tensor | None = None, **options: Any) -> NextToken:
+            rows, of_rows = (_to_local(each, True) if isinstance(each, DTensor) else each for each in (weight, bias))
+            assert rows is not None, "as the weight is"
             whole = all_gather(hidden, self.group, sum_gradients=True)
-            return next_token_log_probs(whole, local, *args, shard=shard, **options)
+            return next_token_log_probs(whole, rows, *args, bias=of_rows, shard=shard, **options)
 
         return log_probs
 
@@ -147,13 +159,19 @@ class TensorParallel:
     def split_rows(self, linear: nn.Linear) -> None:
         """Splits the rows of a language-model head, which :meth:`vocabulary_head` computes with."""
         _keep_part(linear, LinearPart((0, linear.in_features), self._mine(linear.out_features)))
-        _distribute(linear, "weight", self.mesh, [Shard(0)])
+        for name in _names(linear):
+            _distribute(linear, name, self.mesh, [Shard(0)])
 
     def _scatter_output(self, module: nn.Module) -> None:
         module.register_forward_hook(lambda _, __, output: reduce_scatter(output, self.group))
 
     def _first_row(self, rows: int) -> int:
         return self._mine(rows)[0]
+
+    def _head(self, features: int, heads: int) -> slice:
+        """Of ``features``, those of the one head, of fewer than there are ranks, that this rank computes."""
+        head, rows = self.rank * heads // self.size, features // heads
+        return slice(head * rows, (head + 1) * rows)
 
     def _mine(self, features: int) -> tuple[int, int]:
         part = chunk(slice(0, features), self.size, self.rank)

@@ -46,13 +46,14 @@ def next_token_log_probs(
     weight: Tensor,
     labels: Tensor,
     *,
+    bias: Tensor | None = None,
     temperature: Tensor | float = 1.0,
     chunk_tokens: int = 1024,
     calculate_entropy: bool = False,
     shard: VocabularyShard | None = None,
     adapters: Sequence[AdapterRun] = (),
 ) -> NextToken:
-    """``log_softmax(hidden @ weight.T / temperature)`` at the labels, and the entropy of that softmax.
+    """``log_softmax((hidden @ weight.T + bias) / temperature)`` at the labels, and the entropy of that softmax.
 
     Logits exist for at most ``chunk_tokens`` tokens, and a slice of the vocabulary that fits the cache, at one time; the
     backward pass computes them again, for the tokens whose gradient is not zero. The softmax is computed in float32 or
@@ -65,6 +66,7 @@ def next_token_log_probs(
         hidden: (T, hidden_size); the same on every rank of a shard's group.
         weight: (vocab_size, hidden_size), or this rank's rows of it; of the dtype of ``hidden``.
         labels: (T,) int64, in the whole vocabulary.
+        bias: (vocab_size,), or this rank's part of it.
         temperature: positive number or (T,) tensor; not differentiated.
         adapters: at work on rows of their own. What each gives does not depend on the others: on a CPU to the last bit. One
             that has :data:`~rl_backend.primitive.adapted_ends.HEAD` adds its product to the logits of its rows.
@@ -92,6 +94,7 @@ def next_token_log_probs(
                 None if run is None or factors is None else Narrowed.apply(hidden[rows], run.draw, factors),
                 factors,
                 bool(adapters) and factors is None,
+                bias,
             )
         )
     log_probs, entropy = found[0] if len(found) == 1 else (torch.cat(values) for values in zip(*found, strict=True))
@@ -121,10 +124,12 @@ class _NextTokenLogProbs(torch.autograd.Function):
         narrow: Tensor | None,
         factors: Factors | None,
         several: bool,
+        bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         start = 0 if shard is None else shard.start
         added, active = _added(narrow, factors), labels != IGNORE_LABEL
         tokens, positions = Tokens.select(hidden, labels, temperature, active, start, added, several=several)
+        tokens = tokens._replace(bias=bias)
         dtype = wide(hidden.dtype)
         buffers = buffers_for(tokens, weight, chunk_tokens, count=2 if calculate_entropy else 1)
         sums = [
@@ -138,7 +143,7 @@ class _NextTokenLogProbs(torch.autograd.Function):
             return hidden.new_zeros(hidden.shape[0], dtype=dtype).index_copy_(0, positions, values)
 
         entropy = spread(entropies)
-        ctx.save_for_backward(hidden, weight, labels, spread(log_normalizers), entropy, narrow)
+        ctx.save_for_backward(hidden, weight, labels, spread(log_normalizers), entropy, narrow, bias)
         ctx.temperature, ctx.chunk_tokens, ctx.calculate_entropy = temperature, chunk_tokens, calculate_entropy
         ctx.shard, ctx.factors, ctx.several = shard, factors, several
         if not calculate_entropy:
@@ -148,7 +153,7 @@ class _NextTokenLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, log_normalizers, entropy, narrow = ctx.saved_tensors
+        hidden, weight, labels, log_normalizers, entropy, narrow, bias = ctx.saved_tensors
         active = grad_log_probs != 0
         if ctx.calculate_entropy:
             active |= grad_entropy != 0
@@ -156,6 +161,7 @@ class _NextTokenLogProbs(torch.autograd.Function):
         start = 0 if ctx.shard is None else ctx.shard.start
         added = _added(narrow, ctx.factors)
         tokens, positions = Tokens.select(hidden, labels, ctx.temperature, active, start, added, several=ctx.several)
+        tokens = tokens._replace(bias=bias)
         gradient = _Gradient(
             grad_log_probs[positions][:, None],
             grad_entropy[positions][:, None] if ctx.calculate_entropy else None,
@@ -164,14 +170,16 @@ class _NextTokenLogProbs(torch.autograd.Function):
         )
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grads_wide = None if ctx.factors is None else ctx.factors.grad_b
+        grad_bias = torch.zeros_like(bias, dtype=wide(bias.dtype)) if ctx.needs_input_grad[-1] else None
         grad_tokens, grad_weight, grad_narrow = _backward(
-            tokens, weight, gradient, ctx.chunk_tokens, need_hidden, need_weight, grads_wide
+            tokens, weight, gradient, ctx.chunk_tokens, need_hidden, need_weight, grads_wide, grad_bias
         )
+        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
 
         def spread(values: Tensor | None, like: Tensor) -> Tensor | None:
             return None if values is None else torch.zeros_like(like).index_copy_(0, positions, values.to(like.dtype))
 
-        return spread(grad_tokens, hidden), grad_weight, *(None,) * 5, spread(grad_narrow, narrow), None, None
+        return spread(grad_tokens, hidden), grad_weight, *(None,) * 5, spread(grad_narrow, narrow), None, None, grad_bias
 
 
 def _added(narrow: Tensor | None, factors: Factors | None) -> LowRank | None:
@@ -265,8 +273,9 @@ def _backward(
     need_hidden: bool,
     need_weight: bool,
     grad_wide: Tensor | None,
+    grad_bias: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of hidden states and weight, and that of what an adapter narrows; ``grad_wide`` is added to."""
+    """The gradients of hidden states and weight, and that of what an adapter narrows; adds to the last two."""
     dtype = wide(weight.dtype)
     grad_tokens = torch.zeros_like(tokens.hidden, dtype=dtype) if need_hidden else None
     grad_weight = torch.empty_like(weight) if need_weight else None
@@ -282,7 +291,10 @@ def _backward(
             target = torch.empty_like(weight[words], dtype=dtype)
         for chunk in chunks:
             tile = Tile.of(tokens, chunk, weight, words)
-            grad_logits = gradient.of_logits(chunk, tile, buffers).to(weight.dtype)
+            exact = gradient.of_logits(chunk, tile, buffers)
+            if grad_bias is not None:
+                grad_bias[words] += exact.sum(0)
+            grad_logits = exact.to(weight.dtype)
             if grad_tokens is not None:
                 add_matmul(grad_tokens[chunk], grad_logits, tile.weight, beta=1)
             if target is not None:

@@ -1,6 +1,8 @@
-"""Root-mean-square normalisation."""
+"""Normalisation over the last dimension."""
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -8,22 +10,89 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 
+@dataclass(frozen=True)
+class NormSpec:
+    """Which norm a model has.
+
+    Attributes:
+        kind: ``rms`` for :class:`RMSNorm`, ``layer`` for :class:`LayerNorm`.
+        from_one: whether weights are stored as differences from 1, as those of Gemma and Nemotron are.
+        bias: whether a ``layer`` norm has one.
+    """
+
+    eps: float
+    kind: Literal["rms", "layer"] = "rms"
+    from_one: bool = False
+    bias: bool = False
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Their names in the module, in order."""
+        return ("weight", "bias") if self.bias else ("weight",)
+
+    def build(self, dim: int) -> "RMSNorm | LayerNorm":
+        if self.kind == "layer":
+            return LayerNorm(dim, self.eps, bias=self.bias, from_one=self.from_one)
+        return RMSNorm(dim, self.eps, from_one=self.from_one)
+
+
 class RMSNorm(nn.Module):
     """``weight * x / sqrt(mean(x ** 2) + eps)`` over the last dimension (Zhang and Sennrich, 2019).
 
     Shapes: (..., dim) -> (..., dim), in the dtype of ``x``; computed in float32 or better.
+
+    Args:
+        from_one: the parameter is the weight's difference from 1.
+
+    Attributes:
+        sum_over_ranks: adds (..., 1) up over the ranks that have the other features, with gradients; None where this one has
+            all of them.
     """
 
-    def __init__(self, dim: int, eps: float) -> None:
+    def __init__(self, dim: int, eps: float, *, from_one: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
+        self.weight = nn.Parameter(torch.zeros(dim) if from_one else torch.ones(dim))
+        self.dim = dim
         self.eps = eps
+        self.from_one = from_one
+        self.sum_over_ranks: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        weight = _wide(self.weight) + 1.0 if self.from_one else self.weight
+        if self.sum_over_ranks is not None:
+            wide = _wide(x)
+            squares = self.sum_over_ranks(wide.square().sum(-1, keepdim=True))
+            return (wide * (squares / self.dim + self.eps).rsqrt() * weight).to(x.dtype)
         if x.is_cuda:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        normed: Tensor = _RMSNorm.apply(x, self.weight, self.eps)
+            if weight.dtype != x.dtype:
+                return F.rms_norm(_wide(x), weight.shape, weight, self.eps).to(x.dtype)
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        normed: Tensor = _RMSNorm.apply(x, weight, self.eps)
         return normed
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, eps={self.eps}"
+
+
+class LayerNorm(nn.Module):
+    """``weight * (x - mean(x)) / sqrt(var(x) + eps) + bias`` over the last dimension (Ba et al., arXiv 1607.06450).
+
+    Shapes: (..., dim) -> (..., dim), in the dtype of ``x``.
+
+    Args:
+        from_one: the parameter is the weight's difference from 1.
+    """
+
+    def __init__(self, dim: int, eps: float, *, bias: bool = True, from_one: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(dim) if from_one else torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim)) if bias else None
+        self.eps = eps
+        self.from_one = from_one
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = (_wide(self.weight) + 1.0).to(x.dtype) if self.from_one else self.weight
+        return F.layer_norm(x, weight.shape, weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

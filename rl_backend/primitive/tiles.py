@@ -31,6 +31,7 @@ class Tokens(NamedTuple):
     start: int  # token of the first row of the weight
     added: LowRank | None = None
     several: bool = False
+    bias: Tensor | None = None  # (vocabulary,)
 
     @classmethod
     def select(
@@ -80,6 +81,7 @@ class Tile(NamedTuple):
     inside: Tensor  # (tokens,) bool: whether the label lies in this tile
     temperature: Tensor | None  # (tokens, 1)
     added: LowRank | None
+    bias: Tensor | None  # (words,)
 
     @classmethod
     def of(cls, tokens: Tokens, chunk: slice, weight: Tensor, words: slice) -> Self:
@@ -87,13 +89,16 @@ class Tile(NamedTuple):
         inside = (column >= 0) & (column < words.stop - words.start)
         temperature = tokens.temperature[chunk] if tokens.temperature is not None else None
         added = None if tokens.added is None else LowRank(tokens.added.narrow[chunk], tokens.added.wide[words])
-        return cls(tokens.hidden[chunk], weight[words], column.where(inside, 0)[:, None], inside, temperature, added)
+        bias = None if tokens.bias is None else tokens.bias[words]
+        return cls(tokens.hidden[chunk], weight[words], column.where(inside, 0)[:, None], inside, temperature, added, bias)
 
     def logits(self, buffer: Tensor) -> Tensor:
         out = buffer[: self.hidden.shape[0] * self.weight.shape[0]].view(self.hidden.shape[0], self.weight.shape[0])
         _matmul(self.hidden, self.weight.t(), out)
         if self.added is not None:
             add_matmul(out, self.added.narrow, self.added.wide.t(), beta=1)
+        if self.bias is not None:
+            out.add_(self.bias)
         return out if self.temperature is None else out.div_(self.temperature)
 
 

@@ -24,6 +24,11 @@ UPDATE_FLOOR = 1e-3
 """A weight counts relative to its change in the step, but at least to this part of its size, which is rounded too."""
 
 
+ENDS_ELSEWHERE = 100.0
+"""How many tolerances a module's output must differ by to count as taken at another place of the same computation. With
+the layer's output, log-probs and all gradients the same, so large a difference cannot be one of what is computed."""
+
+
 @dataclass(frozen=True)
 class StageResult:
     """One stage of the first step.
@@ -33,6 +38,8 @@ class StageResult:
         largest: the difference that uses up most of its tolerance.
         first_over: the first over its tolerance in the order of computation, or None.
         not_compared: names that one side does not have and need not have.
+        ends_elsewhere: modules whose outputs differ, though what follows from them does not: one side scales, normalises or
+            adds a bias inside of the module and the other after it. They count in nothing else.
     """
 
     stage: Stage
@@ -40,6 +47,7 @@ class StageResult:
     largest: Difference
     first_over: Difference | None
     not_compared: tuple[str, ...] = ()
+    ends_elsewhere: tuple[Difference, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,9 +119,11 @@ def compare(
     gradients = _tensors(reference.gradients, candidate.gradients, tolerances.gradients, floor)[::-1]
     names = {**candidate.weights, **reference.weights}
     weights = [_weight(name, reference, candidate, tolerances, floor) for name in names]
+    results = [log_probs, steps[0].loss_difference, steps[0].grad_norm_difference, *gradients]
+    same_results = not any(difference.over for difference in results)
     stages = (
         _result("loaded weights", tolerances.loaded_weights, loaded),
-        _activations(reference, candidate, tolerances.activations, required_modules),
+        _activations(reference, candidate, tolerances.activations, required_modules, same_results=same_results),
         _result("log-probs", tolerances.log_probs, [log_probs]),
         _result("loss", tolerances.loss, [steps[0].loss_difference]),
         _result("gradient", tolerances.gradients, gradients),
@@ -134,14 +144,34 @@ def _steps(reference: SideRecord, candidate: SideRecord, tolerances: Tolerances)
     return tuple(steps)
 
 
-def _activations(reference: SideRecord, candidate: SideRecord, tolerance: float, required: Collection[str]) -> StageResult:
+def _activations(
+    reference: SideRecord, candidate: SideRecord, tolerance: float, required: Collection[str], *, same_results: bool
+) -> StageResult:
+    """``same_results`` says that log-probs, loss and every gradient are within their tolerances."""
     ours, theirs = reference.activations, candidate.activations
     everywhere = list(dict.fromkeys([*ours, *theirs, *required]))
     one_sided = [path for path in everywhere if path not in ours or path not in theirs]
     optional = tuple(path for path in one_sided if path not in required)
     compared = [path for path in everywhere if path not in optional]
     differences = [activation_difference(path, ours.get(path), theirs.get(path), tolerance) for path in compared]
-    return _result("activations", tolerance, differences, optional)
+    elsewhere = _ending_elsewhere(differences, tolerance, required) if same_results else ()
+    differences = [difference for difference in differences if difference not in elsewhere]
+    return _result("activations", tolerance, differences, optional, elsewhere)
+
+
+def _ending_elsewhere(
+    differences: Sequence[Difference], tolerance: float, required: Collection[str]
+) -> tuple[Difference, ...]:
+    """Of differences in the order of computation, those that the next of the required modules does not have any more."""
+    found = []
+    next_agrees = True
+    for difference in reversed(differences):
+        comparable = difference.missing_from is None and math.isfinite(difference.amount)
+        if difference.over and next_agrees and comparable and difference.amount > ENDS_ELSEWHERE * tolerance:
+            found.append(difference)
+        if difference.name in required:
+            next_agrees = not difference.over
+    return tuple(reversed(found))
 
 
 def _tensors(
@@ -178,7 +208,11 @@ def _weight(
 
 
 def _result(
-    stage: Stage, tolerance: float, differences: Sequence[Difference], not_compared: tuple[str, ...] = ()
+    stage: Stage,
+    tolerance: float,
+    differences: Sequence[Difference],
+    not_compared: tuple[str, ...] = (),
+    ends_elsewhere: tuple[Difference, ...] = (),
 ) -> StageResult:
     differences = differences or [tensor_difference("", None, None, tolerance)]
     return StageResult(
@@ -187,6 +221,7 @@ def _result(
         largest=max(differences, key=lambda difference: difference.excess),
         first_over=next((difference for difference in differences if difference.over), None),
         not_compared=not_compared,
+        ends_elsewhere=ends_elsewhere,
     )
 
 

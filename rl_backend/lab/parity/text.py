@@ -36,6 +36,10 @@ def as_text(result: ParityResult) -> str:
     if left_out := activations.not_compared:
         more = f" and {len(left_out) - 4} more" if len(left_out) > 4 else ""
         lines.append(f"  not compared, on one side only: {', '.join(left_out[:4])}{more}")
+    if elsewhere := activations.ends_elsewhere:
+        named = ", ".join(f"{each.name} ({each.measure} {each.amount:.1e})" for each in elsewhere[:4])
+        more = f" and {len(elsewhere) - 4} more" if len(elsewhere) > 4 else ""
+        lines.append(f"  ends elsewhere, what follows agrees: {named}{more}")
     number = "  {:>11}  {:>11}  {:>10}"
     step_titles = ("step", "loss", "candidate", "difference", "grad norm", "candidate", "difference", "")
     lines += ["", *table("  {:>4}" + 2 * number + "{}", [step_titles, *(_step_row(step) for step in comparison.steps)])]

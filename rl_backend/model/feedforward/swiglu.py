@@ -1,15 +1,15 @@
-"""The gated feed-forward block of dense layers (Shazeer, arXiv 2002.05202)."""
+"""The gated feed-forward block of dense layers (Shazeer, arXiv 2002.05202): SwiGLU, or with another activation."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_backend.contracts import ModelOptions, ParallelConfig, WeightName
 from rl_backend.model.blocks import FeedForward, FeedForwardSpec, RouterInput, linear_names, require_divided
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.tensor import TensorParallel
+from rl_backend.primitive.activation import ACTIVATIONS, Activation
 
 
 @dataclass(frozen=True)
@@ -17,14 +17,16 @@ class SwiGLUSpec(FeedForwardSpec):
     """Attributes:
     intermediate_size: features between the projections.
     bias: whether all three projections have biases.
+    activation: of the gate; ``silu`` makes the block SwiGLU, ``gelu`` GEGLU.
     """
 
     intermediate_size: int
     bias: bool = False
+    activation: Activation = "silu"
     router = None
 
     def build(self, hidden_size: int, options: ModelOptions) -> FeedForward:
-        return SwiGLU(hidden_size, self.intermediate_size, bias=self.bias)
+        return SwiGLU(hidden_size, self.intermediate_size, bias=self.bias, activation=self.activation)
 
     def weight_names(self, layer: str) -> Mapping[str, WeightName]:
         return linear_names(("gate_proj", "up_proj", "down_proj"), f"{layer}.mlp", bias=self.bias)
@@ -34,16 +36,19 @@ class SwiGLUSpec(FeedForwardSpec):
 
 
 class SwiGLU(FeedForward):
-    """``down(silu(gate(x)) * up(x))``; (..., hidden_size) -> (..., hidden_size)."""
+    """``down(activation(gate(x)) * up(x))``; (..., hidden_size) -> (..., hidden_size)."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, *, bias: bool = False, activation: Activation = "silu"
+    ) -> None:
         super().__init__()
+        self.activate = ACTIVATIONS[activation]
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor, router: RouterInput = RouterInput()) -> Tensor:  # noqa: B008 - immutable
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+        return self.down_proj(self.activate(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
     def split(self, groups: ParallelGroups) -> Sequence[nn.Module]:
         """Tensor parallelism splits the intermediate features."""

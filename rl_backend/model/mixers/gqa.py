@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from rl_backend.contracts import ConfigError, ParallelConfig, WeightName
@@ -12,7 +13,7 @@ from rl_backend.parallel.context import attend_over_ranks
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.tensor import TensorParallel
 from rl_backend.primitive.attention import Attend, Segments, packed_attention
-from rl_backend.primitive.norm import RMSNorm
+from rl_backend.primitive.norm import NormSpec, RMSNorm
 from rl_backend.primitive.rope import Rotary, apply_rotary
 
 
@@ -21,10 +22,13 @@ class GQASpec(MixerSpec):
     """Attributes:
     num_heads, num_kv_heads: of queries, and of keys and values; one divides the other.
     head_dim: need not be ``hidden_size / num_heads``.
-    rotary: angles of queries and keys.
+    rotary: angles of queries and keys; with a ``head_dim`` below that of the heads, of their first features alone.
     window: how many tokens a token sees, itself included; None for all before it.
     qkv_bias, output_bias: whether the projections of queries, keys and values, and of the output, have biases.
     qk_norm: whether each head's queries and keys are RMS-normalised before the rotation.
+    joint_qk_norm: whether the queries of all heads are normalised together, and all keys; needs ``qk_norm``.
+    scale: factor of the scores; None for ``head_dim ** -0.5``.
+    output_name: of the output projection, in Hugging Face directories.
     """
 
     num_heads: int
@@ -35,14 +39,18 @@ class GQASpec(MixerSpec):
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False
+    scale: float | None = None
+    output_name: str = "o_proj"
 
-    def build(self, hidden_size: int, rms_norm_eps: float) -> Mixer:
-        return GroupedQueryAttention(self, hidden_size, rms_norm_eps)
+    def build(self, hidden_size: int, norm: NormSpec) -> Mixer:
+        return GroupedQueryAttention(self, hidden_size, norm)
 
     def weight_names(self, layer: str) -> Mapping[str, WeightName]:
         block = f"{layer}.self_attn"
         names = linear_names(("q_proj", "k_proj", "v_proj"), block, bias=self.qkv_bias)
-        names |= linear_names(("o_proj",), block, bias=self.output_bias)
+        output = linear_names((self.output_name,), block, bias=self.output_bias)
+        names |= dict(zip(linear_names(("o_proj",), block, bias=self.output_bias), output.values(), strict=True))
         norms = ("q_norm.weight", "k_norm.weight") if self.qk_norm else ()
         return names | {norm: f"{block}.{norm}" for norm in norms}
 
@@ -62,7 +70,7 @@ class GQASpec(MixerSpec):
 class GroupedQueryAttention(Mixer):
     """The module of a :class:`GQASpec`; (T, hidden_size) -> (T, hidden_size)."""
 
-    def __init__(self, spec: GQASpec, hidden_size: int, rms_norm_eps: float) -> None:
+    def __init__(self, spec: GQASpec, hidden_size: int, norm: NormSpec) -> None:
         super().__init__()
         self.spec = spec
         self.attend: Attend = packed_attention
@@ -71,20 +79,36 @@ class GroupedQueryAttention(Mixer):
         self.k_proj = nn.Linear(hidden_size, kv_size, bias=spec.qkv_bias)
         self.v_proj = nn.Linear(hidden_size, kv_size, bias=spec.qkv_bias)
         self.o_proj = nn.Linear(query_size, hidden_size, bias=spec.output_bias)
-        self.q_norm = RMSNorm(spec.head_dim, rms_norm_eps) if spec.qk_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, rms_norm_eps) if spec.qk_norm else None
+        sizes = (query_size, kv_size) if spec.joint_qk_norm else (spec.head_dim, spec.head_dim)
+        self.q_norm, self.k_norm = (
+            RMSNorm(size, norm.eps, from_one=norm.from_one) if spec.qk_norm else None for size in sizes
+        )
 
     def forward(self, x: Tensor, rotation: Rotation | None, segments: Segments) -> Tensor:
         assert rotation is not None, "GQASpec has a rotary embedding"
         # The number of heads is what a rank has of them.
         query, key, value = (
-            projection(x).unflatten(-1, (-1, self.spec.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
+            self._heads(projection(x), norm)
+            for projection, norm in ((self.q_proj, self.q_norm), (self.k_proj, self.k_norm), (self.v_proj, None))
         )
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = apply_rotary(query, *rotation), apply_rotary(key, *rotation)
+        query, key = self._rotate(query, rotation), self._rotate(key, rotation)
+        if self.spec.scale is not None:
+            query = query * (self.spec.scale * self.spec.head_dim**0.5)
         attended = self.attend(query, key, value, segments, self.spec.window)
         return self.o_proj(attended.flatten(1))  # type: ignore[no-any-return]
+
+    def _heads(self, projected: Tensor, norm: nn.Module | None) -> Tensor:
+        """(N, features) -> (N, heads, head_dim), normalised."""
+        if norm is not None and self.spec.joint_qk_norm:
+            projected = norm(projected)
+        heads: Tensor = projected.unflatten(-1, (-1, self.spec.head_dim))
+        return heads if norm is None or self.spec.joint_qk_norm else norm(heads)
+
+    def _rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        rotated = self.spec.rotary.head_dim
+        if rotated == self.spec.head_dim:
+            return apply_rotary(x, *rotation)
+        return torch.cat((apply_rotary(x[..., :rotated], *rotation), x[..., rotated:]), dim=-1)
 
     def split(self, groups: ParallelGroups) -> None:
         """Tensor parallelism splits the heads; context parallelism gathers keys and values before every attention."""
@@ -97,7 +121,9 @@ class GroupedQueryAttention(Mixer):
         tensor.column(self.q_proj)
         tensor.key_or_value(self.k_proj, self.spec.num_kv_heads)
         tensor.key_or_value(self.v_proj, self.spec.num_kv_heads)
-        for norm in (self.q_norm, self.k_norm):
-            if norm is not None:
+        for norm, heads in ((self.q_norm, self.spec.num_heads), (self.k_norm, self.spec.num_kv_heads)):
+            if norm is not None and self.spec.joint_qk_norm:
+                tensor.norm_over_heads(norm, heads)
+            elif norm is not None:
                 tensor.replicate(norm)
         tensor.row(self.o_proj)

@@ -25,13 +25,15 @@ from rl_backend.lab.plan.bridge import LocalLayers
 from rl_backend.lab.plan.memory import Workload
 from rl_backend.model import MODEL_FAMILIES, BuildSettings, ModelInput, ModelStage, register_model
 from rl_backend.model.blocks import LayerSpec, Mixer, MixerSpec, Rotation, linear_names
-from rl_backend.model.decoder import Decoder, DecoderSpec
+from rl_backend.model.decoder import Decoder
+from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.families import decoder_family
 from rl_backend.model.feedforward.moe import MoEOptions
 from rl_backend.model.hf_config import HFConfig
 from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.primitive.attention import Segments
+from rl_backend.primitive.norm import NormSpec
 from rl_backend.runtime.bridge_config import BridgeConfig
 from tests.support.families import load_native, random_sequences, run_native
 from tests.support.hybrid import HYBRID, WINDOW, read, write_hybrid
@@ -172,7 +174,7 @@ class RunningMeanSpec(MixerSpec):
 
     rotary = None
 
-    def build(self, hidden_size: int, rms_norm_eps: float) -> RunningMean:
+    def build(self, hidden_size: int, norm: NormSpec) -> RunningMean:
         return RunningMean(hidden_size)
 
     def weight_names(self, layer: str) -> Mapping[str, WeightName]:

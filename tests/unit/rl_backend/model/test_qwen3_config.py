@@ -46,7 +46,7 @@ def test_a_published_configuration_is_read() -> None:
     (attention,) = {layer.mixer for layer in arch.layers}
     assert isinstance(attention, GQASpec) and attention.qk_norm
     assert (arch.num_layers, attention.num_heads, attention.num_kv_heads, attention.head_dim) == (28, 16, 8, 128)
-    assert (attention.rotary.theta, arch.rms_norm_eps, arch.tie_word_embeddings) == (1e6, 1e-6, True)
+    assert (attention.rotary.theta, arch.norm.eps, arch.tie_word_embeddings) == (1e6, 1e-6, True)
 
 
 def test_rope_theta_is_read_where_transformers_5_writes_it() -> None:

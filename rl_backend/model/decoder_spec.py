@@ -1,0 +1,95 @@
+"""Everything that tells one decoder from another, as a value."""
+
+from dataclasses import dataclass
+
+from rl_backend.contracts import VALUE_HEAD_WEIGHTS, ConfigError, Head, ParallelConfig, RoutedLayers, WeightName
+from rl_backend.model.blocks import LayerNorms, LayerSpec
+from rl_backend.primitive.norm import NormSpec
+
+PRE_NORMS = LayerNorms()
+"""Llama's: before each block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSpec:
+    """A decoder. Its layers may be of different kinds; defaults are those of Llama.
+
+    Attributes:
+        max_length: longest sequence, in tokens.
+        norm: of all norms.
+        tie_word_embeddings: whether the language-model head is the embedding.
+        layers: the blocks of each layer.
+        norms: which norms a layer has around its blocks.
+        parallel_blocks: whether both blocks of a layer read the residual stream as it enters the layer; without
+            ``norms.before_feed_forward`` they share the mixer's norm. Otherwise the feed-forward block reads what the mixer
+            has added.
+        final_norm: name of the last norm in Hugging Face directories, within ``model``.
+        embedding_scale: factor of the embeddings, rounded to their dtype.
+        residual_scale: factor of what a block adds to the residual stream.
+        logit_scale: factor of the logits.
+        head_bias: whether the language-model head has a bias.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    max_length: int
+    norm: NormSpec
+    tie_word_embeddings: bool
+    layers: tuple[LayerSpec, ...]
+    norms: LayerNorms = PRE_NORMS
+    parallel_blocks: bool = False
+    final_norm: str = "norm"
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    head_bias: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def sparse(self) -> tuple[bool, ...]:
+        """For each layer, whether it has experts."""
+        return tuple(layer.feed_forward.router is not None for layer in self.layers)
+
+    @property
+    def routed_layers(self) -> RoutedLayers | None:
+        """None without experts, and where routers differ: recorded routes are one tensor for all of them."""
+        routers = {
+            (router.num_experts, router.top_k) for layer in self.layers if (router := layer.feed_forward.router) is not None
+        }
+        return RoutedLayers(*routers.pop(), self.sparse) if len(routers) == 1 else None
+
+    def weight_names(self, head: Head) -> dict[str, WeightName]:
+        """Parameter name -> Hugging Face name or, for packed experts, names, in export order.
+
+        Tied embeddings have no ``lm_head.weight``.
+        """
+        names: dict[str, WeightName] = {"embed_tokens.weight": "model.embed_tokens.weight"}
+        for index, layer in enumerate(self.layers):
+            module, stored = f"layers.{index}", f"model.layers.{index}"
+            names |= self._norm_names(self.norms.before_mixer, module, stored)
+            names |= {f"{module}.self_attn.{name}": value for name, value in layer.mixer.weight_names(stored).items()}
+            names |= self._norm_names(self.norms.after_mixer, module, stored)
+            names |= self._norm_names(self.norms.before_feed_forward, module, stored)
+            names |= {f"{module}.mlp.{name}": value for name, value in layer.feed_forward.weight_names(stored).items()}
+            names |= self._norm_names(self.norms.after_feed_forward, module, stored)
+        names |= {f"norm.{name}": f"model.{self.final_norm}.{name}" for name in self.norm.parameters}
+        if head == "values":
+            names |= {name: name for name in VALUE_HEAD_WEIGHTS}
+        elif not self.tie_word_embeddings:
+            names |= {name: name for name in ("lm_head.weight", "lm_head.bias")[: 1 + self.head_bias]}
+        return names
+
+    def _norm_names(self, norm: str | None, module: str, stored: str) -> dict[str, WeightName]:
+        parameters = () if norm is None else self.norm.parameters
+        return {f"{module}.{norm}.{name}": f"{stored}.{norm}.{name}" for name in parameters}
+
+    def check_layout(self, parallel: ParallelConfig) -> None:
+        """Raises :class:`~rl_backend.contracts.ConfigError` for sizes that do not divide the model."""
+        for block in dict.fromkeys(block for blocks in zip(*self.layers, strict=True) for block in blocks):
+            block.check_layout(parallel)
+        for name, size in (("ep", parallel.ep), ("etp", parallel.etp)):
+            if size > 1 and not any(self.sparse):
+                raise ConfigError.of(f"ParallelConfig.{name}", size, "this model has no experts; use 1")

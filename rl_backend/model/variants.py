@@ -1,0 +1,187 @@
+"""Families that are Llama but for activations, norms, scales, biases or names: fields of their specification."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rl_backend.model.blocks import LayerNorms
+from rl_backend.model.decoder_spec import DecoderSpec
+from rl_backend.model.families import (
+    decoder_family,
+    full_attention,
+    read_activation,
+    read_decoder,
+    swiglu_in_every_layer,
+    window_of_every_layer,
+)
+from rl_backend.model.feedforward.mlp import MLPNames, MLPSpec
+from rl_backend.model.hf_config import HFConfig
+from rl_backend.model.registry import register_model
+from rl_backend.primitive.norm import NormSpec
+
+GELU_TANH = ("gelu_pytorch_tanh", "gelu_new")
+"""transformers' names of GELU's tanh form."""
+
+
+def gemma(config: HFConfig) -> DecoderSpec:
+    """Gemma 1 (arXiv 2403.08295): GELU gates, norms stored as differences from 1, embeddings times sqrt(hidden_size).
+
+    An exact GELU is refused: transformers computes it, but vLLM takes the tanh form for it.
+    """
+    config.require(
+        {
+            "hidden_activation": GELU_TANH,
+            "attention_bias": (False,),
+            "mlp_bias": (False,),
+            "use_bidirectional_attention": (False,),
+        }
+    )
+    decoder = read_decoder(
+        config,
+        full_attention(config),
+        swiglu_in_every_layer(config, activation="gelu_tanh"),
+        activations=GELU_TANH,
+        norm=NormSpec(config.positive_float("rms_norm_eps", 1e-6), from_one=True),
+        default_head_dim=256,
+        default_theta=10000.0,
+        default_tied=True,
+    )
+    return replace(decoder, embedding_scale=decoder.hidden_size**0.5)
+
+
+def granite(config: HFConfig) -> DecoderSpec:
+    """Granite 3 (IBM): Llama with factors for embeddings, scores, what blocks add and logits."""
+    bias, feed_forward = config.flag("attention_bias"), swiglu_in_every_layer(config, bias=config.flag("mlp_bias"))
+    decoder = read_decoder(
+        config,
+        full_attention(config),
+        feed_forward,
+        default_theta=10000.0,
+        qkv_bias=bias,
+        output_bias=bias,
+        scale=config.positive_float("attention_multiplier", 1.0),
+    )
+    return replace(
+        decoder,
+        embedding_scale=config.positive_float("embedding_multiplier", 1.0),
+        residual_scale=config.positive_float("residual_multiplier", 1.0),
+        logit_scale=1.0 / config.positive_float("logits_scaling", 1.0),
+    )
+
+
+def olmo2(config: HFConfig) -> DecoderSpec:
+    """OLMo 2 (arXiv 2501.00656): norms after the blocks only, and one over the queries, or the keys, of all heads."""
+    config.require({"mlp_bias": (False,), "clip_qkv": ()})
+    bias = config.flag("attention_bias")
+    decoder = read_decoder(
+        config,
+        full_attention(config),
+        swiglu_in_every_layer(config),
+        norm=NormSpec(config.positive_float("rms_norm_eps", 1e-5)),
+        default_theta=10000.0,
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+        joint_qk_norm=True,
+    )
+    return replace(decoder, norms=LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm"))
+
+
+def starcoder2(config: HFConfig) -> DecoderSpec:
+    """StarCoder 2 (arXiv 2402.19173): layer norms, feed-forward blocks without a gate, biases everywhere."""
+    config.require(
+        {
+            "residual_dropout": (0, 0.0),
+            "embedding_dropout": (0, 0.0),
+            "norm_type": ("layer_norm",),
+            "mlp_type": ("default",),
+        }
+    )
+    bias = config.flag("use_bias", True)
+    return read_decoder(
+        config,
+        window_of_every_layer(config, None),
+        mlp_in_every_layer(config, "gelu_pytorch_tanh", MLPNames("c_fc", "c_proj"), bias=bias),
+        activations=GELU_TANH,
+        norm=layer_norm(config, "norm_epsilon"),
+        default_theta=10000.0,
+        default_tied=True,
+        qkv_bias=bias,
+        output_bias=bias,
+    )
+
+
+def phi(config: HFConfig) -> DecoderSpec:
+    """Phi 1, 1.5 and 2 (arXiv 2306.11644, 2309.05463): parallel blocks, half of each head rotated, a head with a bias."""
+    config.require(
+        {
+            "resid_pdrop": (0, 0.0),
+            "embd_pdrop": (0, 0.0),
+            "qk_layernorm": (False,),
+            "tie_word_embeddings": (False,),
+        }
+    )
+    decoder = read_decoder(
+        config,
+        full_attention(config),
+        mlp_in_every_layer(config, "gelu_new", MLPNames("fc1", "fc2"), bias=True),
+        activations=GELU_TANH,
+        norm=layer_norm(config, "layer_norm_eps"),
+        default_theta=10000.0,
+        default_rotary_part=0.5,
+        qkv_bias=True,
+        output_bias=True,
+        output_name="dense",
+    )
+    return replace(
+        decoder,
+        norms=LayerNorms(before_feed_forward=None),
+        parallel_blocks=True,
+        final_norm="final_layernorm",
+        head_bias=True,
+    )
+
+
+def nemotron(config: HFConfig) -> DecoderSpec:
+    """Nemotron 3 and 4 (arXiv 2402.16819): squared ReLU, layer norms stored as differences from 1, half a head rotated."""
+    bias = config.flag("attention_bias")
+    return read_decoder(
+        config,
+        full_attention(config),
+        mlp_in_every_layer(config, "relu2", MLPNames(), bias=config.flag("mlp_bias")),
+        activations=("relu2",),
+        norm=replace(layer_norm(config, "norm_eps"), from_one=True),
+        default_theta=10000.0,
+        default_rotary_part=0.5,
+        qkv_bias=bias,
+        output_bias=bias,
+    )
+
+
+def mlp_in_every_layer(config: HFConfig, activation: str, names: MLPNames, *, bias: bool) -> Sequence[MLPSpec]:
+    """Blocks without a gate, of ``intermediate_size``.
+
+    Args:
+        activation: transformers' name of the one where ``hidden_act`` does not say.
+    """
+    block = MLPSpec(config.positive_int("intermediate_size"), read_activation(config, activation), bias, names)
+    return (block,) * config.positive_int("num_hidden_layers")
+
+
+def layer_norm(config: HFConfig, eps: str) -> NormSpec:
+    """With biases.
+
+    Args:
+        eps: name of the field.
+    """
+    return NormSpec(config.positive_float(eps, 1e-5), "layer", bias=True)
+
+
+for family in (
+    decoder_family("gemma", gemma),
+    decoder_family("granite", granite),
+    decoder_family("nemotron", nemotron),
+    decoder_family("olmo2", olmo2),
+    decoder_family("phi", phi),
+    decoder_family("starcoder2", starcoder2),
+):
+    register_model(family)
