@@ -28,6 +28,9 @@ class DecoderSpec:
         residual_scale: factor of what a block adds to the residual stream.
         logit_scale: factor of the logits.
         head_bias: whether the language-model head has a bias.
+
+    Raises:
+        ConfigError: a bias of a head that is the embedding.
     """
 
     vocab_size: int
@@ -43,6 +46,10 @@ class DecoderSpec:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     head_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.head_bias and self.tie_word_embeddings:
+            raise ConfigError.of("DecoderSpec.head_bias", True, "embeddings have none; set tie_word_embeddings=False")
 
     @property
     def num_layers(self) -> int:

@@ -8,8 +8,9 @@ import importlib.util
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -31,6 +32,9 @@ with the number of ranks, what the end of a bucket is a multiple of."""
 
 _FLOAT = torch.float32.itemsize
 _INT = torch.int64.itemsize
+
+_COUNTED = {"window", "qkv_bias", "output_bias", "qk_norm", "bias"}
+"""Fields of blocks that are not as in every model, but counted."""
 
 COPIES_OF_EXPORTED = 4
 """A parameter of Megatron, its parts from other ranks, what is put together of them, and the tensor in another dtype."""
@@ -112,10 +116,19 @@ class LocalLayers:
                 f"layers of {kinds}: a plan knows what Megatron keeps of one kind of grouped-query attention in all layers, "
                 "with dense blocks or mixtures of experts; plan with backend='native'"
             )
+        (mixer,) = attentions
+        special = {name for each in (architecture, architecture.norm, *blocks) for name in _special(each)} - _COUNTED
+        if mixer.rotary.head_dim != mixer.head_dim:
+            special.add("rotary")
+        if special:
+            raise UnsupportedError(
+                f"a model whose {', '.join(sorted(special))} is not as in Llama: a plan does not know what Megatron "
+                "keeps of it; plan with backend='native'"
+            )
         tp = options.parallel.tp
         self.architecture, self.options, self.workload = architecture, options, workload
         # Of every layer: they differ in their windows alone, and scores are kept whole.
-        (self._mixer,) = attentions
+        self._mixer = mixer
         self._itemsize = int(getattr(torch, options.param_dtype).itemsize)
         self._length = _round_up(workload.sequence_length, tp)
         rows = -(-workload.micro_batch_tokens // workload.sequence_length)
@@ -179,6 +192,12 @@ class LocalLayers:
         inside = 6 * chosen * block.intermediate_size * self._itemsize
         tokens = chosen * parallel.etp * (self.architecture.hidden_size * self._itemsize + _FLOAT + 2 * _INT)
         return inside + tokens + chosen * (_INT + _FLOAT)
+
+
+def _special(specification: Any) -> set[str]:
+    """Fields with another value than their default."""
+    known = {each.name: each.default for each in fields(specification) if each.default is not MISSING}
+    return {name for name, default in known.items() if getattr(specification, name) != default}
 
 
 def _buffers(

@@ -29,6 +29,9 @@ class GQASpec(MixerSpec):
     joint_qk_norm: whether the queries of all heads are normalised together, and all keys; needs ``qk_norm``.
     scale: factor of the scores; None for ``head_dim ** -0.5``.
     output_name: of the output projection, in Hugging Face directories.
+
+    Raises:
+        ConfigError: ``joint_qk_norm`` without ``qk_norm``.
     """
 
     num_heads: int
@@ -42,6 +45,10 @@ class GQASpec(MixerSpec):
     joint_qk_norm: bool = False
     scale: float | None = None
     output_name: str = "o_proj"
+
+    def __post_init__(self) -> None:
+        if self.joint_qk_norm and not self.qk_norm:
+            raise ConfigError.of("GQASpec.joint_qk_norm", True, "there are no norms to join; set qk_norm=True")
 
     def build(self, hidden_size: int, norm: NormSpec) -> Mixer:
         return GroupedQueryAttention(self, hidden_size, norm)

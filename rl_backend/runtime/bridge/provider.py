@@ -159,7 +159,15 @@ def _use_local_layers(provider: Any) -> None:
         return _replace(spec, WrappedTorchNorm, SequenceParallelRMSNorm)
 
     if provider.normalization != "RMSNorm":
-        raise UnsupportedError(f"normalization {provider.normalization!r} needs Transformer Engine here; RMSNorm does not")
+        raise UnsupportedError(
+            f"normalization {provider.normalization!r} needs Transformer Engine here, RMSNorm does not; the native runtime "
+            "may serve it"
+        )
+    if provider.layernorm_zero_centered_gamma:
+        raise UnsupportedError(
+            "norms stored as differences from 1 (layernorm_zero_centered_gamma) need Transformer Engine: CUDA and the "
+            "package transformer-engine; the native runtime may serve the model"
+        )
     provider.transformer_layer_spec = layer_spec
 
 

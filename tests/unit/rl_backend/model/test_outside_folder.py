@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from rl_backend.contracts import CheckpointError, NativeConfig, RuntimeConfig, UnsupportedError
-from rl_backend.model import find_model
+from rl_backend.model import find_model, variants
+from rl_backend.model.decoder_spec import DecoderSpec
+from rl_backend.model.feedforward.mlp import MLPSpec
+from rl_backend.model.feedforward.swiglu import SwiGLUSpec
+from rl_backend.model.mixers.gqa import GQASpec
+from rl_backend.primitive.activation import ACTIVATIONS
 from rl_backend.runtime import create_runtime
 from tests.support.claims import ROOT
 from tests.support.families import load_transformers, run_transformers
@@ -139,3 +145,13 @@ def test_the_page_quotes_qwen2_as_it_is() -> None:
     (code,) = re.findall(r"^## Before you write one.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     source = (ROOT / "rl_backend" / "model" / "families.py").read_text()
     assert [line for line in code.splitlines() if line not in source] == []
+
+
+def test_the_page_quotes_a_variant_of_llama_and_names_fields_that_there_are() -> None:
+    section = PAGE.read_text().split("### Llama, but")[1].split("### Other layers")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    assert code.strip() == inspect.getsource(variants.olmo2).strip()
+    known = {name for each in (DecoderSpec, GQASpec, SwiGLUSpec, MLPSpec) for name in each.__dataclass_fields__}
+    named = re.findall(r"`(?:DecoderSpec\.|GQASpec\.|SwiGLUSpec\.|MLPSpec\.)?([a-z_]+)`", section.split("| field |")[1])
+    others = {"default_rotary_part", "read_decoder", *ACTIVATIONS}
+    assert [name for name in named if name not in known | others] == []

@@ -1,0 +1,235 @@
+"""Families that are Llama but for fields of their specification, against transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rl_backend.contracts import ConfigError, UnsupportedError
+from rl_backend.model import find_model
+from rl_backend.model.decoder_spec import DecoderSpec
+from rl_backend.model.mixers.gqa import GQASpec
+from rl_backend.primitive.log_prob import next_token_log_probs
+from rl_backend.primitive.norm import LayerNorm, NormSpec, RMSNorm
+from tests.support.critic import transformers_values, write_critic
+from tests.support.families import load_native, load_transformers, random_sequences, run_native, run_transformers
+from tests.support.native import micro_batches, open_runtime, token_loss
+from tests.support.variants import VARIANTS, write_variant
+from tests.unit.rl_backend.model.test_families import assert_equals_transformers
+
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmo2, one head of keys, biases": ("olmo2", {"num_key_value_heads": 1, "attention_bias": True}),
+    "starcoder2, no biases, untied": ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
+    "phi, a quarter of each head": ("phi", {"partial_rotary_factor": 0.25}),
+    "phi, YaRN": ("phi", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0}}),
+}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "gemma-2b": {
+        "model_type": "gemma",
+        "vocab_size": 256000,
+        "hidden_size": 2048,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 18,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000.0,
+    },
+    "granite-3.1-2b": {
+        "model_type": "granite",
+        "vocab_size": 49155,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "hidden_act": "silu",
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 5000000.0,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.015625,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8.0,
+    },
+    "phi-2": {
+        "model_type": "phi",
+        "vocab_size": 51200,
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "hidden_act": "gelu_new",
+        "max_position_embeddings": 2048,
+        "layer_norm_eps": 1e-05,
+        "partial_rotary_factor": 0.4,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+def parse(name: str, **changes: Any) -> DecoderSpec:
+    config = {**PUBLISHED[name], **changes}
+    decoder = find_model("auto", config).parse_config(config)
+    assert isinstance(decoder, DecoderSpec)
+    return decoder
+
+
+def attention(decoder: DecoderSpec) -> GQASpec:
+    mixer = decoder.layers[0].mixer
+    assert isinstance(mixer, GQASpec)
+    return mixer
+
+
+@pytest.mark.shows("model: Gemma, Granite, Nemotron, OLMo 2, Phi and StarCoder 2 equal transformers to 1e-5")
+@pytest.mark.parametrize("family", VARIANTS)
+def test_log_probs_and_gradients_equal_transformers(tmp_path: Path, family: str) -> None:
+    assert_equals_transformers(write_variant(family, tmp_path / "model"))
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_values_of_their_fields_equal_transformers(tmp_path: Path, case: str) -> None:
+    family, changes = OTHERS[case]
+    assert_equals_transformers(write_variant(family, tmp_path / "model", **changes))
+
+
+@pytest.mark.shows(
+    "model: Gemma, Granite, Nemotron, OLMo 2, Phi and StarCoder 2 are trained, saved and read by transformers"
+)
+@pytest.mark.parametrize("family", VARIANTS)
+def test_a_trained_model_is_saved_for_transformers_with_the_same_log_probs(tmp_path: Path, family: str) -> None:
+    path = write_variant(family, tmp_path / "model")
+    stored = dict(load_transformers(path).named_parameters())
+    with open_runtime(path) as runtime:
+        handle = runtime.build_model()
+        exported = dict(runtime.export_weights(handle))
+        assert exported.keys() == stored.keys()
+        assert all(torch.equal(tensor, stored[name]) for name, tensor in exported.items())
+        data = micro_batches([[0, 1, 2, 3], [4, 5, 6, 7]])
+        losses = []
+        for _ in range(4):
+            runtime.zero_grad(handle)
+            losses.append(runtime.forward_backward(handle, data, token_loss).loss)
+            assert runtime.optimizer_step(handle).ok
+        assert losses == sorted(losses, reverse=True)
+        runtime.save_checkpoint(handle, tmp_path / "saved", hf=True)
+    sequences = random_sequences((60, 9))
+    with torch.no_grad():
+        native = run_native(load_native(tmp_path / "saved"), sequences)
+        reference = run_transformers(load_transformers(tmp_path / "saved"), sequences)
+    torch.testing.assert_close(native.log_probs, reference.log_probs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["gemma", "phi", "starcoder2"])
+def test_critics_of_a_variant_equal_transformers_and_need_no_bias_of_the_head(tmp_path: Path, family: str) -> None:
+    model = write_variant(family, tmp_path / "model")
+    with open_runtime(model) as runtime:
+        critic = runtime.build_model(head="values")
+        assert not {name for name, _ in runtime.export_weights(critic) if name.startswith("lm_head")}
+    path = write_critic(tmp_path / "critic", model)
+    sequences = random_sequences((60, 9))
+    with torch.no_grad():
+        values = run_native(load_native(path, head="values"), sequences).values
+    torch.testing.assert_close(values, transformers_values(path, sequences), atol=1e-5, rtol=0)
+
+
+def test_published_configurations_are_read_with_their_defaults() -> None:
+    gemma, granite, phi = (parse(name) for name in PUBLISHED)
+    assert gemma.tie_word_embeddings and gemma.norm == NormSpec(1e-6, from_one=True)
+    assert gemma.embedding_scale == 2048**0.5
+    assert (granite.residual_scale, granite.embedding_scale, granite.logit_scale) == (0.22, 12.0, 0.125)
+    assert attention(granite).scale == 0.015625
+    assert (attention(phi).head_dim, attention(phi).rotary.head_dim) == (80, 32)
+    assert phi.head_bias and phi.parallel_blocks and phi.norms.before_feed_forward is None
+    assert phi.weight_names("log_probs")["layers.31.self_attn.o_proj.bias"] == "model.layers.31.self_attn.dense.bias"
+
+
+@pytest.mark.parametrize(
+    ("model", "field", "value", "reason"),
+    [
+        ("gemma-2b", "hidden_act", "gelu", "only 'gelu_pytorch_tanh' or 'gelu_new' is implemented"),
+        ("gemma-2b", "hidden_activation", "gelu", "only 'gelu_pytorch_tanh' or 'gelu_new' is implemented"),
+        ("gemma-2b", "use_bidirectional_attention", True, "only False is implemented"),
+        ("granite-3.1-2b", "logits_scaling", 0, "expected a positive, finite number"),
+        ("granite-3.1-2b", "partial_rotary_factor", 0.5, "only a partial_rotary_factor of 1.0 is implemented"),
+        ("phi-2", "qk_layernorm", True, "only False is implemented"),
+        ("phi-2", "resid_pdrop", 0.1, "only 0 or 0.0 is implemented"),
+        ("phi-2", "tie_word_embeddings", True, "only False is implemented"),
+        ("phi-2", "partial_rotary_factor", 1.5, "expected a partial_rotary_factor above 0 and at most 1"),
+        ("phi-2", "hidden_act", "quick_gelu", "only 'gelu_pytorch_tanh' or 'gelu_new' is implemented"),
+    ],
+)
+def test_what_a_variant_does_not_honour_is_refused_by_name(model: str, field: str, value: Any, reason: str) -> None:
+    with pytest.raises(UnsupportedError) as refused:
+        parse(model, **{field: value})
+    message = str(refused.value)
+    assert f"config.json: {field}={value!r}: {reason} in the native {PUBLISHED[model]['model_type']} family" in message
+
+
+def test_a_part_of_a_head_that_is_no_even_number_of_features_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"head_dim=80: .* needs an even number, and rotates 27 with 0\.34"):
+        parse("phi-2", partial_rotary_factor=0.34)
+
+
+def test_fields_that_would_say_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"NormSpec\.bias=True"):
+        NormSpec(1e-6, bias=True)
+    with pytest.raises(ConfigError, match=r"GQASpec\.joint_qk_norm=True"):
+        replace(attention(parse("phi-2")), joint_qk_norm=True)
+    with pytest.raises(ConfigError, match=r"DecoderSpec\.head_bias=True"):
+        replace(parse("gemma-2b"), head_bias=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_a_norm_stored_from_one_is_the_other_with_one_added_to_its_weight(kind: Any, dtype: torch.dtype) -> None:
+    plain, stored = (NormSpec(1e-6, kind, from_one, bias=kind == "layer").build(8).to(dtype) for from_one in (False, True))
+    assert isinstance(plain, LayerNorm if kind == "layer" else RMSNorm)
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert torch.equal(plain(x), stored(x))
+    with torch.no_grad():
+        plain.weight.add_(0.25)
+        stored.weight.add_(0.25)
+    outputs = [module(x) for module in (plain, stored)]
+    assert outputs[0].dtype == dtype
+    assert torch.equal(*outputs)
+    for output in outputs:
+        output.square().sum().backward()
+    assert torch.equal(plain.weight.grad, stored.weight.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_bias_of_the_head_is_added_before_the_temperature_and_has_its_gradient(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(9, 4, generator=generator).to(dtype)
+    head = nn.Linear(4, 11).to(dtype)
+    labels = torch.tensor([3, 1, -100, 10, 0, 5, 5, -100, 2])
+    found = next_token_log_probs(
+        hidden, head.weight, labels, bias=head.bias, temperature=0.7, chunk_tokens=3, calculate_entropy=True
+    )
+    expected = ((hidden.float() @ head.weight.float().t() + head.bias.float()) / 0.7).log_softmax(-1)
+    kept = labels >= 0
+    log_probs = expected[kept].gather(1, labels[kept][:, None])[:, 0]
+    entropy = -(expected.exp() * expected).sum(-1)[kept]
+    torch.testing.assert_close(found.log_probs[kept], log_probs, atol=1e-5, rtol=1e-4)
+    mix = torch.randn(2, int(kept.sum()), generator=generator)
+    assert found.entropy is not None
+    gradients = []
+    for pair in ((found.log_probs[kept], found.entropy[kept]), (log_probs, entropy)):
+        total = (pair[0] * mix[0]).sum() + (pair[1] * mix[1]).sum()
+        gradients.append(torch.autograd.grad(total, head.bias))
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(gradients[0], gradients[1], atol=tolerance, rtol=tolerance)
