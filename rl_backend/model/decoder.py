@@ -74,7 +74,7 @@ class DecoderLayer(nn.Module):
             return mixed + self._added(norms.after_feed_forward, self.mlp(read, router))
 
     def _norm(self, name: str | None, x: Tensor) -> Tensor:
-        return x if name is None else self.get_submodule(name)(x)  # type: ignore[no-any-return]
+        return x if name is None else self.get_submodule(name)(x)
 
     def _added(self, norm: str | None, output: Tensor) -> Tensor:
         """What a block with this ``output`` adds to the residual stream."""

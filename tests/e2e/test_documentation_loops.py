@@ -6,9 +6,50 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rl_backend.data.prompts import endless_batches, load_prompts, load_tokenizer
+import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "writing_a_loop.md"
+from actors import Sample
+from rl_backend import TokenSequence
+from rl_backend.data.prompts import endless_batches, load_prompts, load_tokenizer
+from tests.support.models import write_tiny_qwen3
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "writing_a_loop.md"
+
+
+def python_of(page: Path) -> str:
+    return "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+
+
+@pytest.mark.long
+def test_the_loop_of_the_readme_runs_as_it_stands(ray_cluster: None, tmp_path: Path) -> None:
+    page = ROOT / "README.md"
+    # As many positions as an engine has by default.
+    model = write_tiny_qwen3(tmp_path / "model", max_position_embeddings=4096)
+    seen: list[int] = []
+
+    def with_advantages(samples: list[Sample]) -> list[TokenSequence]:
+        seen.extend(min(each.weight_versions) for each in samples)
+        return [
+            TokenSequence.from_prompt_and_response(
+                each.prompt_ids,
+                each.response_ids,
+                response_fields={"old_log_probs": each.log_probs},
+                sequence_fields={"advantages": 1.0 if index % 2 else -1.0},
+            )
+            for index, each in enumerate(samples)
+        ]
+
+    names: dict[str, Any] = {
+        "model": str(model),
+        "prompts": lambda step: [[5, 6, 7 + step], [20, 21]],
+        "eos": 1,
+        "steps": 2,
+        "with_advantages": with_advantages,
+    }
+    exec(compile(python_of(page), page.name, "exec"), names)
+    assert names["ok"] and names["grad_norm"] > 0
+    assert seen == [0] * 16 + [1] * 16
 
 
 def test_the_loop_of_the_page_learns(task: Path, warm_model: Path) -> None:
@@ -24,8 +65,7 @@ def test_the_loop_of_the_page_learns(task: Path, warm_model: Path) -> None:
         "eos": tokenizer.eos_token_id,
         "steps": 8,
     }
-    code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL))
-    exec(compile(code, PAGE.name, "exec"), names)
+    exec(compile(python_of(PAGE), PAGE.name, "exec"), names)
     rewards = names["mean_rewards"]
     assert len(rewards) == 16
     assert sum(rewards[-4:]) > sum(rewards[:4]) + 0.1

@@ -38,8 +38,8 @@ FAULTS = [
     Fault(
         "every-rank-takes-the-first-key-head",
         "rl_backend/parallel/tensor.py",
-        "head = self.rank * kv_heads // self.size",
-        "head = 0",
+        "head, rows = self.rank * heads // self.size, features // heads",
+        "head, rows = 0, features // heads",
         (f"{_FAMILIES}[qwen2 with biases of queries, keys and values that tp=4 copies]", f"{_DENSE}[4-ranks-tp4]"),
         "queries would attend to another head's keys",
     ),

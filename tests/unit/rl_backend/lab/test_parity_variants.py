@@ -36,7 +36,7 @@ def test_variants_of_llama_train_as_in_transformers(tmp_path: Path, family: str)
     assert comparison.first_divergence is None, str(comparison.first_divergence)
     assert comparison.max_loss_difference < 1e-6
     assert comparison.max_grad_norm_difference < 1e-5
-    assert comparison.loss_fall > 0.02
+    assert comparison.loss_fall > 0.01
     # transformers scales Gemma's embeddings inside of their module.
     elsewhere = [difference.name for difference in activations_of(comparison).ends_elsewhere]
     assert elsewhere == (["model.embed_tokens"] if family == "gemma" else [])
