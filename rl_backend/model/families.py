@@ -220,7 +220,7 @@ def read_router(config: HFConfig, *, normalise: bool) -> RouterSettings:
 def full_attention(config: HFConfig) -> tuple[None, ...]:
     """Windows of a family without sliding windows; ``sliding_window`` and ``layer_types`` that ask for them are refused."""
     config.require({"sliding_window": (), "use_sliding_window": (False,)})
-    _layer_types(config, {"full_attention"})
+    read_layer_types(config, {"full_attention"})
     return (None,) * config.positive_int("num_hidden_layers")
 
 
@@ -228,7 +228,7 @@ def windows_by_layer_type(config: HFConfig) -> tuple[int | None, ...]:
     """Windows of Qwen2 and Qwen3: with ``use_sliding_window``, of the layers that ``layer_types`` names or, without it, of
     those from ``max_window_layers`` on."""
     layers = config.positive_int("num_hidden_layers")
-    types = _layer_types(config, {"full_attention", "sliding_attention"})
+    types = read_layer_types(config, {"full_attention", "sliding_attention"})
     if not config.flag("use_sliding_window"):
         if types is not None and "sliding_attention" in types:
             config.refuse("layer_types", list(types), "sliding attention with use_sliding_window=false is contradictory")
@@ -247,11 +247,12 @@ def window_of_every_layer(config: HFConfig, default: int | None = 4096) -> tuple
     layers = config.positive_int("num_hidden_layers")
     without = config.fields.get("sliding_window", default) is None
     window = None if without else config.positive_int("sliding_window", default)
-    _layer_types(config, {"full_attention" if window is None else "sliding_attention"})
+    read_layer_types(config, {"full_attention" if window is None else "sliding_attention"})
     return (window,) * layers
 
 
-def _layer_types(config: HFConfig, honoured: set[str]) -> tuple[str, ...] | None:
+def read_layer_types(config: HFConfig, honoured: set[str]) -> tuple[str, ...] | None:
+    """``layer_types``, each one of ``honoured``; None where the field is absent."""
     types = config.get("layer_types")
     if types is None:
         return None

@@ -1,20 +1,22 @@
 """Families that are Llama but for activations, norms, scales, biases or names: fields of their specification."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from rl_backend.model.blocks import LayerNorms
+from rl_backend.model.blocks import LayerNorms, LayerSpec
 from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.families import (
     decoder_family,
     full_attention,
     read_activation,
     read_decoder,
+    read_layer_types,
     swiglu_in_every_layer,
     window_of_every_layer,
 )
 from rl_backend.model.feedforward.mlp import MLPNames, MLPSpec
-from rl_backend.model.hf_config import HFConfig
+from rl_backend.model.hf_config import HFConfig, read_rotary
+from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.model.registry import register_model
 from rl_backend.primitive.norm import NormSpec
 
@@ -46,6 +48,71 @@ def gemma(config: HFConfig) -> DecoderSpec:
         default_tied=True,
     )
     return replace(decoder, embedding_scale=decoder.hidden_size**0.5)
+
+
+def gemma3_text(config: HFConfig) -> DecoderSpec:
+    """Gemma 3's language models (arXiv 2503.19786): Gemma with norms around both blocks and of queries and keys, and with
+    windows and angles of their own in most layers."""
+    config.require(
+        {
+            "hidden_activation": GELU_TANH,
+            "attention_bias": (False,),
+            "mlp_bias": (False,),
+            "use_bidirectional_attention": (False,),
+            "attn_logit_softcapping": (),
+            "final_logit_softcapping": (),
+        }
+    )
+    layers, step = range(config.positive_int("num_hidden_layers")), config.positive_int("sliding_window_pattern", 6)
+    kinds = read_layer_types(config, {"full_attention", "sliding_attention"})
+    kinds = kinds or tuple("sliding_attention" if (layer + 1) % step else "full_attention" for layer in layers)
+    window = config.positive_int("sliding_window", 4096)
+    whole, near = _rotary_by_kind(config)
+    decoder = read_decoder(
+        whole,
+        [window if kind == "sliding_attention" else None for kind in kinds],
+        swiglu_in_every_layer(config, activation="gelu_tanh"),
+        norm=NormSpec(config.positive_float("rms_norm_eps", 1e-6), from_one=True),
+        default_head_dim=256,
+        default_theta=1e6,
+        default_tied=True,
+        qk_norm=True,
+        scale=config.positive_float("query_pre_attn_scalar", 256.0) ** -0.5,
+    )
+
+    def with_angles(layer: LayerSpec, kind: str) -> LayerSpec:
+        assert isinstance(layer.mixer, GQASpec), "of read_decoder"
+        if kind == "full_attention":
+            return layer
+        return layer._replace(mixer=replace(layer.mixer, rotary=read_rotary(near, layer.mixer.head_dim, 10000.0).rotary))
+
+    return replace(
+        decoder,
+        # A linear scaling does not lengthen Gemma's positions, which count with it.
+        max_length=config.positive_int("max_position_embeddings"),
+        layers=tuple(with_angles(layer, kind) for layer, kind in zip(decoder.layers, kinds, strict=True)),
+        norms=LayerNorms(
+            "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+        ),
+        embedding_scale=decoder.hidden_size**0.5,
+    )
+
+
+def _rotary_by_kind(config: HFConfig) -> tuple[HFConfig, HFConfig]:
+    """The configuration as layers with whole attention and those with a window read their rotary embedding from it.
+
+    transformers 5 writes ``rope_parameters`` for each kind, earlier versions ``rope_local_base_freq``.
+    """
+    parameters = config.get("rope_parameters")
+    if isinstance(parameters, Mapping) and "full_attention" in parameters:
+        whole, near = parameters["full_attention"], parameters.get("sliding_attention")
+    else:
+        whole, near = parameters, {"rope_theta": config.get("rope_local_base_freq", 10000.0)}
+    both = {**config.fields, "rope_parameters": whole}
+    return (
+        HFConfig(both, config.family),
+        HFConfig({**both, "rope_scaling": None, "rope_theta": None, "rope_parameters": near}, config.family),
+    )
 
 
 def granite(config: HFConfig) -> DecoderSpec:
@@ -178,6 +245,7 @@ def layer_norm(config: HFConfig, eps: str) -> NormSpec:
 
 for family in (
     decoder_family("gemma", gemma),
+    decoder_family("gemma3_text", gemma3_text),
     decoder_family("granite", granite),
     decoder_family("nemotron", nemotron),
     decoder_family("olmo2", olmo2),

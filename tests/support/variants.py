@@ -10,6 +10,15 @@ from tests.support.models import write_tiny
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "gemma": {},
+    "gemma3_text": {
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 20,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+        },
+    },
     "granite": {
         "head_dim": None,
         "tie_word_embeddings": False,

@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from transformers.activations import ACT2FN
 
-from rl_backend.contracts import ConfigError, UnsupportedError
+from rl_backend.contracts import ConfigError, ModelOptions, UnsupportedError
 from rl_backend.model import find_model
+from rl_backend.model.blocks import LayerNorms, RouterInput
+from rl_backend.model.decoder import DecoderLayer
 from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.mixers.gqa import GQASpec
-from rl_backend.primitive.log_prob import next_token_log_probs
-from rl_backend.primitive.norm import LayerNorm, NormSpec, RMSNorm
+from rl_backend.primitive.activation import ACTIVATIONS, HF_ACTIVATIONS
+from rl_backend.primitive.attention import Segments
+from rl_backend.primitive.norm import NormSpec
+from rl_backend.primitive.rope import rotary_cos_sin
 from tests.support.critic import transformers_values, write_critic
 from tests.support.families import load_native, load_transformers, random_sequences, run_native, run_transformers
 from tests.support.native import micro_batches, open_runtime, token_loss
@@ -25,6 +29,10 @@ from tests.unit.rl_backend.model.test_families import assert_equals_transformers
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2, one head of keys, biases": ("olmo2", {"num_key_value_heads": 1, "attention_bias": True}),
     "starcoder2, no biases, untied": ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
+    "gemma3, as transformers 4 wrote it": (
+        "gemma3_text",
+        {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "layer_types": None},
+    ),
     "phi, a quarter of each head": ("phi", {"partial_rotary_factor": 0.25}),
     "phi, YaRN": ("phi", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0}}),
 }
@@ -42,6 +50,27 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
         "rms_norm_eps": 1e-06,
         "rope_theta": 10000.0,
+    },
+    "gemma-3-1b": {
+        "model_type": "gemma3_text",
+        "vocab_size": 262144,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
     },
     "granite-3.1-2b": {
         "model_type": "granite",
@@ -94,7 +123,7 @@ def attention(decoder: DecoderSpec) -> GQASpec:
     return mixer
 
 
-@pytest.mark.shows("model: Gemma, Granite, Nemotron, OLMo 2, Phi and StarCoder 2 equal transformers to 1e-5")
+@pytest.mark.shows("model: Gemma 1 and 3, Granite, Nemotron, OLMo 2, Phi and StarCoder 2 equal transformers to 1e-5")
 @pytest.mark.parametrize("family", VARIANTS)
 def test_log_probs_and_gradients_equal_transformers(tmp_path: Path, family: str) -> None:
     assert_equals_transformers(write_variant(family, tmp_path / "model"))
@@ -107,7 +136,7 @@ def test_other_values_of_their_fields_equal_transformers(tmp_path: Path, case: s
 
 
 @pytest.mark.shows(
-    "model: Gemma, Granite, Nemotron, OLMo 2, Phi and StarCoder 2 are trained, saved and read by transformers"
+    "model: Gemma 1 and 3, Granite, Nemotron, OLMo 2, Phi, StarCoder 2 are trained, saved and read by transformers"
 )
 @pytest.mark.parametrize("family", VARIANTS)
 def test_a_trained_model_is_saved_for_transformers_with_the_same_log_probs(tmp_path: Path, family: str) -> None:
@@ -147,7 +176,12 @@ def test_critics_of_a_variant_equal_transformers_and_need_no_bias_of_the_head(tm
 
 
 def test_published_configurations_are_read_with_their_defaults() -> None:
-    gemma, granite, phi = (parse(name) for name in PUBLISHED)
+    gemma, gemma3, granite, phi = (parse(name) for name in PUBLISHED)
+    windows = [layer.mixer.window for layer in gemma3.layers if isinstance(layer.mixer, GQASpec)]
+    assert windows == ([512] * 5 + [None]) * 4 + [512] * 2
+    angles = [layer.mixer.rotary for layer in gemma3.layers if layer.mixer.rotary is not None]
+    assert [rotary.theta for rotary in angles[4:6]] == [1e4, 1e6]
+    assert attention(gemma3).scale == 1 / 16
     assert gemma.tie_word_embeddings and gemma.norm == NormSpec(1e-6, from_one=True)
     assert gemma.embedding_scale == 2048**0.5
     assert (granite.residual_scale, granite.embedding_scale, granite.logit_scale) == (0.22, 12.0, 0.125)
@@ -163,6 +197,8 @@ def test_published_configurations_are_read_with_their_defaults() -> None:
         ("gemma-2b", "hidden_act", "gelu", "only 'gelu_pytorch_tanh' or 'gelu_new' is implemented"),
         ("gemma-2b", "hidden_activation", "gelu", "only 'gelu_pytorch_tanh' or 'gelu_new' is implemented"),
         ("gemma-2b", "use_bidirectional_attention", True, "only False is implemented"),
+        ("gemma-3-1b", "final_logit_softcapping", 30.0, "it is not implemented"),
+        ("gemma-3-1b", "layer_types", ["sliding_attention"] * 25, "expected one for each of num_hidden_layers=26"),
         ("granite-3.1-2b", "logits_scaling", 0, "expected a positive, finite number"),
         ("granite-3.1-2b", "partial_rotary_factor", 0.5, "only a partial_rotary_factor of 1.0 is implemented"),
         ("phi-2", "qk_layernorm", True, "only False is implemented"),
@@ -193,45 +229,26 @@ def test_fields_that_would_say_nothing_are_refused() -> None:
         replace(parse("gemma-2b"), head_bias=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_a_norm_stored_from_one_is_the_other_with_one_added_to_its_weight(kind: Any, dtype: torch.dtype) -> None:
-    plain, stored = (NormSpec(1e-6, kind, from_one, bias=kind == "layer").build(8).to(dtype) for from_one in (False, True))
-    assert isinstance(plain, LayerNorm if kind == "layer" else RMSNorm)
-    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
-    assert torch.equal(plain(x), stored(x))
+@pytest.mark.parametrize("name", HF_ACTIVATIONS)
+def test_activations_are_those_of_transformers(name: str) -> None:
+    x = torch.linspace(-6.0, 6.0, 101)
+    torch.testing.assert_close(ACTIVATIONS[HF_ACTIVATIONS[name]](x), ACT2FN[name](x), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("own_norm", [False, True])
+def test_parallel_blocks_read_what_enters_the_layer(own_norm: bool) -> None:
+    norms = LayerNorms(before_feed_forward="post_attention_layernorm" if own_norm else None)
+    small = {"hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    layer = DecoderLayer(replace(parse("phi-2", **small, num_hidden_layers=1), norms=norms), 0, ModelOptions())
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    rotary = layer.rotary
+    assert rotary is not None
+    rotation = rotary_cos_sin(torch.arange(5), rotary, x.dtype)
+    segments = Segments.of_sequences(torch.tensor([0, 5], dtype=torch.int32), [5])
+    first, *others = layer.each_norm()
     with torch.no_grad():
-        plain.weight.add_(0.25)
-        stored.weight.add_(0.25)
-    outputs = [module(x) for module in (plain, stored)]
-    assert outputs[0].dtype == dtype
-    assert torch.equal(*outputs)
-    gradients = [
-        torch.autograd.grad(output.square().sum(), module.weight)
-        for output, module in zip(outputs, (plain, stored), strict=True)
-    ]
-    assert torch.equal(*gradients[0], *gradients[1])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_bias_of_the_head_is_added_before_the_temperature_and_has_its_gradient(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(9, 4, generator=generator).to(dtype)
-    head = nn.Linear(4, 11).to(dtype)
-    labels = torch.tensor([3, 1, -100, 10, 0, 5, 5, -100, 2])
-    found = next_token_log_probs(
-        hidden, head.weight, labels, bias=head.bias, temperature=0.7, chunk_tokens=3, calculate_entropy=True
-    )
-    expected = ((hidden.float() @ head.weight.float().t() + head.bias.float()) / 0.7).log_softmax(-1)
-    kept = labels >= 0
-    log_probs = expected[kept].gather(1, labels[kept][:, None])[:, 0]
-    entropy = -(expected.exp() * expected).sum(-1)[kept]
-    torch.testing.assert_close(found.log_probs[kept], log_probs, atol=1e-5, rtol=1e-4)
-    mix = torch.randn(2, int(kept.sum()), generator=generator)
-    assert found.entropy is not None
-    gradients = []
-    for pair in ((found.log_probs[kept], found.entropy[kept]), (log_probs, entropy)):
-        total = (pair[0] * mix[0]).sum() + (pair[1] * mix[1]).sum()
-        gradients.append(torch.autograd.grad(total, head.bias))
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(gradients[0], gradients[1], atol=tolerance, rtol=tolerance)
+        for other in others:
+            other.get_parameter("weight").mul_(3.0)
+        read = (others[0] if own_norm else first)(x)
+        expected = x + layer.self_attn(first(x), rotation, segments) + layer.mlp(read, RouterInput())
+        torch.testing.assert_close(layer(x, rotation, segments, RouterInput()), expected)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl_backend.contracts import BatchError
 from rl_backend.primitive import tiles
@@ -273,3 +273,27 @@ def test_rows_of_several_adapters_are_computed_together_with_the_bits_of_each_al
     for start, stop in itertools.pairwise(edges):
         alone = results(slice(start, stop), [AdapterRun(0, stop - start, {})])
         assert all(torch.equal(mine, both[start:stop]) for mine, both in zip(alone, together, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_bias_of_the_head_is_added_before_the_temperature_and_has_its_gradient(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(9, 4, generator=generator).to(dtype)
+    head = nn.Linear(4, 11).to(dtype)
+    labels = torch.tensor([3, 1, -100, 10, 0, 5, 5, -100, 2])
+    found = next_token_log_probs(
+        hidden, head.weight, labels, bias=head.bias, temperature=0.7, chunk_tokens=3, calculate_entropy=True
+    )
+    expected = ((hidden.float() @ head.weight.float().t() + head.bias.float()) / 0.7).log_softmax(-1)
+    kept = labels >= 0
+    log_probs = expected[kept].gather(1, labels[kept][:, None])[:, 0]
+    entropy = -(expected.exp() * expected).sum(-1)[kept]
+    torch.testing.assert_close(found.log_probs[kept], log_probs, atol=1e-5, rtol=1e-4)
+    mix = torch.randn(2, int(kept.sum()), generator=generator)
+    assert found.entropy is not None
+    gradients = []
+    for pair in ((found.log_probs[kept], found.entropy[kept]), (log_probs, entropy)):
+        total = (pair[0] * mix[0]).sum() + (pair[1] * mix[1]).sum()
+        gradients.append(torch.autograd.grad(total, head.bias))
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(gradients[0], gradients[1], atol=tolerance, rtol=tolerance)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from rl_backend.primitive.norm import RMSNorm
+from rl_backend.primitive.norm import LayerNorm, NormSpec, RMSNorm
 from rl_backend.primitive.rope import Rotary, apply_rotary, rotary_cos_sin
 
 
@@ -52,3 +54,23 @@ def test_rotary_gradient_is_the_rotation_back() -> None:
     cos, sin = rotary_cos_sin(torch.arange(6), Rotary(8, 1e4), torch.float64)
     x = torch.randn(6, 2, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda value: apply_rotary(value, cos, sin), (x,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_a_norm_stored_from_one_is_the_other_with_one_added_to_its_weight(kind: Any, dtype: torch.dtype) -> None:
+    plain, stored = (NormSpec(1e-6, kind, from_one, bias=kind == "layer").build(8).to(dtype) for from_one in (False, True))
+    assert isinstance(plain, LayerNorm if kind == "layer" else RMSNorm)
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert torch.equal(plain(x), stored(x))
+    with torch.no_grad():
+        plain.weight.add_(0.25)
+        stored.weight.add_(0.25)
+    outputs = [module(x) for module in (plain, stored)]
+    assert outputs[0].dtype == dtype
+    assert torch.equal(*outputs)
+    gradients = [
+        torch.autograd.grad(output.square().sum(), module.weight)
+        for output, module in zip(outputs, (plain, stored), strict=True)
+    ]
+    assert torch.equal(*gradients[0], *gradients[1])
