@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from actors import Sample
 from rl_backend import TokenSequence
@@ -35,7 +36,7 @@ def test_the_loop_of_the_readme_runs_as_it_stands(ray_cluster: None, tmp_path: P
                 each.prompt_ids,
                 each.response_ids,
                 response_fields={"old_log_probs": each.log_probs},
-                sequence_fields={"advantages": 1.0 if index % 2 else -1.0},
+                sequence_fields={"advantages": torch.tensor(1.0 if index % 2 else -1.0)},
             )
             for index, each in enumerate(samples)
         ]
