@@ -42,8 +42,8 @@ def test_variants_train_in_every_layout_as_on_one_rank(ranks: RankPool, tmp_path
     if family == "gemma3_text":
         changes["layer_types"] = ["sliding_attention", "full_attention"] * 2
     else:
-        # Attention hardly depends on a bias of keys that are hardly turned or, as half of Phi's, not at all: its gradient would
-        # be rounding, of which Adam makes whole steps.
+        # Attention hardly depends on a bias of keys that are hardly turned or, as half of Phi's, not at all: its gradient
+        # would be rounding, of which Adam makes whole steps.
         part = {"partial_rotary_factor": 1.0} if family == "phi" else {}
         changes["rope_parameters"] = {"rope_type": "default", "rope_theta": 10.0, **part}
     model = write_variant(family, tmp_path / "model", **changes)
