@@ -43,7 +43,7 @@ from rl_backend.algorithm import (
 )
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import MAY_CHANGE, SAME_CONTENTS, ConfigError, HasEffect
-from rl_backend.data import pack
+from rl_backend.data import local_model, pack
 
 
 class PPOConfig(RLConfig):
@@ -65,7 +65,7 @@ class PPOConfig(RLConfig):
         default="one", description="one training group for all models, or one of `ranks` ranks for each"
     )
     critic_model: Annotated[str | None, SAME_CONTENTS] = Field(
-        default=None, description="directory that the critic starts from; none: model"
+        default=None, description="directory, or name on the Hub, that the critic starts from; none: model"
     )
     critic_lr: float = Field(default=1e-5, gt=0, description="peak learning rate of the critic")
     critic_warmup_steps: int = Field(default=0, ge=0, description="first steps, in which only the critic is trained")
@@ -119,7 +119,7 @@ def train(config: PPOConfig, session: Session | None = None, on_step: OnStep | N
         on_step: sees each step's number and metrics.
     """
     run = RLRun(config, session, on_step)
-    read_hf_config(config.critic_model or config.model)
+    read_hf_config(local_model(config.critic_model or config.model))
     actor_loss, critic_loss, meta = config.actor_loss(), config.critic_loss(), config.meta()
     with run:
         actor = run.build_model("actor", router_replay=config.router_replay)

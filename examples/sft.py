@@ -1,6 +1,6 @@
-"""Supervised fine-tuning of a local Hugging Face model on prompts and answers.
+"""Supervised fine-tuning of a Hugging Face model on prompts and answers, or on the assistant's turns of conversations.
 
-    python -m examples.sft --model DIR --dataset train.jsonl --steps 500
+    python -m examples.sft --model DIR --dataset train.jsonl --epochs 2
 
 Every option is a field of ``SFTConfig``. With ``RAY_ADDRESS`` set it runs on that cluster, else on this machine. The file
 stands alone: copy it to begin a loop of your own.
@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from actors.run import announce
 
@@ -24,8 +25,9 @@ from pydantic import Field, model_validator
 from actors import Loss, Run, Session
 from actors.run import GroupModel, OnStep, TrainingConfig, parse_config, run_command, update_metrics
 from rl_backend import TokenSequence
-from rl_backend.contracts import MAY_CHANGE, BatchError, ConfigError
-from rl_backend.data.prompts import endless_batches, load_prompts, load_tokenizer
+from rl_backend.contracts import MAY_CHANGE, ConfigError
+from rl_backend.data import load_sft_examples, load_tokenizer
+from rl_backend.data.prompts import batches_per_epoch, endless_batches, epoch_batches
 
 
 class SFTConfig(TrainingConfig):
@@ -38,7 +40,11 @@ class SFTConfig(TrainingConfig):
         "train.backend_cfg.optimizer.lr": 1e-5,
     }
 
-    batch_size: int = Field(default=64, ge=1, description="examples in each step")
+    batch_size: int = Field(default=64, ge=1, description="examples in each step, packed without padding")
+    epochs: int = Field(default=0, ge=0, description="passes over all examples, in place of steps; 0: as steps says")
+    train_on: Literal["all", "last"] = Field(
+        default="all", description="of rows of messages: all turns of the assistant, or the last"
+    )
     eval_every: Annotated[int, MAY_CHANGE] = Field(default=50, ge=1, description="steps between evaluations")
 
     @model_validator(mode="after")
@@ -49,6 +55,27 @@ class SFTConfig(TrainingConfig):
             )
         return self
 
+    @property
+    def chooses_steps(self) -> bool:
+        """False while the epochs are to be counted."""
+        return not self.epochs or self.is_set("steps")
+
+    def with_epochs(self, examples: int) -> Self:
+        """With the steps that the epochs take."""
+        if not self.epochs:
+            return self
+        batches = batches_per_epoch(examples, self.batch_size)
+        if examples // batches < self.data_parallel_size:
+            problem = (
+                f"{examples} examples give {batches} batches, too small for {self.data_parallel_size} data-parallel ranks"
+            )
+            raise ConfigError.of("SFTConfig.batch_size", self.batch_size, f"{problem}; raise it")
+        steps = self.epochs * batches
+        if self.chooses_steps and self.steps != steps:
+            problem = f"epochs={self.epochs} of {examples} examples are {steps} steps; leave out one of the two"
+            raise ConfigError.of("SFTConfig.steps", self.steps, problem)
+        return self.replace(steps=steps)
+
 
 def train(config: SFTConfig, session: Session | None = None, on_step: OnStep | None = None) -> Path:
     """Runs SFT; returns the Hugging Face directory of the trained model, ``run_dir/model``.
@@ -57,42 +84,34 @@ def train(config: SFTConfig, session: Session | None = None, on_step: OnStep | N
         session: an open training group; None opens one for this run.
         on_step: sees each step's number and metrics.
     """
-    run = Run(config, session, on_step)
     tokenizer = load_tokenizer(config.model)
-    limits = config.max_prompt_tokens, config.train.max_tokens_per_micro_batch
-    sequences = load_sequences(config.dataset, tokenizer, *limits)
-    held_out = load_sequences(config.eval_dataset, tokenizer, *limits) if config.eval_dataset else []
-    batches = islice(endless_batches(sequences, config.batch_size, config.seed), run.start.step, None)
+    load = partial(
+        load_sft_examples,
+        tokenizer=tokenizer,
+        max_prompt_tokens=config.max_prompt_tokens,
+        max_tokens=config.train.max_tokens_per_micro_batch,
+        data=config.data,
+        train_on=config.train_on,
+    )
+    examples = load(config.dataset)
+    held_out = list(chain(*load(config.eval_dataset, held_out=True))) if config.eval_dataset else []
+    config = config.with_epochs(len(examples))
+    run = Run(config, session, on_step)
+    in_order = epoch_batches if config.epochs else endless_batches
+    batches = islice(in_order(examples, config.batch_size, config.seed), run.start.step, None)
     loss = Loss("rl_backend.algorithm:sft_loss")
     with run:
         model = run.build_model("sft")
-        facts = [f"{len(sequences)} examples", f"{config.batch_size} a step", config.describe_ranks()]
-        run.begin("SFT", {"sft": model}, facts)
+        facts = [f"{len(examples)} examples", *filter(None, [examples.note]), f"{config.batch_size} a step"]
+        run.begin("SFT", {"sft": model}, [*facts, config.describe_ranks()])
         for step in run.steps():
-            metrics = update_metrics([model.update(next(batches), loss)])
+            metrics = update_metrics([model.update(list(chain(*next(batches))), loss)])
             run.lap("train")
             if held_out and (step % config.eval_every == 0 or step == config.steps):
                 metrics |= held_out_metrics(model, held_out)
                 run.lap("evaluate")
             run.end_step(metrics)
         return run.save_model(model)
-
-
-def load_sequences(path: str, tokenizer: Any, max_prompt_tokens: int, max_tokens: int) -> list[TokenSequence]:
-    """Prompt, answer and end-of-text token, with the loss on the last two."""
-    sequences = []
-    for index, prompt in enumerate(load_prompts(path, tokenizer, max_prompt_tokens)):
-        answer = prompt.example.ground_truth
-        if not isinstance(answer, str):
-            raise BatchError(f"{path}, example {index}: the answer is {answer!r}; SFT needs text")
-        response_ids = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
-        length = len(prompt.token_ids) + len(response_ids)
-        if length > max_tokens:
-            raise BatchError(
-                f"{path}, example {index}: {length} tokens; max_tokens_per_micro_batch={max_tokens} must hold it"
-            )
-        sequences.append(TokenSequence.from_prompt_and_response(prompt.token_ids, response_ids))
-    return sequences
 
 
 def held_out_metrics(model: GroupModel, sequences: Sequence[TokenSequence]) -> dict[str, float]:
@@ -107,7 +126,7 @@ def held_out_metrics(model: GroupModel, sequences: Sequence[TokenSequence]) -> d
 
 
 def main() -> None:
-    config = parse_config(SFTConfig, "Supervised fine-tuning of a local Hugging Face model.")
+    config = parse_config(SFTConfig, "Supervised fine-tuning of a Hugging Face model.")
     print(f"trained model: {train(config)}")
 
 

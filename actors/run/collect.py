@@ -6,6 +6,7 @@ import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,24 @@ from actors.train.model import require_experts
 from rl_backend.algorithm import groups_with_signal
 from rl_backend.contracts import BatchError, ConfigError, WeightVersionError
 from rl_backend.data.prompts import Prompt, endless_batches, load_prompts, load_tokenizer
-from rl_backend.data.rewards import RewardFunction, load_reward_function, score_value
+from rl_backend.data.rewards import RewardFunction, load_reward_function, needs_ground_truth, score_value
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tokenizer, reward function, prompts, and how to sample."""
+    """Tokenizer, reward function, prompts, and how to sample.
+
+    Attributes:
+        notes: what was done with prompts that are too long, for the run's first line.
+    """
 
     tokenizer: Any
     reward: RewardFunction
-    prompts: list[Prompt]
-    held_out: list[Prompt]
+    prompts: Sequence[Prompt]
+    held_out: Sequence[Prompt]
     batches: Iterator[list[Prompt]]
     sampling: SamplingConfig
+    notes: tuple[str, ...] = ()
 
 
 def load_inputs(config: RLConfig) -> Inputs:
@@ -44,17 +50,26 @@ def load_inputs(config: RLConfig) -> Inputs:
     """
     require_experts(f"{type(config).__name__}.router_replay", config.router_replay, config.model)
     tokenizer = load_tokenizer(config.model)
-    prompts = load_prompts(config.dataset, tokenizer, config.max_prompt_tokens)
-    held_out = load_prompts(config.eval_dataset, tokenizer, config.max_prompt_tokens) if config.eval_dataset else []
+    reward = load_reward_function(config.reward)
+    load = partial(
+        load_prompts,
+        tokenizer=tokenizer,
+        max_prompt_tokens=config.max_prompt_tokens,
+        data=config.data,
+        require_answer=needs_ground_truth(reward),
+    )
+    prompts = load(config.dataset)
+    held_out = load(config.eval_dataset, held_out=True) if config.eval_dataset else None
     return Inputs(
         tokenizer=tokenizer,
-        reward=load_reward_function(config.reward),
+        reward=reward,
         prompts=prompts,
-        held_out=held_out,
+        held_out=held_out or [],
         batches=endless_batches(prompts, config.prompts_per_step, config.seed),
         sampling=config.sampling.replace(
             stop_token_ids=(*config.sampling.stop_token_ids, *stop_token_ids(config.model, tokenizer))
         ),
+        notes=tuple(loaded.note for loaded in (prompts, held_out) if loaded is not None and loaded.note),
     )
 
 

@@ -25,6 +25,8 @@ from rl_backend.contracts import (
 )
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.contracts.runtime_config import import_plugins
+from rl_backend.data.config import DataConfig
+from rl_backend.data.hub import local_model
 
 _BACKEND, _OPTIMIZER = "train.backend_cfg", "train.backend_cfg.optimizer"
 _SAVES = HasEffect(lambda config: config.save_every, "save_every=0 saves no checkpoints; set it too")
@@ -134,6 +136,7 @@ class TrainingConfig(RankOptions):
         **RankOptions.short,
         "max_tokens_per_micro_batch": "train.max_tokens_per_micro_batch",
         **{name: f"{_OPTIMIZER}.{name}" for name in ("lr", "lr_warmup_steps", "lr_decay_style")},
+        **{name: f"data.{name}" for name in DataConfig.model_fields},
     }
     renamed: ClassVar[Mapping[str, str]] = {
         **RankOptions.renamed,
@@ -152,9 +155,11 @@ class TrainingConfig(RankOptions):
 
     lora: LoRAOptions = Field(default=LoRAOptions(), description="adapters over a frozen model, see docs/lora.md")
     dataset: Annotated[str, SAME_CONTENTS] = Field(
-        description="rows to train on: .jsonl (prompt, answer) or verl-style .parquet"
+        description="rows to train on: a .jsonl or .parquet file, a folder of datasets, or a name on the Hub such as "
+        "openai/gsm8k:main:train; see docs/data.md"
     )
-    eval_dataset: Annotated[str | None, SAME_CONTENTS] = Field(default=None, description="held-out rows")
+    eval_dataset: Annotated[str | None, SAME_CONTENTS] = Field(default=None, description="held-out rows, named likewise")
+    data: DataConfig = Field(default=DataConfig(), description="how rows are read, see docs/data.md")
     run_dir: Annotated[str, MAY_CHANGE] = Field(description="new folder for all that the run writes, with the trained model")
     steps: Annotated[int, MAY_CHANGE] = Field(default=100, ge=1, description="training steps")
     max_prompt_tokens: int = Field(default=512, ge=1, description="longest prompt")
@@ -190,7 +195,7 @@ class TrainingConfig(RankOptions):
             raise ConfigError.of(f"{name}.seed", self.seed, "must be at least 0")
         if not optimizer.lr:
             raise ConfigError.of(f"{name}.lr", optimizer.lr, "must be above 0, or nothing is learned")
-        if optimizer.warmup_steps and optimizer.warmup_steps >= self.optimizer_steps:
+        if self.chooses_steps and 0 < self.optimizer_steps <= optimizer.warmup_steps:
             raise ConfigError.of(
                 f"{name}.lr_warmup_steps",
                 optimizer.warmup_steps,
@@ -201,8 +206,17 @@ class TrainingConfig(RankOptions):
 
     @property
     def model(self) -> str:
-        """Hugging Face directory with config, safetensors and tokenizer: ``train.hf_path``."""
+        """Hugging Face directory with config, safetensors and tokenizer, or a name on the Hub: ``train.hf_path``."""
         return self.train.hf_path
+
+    def with_local_model(self) -> Self:
+        """With the folder of the model in place of a name on the Hub, see :func:`~rl_backend.data.hub.local_model`.
+
+        Raises:
+            ConfigError: there is no such model.
+        """
+        folder = local_model(self.model, field=f"{type(self).__name__}.model")
+        return self if folder == self.model else self.replace(train=self.train.replace(hf_path=folder))
 
     @property
     def seed(self) -> int:
@@ -218,6 +232,11 @@ class TrainingConfig(RankOptions):
     def optimizer_steps(self) -> int:
         """Of the trained model in the whole run; its schedule ends with the last."""
         return self.steps
+
+    @property
+    def chooses_steps(self) -> bool:
+        """Whether ``steps`` is the length of the run; else it is known when the data has been read."""
+        return True
 
     @property
     def training_groups(self) -> int:

@@ -18,9 +18,13 @@ from actors.run.manifest import RunCheckpoint
 from actors.run.options import get, has
 from rl_backend.checkpoint.state_files import file_facts
 from rl_backend.contracts import SAME_CONTENTS, BaseConfig, CheckpointError, ConfigError, OnResume
+from rl_backend.data.hub import hub_name, local_model
+from rl_backend.data.rows import data_files
 
 _WHOLE = (".json", ".jinja", ".model", ".txt")
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
+_DATA_SETS: Mapping[str, str | None] = {"dataset": "train", "eval_dataset": None}
+"""Option -> the split that it means where it names none of several."""
 
 
 def saved_facts(config: TrainingConfig) -> dict[str, Any]:
@@ -118,16 +122,23 @@ def require_same_dtype(config: TrainingConfig, checkpoint: RunCheckpoint) -> Non
 
 
 def _contents(config: TrainingConfig) -> dict[str, Any]:
-    if not Path(config.dataset).is_file():
-        raise ConfigError.of("dataset", config.dataset, "no such file")
-    return {config.name_of(path): _content(getattr(owner, name)) for path, owner, name in _places(config, SAME_CONTENTS)}
+    found = {config.name_of(path): getattr(owner, name) for path, owner, name in _places(config, SAME_CONTENTS)}
+    return {name: _data(name, value) if name in _DATA_SETS else _content(value) for name, value in found.items()}
+
+
+def _data(name: str, source: str | None) -> Any:
+    """Of the files of a data set: of one file all bytes, of several pieces of each."""
+    if source is None or Path(source).is_file():
+        return _content(source)
+    files = data_files(source, field=name, default_split=_DATA_SETS[name])
+    return [_pieces(file) for file in files]
 
 
 def _content(named: str | None) -> Any:
     """Of a file, a Hugging Face directory or a function; None where there is nothing, which is refused when it is loaded."""
     if named is None:
         return None
-    path = Path(named)
+    path = Path(local_model(named) if hub_name(named) else named)
     if path.is_dir():
         return {file.name: facts for file in sorted(path.iterdir()) if (facts := _model_file(file)) is not None}
     if path.is_file():
@@ -154,6 +165,10 @@ def _model_file(file: Path) -> Any:
         return file_facts(file).model_dump(mode="json")
     if file.suffix != ".safetensors":
         return None
+    return _pieces(file)
+
+
+def _pieces(file: Path) -> Any:
     size = file.stat().st_size
     digest = xxhash.xxh3_64()
     with file.open("rb") as stream:

@@ -71,7 +71,7 @@ class RLRun(Run[RLConfig]):
     ) -> None:
         super().__init__(config, session, on_step, label=label)
         with self.phase("data", f"reading {config.dataset}"):
-            self.inputs = load_inputs(config)
+            self.inputs = load_inputs(self.config)
 
     def begin(
         self,
@@ -120,7 +120,7 @@ class RLRun(Run[RLConfig]):
             if self._reward is not None:
                 self.folder.log_start({"held_out_reward": self._reward})
         facts = [*config.facts(), *facts, f"weights by {pushed.transport}", *start.describe()]
-        say_facts(f"{self.label}{title}", [f"{len(inputs.prompts)} prompts", *facts])
+        say_facts(f"{self.label}{title}", [f"{len(inputs.prompts)} prompts", *inputs.notes, *facts])
         if self._reward_before is not None:
             reward = f"{self._reward_before:.3f} ({len(inputs.held_out)} prompts, greedy)"
             say(f"{self.label}held-out reward before: {reward}")

@@ -22,6 +22,7 @@ from actors.train.group import TrainGroup
 from actors.train.model import GroupModel, RouterReplayMode
 from rl_backend.checkpoint.peft_files import write_peft_directory
 from rl_backend.contracts import Head, OptimizerConfig, RLBackendError
+from rl_backend.data.hub import local_model
 
 type OnStep = Callable[[int, dict[str, float]], None]
 """Called after each step with its number and metrics."""
@@ -62,7 +63,7 @@ class Run[C: TrainingConfig]:
     folder: RunFolder
 
     def __init__(self, config: C, session: Session | None = None, on_step: OnStep | None = None, *, label: str = "") -> None:
-        self.config = config
+        self.config = config = config.with_local_model()
         self.label = label
         self.start = find_start(config)
         self._lent = session
@@ -110,12 +111,12 @@ class Run[C: TrainingConfig]:
         With ``lora.rank`` it is a LoRA tenant of the group's frozen model, which is the forward-only model itself.
 
         Args:
-            hf_path: None takes the run's ``model``.
+            hf_path: a directory, or a name on the Hub; None takes the run's ``model``.
             optimizer: None takes the run's.
             router_replay: for a policy that is updated.
         """
         config, groups = self.config, self.session.groups
-        trainer, path = groups[min(group, len(groups) - 1)], str(hf_path or config.model)
+        trainer, path = groups[min(group, len(groups) - 1)], local_model(hf_path or config.model)
         if not forward_only:
             optimizer = optimizer or config.train.backend_cfg.optimizer
         if not config.lora.rank:

@@ -174,6 +174,7 @@ def open_session(config: TrainingConfig, phases: Phases | None = None) -> Iterat
     Raises:
         ConfigError, UnsupportedError: the cluster does not have what they need.
     """
+    config = config.with_local_model()
     ranks, engines = config.ranks * config.training_groups, config.num_engines
     phases = phases or Phases()
     with ExitStack() as stack:

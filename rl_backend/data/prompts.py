@@ -1,65 +1,21 @@
-"""Prompts: data files in verl's format, their tokens, and the order in which training sees them."""
+"""Prompts: data sets as token ids, and the order in which training sees them."""
 
-import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_backend.contracts import BatchError, ConfigError, UnsupportedError
-
-type ChatMessage = dict[str, Any]
-
-_MEDIA_COLUMNS = ("images", "videos", "audios")
-
-
-@dataclass(frozen=True)
-class PromptExample:
-    """One task.
-
-    Attributes:
-        prompt: plain text, or chat messages (``role``, ``content`` and the row's other keys) for a chat template.
-        ground_truth: what the reward function compares with; any JSON value.
-        data_source: name of the data set, for the reward function.
-        extra_info: further facts for the reward function.
-    """
-
-    prompt: str | list[ChatMessage]
-    ground_truth: Any
-    data_source: str
-    extra_info: Mapping[str, Any] = field(default_factory=dict)
-
-
-def read_examples(path: Path | str) -> list[PromptExample]:
-    """Reads a whole file.
-
-    A row has:
-        ``prompt``: text, or a list of chat messages with text content.
-        the ground truth: ``reward_model.ground_truth`` (verl), else ``ground_truth``, else ``answer``.
-        ``data_source``: text; without it, the file's name without suffix.
-        ``extra_info``: an object, optional. Every other column (verl's ``ability`` too) is added to it
-            for the reward function.
-
-    Args:
-        path: ``.parquet`` (needs pyarrow) or ``.jsonl`` (one JSON object per line; empty lines are skipped).
-
-    Raises:
-        ConfigError: the file does not exist or has another suffix.
-        BatchError: the file cannot be read or has no rows, or a row has a missing or wrong field; names file, row and
-            field. Rows of parquet are counted from 0, lines of jsonl from 1.
-        UnsupportedError: images, videos or audio; or parquet without pyarrow.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise ConfigError.of("dataset", str(path), "no such file; give a .parquet or .jsonl file")
-    read = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows}.get(path.suffix)
-    if read is None:
-        raise ConfigError.of("dataset", str(path), "unknown suffix; expected .parquet or .jsonl")
-    examples = [_example(where, row, path.stem) for where, row in read(path)]
-    if not examples:
-        raise BatchError(f"{path}: no rows")
-    return examples
+from rl_backend.contracts import BatchError, ConfigError
+from rl_backend.data.chat import ChatMessage as ChatMessage
+from rl_backend.data.chat import encode_messages as encode_messages
+from rl_backend.data.chat import encode_text as encode_text
+from rl_backend.data.config import DataConfig
+from rl_backend.data.examples import Examples, Length, read_example
+from rl_backend.data.examples import PromptExample as PromptExample
+from rl_backend.data.examples import read_examples as read_examples
+from rl_backend.data.hub import local_model
+from rl_backend.data.rows import Rows, open_rows
 
 
 @dataclass(frozen=True)
@@ -71,16 +27,17 @@ class Prompt:
 
 
 def load_tokenizer(model: str) -> Any:
-    """The tokenizer of a local Hugging Face directory; it must name an end-of-text token.
+    """The tokenizer of a local Hugging Face directory, or of a model on the Hub; it must name an end-of-text token.
 
     Raises:
-        ConfigError: there is none, its files are damaged, or it does not name one.
+        ConfigError: there is no such model, it has no tokenizer, its files are damaged, or it does not name such a token.
     """
+    folder = local_model(model)
     # Imported here: it takes seconds, and reading a command line needs none of it.
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # a damaged tokenizer.json or tokenizer_config.json raises any type in transformers
         raise ConfigError.of(
             "model",
@@ -96,33 +53,92 @@ def load_tokenizer(model: str) -> Any:
     return tokenizer
 
 
-def load_prompts(path: Path | str, tokenizer: Any, max_prompt_tokens: int) -> list[Prompt]:
-    """Reads a ``.jsonl`` or verl-style ``.parquet`` file; chat prompts go through the tokenizer's chat template.
+def load_prompts(
+    path: Path | str,
+    tokenizer: Any,
+    max_prompt_tokens: int,
+    data: DataConfig | None = None,
+    *,
+    require_answer: bool = True,
+    held_out: bool = False,
+) -> Examples[Prompt]:
+    """The prompts of a data set. Chat messages go through the tokenizer's chat template.
+
+    Args:
+        path: as of :func:`~rl_backend.data.rows.open_rows`.
+        max_prompt_tokens: most tokens of a prompt; ``data.too_long`` says what is done with longer ones.
+        data: columns, texts and templates.
+        require_answer: whether rows need a ground truth.
+        held_out: it is named by ``eval_dataset``, and of several splits one must be chosen.
 
     Raises:
-        BatchError: a prompt without tokens, or with more than ``max_prompt_tokens``.
+        ConfigError, UnsupportedError: the data set or the chat template is missing, or does not fit ``data``.
+        BatchError: a row that cannot be used, a prompt without tokens, or prompts that are too long.
     """
-    prompts = []
-    for index, example in enumerate(read_examples(path)):
-        if isinstance(example.prompt, str):
-            token_ids = encode_text(example.prompt, tokenizer)
+    rows = open_dataset(path, held_out=held_out)
+    data = data or DataConfig()
+
+    def make(index: int) -> tuple[Prompt, Sequence[Length]]:
+        example = read_example(rows, index, data, require_answer=require_answer)
+        token_ids = encode_prompt(example.prompt, tokenizer, data, rows.where(index))
+        length = Length(len(token_ids), "max_prompt_tokens", max_prompt_tokens)
+        return Prompt(example, cut_prompt(token_ids, max_prompt_tokens, tokenizer)), [length]
+
+    return Examples(rows, make, data.too_long)
+
+
+def open_dataset(path: Path | str, *, held_out: bool = False) -> Rows:
+    """The rows that ``dataset``, or of held-out rows ``eval_dataset``, names."""
+    return open_rows(path, field="eval_dataset", default_split=None) if held_out else open_rows(path)
+
+
+def encode_prompt(prompt: str | Sequence[ChatMessage], tokenizer: Any, data: DataConfig, where: str = "prompt") -> list[int]:
+    """The tokens that a model continues: those of a text, or of messages by the chat template.
+
+    Args:
+        where: for messages.
+
+    Raises:
+        ConfigError: options of chat templates, and a text that does not go through one; or see
+            :func:`~rl_backend.data.chat.encode_messages`.
+        BatchError: no tokens, or messages that the template refuses.
+    """
+    messages = as_messages(prompt, data, where)
+    try:
+        if messages is None:
+            token_ids = encode_text(str(prompt), tokenizer)
         else:
-            token_ids = tokenizer.apply_chat_template(
-                example.prompt, tokenize=True, add_generation_prompt=True, return_dict=False
-            )
-        if not 1 <= len(token_ids) <= max_prompt_tokens:
-            raise BatchError(
-                f"{path}, example {index}: a prompt of {len(token_ids)} tokens; expected 1 to "
-                f"max_prompt_tokens={max_prompt_tokens}"
-            )
-        prompts.append(Prompt(example, list(token_ids)))
-    return prompts
+            token_ids = encode_messages(messages, tokenizer, chat_template_kwargs=data.chat_template_kwargs)
+    except BatchError as error:
+        raise BatchError(f"{where}: {error.message}") from error
+    if not token_ids:
+        raise BatchError(f"{where}: a prompt of 0 tokens; remove the row")
+    return token_ids
 
 
-def encode_text(text: str, tokenizer: Any) -> list[int]:
-    """The tokens of a text that continues: with the tokenizer's begin-of-text token if it has one, without an end."""
-    token_ids: list[int] = tokenizer.encode(text)
-    return token_ids[:-1] if token_ids and token_ids[-1] == tokenizer.eos_token_id else token_ids
+def as_messages(prompt: str | Sequence[ChatMessage], data: DataConfig, where: str) -> list[ChatMessage] | None:
+    """The conversation, with the system prompt; None for a text that is continued as it stands."""
+    if isinstance(prompt, str):
+        if data.text_prompts == "continue":
+            for option in ("system_prompt", "chat_template_kwargs"):
+                if data.is_set(option):
+                    problem = (
+                        f"{where} is text, which is continued as it stands; set text_prompts to message, or leave it out"
+                    )
+                    raise ConfigError.of(option, getattr(data, option), problem)
+            return None
+        prompt = [{"role": "user", "content": prompt}]
+    if data.system_prompt is None or any(message["role"] == "system" for message in prompt):
+        return list(prompt)
+    return [{"role": "system", "content": data.system_prompt}, *prompt]
+
+
+def cut_prompt(token_ids: list[int], most: int, tokenizer: Any) -> list[int]:
+    """The last ``most`` tokens; a begin-of-text token at the beginning stays."""
+    if len(token_ids) <= most:
+        return token_ids
+    begins = most > 1 and token_ids[0] == tokenizer.bos_token_id
+    return [*token_ids[:begins], *token_ids[len(token_ids) - most + begins :]]
 
 
 def endless_batches[T](items: Sequence[T], size: int, seed: int) -> Iterator[list[T]]:
@@ -133,94 +149,26 @@ def endless_batches[T](items: Sequence[T], size: int, seed: int) -> Iterator[lis
     """
     if len(items) < size:
         raise ConfigError(f"a batch of {size} needs at least as many examples; the data has {len(items)}")
-    return _passes(list(items), size, random.Random(seed))
+    return _passes(items, [size] * (len(items) // size), random.Random(seed))
 
 
-def _passes[T](order: list[T], size: int, generator: random.Random) -> Iterator[list[T]]:
+def epoch_batches[T](items: Sequence[T], size: int, seed: int) -> Iterator[list[T]]:
+    """As :func:`endless_batches`, but every item is in each pass once: batches of at most ``size``, as even as can be."""
+    count = batches_per_epoch(len(items), size)
+    sizes = [len(items) * (each + 1) // count - len(items) * each // count for each in range(count)]
+    return _passes(items, sizes, random.Random(seed))
+
+
+def batches_per_epoch(items: int, size: int) -> int:
+    """Batches of a pass of :func:`epoch_batches` over so many items."""
+    return -(-items // size)
+
+
+def _passes[T](items: Sequence[T], sizes: Sequence[int], generator: random.Random) -> Iterator[list[T]]:
+    order = list(range(len(items)))
     while True:
         generator.shuffle(order)
-        for start in range(0, len(order) - size + 1, size):
-            yield order[start : start + size]
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ModuleNotFoundError as error:
-        raise UnsupportedError(f"{path}: parquet needs pyarrow ({error}); install rl-backend[examples]") from None
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except pyarrow.ArrowException as error:
-        raise BatchError(f"{path}: not a readable parquet file: {error}") from None
-    for index, row in enumerate(table.to_pylist()):
-        yield f"{path}, row {index}", row
-
-
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise BatchError(f"{where}: not JSON: {error}") from None
-            except RecursionError:
-                raise BatchError(f"{where}: nested too deeply") from None
-            if not isinstance(row, dict):
-                raise BatchError(f"{where}: a {type(row).__name__}; expected one JSON object per line")
-            yield where, row
-
-
-def _example(where: str, columns: Mapping[str, Any], default_source: str) -> PromptExample:
-    """Takes the known columns out of one row; the rest is ``extra_info``."""
-    # A parquet column that a row leaves out reads as None.
-    row = {name: value for name, value in columns.items() if value is not None}
-
-    def missing(name: str) -> BatchError:
-        return BatchError(f"{where}, field {name}: missing or null; the row has {sorted(columns)}", name=name)
-
-    def require(name: str, value: Any, fits: bool, expected: str) -> None:
-        if not fits:
-            text = repr(value)
-            shown = text if len(text) <= 80 else text[:77] + "..."
-            raise BatchError(f"{where}, field {name}: is {shown}; expected {expected}", name=name)
-
-    for name in _MEDIA_COLUMNS:
-        if row.pop(name, None):
-            raise UnsupportedError(f"{where}, field {name!r}: only text prompts are read; remove the column")
-
-    prompt = row.pop("prompt", None)
-    if prompt is None:
-        raise missing("prompt")
-    is_prompt = isinstance(prompt, str | list) and bool(prompt)
-    require("prompt", prompt, is_prompt, "text or a list of chat messages, not empty")
-    if isinstance(prompt, list):
-        for index, message in enumerate(prompt):
-            require(f"prompt[{index}]", message, isinstance(message, dict), "a message with role and content")
-            for key in ("role", "content"):
-                require(f"prompt[{index}].{key}", message.get(key), isinstance(message.get(key), str), "text")
-        prompt = [{key: value for key, value in message.items() if value is not None} for message in prompt]
-
-    reward_model = row.pop("reward_model", None)
-    if reward_model is not None:
-        require("reward_model", reward_model, isinstance(reward_model, dict), "an object with ground_truth")
-        ground_truth = reward_model.get("ground_truth")
-        if ground_truth is None:
-            raise missing("reward_model.ground_truth")
-    else:
-        column = next((name for name in ("ground_truth", "answer") if name in row), None)
-        if column is None:
-            raise missing("reward_model.ground_truth, ground_truth or answer")
-        ground_truth = row.pop(column)
-
-    source = row.pop("data_source", default_source)
-    require("data_source", source, isinstance(source, str), "text")
-    extra_info = row.pop("extra_info", {})
-    require("extra_info", extra_info, isinstance(extra_info, dict), "an object")
-    for name, value in row.items():
-        fits = extra_info.get(name) in (None, value)
-        require(name, value, fits, f"the same as extra_info.{name}={extra_info.get(name)!r}, or another name")
-    return PromptExample(prompt, ground_truth, source, {**extra_info, **row})
+        start = 0
+        for size in sizes:
+            yield [items[index] for index in order[start : start + size]]
+            start += size

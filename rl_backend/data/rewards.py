@@ -52,6 +52,12 @@ def load_reward_function(spec: str) -> RewardFunction:
     return cast(RewardFunction, function)
 
 
+def needs_ground_truth(function: RewardFunction) -> bool:
+    """Whether rows need an answer: the function's ``ground_truth`` has no default. Else it gets None of rows without."""
+    parameter = inspect.signature(function).parameters.get("ground_truth")
+    return parameter is not None and parameter.default is parameter.empty
+
+
 def score_value(result: float | Mapping[str, Any]) -> float:
     """The number in what a reward function returned; raises :class:`BatchError` for none, or one not real and finite."""
     score = result.get("score") if isinstance(result, Mapping) else result

@@ -22,6 +22,7 @@ from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
 from rl_backend.contracts import BaseConfig, BatchError, ConfigError, OptimizerConfig, ParallelConfig, RuntimeConfig
+from rl_backend.data.config import DataConfig
 from rl_backend.data.prompts import Prompt, PromptExample, encode_text, endless_batches, load_prompts, load_tokenizer
 from rl_backend.model import find_model
 from rl_backend.runtime.bridge_config import BridgeConfig
@@ -174,8 +175,41 @@ def test_router_replay_is_for_mixtures_of_experts_alone(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=rf"GRPOConfig\.router_replay='{mode}': .*model is a dense model"):
             load_inputs(dense)
         mixture = PPOConfig(model=str(tmp_path / "qwen3_moe" / "model"), router_replay=mode, **options)
-        with pytest.raises(ConfigError, match="no such file"):
+        with pytest.raises(ConfigError, match="reward function='r'"):
             load_inputs(mixture)
+
+
+def test_an_answer_is_required_only_where_the_reward_needs_one(tmp_path: Path) -> None:
+    write_task(tmp_path, seed=0)
+    (tmp_path / "some.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "10+10="}\n')
+    (tmp_path / "rewards.py").write_text(
+        "def compares(data_source, solution_str, ground_truth, extra_info=None): return 1.0\n"
+        "def counts(data_source, solution_str, ground_truth=None, extra_info=None): return len(solution_str)\n"
+        "def any_of(**facts): return 1.0\n"
+    )
+    options: dict[str, Any] = {
+        "model": str(tmp_path / "model"),
+        "dataset": str(tmp_path / "some.jsonl"),
+        "prompts_per_step": 1,
+        "max_prompt_tokens": 4,
+        "too_long": "filter",
+    }
+    for name in ("counts", "any_of"):
+        inputs = load_inputs(GRPOConfig(**options, reward=f"{tmp_path}/rewards.py:{name}"))
+        assert [prompt.example.ground_truth for prompt in inputs.prompts] == [None]
+        assert inputs.notes == ("1 of 2 prompts has more tokens than max_prompt_tokens=4: filtered",)
+    with pytest.raises(BatchError, match=r"some\.jsonl, line 1, field .*answer: missing"):
+        load_inputs(GRPOConfig(**options, reward=f"{tmp_path}/rewards.py:compares"))
+
+
+def test_options_of_data_have_short_names_and_are_read_from_the_command_line() -> None:
+    required = ["--model", "m", "--dataset", "d", "--reward", "r"]
+    given = ["--chat-template-kwargs", '{"enable_thinking": false}', "--too-long", "cut", "--data.prompt_column", "question"]
+    config = parse_config(GRPOConfig, "", [*required, *given])
+    assert config.data == DataConfig(
+        chat_template_kwargs={"enable_thinking": False}, too_long="cut", prompt_column="question"
+    )
+    assert GRPOConfig.model_validate_json(config.model_dump_json()) == config
 
 
 def test_ppo_needs_steps_in_which_the_actor_is_trained() -> None:

@@ -223,6 +223,23 @@ def test_other_contents_of_the_files_of_a_run_are_refused(tmp_path: Path, name: 
         find_start(config)
 
 
+def test_other_contents_of_a_folder_of_data_and_of_a_model_of_the_hub_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    datasets.Dataset.from_list([{"prompt": "1+1=", "answer": "2"}]).save_to_disk(tmp_path / "folder")
+    config = config_of(tmp_path, resume="auto", dataset=str(tmp_path / "folder"), eval_dataset=f"{tmp_path}/folder")
+    run(config, last=2)
+    assert find_start(config).step == 2
+    datasets.Dataset.from_list([{"prompt": "1+1=", "answer": "3"}]).save_to_disk(tmp_path / "folder")
+    with pytest.raises(ConfigError, match=r"GRPOConfig\.dataset=.*folder': is not, byte for byte, what the run of .* has"):
+        find_start(config)
+    monkeypatch.setattr("actors.run.resume.local_model", lambda name: str(tmp_path / name.partition("/")[2]))
+    ppo = PPOConfig(**{name: getattr(config, name) for name in ("model", "dataset", "reward")})
+    facts = [saved_facts(ppo.replace(critic_model=name))["contents"] for name in ("org/m", "org/other")]
+    assert facts[0] != facts[1] and saved_facts(ppo.replace(critic_model=str(tmp_path / "m")))["contents"] == facts[0]
+
+
 def test_another_model_another_function_and_another_critic_are_refused(tmp_path: Path) -> None:
     config = config_of(tmp_path, resume="auto")
     run(config, last=2)

@@ -102,9 +102,9 @@ def test_a_bad_row_is_refused_by_file_row_and_field(tmp_path: Path, row: Any, fi
     assert str(caught.value).startswith(f"{path}, line 2")
 
 
-def test_a_bad_parquet_row_is_counted_from_zero(tmp_path: Path) -> None:
+def test_rows_of_parquet_are_counted_from_one_as_lines_are(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "bad.parquet", [GSM8K_ROW, {**GSM8K_ROW, "reward_model": {"style": "rule"}}])
-    with pytest.raises(BatchError, match=r"bad.parquet, row 1, field reward_model.ground_truth"):
+    with pytest.raises(BatchError, match=r"bad.parquet, row 2, field reward_model.ground_truth"):
         read_examples(path)
 
 

@@ -1,0 +1,119 @@
+"""The renderer: texts and chat messages become the token ids that a model sees, the same in rollouts, SFT and evaluation."""
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+import jinja2.meta
+
+from rl_backend.contracts import BatchError, ConfigError
+
+type ChatMessage = dict[str, Any]
+
+_SET_BY_US = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_MARKER = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
+
+
+def encode_text(text: str, tokenizer: Any) -> list[int]:
+    """The tokens of a text that continues: with the tokenizer's begin-of-text token if it has one, without an end."""
+    token_ids: list[int] = tokenizer.encode(text)
+    return token_ids[:-1] if token_ids and token_ids[-1] == tokenizer.eos_token_id else token_ids
+
+
+def encode_messages(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    *,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    generation_prompt: bool = True,
+) -> list[int]:
+    """The tokens of a conversation by the tokenizer's chat template::
+
+        encode_messages([{"role": "user", "content": "2+2?"}], tokenizer)
+
+    Args:
+        messages: at least one, each with ``role`` and ``content``, and what else the template reads.
+        tokenizer: of Hugging Face, with a chat template; see :func:`~rl_backend.data.prompts.load_tokenizer`.
+        chat_template_kwargs: variables of the template, such as ``{"enable_thinking": False}``.
+        generation_prompt: ends with what begins the assistant's next turn.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template, or the template does not read one of the variables.
+        BatchError: the template refuses the messages.
+    """
+    text = render_messages(
+        messages, tokenizer, chat_template_kwargs=chat_template_kwargs, generation_prompt=generation_prompt
+    )
+    token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return token_ids
+
+
+def render_messages(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    *,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    generation_prompt: bool = True,
+) -> str:
+    """The text whose tokens :func:`encode_messages` returns; arguments and errors as there."""
+    template, variables = chat_template(tokenizer), dict(chat_template_kwargs or {})
+    unread = sorted(set(variables) - template_variables(template))
+    if unread:
+        known = (
+            ", ".join(sorted(template_variables(template) - _SET_BY_US - set(tokenizer.special_tokens_map))) or "no others"
+        )
+        raise ConfigError.of(
+            f"chat_template_kwargs.{unread[0]}",
+            variables[unread[0]],
+            f"the chat template of {tokenizer.name_or_path} does not read it; it reads {known}",
+        )
+    try:
+        text: str = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=generation_prompt,
+            **variables,
+        )
+    except Exception as error:  # a template is a program, which may raise anything on messages that it does not expect
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise BatchError(
+            f"the chat template of {tokenizer.name_or_path} refuses messages of the roles {roles}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return text
+
+
+def chat_template(tokenizer: Any) -> str:
+    """The Jinja text of a tokenizer's default chat template.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    named = tokenizer.chat_template
+    found = named.get("default") if isinstance(named, Mapping) else named
+    if found is None:
+        raise ConfigError.of(
+            "model",
+            str(tokenizer.name_or_path),
+            "its tokenizer has no chat template, which messages need: tokenizer_config.json has no chat_template, and there "
+            "is no chat_template.jinja; add that file, from a model whose chats look the same, or give prompts as text",
+        )
+    return str(found)
+
+
+@lru_cache(maxsize=16)
+def template_variables(template: str) -> frozenset[str]:
+    """The variables that a chat template reads and does not set itself."""
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        tree = environment.parse(_MARKER.sub("", template))
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(f"the chat template is not Jinja, line {error.lineno}: {error.message}; repair it") from None
+    return frozenset(jinja2.meta.find_undeclared_variables(tree))
+
+
+def marks_answers(template: str) -> bool:
+    """Whether a chat template says with ``{% generation %}`` which of its text the model writes."""
+    return _MARKER.search(template) is not None

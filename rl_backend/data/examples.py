@@ -1,0 +1,226 @@
+"""Examples: what is taken out of the rows of a data set, and which of them are kept."""
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+
+from rl_backend.contracts import BatchError, UnsupportedError
+from rl_backend.data.chat import ChatMessage
+from rl_backend.data.config import DataConfig, TooLong
+from rl_backend.data.rows import Row, Rows, open_rows
+
+_MEDIA_COLUMNS = ("images", "videos", "audios")
+
+
+@dataclass(frozen=True)
+class PromptExample:
+    """One task.
+
+    Attributes:
+        prompt: plain text, or chat messages (``role``, ``content`` and the row's other keys) for a chat template.
+        ground_truth: what the reward function compares with; any JSON value; None where the row has none.
+        data_source: name of the data set, for the reward function.
+        extra_info: further facts for the reward function.
+        answer: the assistant's message that followed the prompt, of a row of ``messages`` that ends with one.
+    """
+
+    prompt: str | list[ChatMessage]
+    ground_truth: Any
+    data_source: str
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    answer: ChatMessage | None = None
+
+
+def read_examples(path: Path | str, data: DataConfig | None = None, *, require_answer: bool = True) -> list[PromptExample]:
+    """Reads all rows.
+
+    A row has:
+        ``prompt``: text, or a list of chat messages with text content; or ``messages``, a list of them. An assistant's
+            message at the end of ``messages`` is the answer.
+        the ground truth: ``reward_model.ground_truth`` (verl), else ``ground_truth``, else ``answer``, else the content of
+            the answer in ``messages``.
+        ``data_source``: text; without it, the file's name without suffix.
+        ``extra_info``: an object, optional. Every other column (verl's ``ability`` too) is added to it
+            for the reward function.
+
+    Args:
+        path: as of :func:`~rl_backend.data.rows.open_rows`.
+        data: other columns.
+        require_answer: whether rows need a ground truth.
+
+    Raises:
+        ConfigError: there is no such data set.
+        BatchError: the file cannot be read or has no rows, or a row has a missing or wrong field; names file, line or row,
+            counted from 1, and field.
+        UnsupportedError: images, videos or audio; or a library that reading needs is missing.
+    """
+    rows, data = open_rows(path), data or DataConfig()
+    return [read_example(rows, index, data, require_answer=require_answer) for index in range(len(rows))]
+
+
+def read_example(rows: Rows, index: int, data: DataConfig, *, require_answer: bool = True) -> PromptExample:
+    """Takes the known columns out of one row; the rest is ``extra_info``. Errors as of :func:`read_examples`."""
+    return _Reader(rows.where(index), rows[index], data).example(rows.name, require_answer)
+
+
+class _Reader:
+    """One row, from which columns are taken."""
+
+    def __init__(self, where: str, columns: Row, data: DataConfig) -> None:
+        self.where, self.columns, self.data = where, sorted(columns), data
+        # A parquet column that a row leaves out reads as None.
+        self.row: dict[str, Any] = {name: value for name, value in columns.items() if value is not None}
+
+    def example(self, default_source: str, require_answer: bool) -> PromptExample:
+        row = self.row
+        for name in _MEDIA_COLUMNS:
+            if row.pop(name, None):
+                raise UnsupportedError(f"{self.where}, field {name!r}: only text prompts are read; remove the column")
+        prompt, answer = self.prompt()
+        ground_truth = self.ground_truth(answer, require_answer)
+        source = row.pop("data_source", default_source)
+        self.require("data_source", source, isinstance(source, str), "text")
+        extra_info = row.pop("extra_info", {})
+        self.require("extra_info", extra_info, isinstance(extra_info, dict), "an object")
+        for name, value in row.items():
+            fits = extra_info.get(name) in (None, value)
+            self.require(name, value, fits, f"the same as extra_info.{name}={extra_info.get(name)!r}, or another name")
+        return PromptExample(prompt, ground_truth, source, {**extra_info, **row}, answer)
+
+    def prompt(self) -> tuple[str | list[ChatMessage], ChatMessage | None]:
+        """Prompt, and the answer that follows it where they are in one column."""
+        name = self.data.prompt_column or ("prompt" if "prompt" in self.row or "messages" not in self.row else "messages")
+        value = self.take(name)
+        if value is None:
+            raise self.missing(name, "prompt_column")
+        is_prompt = isinstance(value, str | list) and bool(value)
+        self.require(name, value, is_prompt, "text or a list of chat messages, not empty")
+        if isinstance(value, str):
+            return value, None
+        messages = [self.message(f"{name}[{index}]", message) for index, message in enumerate(value)]
+        if messages[-1]["role"] != "assistant":
+            return messages, None
+        if len(messages) == 1:
+            raise BatchError(f"{self.where}, field {name}: has nothing before the assistant's message", name=name)
+        return messages[:-1], messages[-1]
+
+    def message(self, place: str, message: Any) -> ChatMessage:
+        self.require(place, message, isinstance(message, dict), "a message with role and content")
+        self.require(f"{place}.role", message.get("role"), isinstance(message.get("role"), str), "text")
+        content = message.get("content")
+        if isinstance(content, list) and content and all(_is_text(part) for part in content):
+            content = "".join(part["text"] for part in content)
+        elif content is None and message.get("tool_calls"):
+            content = ""
+        self.require(f"{place}.content", content, isinstance(content, str), "text")
+        return {key: value for key, value in message.items() if value is not None} | {"content": content}
+
+    def ground_truth(self, answer: ChatMessage | None, required: bool) -> Any:
+        if self.data.answer_column is not None:
+            value = self.take(self.data.answer_column)
+            if value is None and required:
+                raise self.missing(self.data.answer_column, "answer_column")
+            return value
+        reward_model = self.row.pop("reward_model", None)
+        if reward_model is not None:
+            expected = "an object with ground_truth"
+            self.require("reward_model", reward_model, isinstance(reward_model, dict), expected)
+            if reward_model.get("ground_truth") is None and required:
+                raise self.missing("reward_model.ground_truth", "answer_column")
+            return reward_model.get("ground_truth")
+        column = next((name for name in ("ground_truth", "answer") if name in self.row), None)
+        if column is not None:
+            return self.row.pop(column)
+        if answer is None and required:
+            raise self.missing("reward_model.ground_truth, ground_truth or answer", "answer_column")
+        return None if answer is None else answer["content"]
+
+    def take(self, path: str) -> Any:
+        """The value of a column, which is then no longer in the row, or of a field in one."""
+        if path in self.row:
+            return self.row.pop(path)
+        name, *fields = path.split(".")
+        value = self.row.get(name)
+        for each in fields:
+            value = value.get(each) if isinstance(value, dict) else None
+        return value
+
+    def missing(self, name: str, option: str) -> BatchError:
+        return BatchError(
+            f"{self.where}, field {name}: missing or null; the row has {self.columns}; name its column with {option}",
+            name=name,
+        )
+
+    def require(self, name: str, value: Any, fits: bool, expected: str) -> None:
+        if not fits:
+            text = repr(value)
+            shown = text if len(text) <= 80 else text[:77] + "..."
+            raise BatchError(f"{self.where}, field {name}: is {shown}; expected {expected}", name=name)
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
+
+
+class Length(NamedTuple):
+    """Tokens of a part of an example, and the option that limits them."""
+
+    tokens: int
+    option: str
+    most: int
+
+
+class Examples[T](Sequence[T]):
+    """The examples of a data set, each made of its row when it is asked for: texts and tokens are not kept in memory.
+
+    Args:
+        rows: the data set.
+        make: the example of a row, and its lengths before any cut.
+        too_long: what is done with examples that exceed a limit. ``make`` cuts where that is asked for.
+        kind: what an example is, for messages.
+
+    Attributes:
+        note: how many were filtered or cut, and by which limit; empty where none was.
+
+    Raises:
+        BatchError: a row that ``make`` refuses, examples that are too long and not to be filtered or cut, or none that is
+            left.
+    """
+
+    def __init__(
+        self, rows: Rows, make: Callable[[int], tuple[T, Sequence[Length]]], too_long: TooLong, kind: str = "prompt"
+    ) -> None:
+        self._make, self._kept, self.note = make, array("Q"), ""
+        first, found, longest = "", 0, 0
+        for index in range(len(rows)):
+            _, lengths = make(index)
+            over = next((length for length in lengths if length.tokens > length.most), None)
+            if over is not None:
+                found, longest = found + 1, max(longest, over.tokens)
+                limit = f"{over.option}={over.most}"
+                first = first or f"{rows.where(index)} with {over.tokens}"
+            if over is None or too_long == "cut":
+                self._kept.append(index)
+        if not found:
+            return
+        some = f"{found} of {len(rows)} {kind}s {'has' if found == 1 else 'have'} more tokens than {limit}"
+        if too_long == "refuse" or not self._kept:
+            raise BatchError(
+                f"{rows.source}: {some} (the first is {first}, the longest has {longest}); raise it"
+                + (", or set too_long to filter or cut" if too_long == "refuse" else "")
+            )
+        self.note = f"{some}: {'cut' if too_long == 'cut' else 'filtered'}"
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        if isinstance(index, slice):
+            return [self._make(row)[0] for row in self._kept[index]]
+        return self._make(self._kept[index])[0]

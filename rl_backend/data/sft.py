@@ -1,0 +1,215 @@
+"""Examples to imitate: the token ids that the model sees before each of its turns, and those of the turn, which are trained.
+
+A turn is rendered as the model meets it: the messages before it with the template's generation prompt, then the turn. A
+template that rewrites earlier turns, as Qwen3's drops their thinking, gives a sequence for each turn; with others they share
+one.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+
+from rl_backend.contracts import BatchError, ConfigError, TokenSequence
+from rl_backend.data.chat import ChatMessage, chat_template, encode_text, marks_answers, render_messages
+from rl_backend.data.config import DataConfig
+from rl_backend.data.examples import Examples, Length, PromptExample, read_example
+from rl_backend.data.prompts import as_messages, cut_prompt, open_dataset
+
+type TrainOn = Literal["all", "last"]
+
+
+@dataclass(frozen=True)
+class TrainedTokens:
+    """A sequence, and which of its tokens are imitated.
+
+    Attributes:
+        token_ids: L tokens.
+        trained: of each token, whether it is imitated; never of the first.
+    """
+
+    token_ids: list[int]
+    trained: list[bool]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens before the first that is trained."""
+        return self.trained.index(True)
+
+    def cut(self, max_prompt_tokens: int, max_tokens: int, tokenizer: Any) -> Self:
+        """Without the beginning of a prompt and the end of an answer that do not fit."""
+        first = self.prompt_tokens
+        prompt = cut_prompt(self.token_ids[:first], min(max_prompt_tokens, max_tokens - 1), tokenizer)
+        token_ids = [*prompt, *self.token_ids[first:]][:max_tokens]
+        return type(self)(token_ids, [*[False] * len(prompt), *self.trained[first:]][:max_tokens])
+
+    def sequence(self) -> TokenSequence:
+        """With ``loss_mask`` on the predictions of the trained tokens."""
+        mask = torch.tensor([*self.trained[1:], False], dtype=torch.float32)
+        return TokenSequence(torch.tensor(self.token_ids, dtype=torch.int64), {"loss_mask": mask})
+
+
+def load_sft_examples(
+    path: Path | str,
+    tokenizer: Any,
+    max_prompt_tokens: int,
+    max_tokens: int,
+    data: DataConfig | None = None,
+    *,
+    train_on: TrainOn = "all",
+    held_out: bool = False,
+) -> Examples[list[TokenSequence]]:
+    """The examples of a data set, each with the sequences that it makes.
+
+    Args:
+        path: as of :func:`~rl_backend.data.rows.open_rows`.
+        max_prompt_tokens: most tokens before the first that is trained.
+        max_tokens: most tokens of a sequence; ``data.too_long`` says what is done with longer ones.
+        data: columns, texts and templates.
+        train_on: of rows of ``messages``, all turns of the assistant or the last. Of other rows it is the answer.
+        held_out: it is named by ``eval_dataset``, and of several splits one must be chosen.
+
+    Raises:
+        ConfigError, UnsupportedError: the data set or the chat template is missing, does not fit ``data``, or ends no turn.
+        BatchError: a row that cannot be used, or examples that are too long.
+    """
+    rows = open_dataset(path, held_out=held_out)
+    data = data or DataConfig()
+
+    def make(index: int) -> tuple[list[TokenSequence], Sequence[Length]]:
+        example, where = read_example(rows, index, data, require_answer=False), rows.where(index)
+        try:
+            found = example_tokens(example, tokenizer, data, train_on, where)
+        except BatchError as error:
+            raise BatchError(f"{where}: {error.message}") from error
+        lengths = [Length(each.prompt_tokens, "max_prompt_tokens", max_prompt_tokens) for each in found]
+        lengths += [Length(len(each.token_ids), "max_tokens_per_micro_batch", max_tokens) for each in found]
+        return [each.cut(max_prompt_tokens, max_tokens, tokenizer).sequence() for each in found], lengths
+
+    return Examples(rows, make, data.too_long, "example")
+
+
+def example_tokens(
+    example: PromptExample, tokenizer: Any, data: DataConfig, train_on: TrainOn = "all", where: str = "example"
+) -> list[TrainedTokens]:
+    """What an example trains: the turns of the assistant in its messages, or the answer in a column of its own.
+
+    Raises:
+        BatchError: it has no answer, or one that is not text; or as :func:`conversation_tokens`.
+    """
+    messages = as_messages(example.prompt, data, where)
+    answer = example.answer if data.answer_column is None else None
+    if answer is None and example.ground_truth is not None:
+        train_on = "last"
+        if not isinstance(example.ground_truth, str):
+            raise BatchError(f"the answer is {example.ground_truth!r}; SFT needs text")
+        answer = {"role": "assistant", "content": example.ground_truth}
+    if messages is not None:
+        turns = [*messages, answer] if answer else messages
+        return conversation_tokens(turns, tokenizer, train_on, chat_template_kwargs=data.chat_template_kwargs)
+    if answer is None:
+        raise BatchError("there is no answer to imitate; name its column with answer_column")
+    prompt_ids = encode_text(str(example.prompt), tokenizer)
+    answer_ids = [*tokenizer.encode(answer["content"], add_special_tokens=False), tokenizer.eos_token_id]
+    return [TrainedTokens([*prompt_ids, *answer_ids], [*[False] * len(prompt_ids), *[True] * len(answer_ids)])]
+
+
+def conversation_tokens(
+    messages: Sequence[ChatMessage],
+    tokenizer: Any,
+    train_on: TrainOn = "all",
+    *,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[TrainedTokens]:
+    """The turns of the assistant in a conversation, each after what the model sees before it.
+
+    A turn is trained up to the token that ends it, and not on white space that the template adds behind. Where the template
+    marks with ``{% generation %}`` what the model writes, only that and the end token is trained.
+
+    Args:
+        messages: what follows the last turn of the assistant is left out.
+        train_on: all turns or the last.
+
+    Returns:
+        One sequence for as many turns as the template leaves as they were when the next is made.
+
+    Raises:
+        ConfigError: the template ends no turn with a special token.
+        BatchError: no turn, or the template refuses the messages or does not render a turn as an answer to its own prompt.
+    """
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns or not turns[0]:
+        raise BatchError("messages need a turn of the assistant, and one before it; there is nothing to imitate")
+    found: list[TrainedTokens] = []
+    for turn in turns if train_on == "all" else turns[-1:]:
+        prompt, response, trained = _turn(messages[: turn + 1], tokenizer, chat_template_kwargs or {})
+        begun = found.pop() if found and prompt[: len(found[-1].token_ids)] == found[-1].token_ids else TrainedTokens([], [])
+        between = len(prompt) - len(begun.token_ids)
+        found.append(TrainedTokens([*prompt, *response], [*begun.trained, *[False] * between, *trained]))
+    return found
+
+
+def _turn(
+    messages: Sequence[ChatMessage], tokenizer: Any, variables: Mapping[str, Any]
+) -> tuple[list[int], list[int], list[bool]]:
+    """Tokens before the last message and of it, and which of these are trained."""
+    before = render_messages(messages[:-1], tokenizer, chat_template_kwargs=variables)
+    whole = render_messages(messages, tokenizer, chat_template_kwargs=variables, generation_prompt=False)
+    if not whole.startswith(before):
+        raise BatchError(
+            f"the chat template of {tokenizer.name_or_path} does not render message {len(messages)} as an answer to its own "
+            f"generation prompt, which ends with {before[-40:]!r}; change chat_template_kwargs, the message or the template"
+        )
+    prompt: list[int] = tokenizer.encode(before, add_special_tokens=False)
+    response: list[int] = tokenizer.encode(whole, add_special_tokens=False)
+    shared = response[: len(prompt)] == prompt
+    # A token over the border of prompt and answer is none that the model could have written.
+    response = response[len(prompt) :] if shared else tokenizer.encode(whole[len(before) :], add_special_tokens=False)
+    special = special_token_ids(tokenizer)
+    end = max((index for index, token in enumerate(response) if token in special), default=-1)
+    if end < 0 or tokenizer.decode(response[end + 1 :]).strip():
+        raise ConfigError.of(
+            "model",
+            str(tokenizer.name_or_path),
+            f"its chat template ends a turn of the assistant with {whole[-20:]!r}, without a special token: a model trained "
+            "on it would never end a turn; end turns with the tokenizer's eos_token, or with another special token",
+        )
+    trained = [index <= end for index in range(len(response))]
+    template = chat_template(tokenizer)
+    if marks_answers(template):
+        marked = _marked(messages, tokenizer, template, variables, whole if shared else whole[len(before) :], len(whole))
+        trained = [index == end or (each and index <= end) for index, each in enumerate(marked[-len(response) :])]
+        if not any(trained[:end]):
+            raise BatchError(
+                f"the chat template of {tokenizer.name_or_path} marks nothing of message {len(messages)} as generated; put "
+                "{% generation %} around all that the model writes"
+            )
+    return prompt, response, trained
+
+
+def _marked(
+    messages: Sequence[ChatMessage], tokenizer: Any, template: str, variables: Mapping[str, Any], text: str, length: int
+) -> list[bool]:
+    """Of each token of ``text``, with which the rendered messages of ``length`` characters end: whether it is marked."""
+    # Imported here: it takes seconds, and few templates have marks.
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    _, spans = render_jinja_template(
+        conversations=[[dict(message) for message in messages]],
+        chat_template=template,
+        return_assistant_tokens_mask=True,
+        **{**tokenizer.special_tokens_map, **variables},
+    )
+    skipped = length - len(text)
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    return [any(start + skipped < stop and first < end + skipped for first, stop in spans[0]) for start, end in offsets]
+
+
+@lru_cache(maxsize=4)
+def special_token_ids(tokenizer: Any) -> frozenset[int]:
+    """Ids of a tokenizer's special tokens, with those that have no role of their own."""
+    added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset({*tokenizer.all_special_ids, *added})

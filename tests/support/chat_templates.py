@@ -1,0 +1,93 @@
+"""Chat templates of the usual kinds, and a tokenizer with their special tokens that merges white space as real ones do."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+MARKED = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ message.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""CHATML, with marks around what the model writes."""
+
+LLAMA = (
+    "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n"
+    "{{ message.content | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+
+MISTRAL = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message.role == 'user' %}[INST] {{ message.content }} [/INST]"
+    "{% elif message.role == 'assistant' %} {{ message.content }}{{ eos_token }}"
+    "{% else %}{{ raise_exception('only user and assistant are known') }}{% endif %}{% endfor %}"
+)
+
+THINKING = (
+    "{% set last = namespace(user=-1) %}"
+    "{% for message in messages %}{% if message.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for message in messages %}{% set content = message.content %}"
+    "{% if message.role == 'assistant' %}"
+    "{% set thought = '' %}{% if '</think>' in content %}"
+    "{% set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "<|im_start|>assistant\n"
+    "{% if loop.index0 > last.user %}<think>\n{{ thought }}\n</think>\n\n{% endif %}{{ content }}<|im_end|>\n"
+    "{% else %}<|im_start|>{{ message.role }}\n{{ content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+"""As Qwen3's: thinking of turns before the last question is left out; the last turn always has some, if only empty."""
+
+TEMPLATES = {"chatml": CHATML, "marked": MARKED, "llama": LLAMA, "mistral": MISTRAL, "thinking": THINKING}
+
+_SPECIAL = ["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<s>", "</s>", "<|end|>"]
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""Where Qwen's tokenizer splits texts."""
+_TEXTS = [
+    "user\n\nassistant\n\nsystem\n\n\nWhat is 2+2? It is 4.\n\n\n",
+    "<think>\nthink\n</think>\n\n",
+    "[INST] a [/INST] b",
+]
+
+
+def chat_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer, of which runs of line ends are single tokens."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_trained()),
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=_SPECIAL,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = template
+    tokenizer.name_or_path = "models/mine"
+    return tokenizer
+
+
+@cache
+def _trained() -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=_SPECIAL, initial_alphabet=alphabet, min_frequency=1, show_progress=False
+    )
+    tokenizer.train_from_iterator(_TEXTS * 4, trainer)
+    return str(tokenizer.to_str())

@@ -1,0 +1,286 @@
+"""Prompts of all kinds of data: columns, messages, templates, lengths, folders and names on the Hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_backend.contracts import BatchError, ConfigError, UnsupportedError
+from rl_backend.data.chat import encode_messages
+from rl_backend.data.config import DataConfig
+from rl_backend.data.hub import HubName, hub_name, local_model
+from rl_backend.data.prompts import PromptExample, endless_batches, load_prompts, load_tokenizer, read_examples
+from rl_backend.data.rows import data_files, open_rows
+from tests.support.chat_templates import CHATML, MISTRAL, THINKING, chat_tokenizer
+from tests.support.claims import ROOT
+
+ASKED = [{"role": "user", "content": "2+2?"}]
+ANSWERED = [*ASKED, {"role": "assistant", "content": "4"}]
+
+
+def write_rows(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.shows("data: messages, prompt and answer columns of any name are read; a last assistant message is the answer")
+@pytest.mark.parametrize(
+    ("row", "data", "expected"),
+    [
+        ({"messages": ANSWERED}, {}, PromptExample(ASKED, "4", "a", {}, ANSWERED[1])),
+        ({"messages": ANSWERED, "answer": "four"}, {}, PromptExample(ASKED, "four", "a", {}, ANSWERED[1])),
+        ({"messages": ASKED, "answer": "four"}, {}, PromptExample(ASKED, "four", "a")),
+        ({"q": "2+2?", "a": {"final": 4}}, {"prompt_column": "q", "answer_column": "a.final"}, None),
+        (
+            {"prompt": "p", "answer": "no", "chat": ASKED, "gold": "4"},
+            {"prompt_column": "chat", "answer_column": "gold"},
+            PromptExample(ASKED, "4", "a", {"prompt": "p", "answer": "no"}),
+        ),
+        (
+            {
+                "messages": [{"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]}],
+                "answer": "4",
+            },
+            {},
+            PromptExample(ASKED, "4", "a"),
+        ),
+    ],
+)
+def test_columns_are_found_or_named(tmp_path: Path, row: Any, data: dict[str, Any], expected: PromptExample | None) -> None:
+    (example,) = read_examples(write_rows(tmp_path / "a.jsonl", row), DataConfig(**data))
+    assert example == (expected or PromptExample("2+2?", 4, "a", {"a": {"final": 4}}))
+
+
+def test_a_column_that_is_missing_says_which_option_names_it(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", {"prompt": "x", "answer": "1"}, {"question": "x", "answer": "1"})
+    with pytest.raises(BatchError, match=r"line 2, field prompt: missing .* has \['answer', 'question'\]; .* prompt_column"):
+        read_examples(path)
+    with pytest.raises(BatchError, match=r"line 1, field gold: missing .*; name its column with answer_column"):
+        read_examples(path, DataConfig(answer_column="gold"))
+    with pytest.raises(BatchError, match=r"field messages: has nothing before the assistant's message"):
+        read_examples(write_rows(tmp_path / "b.jsonl", {"messages": ANSWERED[1:]}))
+
+
+def test_an_answer_is_needed_only_where_that_is_asked_for(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", {"prompt": "x"}, {"prompt": "y", "reward_model": {"style": "rule"}})
+    assert [example.ground_truth for example in read_examples(path, require_answer=False)] == [None, None]
+    assert len(load_prompts(path, chat_tokenizer(None), 8, require_answer=False)) == 2
+    with pytest.raises(BatchError, match="ground_truth or answer: missing"):
+        load_prompts(path, chat_tokenizer(None), 8)
+
+
+def test_a_system_prompt_and_template_variables_reach_the_model(tmp_path: Path) -> None:
+    path = write_rows(
+        tmp_path / "a.jsonl",
+        {"prompt": "2+2?", "answer": "4"},
+        {"prompt": [{"role": "system", "content": "Mine."}, *ASKED], "answer": "4"},
+    )
+    data = DataConfig(system_prompt="Be brief.", text_prompts="message", chat_template_kwargs={"enable_thinking": False})
+    tokenizer = chat_tokenizer(THINKING)
+    first, second = (tokenizer.decode(prompt.token_ids) for prompt in load_prompts(path, tokenizer, 64, data))
+    end = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert first == f"<|im_start|>system\nBe brief.<|im_end|>\n{end}"
+    assert second == f"<|im_start|>system\nMine.<|im_end|>\n{end}"
+
+
+def test_options_of_templates_are_refused_where_they_would_be_ignored(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", {"prompt": ASKED, "answer": "4"}, {"prompt": "2+2?", "answer": "4"})
+    for option in ({"system_prompt": "Be brief."}, {"chat_template_kwargs": {"enable_thinking": False}}):
+        with pytest.raises(
+            ConfigError, match=r"line 2 is text, which is continued as it stands; set text_prompts to message"
+        ):
+            load_prompts(path, chat_tokenizer(THINKING), 64, DataConfig(**option))
+    with pytest.raises(
+        ConfigError,
+        match=r"chat_template_kwargs\.thinking=False: the chat template of models/mine does not read it; it reads enable_",
+    ):
+        encode_messages(ASKED, chat_tokenizer(THINKING), chat_template_kwargs={"thinking": False})
+    with pytest.raises(ConfigError, match="it reads no others"):
+        encode_messages(ASKED, chat_tokenizer(CHATML), chat_template_kwargs={"enable_thinking": False})
+
+
+def test_messages_without_a_chat_template_name_folder_file_and_remedy() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^model='models/mine': its tokenizer has no chat template.*; add that file"
+    ) as caught:
+        encode_messages(ASKED, chat_tokenizer(None))
+    assert "chat_template.jinja" in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"not Jinja, line 1"):
+        encode_messages(ASKED, chat_tokenizer("{% if %}"))
+
+
+def test_the_page_of_data_turns_messages_into_tokens_as_it_stands(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(CHATML)
+    tokenizer.save_pretrained(tmp_path)
+    code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL))
+    names: dict[str, Any] = {"model_dir": str(tmp_path)}
+    exec(compile(code, "data.md", "exec"), names)
+    assert tokenizer.decode(names["prompt_ids"]) == "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n"
+    assert names["eos"] == tokenizer.eos_token_id
+
+
+def test_messages_that_the_template_refuses_name_the_row(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", {"prompt": [{"role": "tool", "content": "x"}], "answer": "4"})
+    with pytest.raises(
+        BatchError, match=r"a\.jsonl, line 1: .* refuses messages of the roles tool: .*only user and assistant"
+    ):
+        load_prompts(path, chat_tokenizer(MISTRAL), 64)
+
+
+@pytest.mark.shows("data: prompts that are too long are refused, filtered out or cut, with their number")
+def test_prompts_that_are_too_long_are_refused_filtered_or_cut_with_their_count(tmp_path: Path) -> None:
+    rows = [{"prompt": "z" * length, "answer": "4"} for length in (3, 9, 5, 12)]
+    path = write_rows(tmp_path / "a.jsonl", *rows)
+    tokenizer = chat_tokenizer(None)
+    with pytest.raises(
+        BatchError,
+        match=r"a\.jsonl: 2 of 4 prompts have more tokens than max_prompt_tokens=6 \(the first is .*line 2 with 9, "
+        r"the longest has 12\); raise it, or set too_long to filter or cut",
+    ):
+        load_prompts(path, tokenizer, 6)
+    filtered = load_prompts(path, tokenizer, 6, DataConfig(too_long="filter"))
+    assert [len(prompt.token_ids) for prompt in filtered] == [3, 5]
+    assert filtered.note == "2 of 4 prompts have more tokens than max_prompt_tokens=6: filtered"
+    assert load_prompts(path, tokenizer, 12).note == ""
+    with pytest.raises(BatchError, match=r"4 of 4 prompts have more tokens than max_prompt_tokens=1 .*; raise it$"):
+        load_prompts(path, tokenizer, 1, DataConfig(too_long="filter"))
+
+
+def test_a_cut_keeps_the_end_of_a_prompt_and_the_token_that_begins_texts(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(MISTRAL)
+    path = write_rows(tmp_path / "a.jsonl", {"prompt": [{"role": "user", "content": "abcdefgh"}], "answer": "4"})
+    whole = load_prompts(path, tokenizer, 64)[0].token_ids
+    cut = load_prompts(path, tokenizer, 6, DataConfig(too_long="cut"))
+    assert cut[0].token_ids == [tokenizer.bos_token_id, *whole[-5:]]
+    assert cut.note == "1 of 1 prompts has more tokens than max_prompt_tokens=6: cut"
+
+
+def test_prompts_are_made_when_they_are_asked_for_and_a_change_of_the_file_is_seen(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", *({"prompt": f"{number}", "answer": "4"} for number in range(1000)))
+    prompts = load_prompts(path, chat_tokenizer(None), 8)
+    assert prompts[-1].example.prompt == "999" and [each.example.prompt for each in prompts[:2]] == ["0", "1"]
+    assert prompts[5] is not prompts[5]
+    batch = next(endless_batches(prompts, 4, seed=1))
+    path.write_text(path.read_text().replace('"7"', '"8"', 1))
+    assert prompts[6].example.prompt == "6"
+    with pytest.raises(BatchError, match=r"line 8: was changed while it was in use"):
+        prompts[7]
+    assert batch == next(endless_batches([*load_prompts(path, chat_tokenizer(None), 8)], 4, seed=1))
+
+
+def test_a_name_is_a_path_unless_it_can_only_be_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    paths = ("mine", "/a/b", "./a/b", "~/a", "../a", "a/b/c", "data/train.jsonl", "data/x.parquet", "models/mine", "a/b@")
+    assert [hub_name(path) for path in paths] == [None] * len(paths)
+    assert hub_name("Qwen/Qwen3-0.6B") == HubName("Qwen/Qwen3-0.6B", None)
+    assert hub_name("Qwen/Qwen3-0.6B@refs/pr/1") == HubName("Qwen/Qwen3-0.6B", "refs/pr/1")
+
+
+@pytest.mark.shows("data: a missing model or data set is named without a word about a network")
+def test_what_is_missing_here_never_speaks_of_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    for model in ("mine", "models/mine", "/no/such", "~/none"):
+        with pytest.raises(ConfigError, match=r"^model='.*': no such folder .*; give a folder with config.json") as caught:
+            load_tokenizer(model)
+        with pytest.raises(
+            ConfigError, match=r"^dataset='.*no such file or folder .*; give a \.jsonl or \.parquet"
+        ) as missing:
+            open_rows(model)
+        for error in (caught, missing):
+            assert not any(word in str(error.value) for word in ("connect", "network", "reach", "offline"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is a file; give a folder"):
+        local_model(tmp_path / "file")
+
+
+def cached_model(cache: Path) -> Path:
+    """A model of the Hub as its library keeps it."""
+    root = cache / "models--org--mine"
+    (root / "refs").mkdir(parents=True)
+    (root / "refs" / "main").write_text("0" * 40)
+    snapshot = root / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    return snapshot
+
+
+@pytest.mark.shows("data: models and data sets are named on the Hub; without a network one sentence says what to do")
+def test_a_model_of_the_hub_is_its_folder_and_without_a_network_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    snapshot = cached_model(tmp_path)
+    assert local_model("org/mine") == str(snapshot)
+    with pytest.raises(ConfigError) as caught:
+        local_model("org/other", field="GRPOConfig.model")
+    assert str(caught.value) == (
+        "GRPOConfig.model='org/other': is not a folder here, and of the Hub nothing is in this machine's cache while "
+        "HF_HUB_OFFLINE is set; give a path, or download the model where there is a network"
+    )
+
+
+def test_without_a_network_a_model_of_the_hub_is_one_sentence_too() -> None:
+    code = "from rl_backend.data.hub import local_model; local_model('org/other')"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert "ConfigError: model='org/other': is not a folder here, and of the Hub nothing" in done.stderr.splitlines()[-1]
+    assert "while it cannot be reached; give a path" in done.stderr
+
+
+@pytest.fixture
+def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    library = pytest.importorskip("datasets", reason="datasets is not installed")
+    monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    library.disable_progress_bars()
+    return library
+
+
+def test_folders_of_datasets_are_read_with_their_splits(tmp_path: Path, datasets: Any) -> None:
+    train, test = (datasets.Dataset.from_list([{"prompt": ASKED, "answer": name}]) for name in ("train", "test"))
+    train.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": train, "test": test}).save_to_disk(tmp_path / "both")
+    (tmp_path / "files").mkdir()
+    for name in ("train", "test"):
+        write_rows(tmp_path / "files" / f"{name}.jsonl", {"prompt": ASKED, "answer": name})
+
+    def answers(source: str, **options: Any) -> list[Any]:
+        return [row["answer"] for row in open_rows(f"{tmp_path}/{source}", **options)]
+
+    assert answers("one") == answers("both") == answers("files") == answers("both::train") == ["train"]
+    assert answers("both::test") == answers("files::test", default_split=None) == ["test"]
+    assert read_examples(tmp_path / "one") == [PromptExample(ASKED, "train", "one")]
+    assert {file.suffix for source in ("one", "both", "files") for file in data_files(tmp_path / source)} == {".arrow"}
+    with pytest.raises(ConfigError, match=r"eval_dataset='.*both': has several splits, train, test; name one .*both::train"):
+        open_rows(tmp_path / "both", field="eval_dataset", default_split=None)
+    with pytest.raises(ConfigError, match=r"files::dev': has no split 'dev', but (train, test|test, train); name one"):
+        open_rows(f"{tmp_path}/files::dev")
+    with pytest.raises(ConfigError, match=r"one::train': is one data set without splits; leave out 'train'"):
+        open_rows(f"{tmp_path}/one::train")
+    with pytest.raises(ConfigError, match=r"datasets saved this folder, without subsets; leave out 'main'"):
+        open_rows(f"{tmp_path}/both:main:test")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"empty': cannot be read by datasets: \w+: .*doesn't contain any data files"):
+        open_rows(tmp_path / "empty")
+    with pytest.raises(ConfigError, match=r"HF_HUB_OFFLINE is set; give a path, or download the data set where"):
+        open_rows("org/other:main:test")
+
+
+def test_without_datasets_a_folder_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(
+        UnsupportedError, match=r"^dataset='.*': folders and names on the Hub are read by .*; install rl-backend"
+    ):
+        open_rows(tmp_path)

@@ -1,0 +1,204 @@
+"""What SFT trains on: masks of conversations by chat templates, rows with answers, and lengths."""
+
+from __future__ import annotations
+
+import json
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.sft import SFTConfig
+from rl_backend.contracts import BatchError, ConfigError
+from rl_backend.data.chat import encode_messages
+from rl_backend.data.config import DataConfig
+from rl_backend.data.prompts import epoch_batches, load_prompts
+from rl_backend.data.sft import TrainedTokens, conversation_tokens, load_sft_examples
+from tests.support.chat_templates import CHATML, MARKED, TEMPLATES, THINKING, chat_tokenizer
+
+CONVERSATION = [
+    {"role": "user", "content": "What is 2+2?"},
+    {"role": "assistant", "content": "<think>\nadd\n</think>\n\nIt is 4."},
+    {"role": "user", "content": "And 3+3?"},
+    {"role": "assistant", "content": "<think>\nadd again\n</think>\n\nIt is 6."},
+]
+END = {"llama": "<|eot_id|>", "mistral": "</s>"}
+
+
+def write_rows(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def trained_texts(found: list[TrainedTokens], tokenizer: Any) -> list[str]:
+    """The text of each run of trained tokens."""
+    texts: list[str] = []
+    for each in found:
+        run: list[int] = []
+        for token, trained in zip([*each.token_ids, -1], [*each.trained, False], strict=True):
+            if trained:
+                run.append(token)
+            elif run:
+                texts.append(tokenizer.decode(run))
+                run = []
+    return texts
+
+
+@pytest.mark.shows("data: SFT trains each turn after exactly the tokens that a rollout's prompt has, its end token included")
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_a_turn_is_trained_after_what_a_rollout_sees_and_with_its_end(name: str) -> None:
+    tokenizer = chat_tokenizer(TEMPLATES[name])
+    found = conversation_tokens(CONVERSATION, tokenizer)
+    end = END.get(name, "<|im_end|>")
+    space = " " if name == "mistral" else ""
+    assert trained_texts(found, tokenizer) == [f"{space}{CONVERSATION[turn]['content']}{end}" for turn in (1, 3)]
+    for turn in (1, 3):
+        prompt = encode_messages(CONVERSATION[:turn], tokenizer)
+        (sequence,) = [each for each in found if each.token_ids[: len(prompt)] == prompt and each.trained[len(prompt)]]
+        assert not sequence.trained[len(prompt) - 1]
+
+
+def test_turns_share_a_sequence_unless_the_template_rewrites_them() -> None:
+    counts = {name: len(conversation_tokens(CONVERSATION, chat_tokenizer(text))) for name, text in TEMPLATES.items()}
+    assert counts == {"chatml": 1, "marked": 1, "llama": 1, "mistral": 1, "thinking": 2}
+    second = conversation_tokens(CONVERSATION, chat_tokenizer(THINKING))[1]
+    text = chat_tokenizer(THINKING).decode(second.token_ids)
+    assert "add\n" not in text and "add again" in text
+
+
+def test_masks_equal_those_of_a_template_that_marks_what_the_model_writes() -> None:
+    marked = chat_tokenizer(MARKED).apply_chat_template(
+        CONVERSATION, return_dict=True, return_assistant_tokens_mask=True, tokenize=True
+    )
+    for template in (CHATML, MARKED):
+        (found,) = conversation_tokens(CONVERSATION, chat_tokenizer(template))
+        assert found.token_ids == marked["input_ids"][: len(found.token_ids)]
+        assert found.trained == [bool(each) for each in marked["assistant_masks"][: len(found.token_ids)]]
+
+
+def test_what_a_template_leaves_unmarked_is_not_trained_but_the_end_is() -> None:
+    template = MARKED.replace("{% generation %}{{ message.content }}", "Well: {% generation %}{{ message.content }}")
+    tokenizer = chat_tokenizer(template.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"))
+    texts = trained_texts(conversation_tokens(CONVERSATION, tokenizer), tokenizer)
+    assert texts == [f"{CONVERSATION[turn]['content']}<|im_end|>" for turn in (1, 3)]
+
+
+def test_only_the_last_turn_is_trained_where_that_is_asked_for() -> None:
+    tokenizer = chat_tokenizer(CHATML)
+    (found,) = conversation_tokens([*CONVERSATION, {"role": "user", "content": "Thanks"}], tokenizer, "last")
+    assert trained_texts([found], tokenizer) == [f"{CONVERSATION[3]['content']}<|im_end|>"]
+    assert "Thanks" not in tokenizer.decode(found.token_ids)
+
+
+def test_no_token_reaches_over_the_border_of_prompt_and_answer() -> None:
+    tokenizer = chat_tokenizer(CHATML)
+    messages = [CONVERSATION[0], {"role": "assistant", "content": "\nIt is 4."}]
+    prompt = encode_messages(messages[:1], tokenizer)
+    joint = encode_messages(messages, tokenizer, generation_prompt=False)
+    assert joint[: len(prompt)] != prompt  # both line ends are one token
+    (found,) = conversation_tokens(messages, tokenizer)
+    assert found.token_ids[: len(prompt)] == prompt and found.prompt_tokens == len(prompt)
+    assert trained_texts([found], tokenizer) == ["\nIt is 4.<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        (CHATML.replace("<|im_end|>", ""), CONVERSATION, "without a special token: a model trained on it would never end"),
+        (CHATML, CONVERSATION[:1], "need a turn of the assistant"),
+        (CHATML, CONVERSATION[1:], "one before it"),
+        (
+            CHATML.replace("assistant\n{% endif", "assistant\nWell: {% endif"),
+            CONVERSATION,
+            "does not render message 2 as an",
+        ),
+        (
+            TEMPLATES["mistral"],
+            [{"role": "tool", "content": "x"}, *CONVERSATION],
+            "refuses messages of the roles tool, user",
+        ),
+        (MARKED.replace("== 'assistant'", "== 'user'"), CONVERSATION, "marks nothing of message 2"),
+    ],
+)
+def test_what_cannot_be_trained_as_the_model_meets_it_is_refused(template: str, messages: Any, message: str) -> None:
+    with pytest.raises((BatchError, ConfigError), match=message):
+        conversation_tokens(messages, chat_tokenizer(template))
+
+
+def test_one_renderer_gives_sft_the_prompts_of_rollouts(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "train.jsonl", {"question": "2+2?", "solution": "4"}, {"question": "3+3?", "solution": "6"})
+    tokenizer = chat_tokenizer(THINKING)
+    data = DataConfig(
+        prompt_column="question",
+        answer_column="solution",
+        text_prompts="message",
+        system_prompt="Be brief.",
+        chat_template_kwargs={"enable_thinking": False},
+    )
+    prompts = load_prompts(path, tokenizer, 64, data)
+    examples = load_sft_examples(path, tokenizer, 64, 128, data)
+    for prompt, (sequence,) in zip(prompts, examples, strict=True):
+        first = int(sequence.token_fields["loss_mask"].argmax()) + 1
+        assert sequence.input_ids[:first].tolist() == prompt.token_ids
+        answer = tokenizer.decode(sequence.input_ids[sequence.token_fields["loss_mask"].roll(1) > 0])
+        assert answer == f"{prompt.example.ground_truth}<|im_end|>"
+    assert "Be brief." in tokenizer.decode(prompts[0].token_ids)
+    assert tokenizer.decode(prompts[0].token_ids).endswith("<think>\n\n</think>\n\n")
+
+
+def test_rows_of_messages_train_their_turns_and_answers_of_their_own_column_alone(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(CHATML)
+    path = write_rows(
+        tmp_path / "train.jsonl",
+        {"messages": CONVERSATION},
+        {"prompt": CONVERSATION[:3], "answer": "six"},
+        {"messages": CONVERSATION[:3]},
+    )
+    masked = [
+        [tokenizer.decode(sequence.input_ids[sequence.token_fields["loss_mask"].roll(1) > 0]) for sequence in sequences]
+        for sequences in load_sft_examples(path, tokenizer, 128, 256)
+    ]
+    first, second = (f"{CONVERSATION[turn]['content']}<|im_end|>" for turn in (1, 3))
+    assert masked == [[first + second], ["six<|im_end|>"], [first]]
+    with pytest.raises(BatchError, match=r"line 1: the answer is 4; SFT needs text"):
+        load_sft_examples(write_rows(tmp_path / "a.jsonl", {"prompt": "x", "answer": 4}), tokenizer, 128, 256)
+    with pytest.raises(BatchError, match=r"line 1: there is no answer to imitate; name its column with answer_column"):
+        load_sft_examples(write_rows(tmp_path / "a.jsonl", {"prompt": "x"}), tokenizer, 128, 256)
+
+
+def test_examples_that_are_too_long_are_refused_filtered_or_cut_with_their_count(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(None)
+    rows = [{"prompt": "ab", "answer": "z" * length} for length in (3, 40, 3, 50)]
+    path = write_rows(tmp_path / "train.jsonl", *rows)
+    with pytest.raises(
+        BatchError, match=r"2 of 4 examples have more tokens than max_tokens_per_micro_batch=16 \(the first is "
+    ):
+        load_sft_examples(path, tokenizer, 8, 16)
+    filtered = load_sft_examples(path, tokenizer, 8, 16, DataConfig(too_long="filter"))
+    assert len(filtered) == 2 and filtered.note.endswith("max_tokens_per_micro_batch=16: filtered")
+    cut = load_sft_examples(path, tokenizer, 8, 16, DataConfig(too_long="cut"))
+    assert [len(sequence) for (sequence,) in cut] == [len(filtered[0][0]), 16, len(filtered[0][0]), 16]
+    (shortest,) = load_sft_examples(path, tokenizer, 1, 2, DataConfig(too_long="cut"))[0]
+    assert len(shortest) == 2 and shortest.token_fields["loss_mask"].tolist() == [1, 0]
+
+
+def test_an_epoch_has_every_example_once_in_even_batches() -> None:
+    batches = list(islice(epoch_batches(range(10), 4, seed=1), 6))
+    assert [len(batch) for batch in batches] == [3, 3, 4, 3, 3, 4]
+    assert sorted(chain(*batches[:3])) == sorted(chain(*batches[3:])) == list(range(10))
+    assert batches[:3] != batches[3:]
+
+
+def test_epochs_decide_the_steps() -> None:
+    options: dict[str, Any] = {"model": "m", "dataset": "d", "batch_size": 4}
+    config = SFTConfig(**options, epochs=3, lr_warmup_steps=200).with_epochs(1000)
+    assert config.steps == config.optimizer_steps == 750
+    assert config.with_epochs(1000) == config
+    assert SFTConfig(**options).with_epochs(1000).steps == 100
+    with pytest.raises(ConfigError, match=r"steps=50: epochs=3 of 1000 examples are 750 steps; leave out one"):
+        SFTConfig(**options, epochs=3, steps=50).with_epochs(1000)
+    with pytest.raises(ConfigError, match=r"would never reach lr"):
+        SFTConfig(**options, epochs=1, lr_warmup_steps=200).with_epochs(100)
+    with pytest.raises(ConfigError, match=r"batch_size=4: 3 examples give 1 batches, too small for 4 data-parallel ranks"):
+        SFTConfig(**options, epochs=1, ranks=4).with_epochs(3)
