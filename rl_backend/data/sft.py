@@ -126,8 +126,8 @@ def conversation_tokens(
 ) -> list[TrainedTokens]:
     """The turns of the assistant in a conversation, each after what the model sees before it.
 
-    A turn is trained up to the token that ends it, and not on white space that the template adds behind. Where the template
-    marks with ``{% generation %}`` what the model writes, only that and the end token is trained.
+    A turn goes up to the token that ends it, without white space or another end that the template adds behind. Where the
+    template marks with ``{% generation %}`` what the model writes, only that and the end token is trained.
 
     Args:
         messages: what follows the last turn of the assistant is left out.
@@ -168,26 +168,37 @@ def _turn(
     shared = response[: len(prompt)] == prompt
     # A token over the border of prompt and answer is none that the model could have written.
     response = response[len(prompt) :] if shared else tokenizer.encode(whole[len(before) :], add_special_tokens=False)
-    special = special_token_ids(tokenizer)
-    end = max((index for index, token in enumerate(response) if token in special), default=-1)
-    if end < 0 or tokenizer.decode(response[end + 1 :]).strip():
+    end = _end(response, messages[-1], whole, tokenizer)
+    if end is None or tokenizer.decode(response[end + 1 :], skip_special_tokens=True).strip():
         raise ConfigError.of(
             "model",
             str(tokenizer.name_or_path),
             f"its chat template ends a turn of the assistant with {whole[-20:]!r}, without a special token: a model trained "
             "on it would never end a turn; end turns with the tokenizer's eos_token, or with another special token",
         )
-    trained = [index <= end for index in range(len(response))]
-    template = chat_template(tokenizer)
+    template, written = chat_template(tokenizer), response[: end + 1]
+    trained = [True] * len(written)
     if marks_answers(template):
         marked = _marked(messages, tokenizer, template, variables, whole if shared else whole[len(before) :], len(whole))
-        trained = [index == end or (each and index <= end) for index, each in enumerate(marked[-len(response) :])]
+        trained = [each or index == end for index, each in enumerate(marked[-len(response) :][: end + 1])]
         if not any(trained[:end]):
             raise BatchError(
                 f"the chat template of {tokenizer.name_or_path} marks nothing of message {len(messages)} as generated; put "
                 "{% generation %} around all that the model writes"
             )
-    return prompt, response, trained
+    return prompt, written, trained
+
+
+def _end(response: Sequence[int], message: ChatMessage, whole: str, tokenizer: Any) -> int | None:
+    """Place of the token that ends a turn: the first special one behind its content, else the last."""
+    special = special_token_ids(tokenizer)
+    places = [index for index, token in enumerate(response) if token in special]
+    content = message["content"].strip()
+    if content in whole and not message.get("tool_calls"):
+        behind = tokenizer.encode(whole[whole.rindex(content) + len(content) :], add_special_tokens=False)
+        if behind and list(response[-len(behind) :]) == behind:
+            places = [index for index in places if index >= len(response) - len(behind)][:1]
+    return places[-1] if places else None
 
 
 def _marked(

@@ -33,6 +33,12 @@ MISTRAL = (
     "{% else %}{{ raise_exception('only user and assistant are known') }}{% endif %}{% endfor %}"
 )
 
+PHI = (
+    "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+)
+"""As Phi 3's, which ends a text behind the end of its last turn."""
+
 THINKING = (
     "{% set last = namespace(user=-1) %}"
     "{% for message in messages %}{% if message.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
@@ -49,7 +55,7 @@ THINKING = (
 )
 """As Qwen3's: thinking of turns before the last question is left out; the last turn always has some, if only empty."""
 
-TEMPLATES = {"chatml": CHATML, "marked": MARKED, "llama": LLAMA, "mistral": MISTRAL, "thinking": THINKING}
+TEMPLATES = {"chatml": CHATML, "marked": MARKED, "llama": LLAMA, "mistral": MISTRAL, "phi": PHI, "thinking": THINKING}
 
 _SPECIAL = ["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<s>", "</s>", "<|end|>"]
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -23,7 +23,7 @@ CONVERSATION = [
     {"role": "user", "content": "And 3+3?"},
     {"role": "assistant", "content": "<think>\nadd again\n</think>\n\nIt is 6."},
 ]
-END = {"llama": "<|eot_id|>", "mistral": "</s>"}
+END = {"llama": "<|eot_id|>", "mistral": "</s>", "phi": "<|end|>"}
 
 
 def write_rows(path: Path, *rows: Any) -> Path:
@@ -57,11 +57,12 @@ def test_a_turn_is_trained_after_what_a_rollout_sees_and_with_its_end(name: str)
         prompt = encode_messages(CONVERSATION[:turn], tokenizer)
         (sequence,) = [each for each in found if each.token_ids[: len(prompt)] == prompt and each.trained[len(prompt)]]
         assert not sequence.trained[len(prompt) - 1]
+    assert all(each.trained[-1] for each in found)
 
 
 def test_turns_share_a_sequence_unless_the_template_rewrites_them() -> None:
     counts = {name: len(conversation_tokens(CONVERSATION, chat_tokenizer(text))) for name, text in TEMPLATES.items()}
-    assert counts == {"chatml": 1, "marked": 1, "llama": 1, "mistral": 1, "thinking": 2}
+    assert counts == {"chatml": 1, "marked": 1, "llama": 1, "mistral": 1, "phi": 1, "thinking": 2}
     second = conversation_tokens(CONVERSATION, chat_tokenizer(THINKING))[1]
     text = chat_tokenizer(THINKING).decode(second.token_ids)
     assert "add\n" not in text and "add again" in text
