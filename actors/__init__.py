@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from actors.rollout.sample import Sample as Sample
     from actors.rollout.sample import sample_seeds as sample_seeds
     from actors.run.folder import RunFolder as RunFolder
+    from actors.run.preflight import preflight as preflight
     from actors.run.rl_run import RLRun as RLRun
     from actors.run.run import Run as Run
     from actors.run.session import Session as Session
@@ -50,6 +51,7 @@ _MODULES = {
     "WeightSource": "actors.sync.source",
     "WeightSync": "actors.sync.push",
     "open_session": "actors.run.session",
+    "preflight": "actors.run.preflight",
     "sample_seeds": "actors.rollout.sample",
 }
 
@@ -73,6 +75,7 @@ __all__ = [
     "WeightSource",
     "WeightSync",
     "open_session",
+    "preflight",
     "sample_seeds",
 ]
 

@@ -25,6 +25,7 @@ from actors.run import (
     OnStep,
     PolicyLoss,
     RLConfig,
+    RunModel,
     RunResult,
     TrainingBatch,
     parse_config,
@@ -85,6 +86,10 @@ class GRPOConfig(RLConfig):
         """What the ranks minimise."""
         options = {"kl_coef": self.kl_coef - self.kl_in_reward, "entropy_coef": self.entropy_coef}
         return self.loss.function(self.sampling.max_new_tokens, **options, **self.importance_options())
+
+    def models(self) -> tuple[RunModel, ...]:
+        reference = RunModel("model", self.model, forward_only=True)
+        return (*super().models(), *([reference] if self.kl_coef else []))
 
     @property
     def kl_in_reward(self) -> float:

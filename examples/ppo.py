@@ -24,6 +24,7 @@ from actors.run import (
     OnStep,
     PolicyLoss,
     RLConfig,
+    RunModel,
     RunResult,
     parse_config,
     rewards_of_tokens,
@@ -41,7 +42,6 @@ from rl_backend.algorithm import (
     masked_whiten,
     zero_masked,
 )
-from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import MAY_CHANGE, SAME_CONTENTS, ConfigError, HasEffect
 from rl_backend.data import local_model, pack
 
@@ -86,6 +86,15 @@ class PPOConfig(RLConfig):
             )
         return self
 
+    def models(self) -> tuple[RunModel, ...]:
+        option = "critic_model" if self.critic_model else "model"
+        path = local_model(self.critic_model or self.model, field=f"PPOConfig.{option}")
+        critic, reference = (
+            RunModel(option, path, "values", group=1),
+            RunModel("model", self.model, forward_only=True, group=2),
+        )
+        return (*super().models(), critic, *([reference] if self.kl_coef else []))
+
     @property
     def kl_in_reward(self) -> float:
         """Weight of the KL that is taken off the rewards."""
@@ -119,7 +128,6 @@ def train(config: PPOConfig, session: Session | None = None, on_step: OnStep | N
         on_step: sees each step's number and metrics.
     """
     run = RLRun(config, session, on_step)
-    read_hf_config(local_model(config.critic_model or config.model))
     actor_loss, critic_loss, meta = config.actor_loss(), config.critic_loss(), config.meta()
     with run:
         actor = run.build_model("actor", router_replay=config.router_replay)

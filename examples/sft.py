@@ -23,10 +23,11 @@ announce(__name__)  # the first line, before imports that take seconds
 from pydantic import Field, model_validator
 
 from actors import Loss, Run, Session
-from actors.run import GroupModel, OnStep, TrainingConfig, parse_config, run_command, update_metrics
+from actors.run import GroupModel, OnStep, TrainingConfig, parse_config, positions_of, run_command, update_metrics
 from rl_backend import TokenSequence
 from rl_backend.contracts import MAY_CHANGE, ConfigError
-from rl_backend.data import load_sft_examples, load_tokenizer
+from rl_backend.data import load_sft_examples, load_tokenizer, local_model
+from rl_backend.data.examples import Examples
 from rl_backend.data.prompts import batches_per_epoch, endless_batches, epoch_batches
 
 
@@ -76,6 +77,11 @@ class SFTConfig(TrainingConfig):
             raise ConfigError.of("SFTConfig.steps", self.steps, problem)
         return self.replace(steps=steps)
 
+    def read_data(self) -> str:
+        examples, held_out = load_data(self)
+        self.with_epochs(len(examples))
+        return f"{len(examples)} examples, {len(held_out)} sequences held out"
+
 
 def train(config: SFTConfig, session: Session | None = None, on_step: OnStep | None = None) -> Path:
     """Runs SFT; returns the Hugging Face directory of the trained model, ``run_dir/model``.
@@ -84,17 +90,7 @@ def train(config: SFTConfig, session: Session | None = None, on_step: OnStep | N
         session: an open training group; None opens one for this run.
         on_step: sees each step's number and metrics.
     """
-    tokenizer = load_tokenizer(config.model)
-    load = partial(
-        load_sft_examples,
-        tokenizer=tokenizer,
-        max_prompt_tokens=config.max_prompt_tokens,
-        max_tokens=config.train.max_tokens_per_micro_batch,
-        data=config.data,
-        train_on=config.train_on,
-    )
-    examples = load(config.dataset)
-    held_out = list(chain(*load(config.eval_dataset, held_out=True))) if config.eval_dataset else []
+    examples, held_out = load_data(config)
     config = config.with_epochs(len(examples))
     run = Run(config, session, on_step)
     in_order = epoch_batches if config.epochs else endless_batches
@@ -112,6 +108,24 @@ def train(config: SFTConfig, session: Session | None = None, on_step: OnStep | N
                 run.lap("evaluate")
             run.end_step(metrics)
         return run.save_model(model)
+
+
+def load_data(config: SFTConfig) -> tuple[Examples[list[TokenSequence]], list[TokenSequence]]:
+    """Examples to train on, and held-out sequences, none longer than the model or a micro-batch has room for."""
+    load = partial(
+        load_sft_examples,
+        tokenizer=load_tokenizer(config.model),
+        max_prompt_tokens=config.max_prompt_tokens,
+        max_tokens=config.train.max_tokens_per_micro_batch,
+        positions=positions_of(local_model(config.model)),
+        data=config.data,
+        train_on=config.train_on,
+    )
+    examples = load(config.dataset)
+    if len(examples) < config.batch_size and not config.epochs:
+        problem = f"{config.dataset} has {len(examples)} examples; use at most that"
+        raise ConfigError.of("SFTConfig.batch_size", config.batch_size, problem)
+    return examples, list(chain(*load(config.eval_dataset, held_out=True))) if config.eval_dataset else []
 
 
 def held_out_metrics(model: GroupModel, sequences: Sequence[TokenSequence]) -> dict[str, float]:

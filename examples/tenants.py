@@ -26,7 +26,7 @@ announce(__name__)  # the first line, before imports that take seconds
 
 from pydantic import Field, StringConstraints, model_validator
 
-from actors import RLRun, Session, open_session
+from actors import RLRun, Session, open_session, preflight
 from actors.run import (
     Follows,
     PolicyLoss,
@@ -90,6 +90,9 @@ class TenantsConfig(UserConfig):
                 )
         return self
 
+    def runs(self) -> Mapping[str, UserConfig]:
+        return self.each()
+
     def each(self) -> dict[str, UserConfig]:
         """The whole options of every user."""
         shared = self.model_dump(mode="json", exclude={"users"})
@@ -114,6 +117,8 @@ def train(config: TenantsConfig, session: Session | None = None) -> dict[str, Ru
         Whatever ends the run of a user, after the others have finished.
     """
     waiting = {name: user for name, user in config.each().items() if not has_finished(user)}
+    for user in waiting.values() if session is None else ():
+        preflight(user)
     stopping = threading.Event()
     with (
         open_session(config) if session is None else nullcontext(session) as opened,

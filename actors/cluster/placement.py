@@ -183,13 +183,17 @@ def share_cluster(ranks: int, engines: int = 0, *, take_turns: bool = True) -> C
     )
 
 
-def gpus_each(ranks: int, engines: int) -> float:
+def gpus_each(ranks: int, engines: int, gpus: int | None = None) -> float:
     """GPUs of each training rank and engine: 0 on a cluster without, 1, or half of a single one that both share.
+
+    Args:
+        gpus: that there are; None asks Ray.
 
     Raises:
         ConfigError: there are GPUs, but too few.
     """
-    gpus = int(ray.cluster_resources().get("GPU", 0))
+    if gpus is None:
+        gpus = int(ray.cluster_resources().get("GPU", 0))
     if gpus == 0 or gpus >= ranks + engines:
         return min(gpus, 1)
     if gpus == ranks == engines == 1:

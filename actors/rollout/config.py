@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rl_backend.contracts import MAY_CHANGE, BaseConfig, ConfigError, HasEffect
 
-_OWN_ARGUMENTS = {
+OWN_ARGUMENTS = {
     "model": "model_path",
     "dtype": "dtype",
     "tensor_parallel_size": "tensor_parallel",
@@ -34,6 +34,7 @@ _OWN_ARGUMENTS = {
     "max_cpu_loras": "max_adapters",
     "max_lora_rank": "max_adapter_rank",
 }
+"""Arguments of vLLM that are not given as such -> the field that decides each; None where engines do."""
 _WITHOUT_ROUTES = {
     "pipeline_parallel_size": "the stages of a pipeline see their own layers alone",
     "decode_context_parallel_size": "its ranks see some of the tokens alone",
@@ -68,7 +69,7 @@ class RolloutConfig(BaseConfig):
         placement_timeout: seconds to wait for the cluster's resources.
         gpus_per_worker: Ray GPUs that each of the ``tensor_parallel`` workers reserves; less than 1, without tensor
             parallelism, where a ``TrainGroup`` of one rank shares the device with its ``gpus_per_rank``.
-        max_model_len: tokens of prompt and response together.
+        max_model_len: tokens of prompt and response together; by default 2048, or as many as the model has positions.
         max_num_batched_tokens: tokens computed in one engine step; at least ``max_model_len``. None takes 8192 or that.
         kv_cache_gib: memory for keys and values; None takes 1 GiB on a CPU and what ``gpu_memory_utilization`` leaves on a
             GPU.
@@ -122,8 +123,8 @@ class RolloutConfig(BaseConfig):
     @classmethod
     def _not_ours(cls, engine_args: dict[str, Any]) -> dict[str, Any]:
         for name in engine_args:
-            if name in _OWN_ARGUMENTS:
-                ours = _OWN_ARGUMENTS[name]
+            if name in OWN_ARGUMENTS:
+                ours = OWN_ARGUMENTS[name]
                 advice = f"use RolloutConfig.{ours}" if ours else "rollout engines set it themselves"
                 raise ConfigError.of(f"RolloutConfig.engine_args[{name!r}]", engine_args[name], advice)
         return engine_args

@@ -16,6 +16,7 @@ from actors.rollout.calls import PendingSamples, SamplingCalls, collect
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.engine import RolloutEngine
 from actors.rollout.engines import FixedEngines, engine_name, raise_first
+from actors.rollout.lengths import within_model
 from actors.rollout.messages import EngineInfo, Request
 from actors.rollout.placement import EnginePlacement, places_on_nodes
 from actors.rollout.sample import Sample
@@ -53,7 +54,7 @@ class RolloutGroup(AdapterGroup):
                 "scheduling", len(scheduling), f"expected one strategy for each of {config.num_engines} engines"
             )
         super().__init__()
-        self.config = config
+        self.config = config = within_model(config)
         self._require_push = config.require_push
         self._actors: dict[int, Any] = {}
         self._infos: dict[int, EngineInfo] = {}

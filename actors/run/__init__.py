@@ -10,9 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from actors.rollout.lengths import positions_of as positions_of
     from actors.run.collect import TrainingBatch as TrainingBatch
     from actors.run.command_line import parse_config as parse_config
     from actors.run.command_line import run_command as run_command
+    from actors.run.config import RunModel as RunModel
     from actors.run.config import TrainingConfig as TrainingConfig
     from actors.run.console import announce as announce
     from actors.run.metrics import MetricsWriter as MetricsWriter
@@ -38,11 +40,13 @@ _MODULES = {
     "OnStep": "actors.run.run",
     "PolicyLoss": "actors.run.rl_config",
     "RLConfig": "actors.run.rl_config",
+    "RunModel": "actors.run.config",
     "RunResult": "actors.run.rl_run",
     "TrainingBatch": "actors.run.collect",
     "TrainingConfig": "actors.run.config",
     "announce": "actors.run.console",
     "parse_config": "actors.run.command_line",
+    "positions_of": "actors.rollout.lengths",
     "rewards_of_tokens": "rl_backend.algorithm.sequences",
     "run_command": "actors.run.command_line",
     "to_sequences": "rl_backend.algorithm.sequences",
@@ -60,11 +64,13 @@ __all__ = [
     "OnStep",
     "PolicyLoss",
     "RLConfig",
+    "RunModel",
     "RunResult",
     "TrainingBatch",
     "TrainingConfig",
     "announce",
     "parse_config",
+    "positions_of",
     "rewards_of_tokens",
     "run_command",
     "to_sequences",

@@ -16,6 +16,7 @@ from actors.rollout.config import SamplingConfig
 from actors.rollout.sample import Sample
 from actors.rollout.stream import SampledBatch, SampleStream
 from actors.run.metrics import Clock
+from actors.run.preflight.model import require_known_end
 from actors.run.rl_config import RLConfig
 from actors.run.state import read_object
 from actors.train.model import require_experts
@@ -50,6 +51,7 @@ def load_inputs(config: RLConfig) -> Inputs:
     """
     require_experts(f"{type(config).__name__}.router_replay", config.router_replay, config.model)
     tokenizer = load_tokenizer(config.model)
+    require_known_end(f"{type(config).__name__}.model", config.model, tokenizer)
     reward = load_reward_function(config.reward)
     load = partial(
         load_prompts,
@@ -60,6 +62,12 @@ def load_inputs(config: RLConfig) -> Inputs:
     )
     prompts = load(config.dataset)
     held_out = load(config.eval_dataset, held_out=True) if config.eval_dataset else None
+    if len(prompts) < config.prompts_per_step:
+        raise ConfigError.of(
+            f"{type(config).__name__}.prompts_per_step",
+            config.prompts_per_step,
+            f"{config.dataset} has {len(prompts)} prompts; use at most that",
+        )
     return Inputs(
         tokenizer=tokenizer,
         reward=reward,

@@ -55,6 +55,7 @@ def parse_config[C: BaseConfig](config_type: type[C], description: str, argument
     try:
         known = {name: value for name, value in found.items() if name in says.short or "." in name}
         types = says.section_types(merged(values, says.nest(known)))
+        _read_last[:] = [(says, dict(sections_of(config_type, types)))]
         parser = _Parser(prog=_program(), allow_abbrev=False, add_help=False)
         parser.describe(config_type, description, types)
         for flag in ("--help", "-h"):
@@ -80,12 +81,23 @@ def parse_config[C: BaseConfig](config_type: type[C], description: str, argument
         raise ConfigError(_with_flags(str(error), says, dict(sections_of(config_type, types)))) from None
 
 
+_read_last: list[tuple[type[Options], Mapping[str, type[BaseConfig]]]] = []
+
+
+def in_flags(message: str) -> str:
+    """``message`` with flags in place of the fields of the configuration that :func:`parse_config` read last."""
+    for says, sections in _read_last:
+        names = "|".join(map(re.escape, {*says.model_fields, *says.short}))
+        message = re.sub(rf"^({names})=", lambda match: f"{_shown('--' + match[1])}=", _with_flags(message, says, sections))
+    return message
+
+
 def run_command(main: Callable[[], None]) -> None:
     """Runs ``main``; our errors become one message and exit status 2, Ctrl-C status 130, SIGTERM status 143."""
     try:
         main()
     except RLBackendError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {in_flags(str(error))}", file=sys.stderr)
         if isinstance(error, ClusterLostError):
             # Ray's own exit handlers wait for what has ended, and end with another status.
             sys.stdout.flush()

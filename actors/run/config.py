@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import ray
 from pydantic import ConfigDict, Field, model_validator
@@ -20,11 +20,13 @@ from rl_backend.contracts import (
     BaseConfig,
     ConfigError,
     HasEffect,
+    Head,
     ParallelConfig,
     RuntimeConfig,
 )
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.contracts.runtime_config import import_plugins
+from rl_backend.data import read_examples
 from rl_backend.data.config import DataConfig
 from rl_backend.data.hub import local_model
 
@@ -124,6 +126,24 @@ class LoRAOptions(LoRAConfig):
         return LoRAConfig(**{name: getattr(self, name) for name in LoRAConfig.model_fields})
 
 
+class RunModel(NamedTuple):
+    """A model of a run.
+
+    Attributes:
+        option: that names its directory.
+        path: Hugging Face directory.
+        head: what it ends in.
+        forward_only: whether it is never trained.
+        group: number of its training group.
+    """
+
+    option: str
+    path: str
+    head: Head = "log_probs"
+    forward_only: bool = False
+    group: int = 0
+
+
 class TrainingConfig(RankOptions):
     """Model, data, resources, checkpoints.
 
@@ -162,7 +182,11 @@ class TrainingConfig(RankOptions):
     data: DataConfig = Field(default=DataConfig(), description="how rows are read, see docs/data.md")
     run_dir: Annotated[str, MAY_CHANGE] = Field(description="new folder for all that the run writes, with the trained model")
     steps: Annotated[int, MAY_CHANGE] = Field(default=100, ge=1, description="training steps")
-    max_prompt_tokens: int = Field(default=512, ge=1, description="longest prompt")
+    max_prompt_tokens: int = Field(
+        default=512,
+        ge=1,
+        description="longest prompt, in tokens; where runs sample, at most what the model has positions for",
+    )
     placement: Annotated[Literal["pack", "spread"], MAY_CHANGE] = Field(
         default="pack", description="ranks on few nodes of a cluster, or on many; engines likewise"
     )
@@ -222,6 +246,27 @@ class TrainingConfig(RankOptions):
     def seed(self) -> int:
         """Fixes data order, samples and training: ``train.seed``."""
         return self.train.seed
+
+    def runs(self) -> Mapping[str, TrainingConfig]:
+        """The runs that these options ask for, by name; one has none."""
+        return {"": self}
+
+    def models(self) -> tuple[RunModel, ...]:
+        """The models that the run builds."""
+        return (RunModel("model", self.model),)
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """Most tokens of a sequence that the run may make; None where its data alone decide."""
+        return None
+
+    def read_data(self) -> str:
+        """Reads all data that the run reads, as it reads them; says what there is.
+
+        Raises:
+            ConfigError, BatchError: data that cannot be used.
+        """
+        return f"{len(read_examples(self.dataset, self.data, require_answer=False))} rows"
 
     @property
     def pushes_adapters(self) -> bool:

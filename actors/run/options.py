@@ -53,6 +53,11 @@ class Options(BaseConfig):
         return {}
 
     @classmethod
+    def fitted(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Place -> default that depends on ``given``, as :meth:`nest` returns it; takes precedence over ``preset``."""
+        return {}
+
+    @classmethod
     def nest(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """``values`` in their places; a value by its short name wins over one in its place.
 
@@ -80,7 +85,7 @@ class Options(BaseConfig):
         given = cls.nest(values)
         whole: dict[str, Any] = {}
         stand_ins = {path: rule.until for path, rule in cls.follows.items() if rule.until is not None}
-        for path, value in {**stand_ins, **cls.preset}.items():
+        for path, value in {**stand_ins, **cls.preset, **cls.fitted(given)}.items():
             whole = merged(whole, at(path, value))
         config = handler(merged(whole, given))
         for path, rule in cls.follows.items():

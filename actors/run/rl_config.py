@@ -10,8 +10,9 @@ from pydantic import ConfigDict, Field, model_validator
 
 from actors.cluster.placement import ClusterShare
 from actors.rollout.config import RolloutConfig, SamplingConfig
+from actors.rollout.lengths import fitting_lengths, positions_of
 from actors.run.config import LoRAOptions, TrainingConfig, resolve_dtype
-from actors.run.options import Follows
+from actors.run.options import Follows, get, has
 from actors.sync.push import TransportName
 from actors.train.loss import Loss
 from actors.train.model import RouterReplayMode
@@ -155,6 +156,18 @@ class RLConfig(TrainingConfig):
     )
     shuffle_rewards: bool = Field(default=False, description="control experiment: rewards go to the wrong responses")
 
+    @classmethod
+    def fitted(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Lengths that are not given are what the model has positions for, where that is less than their defaults."""
+        prompt, response = "max_prompt_tokens", "sampling.max_new_tokens"
+        defaults = {prompt: cls.model_fields[prompt].default, **cls.preset}
+        asked = {path: get(given, path) if has(given, path) else defaults[path] for path in (prompt, response)}
+        model = get(given, "train.hf_path") if has(given, "train.hf_path") else None
+        positions = positions_of(model) if isinstance(model, str) and model else None
+        if positions is None or not all(isinstance(tokens, int) for tokens in asked.values()):
+            return {}
+        return fitting_lengths(asked, [path for path in asked if not has(given, path)], positions)
+
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
         name = type(self).__name__
@@ -220,6 +233,13 @@ class RLConfig(TrainingConfig):
     def optimizer_steps(self) -> int:
         return self.steps * self.updates_per_step
 
+    def read_data(self) -> str:
+        from actors.run.collect import load_inputs  # which needs this module
+
+        inputs = load_inputs(self)
+        held_out = f", {len(inputs.held_out)} held out" if inputs.held_out else ""
+        return f"{len(inputs.prompts)} prompts{held_out}, reward {self.reward}"
+
     @property
     def num_engines(self) -> int:
         return self.rollout.num_engines
@@ -263,6 +283,7 @@ class RLConfig(TrainingConfig):
         """For the first line that a run prints."""
         facts = [
             f"{self.prompts_per_step} x {self.sampling.n} responses a step",
+            f"up to {self.max_prompt_tokens} + {self.sampling.max_new_tokens} tokens",
             self.describe_ranks(),
             f"{self.num_engines} vLLM engine(s)",
         ]

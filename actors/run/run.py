@@ -13,6 +13,7 @@ from actors.run.console import Phases, StepLines, command_began, say_facts
 from actors.run.folder import RunFolder
 from actors.run.lock import RunLock
 from actors.run.metrics import Clock
+from actors.run.preflight import check_start
 from actors.run.saver import RunSaver
 from actors.run.session import Session, lent_session, open_session, require_paths
 from actors.run.start import find_start
@@ -66,6 +67,7 @@ class Run[C: TrainingConfig]:
         self.config = config = config.with_local_model()
         self.label = label
         self.start = find_start(config)
+        check_start(config, session_is_open=session is not None)
         self._lent = session
         self._on_step = on_step
         self._stack = ExitStack()

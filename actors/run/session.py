@@ -23,8 +23,10 @@ from actors.run.lock import usable_run_dir
 from actors.sync.push import TransportName, WeightSync
 from actors.train.context import HandleRef, RankContext
 from actors.train.group import TrainGroup
-from rl_backend.contracts import ConfigError, RuntimeConfig
+from rl_backend.contracts import ConfigError, RolloutError, RuntimeConfig
 from rl_backend.lab.text import count
+
+ENGINES_LOG = "engines.log"
 
 _OF_A_RUN = {"model_path", "max_model_len", "load_tokenizer", "max_adapters", "max_adapter_rank"}
 _OF_THE_CLUSTER = {"cores_per_engine", "cores", "placement", "gpus_per_worker", "gpu_memory_utilization"}
@@ -192,7 +194,10 @@ def open_session(config: TrainingConfig, phases: Phases | None = None) -> Iterat
         wanted = config.rollout_config(share)
         rollout = None
         if wanted is not None:
-            with phases.phase("engines", f"starting {count(engines, 'vLLM engine')}, each of which loads the model"):
+            with (
+                phases.phase("engines", f"starting {count(engines, 'vLLM engine')}, each of which loads the model"),
+                _log_of_engines(config.run_dir),
+            ):
                 rollout = stack.enter_context(RolloutGroup(wanted))
         yield Session(groups, rollout)
 
@@ -202,6 +207,22 @@ def _ray_is() -> str:
         return "running already"
     address = os.environ.get("RAY_ADDRESS")
     return "starting on this machine" if address is None else f"joining the cluster at {address}"
+
+
+@contextmanager
+def _log_of_engines(run_dir: str) -> Iterator[None]:
+    """What vLLM says when it does not start is for a file; the error has the sentence."""
+    try:
+        yield
+    except RolloutError as error:
+        text = error.details.get("traceback")
+        if text is None:
+            raise
+        log = Path(run_dir) / ENGINES_LOG
+        with usable_run_dir(run_dir):
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.write_text(text)
+        raise RolloutError(f"{error}; all that vLLM said is in {log}", **error.details) from None
 
 
 @contextmanager

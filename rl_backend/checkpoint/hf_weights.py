@@ -46,13 +46,8 @@ def load_weights(
     """
     reader = HFReader(path)
     absent = set(zero_if_absent) - set(reader.infos)
-    wanted = {
-        stored: tuple(value.shape[len(index) :])
-        for name, value in parameters.items()
-        for index, stored in stored_tensors(weight_names[name])
-        if stored not in absent
-    }
-    _check_tensors(reader, wanted, stored_buffers, frozenset(elsewhere))
+    shapes = {name: tuple(value.shape) for name, value in parameters.items()}
+    check_tensors(reader, shapes, weight_names, absent, stored_buffers, frozenset(elsewhere))
     if LM_HEAD in reader.infos and not {LM_HEAD, VALUE_HEAD_WEIGHTS[0]} & {*stored_names(weight_names), *elsewhere}:
         _check_tied_head(reader, parameters, weight_names)
     with torch.no_grad():
@@ -89,9 +84,30 @@ def _check_tied_head(reader: HFReader, parameters: Mapping[str, nn.Parameter], n
             )
 
 
-def _check_tensors(
-    reader: HFReader, wanted: Mapping[str, tuple[int, ...]], stored_buffers: tuple[str, ...], elsewhere: frozenset[str]
+def check_tensors(
+    reader: HFReader,
+    shapes: Mapping[str, tuple[int, ...]],
+    weight_names: Mapping[str, WeightName],
+    absent: Collection[str] = (),
+    stored_buffers: tuple[str, ...] = (),
+    elsewhere: frozenset[str] = frozenset(),
 ) -> None:
+    """Refuses a directory that :func:`load_weights` cannot fill parameters from, by names, shapes and dtypes.
+
+    Args:
+        shapes: name in the module -> whole shape of the parameter.
+        weight_names, stored_buffers, elsewhere: as in :func:`load_weights`.
+        absent: Hugging Face names of tensors that are not needed.
+
+    Raises:
+        CheckpointError: a missing, surplus or quantised tensor, or another shape.
+    """
+    wanted = {
+        stored: shape[len(index) :]
+        for name, shape in shapes.items()
+        for index, stored in stored_tensors(weight_names[name])
+        if stored not in absent
+    }
     score = VALUE_HEAD_WEIGHTS[0]
     if score in reader.infos and score not in elsewhere | wanted.keys() and LM_HEAD not in reader.infos:
         raise CheckpointError(

@@ -1,6 +1,8 @@
 """Configuration of a runtime: its layout over ranks, and the options of the backend and the model family that it names."""
 
 import importlib
+import os
+import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -8,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, SerializeAsAny, ValidationInfo, field_validator
 
 from rl_backend.contracts.base_config import MAY_CHANGE, SAME_CONTENTS, BaseConfig, HasEffect
-from rl_backend.contracts.errors import ConfigError, RegistryError
+from rl_backend.contracts.errors import ConfigError, RegistryError, RLBackendError
 from rl_backend.contracts.optimizer_config import OptimizerConfig
 
 
@@ -176,15 +178,35 @@ BACKEND_CONFIGS.add("native", NativeConfig)
 
 
 def import_plugins[N: Iterable[str]](names: N) -> N:
-    """Imports modules that register model families and runtimes; raises :class:`ConfigError` for one that is not there."""
+    """Imports modules that register model families and runtimes.
+
+    Raises:
+        ConfigError: one that is not there, or cannot be imported; says by which process.
+        RegistryError: one registers a name that is taken.
+    """
     for name in names:
         try:
             importlib.import_module(name)
+        except RLBackendError:
+            raise
         except ModuleNotFoundError as error:
-            raise ConfigError.of("RuntimeConfig.plugins", name, f"cannot be imported ({error})") from None
+            problem = (
+                f"cannot be imported by {_who()} ({error}); install it on every node, have its folder in PYTHONPATH "
+                "there, or send it along with the job's working_dir"
+            )
+            raise ConfigError.of("RuntimeConfig.plugins", name, problem) from None
         except SystemExit as error:
             raise ConfigError.of("RuntimeConfig.plugins", name, f"ends the process when imported, {error!r}") from error
+        except Exception as error:
+            problem = f"fails when {_who()} imports it ({type(error).__name__}: {error}); mend it, or leave it out"
+            raise ConfigError.of("RuntimeConfig.plugins", name, problem) from error
     return names
+
+
+def _who() -> str:
+    """This process, for messages that may be read on another machine."""
+    rank = f"training rank {os.environ['RANK']}, " if "RANK" in os.environ else ""
+    return f"{rank}process {os.getpid()} on node {socket.gethostname()}"
 
 
 Plugins = Annotated[tuple[str, ...], AfterValidator(import_plugins)]

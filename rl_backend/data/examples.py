@@ -165,11 +165,17 @@ def _is_text(part: Any) -> bool:
 
 
 class Length(NamedTuple):
-    """Tokens of a part of an example, and the option that limits them."""
+    """Tokens of a part of an example, and what limits them.
+
+    Attributes:
+        option: that limits them, or what else does.
+        remedy: what to do about more.
+    """
 
     tokens: int
     option: str
     most: int
+    remedy: str = "raise it"
 
 
 class Examples[T](Sequence[T]):
@@ -199,7 +205,7 @@ class Examples[T](Sequence[T]):
             over = next((length for length in lengths if length.tokens > length.most), None)
             if over is not None:
                 found, longest = found + 1, max(longest, over.tokens)
-                limit = f"{over.option}={over.most}"
+                limit, remedy = f"{over.option}={over.most}", over.remedy
                 first = first or f"{rows.where(index)} with {over.tokens}"
             if over is None or too_long == "cut":
                 self._kept.append(index)
@@ -208,7 +214,7 @@ class Examples[T](Sequence[T]):
         some = f"{found} of {len(rows)} {kind}s {'has' if found == 1 else 'have'} more tokens than {limit}"
         if too_long == "refuse" or not self._kept:
             raise BatchError(
-                f"{rows.source}: {some} (the first is {first}, the longest has {longest}); raise it"
+                f"{rows.source}: {some} (the first is {first}, the longest has {longest}); {remedy}"
                 + (", or set too_long to filter or cut" if too_long == "refuse" else "")
             )
         self.note = f"{some}: {'cut' if too_long == 'cut' else 'filtered'}"

@@ -42,8 +42,8 @@ def load_tokenizer(model: str) -> Any:
         raise ConfigError.of(
             "model",
             model,
-            f"has no tokenizer that can be loaded, {type(error).__name__}: {error}; check tokenizer.json and "
-            "tokenizer_config.json",
+            f"has no tokenizer that can be loaded, {type(error).__name__}: {' '.join(str(error).split())}; check "
+            "tokenizer.json and tokenizer_config.json",
         ) from error
     # Without its files transformers makes one of the class that config.json stands for, with special tokens alone.
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):

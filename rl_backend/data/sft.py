@@ -59,6 +59,7 @@ def load_sft_examples(
     max_tokens: int,
     data: DataConfig | None = None,
     *,
+    positions: int | None = None,
     train_on: TrainOn = "all",
     held_out: bool = False,
 ) -> Examples[list[TokenSequence]]:
@@ -69,6 +70,7 @@ def load_sft_examples(
         max_prompt_tokens: most tokens before the first that is trained.
         max_tokens: most tokens of a sequence; ``data.too_long`` says what is done with longer ones.
         data: columns, texts and templates.
+        positions: of the model, which bound a sequence too; None where nothing limits it.
         train_on: of rows of ``messages``, all turns of the assistant or the last. Of other rows it is the answer.
         held_out: it is named by ``eval_dataset``, and of several splits one must be chosen.
 
@@ -78,6 +80,9 @@ def load_sft_examples(
     """
     rows = open_dataset(path, held_out=held_out)
     data = data or DataConfig()
+    limit = "max_tokens_per_micro_batch", max_tokens, "raise it"
+    if positions is not None and positions < max_tokens:
+        limit = "the model's positions", positions, "shorten them"
 
     def make(index: int) -> tuple[list[TokenSequence], Sequence[Length]]:
         example, where = read_example(rows, index, data, require_answer=False), rows.where(index)
@@ -86,8 +91,8 @@ def load_sft_examples(
         except BatchError as error:
             raise BatchError(f"{where}: {error.message}") from error
         lengths = [Length(each.prompt_tokens, "max_prompt_tokens", max_prompt_tokens) for each in found]
-        lengths += [Length(len(each.token_ids), "max_tokens_per_micro_batch", max_tokens) for each in found]
-        return [each.cut(max_prompt_tokens, max_tokens, tokenizer).sequence() for each in found], lengths
+        lengths += [Length(len(each.token_ids), *limit) for each in found]
+        return [each.cut(max_prompt_tokens, limit[1], tokenizer).sequence() for each in found], lengths
 
     return Examples(rows, make, data.too_long, "example")
 

@@ -70,6 +70,10 @@ class ModelFamily:
     routed_layers: Callable[[Any], RoutedLayers | None] | None = None
     stored_buffers: tuple[str, ...] = ()
 
+    def positions(self, architecture: Any, hf_config: Mapping[str, Any]) -> int | None:
+        """The longest sequence, in tokens; None where nothing limits it."""
+        return self.max_length(architecture) if self.max_length is not None else _max_position_embeddings(hf_config)
+
     def require_head(self, head: Head) -> None:
         """Raises :class:`~rl_backend.contracts.UnsupportedError` for a head that the family does not have."""
         if head not in self.heads:
@@ -108,3 +112,24 @@ def find_model(name: str, hf_config: Mapping[str, Any]) -> ModelFamily:
             model_type=model_type,
         )
     return claimed[model_type]
+
+
+def model_positions(hf_config: Mapping[str, Any], model: str = "auto") -> int | None:
+    """The longest sequence of a model, in tokens; None where nothing limits it.
+
+    Of a model without a family, or one that its family refuses, ``max_position_embeddings``.
+
+    Args:
+        hf_config: ``config.json``.
+        model: name of a family, or ``auto``.
+    """
+    try:
+        family = find_model(model, hf_config)
+        return family.positions(family.parse_config(hf_config), hf_config)
+    except UnsupportedError:
+        return _max_position_embeddings(hf_config)
+
+
+def _max_position_embeddings(hf_config: Mapping[str, Any]) -> int | None:
+    value = hf_config.get("max_position_embeddings")
+    return value if isinstance(value, int) and value > 0 else None

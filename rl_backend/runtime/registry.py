@@ -5,7 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rl_backend.contracts import BACKEND_CONFIGS, BackendConfig, Registry, RuntimeConfig
+from rl_backend.checkpoint.hf_reader import require_float_weights
+from rl_backend.contracts import BACKEND_CONFIGS, BackendConfig, Head, Registry, RuntimeConfig
 from rl_backend.runtime.bridge_config import BridgeConfig
 from rl_backend.runtime.interface import Runtime
 
@@ -54,6 +55,19 @@ def check_config(config: RuntimeConfig, num_ranks: int) -> None:
         check(config)
 
 
+def check_weights(config: RuntimeConfig, head: Head = "log_probs") -> None:
+    """Refuses a model directory whose weights cannot be loaded, by the headers of its files.
+
+    Raises:
+        CheckpointError: weight files that are missing or damaged or, of the native runtime, tensors that are missing,
+            surplus or of another shape.
+        UnsupportedError: weights that are quantised, or a model or head that the native runtime does not have.
+    """
+    require_float_weights(config.hf_path)
+    if config.backend == "native":
+        importlib.import_module("rl_backend.runtime.native.layout").check_weights(config, head)
+
+
 def create_runtime(config: RuntimeConfig) -> Runtime[Any]:
     """The runtime that ``config`` describes, for this rank.
 
@@ -71,4 +85,5 @@ def _imported(module: str, name: str) -> Callable[[RuntimeConfig], Any]:
 _FACTORIES.add("native", _imported("native", "NativeRuntime"))
 _CHECKS["native"] = _imported("native.layout", "check_config")
 _FACTORIES.add("bridge", _imported("bridge", "BridgeRuntime"))
+_CHECKS["bridge"] = _imported("bridge_checks", "check_config")
 BACKEND_CONFIGS.add("bridge", BridgeConfig)

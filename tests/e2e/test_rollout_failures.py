@@ -267,6 +267,17 @@ def test_an_engine_that_restarts_while_the_group_is_closed_is_ended(ray_cluster:
     assert group.engines == ()
 
 
+@pytest.mark.long
+def test_what_vllm_refuses_is_a_sentence_and_its_traceback_a_detail(ray_cluster: None, untied_model: Path) -> None:
+    config = RolloutConfig(
+        model_path=str(untied_model), device="cpu", kv_cache_gib=0.25, engine_args={"kv_cache_dtype": "int3"}
+    )
+    with pytest.raises(RolloutError, match=rf"^vLLM does not start with {untied_model}: .*cache_dtype") as refused:
+        RolloutGroup(config)
+    assert "\n" not in str(refused.value)
+    assert "Traceback" in refused.value.details["traceback"]
+
+
 def test_more_gpus_than_are_free_are_refused_at_once_with_both_numbers(
     ray_cluster: None, untied_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

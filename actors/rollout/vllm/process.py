@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from actors.cluster.meeting import use_interface
 from actors.cluster.placement import thread_environment
-from actors.rollout.config import RolloutConfig
-from rl_backend.contracts import ConfigError, UnsupportedError
+from actors.rollout.config import OWN_ARGUMENTS, RolloutConfig
+from rl_backend.contracts import ConfigError, RLBackendError, RolloutError, UnsupportedError
 from rl_backend.contracts.lora import ENGINE_RANKS, engine_slots
 from rl_backend.parallel.store import LOOPBACK
 
 _GIB = 2**30
+_LONGEST = 400
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
 """What vLLM takes as the largest rank."""
 
@@ -62,15 +68,14 @@ def start_vllm(config: RolloutConfig, device: str) -> Any:
 
     Raises:
         ConfigError: an unknown name in ``engine_args``.
+        RolloutError: what vLLM refuses, in a sentence; its ``details`` have the traceback.
         UnsupportedError: the vLLM that is installed is not built for ``device``, or routed experts are asked of a model that
             has none.
     """
-    from vllm import LLM
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
-    from actors.rollout.vllm.patches import keep_adapters_from_experts
     from actors.rollout.vllm.worker import BACKEND
 
     if device != current_platform.device_type:
@@ -110,6 +115,16 @@ def start_vllm(config: RolloutConfig, device: str) -> Any:
         arguments["enable_sleep_mode"] = config.sleep_mode
         if config.kv_cache_gib is not None:
             arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * _GIB)
+    with _refused_in_words(config.model_path):
+        return _make_llm(config, device, arguments)
+
+
+def _make_llm(config: RolloutConfig, device: str, arguments: dict[str, Any]) -> Any:
+    from vllm import LLM
+    from vllm.engine.arg_utils import EngineArgs
+
+    from actors.rollout.vllm.patches import keep_adapters_from_experts
+
     if config.max_adapters:
         slots = engine_slots(config.max_adapters, device)
         rank = next(rank for rank in ENGINE_RANKS if rank >= config.max_adapter_rank)
@@ -122,3 +137,27 @@ def start_vllm(config: RolloutConfig, device: str) -> Any:
             f"RolloutConfig.return_routed_experts=True: {config.model_path} has no experts; leave it out for a dense model"
         )
     return LLM(**arguments)
+
+
+@contextmanager
+def _refused_in_words(model: str) -> Iterator[None]:
+    try:
+        yield
+    except RLBackendError:
+        raise
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))
+        raise RolloutError(f"vLLM does not start with {model}: {in_our_words(error)}", traceback=text) from error
+
+
+def in_our_words(error: Exception) -> str:
+    """What vLLM, or pydantic for it, says in an error: one line, with names of :class:`RolloutConfig` for vLLM's."""
+    said = str(error)
+    if isinstance(error, ValidationError):
+        problems = [(".".join(map(str, each["loc"])), each["msg"].removeprefix("Value error, ")) for each in error.errors()]
+        said = "; ".join(f"{field}: {problem}" if field else problem for field, problem in problems)
+    text = " ".join(said.split()) or type(error).__name__
+    for name, ours in OWN_ARGUMENTS.items():
+        if ours and "_" in name:  # others are words of a sentence too
+            text = re.sub(rf"(?<![\w.-])(--)?{name.replace('_', '[-_]')}\b", f"RolloutConfig.{ours}", text)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -46,7 +46,7 @@ class Machine:
 
 def read_machine() -> Machine:
     """The machine this process runs on, within the limits of its container."""
-    total, available = _memory()
+    total, available = read_memory()
     gpus, driver = _gpus()
     return Machine(
         python=platform.python_version(),
@@ -75,7 +75,7 @@ def _cores() -> float:
     return cores
 
 
-def _memory() -> tuple[int, int]:
+def read_memory() -> tuple[int, int]:
     """Total and available bytes, the smaller of the machine's and the container's."""
     table = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines())
     total = int(table.get("MemTotal", "0 kB").split()[0]) * 1024

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rl_backend.contracts import ConfigError, NativeConfig, PackedWeight, RuntimeConfig, TensorInfo, UnsupportedError
+from rl_backend.contracts import NativeConfig, PackedWeight, RuntimeConfig, TensorInfo, UnsupportedError
 from rl_backend.lab.plan.activations import StageMemory, most_in_flight
 from rl_backend.lab.plan.memory import RankMemory, Workload
 from rl_backend.lab.plan.native import ParameterSize, rank_actions, rank_stages, weights_to_sync
@@ -23,7 +23,7 @@ from rl_backend.model.feedforward.moe import MoESpec
 from rl_backend.model.feedforward.swiglu import SwiGLUSpec
 from rl_backend.model.mixers.gqa import GQASpec
 from rl_backend.runtime.bridge_config import BridgeConfig
-from rl_backend.runtime.native.layout import ModelDescription, check_model_layout, describe_model
+from rl_backend.runtime.native.layout import check_model_layout, describe_model
 
 PARAMETER_ALIGNMENT = 64
 BUCKET_ALIGNMENT = 128
@@ -63,7 +63,7 @@ def bridge_memory(
         log_prob_chunk_tokens=options.log_prob_chunk_tokens,
     )
     model = describe_model(config.hf_path, native, workload.head)
-    _check_layout(options, native, model)
+    check_model_layout(model.family, model.architecture, native)
     layers = LocalLayers(model.architecture, options, workload)
     # Megatron's own attention takes a row per sequence.
     padded = _round_up(workload.micro_batch_tokens, workload.sequence_length)
@@ -249,19 +249,4 @@ def _require_countable(options: BridgeConfig) -> None:
     if options.recompute_granularity == "selective" and modules not in (None, ("core_attn",)):
         raise UnsupportedError(
             f"BridgeConfig.recompute_modules={modules}: a plan counts ('core_attn',) alone, whose scores are never kept"
-        )
-
-
-def _check_layout(options: BridgeConfig, native: NativeConfig, model: ModelDescription) -> None:
-    parallel = options.parallel
-    if parallel.cp > 1:
-        raise ConfigError.of("BridgeConfig.parallel.cp", parallel.cp, "the bridge runtime has none; use 1")
-    check_model_layout(model.family, model.architecture, native)
-    layers = None if model.family.num_layers is None else model.family.num_layers(model.architecture)
-    stages = parallel.pp * parallel.vpp
-    if layers is not None and layers % stages:
-        raise ConfigError.of(
-            "BridgeConfig.parallel.pp",
-            parallel.pp,
-            f"{layers} layers do not divide into pp*vpp = {parallel.pp}*{parallel.vpp} = {stages} stages; use a divisor",
         )

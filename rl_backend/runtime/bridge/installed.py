@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import importlib.machinery
-import importlib.metadata
 import importlib.util
 import io
 import logging
@@ -15,10 +14,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from packaging.version import Version
 from torch import nn
 
 from rl_backend.contracts import UnsupportedError
+from rl_backend.runtime.bridge_checks import INSTALL, require_installed
 
 NAMES = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.ops")
 
@@ -65,19 +64,11 @@ def placeholders() -> Generator[None]:
             del sys.modules[name]
 
 
-SUPPORTED = {"megatron-core": (0, 19), "megatron-bridge": (0, 6)}
-"""Distribution -> the (major, minor) version whose internals this runtime was tested with."""
-
 _REPEATED: tuple[tuple[str, type[Warning]], ...] = (
     (r"`torch\.distributed\.(reduce_scatter|all_gather_into)_tensor` is deprecated", FutureWarning),
     (r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed", UserWarning),
 )
 """Warnings of Megatron's code in every process that trains, about nothing that a user could change."""
-
-_INSTALL = (
-    "the bridge runtime needs megatron-core 0.19 and megatron-bridge 0.6: pip install 'rl-backend[bridge]', then "
-    "pip install --no-deps megatron-bridge==0.6.2"
-)
 
 
 def import_megatron() -> None:
@@ -86,15 +77,7 @@ def import_megatron() -> None:
     Raises:
         UnsupportedError: a package is missing or of another version; with what to install.
     """
-    for distribution, supported in SUPPORTED.items():
-        try:
-            installed = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            raise UnsupportedError(f"{distribution} is not installed; {_INSTALL}", package=distribution) from None
-        if Version(installed).release[:2] != supported:
-            raise UnsupportedError(
-                f"{distribution} {installed} is installed; {_INSTALL}", package=distribution, installed=installed
-            )
+    require_installed()
     for message, category in _REPEATED:
         warnings.filterwarnings("ignore", message, category)
     load = torch.storage._load_from_bytes
@@ -107,7 +90,7 @@ def import_megatron() -> None:
                 importlib.import_module("megatron.bridge")
         except ModuleNotFoundError as error:
             raise UnsupportedError(
-                f"Megatron cannot be imported: the package {error.name!r} is missing; {_INSTALL}", package=error.name
+                f"Megatron cannot be imported: the package {error.name!r} is missing; {INSTALL}", package=error.name
             ) from error
         finally:
             # Megatron-Core changes torch's pickles, which every process would need Megatron to read.

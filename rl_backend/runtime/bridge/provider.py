@@ -17,6 +17,7 @@ from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.installed import has_transformer_engine
 from rl_backend.runtime.bridge.loading import read_provider
 from rl_backend.runtime.bridge.megatron_cpu import SequenceParallelRMSNorm
+from rl_backend.runtime.bridge_checks import LayerSizes, require_layout
 from rl_backend.runtime.bridge_config import NEEDS_TRANSFORMER_ENGINE, BridgeConfig, megatron_sizes
 
 _NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
@@ -50,7 +51,14 @@ def make_provider(
     """
     options = config.options(BridgeConfig)
     provider = read_provider(bridge, config.hf_path)
-    _require_layout(options, provider, groups, transformer_engine)
+    sizes = LayerSizes(
+        num_layers=provider.num_layers,
+        num_attention_heads=provider.num_attention_heads,
+        num_key_value_heads=provider.num_query_groups or provider.num_attention_heads,
+        ffn_hidden_size=provider.ffn_hidden_size,
+        num_experts=provider.num_moe_experts or 0,
+    )
+    require_layout(options, sizes, transformer_engine=transformer_engine)
     settings = _settings(options, provider, groups.device, head)
     if not transformer_engine:
         settings |= LOCAL_LAYERS
@@ -109,39 +117,6 @@ def _settings(options: BridgeConfig, provider: Any, device: torch.device, head: 
         # Megatron would move the bias in forward_backward, before the step is known to be taken.
         settings["moe_router_bias_update_rate"] = 0.0
     return settings
-
-
-def _require_layout(options: BridgeConfig, provider: Any, groups: BridgeGroups, transformer_engine: bool) -> None:
-    parallel = options.parallel
-    if parallel.cp > 1:
-        reason = (
-            "the bridge runtime does not split packed sequences over context-parallel ranks"
-            if transformer_engine
-            else "Megatron's own attention has no context parallelism (it asserts cp=1), only Transformer Engine's has"
-        )
-        raise ConfigError.of("BridgeConfig.parallel.cp", parallel.cp, f"{reason}; use 1")
-    if provider.num_moe_experts is None:
-        for name in ("ep", "etp"):
-            if getattr(parallel, name) != 1:
-                raise ConfigError.of(f"BridgeConfig.parallel.{name}", getattr(parallel, name), "this model has no experts")
-    elif provider.num_moe_experts % parallel.ep:
-        raise ConfigError.of(
-            "BridgeConfig.parallel.ep", parallel.ep, f"does not divide the model's {provider.num_moe_experts} experts"
-        )
-    stages = parallel.pp * parallel.vpp
-    uneven = {"num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"}
-    if provider.num_layers % stages and not uneven & options.override_transformer_config.keys():
-        raise ConfigError(
-            f"BridgeConfig.parallel: {provider.num_layers} layers do not divide into pp*vpp = {parallel.pp}*{parallel.vpp} "
-            f"= {stages} stages; use a divisor, or set {', '.join(sorted(uneven))} in override_transformer_config"
-        )
-    for name in ("num_attention_heads", "ffn_hidden_size"):
-        if getattr(provider, name) % parallel.tp:
-            problem = f"does not divide {name}={getattr(provider, name)}"
-            raise ConfigError.of("BridgeConfig.parallel.tp", parallel.tp, problem)
-    query_groups = provider.num_query_groups or provider.num_attention_heads
-    if query_groups % parallel.tp and not (transformer_engine and parallel.tp % query_groups == 0):
-        raise ConfigError.of("BridgeConfig.parallel.tp", parallel.tp, f"does not divide num_key_value_heads={query_groups}")
 
 
 def _use_local_layers(provider: Any) -> None:

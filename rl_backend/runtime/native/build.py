@@ -78,7 +78,6 @@ def build_handle(
     vocab_size = hf_config.get("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise ConfigError.of("config.json vocab_size", vocab_size, "expected a positive whole number")
-    max_length = hf_config.get("max_position_embeddings") if family.max_length is None else family.max_length(architecture)
     return NativeHandle(
         name=name,
         forward_only=forward_only,
@@ -93,7 +92,7 @@ def build_handle(
         architecture=architecture,
         hf_config=hf_config,
         vocab_size=vocab_size,
-        max_length=max_length,
+        max_length=family.positions(architecture, hf_config),
         model=model,
         stages=stages,
         micro_batch_multiple=layout.micro_batch_multiple(native),

@@ -8,8 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.contracts import ConfigError, Head, NativeConfig, ParallelConfig, RuntimeConfig, UnsupportedError, WeightName
+from rl_backend.checkpoint.hf_reader import HFReader, read_hf_config
+from rl_backend.checkpoint.hf_weights import check_tensors
+from rl_backend.contracts import (
+    VALUE_HEAD_WEIGHTS,
+    ConfigError,
+    Head,
+    NativeConfig,
+    ParallelConfig,
+    RuntimeConfig,
+    UnsupportedError,
+    WeightName,
+    stored_names,
+)
 from rl_backend.model import BuildSettings, ModelFamily, ModelStage, find_model
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import ShardLayout, layout_of
@@ -112,6 +123,24 @@ def check_config(config: RuntimeConfig) -> None:
     hf_config = read_hf_config(config.hf_path)
     family = find_model(native.model, hf_config)
     check_model_layout(family, family.parse_config(hf_config), native)
+
+
+def check_weights(config: RuntimeConfig, head: Head) -> None:
+    """Refuses a directory whose weight files a model cannot be filled from, by their headers.
+
+    Raises:
+        CheckpointError: files that are missing or damaged, or tensors that are missing, surplus or of another shape.
+        UnsupportedError: the model, or the head.
+    """
+    model = describe_model(config.hf_path, config.options(NativeConfig), head)
+    with torch.device("meta"):
+        module = model.family.build(model.architecture, model.settings)
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    names = {name: stored for name, stored in model.weight_names.items() if name in shapes}
+    reader = HFReader(config.hf_path)
+    absent = set(VALUE_HEAD_WEIGHTS) - reader.infos.keys() if head == "values" else set()
+    shapes = {name: shapes[name] for name in names}
+    check_tensors(reader, shapes, names, absent, model.family.stored_buffers, frozenset(stored_names(names)))
 
 
 def check_model_layout(family: ModelFamily, architecture: Any, native: NativeConfig) -> None:

@@ -145,7 +145,7 @@ def test_less_is_preferred_before_more(model: Path) -> None:
             ("--ranks", "3", "--pp", "3", "--backend", "bridge"),
             "--pp 3: 4 layers do not divide into pp*vpp = 3*1 = 3 stages",
         ),
-        (("--ranks", "2", "--cp", "2", "--backend", "bridge"), "--cp 2: the bridge runtime has none"),
+        (("--ranks", "2", "--cp", "2", "--backend", "bridge"), "--cp 2: the bridge runtime does not split packed sequences"),
         (
             ("--ranks", "1", "--backend", "bridge", "--options", '{"device": "cuda"}'),
             "BridgeConfig.device='cuda': a plan knows what Megatron's own layers keep",

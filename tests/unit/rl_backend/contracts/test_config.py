@@ -6,6 +6,7 @@ import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -168,11 +169,24 @@ print(type(config.backend_cfg.model_cfg).__name__)
     assert ran.stdout.split() == ["MoEOptions"], ran.stderr
 
 
+def test_a_plugin_that_a_rank_cannot_import_says_so_with_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_plugin.py").write_text("register_model(1)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("RANK", "3")
+    message = r"plugins='broken_plugin': fails when training rank 3, process \d+ on node \S+ imports it \(NameError: "
+    with pytest.raises(ConfigError, match=message):
+        RuntimeConfig(hf_path="m", plugins=("broken_plugin",))
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         ({"backend": "magic"}, RegistryError, r"unknown runtime 'magic'; known: .*native.*register_runtime"),
-        ({"plugins": ("no.such.module",)}, ConfigError, r"RuntimeConfig.plugins='no.such.module': cannot be imported"),
+        (
+            {"plugins": ("no.such.module",)},
+            ConfigError,
+            r"plugins='no.such.module': cannot be imported by process \d+ on node \S+ \(No module.*working_dir$",
+        ),
         ({"backend_cfg": {"devise": "cpu"}}, ConfigError, r"NativeConfig.devise='cpu': unknown field"),
         ({"backend_cfg": UnigramConfig()}, ConfigError, r"backend_cfg is a UnigramConfig; expected NativeConfig"),
         ({"backend_cfg": 3}, ConfigError, r"backend_cfg is a int; expected NativeConfig"),

@@ -1,0 +1,6 @@
+"""What can be said of a run before anything starts: from its options, the model's files, the data and this machine."""
+
+from actors.run.preflight.checks import Finding as Finding
+from actors.run.preflight.checks import check_start as check_start
+from actors.run.preflight.checks import findings as findings
+from actors.run.preflight.checks import preflight as preflight

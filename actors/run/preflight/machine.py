@@ -1,0 +1,113 @@
+"""Whether this machine has the packages, GPUs and cores of a run. A cluster's machines are left to Ray."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import ray
+import torch
+
+from actors.cluster.placement import cores_each, gpus_each, usable_cores
+from actors.rollout.config import RolloutConfig, check_engine_device
+from actors.run.config import TrainingConfig
+from actors.run.rl_config import RLConfig
+from rl_backend.checkpoint.hf_reader import read_hf_config
+from rl_backend.contracts import ConfigError, UnsupportedError
+from rl_backend.model.blocks import divisors, nearest
+from rl_backend.runtime.bridge_checks import require_installed
+
+OF_A_CLUSTER = "are the cluster's, which Ray knows"
+
+
+def find_packages(config: TrainingConfig) -> str:
+    """Looks for what the run imports, without importing it.
+
+    Raises:
+        UnsupportedError: a package is missing or of another version.
+    """
+    found = ["torch", "ray"]
+    if config.train.backend == "bridge":
+        require_installed()
+        found.append("Megatron")
+    if config.num_engines:
+        if importlib.util.find_spec("vllm") is None:
+            raise UnsupportedError("vllm is not installed, which samples responses; pip install 'rl-backend[vllm]'")
+        found.append("vllm")
+    return ", ".join(found)
+
+
+def find_devices(config: TrainingConfig) -> str:
+    """Divides this machine's GPUs and cores over ranks and engines.
+
+    Raises:
+        ConfigError: there are too few, or options are of devices that are not here.
+    """
+    if is_on_cluster():
+        return f"cores and GPUs {OF_A_CLUSTER}"
+    gpus, ranks, engines = torch.cuda.device_count(), config.ranks * config.training_groups, config.num_engines
+    try:
+        gpus_each(ranks, engines, gpus)
+    except ConfigError as error:
+        raise ConfigError.of(f"{type(config).__name__}.ranks", config.ranks, str(error)) from None
+    device = getattr(config.train.backend_cfg, "device", "auto")
+    owner = f"{type(config.train.backend_cfg).__name__}.device"
+    if device == "cuda" and not gpus:
+        raise ConfigError.of(owner, device, "this machine has no GPU that PyTorch sees; use auto or cpu")
+    if device == "cpu" and gpus:
+        raise ConfigError.of(
+            owner, device, "every rank gets a GPU of this machine; use auto, or hide them with CUDA_VISIBLE_DEVICES="
+        )
+    if isinstance(config, RLConfig):
+        _check_engines(config, gpus)
+    return f"{usable_cores()} cores, {gpus} GPUs for {ranks} rank(s) and {engines} engine(s)"
+
+
+def is_on_cluster() -> bool:
+    """Whether a run joins Ray that is there already, here or elsewhere."""
+    return "RAY_ADDRESS" in os.environ or ray.is_initialized()
+
+
+def _check_engines(config: RLConfig, gpus: int) -> None:
+    engines = config.rollout
+    if engines.device == "cuda" and not gpus:
+        raise ConfigError.of("RolloutConfig.device", "cuda", "this machine has no GPU that PyTorch sees; use auto or cpu")
+    on_gpus = engines.device == "cuda" or (engines.device == "auto" and gpus and engines.cores is None)
+    check_engine_device(engines, "cuda" if on_gpus else "cpu")
+    if not on_gpus and config.transport in ("nccl", "cuda_ipc"):
+        raise ConfigError.of(
+            f"{type(config).__name__}.transport",
+            config.transport,
+            "sends from GPU to GPU; on CPUs use auto, shared_memory or gloo",
+        )
+    heads, parts = read_hf_config(config.model).get("num_attention_heads"), engines.tensor_parallel
+    if isinstance(heads, int) and heads % parts:
+        raise ConfigError.of(
+            "RolloutConfig.tensor_parallel",
+            parts,
+            f"does not divide num_attention_heads={heads} of {config.model}; {nearest(parts, divisors(heads))}",
+        )
+    if not on_gpus:
+        _check_cores(config, engines)
+
+
+def _check_cores(config: RLConfig, engines: RolloutConfig) -> None:
+    cores, parts = sorted(os.sched_getaffinity(0)), engines.tensor_parallel
+    missing = sorted({core for group in engines.cores or () for core in group} - set(cores))
+    if missing:
+        raise ConfigError.of("RolloutConfig.cores", missing, f"this process may only use cores {cores}; use some of them")
+    if (engines.cores_per_engine or 0) > len(cores):
+        raise ConfigError.of(
+            "RolloutConfig.cores_per_engine",
+            engines.cores_per_engine,
+            f"this machine has {len(cores)} cores; use at most that",
+        )
+    ranks = config.ranks * config.training_groups
+    each = cores_each(engines.num_engines + (ranks if config.batches_ahead else 0))
+    if engines.cores is None and engines.cores_per_engine is None and each % parts:
+        raise ConfigError.of(
+            "RolloutConfig.tensor_parallel",
+            parts,
+            f"each engine has {each} of this machine's {len(cores)} cores, which it must divide; "
+            f"{nearest(parts, divisors(each))}",
+        )

@@ -1,0 +1,140 @@
+"""Whether a model's files, its layout and the lengths of a run go together."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from actors.rollout.lengths import more_than, positions_of
+from actors.run.config import RunModel, TrainingConfig
+from actors.run.rl_config import RLConfig
+from rl_backend.checkpoint.hf_reader import HFReader, read_hf_config
+from rl_backend.contracts import CheckpointError, ConfigError, RuntimeConfig
+from rl_backend.data.prompts import load_tokenizer
+from rl_backend.lab.text import count
+from rl_backend.runtime import check_config, check_weights
+
+
+def find_model(config: TrainingConfig) -> str:
+    """Looks for the directory of each model, its ``config.json``, and plugins that its family may come from.
+
+    Raises:
+        ConfigError: there is none.
+        CheckpointError: ``config.json`` is damaged.
+    """
+    texts = []
+    for model in config.models():
+        option = f"{type(config).__name__}.{model.option}"
+        if not (Path(model.path) / "config.json").is_file():
+            problem = "has no config.json; give the folder of a Hugging Face model, with *.safetensors and tokenizer.json"
+            raise ConfigError.of(option, model.path, problem)
+        with _named(option, model.path):
+            texts.append(f"{read_hf_config(model.path).get('model_type')} in {model.path}")
+    for plugin in config.train.plugins:
+        spec = importlib.util.find_spec(plugin)
+        texts.append(f"plugin {plugin} from {spec and spec.origin}, which every node must have")
+    return ", ".join(dict.fromkeys(texts))
+
+
+def find_layout(config: TrainingConfig) -> str:
+    """Divides the models over the ranks.
+
+    Raises:
+        ConfigError: sizes that do not divide them.
+        UnsupportedError: a model, or a feature of it, that the runtime does not have.
+    """
+    for model in config.models():
+        check_config(runtime_of(config, model), config.ranks)
+    return config.describe_ranks()
+
+
+def find_weights(config: TrainingConfig) -> str:
+    """Reads the headers of the weight files.
+
+    Raises:
+        CheckpointError: weights that are missing, damaged or of another model.
+        UnsupportedError: weights that are quantised, or of a model that the runtime does not have.
+    """
+    texts = []
+    for model in config.models():
+        with _named(f"{type(config).__name__}.{model.option}", model.path):
+            check_weights(runtime_of(config, model), model.head)
+            files, tensors = sorted(Path(model.path).glob("*.safetensors")), HFReader(model.path).infos
+            size = sum(file.stat().st_size for file in files) / 2**20
+            texts.append(f"{count(len(tensors), 'tensor')} in {count(len(files), 'file')}, {size:,.1f} MiB")
+    return "; ".join(dict.fromkeys(texts))
+
+
+def find_lengths(config: TrainingConfig) -> str:
+    """Compares the longest sequence with the positions of the models.
+
+    Raises:
+        ConfigError: it is longer.
+    """
+    longest, known = config.longest_sequence, list[int]()
+    for model in config.models():
+        positions = positions_of(model.path, getattr(config.train.backend_cfg, "model", "auto"))
+        if positions is None:
+            continue
+        known.append(positions)
+        if isinstance(config, RLConfig):
+            _require_positions(config, model, positions)
+    has = f"the model has {min(known)} positions" if known else "nothing limits the model"
+    return has if longest is None else f"sequences of up to {longest} tokens, {has}"
+
+
+def find_tokenizer(config: TrainingConfig) -> str:
+    """Loads the tokenizer.
+
+    Raises:
+        ConfigError: there is none, it names no end of a text, or one that the model does not know.
+    """
+    tokenizer = load_tokenizer(config.model)
+    require_known_end(f"{type(config).__name__}.model", config.model, tokenizer)
+    template = "a" if tokenizer.chat_template else "no"
+    return f"{len(tokenizer)} tokens, a text ends with {tokenizer.eos_token}, {template} chat template"
+
+
+def require_known_end(option: str, model: str, tokenizer: Any) -> None:
+    """Raises :class:`ConfigError` where a text ends with a token that the model does not have."""
+    vocab_size = read_hf_config(model).get("vocab_size")
+    if isinstance(vocab_size, int) and tokenizer.eos_token_id >= vocab_size:
+        raise ConfigError.of(
+            option,
+            model,
+            f"its tokenizer ends a text with token {tokenizer.eos_token_id} ({tokenizer.eos_token}), and the model has "
+            f"{vocab_size} tokens, 0 to {vocab_size - 1}; give the tokenizer that belongs to it",
+        )
+
+
+def runtime_of(config: TrainingConfig, model: RunModel) -> RuntimeConfig:
+    """Of a model of the run, without what only Ray knows."""
+    return config.train if model.path == config.model else config.train.replace(hf_path=model.path)
+
+
+def _require_positions(config: RLConfig, model: RunModel, positions: int) -> None:
+    name, longest, response = type(config).__name__, config.longest_sequence, config.sampling.max_new_tokens
+    has = f"{model.path} has {positions} positions for prompt and response together"
+    if response >= positions:
+        raise ConfigError.of(f"{name}.max_response_tokens", response, f"{has}; use at most {positions - 1}")
+    if longest > positions:
+        raise ConfigError.of(
+            f"{name}.max_prompt_tokens",
+            config.max_prompt_tokens,
+            f"{has}, and max_response_tokens={response}; use at most {positions - response}, or fewer response tokens",
+        )
+    if config.rollout.max_model_len > positions:
+        problem = more_than(model.path, positions)
+        raise ConfigError.of("RolloutConfig.max_model_len", config.rollout.max_model_len, problem)
+
+
+@contextmanager
+def _named(option: str, value: str) -> Iterator[None]:
+    """Errors of files begin with the option that named their directory."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{option}={value!r}: {error}", **error.details) from error

@@ -1,0 +1,124 @@
+"""The first hour of a user: seconds until a run says something and takes a step, and what mistakes are answered with.
+
+Every mistake of :mod:`benchmarks.user_mistakes` is a command in a process of its own, as a user would give it.
+``results/first_hour.json`` has of each the command, the sentence that is printed, the seconds until the command ends, and
+whether Ray was started. ``--only WORDS`` runs those whose description has the words, prints them, and writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import write_result
+from benchmarks.user_mistakes import MISTAKES, Mistake, grpo, write_world
+
+MISTAKE_SECONDS, STEP_SECONDS = 300.0, 900.0
+REPOSITORY = Path(__file__).parents[1]
+
+
+def make_mistake(mistake: Mistake, world: Path) -> dict[str, Any]:
+    """Gives the command in ``world``; the entry of the result.
+
+    Besides ``sentence``, ``lines`` counts what was printed, and ``traceback`` says whether a traceback was.
+    """
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as ray_files:
+        environment = _environment(ray_files)
+        started = time.perf_counter()
+        ran = subprocess.run(
+            [sys.executable, *mistake.arguments()],
+            cwd=world,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=MISTAKE_SECONDS,
+            check=False,
+        )
+        seconds = time.perf_counter() - started
+        ray_started = any(Path(ray_files).glob("**/session_*"))
+    lines = [line for line in (ran.stdout + ran.stderr).splitlines() if line.strip()]
+    said = [line for line in lines if line.startswith("error: ")] or lines[-1:]
+    return {
+        "about": mistake.about,
+        "command": f"python {shlex.join(mistake.arguments())}",
+        "status": ran.returncode,
+        "sentence": said[-1].removeprefix("error: ") if said else "",
+        "lines": len(lines),
+        "traceback": any(line.startswith("Traceback") for line in lines),
+        "seconds": round(seconds, 2),
+        "ray_started": ray_started,
+    }
+
+
+def time_start(world: Path) -> dict[str, float]:
+    """Seconds from the command of a run of the demo's model until its first line, and until that of its first step."""
+    run = grpo("", run_dir="runs/timed", steps="2", prompts_per_step="8", samples_per_prompt="2")
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as ray_files:
+        started, found = time.perf_counter(), dict[str, float]()
+        process = subprocess.Popen(
+            [sys.executable, *run.arguments()],
+            cwd=world,
+            env=_environment(ray_files),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                now = time.perf_counter() - started
+                if line.strip():
+                    found.setdefault("seconds_to_first_line", round(now, 2))
+                if line.startswith("step "):
+                    found["seconds_to_first_step"] = round(now, 2)
+                    break
+                if now > STEP_SECONDS:
+                    break
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.communicate()
+    if "seconds_to_first_step" not in found:
+        raise SystemExit(f"the run ended with status {process.returncode} before its first step")
+    return found
+
+
+def _environment(ray_files: str) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "RAY_TMPDIR": ray_files, "PYTHONUNBUFFERED": "1"}
+    environment.pop("RAY_ADDRESS", None)
+    return environment
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", help="words of the descriptions of mistakes to make")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        world = Path(folder)
+        write_world(world)
+        chosen = [each for each in MISTAKES if arguments.only is None or arguments.only in each.about]
+        made = []
+        for mistake in chosen:
+            made.append(make_mistake(mistake, world))
+            entry = made[-1]
+            late = " AFTER RAY" if entry["ray_started"] else ""
+            print(f"{entry['seconds']:7.2f} s{late}  {entry['about']}: {entry['sentence']}", flush=True)
+        if arguments.only is not None:
+            return
+        started = time_start(world)
+    not_refused = [entry["about"] for entry in made if entry["status"] == 0]
+    with_traceback = [entry["about"] for entry in made if entry["traceback"]]
+    payload = {**started, "mistakes": made, "not_refused": not_refused, "with_traceback": with_traceback}
+    print(write_result("first_hour", payload))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""``rl-backend check``: what a run would be refused for, without starting it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import time
+import typing
+
+from actors.run.command_line import in_flags, parse_config
+from actors.run.config import TrainingConfig
+from actors.run.preflight import findings
+from rl_backend.cli.example import EXAMPLES, example_file
+
+EXIT_REFUSED = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "A line for each check, with the seconds that it took. Exit status: 0 nothing refuses the run, 2 something does. "
+        "Ray, ranks and engines are not started."
+    )
+    parser.add_argument("name", choices=tuple(EXAMPLES), help="the example that would run")
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="those of the run, as the example takes them")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints what each check found.
+
+    Raises:
+        ConfigError: options that the example refuses.
+    """
+    kind = config_type(arguments.name)
+    config = parse_config(kind, f"Checks a run of {arguments.name}; these are its options.", arguments.options)
+    refused, started = 0, time.perf_counter()
+    for name, each in config.runs().items():
+        if name:
+            print(f"{name}:")
+        for found in findings(each):
+            refused += found.error is not None
+            verdict = "ok" if found.error is None else "REFUSED"
+            print(f"{verdict:8}{found.name:11}{found.seconds:6.2f} s  {in_flags(found.text)}")
+    seconds = time.perf_counter() - started
+    print(f"{'nothing refuses this run' if not refused else f'{refused} of these refuse the run'} ({seconds:.1f} s)")
+    return EXIT_REFUSED if refused else 0
+
+
+def config_type(name: str) -> type[TrainingConfig]:
+    """The type of an example's options: what its ``train`` takes."""
+    file = example_file(name)
+    spec = importlib.util.spec_from_file_location(f"rl_backend_example_{name}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Configurations look up the names in their annotations here.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    kind: type[TrainingConfig] = typing.get_type_hints(module.train)["config"]
+    return kind

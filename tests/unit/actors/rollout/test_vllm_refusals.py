@@ -1,0 +1,70 @@
+"""What vLLM refuses is told in one sentence with our names; its traceback is kept for a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError, model_validator
+
+from actors.rollout import group
+from actors.rollout.config import RolloutConfig
+from actors.rollout.lengths import within_model
+from actors.rollout.vllm.process import in_our_words
+from actors.run import session
+from rl_backend.contracts import ConfigError, RolloutError
+from tests.support.models import write_tiny
+
+SAID = (
+    "User-specified max_model_len (536) is greater than the derived max_model_len\n(max_position_embeddings=512.0). "
+    "Lower --tensor-parallel-size, or the model does not fit."
+)
+
+
+class Refusing(BaseModel):
+    value: int
+
+    @model_validator(mode="after")
+    def _refuse(self) -> Refusing:
+        raise ValueError(SAID)
+
+
+def test_a_validation_error_becomes_its_sentence_with_our_fields() -> None:
+    with pytest.raises(ValidationError) as refused:
+        Refusing(value=1)
+    assert in_our_words(refused.value) == (
+        "User-specified RolloutConfig.max_model_len (536) is greater than the derived RolloutConfig.max_model_len "
+        "(max_position_embeddings=512.0). Lower RolloutConfig.tensor_parallel, or the model does not fit."
+    )
+    with pytest.raises(ValidationError) as refused:
+        Refusing.model_validate({"value": "many"})
+    assert in_our_words(refused.value).startswith("value: Input should be a valid integer")
+    assert in_our_words(AssertionError()) == "AssertionError"
+    assert len(in_our_words(RuntimeError("x" * 9000))) < 500
+
+
+def test_the_traceback_goes_to_a_file_of_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "new" / "run"
+
+    def start(config: Any) -> None:
+        raise RolloutError("engine 0: vLLM does not start", traceback="Traceback: of vLLM")
+
+    monkeypatch.setattr(session, "RolloutGroup", start)
+    with (
+        pytest.raises(RolloutError, match=rf"does not start; all that vLLM said is in {run_dir}/engines\.log$") as refused,
+        session._log_of_engines(str(run_dir)),
+    ):
+        session.RolloutGroup(RolloutConfig(model_path="m"))
+    assert refused.value.__cause__ is None
+    assert (run_dir / "engines.log").read_text() == "Traceback: of vLLM"
+
+
+def test_engines_take_no_longer_sequences_than_their_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = str(write_tiny("qwen3", tmp_path))
+    assert within_model(RolloutConfig(model_path=model)).max_model_len == 512
+    assert within_model(RolloutConfig(model_path=model, max_model_len=64)).max_model_len == 64
+    assert within_model(RolloutConfig(model_path="elsewhere", max_model_len=9999)).max_model_len == 9999
+    monkeypatch.setattr(group.ray, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match=r"RolloutConfig\.max_model_len=536: \S+ has 512 positions .*; use at most 512$"):
+        group.RolloutGroup(RolloutConfig(model_path=model, max_model_len=536))

@@ -1,0 +1,69 @@
+"""``rl-backend check`` as a user meets it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import ray
+
+from examples.demo.task import write_task
+from rl_backend.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("task")
+    write_task(folder, seed=0)
+    rows = (folder / "train.jsonl").read_text().splitlines(keepends=True)
+    (folder / "train.jsonl").write_text("".join(rows[:64]))
+    return folder
+
+
+def check(capsys: pytest.CaptureFixture[str], task: Path, name: str, *options: str) -> tuple[int, str]:
+    files = ["--model", str(task / "model"), "--dataset", str(task / "train.jsonl"), "--run-dir", str(task / "run")]
+    status = main(["check", name, *files, *options])
+    captured = capsys.readouterr()
+    assert not ray.is_initialized()
+    assert not (task / "run").exists()
+    return status, captured.out + captured.err
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+REWARD = ("--reward", "examples.demo.task:compute_score")
+
+
+def test_a_run_that_can_start_has_a_line_and_the_time_of_each_check(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = check(capsys, task, "grpo", *REWARD, "--tp", "2", "--ranks", "2")
+    *lines, verdict = text.splitlines()
+    assert status == 0 and verdict.startswith("nothing refuses this run (")
+    assert [line.split()[0] for line in lines] == ["ok"] * 10
+    assert all(" s  " in line for line in lines)
+
+
+def test_all_that_refuses_a_run_is_said_with_flags(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--tp", "3", "--ranks", "3", "--max-response-tokens", "99", "--prompts-per-step", "9000")
+    status, text = check(capsys, task, "grpo", *REWARD, *options)
+    assert status == 2
+    refused = [line for line in text.splitlines() if line.startswith("REFUSED")]
+    assert len(refused) == 3
+    for line, said in zip(
+        refused, ("--tp=3: does not", "--max-response-tokens=99: ", "--prompts-per-step=9000: "), strict=True
+    ):
+        assert said in line
+    assert text.splitlines()[-1].startswith("3 of these refuse the run")
+    status, text = check(capsys, task, "sft", "--batch-size", "0")
+    assert status == 2 and text.startswith('error: --batch-size="0"')
+
+
+def test_each_user_of_one_model_is_checked(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    users = '{"ann": {}, "bob": {"dataset": "nowhere.jsonl"}}'
+    status, text = check(capsys, task, "tenants", *REWARD, "--users", users)
+    ann, bob = text.split("bob:\n")
+    assert status == 2
+    assert "REFUSED" not in ann
+    assert "--dataset='nowhere.jsonl': no such file" in bob
