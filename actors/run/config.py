@@ -26,8 +26,8 @@ from rl_backend.contracts import (
 )
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.contracts.runtime_config import import_plugins
-from rl_backend.data import read_examples
 from rl_backend.data.config import DataConfig
+from rl_backend.data.examples import read_examples
 from rl_backend.data.hub import local_model
 
 _BACKEND, _OPTIMIZER = "train.backend_cfg", "train.backend_cfg.optimizer"
