@@ -98,6 +98,7 @@ OTHER_CHECKS: Sequence[tuple[str, str, Callable[[CodeBlock], None] | None, str]]
     ("docs/concepts.md", "(token_losses", is_mean_over_tokens, ""),
     ("docs/data.md", "def compute_score", is_signature_of_rewards, ""),
     ("docs/getting_started.md", "def compute_score", is_signature_of_rewards, ""),
+    ("docs/getting_started.md", "ok      packages", None, "output; tests/unit/rl_backend/cli/test_check_command.py"),
     ("docs/getting_started.md", "# mine.yaml", are_options_of("examples.grpo"), ""),
     ("docs/layouts.md", "ParallelConfig.tp=3", is_error_of_a_layout, ""),
     ("docs/lora.md", "rollout = RolloutGroup", parses, "not run: needs engines; tests/e2e/test_adapter_sync.py has them"),
