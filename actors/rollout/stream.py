@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -26,11 +27,16 @@ DRAWN_SAMPLES = "drawn_samples.pt"
 
 @dataclass(frozen=True)
 class SampledBatch:
-    """Samples, prompt by prompt, ``n`` of each; ``prompts`` has one entry for each sample. The first ``number`` is 1."""
+    """Samples, prompt by prompt, ``n`` of each; ``prompts`` has one entry for each sample. The first ``number`` is 1.
+
+    Attributes:
+        seconds: that sampling took; 0 for samples of an earlier process.
+    """
 
     number: int
     prompts: list[Prompt]
     samples: list[Sample]
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -154,17 +160,19 @@ class SampleStream:
     def _sample(self, number: int, prompts: list[Prompt]) -> SampledBatch:
         self._may_begin.wait()
         with self._sampling_now:
+            started = time.perf_counter()
             samples = self._rollout.generate(
                 [prompt.token_ids for prompt in prompts],
                 self._sampling,
                 seeds=sample_seeds(self._seed, number, len(prompts), self._sampling.n),
                 adapter=self._adapter,
             )
-        return _answered(number, prompts, samples)
+            seconds = time.perf_counter() - started
+        return _answered(number, prompts, samples, seconds)
 
 
-def _answered(number: int, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> SampledBatch:
-    return SampledBatch(number, [prompts[sample.prompt_index] for sample in samples], list(samples))
+def _answered(number: int, prompts: Sequence[Prompt], samples: Sequence[Sample], seconds: float = 0.0) -> SampledBatch:
+    return SampledBatch(number, [prompts[sample.prompt_index] for sample in samples], list(samples), seconds)
 
 
 def save_drawn(batches: Sequence[Sequence[Sample]], directory: Path) -> None:

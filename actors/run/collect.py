@@ -19,6 +19,7 @@ from actors.run.metrics import Clock
 from actors.run.preflight.model import require_known_end
 from actors.run.rl_config import RLConfig
 from actors.run.state import read_object
+from actors.run.vital_signs import sample_metrics
 from actors.train.model import require_experts
 from rl_backend.algorithm import groups_with_signal
 from rl_backend.contracts import BatchError, ConfigError, WeightVersionError
@@ -160,7 +161,8 @@ class BatchCollector:
     def collect(self, step: int, clock: Clock) -> TrainingBatch:
         """The batch of ``step``, counted from 1; phases ``sample`` (waiting for samples) and ``reward`` of the clock.
 
-        Metrics: ``reward`` and ``response_tokens``, means over all samples that were scored; ``staleness_mean`` and
+        Metrics: those of :func:`~actors.run.vital_signs.sample_metrics`, of all samples that were scored;
+        ``tokens_per_second/sample``, of responses while engines were sampling; ``staleness_mean`` and
         ``staleness_max``, training steps by which the weights of the samples trained on are behind, and
         ``samples_dropped`` for being too old, when sampling ahead; ``batches_sampled`` and ``groups_without_signal``, with
         dynamic sampling.
@@ -172,10 +174,14 @@ class BatchCollector:
         chosen: list[_Group] = []
         without_signal: list[_Group] = []
         scored: list[_Group] = []
-        dropped = taken = 0
+        dropped = taken = tokens = 0
+        seconds = 0.0
         while len(chosen) < config.prompts_per_step and taken != self._batches_with_signal:
             batch = self._stream.next(more=config.steps - step)
             clock.lap("sample")
+            if batch.seconds:
+                seconds += batch.seconds
+                tokens += sum(len(sample.response_ids) for sample in batch.samples)
             age = self._age(batch, step)
             if age > config.max_staleness and config.stale_samples == "drop":
                 dropped += len(batch.samples)
@@ -194,10 +200,9 @@ class BatchCollector:
             # Each of the step's updates gets its part of the groups that teach nothing.
             random.Random(f"{config.seed} {step}").shuffle(chosen)
 
-        metrics = {
-            "reward": statistics.fmean(reward for group in scored for reward in group.rewards),
-            "response_tokens": statistics.fmean(len(sample.response_ids) for group in scored for sample in group.samples),
-        }
+        metrics = sample_metrics(scored)
+        if seconds:
+            metrics["tokens_per_second/sample"] = tokens / seconds
         samples = [sample for group in chosen for sample in group.samples]
         if config.batches_ahead:
             ages = [self._age_of(sample, step) for sample in samples]

@@ -27,9 +27,14 @@ SHOWN = {
     "answer_probability": ("answer probability", ".3f"),
     "log_prob_gap": ("gap", ".1e"),
     "grad_norm": ("grad norm", ".2f"),
+    "entropy": ("entropy", ".2f"),
+    "equal_groups": ("equal groups", ".0%"),
     "kl": ("kl", ".3f"),
+    "responses_cut_off": ("cut off", ".0%"),
     "value_loss": ("value loss", ".3f"),
     "staleness_mean": ("staleness", ".1f"),
+    "tokens_per_second/train": ("train tokens/s", ".0f"),
+    "peak_memory_gib": ("memory GiB", ".2f"),
     "next_lr": ("next lr", ".1e"),
 }
 """Metrics in the line of a step: label and format. A line without room for all leaves out the last."""

@@ -140,10 +140,14 @@ class RunFolder:
         identity = xxhash.xxh3_64(f"{self.path} {self._facts['started']}".encode()).hexdigest()
         self._curves = Curves(metrics_to, WriterFacts(self.path, config.model_dump(mode="json"), identity, drop_from))
 
-    def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        """One line of ``metrics.jsonl``, one point of every curve and Prometheus gauge, and a step of the trace."""
+    def log(self, step: int, metrics: Mapping[str, float | int], warnings: Sequence[str] = ()) -> None:
+        """One line of ``metrics.jsonl``, one point of every curve and Prometheus gauge, and a step of the trace.
+
+        Args:
+            warnings: sentences for the line of ``metrics.jsonl`` and the top of the report.
+        """
         with written_to(self.path):
-            self._metrics.write({"step": step, **metrics})
+            self._metrics.write({"step": step, **metrics, **({"warnings": list(warnings)} if warnings else {})})
             self._curves.write(step, metrics)
         export_step(str(self.path), step, {name: float(value) for name, value in metrics.items()})
         now = time.monotonic_ns()

@@ -199,7 +199,7 @@ class RLRun(Run[RLConfig]):
             if self._reward is not None:
                 metrics["held_out_reward"] = self._reward
                 clock.lap("evaluate")
-        self.folder.log(step, metrics | clock.seconds | {"weight_version": self._version})
+        self.folder.log(step, metrics | clock.seconds | {"weight_version": self._version}, self._warnings)
         logged = slice(config.samples_logged)
         lines = describe(batch.samples[logged], batch.prompts[logged], batch.rewards[logged], self.inputs.tokenizer)
         self.folder.log_samples(step, lines)

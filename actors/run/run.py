@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from actors.rollout.stream import StreamPosition
 from actors.run.config import LoRAOptions, TrainingConfig
-from actors.run.console import Phases, StepLines, command_began, say_facts
+from actors.run.console import Phases, StepLines, command_began, say, say_facts
 from actors.run.folder import RunFolder
 from actors.run.lock import RunLock
 from actors.run.metrics import Clock
@@ -18,6 +18,7 @@ from actors.run.saver import RunSaver
 from actors.run.session import Session, lent_session, open_session, require_paths
 from actors.run.start import find_start
 from actors.run.trace import TraceSource
+from actors.run.vital_signs import VitalSigns
 from actors.train.context import HandleRef
 from actors.train.group import TrainGroup
 from actors.train.model import GroupModel, RouterReplayMode
@@ -76,6 +77,10 @@ class Run[C: TrainingConfig]:
         self._began = command_began(take=session is None)
         self._phases = Phases(label, self._began)
         self._lines = StepLines(config.steps, self._began, label)
+        self._trained: tuple[GroupModel, ...] = ()
+        # Checkpoints of earlier versions have none.
+        self._vital_signs = VitalSigns(self.start.checkpoint and self.start.checkpoint.state.get("vital_signs"))
+        self._warnings: list[str] = []
 
     def __enter__(self) -> Self:
         config = self.config
@@ -162,19 +167,28 @@ class Run[C: TrainingConfig]:
         self._saver.finish()
 
     def lap(self, phase: str) -> None:
-        """Ends a phase of the step: the metric ``seconds/<phase>``."""
-        self._clock.lap(phase)
+        """Ends a phase of the step: the metrics ``seconds/<phase>`` and ``tokens_per_second/<phase>``.
+
+        The tokens are those of passes whose results have come since the last lap, of the trained model that had most.
+        """
+        self._clock.lap(phase, max((model.tokens.take() for model in self._trained), default=0))
 
     def end_step(self, metrics: Mapping[str, float]) -> None:
-        """Saves a checkpoint if one is due, logs and prints the step, and commits what is saved by now.
+        """Saves a checkpoint if one is due, logs and prints the step, warns, and commits what is saved by now.
 
         Args:
-            metrics: those of :data:`~actors.run.console.SHOWN` are printed, as many as a line has room for.
+            metrics: those of :data:`~actors.run.console.SHOWN` are printed, as many as a line has room for. The run adds
+                ``tokens_per_second/<phase>`` and ``peak_memory_gib``, of the rank that has held most so far.
         """
         self._saver.save(self._step, self._clock)
-        logged = self._log(dict(metrics))
+        memory = max(group.peak_memory for group in self.session.groups)
+        measured = {**metrics, **self._clock.rates, "peak_memory_gib": memory / 2**30}
+        self._warnings = self._vital_signs.warnings(self._step, measured)
+        logged = self._log(measured)
         self._lines.end(self._step, logged, self._clock.seconds)
-        self._saver.commit(self._step, self._state(), self._position())
+        for warning in self._warnings:
+            say(f"{self.label}warning: {warning}")
+        self._saver.commit(self._step, {**self._state(), "vital_signs": self._vital_signs.state}, self._position())
         if self._on_step:
             self._on_step(self._step, logged)
 
@@ -197,6 +211,7 @@ class Run[C: TrainingConfig]:
         checkpoint = self.start.checkpoint
         with nullcontext() if checkpoint is None else self.phase("checkpoint", f"loading {checkpoint.path.name}"):
             self._saver = self._stack.enter_context(RunSaver(self.config, self.folder, trained, self.start))
+        self._trained = tuple(trained.values())
 
     @staticmethod
     def _remove(group: TrainGroup, tenant: HandleRef) -> None:
@@ -205,7 +220,7 @@ class Run[C: TrainingConfig]:
 
     def _log(self, metrics: dict[str, float]) -> dict[str, float]:
         """Writes the step's lines to the folder; what is printed, and what ``on_step`` sees."""
-        self.folder.log(self._step, metrics | self._clock.seconds)
+        self.folder.log(self._step, metrics | self._clock.seconds, self._warnings)
         return metrics
 
     def _state(self) -> dict[str, Any]:

@@ -111,6 +111,11 @@ class TrainGroup(TrainOperations):
         """
         return tuple(self._ranks.journal)
 
+    @property
+    def peak_memory(self) -> int:
+        """Bytes: the most that any rank has held so far, on its GPU or, without one, in host memory. 0 before a result."""
+        return self._ranks.peak_memory
+
     def trace_actors(self) -> Mapping[str, Any]:
         """For a :class:`~actors.run.trace.TraceCollector`; empty once the group has ended."""
         workers = () if self._ranks.ended else self._ranks.members.workers

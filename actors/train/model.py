@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -48,6 +48,22 @@ def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
     }
 
 
+class TokenCount:
+    """Tokens of the passes of a model whose results have come."""
+
+    def __init__(self) -> None:
+        self._tokens = 0
+
+    def add(self, sequences: Sequence[TokenSequence]) -> None:
+        """Counts a pass over them; an update counts once."""
+        self._tokens += sum(map(len, sequences))
+
+    def take(self) -> int:
+        """Those since the last call."""
+        tokens, self._tokens = self._tokens, 0
+        return tokens
+
+
 @dataclass(frozen=True)
 class GroupModel:
     """A handle and the training group that it lives on.
@@ -58,6 +74,7 @@ class GroupModel:
         router_replay: in the passes of a policy that is trained; other passes route freely.
         base: the frozen model below a LoRA tenant; None for a model of its own.
         hf_path: directory of the weights that it began with; empty where nobody asks.
+        tokens: what it has computed.
     """
 
     group: TrainGroup
@@ -65,6 +82,7 @@ class GroupModel:
     router_replay: RouterReplayMode = "off"
     base: HandleRef | None = None
     hf_path: str = ""
+    tokens: TokenCount = field(default_factory=TokenCount, compare=False, repr=False)
 
     def submit_outputs(
         self,
@@ -79,15 +97,22 @@ class GroupModel:
         Args:
             fields: token field -> output, as in ``{"old_log_probs": "log_probs"}``.
             before_updates: the pass of a policy that is updated next. It records or replays routes, as ``router_replay``
-                says; recorded ones become the field ``routed_experts``.
+                says; recorded ones become the field ``routed_experts``. The entropy becomes the field ``old_entropy``, of
+                which policy losses make a metric; here it needs no gradient.
         """
         mode = BEFORE_UPDATES[self.router_replay] if before_updates else "off"
         wanted = {**fields, "routed_experts": "routed_experts"} if mode == "record" else fields
+        meta = {**meta, "calculate_entropy": before_updates or "entropy" in fields.values()}
         future = self.group.forward.submit(self.handle, sequences, meta=meta, router_replay=mode)
 
         def wait() -> dict[str, list[Tensor]]:
             result = future.result()
-            return {field: list(result.output(name)) for field, name in wanted.items()}
+            self.tokens.add(sequences)
+            found = {field: list(result.output(name)) for field, name in wanted.items()}
+            # A plugin's runtime need not know the entropy.
+            if before_updates and "entropy" in result.outputs:
+                found["old_entropy"] = list(result.output("entropy"))
+            return found
 
         return wait
 
@@ -104,6 +129,7 @@ class GroupModel:
             cleared.result()
             metrics = gradients.result().metrics
             ok, grad_norm, _ = step.result()
+            self.tokens.add(sequences)
             return Update(metrics, ok, grad_norm, schedule.result())
 
         return wait

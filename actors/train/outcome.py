@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -59,9 +60,14 @@ class RankForward:
 
 @dataclass(frozen=True)
 class Completed:
-    """An operation that ran to its end."""
+    """An operation that ran to its end.
+
+    Attributes:
+        peak_memory: of the rank, see :func:`peak_memory`; 0 where it was not looked at.
+    """
 
     value: Any
+    peak_memory: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,18 @@ class Failed:
 
 
 type Outcome = Completed | Failed
+
+
+def completed(value: Any) -> Completed:
+    """An answer of this process, with its memory."""
+    return Completed(value, peak_memory())
+
+
+def peak_memory() -> int:
+    """Bytes, the most that this process has held so far: allocated on its GPU, or without one resident in host memory."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class RemoteTraceback(Exception):  # noqa: N818, shown as the cause of an error, never raised

@@ -54,6 +54,7 @@ class TrainRanks:
     Attributes:
         operator: who operates the group, to this driver's knowledge; for messages.
         journal: the operations that built the group's models, to this driver's knowledge.
+        peak_memory: bytes, of the rank that has held most; as of the last results that this driver has read.
     """
 
     def __init__(self, members: GroupMembers, driver: Driver, *, owned: bool) -> None:
@@ -63,6 +64,7 @@ class TrainRanks:
         self._owned = owned
         self.operator = driver.description
         self.journal: list[Operation] = []
+        self.peak_memory = 0
         self._acknowledged = 0
         self._lock = threading.RLock()
         self._ended: RLBackendError | None = None
@@ -116,6 +118,7 @@ class TrainRanks:
             outcome = self._outcome(title, rank_of[ready[0]], ready[0], pending, rank_of, failures)
             if isinstance(outcome, Completed):
                 values[rank_of[ready[0]]] = outcome.value
+                self.peak_memory = max(self.peak_memory, outcome.peak_memory)
             else:
                 if not failures:
                     deadline = time.monotonic() + self.members.failure_grace

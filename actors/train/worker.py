@@ -18,7 +18,7 @@ from actors.cluster.meeting import Meeting, MeetingPoint, PathToMeeting, node_ad
 from actors.train.context import HandleRef, RankContext
 from actors.train.loss import LossReceiver, SentLoss
 from actors.train.order import Driver, OperationHeader, OperationLedger, OperationSequence
-from actors.train.outcome import BuiltModel, Completed, Failed, Outcome, RankForward, TenantForward, failed
+from actors.train.outcome import BuiltModel, Completed, Failed, Outcome, RankForward, TenantForward, completed, failed
 from rl_backend.contracts import HandleError, LossFn, ModelHandle, PackedBatch, PendingStepResult, RLBackendError, StepResult
 from rl_backend.contracts.backend_info import OptimizerState
 from rl_backend.contracts.operations import ATOMS, Operation
@@ -93,7 +93,7 @@ class TrainWorker:
             operation: Operation = cloudpickle.loads(pickled_call)
             loss_fn = None if loss is None else self._losses.receive(loss)
             with _observed(self._context, header, operation):
-                outcome = Completed(run(self._context, operation, loss_fn))
+                outcome = completed(run(self._context, operation, loss_fn))
         except Exception as error:  # noqa: BLE001, every error is the driver's to judge
             outcome = failed(error)
         self._sequence.finish(repr(outcome.error) if isinstance(outcome, Failed) else None)

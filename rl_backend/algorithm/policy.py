@@ -55,7 +55,8 @@ def policy_loss(
 
     Reads token fields, each (T,) and aligned as :mod:`rl_backend.contracts.batch` defines:
         ``loss_mask``; ``old_log_probs``; ``advantages`` (or a sequence field of that name, (B,)); ``ref_log_probs`` when
-        ``kl_coef`` > 0; ``rollout_log_probs`` when ``tis_cap``, ``mis_bounds`` or ``importance_veto`` is given.
+        ``kl_coef`` > 0; ``rollout_log_probs`` when ``tis_cap``, ``mis_bounds`` or ``importance_veto`` is given. For metrics
+        alone: ``rollout_log_probs``, and ``old_entropy``, of the policy of ``old_log_probs``.
 
     Reads from ``data.meta``: ``dp_size`` and ``batch_num_tokens`` or ``global_batch_size``, see
     :func:`~rl_backend.algorithm.aggregation.aggregate_loss`.
@@ -77,9 +78,11 @@ def policy_loss(
 
     Returns:
         The loss, and metrics as (sum, weight) pairs: ``policy_loss`` (the mean that is optimised), ``clip_fraction``,
-        ``approx_kl``; ``clip_fraction_lower`` with ``clip_ratio_c``; ``kl`` with ``kl_coef``; ``importance_weight`` and
-        ``importance_dropped`` (fraction of tokens with weight 0) with an importance option; ``entropy`` when the model
-        gives it; ``log_prob_gap``, the mean of ``|old_log_probs - rollout_log_probs|`` in nats, when the batch has both.
+        ``approx_kl``, ``zero_advantages`` (fraction of tokens that teach nothing); ``clip_fraction_lower`` with
+        ``clip_ratio_c``; ``kl`` with ``kl_coef``; ``importance_weight`` and ``importance_dropped`` (fraction of tokens with
+        weight 0) with an importance option; ``entropy`` when the model gives it, else of ``old_entropy``; with
+        ``rollout_log_probs`` also ``log_prob_gap``, the mean of ``|old_log_probs - rollout_log_probs|``, and ``rollout_kl``,
+        the estimate k3 of KL(policy that sampled || policy of ``old_log_probs``), both in nats per token.
 
     Raises:
         ConfigError: an option that cannot work.
@@ -115,12 +118,16 @@ def policy_loss(
         token_losses, clipped = surrogates.cispo_policy_loss(*tokens, **clip)
     else:
         token_losses, clipped = surrogates.clipped_policy_loss(*tokens, clip_ratio_c=clip_ratio_c, **clip)
-    metrics: dict[str, MetricValue] = {**clipped}
+    silent = (advantages == 0).to(log_probs.dtype)
+    metrics: dict[str, MetricValue] = {**clipped, "zero_advantages": token_mean_metric(silent, loss_mask)}
 
     importance = tis_cap is not None or mis_bounds is not None or importance_veto is not None
     if "rollout_log_probs" in data.token_fields or importance:
         rollout_log_probs = token_vector(data, "rollout_log_probs")
         metrics["log_prob_gap"] = token_mean_metric((old_log_probs - rollout_log_probs).abs(), loss_mask)
+        # In float64: rounding of log-probs near each other is more than their KL.
+        sampled, trained = (zero_masked(values, loss_mask).double() for values in (rollout_log_probs, old_log_probs))
+        metrics["rollout_kl"] = token_mean_metric(kl_penalty(sampled, trained, "k3"), loss_mask)
         if importance:
             compared = old_log_probs, rollout_log_probs, loss_mask, data.seq_lens
             if tis_cap is not None:
@@ -148,8 +155,11 @@ def policy_loss(
 
     if entropy_coef != 0:
         loss = loss - entropy_coef * aggregate(differentiable_entropy(model_output))
-    if model_output.entropy is not None:
-        metrics["entropy"] = token_mean_metric(model_output.entropy, loss_mask)
+    entropy = model_output.entropy
+    if entropy is None and "old_entropy" in data.token_fields:
+        entropy = token_vector(data, "old_entropy")
+    if entropy is not None:
+        metrics["entropy"] = token_mean_metric(entropy, loss_mask)
     return loss, metrics
 
 

@@ -18,6 +18,7 @@ from actors.run import RunResult
 from examples import grpo
 from examples.demo.__main__ import DemoConfig, demo_settings
 from rl_backend.contracts import ConfigError
+from tests.support.runs import of_the_run
 from tests.unit.tree.test_packaging import copy_sources
 
 REWARD = (
@@ -83,11 +84,7 @@ def test_the_command_runs_an_example_that_pip_installed(installed: Path, task: P
 
 def lines(path: Path, last: int) -> list[dict[str, Any]]:
     found = [json.loads(line) for line in path.read_text().splitlines()]
-    return [
-        {name: value for name, value in line.items() if not name.startswith("seconds/")}
-        for line in found
-        if line["step"] <= last
-    ]
+    return [of_the_run(line) for line in found if line["step"] <= last]
 
 
 class StopError(Exception):

@@ -17,6 +17,7 @@ from examples import grpo, ppo, sft, tenants
 from examples.demo.__main__ import DemoConfig, demo_settings
 from examples.demo.task import has_carry
 from rl_backend.checkpoint.peft_files import read_peft_directory
+from tests.support.runs import of_the_run
 
 STEPS = 60
 LORA = {"lora.rank": 16, "lora.alpha": 32.0, "lr": 3e-3, "trace": False}
@@ -27,13 +28,9 @@ class StopEarlyError(Exception):
 
 
 def lines(path: Path, last: int = STEPS) -> list[dict[str, Any]]:
-    """Up to a step, without what a clock has measured and what only a last step has."""
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    return [
-        {name: value for name, value in line.items() if not name.startswith("seconds/") and name != "held_out_reward"}
-        for line in found
-        if line["step"] <= last
-    ]
+    """Up to a step, without what the machine decides and what only a last step has."""
+    found = [json.loads(line) for line in path.read_text().splitlines() if json.loads(line)["step"] <= last]
+    return [{name: value for name, value in of_the_run(line).items() if name != "held_out_reward"} for line in found]
 
 
 @pytest.fixture(scope="module")

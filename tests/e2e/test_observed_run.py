@@ -18,6 +18,7 @@ from actors.run.trace import TraceCollector
 from rl_backend.contracts import BaseConfig, ConfigError, NativeConfig, OptimizerConfig, RuntimeConfig
 from rl_backend.lab.report.timeline import read_step
 from rl_backend.trace.recorder import TraceBatch, TraceRecorder, recorder
+from tests.support import memory
 from tests.support.chrome_trace import check_trace
 from tests.support.page import read_page
 from tests.support.prometheus import Served, await_served, value, values
@@ -79,6 +80,10 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
     return check_trace(run_dir / "trace.json")
 
 
+def peak_of_rank(context: Any) -> int:
+    return memory.peak_memory()
+
+
 def spans(events: list[dict[str, Any]], process: str) -> list[dict[str, Any]]:
     (pid,) = (event["pid"] for event in events if event["name"] == "process_name" and event["args"]["name"] == process)
     return [event for event in events if event["ph"] == "X" and event["pid"] == pid]
@@ -107,6 +112,11 @@ def test_the_trace_has_every_operation_of_every_rank_with_its_micro_batches(even
     assert sum(tokens) == STEPS * 72
     numbers = [[span["args"]["operation"] for span in own if span["cat"] == "operation"] for own in both]
     assert numbers[0] == numbers[1] == sorted(numbers[0])
+
+
+def test_a_group_knows_the_memory_of_the_rank_that_held_most(train: TrainGroup, run_dir: Path) -> None:
+    peaks = train.run_on_ranks(peak_of_rank)
+    assert train.peak_memory == pytest.approx(max(peaks), rel=0.02)
 
 
 def test_phases_of_the_driver_hold_what_the_actors_did_in_them(events: list[dict[str, Any]]) -> None:

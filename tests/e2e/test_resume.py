@@ -22,6 +22,7 @@ from examples import grpo, ppo, sft
 from examples.demo.__main__ import DemoConfig, demo_settings
 from tests.e2e.conftest import LEARNED_STEPS
 from tests.support.clusters import ROOT
+from tests.support.runs import of_the_run
 
 START_SECONDS = 150.0
 
@@ -67,13 +68,9 @@ def kill_after_a_checkpoint(module: str, options: dict[str, Any], folder: Path) 
 
 
 def lines(path: Path, last: int) -> list[dict[str, Any]]:
-    """Up to a step, without what a clock has measured."""
+    """Up to a step, without what the machine decides."""
     found = [json.loads(line) for line in path.read_text().splitlines()]
-    return [
-        {name: value for name, value in line.items() if not name.startswith("seconds/")}
-        for line in found
-        if line["step"] <= last
-    ]
+    return [of_the_run(line) for line in found if line["step"] <= last]
 
 
 @pytest.mark.long

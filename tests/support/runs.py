@@ -8,6 +8,12 @@ from pathlib import Path
 from typing import Any
 
 
+def of_the_run(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of ``metrics.jsonl`` without what the machine decides: times, speeds and memory."""
+    prefixes = ("seconds/", "tokens_per_second/", "peak_memory")
+    return {name: value for name, value in line.items() if not name.startswith(prefixes)}
+
+
 def write_run(
     folder: Path,
     steps: int,

@@ -60,6 +60,7 @@ def page(data: RunData) -> str:
         tiles=[("state", state, state), *((*fact, "") for fact in _facts(data))],
         most_charts=MOST_CHARTS,
         many_steps=data.steps > EACH_STEP,
+        warnings=data.warnings,
         problems=_problems(data),
         charts=[
             (group, map(draw, charts[:MOST_CHARTS]), ", ".join(chart.title for chart in charts[MOST_CHARTS:]))

@@ -17,6 +17,9 @@ type FirstAndLast = tuple[Sequence[Sample], Sequence[Sample]]
 PHASE = "seconds/"
 """Begins the names of metrics that are the seconds of a phase."""
 
+WARNINGS = "warnings"
+"""In a line of ``metrics.jsonl``: what the run warned of in that step."""
+
 SAMPLE_BYTES = 4 * 2**20
 """Read from either end of a file of samples, which may have gigabytes."""
 
@@ -48,6 +51,7 @@ class RunData:
         steps: number of those taken, ``span`` the first and the last that have metrics; 0 is before training.
         samples: of the first step that has some and of the last; the second is empty when that is the same step.
         held_out: the same of the held-out prompts; the first are of step 0, before training.
+        warnings: sentences that the run has said, in the order of its steps.
         problems: what could not be read.
     """
 
@@ -60,6 +64,7 @@ class RunData:
     span: tuple[int, int] = (0, 0)
     samples: FirstAndLast = ((), ())
     held_out: FirstAndLast = ((), ())
+    warnings: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
@@ -123,8 +128,11 @@ def _read_metrics(data: RunData) -> None:
     found: dict[str, dict[int, float]] = {}
     steps: set[int] = set()
     not_numbers: set[str] = set()
+    warnings: dict[int, list[str]] = {}
     for step, line in _objects(data, path.name, path.read_text(encoding="utf-8", errors="replace").split("\n")):
         steps.add(step)
+        if isinstance(line.get(WARNINGS), list):
+            warnings[step] = [str(sentence) for sentence in line.pop(WARNINGS)]
         for name, written in line.items():
             value = as_number(written)
             if value is None:
@@ -132,6 +140,7 @@ def _read_metrics(data: RunData) -> None:
             elif name != "step":
                 found.setdefault(name, {})[step] = value
     data.problems += [f"metrics.jsonl: {name} is not a number in every step" for name in sorted(not_numbers)]
+    data.warnings = [sentence for step in sorted(warnings) for sentence in warnings[step]]
     data.steps = len(steps - {0})
     data.span = (min(steps), max(steps)) if steps else (0, 0)
     data.metrics = {
@@ -144,6 +153,7 @@ def _read_tenants(data: RunData) -> None:
     for file in sorted(data.path.glob("*/metrics.jsonl")):
         tenant = RunData(file.parent, problems=data.problems)
         _read_metrics(tenant)
+        data.warnings += [f"{file.parent.name}, {sentence}" for sentence in tenant.warnings]
         for name, series in tenant.metrics.items():
             if not name.startswith(PHASE):
                 named = f"{TENANT}{file.parent.name}/{name}"

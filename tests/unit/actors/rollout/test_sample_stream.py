@@ -215,6 +215,19 @@ def test_a_push_waits_for_whichever_batch_is_being_sampled() -> None:
         thread.join()
 
 
+def test_a_batch_says_how_long_it_was_sampled_and_not_how_long_it_waited() -> None:
+    engines = Engines()
+    engines.may_answer.clear()
+    with stream_of(engines, ahead=1) as stream:
+        stream._begin()
+        threading.Timer(0.1, engines.may_answer.set).start()
+        first, second = stream.next(), stream.next(more=0)
+    assert first.seconds > 0.05 and 0 < second.seconds < 0.05
+    drawn = StreamPosition(0, [first.samples])
+    with stream_of(engines, ahead=1, start=drawn) as stream:
+        assert stream.next(more=0).seconds == 0
+
+
 def test_an_engine_that_dies_is_reported_by_the_step_that_needs_the_batch() -> None:
     engines = Engines()
     with stream_of(engines, ahead=1) as stream:

@@ -69,7 +69,17 @@ def numbers(batch: TrainingBatch) -> list[int]:
 def test_a_batch_is_scored_and_keeps_its_order() -> None:
     batch = collector_of(settings(), make_batch(1, 0, [GOOD, BAD], [BAD, BAD])).collect(1, Clock())
     assert batch.rewards == [1.0, 0.0, 0.0, 0.0]
-    assert batch.metrics == {"reward": 0.25, "response_tokens": 1.0}
+    assert (batch.metrics["reward"], batch.metrics["equal_groups"], batch.metrics["response_tokens"]) == (0.25, 0.5, 1.0)
+    assert "tokens_per_second/sample" not in batch.metrics, "samples of an earlier process"
+
+
+def test_the_speed_of_sampling_is_that_of_the_engines_and_counts_samples_that_are_dropped() -> None:
+    config = settings(max_staleness=1, sample_ahead=2)
+    old = replace(make_batch(1, 10, [GOOD, BAD], [BAD, BAD]), seconds=0.5)
+    fresh = replace(make_batch(2, 20, [GOOD, BAD], [BAD, [0, 0, 0]]), seconds=1.5)
+    batch = collector_of(config, old, fresh).collect(4, Clock())
+    assert batch.metrics["samples_dropped"] == 4
+    assert batch.metrics["tokens_per_second/sample"] == (4 + 6) / 2.0
 
 
 def test_staleness_is_counted_in_training_steps_and_not_in_weight_versions() -> None:

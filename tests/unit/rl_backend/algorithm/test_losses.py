@@ -230,6 +230,40 @@ def test_the_log_prob_gap_is_reported_whenever_the_batch_has_rollout_log_probs()
     assert "log_prob_gap" not in metrics
 
 
+def test_the_kl_from_the_policy_that_sampled_is_the_exact_one_where_every_token_counts_as_often_as_it_is_sampled() -> None:
+    scores = 0.5 * torch.randn(2, 40, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    sampling, trained = scores.log_softmax(1)
+    exact = (sampling.exp() * (sampling - trained)).sum().item()
+    fields = {
+        "old_log_probs": trained,
+        "rollout_log_probs": sampling,
+        "loss_mask": sampling.exp(),
+        "advantages": torch.zeros_like(trained),
+    }
+    batch = PackedBatch(torch.arange(40), torch.tensor([40]), fields, {}, {"batch_num_tokens": 1.0, "dp_size": 1})
+    _, metrics = grpo_loss(ModelOutput(trained.clone().requires_grad_()), batch)
+    total, weight = metrics["rollout_kl"]
+    assert (total / weight).item() == pytest.approx(exact) and exact > 0.1
+
+
+def test_the_entropy_of_the_pass_before_the_updates_is_a_metric_unless_the_model_gives_its_own() -> None:
+    sequences = random_sequences(18)
+    output, batch = pack(sequences, batch_meta(sequences))
+    mask = batch.token_field("loss_mask")
+    old = torch.linspace(0.0, 2.0, len(mask), dtype=torch.float64)
+    with_old = PackedBatch(batch.input_ids, batch.seq_lens, {**batch.token_fields, "old_entropy": old}, {}, batch.meta)
+    alone = ModelOutput(output.log_probs)
+    for given, data, expected in (
+        (alone, with_old, old),
+        (output, with_old, output.entropy),
+        (output, batch, output.entropy),
+    ):
+        total, weight = gspo_loss(given, data)[1]["entropy"]
+        assert (total / weight).item() == pytest.approx(((expected * mask).sum() / mask.sum()).item())
+    assert "entropy" not in grpo_loss(alone, batch)[1]
+    assert torch.equal(*(torch.autograd.grad(grpo_loss(alone, data)[0], output.log_probs)[0] for data in (batch, with_old)))
+
+
 def test_the_straight_through_kl_has_the_value_of_k3_and_the_gradient_of_k2() -> None:
     log_probs = torch.tensor([-1.0, -2.5], requires_grad=True)
     ref = torch.tensor([-1.5, -2.0])

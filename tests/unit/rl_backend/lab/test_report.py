@@ -96,6 +96,18 @@ def test_values_that_are_not_finite_are_marked_and_named(tmp_path: Path) -> None
     ]
 
 
+def test_warnings_of_the_run_stand_at_the_top_in_the_order_of_their_steps(tmp_path: Path) -> None:
+    said = {2: ["step 2: <b>equal</b> rewards", "step 2: no entropy"], 3: ["step 3: all cut off"]}
+    for folder in (tmp_path / "alone", tmp_path / "users" / "ann"):
+        write_run(folder, 4, lambda step: {"reward": 0.5} | ({"warnings": said[step]} if step in said else {}))  # type: ignore[dict-item]
+    page = report(tmp_path / "alone")
+    assert [line.text for line in page.one("section", id="warnings").all("li")] == [*said[2], *said[3]]
+    assert [figure.attributes["id"] for figure in page.all("figure")] == ["chart-reward"]
+    assert len(page.all("section", class_="problems")) == 1, "a warning is no damage"
+    of_all = report(tmp_path / "users").one("section", id="warnings").all("li")
+    assert [line.text for line in of_all] == [f"ann, {sentence}" for sentence in (*said[2], *said[3])]
+
+
 def test_a_log_prob_gap_that_spans_decades_has_a_logarithmic_axis(tmp_path: Path) -> None:
     page = report(write_run(tmp_path, 4, lambda step: {"log_prob_gap": [1e-6, 0.0, 1e-3, 0.1][step - 1]}))
     figure = chart(page, "log_prob_gap")

@@ -1,0 +1,160 @@
+"""Vital signs of a run, and what it says in words when it learns nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from actors import Run, Session
+from actors.rollout.sample import Sample, VersionSpan
+from actors.run.vital_signs import CAUSES, STEPS, VitalSigns, sample_metrics
+from actors.train.model import GroupModel
+from actors.train.outcome import completed
+from examples.sft import SFTConfig
+from tests.support import memory
+from tests.support.page import read_page
+
+HEALTHY = {
+    "reward": 0.4,
+    "reward_std": 0.5,
+    "equal_groups": 0.5,
+    "zero_advantages": 0.5,
+    "step_ok": 1.0,
+    "grad_norm": 0.3,
+    "entropy": 1.2,
+    "responses_cut_off": 0.1,
+}
+
+
+def told(steps: Iterable[Mapping[str, float]], signs: VitalSigns | None = None, first: int = 1) -> list[tuple[int, str]]:
+    """(step, warning) of a run."""
+    signs = signs or VitalSigns()
+    return [(step, warning) for step, metrics in enumerate(steps, first) for warning in signs.warnings(step, metrics)]
+
+
+@pytest.mark.shows("reading a run: a run that learns nothing says so in one sentence, with its cause and what to try")
+@pytest.mark.parametrize(
+    ("cause", "nothing_learned", "near_it", "words"),
+    [
+        ("skipped_updates", {"step_ok": 0.0, "grad_norm": math.nan}, {"step_ok": 0.25, "grad_norm": math.nan}, "lower lr"),
+        (
+            "one_reward",
+            {"reward_std": 0.0, "equal_groups": 1.0, "zero_advantages": 1.0, "grad_norm": 0.0},
+            {"reward_std": 1e-6, "equal_groups": 0.99},
+            "all responses had the same reward (0.4 in this one)",
+        ),
+        (
+            "equal_groups",
+            {"equal_groups": 1.0, "zero_advantages": 1.0, "grad_norm": 0.0},
+            {"equal_groups": 0.99, "zero_advantages": 0.99},
+            "all responses to each prompt had equal rewards (mean 0.4 in this one)",
+        ),
+        ("zero_gradient", {"grad_norm": 0.0}, {"grad_norm": 1e-6}, "loss_mask"),
+        ("collapsed_entropy", {"entropy": 0.0099}, {"entropy": 0.0101}, "below 0.01 nats per token (0.0099 in this one)"),
+        ("all_cut_off", {"responses_cut_off": 0.95}, {"responses_cut_off": 0.94}, "max_response_tokens (95% in this one)"),
+    ],
+)
+def test_a_cause_is_told_once_when_it_has_lasted_and_numbers_near_it_are_not(
+    cause: str, nothing_learned: dict[str, float], near_it: dict[str, float], words: str
+) -> None:
+    bad, good = HEALTHY | nothing_learned, HEALTHY | near_it
+    ((step, warning),) = told([HEALTHY] * 10 + [bad] * 50)
+    assert step == 10 + STEPS
+    assert warning.startswith(f"step {step}: ") and f"last {STEPS} steps" in warning and words in warning
+    assert warning.count(". ") == 0 and "; " in warning, "one sentence: what was seen; what to try"
+    assert told([good] * 50) == []
+    assert told(([bad] * (STEPS - 1) + [HEALTHY]) * 5) == [], f"fewer than {STEPS} steps in a row"
+    signs = VitalSigns()
+    assert told([bad] * STEPS, signs) and signs.state["told"] == [cause]
+
+
+def test_a_healthy_run_and_a_loop_that_logs_none_of_these_metrics_are_not_warned() -> None:
+    assert told([HEALTHY] * 50) == told([{"mine": 1.0}] * 50) == []
+    assert {name for name, cause in CAUSES.items() if cause.shows({}) is not None} == set()
+
+
+def test_equal_rewards_of_groups_are_no_cause_where_advantages_compare_more_than_a_group() -> None:
+    assert told([HEALTHY | {"equal_groups": 1.0, "zero_advantages": 0.0}] * 50) == []
+
+
+def test_a_metric_that_a_sentence_names_may_be_missing() -> None:
+    assert "(nan in this one)" in told([{"reward_std": 0.0}] * STEPS)[0][1]
+
+
+def test_several_causes_are_several_sentences_and_a_consequence_is_none() -> None:
+    steps = [HEALTHY | {"equal_groups": 1.0, "zero_advantages": 1.0, "grad_norm": 0.0, "entropy": 0.0}] * 20
+    steps += [HEALTHY | {"grad_norm": 0.0}] * 20
+    warnings = told(steps)
+    assert [step for step, _ in warnings] == [STEPS, STEPS, 21]
+    assert ["equal rewards" in text for _, text in warnings] == [True, False, False]
+    assert "the gradient of the last 21 steps was 0" in warnings[2][1]
+
+
+def test_what_lasts_and_what_was_told_survive_a_resume() -> None:
+    bad = HEALTHY | {"entropy": 0.0}
+    signs = VitalSigns()
+    assert told([bad] * (STEPS - 1), signs) == []
+    resumed = VitalSigns(json.loads(json.dumps(signs.state)))
+    assert [step for step, _ in told([bad] * 3, resumed, first=STEPS)] == [STEPS]
+    assert told([bad] * 20, VitalSigns(json.loads(json.dumps(resumed.state)))) == []
+
+
+def sample(length: int, finish_reason: Any) -> Sample:
+    return Sample(0, 0, [7] * 3, [1] * length, [0.0] * length, finish_reason, (VersionSpan(0, length),), 0)
+
+
+def test_metrics_of_samples_count_lengths_ends_and_groups_of_equal_rewards() -> None:
+    groups = [
+        SimpleNamespace(rewards=[1.0, 0.0], samples=[sample(2, "stop"), sample(8, "length")]),
+        SimpleNamespace(rewards=[1.0, 1.0], samples=[sample(3, "stop"), sample(3, "stop")]),
+    ]
+    assert sample_metrics(groups) == {
+        "reward": 0.75,
+        "reward_std": pytest.approx(math.sqrt(3) / 4),
+        "prompt_tokens": 3.0,
+        "response_tokens": 4.0,
+        "response_tokens_max": 8,
+        "responses_cut_off": 0.25,
+        "equal_groups": 0.5,
+    }
+    alone = [SimpleNamespace(rewards=[0.5], samples=[sample(2, "stop")])] * 2
+    assert "equal_groups" not in sample_metrics(alone), "a response alone has nobody to be compared with"
+
+
+def test_the_peak_memory_of_a_rank_is_the_kernel_s() -> None:
+    assert completed(None).peak_memory == pytest.approx(memory.peak_memory(), rel=0.02)
+
+
+def test_a_run_prints_and_logs_warnings_and_measures_speed_and_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ray, "cluster_resources", dict)
+    config = SFTConfig(model="m", dataset="d", dtype="float32", run_dir=str(tmp_path / "run"), steps=8, metrics_to=None)
+    group: Any = SimpleNamespace(
+        config=config.runtime_config(), num_ranks=1, ranks=(), peak_memory=3 * 2**29, run_on_ranks=lambda *_: []
+    )
+    model = GroupModel(group, None)  # type: ignore[arg-type]
+    with Run(config, Session([group]), label="mine ") as run:
+        run.begin("Mine", {"mine": model})
+        for _ in run.steps():
+            model.tokens.add([[0] * 30, [0] * 20])  # type: ignore[list-item]
+            run.lap("train")
+            run.lap("evaluate")
+            run.end_step({"grad_norm": 0.0})
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "warnings" in line] == [STEPS]
+    (warning,) = lines[STEPS - 1]["warnings"]
+    assert "the gradient of the last 5 steps was 0" in warning
+    assert capsys.readouterr().out.count(f"mine warning: {warning}\n") == 1
+    for line in lines:
+        assert line["tokens_per_second/train"] == pytest.approx(50 / line["seconds/train"])
+        assert line["peak_memory_gib"] == 1.5 and "tokens_per_second/evaluate" not in line
+    page = read_page(tmp_path / "run" / "report.html")
+    assert [line.text for line in page.one("section", id="warnings").all("li")] == [warning]
