@@ -78,8 +78,8 @@ class Run[C: TrainingConfig]:
         self._phases = Phases(label, self._began)
         self._lines = StepLines(config.steps, self._began, label)
         self._trained: tuple[GroupModel, ...] = ()
-        # Checkpoints of earlier versions have none.
-        self._vital_signs = VitalSigns(self.start.checkpoint and self.start.checkpoint.state.get("vital_signs"))
+        saved = {} if self.start.checkpoint is None else self.start.checkpoint.state
+        self._vital_signs = VitalSigns(saved.get("vital_signs"))  # which checkpoints of earlier versions do not have
         self._warnings: list[str] = []
 
     def __enter__(self) -> Self:
