@@ -1,4 +1,4 @@
-"""Families that are Llama but for fields of their specification, in vLLM: its own models, and those of transformers in it."""
+"""Families that are Llama but for fields of their specification, in vLLM: its own models and those of transformers."""
 
 from __future__ import annotations
 

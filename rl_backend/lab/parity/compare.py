@@ -25,8 +25,10 @@ UPDATE_FLOOR = 1e-3
 
 
 ENDS_ELSEWHERE = 100.0
-"""How many tolerances a module's output must differ by to count as taken at another place of the same computation. With
-the layer's output, log-probs and all gradients the same, so large a difference cannot be one of what is computed."""
+MOST_OF_AN_OUTPUT = 0.5
+"""By how many tolerances, and by no more than which part of itself, a module's output must differ to count as taken at
+another place of the same computation. With the layer's output, log-probs and all gradients the same, so large a difference
+cannot be one of what is computed."""
 
 
 @dataclass(frozen=True)
@@ -164,10 +166,10 @@ def _ending_elsewhere(
 ) -> tuple[Difference, ...]:
     """Of differences in the order of computation, those that the next of the required modules does not have any more."""
     found = []
-    next_agrees = True
+    next_agrees, least = True, min(ENDS_ELSEWHERE * tolerance, MOST_OF_AN_OUTPUT)
     for difference in reversed(differences):
         comparable = difference.missing_from is None and math.isfinite(difference.amount)
-        if difference.over and next_agrees and comparable and difference.amount > ENDS_ELSEWHERE * tolerance:
+        if difference.over and next_agrees and comparable and difference.amount > least:
             found.append(difference)
         if difference.name in required:
             next_agrees = not difference.over

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.lab.parity.compare import Comparison, StageResult, compare
-from rl_backend.lab.parity.config import ParitySide
+from rl_backend.lab.parity.config import DType, ParitySide
 from rl_backend.lab.parity.differences import Tolerances
 from rl_backend.lab.parity.record import SideRecord
 from tests.support.variants import VARIANTS, write_variant
@@ -62,15 +62,16 @@ def record(**outputs: Tensor) -> SideRecord:
     return SideRecord(activations, torch.ones(4), [1.0, 1.0], [1.0, 1.0], gradients=gradients, **weights)
 
 
-def compare_with(**outputs: Tensor) -> Comparison:
-    return compare(record(), record(**outputs), Tolerances.of("float32"), REQUIRED)
+def compare_with(dtype: DType = "float32", **outputs: Tensor) -> Comparison:
+    return compare(record(), record(**outputs), Tolerances.of(dtype), REQUIRED)
 
 
 @pytest.mark.parametrize("module", ["model.embed_tokens", "model.layers.0", INNER, "model.norm"])
 @pytest.mark.parametrize("change", ["factor", "bias"])
-def test_a_module_that_ends_elsewhere_is_named_and_is_no_divergence(module: str, change: str) -> None:
-    output = 5.0 * torch.ones(4, 8) if change == "factor" else torch.ones(4, 8) + torch.arange(8)
-    comparison = compare_with(**{module: output})
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_module_that_ends_elsewhere_is_named_and_is_no_divergence(module: str, change: str, dtype: DType) -> None:
+    output = 0.25 * torch.ones(4, 8) if change == "factor" else torch.ones(4, 8) + torch.arange(8)
+    comparison = compare_with(dtype, **{module: output})
     assert comparison.first_divergence is None
     assert [difference.name for difference in activations_of(comparison).ends_elsewhere] == [module]
 
