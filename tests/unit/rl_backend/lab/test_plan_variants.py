@@ -1,0 +1,43 @@
+"""Plans of families that are Llama but for fields of their specification."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rl_backend.contracts import RuntimeConfig, UnsupportedError
+from rl_backend.lab.plan import Workload, make_plan
+from rl_backend.runtime.bridge_config import BridgeConfig
+from tests.support.native import make_config
+from tests.support.variants import VARIANTS, write_variant
+
+WORKLOAD = Workload(sequence_length=96, micro_batch_tokens=240, num_micro_batches=4)
+
+
+@pytest.mark.parametrize("family", VARIANTS)
+def test_a_variant_is_planned_in_a_layout_of_the_native_runtime(tmp_path: Path, family: str) -> None:
+    model = write_variant(family, tmp_path / "model")
+    whole = make_plan(make_config(model), 1, WORKLOAD).ranks
+    cut = make_plan(make_config(model, parallel={"tp": 2, "pp": 2}), 4, WORKLOAD).ranks
+    assert (len(whole), len(cut)) == (1, 2)
+    for rank in cut:
+        assert 0 < rank.weights < whole[0].weights
+        assert 0 < rank.activations < whole[0].activations
+
+
+@pytest.mark.parametrize(
+    ("family", "named"),
+    [
+        ("gemma", "activation, embedding_scale, from_one"),
+        ("granite", "embedding_scale, logit_scale, residual_scale, scale"),
+        ("olmo2", "joint_qk_norm, norms"),
+        ("phi", "MLPSpec"),
+    ],
+)
+def test_a_plan_of_megatrons_layers_refuses_by_name_what_it_does_not_count(tmp_path: Path, family: str, named: str) -> None:
+    model = write_variant(family, tmp_path / "model")
+    config = RuntimeConfig(backend="bridge", hf_path=str(model), backend_cfg=BridgeConfig(device="cpu"))
+    with pytest.raises(UnsupportedError) as refused:
+        make_plan(config, 1, WORKLOAD)
+    assert named in str(refused.value) and "plan with backend='native'" in str(refused.value)
