@@ -1,0 +1,98 @@
+"""Activations, norms, scales and biases of a decoder's specification; where modules of two sides end."""
+
+from __future__ import annotations
+
+from tests.mutations.fault import Fault
+
+_MODEL_TESTS = "tests/unit/rl_backend/model/test_variants.py"
+_EQUAL = f"{_MODEL_TESTS}::test_log_probs_and_gradients_equal_transformers"
+_LAYOUTS = "tests/distributed/test_variants.py::test_variants_train_in_every_layout_as_on_one_rank"
+_PARITY = "tests/unit/rl_backend/lab/test_parity_variants.py::test_a_module_whose_results_differ_stays_a_divergence"
+_DECODER = "rl_backend/model/decoder.py"
+_COMPARE = "rl_backend/lab/parity/compare.py"
+
+FAULTS = [
+    Fault(
+        "norms-from-one-without-the-one",
+        "rl_backend/primitive/norm.py",
+        "weight = _wide(self.weight) + 1.0 if self.from_one else self.weight\n        if self.sum_over_ranks",
+        "weight = self.weight\n        if self.sum_over_ranks",
+        (f"{_EQUAL}[gemma]",),
+        "Gemma's norms would give almost nothing",
+    ),
+    Fault(
+        "joint-norm-counts-copies-of-a-head",
+        "rl_backend/parallel/tensor.py",
+        "norm.sum_over_ranks = lambda squares: all_reduce(squares, self.group) / copies",
+        "norm.sum_over_ranks = lambda squares: all_reduce(squares, self.group)",
+        (f"{_LAYOUTS}[olmo2]",),
+        "keys would be too small where several ranks have a copy of a head",
+    ),
+    Fault(
+        "joint-norm-of-a-ranks-own-heads",
+        "rl_backend/primitive/norm.py",
+        "squares = self.sum_over_ranks(wide.square().sum(-1, keepdim=True))",
+        "squares = wide.square().sum(-1, keepdim=True)",
+        (f"{_LAYOUTS}[olmo2]",),
+        "tensor-parallel ranks would normalise their own heads only",
+    ),
+    Fault(
+        "logits-scaled-the-other-way",
+        _DECODER,
+        "inputs.temperature / self.spec.logit_scale",
+        "inputs.temperature * self.spec.logit_scale",
+        (f"{_EQUAL}[granite]",),
+        "Granite's log-probs would be those of another temperature",
+    ),
+    Fault(
+        "blocks-added-unscaled",
+        _DECODER,
+        "return normed if scale == 1.0 else normed * scale",
+        "return normed",
+        (f"{_EQUAL}[granite]",),
+        "Granite's residual stream would grow too fast",
+    ),
+    Fault(
+        "scores-with-the-usual-scale",
+        "rl_backend/model/mixers/gqa.py",
+        "query = query * (self.spec.scale * self.spec.head_dim**0.5)",
+        "pass",
+        (f"{_EQUAL}[granite]",),
+        "Granite's attention would be too sharp or too flat",
+    ),
+    Fault(
+        "all-of-a-head-rotated",
+        "rl_backend/model/hf_config.py",
+        "rotated = int(head_dim * part)",
+        "rotated = head_dim",
+        (f"{_EQUAL}[phi]",),
+        "Phi would see other positions",
+    ),
+    Fault(
+        "bias-of-the-head-from-its-last-chunk",
+        "rl_backend/primitive/log_prob.py",
+        "grad_bias[words] += exact.sum(0)",
+        "grad_bias[words] = exact.sum(0)",
+        (
+            "tests/unit/rl_backend/primitive/test_log_prob.py::"
+            "test_a_bias_of_the_head_is_added_before_the_temperature_and_has_its_gradient",
+        ),
+        "the bias would learn from the last tokens of a batch",
+    ),
+    Fault(
+        "other-gradients-end-elsewhere",
+        _COMPARE,
+        "_ending_elsewhere(differences, tolerance, required) if same_results else ()",
+        "_ending_elsewhere(differences, tolerance, required)",
+        (_PARITY,),
+        "a wrong module with wrong gradients would be called a matter of places",
+    ),
+    Fault(
+        "a-wrong-layer-ends-elsewhere",
+        _COMPARE,
+        "next_agrees = not difference.over",
+        "next_agrees = True",
+        (_PARITY,),
+        "a wrong module in a wrong layer would be called a matter of places",
+    ),
+]
