@@ -42,14 +42,14 @@ def test_variants_train_in_every_layout_as_on_one_rank(ranks: RankPool, tmp_path
     if family == "gemma3_text":
         changes["layer_types"] = ["sliding_attention", "full_attention"] * 2
     else:
-        # Attention hardly depends on a bias of keys that are hardly turned or, as half of Phi's, not at all: its gradient
-        # would be rounding, of which Adam makes whole steps.
-        part = {"partial_rotary_factor": 1.0} if family == "phi" else {}
-        changes["rope_parameters"] = {"rope_type": "default", "rope_theta": 10.0, **part}
+        # Fast angles: attention hardly depends on a bias of keys that are hardly turned.
+        changes["rope_parameters"] = {"rope_type": "default", "rope_theta": 10.0}
     model = write_variant(family, tmp_path / "model", **changes)
-    expected = run_layout(ranks, 1, model, {}, {})
+    # Of gradients that are rounding, as those of features that hardly pass a squared ReLU, Adam makes no whole steps then.
+    eps = 1e-4
+    expected = run_layout(ranks, 1, model, {}, {}, eps=eps)
     for layout, settings in LAYOUTS[family]:
-        assert_same(run_layout(ranks, 4, model, layout, settings), expected)
+        assert_same(run_layout(ranks, 4, model, layout, settings, eps=eps), expected)
 
 
 @pytest.mark.parametrize(
