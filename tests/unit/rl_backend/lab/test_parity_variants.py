@@ -62,7 +62,7 @@ def record(**outputs: Tensor) -> SideRecord:
     return SideRecord(activations, torch.ones(4), [1.0, 1.0], [1.0, 1.0], gradients=gradients, **weights)
 
 
-def compare_with(dtype: DType = "float32", **outputs: Tensor) -> Comparison:
+def compare_with(outputs: Mapping[str, Tensor], dtype: DType = "float32") -> Comparison:
     return compare(record(), record(**outputs), Tolerances.of(dtype), REQUIRED)
 
 
@@ -71,7 +71,7 @@ def compare_with(dtype: DType = "float32", **outputs: Tensor) -> Comparison:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_module_that_ends_elsewhere_is_named_and_is_no_divergence(module: str, change: str, dtype: DType) -> None:
     output = 0.25 * torch.ones(4, 8) if change == "factor" else torch.ones(4, 8) + torch.arange(8)
-    comparison = compare_with(dtype, **{module: output})
+    comparison = compare_with({module: output}, dtype)
     assert comparison.first_divergence is None
     assert [difference.name for difference in activations_of(comparison).ends_elsewhere] == [module]
 
@@ -87,7 +87,7 @@ def test_a_module_that_ends_elsewhere_is_named_and_is_no_divergence(module: str,
     ],
 )
 def test_a_module_whose_results_differ_stays_a_divergence(outputs: dict[str, Tensor]) -> None:
-    comparison = compare_with(**outputs)
+    comparison = compare_with(outputs)
     assert comparison.first_divergence is not None
     assert (comparison.first_divergence.stage, comparison.first_divergence.difference.name) == ("activations", INNER)
     assert activations_of(comparison).ends_elsewhere == ()
