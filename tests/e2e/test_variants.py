@@ -28,9 +28,9 @@ def group(ray_cluster: None, tied_model: Path) -> Iterator[TrainGroup]:
 )
 @pytest.mark.parametrize("family", ["gemma3_text", "granite", "olmo2", "phi"])
 def test_a_pushed_variant_samples_with_the_trainers_log_probs(group: TrainGroup, tmp_path: Path, family: str) -> None:
-    # Heads of 32 features, the least on a CPU. vLLM's Phi has no grouped queries.
+    # Heads of 32 features, the least on a CPU. vLLM's Phi has neither grouped queries nor an intermediate size of its own.
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2 if family == "phi" else 1}
-    path = write_variant(family, tmp_path / "model", **heads)
+    path = write_variant(family, tmp_path / "model", intermediate_size=256, **heads)
     policy = group.build_model(hf_path=path, name=family)
     data = random_token_sequences([12, 20, 9, 31], 128)
     for _ in range(2):
