@@ -136,7 +136,9 @@ def test_a_run_prints_and_logs_warnings_and_measures_speed_and_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ray, "cluster_resources", dict)
-    config = SFTConfig(model="m", dataset="d", dtype="float32", run_dir=str(tmp_path / "run"), steps=8, metrics_to=None)
+    config = SFTConfig(
+        model=str(tmp_path), dataset="d", dtype="float32", run_dir=str(tmp_path / "run"), steps=8, metrics_to=None
+    )
     group: Any = SimpleNamespace(
         config=config.runtime_config(), num_ranks=1, ranks=(), peak_memory=3 * 2**29, run_on_ranks=lambda *_: []
     )
