@@ -23,7 +23,7 @@ announce(__name__)  # the first line, before imports that take seconds
 from pydantic import Field, model_validator
 
 from actors import Loss, Run, Session
-from actors.run import GroupModel, OnStep, TrainingConfig, parse_config, positions_of, run_command, update_metrics
+from actors.run import GroupModel, OnStep, Phases, TrainingConfig, parse_config, positions_of, run_command, update_metrics
 from rl_backend import TokenSequence
 from rl_backend.contracts import MAY_CHANGE, ConfigError
 from rl_backend.data import load_sft_examples, load_tokenizer, local_model
@@ -90,7 +90,8 @@ def train(config: SFTConfig, session: Session | None = None, on_step: OnStep | N
         session: an open training group; None opens one for this run.
         on_step: sees each step's number and metrics.
     """
-    examples, held_out = load_data(config)
+    with Phases().phase("data", f"reading {config.dataset}"):
+        examples, held_out = load_data(config)
     config = config.with_epochs(len(examples))
     run = Run(config, session, on_step)
     in_order = epoch_batches if config.epochs else endless_batches

@@ -13,7 +13,6 @@ its last checkpoint. The file stands alone: copy it to begin a loop of your own.
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -32,6 +31,7 @@ from actors.run import (
     PolicyLoss,
     RLConfig,
     RunResult,
+    StopRequest,
     parse_config,
     run_command,
     to_sequences,
@@ -119,16 +119,17 @@ def train(config: TenantsConfig, session: Session | None = None) -> dict[str, Ru
     waiting = {name: user for name, user in config.each().items() if not has_finished(user)}
     for user in waiting.values() if session is None else ():
         preflight(user)
-    stopping = threading.Event()
+    stop = StopRequest()
     with (
         open_session(config) if session is None else nullcontext(session) as opened,
+        stop.on_signals("every user's run ends when its step is done"),
         ThreadPoolExecutor(max(len(waiting), 1), thread_name_prefix="user") as threads,
     ):
-        runs = {name: threads.submit(train_user, name, user, opened, stopping) for name, user in waiting.items()}
+        runs = {name: threads.submit(train_user, name, user, opened, stop) for name, user in waiting.items()}
         try:
             errors = {name: error for name, run in runs.items() if (error := run.exception()) is not None}
         except BaseException:
-            stopping.set()  # Ctrl-C: every user ends with its step
+            stop.ask("Ctrl-C")  # the second one: every user still ends with its step
             raise
     write_report(config.run_dir)
     for name, error in errors.items():
@@ -137,17 +138,15 @@ def train(config: TenantsConfig, session: Session | None = None) -> dict[str, Ru
     return {name: run.result() for name, run in runs.items()}
 
 
-def train_user(name: str, config: UserConfig, session: Session, stopping: threading.Event) -> RunResult:
+def train_user(name: str, config: UserConfig, session: Session, stop: StopRequest) -> RunResult:
     """GRPO for one user: what it does is not seen by any other."""
-    run = RLRun(config, session, label=f"{name:12}")
+    run = RLRun(config, session, label=f"{name:12}", stop=stop)
     options = {"entropy_coef": config.entropy_coef, **config.importance_options()}
     loss, meta = config.loss.function(config.sampling.max_new_tokens, **options), config.meta()
     with run:
         policy = run.build_model("policy", router_replay=config.router_replay)
         run.begin("GRPO", {"policy": policy})
         for _ in run.steps():
-            if stopping.is_set():
-                raise KeyboardInterrupt
             batch = run.collect()
             sequences = to_sequences(batch.samples, routes=config.router_replay == "R3")
             old = policy.outputs({"old_log_probs": "log_probs"}, sequences, meta, before_updates=True)

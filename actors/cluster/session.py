@@ -83,11 +83,15 @@ def _start_or_join(ranks: int, engines: int) -> None:
         )
 
 
-class RunTerminated(KeyboardInterrupt):
-    """This process got SIGTERM. What ends a run on Ctrl-C ends it on this too, and ``except Exception`` lets both pass."""
+class RunStopped(KeyboardInterrupt):
+    """A run was asked to end, and how far it came. ``except Exception`` lets it pass."""
 
-    def __init__(self) -> None:
-        super().__init__("SIGTERM")
+
+class RunTerminated(RunStopped):
+    """This process got SIGTERM. What ends a run on Ctrl-C ends it on this too."""
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__(f"SIGTERM {how}".rstrip())
 
 
 @contextmanager

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from actors.run.command_line import run_command as run_command
     from actors.run.config import RunModel as RunModel
     from actors.run.config import TrainingConfig as TrainingConfig
+    from actors.run.console import Phases as Phases
     from actors.run.console import announce as announce
     from actors.run.metrics import MetricsWriter as MetricsWriter
     from actors.run.options import Follows as Follows
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from actors.run.rl_config import RLConfig as RLConfig
     from actors.run.rl_run import RunResult as RunResult
     from actors.run.run import OnStep as OnStep
+    from actors.run.stop import StopRequest as StopRequest
     from actors.train.model import GroupModel as GroupModel
     from actors.train.model import update_metrics as update_metrics
     from rl_backend.algorithm.sequences import Advantage as Advantage
@@ -38,10 +40,12 @@ _MODULES = {
     "GroupModel": "actors.train.model",
     "MetricsWriter": "actors.run.metrics",
     "OnStep": "actors.run.run",
+    "Phases": "actors.run.console",
     "PolicyLoss": "actors.run.rl_config",
     "RLConfig": "actors.run.rl_config",
     "RunModel": "actors.run.config",
     "RunResult": "actors.run.rl_run",
+    "StopRequest": "actors.run.stop",
     "TrainingBatch": "actors.run.collect",
     "TrainingConfig": "actors.run.config",
     "announce": "actors.run.console",
@@ -62,10 +66,12 @@ __all__ = [
     "GroupModel",
     "MetricsWriter",
     "OnStep",
+    "Phases",
     "PolicyLoss",
     "RLConfig",
     "RunModel",
     "RunResult",
+    "StopRequest",
     "TrainingBatch",
     "TrainingConfig",
     "announce",

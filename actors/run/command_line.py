@@ -18,6 +18,7 @@ from pydantic_settings import CliSettingsSource
 from pydantic_settings.exceptions import SettingsError
 
 from actors.cluster.session import EXIT_TERMINATED, RunTerminated
+from actors.cluster.watch import cluster_loss
 from actors.run.help import nearest, write_help
 from actors.run.options import Options, declared, merged, sections_of
 from actors.run.state import read_object
@@ -93,23 +94,30 @@ def in_flags(message: str) -> str:
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Runs ``main``; our errors become one message and exit status 2, Ctrl-C status 130, SIGTERM status 143."""
+    """Runs ``main``; our errors become one message and exit status 2, Ctrl-C status 130, SIGTERM status 143.
+
+    A run that either ends between two steps has the same status as one that is cut short.
+    """
     try:
         main()
     except RLBackendError as error:
         print(f"error: {in_flags(str(error))}", file=sys.stderr)
-        if isinstance(error, ClusterLostError):
-            # Ray's own exit handlers wait for what has ended, and end with another status.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(2)
-        raise SystemExit(2) from None
+        _leave(2, lost=isinstance(error, ClusterLostError))
     except RunTerminated:
         print("stopped by SIGTERM", file=sys.stderr)
-        raise SystemExit(EXIT_TERMINATED) from None
+        _leave(EXIT_TERMINATED, lost=cluster_loss() is not None)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
-        raise SystemExit(130) from None
+        _leave(130, lost=cluster_loss() is not None)
+
+
+def _leave(status: int, *, lost: bool) -> NoReturn:
+    if lost:
+        # Ray's own exit handlers wait for what has ended, and end with another status.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    raise SystemExit(status) from None
 
 
 class _Parser(ArgumentParser):

@@ -143,10 +143,13 @@ class _Phase:
                 self.draw()
         thread = threading.Thread(target=self._follow, args=(ended, first), name=f"phase {self._name}", daemon=True)
         thread.start()
-        how = "failed after "
+        how = "stopped after "
         try:
             yield
             how = ""
+        except Exception:
+            how = "failed after "
+            raise
         finally:
             ended.set()
             thread.join()

@@ -17,7 +17,7 @@ from typing import Any, Self
 import xxhash
 
 from actors.cluster.prometheus import export_step
-from actors.cluster.session import RunTerminated, termination
+from actors.cluster.session import RunStopped, termination
 from actors.cluster.watch import cluster_loss, last_words
 from actors.run.lock import RunLock, cannot_write, usable_run_dir, written_to
 from actors.run.metrics import Curves, LogFile, WriterFacts
@@ -206,7 +206,8 @@ class RunFolder:
                 refused[str(problem)] = problem
         lost = RunFolderError(cannot_write(self.path, "; ".join(refused)), path=str(self.path)) if refused else None
         # A call into Ray that a signal or the loss of Ray has ended raises whatever comes of that.
-        ended_by = (error and (termination() or cluster_loss())) or error or lost
+        cause = None if isinstance(error, RunStopped) else error and (termination() or cluster_loss())
+        ended_by = cause or error or lost
         try:
             self._write_end(ended_by)
         except OSError as problem:
@@ -255,7 +256,7 @@ class RunFolder:
             self._write_state("finished")
             return
         state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        text = str(error) if isinstance(error, RunTerminated) else f"{type(error).__name__}: {error}".rstrip(": ")
+        text = str(error) if isinstance(error, RunStopped) else f"{type(error).__name__}: {error}".rstrip(": ")
         self._write_state(state, text)
 
     def _write_state(self, state: str, error: str | None = None) -> None:

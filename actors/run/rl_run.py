@@ -18,6 +18,7 @@ from actors.run.rl_config import RLConfig
 from actors.run.run import OnStep, Run
 from actors.run.saver import stream_position
 from actors.run.session import Session
+from actors.run.stop import StopRequest
 from actors.sync.push import WeightSync
 from actors.sync.report import PushReport
 from actors.train.model import GroupModel
@@ -67,9 +68,15 @@ class RLRun(Run[RLConfig]):
     """
 
     def __init__(
-        self, config: RLConfig, session: Session | None = None, on_step: OnStep | None = None, *, label: str = ""
+        self,
+        config: RLConfig,
+        session: Session | None = None,
+        on_step: OnStep | None = None,
+        *,
+        label: str = "",
+        stop: StopRequest | None = None,
     ) -> None:
-        super().__init__(config, session, on_step, label=label)
+        super().__init__(config, session, on_step, label=label, stop=stop)
         with self.phase("data", f"reading {config.dataset}"):
             self.inputs = load_inputs(self.config)
 

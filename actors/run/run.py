@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from actors.rollout.stream import StreamPosition
 from actors.run.config import LoRAOptions, TrainingConfig
@@ -17,6 +17,7 @@ from actors.run.preflight import check_start
 from actors.run.saver import RunSaver
 from actors.run.session import Session, lent_session, open_session, require_paths
 from actors.run.start import find_start
+from actors.run.stop import StopRequest
 from actors.run.trace import TraceSource
 from actors.run.vital_signs import VitalSigns
 from actors.train.context import HandleRef
@@ -50,6 +51,7 @@ class Run[C: TrainingConfig]:
         session: open training groups and engines, which stay open; None opens them for this run.
         on_step: called after each step.
         label: begins every line that the run prints.
+        stop: ends the run after the step that it is in; None lets SIGTERM and Ctrl-C do that, in the main thread.
 
     Attributes:
         start: where the run begins.
@@ -64,18 +66,28 @@ class Run[C: TrainingConfig]:
     session: Session
     folder: RunFolder
 
-    def __init__(self, config: C, session: Session | None = None, on_step: OnStep | None = None, *, label: str = "") -> None:
+    def __init__(
+        self,
+        config: C,
+        session: Session | None = None,
+        on_step: OnStep | None = None,
+        *,
+        label: str = "",
+        stop: StopRequest | None = None,
+    ) -> None:
+        self._began = command_began(take=session is None)
+        self._phases = Phases(label, self._began)
         self.config = config = config.with_local_model()
         self.label = label
         self.start = find_start(config)
         check_start(config, session_is_open=session is not None)
         self._lent = session
         self._on_step = on_step
+        self._stop = stop or StopRequest()
+        self._answers_signals = stop is None
         self._stack = ExitStack()
         self._step = self.start.step
         self._clock = Clock()
-        self._began = command_began(take=session is None)
-        self._phases = Phases(label, self._began)
         self._lines = StepLines(config.steps, self._began, label)
         self._trained: tuple[GroupModel, ...] = ()
         saved = {} if self.start.checkpoint is None else self.start.checkpoint.state
@@ -100,6 +112,8 @@ class Run[C: TrainingConfig]:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        if self._stop.insisted and self._answers_signals:
+            self._saver.abandon()
         self._stack.__exit__(*error)
 
     def build_model(
@@ -159,11 +173,24 @@ class Run[C: TrainingConfig]:
         say_facts(f"{self.label}{title}", [*facts, *self.start.describe()])
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps that are left. Each ends with :meth:`end_step`."""
+        """The numbers of the steps that are left. Each ends with :meth:`end_step`.
+
+        SIGTERM, or one Ctrl-C, ends the run after the step that it is in, with a checkpoint if ``save_every`` is set.
+
+        Raises:
+            RunStopped: the run was asked to end.
+        """
+        stopping = self._stack.enter_context(ExitStack())
+        if self._answers_signals:
+            kept = "and its checkpoint is committed" if self.config.save_every else "without a checkpoint (save_every=0)"
+            stopping.enter_context(self._stop.on_signals(f"the run ends when this step is done {kept}"))
         self._lines.begin()
         for step in range(self.start.step + 1, self.config.steps + 1):
             self._step, self._clock = step, Clock()
             yield step
+            if self._stop.reason and step < self.config.steps:
+                self._end_after(step)
+        stopping.close()
         self._saver.finish()
 
     def lap(self, phase: str) -> None:
@@ -188,7 +215,7 @@ class Run[C: TrainingConfig]:
         self._lines.end(self._step, logged, self._clock.seconds)
         for warning in self._warnings:
             say(f"{self.label}warning: {warning}")
-        self._saver.commit(self._step, {**self._state(), "vital_signs": self._vital_signs.state}, self._position())
+        self._saver.commit(self._step, self._whole_state(), self._position())
         if self._on_step:
             self._on_step(self._step, logged)
 
@@ -206,6 +233,20 @@ class Run[C: TrainingConfig]:
         if lora.save_merged:
             model.group.save_checkpoint(model.handle, self.folder.place(f"{name}_merged"), hf=True)
         return path
+
+    def _end_after(self, step: int) -> NoReturn:
+        checkpoint = self._saver.end(step, self._whole_state(), self._position())
+        how = f"after step {step} of {self.config.steps}"
+        if checkpoint is None:
+            how += ", without a checkpoint (save_every=0)"
+        else:
+            how += f", with a checkpoint: continue with --resume auto, from {checkpoint.name}"
+        stopped = self._stop.stopped(how)
+        say(f"{self.label}ended by {stopped}")
+        raise stopped
+
+    def _whole_state(self) -> dict[str, Any]:
+        return {**self._state(), "vital_signs": self._vital_signs.state}
 
     def _restore(self, trained: Mapping[str, GroupModel]) -> None:
         checkpoint = self.start.checkpoint

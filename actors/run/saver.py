@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -32,7 +33,7 @@ class RunSaver:
 
     With ``config.async_save`` files are written while later steps run, and the checkpoint is committed after the step in
     which the last of them is written. A run that ends with an error, Ctrl-C too, waits up to five minutes for them and
-    commits; a second Ctrl-C ends the wait.
+    commits; another Ctrl-C ends the wait.
 
     Args:
         models: those that are trained, by the name of their directory.
@@ -49,6 +50,7 @@ class RunSaver:
         self._store.clean_up()
         self._run = {**saved_facts(config), "dtype": config.trained_dtype} if config.save_every else {}
         self._saving: int | None = None
+        self._saved: int | None = None
         self._state: dict[str, Any] = {}
         if start.checkpoint is not None:
             require_same_dtype(config, start.checkpoint)
@@ -57,13 +59,37 @@ class RunSaver:
 
     def save(self, step: int, clock: Clock) -> None:
         """Begins a checkpoint if one is due: the phase ``save`` of the clock."""
-        if not self._is_due(step):
-            return
+        if self._is_due(step):
+            self._begin(step)
+            clock.lap("save")
+
+    def end(self, step: int, state: Mapping[str, Any], position: StreamPosition | None = None) -> Path | None:
+        """Commits a checkpoint of ``step``, after which a run ends early, if it was not due; waits until it is written.
+
+        Args:
+            state, position: as of :meth:`commit`.
+
+        Returns:
+            The checkpoint; None for a run that saves none.
+        """
+        if not self._config.save_every:
+            return None
+        if self._saved != step:
+            self._begin(step)
+            self.commit(step, state, position)
         self.finish()
-        self._saving = step
+        committed = self._store.latest()
+        return None if committed is None else committed.path
+
+    def abandon(self) -> None:
+        """A checkpoint that is being written is not waited for."""
+        self._state = {}
+
+    def _begin(self, step: int) -> None:
+        self.finish()
+        self._saving = self._saved = step
         for name, model in self._models.items():
             model.group.save_checkpoint(model.handle, self._store.draft(step) / name, asynchronous=self._config.async_save)
-        clock.lap("save")
 
     def commit(self, step: int, state: Mapping[str, Any], position: StreamPosition | None = None) -> None:
         """Adds the loop's state to the checkpoint of ``step``, if one was begun, and commits what is written by now.

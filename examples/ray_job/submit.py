@@ -3,8 +3,8 @@
     python -m examples.ray_job.submit --address http://HEAD:8265 -- examples.grpo --model /shared/model ...
 
 What stands after ``--`` is a module and its options, run on the head node with ``RAY_ADDRESS`` set; its exit status becomes
-this command's. Ctrl-C stops the job. The token is found where Ray finds it: ``RAY_AUTH_TOKEN``, the file that
-``RAY_AUTH_TOKEN_PATH`` names, or ``~/.ray/auth_token``.
+this command's. Ctrl-C stops the job: a run finishes its step and commits a checkpoint. The token is found where Ray finds
+it: ``RAY_AUTH_TOKEN``, the file that ``RAY_AUTH_TOKEN_PATH`` names, or ``~/.ray/auth_token``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rl_backend.contracts import BaseConfig, ConfigError
 NOT_SENT = (".git", ".venv", "runs", "__pycache__", ".*_cache", "*.egg-info")
 """Patterns as in .gitignore; what a .gitignore file names is not sent either."""
 
-STOP_SECONDS = 30.0
+KILLED_SECONDS = 30.0
 POLL_SECONDS = 0.5
 
 
@@ -76,6 +76,11 @@ class SubmitConfig(BaseConfig):
         default={}, description='NAME=VALUE, by commas, or {"NAME": "VALUE"} as JSON, set in all of the job\'s processes'
     )
     python: str = Field(default="python", description="interpreter on the head node")
+    stop_seconds: int = Field(
+        default=600,
+        ge=1,
+        description="seconds that a job which is stopped has for its step and its checkpoint, then it is killed",
+    )
     wait: bool = Field(default=True, description="follow the job to its end; else only submit it")
 
     @model_validator(mode="after")
@@ -94,7 +99,11 @@ class SubmitConfig(BaseConfig):
         return {
             "working_dir": self.working_dir,
             "excludes": [*NOT_SENT, *self.exclude],
-            "env_vars": {"PYTHONUNBUFFERED": "1", **self.environment},
+            "env_vars": {
+                "PYTHONUNBUFFERED": "1",
+                "RAY_JOB_STOP_WAIT_TIME_S": str(self.stop_seconds),
+                **self.environment,
+            },
             **({"py_modules": list(self.plugins)} if self.plugins else {}),
         }
 
@@ -120,7 +129,7 @@ def submit(config: SubmitConfig, command: Sequence[str]) -> int:
         try:
             return _follow(client, job)
         except KeyboardInterrupt:
-            return _stop(client, job)
+            return _stop(client, job, config.stop_seconds)
 
 
 @contextmanager
@@ -152,10 +161,10 @@ async def _print_logs(client: JobSubmissionClient, job: str) -> None:
         print(text, end="", flush=True)
 
 
-def _stop(client: JobSubmissionClient, job: str) -> int:
-    print(f"stopping job {job}", file=sys.stderr, flush=True)
+def _stop(client: JobSubmissionClient, job: str, seconds: float) -> int:
+    print(f"stopping job {job}, which may finish its step; Ctrl-C again leaves it to that", file=sys.stderr, flush=True)
     client.stop_job(job)
-    details = _wait_for_end(client, job, STOP_SECONDS)
+    details = _wait_for_end(client, job, seconds + KILLED_SECONDS)
     print(f"job {job} {details.status.lower()}", file=sys.stderr)
     return 130
 

@@ -44,7 +44,11 @@ def test_a_run_leaves_a_folder_that_a_program_can_read(learned: tuple[RunResult,
     assert len(samples) == STEPS * 32 * 8
     assert {version for sample in samples if sample["step"] == 3 for version, _ in sample["version_spans"]} == {2}
     assert all(sample["reward"] == float(sample["response"] == sample["ground_truth"] + "<end>") for sample in samples)
-    assert json.loads((folder / "summary.json").read_text())["held_out_reward_after"] == result.held_out_reward_after
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["held_out_reward_after"] == result.held_out_reward_after
+    took = sum(value for line in metrics for name, value in line.items() if name.startswith("seconds/"))
+    assert summary["start_seconds"] > 1, "Ray, a rank and an engine were started"
+    assert summary["seconds"] >= summary["start_seconds"] + 0.9 * took
     assert json.loads((folder / "config.json").read_text())["steps"] == STEPS
     assert list((folder / "tensorboard").glob("events*"))
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -100,6 +102,54 @@ def test_a_killed_grpo_run_goes_on_as_if_it_had_not_been(
     kill_after_a_checkpoint("examples.grpo", settings, tmp_path)
     config = grpo.GRPOConfig(**settings)
     assert checkpoints_of(config).steps()
+    with pytest.raises(StopEarlyError):
+        grpo.train(config, demo_session, stop_after(last))
+    for name in ("metrics.jsonl", "samples.jsonl", "held_out.jsonl"):
+        assert lines(tmp_path / "run" / name, last) == lines(reference / name, last), name
+
+
+def stop_in_a_step(module: str, options: dict[str, Any], folder: Path) -> str:
+    """Runs an example with a Ray of its own and sends SIGINT to all of their processes in a step, as a terminal does."""
+    (folder / "options.json").write_text(json.dumps(options))
+    with subprocess.Popen(
+        [sys.executable, "-u", "-m", module, "--config", str(folder / "options.json")],
+        env={name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as driver:
+        try:
+            assert driver.stdout is not None
+            output = ""
+            for line in driver.stdout:
+                output += line
+                if line.startswith("step    1/"):
+                    os.killpg(driver.pid, signal.SIGINT)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(driver.pid, signal.SIGKILL)
+    assert driver.returncode == 130, output
+    return output
+
+
+@pytest.mark.long
+@pytest.mark.shows(
+    "resume: GRPO stopped by Ctrl-C in a terminal, which Ray and vLLM get as well, continues as if it had not been"
+)
+def test_a_grpo_run_that_ctrl_c_has_stopped_goes_on_as_if_it_had_not_been(
+    learned: tuple[RunResult, Path], demo_session: Session, tmp_path: Path
+) -> None:
+    last, reference = 10, learned[1]
+    settings = json.loads((reference / "config.json").read_text())
+    settings |= {"run_dir": str(tmp_path / "run"), "save_every": 1000, "resume": "auto", "trace": False}
+    output = stop_in_a_step("examples.grpo", settings, tmp_path)
+    config = grpo.GRPOConfig(**settings)
+    (step,) = checkpoints_of(config).steps()
+    assert 1 < step < last and f"ended by Ctrl-C after step {step} of {LEARNED_STEPS}, with a checkpoint" in output
+    for phase in ("data", "ray", "ranks", "engines", "model", "push", "held-out"):
+        assert re.search(rf"^ *\d+\.\d s  {phase} .*: \d+\.\d s$", output, re.MULTILINE), phase
     with pytest.raises(StopEarlyError):
         grpo.train(config, demo_session, stop_after(last))
     for name in ("metrics.jsonl", "samples.jsonl", "held_out.jsonl"):

@@ -80,6 +80,14 @@ FAULTS = [
         "a run would go on with other data",
     ),
     Fault(
+        "no-checkpoint-of-a-run-that-is-stopped",
+        "actors/run/saver.py",
+        "        if self._saved != step:\n",
+        "        if self._saved is None:\n",
+        ("tests/unit/actors/run/test_stop.py::test_a_run_that_is_stopped_continues_as_if_it_had_not_been",),
+        "the step that a run finishes after SIGTERM would be lost",
+    ),
+    Fault(
         "no-save-after-the-last-step",
         "actors/run/saver.py",
         "return bool(every) and (step % every == 0 or step == self._config.steps)",

@@ -149,7 +149,7 @@ def test_a_job_is_sent_its_folder_without_what_does_not_belong_there(tmp_path: P
     assert environment["working_dir"] == str(tmp_path)
     assert {".git", ".venv", "runs", "data"} <= set(environment["excludes"])
     assert environment["py_modules"] == [str(tmp_path)]
-    assert environment["env_vars"] == {"PYTHONUNBUFFERED": "1", "A": "1", "B": "x=y"}
+    assert environment["env_vars"] == {"PYTHONUNBUFFERED": "1", "RAY_JOB_STOP_WAIT_TIME_S": "600", "A": "1", "B": "x=y"}
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_job_is_sent_its_folder_without_what_does_not_belong_there(tmp_path: P
 )
 def test_variables_are_given_by_commas_or_as_a_json_object(given: str, expected: dict[str, str]) -> None:
     config = parse_config(SubmitConfig, "submit", ["--environment", given])
-    assert config.runtime_env()["env_vars"] == {"PYTHONUNBUFFERED": "1", **expected}
+    assert config.runtime_env()["env_vars"] == {"PYTHONUNBUFFERED": "1", "RAY_JOB_STOP_WAIT_TIME_S": "600", **expected}
     assert SubmitConfig.model_validate_json(config.model_dump_json()) == config
 
 

@@ -131,12 +131,15 @@ def test_without_a_terminal_a_phase_is_a_line_and_a_long_one_says_so_while_it_la
         time.sleep(0.4)
     with pytest.raises(ValueError, match="no GPU"), phases.phase("ranks", "starting 1 rank"):
         raise ValueError("no GPU")
-    short, begun, still, ended, failed = capsys.readouterr().out.splitlines()
+    with pytest.raises(KeyboardInterrupt), phases.phase("push", "the first weights"):
+        raise KeyboardInterrupt
+    short, begun, still, ended, failed, stopped = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"label   100\.\d s  ray        starting on this machine: 0\.0 s", short)
     assert re.fullmatch(r"label   100\.\d s  engines    starting 2 vLLM engines \.\.\.", begun)
     assert re.fullmatch(r"label   100\.\d s  engines    starting 2 vLLM engines \.\.\. 00:00", still)
     assert re.fullmatch(r"label   100\.\d s  engines    starting 2 vLLM engines: 0\.[45] s", ended)
     assert re.fullmatch(r"label   100\.\d s  ranks      starting 1 rank: failed after 0\.0 s", failed)
+    assert stopped.endswith("push       the first weights: stopped after 0.0 s")
 
 
 def test_a_terminal_shows_the_seconds_of_a_phase_in_place() -> None:
