@@ -17,7 +17,7 @@ from rl_backend.contracts import ConfigError, UnsupportedError
 from rl_backend.model.blocks import divisors, nearest
 from rl_backend.runtime.bridge_checks import require_installed
 
-OF_A_CLUSTER = "are the cluster's, which Ray knows"
+OF_A_CLUSTER = "are those of the cluster's machines"
 
 
 def find_packages(config: TrainingConfig) -> str:
@@ -26,6 +26,8 @@ def find_packages(config: TrainingConfig) -> str:
     Raises:
         UnsupportedError: a package is missing or of another version.
     """
+    if is_on_cluster():
+        return f"packages {OF_A_CLUSTER}"
     found = ["torch", "ray"]
     if config.train.backend == "bridge":
         require_installed()

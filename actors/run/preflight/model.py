@@ -8,8 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from actors.rollout.lengths import more_than, positions_of
 from actors.run.config import RunModel, TrainingConfig
+from actors.run.preflight.machine import is_on_cluster
 from actors.run.rl_config import RLConfig
 from rl_backend.checkpoint.hf_reader import HFReader, read_hf_config
 from rl_backend.contracts import CheckpointError, ConfigError, RuntimeConfig
@@ -46,8 +49,12 @@ def find_layout(config: TrainingConfig) -> str:
         ConfigError: sizes that do not divide them.
         UnsupportedError: a model, or a feature of it, that the runtime does not have.
     """
+    on_cpu = not is_on_cluster() and not torch.cuda.is_available()
     for model in config.models():
-        check_config(runtime_of(config, model), config.ranks)
+        runtime = runtime_of(config, model)
+        if on_cpu and getattr(runtime.backend_cfg, "device", "") == "auto":
+            runtime = runtime.replace(backend_cfg=runtime.backend_cfg.replace(device="cpu"))
+        check_config(runtime, config.ranks)
     return config.describe_ranks()
 
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import BatchError, ConfigError, NativeConfig, ParallelConfig, RuntimeConfig, UnsupportedError
 from rl_backend.lab.plan.bridge import bridge_memory
 from rl_backend.lab.plan.memory import COMPONENTS, PHASES, Phase, RankMemory, Workload
 from rl_backend.lab.plan.native import MASTER_BYTES, engine_slot_bytes, native_memory
 from rl_backend.lab.text import count, table
+from rl_backend.model import model_positions
 from rl_backend.runtime.bridge_config import BridgeConfig
 from rl_backend.runtime.registry import check_config
 
@@ -63,7 +65,8 @@ def make_plan(config: RuntimeConfig, num_ranks: int, workload: Workload) -> Plan
     """What ``config`` takes on ``num_ranks`` ranks. Reads ``config.json`` alone and needs no device.
 
     Raises:
-        ConfigError: what :func:`~rl_backend.runtime.check_config` refuses, or a ``byte_budget`` that is too small.
+        ConfigError: what :func:`~rl_backend.runtime.check_config` refuses, sequences longer than the model's positions, or a
+            ``byte_budget`` that is too small.
         BatchError: a number of micro-batches that the pipeline schedule does not take.
         UnsupportedError: a model, a runtime or options that cannot be counted.
     """
@@ -78,10 +81,21 @@ def make_plan(config: RuntimeConfig, num_ranks: int, workload: Workload) -> Plan
             "backend='native'"
         )
     check_config(config, num_ranks)
+    workload = _within_positions(workload, config)
     ranks, weights = counted[config.backend](config, num_ranks, workload)
     slots = engine_slot_bytes(weights, config, workload) if workload.tenants else 0
     dp_size = config.backend_cfg.parallel.data_parallel_size(num_ranks)
     return Plan(config, num_ranks, workload, dp_size, ranks, sum(weight.nbytes for weight in weights), slots)
+
+
+def _within_positions(workload: Workload, config: RuntimeConfig) -> Workload:
+    positions = model_positions(read_hf_config(config.hf_path), getattr(config.backend_cfg, "model", "auto"))
+    if positions is None or workload.sequence_length <= positions:
+        return workload
+    if workload.is_set("sequence_length"):
+        problem = f"the model has {positions} positions; use at most that"
+        raise ConfigError.of("Workload.sequence_length", workload.sequence_length, problem)
+    return workload.replace(sequence_length=positions)
 
 
 def suggest_layout(plan: Plan, device_bytes: int) -> Plan | None:

@@ -93,7 +93,7 @@ class Workload(BaseConfig):
     """One step of training, and the offload and weight sync around it.
 
     Attributes:
-        sequence_length: tokens of every sequence.
+        sequence_length: tokens of every sequence; by default 4096, or as many as the model has positions.
         micro_batch_tokens: tokens of every micro-batch.
         num_micro_batches: of a step, on each data-parallel rank.
         head: what the model ends in.

@@ -123,6 +123,14 @@ def test_less_is_preferred_before_more(model: Path) -> None:
     assert len(set(map(str, layouts))) == len(layouts)
 
 
+def test_sequences_are_not_longer_than_the_model_has_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": 512}))
+    found = as_json(capsys, "--model", str(tmp_path), "--ranks", "1")
+    assert found["workload"]["sequence_length"] == 512
+    message = refusal(capsys, "--model", str(tmp_path), "--ranks", "1", "--sequence-length", "600")
+    assert "--sequence-length 600: the model has 512 positions; use at most that" in message
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
