@@ -191,6 +191,18 @@ def test_an_error_that_ends_a_run_is_told_whatever_its_checkpoint_meets(
     assert committed(tmp_path) == []
 
 
+def test_a_run_that_is_ended_at_once_waits_for_no_save(tmp_path: Path) -> None:
+    config, group = config_of(tmp_path), Group()
+
+    def work(saver: RunSaver) -> None:
+        step(saver, 2)
+        saver.abandon()
+
+    with pytest.raises(KeyboardInterrupt):
+        end_with(KeyboardInterrupt(), config, {"sft": GroupModel(group, None)}, work)  # type: ignore[arg-type]
+    assert group.wait_for_checkpoint.waited == [] and committed(tmp_path) == []
+
+
 def test_nothing_is_committed_without_the_loops_state_or_without_one_of_the_models(tmp_path: Path) -> None:
     config, group, failed = config_of(tmp_path), Group(), Group()
     models: Any = {"actor": GroupModel(group, None), "critic": GroupModel(failed, None)}  # type: ignore[arg-type]
