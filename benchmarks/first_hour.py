@@ -2,7 +2,8 @@
 
 Every mistake of :mod:`benchmarks.user_mistakes` is a command in a process of its own, as a user would give it.
 ``results/first_hour.json`` has of each the command, the sentence that is printed, the seconds until the command ends, and
-whether Ray was started. ``--only WORDS`` runs those whose description has the words, prints them, and writes nothing.
+whether Ray was started. The Hub is not asked. ``--only WORDS`` runs those whose description has the words, prints them, and
+writes nothing.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def time_start(world: Path) -> dict[str, float]:
 
 def _environment(ray_files: str) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "RAY_TMPDIR": ray_files, "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "PYTHONPATH": path, "RAY_TMPDIR": ray_files, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     environment.pop("RAY_ADDRESS", None)
     return environment
 
