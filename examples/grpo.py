@@ -141,8 +141,8 @@ def train(config: GRPOConfig, session: Session | None = None, on_step: OnStep | 
                 kl_coef=config.kl_in_reward,
             )
             updates = []
-            for first in range(0, len(sequences), config.sequences_per_update):
-                updates.append(policy.update(sequences[first : first + config.sequences_per_update], loss, meta))
+            for part in config.parts(sequences):
+                updates.append(policy.update(part, loss, meta))
             run.lap("train")
             run.push()
             run.end_step(batch.metrics | update_metrics(updates))

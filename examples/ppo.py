@@ -156,8 +156,7 @@ def train(config: PPOConfig, session: Session | None = None, on_step: OnStep | N
             sequences, metrics = with_gae(sequences, batch.rewards, config)
             actor_updates, critic_updates = [], []
             for _ in range(config.epochs):
-                for first in range(0, len(sequences), config.sequences_per_update):
-                    update = sequences[first : first + config.sequences_per_update]
+                for update in config.parts(sequences):
                     critic_update = critic.submit_update(update, critic_loss, meta)
                     if step > config.critic_warmup_steps:
                         actor_updates.append(actor.update(update, actor_loss, meta))

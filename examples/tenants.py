@@ -153,8 +153,8 @@ def train_user(name: str, config: UserConfig, session: Session, stop: StopReques
             sequences = with_advantages(with_outputs(sequences, old), batch.rewards, "grpo", config.sampling.n)
             run.lap("old_log_probs")
             updates = []
-            for first in range(0, len(sequences), config.sequences_per_update):
-                updates.append(policy.update(sequences[first : first + config.sequences_per_update], loss, meta))
+            for part in config.parts(sequences):
+                updates.append(policy.update(part, loss, meta))
             run.lap("train")
             run.push()
             run.end_step(batch.metrics | update_metrics(updates))

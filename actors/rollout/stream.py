@@ -6,7 +6,7 @@ import io
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,6 +63,7 @@ class SampleStream:
         ahead: batches begun before :meth:`next` asks for them. At 0 a batch is begun by :meth:`next`, with the weights of
             that moment.
         adapter: the LoRA tenant that samples; None for the weights alone.
+        on_sampled: called with each batch as soon as it is sampled, in the thread that samples.
         start: the :attr:`position` that an earlier stream was at. Prompts up to there are passed over, and what it had drawn
             is not drawn again.
     """
@@ -77,6 +78,7 @@ class SampleStream:
         ahead: int,
         adapter: str | None = None,
         start: StreamPosition | None = None,
+        on_sampled: Callable[[SampledBatch], None] = lambda _: None,
     ) -> None:
         self._rollout = rollout
         self._batches = batches
@@ -84,6 +86,7 @@ class SampleStream:
         self._seed = seed
         self._ahead = ahead
         self._adapter = adapter
+        self._on_sampled = on_sampled
         self._taken = self._begun = 0
         self._one_at_a_time = ThreadPoolExecutor(1, thread_name_prefix="sample-stream")
         self._waiting: deque[Future[SampledBatch]] = deque()
@@ -168,7 +171,9 @@ class SampleStream:
                 adapter=self._adapter,
             )
             seconds = time.perf_counter() - started
-        return _answered(number, prompts, samples, seconds)
+        batch = _answered(number, prompts, samples, seconds)
+        self._on_sampled(batch)
+        return batch
 
 
 def _answered(number: int, prompts: Sequence[Prompt], samples: Sequence[Sample], seconds: float = 0.0) -> SampledBatch:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from actors.run.console import announce as announce
     from actors.run.metrics import MetricsWriter as MetricsWriter
     from actors.run.options import Follows as Follows
-    from actors.run.rl_config import PolicyLoss as PolicyLoss
+    from actors.run.policy_options import PolicyLoss as PolicyLoss
     from actors.run.rl_config import RLConfig as RLConfig
     from actors.run.rl_run import RunResult as RunResult
     from actors.run.run import OnStep as OnStep
@@ -41,7 +41,7 @@ _MODULES = {
     "MetricsWriter": "actors.run.metrics",
     "OnStep": "actors.run.run",
     "Phases": "actors.run.console",
-    "PolicyLoss": "actors.run.rl_config",
+    "PolicyLoss": "actors.run.policy_options",
     "RLConfig": "actors.run.rl_config",
     "RunModel": "actors.run.config",
     "RunResult": "actors.run.rl_run",

@@ -5,38 +5,37 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from actors.cluster.session import raise_if_terminated
-from actors.cluster.watch import cluster_loss
 from actors.rollout.config import SamplingConfig
 from actors.rollout.sample import Sample
 from actors.rollout.stream import SampledBatch, SampleStream
 from actors.run.metrics import Clock
 from actors.run.preflight.model import require_known_end
 from actors.run.rl_config import RLConfig
+from actors.run.scoring import begin_scoring, load_scorer
 from actors.run.state import read_object
 from actors.run.vital_signs import sample_metrics
 from actors.train.model import require_experts
 from rl_backend.algorithm import groups_with_signal
-from rl_backend.contracts import BatchError, ConfigError, WeightVersionError
+from rl_backend.contracts import ConfigError, RewardError, WeightVersionError
 from rl_backend.data.prompts import Prompt, endless_batches, load_prompts, load_tokenizer
-from rl_backend.data.rewards import RewardFunction, load_reward_function, needs_ground_truth, score_value
+from rl_backend.data.rewards import RewardScorer, Score, Scoring, reward_metrics
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tokenizer, reward function, prompts, and how to sample.
+    """Tokenizer, reward functions, prompts, and how to sample.
 
     Attributes:
         notes: what was done with prompts that are too long, for the run's first line.
     """
 
     tokenizer: Any
-    reward: RewardFunction
+    reward: RewardScorer
     prompts: Sequence[Prompt]
     held_out: Sequence[Prompt]
     batches: Iterator[list[Prompt]]
@@ -53,13 +52,13 @@ def load_inputs(config: RLConfig) -> Inputs:
     require_experts(f"{type(config).__name__}.router_replay", config.router_replay, config.model)
     tokenizer = load_tokenizer(config.model)
     require_known_end(f"{type(config).__name__}.model", config.model, tokenizer)
-    reward = load_reward_function(config.reward)
+    reward = load_scorer(config.rewards)
     load = partial(
         load_prompts,
         tokenizer=tokenizer,
         max_prompt_tokens=config.max_prompt_tokens,
         data=config.data,
-        require_answer=needs_ground_truth(reward),
+        require_answer=reward.needs_ground_truth,
     )
     prompts = load(config.dataset)
     held_out = load(config.eval_dataset, held_out=True) if config.eval_dataset else None
@@ -105,19 +104,32 @@ def stop_token_ids(model: str, tokenizer: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """What a step trains on: ``prompts_per_step`` groups of ``samples_per_prompt``, an entry of each list per sample."""
+    """What a step trains on: groups of ``samples_per_prompt``, an entry of each list per sample.
+
+    There are ``prompts_per_step`` groups, or fewer where reward functions failed and ``on_reward_failure`` is drop.
+
+    Attributes:
+        scores: what the rewards are made of.
+        failures: messages of the reward functions' calls that failed, also in groups that were dropped.
+    """
 
     prompts: list[Prompt]
     samples: list[Sample]
     rewards: list[float]
     metrics: dict[str, float]
+    scores: list[Score] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class _Group:
     prompts: list[Prompt]
     samples: list[Sample]
-    rewards: list[float]
+    scores: list[Score]
+
+    @property
+    def rewards(self) -> list[float]:
+        return [score.value for score in self.scores]
 
 
 class BatchCollector:
@@ -146,6 +158,7 @@ class BatchCollector:
         self._inputs = inputs
         self._batches_with_signal = batches_with_signal
         self._step_of_version: dict[int, int] = dict((earlier or {}).get("step_of_version", []))
+        self._scoring: dict[int, Scoring] = {}
 
     @property
     def state(self) -> dict[str, Any]:
@@ -158,25 +171,36 @@ class BatchCollector:
         """Engines sample with the weights that ``step`` made from now on; step 0 is the start."""
         self._step_of_version[version] = step
 
-    def collect(self, step: int, clock: Clock) -> TrainingBatch:
-        """The batch of ``step``, counted from 1; phases ``sample`` (waiting for samples) and ``reward`` of the clock.
+    def sampled(self, batch: SampledBatch) -> None:
+        """Begins to score a batch, from the stream's thread and before it is asked for."""
+        self._scoring[batch.number] = begin_scoring(
+            batch.samples, batch.prompts, self._inputs.tokenizer, self._inputs.reward
+        )
 
-        Metrics: those of :func:`~actors.run.vital_signs.sample_metrics`, of all samples that were scored;
-        ``tokens_per_second/sample``, of responses while engines were sampling; ``staleness_mean`` and
-        ``staleness_max``, training steps by which the weights of the samples trained on are behind, and
-        ``samples_dropped`` for being too old, when sampling ahead; ``batches_sampled`` and ``groups_without_signal``, with
-        dynamic sampling.
+    def collect(self, step: int, clock: Clock) -> TrainingBatch:
+        """The batch of ``step``, counted from 1; phases ``sample`` (waiting for samples) and ``reward`` (waiting
+        for their scores, or making them) of the clock.
+
+        Metrics: those of :func:`~actors.run.vital_signs.sample_metrics` and :func:`~rl_backend.data.rewards.reward_metrics`,
+        of all samples that were scored; ``reward_failures``, calls that failed, and ``groups_dropped`` because of them,
+        unless such a call stops the run; ``tokens_per_second/sample``, of responses while engines were sampling;
+        ``staleness_mean`` and ``staleness_max``, training steps by which the weights of the samples trained on are behind,
+        and ``samples_dropped`` for being too old, when sampling ahead; ``batches_sampled`` and ``groups_without_signal``,
+        with dynamic sampling.
 
         Raises:
             WeightVersionError: weights older than sampling ahead explains.
+            RewardError: a reward function failed and is to stop the run, or failed for every prompt of the step.
         """
         config = self._config
         chosen: list[_Group] = []
         without_signal: list[_Group] = []
         scored: list[_Group] = []
-        dropped = taken = tokens = 0
+        failures: list[str] = []
+        dropped = taken = tokens = groups_dropped = 0
         seconds = 0.0
-        while len(chosen) < config.prompts_per_step and taken != self._batches_with_signal:
+        # Without dynamic sampling one batch is a step's, whatever is dropped of it.
+        while len(chosen) < config.prompts_per_step and taken != (self._batches_with_signal or 1):
             batch = self._stream.next(more=config.steps - step)
             clock.lap("sample")
             if batch.seconds:
@@ -185,24 +209,37 @@ class BatchCollector:
             age = self._age(batch, step)
             if age > config.max_staleness and config.stale_samples == "drop":
                 dropped += len(batch.samples)
+                if (scoring := self._scoring.pop(batch.number, None)) is not None:
+                    scoring.cancel()
                 continue
             taken += 1
             for group in self._score(batch):
+                failures += [failure for score in group.scores for failure in score.failures]
+                if any(score.dropped for score in group.scores):
+                    groups_dropped += 1
+                    continue
                 scored.append(group)
                 signal = self._batches_with_signal is None or bool(
                     groups_with_signal(group.rewards, group_size=len(group.rewards))[0]
                 )
                 (chosen if signal else without_signal).append(group)
             clock.lap("reward")
+        if not scored:
+            raise RewardError(f"step {step}: a reward function failed for every prompt of the step, such as: {failures[0]}")
         missing = config.prompts_per_step - len(chosen)
         chosen = chosen[: config.prompts_per_step] + without_signal[: max(missing, 0)]
-        if missing > 0:
+        if missing > 0 and self._batches_with_signal is not None:
             # Each of the step's updates gets its part of the groups that teach nothing.
             random.Random(f"{config.seed} {step}").shuffle(chosen)
 
         metrics = sample_metrics(scored)
         if seconds:
             metrics["tokens_per_second/sample"] = tokens / seconds
+        metrics |= reward_metrics([score for group in scored for score in group.scores])
+        if config.rewards.on_failure != "stop":
+            metrics["reward_failures"] = len(failures)
+        if config.rewards.on_failure == "drop":
+            metrics["groups_dropped"] = groups_dropped
         samples = [sample for group in chosen for sample in group.samples]
         if config.batches_ahead:
             ages = [self._age_of(sample, step) for sample in samples]
@@ -214,6 +251,8 @@ class BatchCollector:
             samples,
             [reward for group in chosen for reward in group.rewards],
             metrics,
+            [score for group in chosen for score in group.scores],
+            failures,
         )
 
     def _age(self, batch: SampledBatch, step: int) -> int:
@@ -231,53 +270,12 @@ class BatchCollector:
         return step - 1 - min(self._step_of_version[span.version] for span in sample.version_spans)
 
     def _score(self, batch: SampledBatch) -> Iterator[_Group]:
-        rewards = score(batch.samples, batch.prompts, self._inputs.tokenizer, self._inputs.reward)
+        if batch.number not in self._scoring:  # of a run that continues, or of another stream
+            self.sampled(batch)
+        scores = self._scoring.pop(batch.number).result()
         if self._config.shuffle_rewards:
-            random.Random(f"{self._config.seed} {batch.number}").shuffle(rewards)
+            random.Random(f"{self._config.seed} {batch.number}").shuffle(scores)
         size = self._config.sampling.n
-        for start in range(0, len(rewards), size):
+        for start in range(0, len(scores), size):
             rows = slice(start, start + size)
-            yield _Group(batch.prompts[rows], batch.samples[rows], rewards[rows])
-
-
-def score(samples: Sequence[Sample], prompts: Sequence[Prompt], tokenizer: Any, reward: RewardFunction) -> list[float]:
-    """The reward of each sample; ``prompts[i]`` is the one that ``samples[i]`` answers."""
-    texts = tokenizer.batch_decode([sample.response_ids for sample in samples], skip_special_tokens=True)
-    return [_score(text, prompt, reward) for text, prompt in zip(texts, prompts, strict=True)]
-
-
-def _score(text: str, prompt: Prompt, reward: RewardFunction) -> float:
-    example = prompt.example
-    try:
-        result = reward(
-            data_source=example.data_source,
-            solution_str=text,
-            ground_truth=example.ground_truth,
-            extra_info=example.extra_info,
-        )
-    except SystemExit as error:
-        raise_if_terminated()
-        raise BatchError(
-            f"the reward function ended the process, {error!r}, on the response {text!r}; have it return a number"
-        ) from error
-    raise_if_terminated()
-    if (loss := cluster_loss()) is not None:  # which the reward function may have caught
-        raise loss
-    return score_value(result)
-
-
-def describe(
-    samples: Sequence[Sample], prompts: Sequence[Prompt], rewards: Sequence[float], tokenizer: Any
-) -> list[dict[str, Any]]:
-    """Lines of ``samples.jsonl``; ``version_spans`` are (weight version, tokens) in the order of the response."""
-    return [
-        {
-            "prompt": tokenizer.decode(sample.prompt_ids),
-            "response": tokenizer.decode(sample.response_ids),
-            "reward": reward,
-            "ground_truth": prompt.example.ground_truth,
-            "version_spans": [list(span) for span in sample.version_spans],
-            "finish_reason": sample.finish_reason,
-        }
-        for sample, prompt, reward in zip(samples, prompts, rewards, strict=True)
-    ]
+            yield _Group(batch.prompts[rows], batch.samples[rows], scores[rows])

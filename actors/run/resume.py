@@ -19,6 +19,7 @@ from actors.run.options import get, has
 from rl_backend.checkpoint.state_files import file_facts
 from rl_backend.contracts import SAME_CONTENTS, BaseConfig, CheckpointError, ConfigError, OnResume
 from rl_backend.data.hub import hub_name, local_model
+from rl_backend.data.rewards import WeightedReward
 from rl_backend.data.rows import data_files
 
 _WHOLE = (".json", ".jinja", ".model", ".txt")
@@ -134,10 +135,12 @@ def _data(name: str, source: str | None) -> Any:
     return [_pieces(file) for file in files]
 
 
-def _content(named: str | None) -> Any:
-    """Of a file, a Hugging Face directory or a function; None where there is nothing, which is refused when it is loaded."""
+def _content(named: str | Mapping[str, WeightedReward] | None) -> Any:
+    """Of a file, a Hugging Face directory or functions; None where there is nothing, which is refused when it is loaded."""
     if named is None:
         return None
+    if not isinstance(named, str):
+        return {name: {"weight": each.weight, "content": _content(each.function)} for name, each in named.items()}
     path = Path(local_model(named) if hub_name(named) else named)
     if path.is_dir():
         return {file.name: facts for file in sorted(path.iterdir()) if (facts := _model_file(file)) is not None}

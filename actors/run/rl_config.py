@@ -3,75 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from actors.cluster.placement import ClusterShare
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.lengths import fitting_lengths, positions_of
-from actors.run.config import LoRAOptions, TrainingConfig, resolve_dtype
+from actors.run.config import TrainingConfig, resolve_dtype
 from actors.run.options import Follows, get, has
+from actors.run.policy_options import PolicyLoRA, PolicyLoss
 from actors.sync.push import TransportName
-from actors.train.loss import Loss
 from actors.train.model import RouterReplayMode
-from rl_backend.algorithm import LossAggMode
-from rl_backend.contracts import MAY_CHANGE, SAME_CONTENTS, BaseConfig, ConfigError, HasEffect
+from rl_backend.contracts import MAY_CHANGE, BatchError, ConfigError, HasEffect
+from rl_backend.data.rewards import RewardConfig, WeightedReward
 
-_DIVIDES = HasEffect(
-    lambda loss: loss.loss_agg_mode == "seq-mean-token-sum-norm", "only loss_agg_mode='seq-mean-token-sum-norm' divides"
-)
 _EVALUATES = HasEffect(lambda config: config.eval_dataset, "needs an eval_dataset")
 _WEIGHTS = HasEffect(
     lambda config: config.importance_options(),
     "importance={0.importance!r} and max_staleness={0.max_staleness} has no weights to cap; leave it out, or set importance "
     "to truncate or mask",
 )
-
-
-class PolicyLoss(BaseConfig):
-    """A loss of a policy. Options that are None are as the loss has them.
-
-    Attributes:
-        name: surrogate: grpo (PPO's), gspo or cispo.
-        clip_ratio_low: clip range of the policy ratio below 1.
-        clip_ratio_high: clip range of the policy ratio above 1.
-        loss_agg_mode: how token losses are averaged.
-        loss_scale_factor: divisor of seq-mean-token-sum-norm; None takes the longest response.
-    """
-
-    model_config = ConfigDict(allow_inf_nan=False)
-
-    name: Literal["grpo", "gspo", "cispo"] = "grpo"
-    clip_ratio_low: float | None = Field(default=None, ge=0)
-    clip_ratio_high: float | None = Field(default=None, ge=0)
-    loss_agg_mode: LossAggMode | None = None
-    loss_scale_factor: Annotated[float | None, Field(gt=0), _DIVIDES] = None
-
-    def function(self, longest_response: int, **options: Any) -> Loss:
-        """What ranks minimise, with further options."""
-        given = {name: value for name, value in self.model_dump(exclude={"name"}).items() if value is not None}
-        if self.loss_agg_mode == "seq-mean-token-sum-norm":
-            given.setdefault("loss_scale_factor", float(longest_response))
-        return Loss(f"rl_backend.algorithm:{self.name}_loss", **given, **options)
-
-
-class PolicyLoRA(LoRAOptions):
-    """Adapters of a run that samples.
-
-    Attributes:
-        push: what engines get after each step: the ``adapter`` alone, served beside the weights, or all weights with the
-            adapter added (``merged``), which also works where vLLM serves no adapters.
-    """
-
-    push: Literal["adapter", "merged"] = "adapter"
-
-    @model_validator(mode="after")
-    def _can_be_served(self) -> Self:
-        if self.use_dora and self.push == "adapter":
-            raise ConfigError.of("PolicyLoRA.push", "adapter", "vLLM serves no adapters with DoRA; set lora.push to merged")
-        return self
 
 
 class RLConfig(TrainingConfig):
@@ -81,6 +34,9 @@ class RLConfig(TrainingConfig):
         **TrainingConfig.short,
         "engines": "rollout.num_engines",
         "samples_per_prompt": "sampling.n",
+        "reward": "rewards.functions",
+        **{f"reward_{name}": f"rewards.{name}" for name in ("timeout_seconds", "workers", "processes", "concurrency")},
+        "on_reward_failure": "rewards.on_failure",
         "max_response_tokens": "sampling.max_new_tokens",
         **{name: f"sampling.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "stop_strings")},
     }
@@ -89,7 +45,12 @@ class RLConfig(TrainingConfig):
         "loss": "loss.name",
         **{name: f"loss.{name}" for name in PolicyLoss.model_fields if name != "name"},
     }
-    preset: ClassVar[Mapping[str, Any]] = {**TrainingConfig.preset, "sampling.n": 8, "sampling.max_new_tokens": 512}
+    preset: ClassVar[Mapping[str, Any]] = {
+        **TrainingConfig.preset,
+        "sampling.n": 8,
+        "sampling.max_new_tokens": 512,
+        "rewards.on_failure": "stop",
+    }
     follows: ClassVar[Mapping[str, Follows]] = {
         **TrainingConfig.follows,
         "rollout.model_path": Follows(lambda config: config.model, "engines sample from the trained model", until="-"),
@@ -119,9 +80,7 @@ class RLConfig(TrainingConfig):
     lora: PolicyLoRA = Field(default=PolicyLoRA(), description="adapters over a frozen model, see docs/lora.md")
     rollout: RolloutConfig = Field(description="vLLM's engines")
     sampling: SamplingConfig = Field(description="how training responses are sampled")
-    reward: Annotated[str, SAME_CONTENTS] = Field(
-        description="verl-style compute_score as package.module:function or path/file.py:function"
-    )
+    rewards: RewardConfig = Field(description="reward functions, see docs/rewards.md")
     prompts_per_step: int = Field(default=32, ge=1, description="prompts sampled in each step")
     updates_per_step: int = Field(default=1, ge=1, description="optimizer steps in each training step")
     entropy_coef: float = Field(default=0.0, ge=0, description="weight of the entropy bonus")
@@ -221,8 +180,29 @@ class RLConfig(TrainingConfig):
         return self
 
     @property
+    def reward(self) -> str | dict[str, WeightedReward]:
+        """The reward functions: ``rewards.functions``."""
+        return self.rewards.functions
+
+    @property
     def sequences_per_update(self) -> int:
         return self.prompts_per_step * self.sampling.n // self.updates_per_step
+
+    def parts[T](self, sequences: Sequence[T]) -> Iterator[Sequence[T]]:
+        """What each update of a step trains on: whole groups, as many as in the others or one more.
+
+        Of a step that reward functions have left too little of, there are fewer updates.
+
+        Raises:
+            BatchError: fewer sequences than data-parallel ranks.
+        """
+        group, ranks = self.sampling.n, self.data_parallel_size
+        groups = len(sequences) // group
+        updates = min(self.updates_per_step, groups // math.ceil(ranks / group))
+        if not updates:
+            raise BatchError(f"{len(sequences)} responses are left of a step; each of {ranks} data-parallel ranks needs one")
+        for index in range(updates):
+            yield sequences[groups * index // updates * group : groups * (index + 1) // updates * group]
 
     @property
     def longest_sequence(self) -> int:

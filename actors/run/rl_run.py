@@ -12,11 +12,12 @@ from typing import Any
 
 from actors.rollout.group import RolloutGroup
 from actors.rollout.stream import SampleStream, StreamPosition
-from actors.run.collect import BatchCollector, TrainingBatch, describe, load_inputs, score
+from actors.run.collect import BatchCollector, TrainingBatch, load_inputs
 from actors.run.console import say, say_facts
 from actors.run.rl_config import RLConfig
 from actors.run.run import OnStep, Run
 from actors.run.saver import stream_position
+from actors.run.scoring import describe, score
 from actors.run.session import Session
 from actors.run.stop import StopRequest
 from actors.sync.push import WeightSync
@@ -64,7 +65,7 @@ class RLRun(Run[RLConfig]):
             result = run.finish()
 
     Attributes:
-        inputs: tokenizer, reward function and prompts.
+        inputs: tokenizer, reward functions and prompts.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class RLRun(Run[RLConfig]):
         policy = next(iter(trained.values()))
         self._publish = self._publisher(policy)
         self._adapter = policy.handle.name if config.pushes_adapters else None
+        self._stack.callback(inputs.reward.close)
         self._stream = self._stack.enter_context(
             SampleStream(
                 rollout,
@@ -114,6 +116,7 @@ class RLRun(Run[RLConfig]):
                 ahead=config.batches_ahead,
                 adapter=self._adapter,
                 start=stream_position(start),
+                on_sampled=lambda batch: self._collector.sampled(batch),
             )
         )
         self._collector = BatchCollector(
@@ -137,6 +140,7 @@ class RLRun(Run[RLConfig]):
     def collect(self) -> TrainingBatch:
         """The step's samples with their rewards: phases ``sample`` and ``reward``."""
         self._batch = self._collector.collect(self._step, self._clock)
+        self._say_failures(f"step {self._step}", self._batch.failures)
         return self._batch
 
     def push(self) -> PushReport:
@@ -208,7 +212,7 @@ class RLRun(Run[RLConfig]):
                 clock.lap("evaluate")
         self.folder.log(step, metrics | clock.seconds | {"weight_version": self._version}, self._warnings)
         logged = slice(config.samples_logged)
-        lines = describe(batch.samples[logged], batch.prompts[logged], batch.rewards[logged], self.inputs.tokenizer)
+        lines = describe(batch.samples[logged], batch.prompts[logged], batch.scores[logged], self.inputs.tokenizer)
         self.folder.log_samples(step, lines)
         return metrics
 
@@ -234,6 +238,11 @@ class RLRun(Run[RLConfig]):
         greedy = inputs.sampling.replace(n=1, temperature=0.0, top_p=1.0, top_k=0)
         prompts = [prompt.token_ids for prompt in inputs.held_out]
         samples = self._rollout.generate(prompts, greedy, adapter=self._adapter)
-        rewards = score(samples, inputs.held_out, inputs.tokenizer, inputs.reward)
-        self.folder.log_held_out(step, describe(samples, inputs.held_out, rewards, inputs.tokenizer))
-        return statistics.fmean(rewards)
+        scores = score(samples, inputs.held_out, inputs.tokenizer, inputs.reward)
+        self._say_failures("held-out prompts", [failure for each in scores for failure in each.failures])
+        self.folder.log_held_out(step, describe(samples, inputs.held_out, scores, inputs.tokenizer))
+        return statistics.fmean(each.value for each in scores)
+
+    def _say_failures(self, where: str, failures: Sequence[str]) -> None:
+        if failures:
+            say(f"{self.label}{where}: {count(len(failures), 'call')} of reward functions failed, such as: {failures[0]}")

@@ -19,6 +19,7 @@ from rl_backend.contracts.errors import HandleError as HandleError
 from rl_backend.contracts.errors import OperationOrderError as OperationOrderError
 from rl_backend.contracts.errors import ParityError as ParityError
 from rl_backend.contracts.errors import RegistryError as RegistryError
+from rl_backend.contracts.errors import RewardError as RewardError
 from rl_backend.contracts.errors import RLBackendError as RLBackendError
 from rl_backend.contracts.errors import RolloutError as RolloutError
 from rl_backend.contracts.errors import RunFolderError as RunFolderError

@@ -52,6 +52,10 @@ class BatchError(RLBackendError):
     """Data that does not fit its contract: shapes, lengths, counts or a missing field."""
 
 
+class RewardError(BatchError):
+    """A reward function that failed on a response, or on every response of a step."""
+
+
 class HandleError(RLBackendError):
     """A handle that cannot serve the call: another runtime's, closed, or forward-only where gradients are needed."""
 

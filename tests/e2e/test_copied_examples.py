@@ -21,9 +21,14 @@ from rl_backend.contracts import ConfigError
 from tests.support.runs import of_the_run
 from tests.unit.tree.test_packaging import copy_sources
 
-REWARD = (
-    "def score(data_source, solution_str, ground_truth, extra_info=None):\n    return float(solution_str == ground_truth)\n"
-)
+REWARD = """
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str == ground_truth)
+
+
+async def length(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": -len(solution_str), "digits": sum(map(str.isdigit, solution_str)), "said": solution_str}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +72,18 @@ def test_a_copied_example_runs_against_the_installed_package(
     shutil.copy(files["grpo"], tmp_path / "my_loop.py")
     (tmp_path / "my_reward.py").write_text(REWARD)
     settings = demo_settings(DemoConfig(steps=2), task, warm_model, tmp_path)
-    settings |= {"reward": "my_reward.py:score", "run_dir": "run", "trace": False}
+    rewards = {"right": "my_reward.py:score", "length": {"function": "my_reward.py:length", "weight": 0}}
+    settings |= {"reward": rewards, "reward_processes": True, "reward_timeout_seconds": 60, "on_reward_failure": "drop"}
+    settings |= {"run_dir": "run", "trace": False}
     (tmp_path / "options.json").write_text(json.dumps(settings))
     run(installed, tmp_path, "my_loop.py", "--config", "options.json")
     assert [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl", 2)] == [0, 1, 2]
+    last = lines(tmp_path / "run" / "metrics.jsonl", 2)[-1]
+    assert last["reward"] == last["reward/right"] and last["reward/length"] < 0 < last["reward/length/digits"]
+    assert (last["reward_failures"], last["groups_dropped"]) == (0, 0)
+    sample = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
+    assert sample["reward_info"]["right"] == {"score": sample["reward"]}
+    assert sample["response"].startswith(sample["reward_info"]["length"]["said"])
     assert (tmp_path / "run" / "model" / "config.json").exists()
     assert list((tmp_path / "run" / "tensorboard").glob("events*"))
 

@@ -16,11 +16,12 @@ import ray
 
 from actors import Sample
 from actors.cluster.session import raised_on_sigterm, ray_session
-from actors.run.collect import score
 from actors.run.command_line import run_command
 from actors.run.folder import RunFolder
+from actors.run.scoring import load_scorer, score
 from rl_backend.contracts import BaseConfig
 from rl_backend.data.prompts import Prompt, PromptExample
+from rl_backend.data.rewards import RewardConfig
 
 
 class Options(BaseConfig):
@@ -42,9 +43,8 @@ def work(where: str) -> None:
         time.sleep(300)
     else:
         sample = Sample(0, 0, [1], [2], [], "stop", (), 0)
-        score(
-            [sample], [Prompt(PromptExample("p", "a", "source"), [1])], NoTokenizer(), getattr(sys.modules[__name__], where)
-        )
+        scorer = load_scorer(RewardConfig(functions=f"{__spec__.name}:{where}"))
+        score([sample], [Prompt(PromptExample("p", "a", "source"), [1])], NoTokenizer(), scorer)
 
 
 @ray.remote

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -89,11 +89,21 @@ def _response(sample: Sample, middle: float | None) -> dict[str, Any]:
     reward = as_number(sample.get("reward"))
     facts = ", ".join(
         _versions(value) if name == "version_spans" else f"{name.replace('_', ' ')} {_plain(value)}"
-        for name, value in sample.items()
+        for name, value in [*sample.items(), *_reward_info(sample)]
         if name not in TEXTS and not isinstance(value, dict) and not (isinstance(value, list) and len(value) > 8)
     )
     side = "" if middle is None or reward is None else " good" if reward > middle else " bad"
     return {"reward": reward, "side": side, "facts": facts, "text": str(sample.get("response", ""))}
+
+
+def _reward_info(sample: Sample) -> Iterator[tuple[str, Any]]:
+    """What reward functions returned beside their scores; of several functions with names."""
+    info = sample.get("reward_info")
+    for name, value in info.items() if isinstance(info, dict) else ():
+        if isinstance(value, dict):
+            yield from ((f"{name} {key}", each) for key, each in value.items())
+        else:
+            yield name, value
 
 
 def _plain(value: Any) -> str:

@@ -202,9 +202,9 @@ FAULTS = [
     ),
     Fault(
         "reward-module-ends-the-run",
-        "rl_backend/data/rewards.py",
-        "    except (Exception, SystemExit) as error:\n        del ",
-        "    except Exception as error:\n        del ",
+        "rl_backend/data/rewards/loading.py",
+        "    except (Exception, SystemExit) as error:\n        problem ",
+        "    except Exception as error:\n        problem ",
         ("tests/unit/rl_backend/data/test_data_files.py::test_a_module_or_file_that_cannot_be_imported_is_refused",),
         "a run would end with status 0 and no word",
     ),

@@ -212,8 +212,8 @@ FAULTS = [
     Fault(
         "rewards-of-other-samples",
         "actors/run/collect.py",
-        "yield _Group(batch.prompts[rows], batch.samples[rows], rewards[rows])",
-        "yield _Group(batch.prompts[rows], batch.samples[rows], rewards[:size])",
+        "yield _Group(batch.prompts[rows], batch.samples[rows], scores[rows])",
+        "yield _Group(batch.prompts[rows], batch.samples[rows], scores[:size])",
         ("tests/unit/actors/run/test_collect.py::test_a_batch_is_scored_and_keeps_its_order",),
         "all groups would have the first one's rewards",
     ),

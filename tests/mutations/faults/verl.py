@@ -138,7 +138,7 @@ FAULTS = [
     ),
     Fault(
         "verl-infinite-scores-accepted",
-        "rl_backend/data/rewards.py",
+        "rl_backend/data/rewards/result.py",
         "    if not math.isfinite(number):\n",
         "    if math.isnan(number):\n",
         ("tests/unit/rl_backend/data/test_data_files.py::test_a_result_without_a_finite_score_is_refused",),

@@ -13,9 +13,10 @@ from pydantic import Field
 
 from actors import Sample
 from actors.cluster.placement import gpus_each
-from actors.run.collect import TrainingBatch, load_inputs, score, stop_token_ids
+from actors.run.collect import TrainingBatch, load_inputs, stop_token_ids
 from actors.run.command_line import parse_config
 from actors.run.folder import RunFolder
+from actors.run.scoring import score
 from examples.demo.__main__ import RECIPES, Algorithm, DemoConfig, demo_settings
 from examples.demo.task import careless_answer, character_tokenizer, has_carry, right_answer, write_task
 from examples.grpo import GRPOConfig
@@ -24,6 +25,7 @@ from examples.sft import SFTConfig
 from rl_backend.contracts import BaseConfig, BatchError, ConfigError, OptimizerConfig, ParallelConfig, RuntimeConfig
 from rl_backend.data.config import DataConfig
 from rl_backend.data.prompts import Prompt, PromptExample, encode_text, endless_batches, load_prompts, load_tokenizer
+from rl_backend.data.rewards import LoadedReward, RewardScorer
 from rl_backend.model import find_model
 from rl_backend.runtime.bridge_config import BridgeConfig
 from tests.support.models import write_tiny
@@ -355,8 +357,9 @@ def test_a_reward_that_ends_the_process_is_an_error_of_the_run() -> None:
     prompt = Prompt(PromptExample("p", "a", "source"), [1])
     tokenizer = character_tokenizer()
     sample = Sample(0, 0, [1], tokenizer.encode("12"), [], "stop", (), 0)
-    with pytest.raises(BatchError, match=r"the reward function ended the process, SystemExit\(\), on the response '12'"):
-        score([sample], [prompt], tokenizer, reward)
+    scorer = RewardScorer([LoadedReward(reward, "m:reward")])
+    with pytest.raises(BatchError, match=r"the reward function ended the process, SystemExit\(\) .*, response '12'"):
+        score([sample], [prompt], tokenizer, scorer)
 
 
 def test_a_plugin_that_ends_the_process_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,10 +15,11 @@ from actors.rollout.stream import SampledBatch
 from actors.run.collect import BatchCollector, Inputs, TrainingBatch
 from actors.run.metrics import Clock
 from actors.run.rl_config import RLConfig
-from rl_backend.contracts import WeightVersionError
+from rl_backend.contracts import BatchError, RewardError, WeightVersionError
 from rl_backend.data.prompts import Prompt, PromptExample
+from rl_backend.data.rewards import LoadedReward, RewardScorer
 
-GOOD, BAD = [1], [0]
+GOOD, BAD, WRONG = [1], [0], [7]
 
 
 class Tokens:
@@ -54,8 +56,15 @@ def settings(**changes: Any) -> RLConfig:
     return RLConfig(model="m", dataset="d", reward="r", run_dir="x", steps=10, **values)
 
 
-def collector_of(config: RLConfig, *batches: SampledBatch, with_signal: int | None = None) -> BatchCollector:
-    inputs = Inputs(Tokens(), reward, [], [], iter(()), SamplingConfig())
+def inputs_for(config: RLConfig, function: Any = reward, **options: Any) -> Inputs:
+    scorer = RewardScorer([LoadedReward(function, "m:f")], on_failure=config.rewards.on_failure, **options)
+    return Inputs(Tokens(), scorer, [], [], iter(()), SamplingConfig())
+
+
+def collector_of(
+    config: RLConfig, *batches: SampledBatch, with_signal: int | None = None, inputs: Inputs | None = None
+) -> BatchCollector:
+    inputs = inputs or inputs_for(config)
     collector = BatchCollector(config, Stream(*batches), inputs, batches_with_signal=with_signal)  # type: ignore[arg-type]
     for step in range(4):
         collector.pushed(10 * step, step)
@@ -103,7 +112,7 @@ def test_a_run_that_goes_on_knows_the_weights_of_samples_drawn_before() -> None:
     batch = make_batch(1, 20, [GOOD, BAD], [BAD, BAD])
     state = collector_of(config).state
     assert state == {"step_of_version": [[10, 1], [20, 2], [30, 3]]}
-    inputs = Inputs(Tokens(), reward, [], [], iter(()), SamplingConfig())
+    inputs = inputs_for(config)
     collector = BatchCollector(config, Stream(batch), inputs, earlier=state)  # type: ignore[arg-type]
     collector.pushed(30, 3)
     assert collector.collect(4, Clock()).metrics["staleness_max"] == 1
@@ -157,3 +166,73 @@ def test_shuffled_rewards_are_the_same_rewards_on_other_samples() -> None:
     assert runs[0] == runs[1]
     assert sorted(runs[0]) == [0.0] * 4 + [1.0] * 4
     assert runs[0] != [1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0]
+
+
+def picky(solution_str: str, **_: Any) -> dict[str, Any]:
+    if solution_str == "7":
+        raise ValueError("no sevens")
+    return {"score": float(solution_str), "format": 1.0 - float(solution_str), "said": solution_str}
+
+
+@pytest.mark.shows("rewards: a group whose reward failed leaves the batch with on_reward_failure=drop, and is counted")
+def test_a_group_whose_reward_failed_leaves_the_batch() -> None:
+    config = settings(prompts_per_step=3, on_reward_failure="drop")
+    inputs = inputs_for(config, picky)
+    batch = make_batch(1, 0, [GOOD, BAD], [GOOD, WRONG], [BAD, GOOD])
+    found = collector_of(config, batch, inputs=inputs).collect(1, Clock())
+    assert found.rewards == [1.0, 0.0, 0.0, 1.0]
+    assert [sample.prompt_index for sample in found.samples] == [0, 0, 2, 2]
+    assert found.metrics["reward"] == found.metrics["reward/format"] == 0.5
+    assert (found.metrics["reward_failures"], found.metrics["groups_dropped"]) == (1, 1)
+    assert "raised ValueError: no sevens" in found.failures[0]
+    with pytest.raises(RewardError, match=r"^step 1: a reward function failed for every prompt of the step, such as: "):
+        collector_of(config, make_batch(2, 0, *[[WRONG, GOOD]] * 3), inputs=inputs).collect(1, Clock())
+
+
+def test_a_call_that_failed_counts_zero_in_its_group() -> None:
+    config = settings(on_reward_failure="zero")
+    batch = make_batch(1, 0, [GOOD, BAD], [GOOD, WRONG])
+    found = collector_of(config, batch, inputs=inputs_for(config, picky)).collect(1, Clock())
+    assert found.rewards == [1.0, 0.0, 1.0, 0.0]
+    assert found.metrics["reward_failures"] == 1 and "groups_dropped" not in found.metrics
+    assert [bool(score.failures) for score in found.scores] == [False, False, False, True]
+
+
+def test_dynamic_sampling_replaces_groups_whose_reward_failed() -> None:
+    config = settings(on_reward_failure="drop")
+    batches = make_batch(1, 0, [WRONG, BAD], [GOOD, BAD]), make_batch(2, 0, [BAD, GOOD], [GOOD, GOOD])
+    found = collector_of(config, *batches, with_signal=4, inputs=inputs_for(config, picky)).collect(1, Clock())
+    assert numbers(found) == [1, 1, 2, 2]
+    assert found.metrics["batches_sampled"] == 2 and found.metrics["groups_dropped"] == 1
+
+
+@pytest.mark.shows("rewards: batches that are sampled ahead are scored while others are sampled and trained on")
+def test_a_batch_is_scored_once_from_when_it_is_sampled() -> None:
+    begun = threading.Event()
+    asked = []
+
+    def function(solution_str: str, **_: Any) -> float:
+        asked.append(solution_str)
+        begun.set()
+        return float(solution_str)
+
+    config = settings(max_staleness=1)
+    batch = make_batch(1, 0, [GOOD, BAD], [BAD, BAD])
+    with inputs_for(config, function, workers=2).reward as scorer:
+        inputs = Inputs(Tokens(), scorer, [], [], iter(()), SamplingConfig())
+        collector = collector_of(config, batch, inputs=inputs)
+        collector.sampled(batch)
+        assert begun.wait(timeout=60)
+        assert collector.collect(1, Clock()).rewards == [1.0, 0.0, 0.0, 0.0]
+    assert sorted(asked) == ["0", "0", "0", "1"]
+
+
+def test_the_updates_of_a_step_share_what_is_left_of_it() -> None:
+    config = settings(prompts_per_step=8, updates_per_step=4)
+    assert [list(part) for part in config.parts(range(16))] == [list(range(4 * i, 4 * i + 4)) for i in range(4)]
+    assert [len(part) for part in config.parts(range(10))] == [2, 2, 2, 4]
+    assert [len(part) for part in config.parts(range(4))] == [2, 2]
+    ranks = config.replace(ranks=3)
+    assert [len(part) for part in ranks.parts(range(10))] == [4, 6]
+    with pytest.raises(BatchError, match="2 responses are left of a step; each of 3 data-parallel ranks needs one"):
+        list(ranks.parts(range(2)))

@@ -163,6 +163,39 @@ def test_values_that_follow_are_filled_in_unless_they_are_given_and_are_not_save
     assert not {"rollout.model_path", "rollout.max_model_len", "rollout.seed", "rollout.dtype"} & set(saved)
 
 
+@pytest.mark.shows("options: --reward is given once, several times or as NAME=FUNCTION; a resumed run must have the same")
+def test_rewards_are_one_function_or_several_by_name(tmp_path: Path) -> None:
+    assert read().reward == "r"
+    (tmp_path / "mine.yaml").write_text(
+        "model: m\ndataset: d\nreward:\n  right: a.py:f\n  short: {function: 'b.py:g', weight: 0.5}\n"
+    )
+    several = parse_config(GRPOConfig, "", ["--config", str(tmp_path / "mine.yaml"), "--on-reward-failure", "drop"])
+    assert {name: (each.function, each.weight) for name, each in several.reward.items()} == {
+        "right": ("a.py:f", 1.0),
+        "short": ("b.py:g", 0.5),
+    }
+    assert GRPOConfig.model_validate_json(several.model_dump_json()) == several
+    given = ["--model", "m", "--dataset", "d", "--reward", "right=a.py:f", "--reward", "g=b.py:g"]
+    assert list(parse_config(GRPOConfig, "", given).reward) == ["right", "g"]
+    given[5], given[7] = "a.py:f", "b.py:g"
+    config = parse_config(GRPOConfig, "", [*given, "--reward-timeout-seconds", "5", "--reward-workers", "3"])
+    assert (list(config.reward), config.rewards.timeout_seconds, config.rewards.workers) == (["f", "g"], 5, 3)
+    assert "rewards.workers" not in deciding_options(config) and deciding_options(several)["on_reward_failure"] == "drop"
+    (tmp_path / "f.py").write_text("")
+    facts = [
+        saved_facts(read("--dataset", __file__).replace(reward={"a": {"function": f"{tmp_path}/f.py:f", "weight": weight}}))
+        for weight in (1, 2)
+    ]
+    assert facts[0]["contents"]["reward"]["a"]["content"] == facts[1]["contents"]["reward"]["a"]["content"]
+    assert facts[0]["contents"] != facts[1]["contents"]
+    with pytest.raises(ConfigError, match=r"^--reward=\['a\.py:f', 'b\.py:f'\]: two are named 'f'"):
+        parse_config(GRPOConfig, "", ["--model", "m", "--dataset", "d", "--reward", "a.py:f", "--reward", "b.py:f"])
+    with pytest.raises(ConfigError, match=r"^--reward: required field is missing"):
+        parse_config(GRPOConfig, "", ["--model", "m", "--dataset", "d"])
+    with pytest.raises(ConfigError, match=r'^--reward-timeout-seconds="0": input should be greater than 0'):
+        read("--reward-timeout-seconds", "0")
+
+
 def test_a_field_declares_when_it_has_no_effect() -> None:
     class Mine(BaseConfig):
         on: bool = False
@@ -177,7 +210,7 @@ def test_a_field_declares_when_it_has_no_effect() -> None:
 def old_options(config: GRPOConfig | PPOConfig, **changes: Any) -> dict[str, Any]:
     """What the version before saved of a run: flat, with all defaults."""
     names = ("steps", "run_dir", "ranks", "placement", "save_every", "keep_checkpoints", "async_save", "resume", "trace")
-    nested = ("train", "rollout", "sampling", "loss", "dtype", "dataset", "eval_dataset", "reward", "critic_model")
+    nested = ("train", "rollout", "sampling", "loss", "dtype", "dataset", "eval_dataset", "rewards", "critic_model")
     moved = ("metrics_to", "transport", "samples_logged", "eval_every", "groups")
     own = {name: value for name, value in config.model_dump(mode="json").items() if name not in (*names, *nested, *moved)}
     optimizer, policy = config.train.backend_cfg.optimizer, config.loss

@@ -199,7 +199,6 @@ def test_verls_own_reward_function_can_be_loaded() -> None:
     ("name", "message"),
     [
         ("too_few", "must take"),
-        ("later", "coroutine"),
         ("number", "no function 'number'"),
         ("missing", "no function 'missing'"),
         ("", "expected package.module:function"),

@@ -1,0 +1,60 @@
+"""Options of a policy: the loss that it minimises, and its adapters."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from actors.run.config import LoRAOptions
+from actors.train.loss import Loss
+from rl_backend.algorithm import LossAggMode
+from rl_backend.contracts import BaseConfig, ConfigError, HasEffect
+
+_DIVIDES = HasEffect(
+    lambda loss: loss.loss_agg_mode == "seq-mean-token-sum-norm", "only loss_agg_mode='seq-mean-token-sum-norm' divides"
+)
+
+
+class PolicyLoss(BaseConfig):
+    """A loss of a policy. Options that are None are as the loss has them.
+
+    Attributes:
+        name: surrogate: grpo (PPO's), gspo or cispo.
+        clip_ratio_low: clip range of the policy ratio below 1.
+        clip_ratio_high: clip range of the policy ratio above 1.
+        loss_agg_mode: how token losses are averaged.
+        loss_scale_factor: divisor of seq-mean-token-sum-norm; None takes the longest response.
+    """
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    name: Literal["grpo", "gspo", "cispo"] = "grpo"
+    clip_ratio_low: float | None = Field(default=None, ge=0)
+    clip_ratio_high: float | None = Field(default=None, ge=0)
+    loss_agg_mode: LossAggMode | None = None
+    loss_scale_factor: Annotated[float | None, Field(gt=0), _DIVIDES] = None
+
+    def function(self, longest_response: int, **options: Any) -> Loss:
+        """What ranks minimise, with further options."""
+        given = {name: value for name, value in self.model_dump(exclude={"name"}).items() if value is not None}
+        if self.loss_agg_mode == "seq-mean-token-sum-norm":
+            given.setdefault("loss_scale_factor", float(longest_response))
+        return Loss(f"rl_backend.algorithm:{self.name}_loss", **given, **options)
+
+
+class PolicyLoRA(LoRAOptions):
+    """Adapters of a run that samples.
+
+    Attributes:
+        push: what engines get after each step: the ``adapter`` alone, served beside the weights, or all weights with the
+            adapter added (``merged``), which also works where vLLM serves no adapters.
+    """
+
+    push: Literal["adapter", "merged"] = "adapter"
+
+    @model_validator(mode="after")
+    def _can_be_served(self) -> Self:
+        if self.use_dora and self.push == "adapter":
+            raise ConfigError.of("PolicyLoRA.push", "adapter", "vLLM serves no adapters with DoRA; set lora.push to merged")
+        return self

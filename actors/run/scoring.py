@@ -1,0 +1,67 @@
+"""Samples and their rewards: what reward functions are asked, and the lines of ``samples.jsonl``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from actors.cluster.session import raise_if_terminated
+from actors.cluster.watch import cluster_loss
+from actors.rollout.sample import Sample
+from rl_backend.data.prompts import Prompt
+from rl_backend.data.rewards import RewardCall, RewardConfig, RewardScorer, Score, Scoring
+
+
+def load_scorer(config: RewardConfig) -> RewardScorer:
+    """The reward functions of a run, which must not outlast a SIGTERM or the loss of Ray that they catch.
+
+    Raises:
+        ConfigError: see :meth:`RewardConfig.load`.
+    """
+    return config.load(check=_raise_what_was_caught)
+
+
+def _raise_what_was_caught() -> None:
+    raise_if_terminated()
+    if (loss := cluster_loss()) is not None:
+        raise loss
+
+
+def begin_scoring(samples: Sequence[Sample], prompts: Sequence[Prompt], tokenizer: Any, scorer: RewardScorer) -> Scoring:
+    """Begins with the scores of samples; ``prompts[i]`` is the one that ``samples[i]`` answers."""
+    texts = tokenizer.batch_decode([sample.response_ids for sample in samples], skip_special_tokens=True)
+    examples = [prompt.example for prompt in prompts]
+    return scorer.begin(
+        [
+            RewardCall(example.data_source, text, example.ground_truth, example.extra_info, example.prompt)
+            for text, example in zip(texts, examples, strict=True)
+        ]
+    )
+
+
+def score(samples: Sequence[Sample], prompts: Sequence[Prompt], tokenizer: Any, scorer: RewardScorer) -> list[Score]:
+    """The score of each sample; ``prompts[i]`` is the one that ``samples[i]`` answers.
+
+    Raises:
+        RewardError: a call that failed is to stop the run.
+    """
+    return begin_scoring(samples, prompts, tokenizer, scorer).result()
+
+
+def describe(
+    samples: Sequence[Sample], prompts: Sequence[Prompt], scores: Sequence[Score], tokenizer: Any
+) -> list[dict[str, Any]]:
+    """Lines of ``samples.jsonl``; ``version_spans`` are (weight version, tokens) in the order of the response."""
+    return [
+        {
+            "prompt": tokenizer.decode(sample.prompt_ids),
+            "response": tokenizer.decode(sample.response_ids),
+            "reward": score.value,
+            "ground_truth": prompt.example.ground_truth,
+            "version_spans": [list(span) for span in sample.version_spans],
+            "finish_reason": sample.finish_reason,
+            **({"reward_info": dict(score.info)} if score.info else {}),
+            **({"reward_failures": list(score.failures)} if score.failures else {}),
+        }
+        for sample, prompt, score in zip(samples, prompts, scores, strict=True)
+    ]

@@ -1,0 +1,181 @@
+"""Threads and processes that call plain reward functions, many at once, each within a limit of time."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from rl_backend.contracts import RewardError
+from rl_backend.data.rewards.loading import LoadedReward
+
+MOST_LEFT_BEHIND = 64
+"""Threads with calls that did not end in time. Each holds memory, and what its call holds."""
+
+
+class TimeLimitError(Exception):
+    """A call that did not end in time."""
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What a function raised, ``problem`` where that was in another process: futures do not carry every error."""
+
+    error: BaseException | None = None
+    problem: str = ""
+
+
+class WorkerPool:
+    """Calls plain functions from an event loop.
+
+    Args:
+        rewards: the functions, which calls name by their index.
+        size: calls at once.
+        processes: each worker is a process, which the limit of time ends; else a thread, which it leaves behind.
+        limit: seconds of a call; None is endless.
+    """
+
+    def __init__(self, rewards: Sequence[LoadedReward], *, size: int, processes: bool, limit: float | None) -> None:
+        self._rewards = rewards
+        self._processes = processes
+        self._limit = limit
+        self._free = asyncio.Semaphore(size)
+        self._idle: list[_Thread | _Process] = []
+        self._started: set[_Process] = set()
+        self._left_behind: list[_Thread] = []
+
+    async def call(self, index: int, arguments: dict[str, Any]) -> Any:
+        """What the function returns, or :class:`Raised`.
+
+        Raises:
+            TimeLimitError: it did not end in time.
+            RewardError: too many calls did not, and are still going on.
+        """
+        async with self._free:
+            worker = self._idle.pop() if self._idle else await self._start()
+            answer = asyncio.wrap_future(worker.call(index, arguments))
+            try:
+                done, _ = await asyncio.wait([answer], timeout=self._limit)
+            except asyncio.CancelledError:
+                worker.end()
+                raise
+            if not done:
+                self._abandon(worker)
+                raise TimeLimitError
+            if worker.usable:
+                self._idle.append(worker)
+            return answer.result()
+
+    def close(self) -> None:
+        """Ends idle threads, and all processes."""
+        for worker in self._idle:
+            worker.end()
+        for process in self._started:
+            process.end()
+
+    async def _start(self) -> _Thread | _Process:
+        if not self._processes:
+            return _Thread([reward.function for reward in self._rewards])
+        process = _Process([reward.spec for reward in self._rewards])
+        self._started.add(process)
+        loaded = await asyncio.wrap_future(process.ready)
+        if isinstance(loaded, Raised) and loaded.error is not None:
+            raise loaded.error
+        return process
+
+    def _abandon(self, worker: _Thread | _Process) -> None:
+        worker.end()
+        if isinstance(worker, _Process):
+            self._started.discard(worker)
+            return
+        self._left_behind = [each for each in [*self._left_behind, worker] if each.is_alive()]
+        if len(self._left_behind) > MOST_LEFT_BEHIND:
+            raise RewardError(
+                f"{len(self._left_behind)} calls of reward functions did not end in time and still go on in threads, which "
+                "cannot be ended; set reward_processes, or have the function limit its own time"
+            )
+
+
+class _Thread:
+    """A daemon: the interpreter waits for threads of concurrent.futures when it ends, even for calls that hang."""
+
+    def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
+        self._functions = functions
+        self._calls: SimpleQueue[tuple[Future[Any], int, dict[str, Any]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="reward", daemon=True)
+        self._thread.start()
+        self.usable = True
+
+    def call(self, index: int, arguments: dict[str, Any]) -> Future[Any]:
+        answer: Future[Any] = Future()
+        answer.set_running_or_notify_cancel()
+        self._calls.put((answer, index, arguments))
+        return answer
+
+    def end(self) -> None:
+        """After the present call, if there is one."""
+        self._calls.put(None)
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (asked := self._calls.get()) is not None:
+            answer, index, arguments = asked
+            try:
+                answer.set_result(self._functions[index](**arguments))
+            except BaseException as error:  # noqa: BLE001, who waits for the answer decides
+                answer.set_result(Raised(error))
+
+
+class _Process:
+    """``worker.py`` in a process of its own, and the thread that talks to it.
+
+    Attributes:
+        ready: ends when the functions are loaded there, with a :class:`Raised` where they cannot be.
+    """
+
+    def __init__(self, specs: Sequence[str]) -> None:
+        ours, theirs = multiprocessing.Pipe()
+        with theirs:
+            command = [sys.executable, "-P", str(Path(__file__).with_name("worker.py")), str(theirs.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
+        self._connection = ours
+        self._thread = _Thread([self._load, self._ask])
+        self.usable = True
+        self.ready = self._thread.call(0, {"specs": list(specs)})
+
+    def call(self, index: int, arguments: dict[str, Any]) -> Future[Any]:
+        return self._thread.call(1, {"request": (index, arguments)})
+
+    def end(self) -> None:
+        """At once, and what it does with it."""
+        self._process.kill()
+        self._process.wait()
+        self._thread.end()
+
+    def _load(self, specs: list[str]) -> None:
+        try:
+            self._connection.send((specs, sys.path))
+            loaded, problem = self._connection.recv()
+        except (EOFError, OSError):
+            loaded, problem = False, f"it ended with status {self._process.wait()}"
+        if not loaded:
+            raise RewardError(f"reward_processes=True: a process cannot load {', '.join(specs)}: {problem}")
+
+    def _ask(self, request: tuple[int, dict[str, Any]]) -> Any:
+        try:
+            self._connection.send(request)
+            returned, result = self._connection.recv()
+        except (EOFError, OSError):
+            self.usable = False
+            return Raised(problem=f"ended its process, with status {self._process.wait()}")
+        return result if returned else Raised(problem=f"raised {result}")

@@ -1,0 +1,148 @@
+"""What reward functions are told, what they return, and what comes of it: scores, metrics, records."""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, SupportsFloat, TypeGuard
+
+from rl_backend.contracts import BatchError
+
+type OnFailure = Literal["stop", "zero", "drop"]
+"""What comes of a call that fails: the run stops, the call's score is 0, or the group of its prompt leaves the batch."""
+
+
+@dataclass(frozen=True)
+class RewardCall:
+    """A response to be scored: the arguments of a reward function, and the prompt, for messages.
+
+    Attributes:
+        data_source: name of the data set.
+        solution_str: the response's text.
+        ground_truth: what it is compared with.
+        extra_info: further facts.
+        prompt: text or chat messages.
+    """
+
+    data_source: str
+    solution_str: str
+    ground_truth: Any
+    extra_info: Mapping[str, Any] | None
+    prompt: Any = ""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keywords of the function."""
+        return {
+            "data_source": self.data_source,
+            "solution_str": self.solution_str,
+            "ground_truth": self.ground_truth,
+            "extra_info": self.extra_info,
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"prompt {_shown(self.prompt)}, response {_shown(self.solution_str)}, ground truth {_shown(self.ground_truth)}"
+        )
+
+
+@dataclass(frozen=True)
+class Score:
+    """The reward of one response.
+
+    Attributes:
+        value: the weighted sum of the functions' scores.
+        numbers: name -> finite number, for metrics: what a function returned beside its score, and the score of each
+            function that has a name.
+        info: the same for the response's record, with what is no number too.
+        failures: a message for each call that failed.
+        dropped: a call failed, and the group of the response's prompt is to leave the batch.
+    """
+
+    value: float
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    info: Mapping[str, Any] = field(default_factory=dict)
+    failures: Sequence[str] = ()
+    dropped: bool = False
+
+
+def reward_metrics(scores: Sequence[Score]) -> dict[str, float]:
+    """``reward/<name>``: means over the responses that have the number."""
+    values: dict[str, list[float]] = {}
+    for score in scores:
+        for name, value in score.numbers.items():
+            values.setdefault(f"reward/{name}", []).append(value)
+    return {name: statistics.fmean(each) for name, each in sorted(values.items())}
+
+
+def score_value(result: Any) -> float:
+    """The number in what a reward function returned; raises :class:`BatchError` for none, or one not real and finite."""
+    score = result.get("score") if isinstance(result, Mapping) else result
+    if not _is_real(score):
+        raise BatchError(f"the reward function returned {_shown(result)}; expected a real number or a mapping with 'score'")
+    try:
+        number = float(score)
+    except OverflowError:
+        number = math.inf
+    except Exception as error:  # arrays and tensors of several numbers, and classes of the user's, raise any type
+        kind = type(score).__name__
+        raise BatchError(
+            f"the reward function returned {_shown(result)}, a {kind}, which is not one number: {error}"
+        ) from error
+    if not math.isfinite(number):
+        raise BatchError(f"the reward function returned {_shown(result)}; a score must be finite and fit in a float")
+    return number
+
+
+def beside_the_score(result: Any) -> tuple[dict[str, float], dict[str, Any]]:
+    """What a reward function returned beside its score: finite numbers, and all of it as values that JSON has."""
+    numbers: dict[str, float] = {}
+    info: dict[str, Any] = {}
+    for key, value in result.items() if isinstance(result, Mapping) else ():
+        if key != "score":
+            number = _finite_number(value)
+            if number is not None:
+                numbers[str(key)] = number
+            info[str(key)] = _for_json(value) if number is None else number
+    return numbers, info
+
+
+def _finite_number(value: Any) -> float | None:
+    try:
+        number = float(value) if _is_real(value) else math.nan
+    except Exception:  # noqa: BLE001, as in score_value; what is not one number goes to the record
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _is_real(value: Any) -> TypeGuard[SupportsFloat]:
+    # float() of a complex number of numpy or torch is its real part.
+    return isinstance(value, SupportsFloat) and "complex" not in str(getattr(value, "dtype", ""))
+
+
+def _for_json(value: Any) -> Any:
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError):
+        return _shown(value)
+
+
+class _ShortRepr(reprlib.Repr):
+    """Short texts of any value; Python refuses to write whole numbers of more than 4300 digits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 200
+
+    def repr_int(self, x: int, level: int) -> str:
+        bits = x.bit_length()
+        return f"<int of {bits} bits>" if bits > _MOST_BITS else super().repr_int(x, level)
+
+
+_MOST_BITS = 1024
+"""No whole number of more bits fits in a float."""
+_shown = _ShortRepr().repr

@@ -1,0 +1,285 @@
+"""The reward of many responses: every function called for each of them, in order or at once, within a limit of time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+from rl_backend.contracts import BatchError, ConfigError, RewardError
+from rl_backend.data.rewards.event_loop import BEAT_SECONDS, EventLoop
+from rl_backend.data.rewards.loading import LoadedReward
+from rl_backend.data.rewards.pool import Raised, TimeLimitError, WorkerPool
+from rl_backend.data.rewards.result import OnFailure, RewardCall, Score, beside_the_score, score_value
+from rl_backend.data.rewards.worker import what_it_raised
+
+_SILENT_SECONDS = 10.0
+_ASYNC_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class _Result:
+    score: float
+    numbers: Mapping[str, float]
+    info: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """``problem`` begins with what the function did."""
+
+    problem: str
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class _Opened:
+    loop: EventLoop
+    pool: WorkerPool
+    at_once: asyncio.Semaphore
+
+
+type _Results = list[dict[int, _Result | _Failure]]
+"""Of each call, by function."""
+
+
+class RewardScorer:
+    """Calls reward functions and adds their weighted scores.
+
+    Asynchronous functions run in one event loop, ``concurrency`` calls at once. Plain functions are called one after the
+    other by whoever waits for the scores; with ``workers`` above 1 or a limit of time in threads, and with ``processes`` in
+    processes. Scores are in the order of the calls, whichever ends first.
+
+    A thread cannot be ended: a plain function that takes too long counts as failed, and goes on in its thread until it
+    returns, or the process ends. A process is ended.
+
+    Args:
+        rewards: with different names, if there are several.
+        timeout_seconds: of each call, from its beginning; None is endless.
+        workers: calls of plain functions at once.
+        processes: call plain functions in processes, each in its main thread, whose memory they do not share.
+        concurrency: calls of asynchronous functions at once.
+        on_failure: of a call that raises, takes too long or returns no score.
+        check: called after each plain function that ran in the caller's thread; raises what that may have caught.
+
+    Raises:
+        ConfigError: an option that has no effect on these functions.
+    """
+
+    def __init__(
+        self,
+        rewards: Sequence[LoadedReward],
+        *,
+        timeout_seconds: float | None = None,
+        workers: int = 1,
+        processes: bool = False,
+        concurrency: int | None = None,
+        on_failure: OnFailure = "stop",
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.rewards = rewards
+        self.on_failure = on_failure
+        self._limit = timeout_seconds
+        self._check = check
+        plain = [index for index, reward in enumerate(rewards) if not reward.is_async]
+        names = ", ".join(reward.spec for reward in rewards)
+        if not plain and (workers > 1 or processes):
+            option, value = ("reward_processes", True) if processes else ("reward_workers", workers)
+            raise ConfigError.of(option, value, f"{names}: asynchronous, and called by reward_concurrency; leave it out")
+        if concurrency is not None and len(plain) == len(rewards):
+            raise ConfigError.of(
+                "reward_concurrency", concurrency, f"{names}: not asynchronous (async def); set reward_workers instead"
+            )
+        here = workers == 1 and not processes and timeout_seconds is None
+        self._here = plain if here else []
+        self._there = [index for index in range(len(rewards)) if index not in self._here]
+        self._pool_of = {index: place for place, index in enumerate(plain)}
+        self._make_pool = partial(
+            WorkerPool, [rewards[index] for index in plain], size=workers, processes=processes, limit=timeout_seconds
+        )
+        self._concurrency = concurrency or _ASYNC_AT_ONCE
+        self._opening = threading.Lock()
+        self._opened: _Opened | None = None
+
+    @property
+    def needs_ground_truth(self) -> bool:
+        """Whether rows need an answer for any of the functions."""
+        return any(reward.needs_ground_truth for reward in self.rewards)
+
+    def begin(self, calls: Sequence[RewardCall]) -> Scoring:
+        """Begins with all that does not need the caller's thread."""
+        if not self._there:
+            return Scoring(self, calls, None)
+        with self._opening:
+            opened = self._opened = self._opened or _Opened(
+                EventLoop(), self._make_pool(), asyncio.Semaphore(self._concurrency)
+            )
+        return Scoring(self, calls, opened.loop.run(self._call_there(calls, opened)))
+
+    def score(self, calls: Sequence[RewardCall]) -> list[Score]:
+        """The score of each call.
+
+        Raises:
+            RewardError: with ``on_failure="stop"``, a call failed; or calls go on that nothing can end.
+        """
+        return self.begin(calls).result()
+
+    def close(self) -> None:
+        """Ends what still goes on, except plain functions in threads."""
+        with self._opening:
+            opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.loop.close()
+            opened.pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    async def _call_there(self, calls: Sequence[RewardCall], opened: _Opened) -> _Results:
+        """For each call the results by function."""
+
+        async def one(call: RewardCall, index: int) -> _Result | _Failure:
+            return self._judged(call, index, await self._outcome(call, index, opened))
+
+        tasks = [[asyncio.ensure_future(one(call, index)) for index in self._there] for call in calls]
+        flat = [task for row in tasks for task in row]
+        try:
+            await asyncio.gather(*flat)
+        except BaseException:
+            for task in flat:
+                task.cancel()
+            await asyncio.gather(*flat, return_exceptions=True)
+            raise
+        return [{index: task.result() for index, task in zip(self._there, row, strict=True)} for row in tasks]
+
+    async def _outcome(self, call: RewardCall, index: int, opened: _Opened) -> Any:
+        """What the function returned, or a failure."""
+        reward = self.rewards[index]
+        try:
+            if not reward.is_async:
+                result = await opened.pool.call(self._pool_of[index], call.arguments)
+                return _failure(result) if isinstance(result, Raised) else result
+            async with opened.at_once:
+                return await self._call_async(reward, call)
+        except TimeLimitError:
+            return _Failure(f"took longer than reward_timeout_seconds={self._limit:g}")
+        except (asyncio.CancelledError, RewardError):
+            raise
+        except BaseException as error:  # noqa: BLE001, a function of the user's may raise anything, and on_failure decides
+            return _failure(Raised(error))
+
+    async def _call_async(self, reward: LoadedReward, call: RewardCall) -> Any:
+        async def guarded() -> Any:
+            try:
+                return await reward.function(**call.arguments)  # type: ignore[misc]
+            except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:  # these would end the loop, or us
+                return _failure(Raised(error))
+
+        task = asyncio.ensure_future(guarded())
+        try:
+            done, _ = await asyncio.wait([task], timeout=self._limit)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if not done:
+            task.cancel()
+            raise TimeLimitError
+        return task.result()
+
+    def _call_here(self, call: RewardCall, index: int) -> _Result | _Failure:
+        result: Any
+        try:
+            result = self.rewards[index].function(**call.arguments)
+        except (Exception, SystemExit) as error:  # noqa: BLE001, as in _outcome
+            result = _failure(Raised(error))
+        self._check()
+        return self._judged(call, index, result)
+
+    def _judged(self, call: RewardCall, index: int, result: Any) -> _Result | _Failure:
+        """Raises :class:`RewardError` for a failure that is to stop the run."""
+        found: _Result | _Failure
+        try:
+            found = result if isinstance(result, _Failure) else _Result(score_value(result), *beside_the_score(result))
+        except BatchError as error:
+            found = _Failure(error.message.removeprefix("the reward function "), error.__cause__)
+        if isinstance(found, _Failure) and self.on_failure == "stop":
+            message = f"{self._describe(call, index, found)}; correct it, or set on_reward_failure to zero or drop"
+            raise RewardError(message, function=self.rewards[index].spec) from found.error
+        return found
+
+    def _combined(self, call: RewardCall, results: Mapping[int, _Result | _Failure]) -> Score:
+        value = 0.0
+        numbers: dict[str, float] = {}
+        info: dict[str, Any] = {}
+        failures: list[str] = []
+        for index, result in sorted(results.items()):
+            reward = self.rewards[index]
+            if isinstance(result, _Failure):
+                failures.append(self._describe(call, index, result))
+                result = _Result(0.0, {}, {})
+            value += reward.weight * result.score
+            if reward.name:
+                numbers |= {reward.name: result.score}
+                numbers |= {f"{reward.name}/{key}": number for key, number in result.numbers.items()}
+                info[reward.name] = {"score": result.score, **result.info}
+            else:
+                numbers, info = dict(result.numbers), dict(result.info)
+        return Score(value, numbers, info, failures, dropped=bool(failures) and self.on_failure == "drop")
+
+    def _describe(self, call: RewardCall, index: int, failure: _Failure) -> str:
+        return f"{self.rewards[index]}: the reward function {failure.problem}, on {call}"
+
+    def _require_beat(self) -> None:
+        """Raises :class:`RewardError` when the event loop stands still for longer than a call may take."""
+        opened = self._opened
+        if opened and self._limit is not None and opened.loop.silent_seconds > self._limit + _SILENT_SECONDS:
+            names = ", ".join(reward.spec for reward in self.rewards if reward.is_async)
+            raise RewardError(
+                f"reward_timeout_seconds={self._limit:g}: {names} blocks the event loop for longer; have it "
+                "await what it waits for, or make it a plain function (def)"
+            )
+
+
+class Scoring:
+    """Scores that are being made."""
+
+    def __init__(self, scorer: RewardScorer, calls: Sequence[RewardCall], there: Future[_Results] | None) -> None:
+        self._scorer = scorer
+        self._calls = calls
+        self._there = there
+
+    def result(self) -> list[Score]:
+        """Calls the functions that run in the caller's thread and waits for the others, as :meth:`RewardScorer.score`."""
+        scorer = self._scorer
+        here = [{index: scorer._call_here(call, index) for index in scorer._here} for call in self._calls]
+        there = [{}] * len(here) if self._there is None else self._wait(self._there)
+        return [
+            scorer._combined(call, results | others) for call, results, others in zip(self._calls, here, there, strict=True)
+        ]
+
+    def cancel(self) -> None:
+        """For scores that nobody needs."""
+        if self._there is not None:
+            self._there.cancel()
+
+    def _wait(self, there: Future[_Results]) -> _Results:
+        while True:
+            try:
+                return there.result(timeout=BEAT_SECONDS)
+            except TimeoutError:
+                self._scorer._require_beat()
+
+
+def _failure(raised: Raised) -> _Failure:
+    if raised.error is None:
+        return _Failure(raised.problem)
+    if isinstance(raised.error, SystemExit):
+        return _Failure(f"ended the process, {raised.error!r} (have it return a number)", raised.error)
+    return _Failure(f"raised {what_it_raised(raised.error)}", raised.error)

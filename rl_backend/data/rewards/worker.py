@@ -1,0 +1,90 @@
+"""The process that calls plain reward functions for a run, and how a function is found.
+
+python -P worker.py DESCRIPTOR     DESCRIPTOR: of the connection to the run
+
+It needs the standard library alone: importing the package would bring torch, and seconds, to every process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+from types import ModuleType
+from typing import Any
+
+
+def module_at(location: str) -> ModuleType:
+    """``package.module``, or the module in ``path/to/file.py``; raises whatever importing it raises."""
+    if not location.endswith(".py"):
+        return importlib.import_module(location)
+    path = Path(location).resolve()
+    name = f"reward_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and pickle look their module up here while the file runs.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def what_it_raised(error: BaseException) -> str:
+    """Kind, message and place: ``ValueError: no number (my_reward.py:12)``."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    kind = type(error).__name__
+    return f"{kind}: {error}{place}" if str(error) else f"{kind}{place}"
+
+
+def serve(connection: Connection) -> None:
+    """Answers requests until the run ends: (which function, its arguments) with (whether it returned, result or error)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which then ends this process
+    specs, path = connection.recv()
+    sys.path[:] = path
+    try:
+        functions = [getattr(module_at(location), name) for location, _, name in (spec.rpartition(":") for spec in specs)]
+    except BaseException as error:  # noqa: BLE001, the run raises it
+        connection.send((False, what_it_raised(error)))
+        return
+    connection.send((True, None))
+    requests: SimpleQueue[tuple[int, dict[str, Any]]] = SimpleQueue()
+    threading.Thread(target=_read, args=(connection, requests), daemon=True).start()
+    # Functions are called in the main thread, where those may use signals that limit their own time.
+    while True:
+        index, arguments = requests.get()
+        connection.send_bytes(_answer(functions[index], arguments))
+
+
+def _answer(function: Any, arguments: dict[str, Any]) -> bytes:
+    try:
+        return pickle.dumps((True, function(**arguments)))
+    except BaseException as error:  # noqa: BLE001, the run decides what comes of it
+        return pickle.dumps((False, what_it_raised(error)))
+
+
+def _read(connection: Connection, requests: SimpleQueue[tuple[int, dict[str, Any]]]) -> None:
+    """Ends the process with the run, even in the middle of a call."""
+    while True:
+        try:
+            requests.put(connection.recv())
+        except (EOFError, OSError):
+            os._exit(0)
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,160 @@
+"""Reward functions that take too long, and those in processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_backend.contracts import RewardError
+from rl_backend.data.rewards import RewardConfig, pool, scorer
+from tests.support.rewards import FILE, calls, later, of, values
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "my_rewards.py"
+    path.write_text(FILE)
+    return path
+
+
+@pytest.fixture
+def opened() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.mark.parametrize("kind", ["in a thread", "asynchronous"])
+@pytest.mark.shows("rewards: a call that takes longer than its limit fails, in threads, in processes and asynchronous")
+def test_a_call_that_takes_too_long_fails_and_the_others_go_on(kind: str, opened: ExitStack) -> None:
+    let_go = threading.Event()
+    opened.callback(let_go.set)
+
+    def plain(solution_str: str, **_: Any) -> float:
+        if solution_str == "hangs":
+            let_go.wait()
+        return 1.0
+
+    async def asynchronous(solution_str: str, **_: Any) -> float:
+        await asyncio.sleep(600.0 if solution_str == "hangs" else 0.0)
+        return 1.0
+
+    function: Callable[..., Any] = plain if kind == "in a thread" else asynchronous
+    rewards = opened.enter_context(of(function, timeout_seconds=0.2, on_failure="zero"))
+    scores = rewards.score(calls("a", "hangs", "b", "c"))
+    assert values(scores) == [1, 0, 1, 1]
+    assert "the reward function took longer than reward_timeout_seconds=0.2, on prompt" in scores[1].failures[0]
+    assert values(rewards.score(calls("d"))) == [1]
+
+
+def test_a_call_waits_for_its_turn_without_losing_time(opened: ExitStack) -> None:
+    slow = later(seconds=dict.fromkeys("abcdef", 0.1))
+    assert values(opened.enter_context(of(slow, timeout_seconds=0.4)).score(calls(*"abcdef"))) == [1] * 6
+
+
+def test_calls_that_are_left_behind_without_end_are_an_error(monkeypatch: pytest.MonkeyPatch, opened: ExitStack) -> None:
+    monkeypatch.setattr(pool, "MOST_LEFT_BEHIND", 2)
+    let_go = threading.Event()
+    opened.callback(let_go.set)
+
+    def hangs(**_: Any) -> float:
+        let_go.wait()
+        return 1.0
+
+    rewards = opened.enter_context(of(hangs, timeout_seconds=0.02, on_failure="zero"))
+    assert values(rewards.score(calls("a", "b"))) == [0, 0]
+    with pytest.raises(RewardError, match=r"^3 calls of reward functions did not end in time and still go on in threads"):
+        rewards.score(calls("c"))
+
+
+def test_an_asynchronous_function_that_blocks_its_loop_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, opened: ExitStack
+) -> None:
+    monkeypatch.setattr(scorer, "_SILENT_SECONDS", 0.1)
+    let_go = threading.Event()
+    opened.callback(let_go.set)
+
+    async def reward(**_: Any) -> float:
+        let_go.wait()
+        return 1.0
+
+    rewards = opened.enter_context(of(reward, timeout_seconds=0.1))
+    with pytest.raises(RewardError, match=r"m:reward blocks the event loop for longer; have it await what it waits for"):
+        rewards.score(calls("a"))
+    let_go.set()
+
+
+@pytest.mark.shows("rewards: plain functions can run in processes, which a time limit ends, and a crash ends one call")
+def test_processes_call_functions_in_their_main_thread(file: Path, opened: ExitStack) -> None:
+    functions = {"alarmed": f"{file}:alarmed", "where": f"{file}:process", "exact": f"{file}:exact", "mine": f"{file}:mine"}
+    rewards = opened.enter_context(RewardConfig(functions=functions, processes=True).load())  # type: ignore[arg-type]
+    scores = rewards.score(calls("4", "5", "6"))
+    assert [score.numbers["alarmed"] for score in scores] == [1, 1, 1]
+    assert [score.numbers["exact"] for score in scores] == [1, 0, 0]
+    assert [score.numbers["mine"] for score in scores] == [0.5] * 3
+    pids = {score.numbers["where/pid"] for score in scores}
+    assert len(pids) == 1 and os.getpid() not in pids
+    rewards.close()
+    assert not Path(f"/proc/{int(pids.pop())}").exists()
+
+
+def test_what_fails_in_a_process_is_said_and_another_one_takes_its_place(file: Path, opened: ExitStack) -> None:
+    def scores(name: str, *responses: str, **options: Any) -> list[Any]:
+        config = RewardConfig(functions=f"{file}:{name}", processes=True, on_failure="zero", **options)
+        return opened.enter_context(config.load()).score(calls(*responses))
+
+    died = scores("dies", "a", "die", "b")
+    assert values(died) == [1, 0, 1]
+    assert "the reward function ended its process, with status -9, on" in died[1].failures[0]
+    slow = scores("sleeps", "quick", "slow", "quick", timeout_seconds=0.5)
+    assert values(slow) == [1, 0, 1]
+    assert "took longer than reward_timeout_seconds=0.5" in slow[1].failures[0]
+    for name, problem in (
+        ("picky", r"raised ValueError: could not convert string to float: 'x' ("),
+        ("leaves", "raised SystemExit: 3 ("),
+        ("unsendable", "raised AttributeError: Can't"),
+    ):
+        assert f"the reward function {problem}" in scores(name, "x")[0].failures[0]
+
+
+def test_a_process_that_cannot_load_the_function_is_an_error_whatever_the_policy(file: Path, opened: ExitStack) -> None:
+    config = RewardConfig(functions=f"{file}:exact", processes=True, on_failure="zero")
+    rewards = opened.enter_context(config.load())
+    file.write_text("raise RuntimeError('gone')\n")
+    with pytest.raises(RewardError, match=r"a process cannot load .*:exact: RuntimeError: gone \(.*my_rewards.py:1\)"):
+        rewards.score(calls("a"))
+
+
+HANGS = """
+import sys, time
+from rl_backend.data.rewards import LoadedReward, RewardCall, RewardScorer, RewardConfig
+
+call = RewardCall("s", "slow", "4", None)
+threads = RewardScorer([LoadedReward(lambda **_: time.sleep(600), "m:f")], timeout_seconds=0.1, on_failure="zero")
+assert threads.score([call])[0].value == 0
+processes = RewardConfig(functions=sys.argv[1] + ":process", processes=True).load()
+print(int(processes.score([call])[0].numbers["pid"]), flush=True)
+processes = RewardConfig(functions=sys.argv[1] + ":sleeps", processes=True).load()
+processes.begin([call])
+time.sleep(0.5)
+"""
+
+
+def test_calls_that_hang_do_not_keep_a_program_that_ends(file: Path) -> None:
+    began = time.monotonic()
+    run = subprocess.run([sys.executable, "-c", HANGS, str(file)], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{run.stdout.strip()}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert time.monotonic() - began < 300
