@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -26,8 +26,7 @@ from actors import Loss, Run, Session
 from actors.run import GroupModel, OnStep, Phases, TrainingConfig, parse_config, positions_of, run_command, update_metrics
 from rl_backend import TokenSequence
 from rl_backend.contracts import MAY_CHANGE, ConfigError
-from rl_backend.data import load_sft_examples, load_tokenizer, local_model
-from rl_backend.data.examples import Examples
+from rl_backend.data import Examples, load_sft_examples, load_tokenizer, local_model
 from rl_backend.data.prompts import batches_per_epoch, endless_batches, epoch_batches
 
 
@@ -95,7 +94,7 @@ def train(config: SFTConfig, session: Session | None = None, on_step: OnStep | N
     config = config.with_epochs(len(examples))
     run = Run(config, session, on_step)
     in_order = epoch_batches if config.epochs else endless_batches
-    batches = islice(in_order(examples, config.batch_size, config.seed), run.start.step, None)
+    batches = in_order(examples, config.batch_size, config.seed, start=run.start.step)
     loss = Loss("rl_backend.algorithm:sft_loss")
     with run:
         model = run.build_model("sft")

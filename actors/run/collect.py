@@ -22,7 +22,8 @@ from actors.run.vital_signs import sample_metrics
 from actors.train.model import require_experts
 from rl_backend.algorithm import groups_with_signal
 from rl_backend.contracts import ConfigError, RewardError, WeightVersionError
-from rl_backend.data.prompts import Prompt, endless_batches, load_prompts, load_tokenizer
+from rl_backend.data.chat import turn_end
+from rl_backend.data.prompts import Prompt, as_messages, endless_batches, load_prompts, load_tokenizer
 from rl_backend.data.rewards import RewardScorer, Score, Scoring, reward_metrics
 
 
@@ -75,10 +76,27 @@ def load_inputs(config: RLConfig) -> Inputs:
         held_out=held_out or [],
         batches=endless_batches(prompts, config.prompts_per_step, config.seed),
         sampling=config.sampling.replace(
-            stop_token_ids=(*config.sampling.stop_token_ids, *stop_token_ids(config.model, tokenizer))
+            stop_token_ids=tuple(
+                dict.fromkeys(
+                    [
+                        *config.sampling.stop_token_ids,
+                        *stop_token_ids(config.model, tokenizer),
+                        *_turn_ends(prompts[0], tokenizer, config),
+                    ]
+                )
+            )
         ),
         notes=tuple(loaded.note for loaded in (prompts, held_out) if loaded is not None and loaded.note),
     )
+
+
+def _turn_ends(prompt: Prompt, tokenizer: Any, config: RLConfig) -> list[int]:
+    """What ends an answer to messages by the chat template, which SFT trains; nothing for texts."""
+    messages = as_messages(prompt.example.prompt, config.data, config.dataset)
+    if messages is None:
+        return []
+    end = turn_end(messages, tokenizer, chat_template_kwargs=config.data.chat_template_kwargs)
+    return [] if end is None else [end]
 
 
 def stop_token_ids(model: str, tokenizer: Any) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from rl_backend.data.balance import MicroBatchPlan as MicroBatchPlan
 from rl_backend.data.balance import plan_micro_batches as plan_micro_batches
 from rl_backend.data.balance import plan_tenants as plan_tenants
 from rl_backend.data.chat import encode_messages as encode_messages
+from rl_backend.data.examples import Examples as Examples
 from rl_backend.data.hub import local_model as local_model
 from rl_backend.data.packing import check_same_fields as check_same_fields
 from rl_backend.data.packing import pack as pack

@@ -13,6 +13,7 @@ from rl_backend.contracts import BatchError, ConfigError
 type ChatMessage = dict[str, Any]
 
 _SET_BY_US = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_ANSWER = "The answer is 4."
 _MARKER = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 
 
@@ -117,3 +118,24 @@ def template_variables(template: str) -> frozenset[str]:
 def marks_answers(template: str) -> bool:
     """Whether a chat template says with ``{% generation %}`` which of its text the model writes."""
     return _MARKER.search(template) is not None
+
+
+def turn_end(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Any, *, chat_template_kwargs: Mapping[str, Any] | None = None
+) -> int | None:
+    """The special token with which the chat template ends an answer to ``messages``; None where it ends it without one."""
+    text = render_messages(
+        [*messages, {"role": "assistant", "content": _ANSWER}],
+        tokenizer,
+        chat_template_kwargs=chat_template_kwargs,
+        generation_prompt=False,
+    )
+    behind: list[int] = tokenizer.encode(text.rpartition(_ANSWER)[2], add_special_tokens=False)
+    return next((token for token in behind if token in special_token_ids(tokenizer)), None)
+
+
+@lru_cache(maxsize=4)
+def special_token_ids(tokenizer: Any) -> frozenset[int]:
+    """Ids of a tokenizer's special tokens, with those that have no role of their own."""
+    added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset({*tokenizer.all_special_ids, *added})

@@ -141,22 +141,25 @@ def cut_prompt(token_ids: list[int], most: int, tokenizer: Any) -> list[int]:
     return [*token_ids[:begins], *token_ids[len(token_ids) - most + begins :]]
 
 
-def endless_batches[T](items: Sequence[T], size: int, seed: int) -> Iterator[list[T]]:
+def endless_batches[T](items: Sequence[T], size: int, seed: int, *, start: int = 0) -> Iterator[list[T]]:
     """Endless batches of ``size``, each pass over ``items`` in a new order that follows from ``seed``.
+
+    Args:
+        start: batches at the beginning that are left out, without looking at their items.
 
     Raises:
         ConfigError: fewer items than one batch.
     """
     if len(items) < size:
         raise ConfigError(f"a batch of {size} needs at least as many examples; the data has {len(items)}")
-    return _passes(items, [size] * (len(items) // size), random.Random(seed))
+    return _passes(items, [size] * (len(items) // size), random.Random(seed), start)
 
 
-def epoch_batches[T](items: Sequence[T], size: int, seed: int) -> Iterator[list[T]]:
+def epoch_batches[T](items: Sequence[T], size: int, seed: int, *, start: int = 0) -> Iterator[list[T]]:
     """As :func:`endless_batches`, but every item is in each pass once: batches of at most ``size``, as even as can be."""
     count = batches_per_epoch(len(items), size)
     sizes = [len(items) * (each + 1) // count - len(items) * each // count for each in range(count)]
-    return _passes(items, sizes, random.Random(seed))
+    return _passes(items, sizes, random.Random(seed), start)
 
 
 def batches_per_epoch(items: int, size: int) -> int:
@@ -164,11 +167,14 @@ def batches_per_epoch(items: int, size: int) -> int:
     return -(-items // size)
 
 
-def _passes[T](items: Sequence[T], sizes: Sequence[int], generator: random.Random) -> Iterator[list[T]]:
+def _passes[T](items: Sequence[T], sizes: Sequence[int], generator: random.Random, left_out: int) -> Iterator[list[T]]:
     order = list(range(len(items)))
     while True:
         generator.shuffle(order)
         start = 0
         for size in sizes:
-            yield [items[index] for index in order[start : start + size]]
+            if left_out:
+                left_out -= 1
+            else:
+                yield [items[index] for index in order[start : start + size]]
             start += size

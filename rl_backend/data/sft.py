@@ -7,14 +7,20 @@ one.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
 
 from rl_backend.contracts import BatchError, ConfigError, TokenSequence
-from rl_backend.data.chat import ChatMessage, chat_template, encode_text, marks_answers, render_messages
+from rl_backend.data.chat import (
+    ChatMessage,
+    chat_template,
+    encode_text,
+    marks_answers,
+    render_messages,
+    special_token_ids,
+)
 from rl_backend.data.config import DataConfig
 from rl_backend.data.examples import Examples, Length, PromptExample, read_example
 from rl_backend.data.prompts import as_messages, cut_prompt, open_dataset
@@ -222,10 +228,3 @@ def _marked(
     skipped = length - len(text)
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     return [any(start + skipped < stop and first < end + skipped for first, stop in spans[0]) for start, end in offsets]
-
-
-@lru_cache(maxsize=4)
-def special_token_ids(tokenizer: Any) -> frozenset[int]:
-    """Ids of a tokenizer's special tokens, with those that have no role of their own."""
-    added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return frozenset({*tokenizer.all_special_ids, *added})

@@ -28,6 +28,7 @@ from rl_backend.data.prompts import Prompt, PromptExample, encode_text, endless_
 from rl_backend.data.rewards import LoadedReward, RewardScorer
 from rl_backend.model import find_model
 from rl_backend.runtime.bridge_config import BridgeConfig
+from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.models import write_tiny
 
 
@@ -202,6 +203,21 @@ def test_an_answer_is_required_only_where_the_reward_needs_one(tmp_path: Path) -
         assert inputs.notes == ("1 of 2 prompts has more tokens than max_prompt_tokens=4: filtered",)
     with pytest.raises(BatchError, match=r"some\.jsonl, line 1, field .*answer: missing"):
         load_inputs(GRPOConfig(**options, reward=f"{tmp_path}/rewards.py:compares"))
+
+
+def test_a_response_to_messages_ends_where_the_chat_template_ends_a_turn(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(CHATML)
+    tokenizer.save_pretrained(write_tiny("qwen3", tmp_path / "model", vocab_size=512, eos_token_id=tokenizer.eos_token_id))
+    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "1+1="}]}\n')
+    (tmp_path / "text.jsonl").write_text('{"prompt": "1+1="}\n')
+    (tmp_path / "rewards.py").write_text("def any_of(**facts): return 1.0\n")
+    ends = {}
+    for name in ("chat", "text"):
+        options: dict[str, Any] = {"dataset": f"{tmp_path}/{name}.jsonl", "reward": f"{tmp_path}/rewards.py:any_of"}
+        sizes = {"prompts_per_step": 1, "max_prompt_tokens": 64, "max_response_tokens": 64}
+        inputs = load_inputs(GRPOConfig(model=str(tmp_path / "model"), **sizes, **options))
+        ends[name] = tokenizer.decode(inputs.sampling.stop_token_ids)
+    assert ends == {"chat": "</s><|im_end|>", "text": "</s>"}
 
 
 def test_options_of_data_have_short_names_and_are_read_from_the_command_line() -> None:

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from rl_backend.contracts import BatchError, ConfigError, UnsupportedError
-from rl_backend.data.chat import encode_messages
+from rl_backend.data.chat import encode_messages, turn_end
 from rl_backend.data.config import DataConfig
 from rl_backend.data.hub import HubName, hub_name, local_model
 from rl_backend.data.prompts import PromptExample, endless_batches, load_prompts, load_tokenizer, read_examples
 from rl_backend.data.rows import data_files, open_rows
-from tests.support.chat_templates import CHATML, MISTRAL, THINKING, chat_tokenizer
+from tests.support.chat_templates import CHATML, MISTRAL, TEMPLATES, THINKING, chat_tokenizer
 from tests.support.claims import ROOT
 
 ASKED = [{"role": "user", "content": "2+2?"}]
@@ -124,6 +124,16 @@ def test_the_page_of_data_turns_messages_into_tokens_as_it_stands(tmp_path: Path
     exec(compile(code, "data.md", "exec"), names)
     assert tokenizer.decode(names["prompt_ids"]) == "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n"
     assert names["eos"] == tokenizer.eos_token_id
+
+
+def test_the_end_of_a_turn_is_known_from_the_template() -> None:
+    ends = {}
+    for name, template in {**TEMPLATES, "none": CHATML.replace("<|im_end|>", "")}.items():
+        tokenizer = chat_tokenizer(template)
+        end = turn_end(ASKED, tokenizer)
+        ends[name] = None if end is None else tokenizer.decode([end])
+    of_chatml = dict.fromkeys(("chatml", "marked", "thinking"), "<|im_end|>")
+    assert ends == {**of_chatml, "llama": "<|eot_id|>", "mistral": "</s>", "phi": "<|end|>", "none": None}
 
 
 def test_messages_that_the_template_refuses_name_the_row(tmp_path: Path) -> None:

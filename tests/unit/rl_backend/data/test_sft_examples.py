@@ -13,7 +13,7 @@ from examples.sft import SFTConfig
 from rl_backend.contracts import BatchError, ConfigError
 from rl_backend.data.chat import encode_messages
 from rl_backend.data.config import DataConfig
-from rl_backend.data.prompts import epoch_batches, load_prompts
+from rl_backend.data.prompts import endless_batches, epoch_batches, load_prompts
 from rl_backend.data.sft import TrainedTokens, conversation_tokens, load_sft_examples
 from tests.support.chat_templates import CHATML, MARKED, TEMPLATES, THINKING, chat_tokenizer
 
@@ -189,6 +189,9 @@ def test_an_epoch_has_every_example_once_in_even_batches() -> None:
     assert [len(batch) for batch in batches] == [3, 3, 4, 3, 3, 4]
     assert sorted(chain(*batches[:3])) == sorted(chain(*batches[3:])) == list(range(10))
     assert batches[:3] != batches[3:]
+    for in_order in (epoch_batches, endless_batches):
+        from_the_start = list(islice(in_order(range(10), 4, seed=1), 9))
+        assert list(islice(in_order(range(10), 4, seed=1, start=5), 4)) == from_the_start[5:]
 
 
 def test_epochs_decide_the_steps() -> None:
