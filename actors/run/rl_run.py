@@ -235,7 +235,7 @@ class RLRun(Run[RLConfig]):
         inputs = self.inputs
         if not inputs.held_out:
             return None
-        greedy = inputs.sampling.replace(n=1, temperature=0.0, top_p=1.0, top_k=0)
+        greedy = inputs.sampling.replace(n=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         prompts = [prompt.token_ids for prompt in inputs.held_out]
         samples = self._rollout.generate(prompts, greedy, adapter=self._adapter)
         scores = score(samples, inputs.held_out, inputs.tokenizer, inputs.reward)
