@@ -158,8 +158,11 @@ def _shown(flag: str) -> str:
 
 
 def _program() -> str:
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return f"python -m {spec.name.removesuffix('.__main__')}" if spec else f"python {sys.argv[0]}"
+    """How this process was called, without its options: ``rl-backend grpo``, ``python -m examples.grpo``."""
+    _, *words = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
+    if words and not words[0].startswith("-") and not words[0].endswith(".py"):
+        return " ".join([Path(words[0]).name, *words[1:]])
+    return " ".join(["python", *words])
 
 
 def read_file(path: Path) -> Mapping[str, Any]:

@@ -21,9 +21,9 @@ from actors.cluster.session import RunStopped, termination
 from actors.cluster.watch import cluster_loss, last_words
 from actors.run.lock import RunLock, cannot_write, usable_run_dir, written_to
 from actors.run.metrics import Curves, LogFile, WriterFacts
-from actors.run.start import CHECKPOINTS, LOGS, RunStart, read_file_of_run, require_new_run
+from actors.run.start import LOGS, RunStart, read_file_of_run, require_new_run
 from actors.run.state import RunState, RunWatch
-from actors.run.store import RunCheckpoints
+from actors.run.store import CHECKPOINTS, RunCheckpoints
 from actors.run.trace import TraceCollector, TraceSource
 from rl_backend.checkpoint.durable import replace_text
 from rl_backend.contracts import BaseConfig, ClusterLostError, ConfigError, RunFolderError

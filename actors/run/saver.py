@@ -13,8 +13,8 @@ from actors.run.config import TrainingConfig
 from actors.run.folder import RunFolder
 from actors.run.metrics import Clock
 from actors.run.resume import require_same_dtype, saved_facts
-from actors.run.start import CHECKPOINTS, RunStart
-from actors.run.store import RunCheckpoints
+from actors.run.start import RunStart
+from actors.run.store import CHECKPOINTS, RunCheckpoints
 from actors.train.model import GroupModel
 from rl_backend.contracts import CheckpointError
 

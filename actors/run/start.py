@@ -16,11 +16,10 @@ from actors.run.manifest import RunCheckpoint, read_run_checkpoint
 from actors.run.metrics import require_unchanged
 from actors.run.resume import deciding_options, require_same_run
 from actors.run.state import read_object
-from actors.run.store import RunCheckpoints
+from actors.run.store import CHECKPOINTS, RunCheckpoints
 from rl_backend.checkpoint.manifest import FileFacts
 from rl_backend.contracts import CheckpointError, ConfigError
 
-CHECKPOINTS = "checkpoints"
 LOGS = ("metrics.jsonl", "samples.jsonl", "held_out.jsonl")
 
 

@@ -17,6 +17,9 @@ from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts
 from rl_backend.checkpoint.state_files import file_facts
 from rl_backend.contracts import CheckpointError, ConfigError
 
+CHECKPOINTS = "checkpoints"
+"""Where a run's folder has them."""
+
 LATEST = "latest"
 
 _COMMITTED = re.compile(r"step-(\d{8,})")

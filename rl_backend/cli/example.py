@@ -1,10 +1,12 @@
-"""``rl-backend example``: runs an example script that came with the package, or says where it is, to be copied."""
+"""``rl-backend example``, and ``rl-backend grpo`` and its like: example scripts that came with the package."""
 
 import argparse
+import os
 import runpy
 import site
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 import rl_backend
@@ -28,8 +30,18 @@ def run(arguments: argparse.Namespace) -> int:
         for name, purpose in EXAMPLES.items():
             print(f"{name:8}{purpose}: {example_file(name)}")
         return 0
-    file = str(example_file(arguments.name))
-    sys.argv = [file, *arguments.options]
+    return run_example(arguments.name, arguments.options)
+
+
+def run_example(name: str, options: Sequence[str]) -> int:
+    """Runs an example as ``python FILE`` would; modules of the working directory come after those that are installed.
+
+    Raises:
+        CommandError: its file is missing.
+    """
+    file = str(example_file(name))
+    sys.path.append(os.getcwd())
+    sys.argv = [file, *options]
     runpy.run_path(file, run_name="__main__")
     return 0
 

@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from actors.run.manifest import RUN_FILE, read_run_checkpoint
-from actors.run.store import LATEST, RunCheckpoints
+from actors.run.store import CHECKPOINTS, LATEST, RunCheckpoints
 from rl_backend.checkpoint.hf_export import TrainingWeights, export_checkpoint, source_of
 from rl_backend.checkpoint.hf_writer import DEFAULT_SHARD_BYTES
 from rl_backend.checkpoint.manifest import MANIFEST_NAME
@@ -20,6 +20,7 @@ from rl_backend.cli.command import CommandError, exit_on_sigterm
 from rl_backend.contracts import CheckpointError
 from rl_backend.lab.text import count
 
+EXAMPLE = "runs/grpo/checkpoints/latest"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -47,12 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
     out: Path = arguments.out
     if arguments.shard_size < 1:
         raise CommandError(f"--shard-size {arguments.shard_size}: must be at least 1")
-    if out.exists():
-        raise CommandError(f"--out {out}: exists already; choose a new directory")
-    if not out.parent.is_dir():
-        raise CommandError(f"--out {out}: {out.parent} is not a directory; create it first")
     began = time.monotonic()
     weights = TrainingWeights(_model_directory(arguments.checkpoint, arguments.name))
+    if out.exists():
+        raise CommandError(f"--out {out}: exists already; choose a new directory")
     if out.resolve().is_relative_to(weights.path.resolve()):
         raise CommandError(f"--out {out}: is inside of the checkpoint; choose a directory elsewhere")
     source = source_of(weights, arguments.source)
@@ -70,6 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
         tqdm, unit="B", unit_scale=True, unit_divisor=1024, mininterval=5, file=sys.stdout, disable=arguments.json
     )
     stored = sum(facts.num_bytes for facts in manifest.files.values())
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"--out {out}: {out.parent} cannot be made: {error}") from None
     with exit_on_sigterm():
         with progress(desc=f"verifying {len(manifest.files)} files", total=stored) as bar:
             weights.verify(bar.update)
@@ -100,6 +103,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _model_directory(path: Path, name: str | None) -> Path:
     """The checkpoint of one model: ``path`` itself, or the one in it that is meant."""
+    if not path.is_dir():
+        raise CommandError(f"--checkpoint {path}: is not a directory; give a checkpoint, such as {EXAMPLE}")
+    if (path / "metrics.jsonl").is_file():
+        raise CommandError(f"--checkpoint {path}: is the folder of a run; {_of_folder(path)}")
     if (path / RUN_FILE).is_file():
         checkpoint = read_run_checkpoint(path)
         if name is not None:
@@ -114,6 +121,16 @@ def _model_directory(path: Path, name: str | None) -> Path:
     if name is not None:
         raise CommandError(f"--name {name}: is for a checkpoint of a run; {path} has no {RUN_FILE}")
     return path
+
+
+def _of_folder(run_dir: Path) -> str:
+    """What to give in place of a run's folder."""
+    checkpoints = run_dir / CHECKPOINTS
+    if (checkpoints / LATEST).is_dir():
+        return f"give its newest checkpoint, {checkpoints / LATEST}"
+    if (run_dir / "model" / "config.json").is_file():
+        return f"it has no checkpoints, but {run_dir / 'model'}, the trained model, is a Hugging Face directory already"
+    return "it has no checkpoints; runs with --save-every N save some"
 
 
 def _run_dtype(weights: TrainingWeights) -> str:

@@ -2,11 +2,15 @@
 
 import argparse
 import importlib
+import os
+import select
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rl_backend import __version__
 from rl_backend.cli.command import CommandError
+from rl_backend.cli.example import EXAMPLES, run_example
 
 # Sub-command -> (module with add_arguments(parser) and run(arguments) -> exit status, what it does).
 COMMANDS = {
@@ -21,7 +25,13 @@ COMMANDS = {
     "gpu-check": ("rl_backend.cli.gpu_check", "run the tests that need a GPU and write a JSON result"),
 }
 
+EPILOG = """\
+rl-backend COMMAND --help lists the options of a command. For example:
+  rl-backend grpo --model DIR --dataset train.jsonl --reward my_reward.py:compute_score
+  rl-backend export --checkpoint runs/grpo/checkpoints/latest --out models/mine"""
+
 EXIT_ERROR = 2
+EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,12 +41,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; None takes those of the process.
 
     Returns:
-        The sub-command's exit status, or 2 after an error that was printed as one message.
+        The sub-command's exit status, 2 after an error that was printed as one message, or 141 where the reader of the
+        output, such as ``head``, has left.
     """
     argv = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="rl-backend", description="A training backend for RL on language models.")
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _reader_has_left():
+            raise
+        # What is still in the buffer would be refused again when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+
+
+def _run(argv: Sequence[str]) -> int:
+    if argv and argv[0] in EXAMPLES:
+        # Its options are its own, and so are its messages.
+        return _reported(lambda: run_example(argv[0], argv[1:]), debug=False)
+    parser = argparse.ArgumentParser(
+        prog="rl-backend",
+        description="A training backend for RL on language models.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"rl-backend {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="command")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for name, purpose in EXAMPLES.items():
+        subparsers.add_parser(name, help=purpose)
     chosen = next((argument for argument in argv if argument in COMMANDS), None)
     for name, (module, purpose) in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
@@ -47,16 +82,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parsed.command is None:
         parser.print_help()
         return EXIT_ERROR
+    return _reported(lambda: int(importlib.import_module(COMMANDS[parsed.command][0]).run(parsed)), debug=parsed.debug)
+
+
+def _reported(command: Callable[[], int], *, debug: bool) -> int:
+    """The exit status of a command; an expected error is one message."""
     try:
-        return int(importlib.import_module(COMMANDS[parsed.command][0]).run(parsed))
+        return command()
     except Exception as error:
         # Looked up, not imported: the module needs torch, which is what `doctor` may find missing.
         errors = sys.modules.get("rl_backend.contracts.errors")
         expected = isinstance(error, CommandError) or (errors is not None and isinstance(error, errors.RLBackendError))
-        if parsed.debug or not expected:
+        if debug or not expected:
             raise
         print(f"error: {error}", file=sys.stderr)
         return EXIT_ERROR
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _reader_has_left() -> bool:
+    """Whether standard output is a pipe that nobody reads."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))

@@ -4,6 +4,8 @@ import argparse
 import json
 import math
 import re
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,6 +21,7 @@ from rl_backend.lab.parity.text import as_json, as_text
 from rl_backend.runtime import check_config
 
 EXIT_DIVERGED = 1
+STANDARD_OUTPUT = Path("-")
 DTYPES: tuple[DType, ...] = get_args(DType.__value__)
 SIZES = tuple(ParallelConfig.model_fields)
 PREFIXES: dict[SideName, str] = {"candidate": "", "reference": "reference_"}
@@ -42,7 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command.add_fields(parser, ParityConfig, TRAINING)
     dtypes = "of parameters in forward and backward; both reports bfloat16 beside float32"
     add("--dtype", default="float32", choices=[*DTYPES, "both"], help=dtypes)
-    add("--json", type=Path, metavar="FILE", help="where the whole result goes")
+    add(
+        "--json",
+        nargs="?",
+        type=Path,
+        const=STANDARD_OUTPUT,
+        metavar="FILE",
+        help="print the whole result as JSON instead of text; with FILE, write it there beside the text",
+    )
     lora = parser.add_argument_group("LoRA", "Trains adapters over the frozen model; transformers then takes peft's.")
     command.add_fields(lora, LoRAConfig, LORA_SIZES, LORA)
     documented = LoRAConfig.documented()
@@ -69,8 +79,11 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if not (arguments.tolerance_factor > 0 and math.isfinite(arguments.tolerance_factor)):
         raise CommandError(f"--tolerance-factor {arguments.tolerance_factor}: must be above 0 and finite")
-    if arguments.json is not None:
+    to_file = arguments.json not in (None, STANDARD_OUTPUT)
+    if to_file:
         command.check_output("json", arguments.json)
+    # Standard output is the JSON's alone where that is printed.
+    say = partial(print, file=sys.stderr if arguments.json == STANDARD_OUTPUT else sys.stdout, flush=True)
     dtypes = DTYPES if arguments.dtype == "both" else (arguments.dtype,)
     diverged = False
     report: dict[str, Any] = {}
@@ -79,13 +92,15 @@ def run(arguments: argparse.Namespace) -> int:
         with command.exit_on_sigterm():
             for config in configs:
                 tolerances = Tolerances.of(config.dtype, arguments.tolerance_factor)
-                result = run_parity(config, tolerances, lambda line: print(line, flush=True))
-                print(f"\n{as_text(result)}\n", flush=True)
+                result = run_parity(config, tolerances, say)
+                say(f"\n{as_text(result)}\n")
                 diverged |= result.comparison.first_divergence is not None
                 # The first dtype's result is the report; another stands in it under its name.
                 report |= {config.dtype: as_json(result)} if report else as_json(result)
-                if arguments.json is not None:
+                if to_file:
                     arguments.json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+        if arguments.json == STANDARD_OUTPUT:
+            print(json.dumps(report, indent=1, allow_nan=False))
     except CheckpointError as error:
         raise CommandError(f"--model {arguments.model}: {error}") from None
     except ConfigError as error:

@@ -87,6 +87,9 @@ def _show_trace(arguments: argparse.Namespace) -> int:
 def _chosen_pass(run: Path, number: int | None) -> MeasuredPass:
     """The training pass to show: that of median makespan, or the one called ``number``."""
     path = run / TRACE if run.is_dir() else run
+    if not path.is_file():
+        what = "has no trace.json" if run.is_dir() else "no such folder or file"
+        raise CommandError(f"--from-trace {run}: {what}; run with --trace, which writes trace.json into the run's folder")
     try:
         passes = read_passes(path)
     except OSError as error:

@@ -1,6 +1,6 @@
 """The diagnosis: problems, remarks and capabilities that follow from the facts, as JSON and as text."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -73,19 +73,26 @@ class Report:
         return report | facts
 
 
-def examine(*, trials: bool, verl: bool = False) -> Report:
+def examine(*, trials: bool, verl: bool = False, waiting: Callable[[str], None] = lambda _: None) -> Report:
     """Reads the machine and the installation.
 
     Args:
         trials: whether to start a local Ray cluster and to import Megatron, where they are installed.
         verl: whether to ask verl's registry of engines.
+        waiting: is told what each probe tries, before it starts.
     """
-    facts = Facts(read_machine(), read_packages(), probes.TorchProbe.run())
+
+    def tried[P: probes.Probe](probe: type[P]) -> P:
+        waiting(probe.TRIES)
+        return probe.run()
+
+    facts = Facts(read_machine(), read_packages(), tried(probes.TorchProbe))
     if facts.installed("ray") is not None:
-        facts = replace(facts, ray=probes.RayProbe.run() if trials else None, ray_authentication=probes.ray_authentication())
+        ray = tried(probes.RayProbe) if trials else None
+        facts = replace(facts, ray=ray, ray_authentication=probes.ray_authentication())
     if trials and not facts.missing_for_bridge:
-        facts = replace(facts, megatron=probes.MegatronProbe.run())
-    return judge(replace(facts, verl=probes.VerlProbe.run()) if verl else facts)
+        facts = replace(facts, megatron=tried(probes.MegatronProbe))
+    return judge(replace(facts, verl=tried(probes.VerlProbe)) if verl else facts)
 
 
 def judge(facts: Facts) -> Report:

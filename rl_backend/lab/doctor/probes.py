@@ -20,8 +20,10 @@ class Probe:
 
     Attributes:
         error: None when the script ran to its end, and found nothing broken.
+        TRIES: what it does, and how long that takes.
     """
 
+    TRIES: ClassVar[str]
     SECONDS: ClassVar[float] = 180
     SCRIPT: ClassVar[str]
 
@@ -55,6 +57,7 @@ class TorchProbe(Probe):
         inexact: dtypes in whose products on the CPU rows depend on others; LoRA tenants then equal only to rounding.
     """
 
+    TRIES = "importing torch (about 5 s)"
     SCRIPT = """
 import json, logging, torch
 from rl_backend.primitive.row_products import rows_are_exact
@@ -76,6 +79,7 @@ print(json.dumps({"error": None, **found}))
 class RayProbe(Probe):
     """Whether a local Ray cluster of one core starts and runs a task."""
 
+    TRIES = "starting Ray here (about 10 s)"
     SECONDS = 120
     SCRIPT = """
 import sys, ray
@@ -92,6 +96,7 @@ print('{"error": null}')
 class MegatronProbe(Probe):
     """Whether the bridge runtime can import Megatron; ``transformer_engine``: its version, if it is there."""
 
+    TRIES = "importing Megatron (about 15 s)"
     SCRIPT = """
 import importlib.metadata, json
 from rl_backend.contracts import RLBackendError
@@ -125,6 +130,7 @@ class VerlProbe(Probe):
     """
 
     # verl itself swallows what an entry point raises.
+    TRIES = "asking verl for its engine (about 15 s)"
     SCRIPT = """
 import importlib, importlib.metadata, json, os, sys
 found = {"error": None, "load_error": None, "override_error": None, "engines": {}}

@@ -129,7 +129,7 @@ REFUSALS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "a name for one model": (("{step}/policy", "--name", "policy"), "--name policy: is for a checkpoint of a run"),
     "all steps": (("{step}/..",), "holds the steps 2 of a run; give one, or "),
     "no checkpoint": (("{source}",), "is a Hugging Face directory"),
-    "nothing there": (("{step}/absent",), "absent is not a directory"),
+    "nothing there": (("{step}/absent",), "absent: is not a directory; give a checkpoint, such as runs/"),
     "no shards": (("{step}/policy", "--shard-size", "0"), "--shard-size 0: must be at least 1"),
     "no source": (("{step}/policy", "--source", "absent"), "absent, given as source, is not a directory"),
     "another model's source": (("{step}/policy", "--source", "{dense}"), "has model_type='qwen3', the model in"),
@@ -156,13 +156,47 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
 def test_a_place_that_cannot_be_written_is_refused_before_anything_is_read(
     saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    absent = tmp_path / "absent"
-    assert export(absent, tmp_path) == 2
+    assert export(saved.step / "policy", tmp_path) == 2
     assert "exists already; choose a new directory" in capsys.readouterr().err
-    assert export(absent, absent / "out") == 2
-    assert "is not a directory; create it first" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert export(saved.step / "policy", tmp_path / "file" / "out") == 2
+    assert re.search(r"--out .*/file/out: .*/file cannot be made: ", capsys.readouterr().err)
     assert export(saved.step / "policy", saved.step / "policy" / "out") == 2
     assert "is inside of the checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.shows("export: a folder that is not there yet is made, and a checkpoint that is not there is said first")
+def test_the_command_of_the_documentation_runs_in_an_empty_folder(
+    saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert export(Path("runs/mine/checkpoints/latest"), Path("models/mine")) == 2
+    assert "--checkpoint runs/mine/checkpoints/latest: is not a directory" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    assert export(saved.step / "policy", Path("models/mine"), "--dtype", "float32") == 0
+    assert (tmp_path / "models" / "mine" / "config.json").is_file()
+
+
+def test_the_folder_of_a_run_is_refused_with_what_to_give(
+    saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = saved.step.parents[1]
+    for name in ("metrics.jsonl", "run.json"):
+        (run / name).touch()
+    assert export(run, tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert f"--checkpoint {run}: is the folder of a run; give its newest checkpoint, {run}/checkpoints/latest" in error
+    for name in ("metrics.jsonl", "run.json"):
+        (run / name).unlink()
+    bare = tmp_path / "run"
+    bare.mkdir()
+    (bare / "metrics.jsonl").touch()
+    assert export(bare, tmp_path / "out") == 2
+    assert "it has no checkpoints; runs with --save-every N save some" in capsys.readouterr().err
+    (bare / "model").mkdir()
+    (bare / "model" / "config.json").touch()
+    assert export(bare, tmp_path / "out") == 2
+    assert f"{bare}/model, the trained model, is a Hugging Face directory already" in capsys.readouterr().err
 
 
 def test_a_run_whose_model_is_gone_says_what_to_give(

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +158,25 @@ def test_equal_sides_have_no_divergence() -> None:
     assert report["max_loss_rel_diff"] == report["max_grad_norm_rel_diff"] == 0.0
     assert report["loss_fall"] == 0.5
     assert [step["candidate"]["loss"] for step in report["steps"]] == [2.0, 1.0]
+
+
+def test_json_is_printed_alone_or_written_beside_the_text(
+    tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def compared(config: ParityConfig, _: Tolerances, say: Callable[[str], None]) -> ParityResult:
+        say("a step")
+        return result(record([2.0, 1.0]), record([2.0, 1.0]))
+
+    monkeypatch.setattr(parity, "run_parity", compared)
+    assert main(["parity", "--json", "--model", str(tied_model)]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["first_divergence"] is None
+    assert printed.err.startswith("a step\n") and "some-model" in printed.err
+    file = tmp_path / "parity.json"
+    assert main(["parity", "--model", str(tied_model), "--json", str(file)]) == 0
+    written = capsys.readouterr()
+    assert written.out.startswith("a step\n") and written.err == ""
+    assert json.loads(file.read_text()) == json.loads(printed.out)
 
 
 def test_a_loss_that_is_not_finite_is_a_divergence_and_null_in_the_json() -> None:

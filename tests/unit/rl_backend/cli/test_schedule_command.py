@@ -145,3 +145,10 @@ def test_what_makes_no_sense_is_one_message_in_terms_of_the_flags(
     capsys: pytest.CaptureFixture[str], given: tuple[str, ...], message: str
 ) -> None:
     assert refusal(capsys, *ZBV, *given).startswith(f"error: {message}")
+
+
+def test_a_run_without_a_trace_says_how_to_get_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for place, what in ((tmp_path, "has no trace.json"), (tmp_path / "absent", "no such folder or file")):
+        error = refusal(capsys, "schedule", "--from-trace", str(place))
+        said = f"{what}; run with --trace, which writes trace.json into the run's folder"
+        assert error == f"error: --from-trace {place}: {said}\n"

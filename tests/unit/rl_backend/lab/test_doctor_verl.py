@@ -71,4 +71,6 @@ def test_verl_is_asked_only_when_the_command_says_so(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(VerlProbe, "run", lambda: CHOSEN)
     monkeypatch.setattr(TorchProbe, "run", lambda: TorchProbe("not tried"))
     assert diagnosis.examine(trials=False).facts.verl is None
-    assert diagnosis.examine(trials=False, verl=True).facts.verl == CHOSEN
+    waited: list[str] = []
+    assert diagnosis.examine(trials=False, verl=True, waiting=waited.append).facts.verl == CHOSEN
+    assert waited == ["importing torch (about 5 s)", "asking verl for its engine (about 15 s)"]
