@@ -10,7 +10,7 @@ cluster, else on this machine. The file stands alone: copy it to begin a loop of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from actors.run import announce
@@ -45,6 +45,12 @@ class GRPOConfig(RLConfig):
     """All options of a run."""
 
     preset: ClassVar[Mapping[str, Any]] = {**RLConfig.preset, "run_dir": "runs/grpo"}
+
+    help_groups: ClassVar[Mapping[str, Sequence[str]]] = {
+        "reward": ("overlong_buffer_tokens",),
+        "sampling": ("dynamic_sampling", "max_batches_per_step"),
+        "training": ("advantage", "kl_coef", "kl_place"),
+    }
 
     advantage: Advantage = Field(
         default="grpo", description="grpo, dr_grpo, rloo, reinforce_plus_plus or reinforce_plus_plus_baseline"

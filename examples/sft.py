@@ -40,6 +40,9 @@ class SFTConfig(TrainingConfig):
         "train.backend_cfg.optimizer.lr": 1e-5,
     }
 
+    help_groups: ClassVar[Mapping[str, Sequence[str]]] = {"data": ("train_on",), "evaluation": ("eval_every",)}
+    example: ClassVar[str] = "--model models/Qwen3-0.6B --dataset train.jsonl --steps 500 --run-dir runs/mine"
+
     batch_size: int = Field(default=64, ge=1, description="examples in each step, packed without padding")
     epochs: int = Field(default=0, ge=0, description="passes over all examples, in place of steps; 0: as steps says")
     train_on: Literal["all", "last"] = Field(

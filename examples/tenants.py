@@ -13,7 +13,7 @@ its last checkpoint. The file stands alone: copy it to begin a loop of your own.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -74,6 +74,9 @@ class TenantsConfig(UserConfig):
         "rollout.max_adapters": Follows(lambda config: len(config.users)),
         "rollout.max_adapter_rank": Follows(lambda config: max(user.lora.rank for user in config.each().values())),
     }
+
+    help_groups: ClassVar[Mapping[str, Sequence[str]]] = {"users": ("users",)}
+    example: ClassVar[str] = f"""{UserConfig.example} --users '{{"ann": {{}}, "bob": {{"lora.rank": 4, "lr": 1e-3}}}}'"""
 
     users: dict[UserName, dict[str, Any]] = Field(
         min_length=1, description="name -> options in which that user differs, by their names or places"

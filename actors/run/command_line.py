@@ -12,16 +12,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
 from pydantic import create_model
 from pydantic_settings import CliSettingsSource
 from pydantic_settings.exceptions import SettingsError
 
 from actors.cluster.session import EXIT_TERMINATED, RunTerminated
 from actors.cluster.watch import cluster_loss
+from actors.run.config_file import ConfigFile, as_yaml, place_of
 from actors.run.help import nearest, write_help
-from actors.run.options import Options, declared, merged, sections_of
-from actors.run.state import read_object
+from actors.run.options import Options, declared, has, merged, sections_of
 from rl_backend.contracts import BaseConfig, ClusterLostError, ConfigError, RegistryError, RLBackendError
 
 _EARLY = ("backend", "train.backend", "plugins", "train.plugins")
@@ -37,13 +36,16 @@ _ADVICE = {
 def parse_config[C: BaseConfig](config_type: type[C], description: str, arguments: Sequence[str] | None = None) -> C:
     """Reads ``config_type`` from the command line; flags given there replace the values of ``--config``.
 
-    A flag is the place of a value, ``--train.backend_cfg.parallel.tp``, or its short name, ``--tp``.
+    A flag is the place of a value, ``--train.backend_cfg.parallel.tp``, or its short name, ``--tp``. With ``--print-config``
+    all values are printed as YAML, for ``--config``, and the process ends.
 
     Raises:
         ConfigError: a flag that is not there, a value that the configuration refuses, or a ``--config`` file that cannot
             be read.
     """
     given = [_as_field(argument) for argument in (sys.argv[1:] if arguments is None else arguments)]
+    printing = "--print_config" in given
+    given = [argument for argument in given if argument != "--print_config"]
     says = declared(config_type)
     _refuse_renamed(says, given)
     given, repeated = _take_repeated(says, given)
@@ -51,9 +53,11 @@ def parse_config[C: BaseConfig](config_type: type[C], description: str, argument
     for name in ("config", *_EARLY):
         early.add_argument(f"--{name}", default=SUPPRESS)
     found = vars(early.parse_known_args(given)[0])
-    values = says.nest(read_file(Path(found.pop("config"))) if "config" in found else {})
+    file = ConfigFile.read(found.pop("config")) if "config" in found else ConfigFile()
     types: dict[str, type[BaseConfig]] = {}
+    from_flags: dict[str, Any] = {}
     try:
+        values = says.nest(file.values)
         known = {name: value for name, value in found.items() if name in says.short or "." in name}
         types = says.section_types(merged(values, says.nest(known)))
         _read_last[:] = [(says, dict(sections_of(config_type, types)))]
@@ -71,7 +75,9 @@ def parse_config[C: BaseConfig](config_type: type[C], description: str, argument
             cli_shortcuts={path: name for name, path in says.short.items()},
             root_parser=parser,
         )
-        return config_type(**merged(values, says.nest({**source(), **repeated})))
+        _refuse_unknown(file, config_type, dict(sections_of(config_type, types)))
+        from_flags = says.nest({**source(), **repeated})
+        config = config_type(**merged(values, from_flags))
     except SettingsError as error:
         place = re.search(r"encountered for (\S+):|field \"(\w+)\"", str(error))
         flag = _shown(f"--{place[1] or place[2]}") if place else "command line"
@@ -79,7 +85,17 @@ def parse_config[C: BaseConfig](config_type: type[C], description: str, argument
     except RegistryError as error:
         raise ConfigError(f"--backend: {error}") from None
     except ConfigError as error:
-        raise ConfigError(_with_flags(str(error), says, dict(sections_of(config_type, types)))) from None
+        sections = dict(sections_of(config_type, types))
+
+        def shown(place: str) -> str:
+            of_file = None if has(from_flags, place) else file.line_of(place, says)
+            return of_file or _shown(f"--{says.name_of(place)}")
+
+        raise ConfigError(_with_places(str(error), sections, shown)) from None
+    if printing:
+        print(as_yaml(config), end="")
+        raise SystemExit(0)
+    return config
 
 
 _read_last: list[tuple[type[Options], Mapping[str, type[BaseConfig]]]] = []
@@ -138,7 +154,11 @@ class _Parser(ArgumentParser):
         config_type, _, sections = self._help
         flag, _, value = unknown[1].partition(" ")
         flag, _, inline = flag.partition("=")
-        advice = nearest(flag, config_type, sections)
+        if flag.startswith("--"):
+            near = nearest(flag, config_type, sections)
+            advice = _unknown("flag", near and _shown(f"--{near}"))
+        else:
+            advice = "is not a flag; flags begin with --, see --help"
         raise ConfigError(f"{_shown(flag)} {inline or value.partition(' --')[0]}".rstrip() + f": {advice}")
 
 
@@ -165,23 +185,6 @@ def _program() -> str:
     return " ".join(["python", *words])
 
 
-def read_file(path: Path) -> Mapping[str, Any]:
-    """Values of a ``--config`` file, YAML by its suffix, else JSON.
-
-    Raises:
-        ConfigError: it cannot be read, or is not an object.
-    """
-    try:
-        if path.suffix not in (".yaml", ".yml"):
-            return read_object(path)
-        values = yaml.safe_load(path.read_text())
-        if not isinstance(values, dict):
-            raise ValueError("not a YAML mapping")
-        return values
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError.of("--config", str(path), f"cannot be read as options: {' '.join(str(error).split())}") from None
-
-
 def _with_types(kind: type[BaseConfig], types: Mapping[str, type[BaseConfig]], prefix: str = "") -> type[BaseConfig]:
     """A subclass whose nested configurations have these types, for a parser that reads annotations."""
     fields: dict[str, Any] = {}
@@ -192,15 +195,25 @@ def _with_types(kind: type[BaseConfig], types: Mapping[str, type[BaseConfig]], p
     return create_model(kind.__name__, __base__=kind, **fields) if fields else kind
 
 
-def _with_flags(message: str, says: type[Options], sections: Mapping[str, type[BaseConfig]]) -> str:
-    """The message with flags in place of fields: ``OptimizerConfig.lr=0`` -> ``--lr=0``."""
+def _with_places(message: str, sections: Mapping[str, type[BaseConfig]], shown: Callable[[str], str]) -> str:
+    """The message with flags or lines of a file in place of fields: ``OptimizerConfig.lr=0`` -> ``--lr=0``."""
     prefixes = {kind.__name__: prefix for prefix, kind in sections.items()}
     names = "|".join(map(re.escape, prefixes))
-    return re.sub(
-        rf"\b({names})\.([\w.]*\w)",
-        lambda match: _shown(f"--{says.name_of(prefixes[match[1]] + match[2])}"),
-        message,
-    )
+    return re.sub(rf"\b({names})\.([\w.]*\w)", lambda match: shown(prefixes[match[1]] + match[2]), message)
+
+
+def _refuse_unknown(file: ConfigFile, config_type: type[BaseConfig], sections: Mapping[str, type[BaseConfig]]) -> None:
+    says = declared(config_type)
+    for name, line in file.lines.items():
+        prefix, dot, last = place_of(name, says).rpartition(".")
+        kind = sections.get(prefix + dot)
+        if kind is not None and last not in kind.model_fields and name not in says.renamed:
+            near = nearest(name, config_type, sections)
+            raise ConfigError(f"--config {file.path}, line {line}: {name}: {_unknown('option', near)}")
+
+
+def _unknown(what: str, near: str | None) -> str:
+    return f"there is no such {what}; {f'did you mean {near}?' if near else 'see --help'}"
 
 
 def _take_repeated(says: type[Options], given: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import ray
@@ -47,11 +47,17 @@ class RankOptions(Options):
     }
     renamed: ClassVar[Mapping[str, str]] = {"backend_options": _BACKEND}
     follows: ClassVar[Mapping[str, Follows]] = {
-        f"{_BACKEND}.param_dtype": Follows(lambda config: resolve_dtype(config.dtype)),
+        f"{_BACKEND}.param_dtype": Follows(lambda config: resolve_dtype(config.dtype), shown=lambda config: config.dtype),
         f"{_BACKEND}.post_validation": Follows(
             lambda config: False, "the loop waits for the result of each step before the next; leave it out"
         ),
     }
+    help_groups: ClassVar[Mapping[str, Sequence[str]]] = {
+        "model": ("dtype",),
+        "training": ("seed",),
+        "layout": ("ranks", "backend", "plugins", *ParallelConfig.model_fields),
+    }
+    metavars: ClassVar[Mapping[str, str]] = {"plugins": "MODULE,..."}
 
     train: RuntimeConfig = Field(description="the training runtime")
     ranks: Annotated[int, MAY_CHANGE] = Field(
@@ -171,6 +177,28 @@ class TrainingConfig(RankOptions):
             until=1 << 31,
         ),
         "lora.seed": Follows(lambda config: config.seed),
+    }
+    help_groups: ClassVar[Mapping[str, Sequence[str]]] = {
+        "model": ("model", "lora."),
+        "data": ("dataset", "eval_dataset", "max_prompt_tokens"),
+        "training": ("steps", "lr", "lr_warmup_steps", "lr_decay_style"),
+        "layout": ("placement",),
+        "memory": (
+            "max_tokens_per_micro_batch",
+            *(f"{_BACKEND}.{name}" for name in ("activation_checkpointing", "log_prob_chunk_tokens")),
+            f"{_BACKEND}.reshard_after_forward",
+        ),
+        "checkpoints": ("run_dir", "save_every", "keep_checkpoints", "async_save", "resume"),
+        "logging": ("metrics_to", "trace"),
+    }
+    metavars: ClassVar[Mapping[str, str]] = {
+        **RankOptions.metavars,
+        "model": "DIR",
+        "dataset": "FILE",
+        "eval_dataset": "FILE",
+        "run_dir": "DIR",
+        "metrics_to": "NAME,...",
+        "resume": "auto|DIR",
     }
 
     lora: LoRAOptions = Field(default=LoRAOptions(), description="adapters over a frozen model, see docs/lora.md")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -19,11 +19,13 @@ class Follows:
         value: of the run's options.
         because: why the run decides it: another value is refused. Empty where a given value wins.
         until: stands in for a value that the nested configuration cannot be read without.
+        shown: what can be said of the value where Ray does not run; None: the value needs no Ray.
     """
 
     value: Callable[[Any], Any]
     because: str = ""
     until: Any = None
+    shown: Callable[[Any], Any] | None = None
 
 
 class Options(BaseConfig):
@@ -39,6 +41,10 @@ class Options(BaseConfig):
         preset: place -> default, where it differs from that of the nested configuration.
         follows: place -> what it follows from. Such a value is saved only where it was given.
         repeated: places of lists whose flag is given once for each text, which is taken as it stands.
+        help_groups: title -> options that help shows under it, by short name or place; ``lora.`` is a whole section. Those
+            of base classes are kept.
+        metavars: option -> what help calls its value, where that is more than its type.
+        example: options of a command line, for help.
     """
 
     short: ClassVar[Mapping[str, str]] = {}
@@ -46,6 +52,18 @@ class Options(BaseConfig):
     preset: ClassVar[Mapping[str, Any]] = {}
     follows: ClassVar[Mapping[str, Follows]] = {}
     repeated: ClassVar[tuple[str, ...]] = ()
+    help_groups: ClassVar[Mapping[str, Sequence[str]]] = {}
+    metavars: ClassVar[Mapping[str, str]] = {}
+    example: ClassVar[str] = ""
+
+    @classmethod
+    def all_groups(cls) -> dict[str, tuple[str, ...]]:
+        """``help_groups`` of this class and its bases."""
+        found: dict[str, tuple[str, ...]] = {}
+        for each in reversed(cls.__mro__):
+            for title, names in vars(each).get("help_groups", {}).items():
+                found[title] = (*found.get(title, ()), *names)
+        return found
 
     @classmethod
     def section_types(cls, values: Mapping[str, Any]) -> dict[str, type[BaseConfig]]:
@@ -134,6 +152,12 @@ class Options(BaseConfig):
             if first == section and has(self, path) and not self.gives(path):
                 config = _with_value(config, rest, rule.value(self))
         return config
+
+    def followed(self) -> Iterator[tuple[str, Any]]:
+        """Place and value of what follows from other options and was not given."""
+        for path, rule in self.follows.items():
+            if has(self, path) and not self.gives(path):
+                yield path, (rule.shown or rule.value)(self)
 
 
 def declared(config_type: type[BaseConfig]) -> type[Options]:

@@ -54,7 +54,7 @@ class RLConfig(TrainingConfig):
     follows: ClassVar[Mapping[str, Follows]] = {
         **TrainingConfig.follows,
         "rollout.model_path": Follows(lambda config: config.model, "engines sample from the trained model", until="-"),
-        "rollout.dtype": Follows(lambda config: resolve_dtype(config.dtype)),
+        "rollout.dtype": Follows(lambda config: resolve_dtype(config.dtype), shown=lambda config: config.dtype),
         "rollout.placement": Follows(lambda config: config.placement),
         "rollout.max_model_len": Follows(lambda config: config.longest_sequence, until=2),
         "rollout.seed": Follows(lambda config: config.seed),
@@ -74,6 +74,20 @@ class RLConfig(TrainingConfig):
         ),
         "sampling.log_probs": Follows(lambda config: True, "training compares them with its own; leave it out"),
     }
+    help_groups: ClassVar[Mapping[str, Sequence[str]]] = {
+        "reward": ("reward", "shuffle_rewards"),
+        "sampling": (
+            *("sampling.", "samples_per_prompt", "max_response_tokens", "temperature", "prompts_per_step", "engines"),
+            *("max_staleness", "sample_ahead", "stale_samples", "importance", "importance_cap", "transport"),
+        ),
+        "evaluation": ("eval_every",),
+        "training": ("updates_per_step", "entropy_coef", "router_replay", "loss."),
+        "logging": ("samples_logged",),
+    }
+    metavars: ClassVar[Mapping[str, str]] = {**TrainingConfig.metavars, "reward": "FILE.py:FUNCTION"}
+    example: ClassVar[str] = (
+        "--model models/Qwen3-0.6B --dataset train.jsonl --reward my_reward.py:compute_score --steps 200 --run-dir runs/mine"
+    )
 
     repeated: ClassVar[tuple[str, ...]] = ("sampling.stop_strings",)
 

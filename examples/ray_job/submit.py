@@ -26,7 +26,8 @@ from pydantic import BeforeValidator, Field, model_validator
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
-from actors.run.command_line import parse_config, read_file, run_command
+from actors.run.command_line import parse_config, run_command
+from actors.run.config_file import ConfigFile
 from examples.ray_job.connection import JobServerError, connect
 from rl_backend.contracts import BaseConfig, ConfigError
 
@@ -205,7 +206,7 @@ def check_command(command: Sequence[str], working_dir: str = ".") -> None:
 def _saved_run_dir(path: Path) -> str | None:
     """``run_dir`` of a saved configuration; None where there is no such file here, or none in it."""
     try:
-        run_dir = read_file(path).get("run_dir")
+        run_dir = ConfigFile.read(path).values.get("run_dir")
     except ConfigError:
         return None
     return run_dir if isinstance(run_dir, str) else None

@@ -1,0 +1,100 @@
+"""Files of options: read with the line of every value, and written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from actors.run.options import Options
+from actors.run.state import read_object
+from rl_backend.contracts import BaseConfig, ConfigError
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """The values of a ``--config`` file.
+
+    Attributes:
+        lines: name of a value as the file has it, ``loss.name`` -> its line, from 1; empty where they cannot be told.
+    """
+
+    path: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    lines: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path | str) -> ConfigFile:
+        """JSON by its suffix, else YAML.
+
+        Raises:
+            ConfigError: it cannot be read, is not an object, or has a name twice.
+        """
+        path = Path(path)
+        try:
+            text = path.read_text()
+            if path.suffix == ".json":
+                return cls(str(path), read_object(path), _lines_of_json(text, path))
+            values = yaml.safe_load(text)
+            if not isinstance(values, dict):
+                raise ValueError("not a YAML mapping")
+            return cls(str(path), values, _lines(text, path))
+        except json.JSONDecodeError as error:
+            place = f"{path}, line {error.lineno}"
+            problem = f"is not JSON: {error.msg}; a file of YAML needs a name that ends in .yaml"
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            place = f"{path}, line {mark.line + 1}" if mark else str(path)
+            problem = f"is not YAML: {' '.join(str(error.problem or error.context).split())}"
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            place, problem = str(path), f"cannot be read as options: {' '.join(str(error).split())}"
+        raise ConfigError(f"--config {place}: {problem}")
+
+    def line_of(self, place: str, says: type[Options]) -> str | None:
+        """``mine.yaml, line 3: name`` of the value at a place of the configuration; None where the file has none."""
+        for name, line in self.lines.items():
+            if place_of(name, says) == place:
+                return f"--config {self.path}, line {line}: {name}"
+        return None
+
+
+def place_of(name: str, says: type[Options]) -> str:
+    """The place of what a file calls ``tp`` or ``loss.name``."""
+    first, dot, rest = name.partition(".")
+    return f"{says.short.get(first, first)}{dot}{rest}"
+
+
+def as_yaml(config: BaseConfig) -> str:
+    """All values of a configuration, for ``--config``; what follows from others is a comment."""
+    values = config.model_dump(mode="json")
+    text = yaml.safe_dump(values, sort_keys=False, width=1 << 20, allow_unicode=True)
+    followed = config.followed() if isinstance(config, Options) else ()
+    comments = [f"#   {path}: {json.dumps(value)}\n" for path, value in followed]
+    return text + "".join(["# follows from the values above:\n", *comments] if comments else [])
+
+
+def _lines_of_json(text: str, path: Path) -> dict[str, int]:
+    try:
+        return _lines(text, path)
+    except (yaml.YAMLError, RecursionError):  # JSON that is no YAML, for example with tabs: lines only help messages
+        return {}
+
+
+def _lines(text: str, path: Path) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name, line in _keys(yaml.compose(text, Loader=yaml.SafeLoader), ""):
+        if name in found:
+            raise ConfigError(f"--config {path}, line {line}: {name} is there twice, first in line {found[name]}; keep one")
+        found[name] = line
+    return found
+
+
+def _keys(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield f"{prefix}{key.value}", key.start_mark.line + 1
+            yield from _keys(value, f"{prefix}{key.value}.")
