@@ -24,7 +24,7 @@ GENERAL = {
 
 def write_help(prog: str, config_type: type[BaseConfig], text: str, sections: Mapping[str, type[BaseConfig]]) -> str:
     """Usage, the options in groups, and an example, in lines of at most 100 characters."""
-    rows = list(option_rows(config_type, sections))
+    rows = option_rows(config_type, sections)
     required = [f"--{row.flags[0]} {row.metavar}" for row in rows if row.default is None]
     usage = [f"usage: {prog}", "[--config FILE]", *required, "[--FLAG VALUE ...]"]
     lines = [*_filled(usage, ""), "", *_wrap(text, "")]

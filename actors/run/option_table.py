@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeAliasType, get_args, get_origin
@@ -35,14 +35,16 @@ class OptionRow:
     default: str | None
 
 
-def option_rows(config_type: type[BaseConfig], sections: Mapping[str, type[BaseConfig]]) -> Iterator[OptionRow]:
-    """All options that can be given, in the order of their declaration.
+def option_rows(config_type: type[BaseConfig], sections: Mapping[str, type[BaseConfig]]) -> list[OptionRow]:
+    """All options that can be given, first those of groups in the order that these name them.
 
     Args:
         sections: as of :func:`~actors.run.options.sections_of`.
     """
     says = declared(config_type)
-    groups = {says.short.get(name, name): title for title, names in says.all_groups().items() for name in names}
+    named = [(says.short.get(name, name), title) for title, names in says.all_groups().items() for name in names]
+    groups, position = dict(named), {place: index for index, (place, _) in enumerate(named)}
+    rows: list[tuple[int, OptionRow]] = []
     for prefix, kind in sections.items():
         texts = kind.documented()
         title = f"{prefix[:-1]} ({kind.__name__})" if prefix else ROOT_GROUP
@@ -54,15 +56,18 @@ def option_rows(config_type: type[BaseConfig], sections: Mapping[str, type[BaseC
             default = says.preset.get(path, field.get_default(call_default_factory=True))
             short = says.name_of(path)
             metavar = says.metavars.get(short, _metavar(field.annotation))
+            grouped = path if path in groups else prefix
             required = field.is_required() and path not in says.preset and rule is None
-            yield OptionRow(
+            row = OptionRow(
                 flags=(short if "." in short else short.replace("_", "-"), *([path] if short != path else [])),
-                group=groups.get(path, groups.get(prefix, title)),
+                group=groups.get(grouped, title),
                 metavar=metavar,
                 choices=tuple(metavar[1:-1].split(",")) if metavar.startswith("{") else (),
                 text=field.description or texts.get(name, ""),
                 default=None if required else "follows from other options" if rule is not None else _plain(default),
             )
+            rows.append((position.get(grouped, len(named)), row))
+    return [row for _, row in sorted(rows, key=lambda each: each[0])]
 
 
 def _metavar(annotation: Any) -> str:
@@ -87,4 +92,6 @@ def _metavar(annotation: Any) -> str:
 def _plain(value: Any) -> str:
     if value in (None, (), {}, ""):
         return "none"
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

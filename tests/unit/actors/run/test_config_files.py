@@ -108,5 +108,7 @@ def test_help_has_groups_and_ends_with_an_example_that_is_read(kind: Any, capsys
         "  --model, --train.hf_path DIR\n",
         "  --dtype {auto,float32,bfloat16}\n",
         "  --steps INT                 training steps (default: 100)\n",
+        " attention,feed_forward)\n",
+        "\nmodel:\n  --model, ",
     ):
         assert row in text
