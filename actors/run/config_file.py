@@ -71,7 +71,7 @@ def place_of(name: str, says: type[Options]) -> str:
 def as_yaml(config: BaseConfig) -> str:
     """All values of a configuration, for ``--config``; what follows from others is a comment."""
     values = config.model_dump(mode="json")
-    text = yaml.safe_dump(values, sort_keys=False, width=1 << 20, allow_unicode=True)
+    text: str = yaml.safe_dump(values, sort_keys=False, width=1 << 20, allow_unicode=True)
     followed = config.followed() if isinstance(config, Options) else ()
     comments = [f"#   {path}: {json.dumps(value)}\n" for path, value in followed]
     return text + "".join(["# follows from the values above:\n", *comments] if comments else [])
