@@ -49,7 +49,6 @@ class GRPOConfig(RLConfig):
     help_groups: ClassVar[Mapping[str, Sequence[str]]] = {
         "reward": ("overlong_buffer_tokens",),
         "sampling": ("dynamic_sampling", "max_batches_per_step"),
-        "training": ("advantage", "kl_coef", "kl_place"),
     }
 
     advantage: Advantage = Field(

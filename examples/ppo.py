@@ -58,11 +58,7 @@ class PPOConfig(RLConfig):
         "loss.clip_ratio_high": 0.2,
     }
 
-    help_groups: ClassVar[Mapping[str, Sequence[str]]] = {
-        "model": ("critic_model",),
-        "training": ("epochs", "critic_lr", "critic_warmup_steps", "gamma", "lam", "cliprange_value", "kl_coef", "kl_place"),
-        "layout": ("groups",),
-    }
+    help_groups: ClassVar[Mapping[str, Sequence[str]]] = {"model": ("critic_model",), "layout": ("groups",)}
     metavars: ClassVar[Mapping[str, str]] = {**RLConfig.metavars, "critic_model": "DIR"}
 
     epochs: int = Field(

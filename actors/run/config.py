@@ -53,7 +53,6 @@ class RankOptions(Options):
         ),
     }
     help_groups: ClassVar[Mapping[str, Sequence[str]]] = {
-        "model": ("dtype",),
         "training": ("seed",),
         "layout": ("ranks", "backend", "plugins", *ParallelConfig.model_fields),
     }
@@ -179,7 +178,7 @@ class TrainingConfig(RankOptions):
         "lora.seed": Follows(lambda config: config.seed),
     }
     help_groups: ClassVar[Mapping[str, Sequence[str]]] = {
-        "model": ("model", "lora."),
+        "model": ("model", "dtype", "lora."),
         "data": ("dataset", "eval_dataset", "max_prompt_tokens"),
         "training": ("steps", "lr", "lr_warmup_steps", "lr_decay_style"),
         "layout": ("placement",),

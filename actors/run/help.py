@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Mapping
 from difflib import get_close_matches
 
-from actors.run.option_table import ROOT_GROUP, OptionRow, option_rows
+from actors.run.option_table import OptionRow, option_rows
 from actors.run.options import declared
 from rl_backend.contracts import BaseConfig
 
@@ -33,8 +33,7 @@ def write_help(prog: str, config_type: type[BaseConfig], text: str, sections: Ma
     for row in rows:
         said = f"{row.text} ({'required' if row.default is None else f'default: {row.default}'})".strip()
         groups.setdefault(row.group, []).extend(_row(_flags(row), said))
-    own = groups.pop(ROOT_GROUP, [])
-    for title, described in {**groups, "further options" if any(map(groups.get, ORDER)) else ROOT_GROUP: own}.items():
+    for title, described in groups.items():
         if described:
             lines += ["", f"{title}:", *described]
     if example := declared(config_type).example:

@@ -11,7 +11,10 @@ from actors.run.options import declared
 from rl_backend.contracts import BaseConfig
 
 ROOT_GROUP = "options"
-"""Of options at the top of a configuration that are in no group."""
+"""Of options at the top of a configuration that has no groups."""
+
+OWN_GROUP = "training"
+"""Of those that are in no group of a configuration that has some: what the loop itself adds."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ def option_rows(config_type: type[BaseConfig], sections: Mapping[str, type[BaseC
     rows: list[tuple[int, OptionRow]] = []
     for prefix, kind in sections.items():
         texts = kind.documented()
-        title = f"{prefix[:-1]} ({kind.__name__})" if prefix else ROOT_GROUP
+        title = f"{prefix[:-1]} ({kind.__name__})" if prefix else OWN_GROUP if named else ROOT_GROUP
         for name, field in kind.model_fields.items():
             path = prefix + name
             rule = says.follows.get(path)

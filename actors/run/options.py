@@ -42,7 +42,7 @@ class Options(BaseConfig):
         follows: place -> what it follows from. Such a value is saved only where it was given.
         repeated: places of lists whose flag is given once for each text, which is taken as it stands.
         help_groups: title -> options that help shows under it, by short name or place; ``lora.`` is a whole section. Those
-            of base classes are kept.
+            of base classes are kept; what is in none is under "training".
         metavars: option -> what help calls its value, where that is more than its type.
         example: options of a command line, for help.
     """
