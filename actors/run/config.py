@@ -179,7 +179,7 @@ class TrainingConfig(RankOptions):
     }
     help_groups: ClassVar[Mapping[str, Sequence[str]]] = {
         "model": ("model", "dtype", "lora."),
-        "data": ("dataset", "eval_dataset", "max_prompt_tokens"),
+        "data": ("dataset", "eval_dataset", "max_prompt_tokens", "data."),
         "training": ("steps", "lr", "lr_warmup_steps", "lr_decay_style"),
         "layout": ("placement",),
         "memory": (
