@@ -104,8 +104,13 @@ _read_last: list[tuple[type[Options], Mapping[str, type[BaseConfig]]]] = []
 def in_flags(message: str) -> str:
     """``message`` with flags in place of the fields of the configuration that :func:`parse_config` read last."""
     for says, sections in _read_last:
-        names = "|".join(map(re.escape, {*says.model_fields, *says.short}))
-        message = re.sub(rf"^({names})=", lambda match: f"{_shown('--' + match[1])}=", _with_flags(message, says, sections))
+
+        def shown(place: str, names: type[Options] = says) -> str:
+            return _shown(f"--{names.name_of(place)}")
+
+        fields = "|".join(map(re.escape, {*says.model_fields, *says.short}))
+        message = _with_places(message, sections, shown)
+        message = re.sub(rf"^({fields})=", lambda match: f"{_shown('--' + match[1])}=", message)
     return message
 
 
