@@ -21,10 +21,20 @@ from actors.cluster.watch import cluster_loss
 from actors.run.config_file import ConfigFile, as_yaml, place_of
 from actors.run.help import nearest, write_help
 from actors.run.options import Options, declared, has, merged, sections_of
-from rl_backend.contracts import BaseConfig, ClusterLostError, ConfigError, RegistryError, RLBackendError
+from actors.run.start import RunFinishedError
+from rl_backend.contracts import (
+    BaseConfig,
+    ClusterLostError,
+    ConfigError,
+    EngineDeadError,
+    RegistryError,
+    RLBackendError,
+)
 
 _EARLY = ("backend", "train.backend", "plugins", "train.plugins")
 """Flags that decide which others there are."""
+
+RUN_AGAIN = "start the run again; --resume auto continues from its newest checkpoint"
 
 _ADVICE = {
     "expected one argument": "needs a value; see --help",
@@ -115,14 +125,22 @@ def in_flags(message: str) -> str:
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Runs ``main``; our errors become one message and exit status 2, Ctrl-C status 130, SIGTERM status 143.
+    """Runs ``main`` and ends the process with its status.
 
-    A run that either ends between two steps has the same status as one that is cut short.
+    Our errors become one message and status 2; a run that had finished says so with status 0; Ctrl-C is status 130,
+    SIGTERM status 143. A run that either ends between two steps has the same status as one that is cut short.
     """
     try:
         main()
+    except RunFinishedError as error:
+        # A success: schedulers start a run again that ended with it, until its exit status says that it is done.
+        print(f"nothing left to do: {error}")
     except RLBackendError as error:
-        print(f"error: {in_flags(str(error))}", file=sys.stderr)
+        message = in_flags(str(error))
+        if isinstance(error, EngineDeadError):
+            # The loop has ended; an engine alone can only be restarted within one.
+            message = message.replace("restart it", RUN_AGAIN)
+        print(f"error: {message}", file=sys.stderr)
         _leave(2, lost=isinstance(error, ClusterLostError))
     except RunTerminated:
         print("stopped by SIGTERM", file=sys.stderr)

@@ -92,7 +92,9 @@ class RunFolder:
         try:
             with usable_run_dir(self.path):
                 self._open(config, start, metrics_to)
-                self._trace = TraceCollector(set_aside(self.path / "trace.json"), trace) if trace else None
+                self._trace: TraceCollector | None = None
+                if trace:
+                    self.record(trace)
         except BaseException as error:
             if self._state.running:
                 with suppress(OSError):
@@ -139,6 +141,10 @@ class RunFolder:
         drop_from = first if start.same_folder or start.replaces else None
         identity = xxhash.xxh3_64(f"{self.path} {self._facts['started']}".encode()).hexdigest()
         self._curves = Curves(metrics_to, WriterFacts(self.path, config.model_dump(mode="json"), identity, drop_from))
+
+    def record(self, trace: Sequence[TraceSource]) -> None:
+        """Begins the trace of these groups, which end after the folder."""
+        self._trace = TraceCollector(set_aside(self.path / "trace.json"), trace)
 
     def log(self, step: int, metrics: Mapping[str, float | int], warnings: Sequence[str] = ()) -> None:
         """One line of ``metrics.jsonl``, one point of every curve and Prometheus gauge, and a step of the trace.

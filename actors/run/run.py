@@ -11,7 +11,7 @@ from actors.rollout.stream import StreamPosition
 from actors.run.config import LoRAOptions, TrainingConfig
 from actors.run.console import Phases, StepLines, command_began, say, say_facts
 from actors.run.folder import RunFolder
-from actors.run.lock import RunLock
+from actors.run.lock import RunLock, usable_run_dir
 from actors.run.metrics import Clock
 from actors.run.preflight import check_start
 from actors.run.saver import RunSaver
@@ -98,14 +98,18 @@ class Run[C: TrainingConfig]:
         config = self.config
         with ExitStack() as stack:
             lock = stack.enter_context(RunLock(config.run_dir))
-            opened = lent_session(self._lent, config) if self._lent else open_session(config, self._phases)
-            self.session = stack.enter_context(opened)
-            traced: list[TraceSource] = []
+            # Before the session, so that a start that fails leaves a report too.
+            self.folder = RunFolder(config.run_dir, config, start=self.start, lock=lock, metrics_to=config.metrics_to)
+            with ExitStack() as start_fails:
+                start_fails.push(self.folder)
+                opened = lent_session(self._lent, config) if self._lent else open_session(config, self._phases)
+                self.session = stack.enter_context(opened)
+                start_fails.pop_all()
+            stack.push(self.folder)
             if config.trace:
-                traced = [*self.session.groups, *filter(None, [self.session.rollout])]
-            self.folder = stack.enter_context(
-                RunFolder(config.run_dir, config, start=self.start, trace=traced, lock=lock, metrics_to=config.metrics_to)
-            )
+                sources: list[TraceSource] = [*self.session.groups, *filter(None, [self.session.rollout])]
+                with usable_run_dir(self.folder.path):
+                    self.folder.record(sources)
             for group in self.session.groups:
                 require_paths(group, config.model, self.folder.path)
             self._stack = stack.pop_all()

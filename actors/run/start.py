@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from actors.run.config import TrainingConfig
 from actors.run.lock import usable_run_dir
@@ -21,6 +21,15 @@ from rl_backend.checkpoint.manifest import FileFacts
 from rl_backend.contracts import CheckpointError, ConfigError
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "held_out.jsonl")
+
+
+class RunFinishedError(ConfigError):
+    """A run that is continued with ``resume=auto`` has taken all its steps: nothing is left to do."""
+
+    @classmethod
+    def in_folder(cls, config: TrainingConfig) -> Self:
+        """Of a run whose folder says so."""
+        return cls(f"the run in {config.run_dir} has finished its {config.steps} steps; raise steps to continue")
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,7 @@ def find_start(config: TrainingConfig) -> RunStart:
     """Follows ``config.resume``. Reads the run folder and changes nothing.
 
     Raises:
+        RunFinishedError: ``resume=auto``, and the run has taken all its steps.
         ConfigError: the folder holds another run, or one that has finished, or ``config`` differs from that of the
             checkpoint in something that decides how training continues.
         CheckpointError: a checkpoint that is damaged, or none.
@@ -110,6 +120,8 @@ def find_start(config: TrainingConfig) -> RunStart:
             f"{config.run_dir} has later checkpoints, up to step {newest}; remove them, or continue in a new run_dir",
         )
     if _has_finished(config.run_dir) and read_file_of_run(config.run_dir, "config.json").get("steps") == config.steps:
+        if config.resume == "auto":
+            raise RunFinishedError.in_folder(config)
         raise ConfigError.of(
             "resume",
             config.resume,
@@ -170,13 +182,15 @@ def _may_be_replaced(config: TrainingConfig) -> bool:
         )
     if not has_steps:
         return False
-    if _has_finished(config.run_dir):
-        raise ConfigError.of(
-            "run_dir", config.run_dir, "holds a run that has finished, without a checkpoint; choose another"
-        )
     if deciding_options(_earlier_config(config, earlier)) != deciding_options(config):
         raise ConfigError.of(
             "run_dir", config.run_dir, "holds a run with other options, without a checkpoint; choose another, or remove it"
+        )
+    if _has_finished(config.run_dir):
+        if config.resume == "auto" and earlier.get("steps") == config.steps:
+            raise RunFinishedError.in_folder(config)
+        raise ConfigError.of(
+            "run_dir", config.run_dir, "holds a run that has finished, without a checkpoint; choose another"
         )
     return True
 

@@ -12,7 +12,7 @@ import pytest
 
 from actors.run.folder import RunFolder, set_aside
 from actors.run.resume import require_same_run, saved_facts
-from actors.run.start import RunStart, checkpoints_of, find_start
+from actors.run.start import RunFinishedError, RunStart, checkpoints_of, find_start
 from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
@@ -123,8 +123,10 @@ def test_what_was_measured_before_the_first_step_does_not_occupy_a_folder(tmp_pa
 def test_a_run_that_has_finished_goes_on_only_with_more_steps(tmp_path: Path) -> None:
     config = config_of(tmp_path, resume="auto")
     run(config, last=10, finish=True)
-    with pytest.raises(ConfigError, match="has finished its 10 steps; raise steps"):
+    with pytest.raises(RunFinishedError, match="has finished its 10 steps; raise steps"):
         find_start(config)
+    with pytest.raises(ConfigError, match=r"^resume=.*has finished its 10 steps; raise steps"):
+        find_start(config.replace(resume=str(tmp_path / "run" / "checkpoints" / "latest")))
     with pytest.raises(ConfigError, match=r"GRPOConfig\.steps=8: .*of step 10 already"):
         find_start(config.replace(steps=8))
     longer = config.replace(steps=12)
@@ -133,8 +135,12 @@ def test_a_run_that_has_finished_goes_on_only_with_more_steps(tmp_path: Path) ->
     assert steps_of(config.run_dir) == list(range(1, 13))
     without = config_of(tmp_path, run_dir=str(tmp_path / "without"), save_every=0)
     run(without, last=10, finish=True)
-    with pytest.raises(ConfigError, match="has finished, without a checkpoint"):
+    with pytest.raises(RunFinishedError, match="without has finished its 10 steps"):
         find_start(without.replace(resume="auto"))
+    with pytest.raises(ConfigError, match="has finished, without a checkpoint"):
+        find_start(without.replace(resume="auto", steps=12))
+    with pytest.raises(ConfigError, match="holds a run with other options"):
+        find_start(without.replace(resume="auto", seed=1))
 
 
 def test_an_earlier_checkpoint_goes_on_in_a_new_folder_and_leaves_the_later_ones_alone(tmp_path: Path) -> None:
