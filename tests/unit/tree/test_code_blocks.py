@@ -16,6 +16,7 @@ import torch
 
 from actors.run import parse_config
 from rl_backend.cli import main as command_line
+from rl_backend.cli.example import EXAMPLES
 from rl_backend.contracts import ConfigError, NativeConfig, ParallelConfig
 from rl_backend.model.blocks import require_divided
 from tests.mutations.fault import Fault
@@ -204,6 +205,9 @@ def check_extras(arguments: Sequence[str]) -> None:
 
 
 def check_sub_command(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if arguments[0] in EXAMPLES:
+        return read_options(f"examples.{arguments[0]}", arguments[1:])
     module = importlib.import_module(command_line.COMMANDS[arguments[0]][0])
     monkeypatch.setattr(module, "run", lambda parsed: 0)
     assert command_line.main(arguments) == 0
+    return None

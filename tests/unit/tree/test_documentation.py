@@ -92,3 +92,12 @@ def test_the_loop_on_the_page_of_checkpoints_goes_on_where_it_stopped(tied_model
     assert sorted(path.name for path in (tmp_path / "stopped").glob("step-*")) == [
         f"step-0000000{step}" for step in (2, 4, 6)
     ]
+
+
+def test_the_readme_says_what_it_is_in_a_minute_and_leaves_tests_to_their_page() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert not re.search(r"\btest_\w+|tests/", text)
+    first, _, _ = text.partition("## What is in it")
+    assert first.startswith("# rl-backend\n\nA training backend for RL on language models. ")
+    prose = re.sub(r"```.*?```|^ {4}.*$", "", first, flags=re.DOTALL | re.MULTILINE)
+    assert len(prose.split()) <= 300
