@@ -102,6 +102,7 @@ def train(config: SFTConfig, session: Session | None = None, on_step: OnStep | N
     with run:
         model = run.build_model("sft")
         facts = [f"{len(examples)} examples", *filter(None, [examples.note]), f"{config.batch_size} a step"]
+        metrics: dict[str, float] = {}
         run.begin("SFT", {"sft": model}, [*facts, config.describe_ranks()])
         for step in run.steps():
             metrics = update_metrics([model.update(list(chain(*next(batches))), loss)])
@@ -110,6 +111,7 @@ def train(config: SFTConfig, session: Session | None = None, on_step: OnStep | N
                 metrics |= held_out_metrics(model, held_out)
                 run.lap("evaluate")
             run.end_step(metrics)
+        run.write_summary(metrics)
         return run.save_model(model)
 
 
@@ -144,7 +146,7 @@ def held_out_metrics(model: GroupModel, sequences: Sequence[TokenSequence]) -> d
 
 def main() -> None:
     config = parse_config(SFTConfig, "Supervised fine-tuning of a Hugging Face model.")
-    print(f"trained model: {train(config)}")
+    print(f"run folder: {config.run_dir} (report.html, summary.json, trained model in {train(config)})")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
@@ -257,6 +258,11 @@ class Run[C: TrainingConfig]:
         with nullcontext() if checkpoint is None else self.phase("checkpoint", f"loading {checkpoint.path.name}"):
             self._saver = self._stack.enter_context(RunSaver(self.config, self.folder, trained, self.start))
         self._trained = tuple(trained.values())
+
+    def write_summary(self, results: Mapping[str, float]) -> None:
+        """``summary.json`` of a loop's own results, with ``steps`` and the ``seconds`` since the command, or its resume."""
+        seconds = time.monotonic() - self._began
+        self.folder.write_summary({**results, "steps": self.config.steps, "seconds": seconds})
 
     @staticmethod
     def _remove(group: TrainGroup, tenant: HandleRef) -> None:

@@ -90,7 +90,10 @@ def test_a_copied_example_runs_against_the_installed_package(
 
 def test_the_command_runs_an_example_that_pip_installed(installed: Path, task: Path, tmp_path: Path) -> None:
     options = ["--model", str(task / "model"), "--dataset", str(task / "train.jsonl"), "--run-dir", "run", "--steps", "2"]
-    run(installed, tmp_path, "-m", "rl_backend.cli", "sft", *options)
+    printed = run(installed, tmp_path, "-m", "rl_backend.cli", "sft", *options)
+    assert "run folder: run (report.html, summary.json, trained model in " in printed
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 2 and summary["nll"] > 0 and summary["seconds"] > 0
     assert json.loads((tmp_path / "run" / "run.json").read_text())["state"] == "finished"
     assert (tmp_path / "run" / "model" / "config.json").exists()
 
