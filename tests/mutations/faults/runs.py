@@ -14,11 +14,8 @@ FAULTS = [
     Fault(
         "folder-locked-after-ray-has-started",
         "actors/run/run.py",
-        "            lock = stack.enter_context(RunLock(config.run_dir))\n"
-        "            opened = lent_session(self._lent, config) if self._lent else open_session(config, self._phases)\n"
-        "            self.session = stack.enter_context(opened)\n",
-        "            opened = lent_session(self._lent, config) if self._lent else open_session(config, self._phases)\n"
-        "            self.session = stack.enter_context(opened)\n"
+        "            lock = stack.enter_context(RunLock(config.run_dir))\n",
+        "            stack.enter_context(open_session(config, self._phases))\n"
         "            lock = stack.enter_context(RunLock(config.run_dir))\n",
         (f"{_DISK}::test_the_folder_is_tried_and_locked_before_anything_is_started",),
         "a folder in use would be noticed when ranks and engines are up",
