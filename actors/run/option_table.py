@@ -1,4 +1,4 @@
-"""The options of a configuration as rows of a table, for help and completion."""
+"""The options of a configuration as rows of a table."""
 
 from __future__ import annotations
 
