@@ -25,7 +25,7 @@ from pydantic import Field, model_validator
 from actors import Loss, Run, Session
 from actors.run import GroupModel, OnStep, Phases, TrainingConfig, parse_config, positions_of, run_command, update_metrics
 from rl_backend import TokenSequence
-from rl_backend.contracts import MAY_CHANGE, ConfigError
+from rl_backend.contracts import MAY_CHANGE, SAME_CONTENTS, ConfigError
 from rl_backend.data import Examples, load_sft_examples, load_tokenizer, local_model
 from rl_backend.data.prompts import batches_per_epoch, endless_batches, epoch_batches
 
@@ -48,6 +48,7 @@ class SFTConfig(TrainingConfig):
     train_on: Literal["all", "last"] = Field(
         default="all", description="of rows of messages: all turns of the assistant, or the last"
     )
+    eval_dataset: Annotated[str | None, SAME_CONTENTS] = Field(default=None, description="held-out rows, named likewise")
     eval_every: Annotated[int, MAY_CHANGE] = Field(default=50, ge=1, description="steps between evaluations")
 
     @model_validator(mode="after")

@@ -16,7 +16,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.cluster.placement import living_nodes, reserve_bundles
+from actors.cluster.placement import ClusterShare, living_nodes, reserve_bundles
 from actors.rollout.config import RolloutConfig, check_engine_device
 from actors.rollout.vllm.process import process_environment
 from rl_backend.contracts import ConfigError
@@ -186,3 +186,15 @@ def places_on_nodes(nodes: Mapping[int, str]) -> dict[int, NodePlace]:
     for engine in sorted(nodes):
         on_node.setdefault(nodes[engine], []).append(engine)
     return {engine: NodePlace(index, len(engines)) for engines in on_node.values() for index, engine in enumerate(engines)}
+
+
+def with_share(config: RolloutConfig, share: ClusterShare) -> RolloutConfig:
+    """Engines with their share of the cluster, where they do not say what they reserve."""
+    of_share: dict[str, Any] = {}
+    if config.cores is None and config.cores_per_engine is None:
+        of_share["cores_per_engine"] = share.cores_per_engine
+    if share.gpus and not config.is_set("gpus_per_worker"):
+        of_share["gpus_per_worker"] = share.gpus
+    if 0 < share.gpus < 1 and config.kv_cache_gib is None and not config.is_set("gpu_memory_utilization"):
+        of_share["gpu_memory_utilization"] = 0.4
+    return config.replace(**of_share)

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from actors.run.config import TrainingConfig as TrainingConfig
     from actors.run.console import Phases as Phases
     from actors.run.console import announce as announce
+    from actors.run.eval_sets import EvalSet as EvalSet
+    from actors.run.evaluation import EvalConfig as EvalConfig
+    from actors.run.evaluation import evaluate as evaluate
+    from actors.run.held_out import HeldOutResult as HeldOutResult
     from actors.run.metrics import MetricsWriter as MetricsWriter
     from actors.run.options import Follows as Follows
     from actors.run.policy_options import PolicyLoss as PolicyLoss
@@ -36,8 +40,11 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "Advantage": "rl_backend.algorithm.sequences",
+    "EvalConfig": "actors.run.evaluation",
+    "EvalSet": "actors.run.eval_sets",
     "Follows": "actors.run.options",
     "GroupModel": "actors.train.model",
+    "HeldOutResult": "actors.run.held_out",
     "MetricsWriter": "actors.run.metrics",
     "OnStep": "actors.run.run",
     "Phases": "actors.run.console",
@@ -49,6 +56,7 @@ _MODULES = {
     "TrainingBatch": "actors.run.collect",
     "TrainingConfig": "actors.run.config",
     "announce": "actors.run.console",
+    "evaluate": "actors.run.evaluation",
     "parse_config": "actors.run.command_line",
     "positions_of": "actors.rollout.lengths",
     "rewards_of_tokens": "rl_backend.algorithm.sequences",
@@ -62,8 +70,11 @@ _MODULES = {
 
 __all__ = [
     "Advantage",
+    "EvalConfig",
+    "EvalSet",
     "Follows",
     "GroupModel",
+    "HeldOutResult",
     "MetricsWriter",
     "OnStep",
     "Phases",
@@ -75,6 +86,7 @@ __all__ = [
     "TrainingBatch",
     "TrainingConfig",
     "announce",
+    "evaluate",
     "parse_config",
     "positions_of",
     "rewards_of_tokens",

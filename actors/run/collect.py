@@ -13,6 +13,7 @@ from typing import Any
 from actors.rollout.config import SamplingConfig
 from actors.rollout.sample import Sample
 from actors.rollout.stream import SampledBatch, SampleStream
+from actors.run.eval_sets import HeldOutSet, load_held_out
 from actors.run.metrics import Clock
 from actors.run.preflight.model import require_known_end
 from actors.run.rl_config import RLConfig
@@ -38,7 +39,7 @@ class Inputs:
     tokenizer: Any
     reward: RewardScorer
     prompts: Sequence[Prompt]
-    held_out: Sequence[Prompt]
+    held_out: Sequence[HeldOutSet]
     batches: Iterator[list[Prompt]]
     sampling: SamplingConfig
     notes: tuple[str, ...] = ()
@@ -62,7 +63,7 @@ def load_inputs(config: RLConfig) -> Inputs:
         require_answer=reward.needs_ground_truth,
     )
     prompts = load(config.dataset)
-    held_out = load(config.eval_dataset, held_out=True) if config.eval_dataset else None
+    held_out = load_held_out(config.eval_sets, config.eval_sampling, load, stop_token_ids(config.model, tokenizer))
     if len(prompts) < config.prompts_per_step:
         raise ConfigError.of(
             f"{type(config).__name__}.prompts_per_step",
@@ -73,7 +74,7 @@ def load_inputs(config: RLConfig) -> Inputs:
         tokenizer=tokenizer,
         reward=reward,
         prompts=prompts,
-        held_out=held_out or [],
+        held_out=held_out,
         batches=endless_batches(prompts, config.prompts_per_step, config.seed),
         sampling=config.sampling.replace(
             stop_token_ids=tuple(
@@ -86,7 +87,7 @@ def load_inputs(config: RLConfig) -> Inputs:
                 )
             )
         ),
-        notes=tuple(loaded.note for loaded in (prompts, held_out) if loaded is not None and loaded.note),
+        notes=tuple(loaded.note for loaded in (prompts, *held_out) if loaded.note),
     )
 
 

@@ -11,6 +11,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from actors.cluster.placement import ClusterShare
 from actors.rollout.config import RolloutConfig
+from actors.run.eval_sets import EvalDatasets, EvalSet, sets_by_name
 from actors.run.metrics import writer_classes
 from actors.run.options import Follows, Options, get, has
 from rl_backend.contracts import (
@@ -205,7 +206,11 @@ class TrainingConfig(RankOptions):
         description="rows to train on: a .jsonl or .parquet file, a folder of datasets, or a name on the Hub such as "
         "openai/gsm8k:main:train; see docs/data.md"
     )
-    eval_dataset: Annotated[str | None, SAME_CONTENTS] = Field(default=None, description="held-out rows, named likewise")
+    eval_dataset: Annotated[EvalDatasets, SAME_CONTENTS] = Field(
+        default=None,
+        description="held-out rows, named likewise, once for each set; or a mapping {NAME: {path: ..., n: 8}} of sets with "
+        "options of their own, see docs/evaluation.md",
+    )
     data: DataConfig = Field(default=DataConfig(), description="how rows are read, see docs/data.md")
     run_dir: Annotated[str, MAY_CHANGE] = Field(description="new folder for all that the run writes, with the trained model")
     steps: Annotated[int, MAY_CHANGE] = Field(default=100, ge=1, description="training steps")
@@ -294,6 +299,11 @@ class TrainingConfig(RankOptions):
             ConfigError, BatchError: data that cannot be used.
         """
         return f"{len(read_examples(self.dataset, self.data, require_answer=False))} rows"
+
+    @property
+    def eval_sets(self) -> dict[str, EvalSet]:
+        """Held-out sets by name."""
+        return sets_by_name(self.eval_dataset)
 
     @property
     def pushes_adapters(self) -> bool:

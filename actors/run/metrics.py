@@ -224,7 +224,8 @@ class MlflowWriter(_TrackingWriter):
             mlflow.log_params({name: str(value) for name, value in facts.options.items()})
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._module.log_metrics({name: float(value) for name, value in metrics.items()}, step=step)
+        # MLflow refuses names with an @, such as pass@8.
+        self._module.log_metrics({name.replace("@", "_at_"): float(value) for name, value in metrics.items()}, step=step)
 
     def close(self) -> None:
         self._module.end_run()

@@ -124,11 +124,15 @@ def require_same_dtype(config: TrainingConfig, checkpoint: RunCheckpoint) -> Non
 
 def _contents(config: TrainingConfig) -> dict[str, Any]:
     found = {config.name_of(path): getattr(owner, name) for path, owner, name in _places(config, SAME_CONTENTS)}
+    if not isinstance(config.eval_dataset, str | None):
+        found["eval_dataset"] = {name: each.path for name, each in config.eval_sets.items()}
     return {name: _data(name, value) if name in _DATA_SETS else _content(value) for name, value in found.items()}
 
 
-def _data(name: str, source: str | None) -> Any:
-    """Of the files of a data set: of one file all bytes, of several pieces of each."""
+def _data(name: str, source: str | Mapping[str, str] | None) -> Any:
+    """Of the files of a data set: of one file all bytes, of several pieces of each. Of several sets by their names."""
+    if isinstance(source, Mapping):
+        return {each: _data(name, path) for each, path in source.items()}
     if source is None or Path(source).is_file():
         return _content(source)
     files = data_files(source, field=name, default_split=_DATA_SETS[name])

@@ -11,8 +11,9 @@ from pydantic import Field, model_validator
 from actors.cluster.placement import ClusterShare
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.lengths import fitting_lengths, positions_of
+from actors.rollout.placement import with_share
 from actors.run.config import TrainingConfig, resolve_dtype
-from actors.run.options import Follows, get, has
+from actors.run.options import Follows, Options, get, has
 from actors.run.policy_options import PolicyLoRA, PolicyLoss
 from actors.sync.push import TransportName
 from actors.train.model import RouterReplayMode
@@ -27,6 +28,14 @@ _WEIGHTS = HasEffect(
 )
 
 
+REWARD_OPTIONS: Mapping[str, str] = {
+    "reward": "rewards.functions",
+    **{f"reward_{name}": f"rewards.{name}" for name in ("timeout_seconds", "workers", "processes", "concurrency")},
+    "on_reward_failure": "rewards.on_failure",
+}
+"""Short name -> place, of reward functions."""
+
+
 class RLConfig(TrainingConfig):
     """Those of every training, sampling, and what lies between."""
 
@@ -34,9 +43,7 @@ class RLConfig(TrainingConfig):
         **TrainingConfig.short,
         "engines": "rollout.num_engines",
         "samples_per_prompt": "sampling.n",
-        "reward": "rewards.functions",
-        **{f"reward_{name}": f"rewards.{name}" for name in ("timeout_seconds", "workers", "processes", "concurrency")},
-        "on_reward_failure": "rewards.on_failure",
+        **REWARD_OPTIONS,
         "max_response_tokens": "sampling.max_new_tokens",
         **{name: f"sampling.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "stop_strings")},
     }
@@ -56,7 +63,7 @@ class RLConfig(TrainingConfig):
         "rollout.model_path": Follows(lambda config: config.model, "engines sample from the trained model", until="-"),
         "rollout.dtype": Follows(lambda config: resolve_dtype(config.dtype), shown=lambda config: config.dtype),
         "rollout.placement": Follows(lambda config: config.placement),
-        "rollout.max_model_len": Follows(lambda config: config.longest_sequence, until=2),
+        "rollout.max_model_len": Follows(lambda config: config.longest_sampled, until=2),
         "rollout.seed": Follows(lambda config: config.seed),
         "rollout.require_push": Follows(lambda config: True, "a run pushes before it samples"),
         "rollout.sleep_mode": Follows(lambda config: False, "a run's engines never sleep; leave it out"),
@@ -64,7 +71,8 @@ class RLConfig(TrainingConfig):
             lambda config: config.router_replay == "R3", "follows from router_replay; set that to R3"
         ),
         "rollout.load_tokenizer": Follows(
-            lambda config: bool(config.sampling.stop_strings), "follows from stop_strings; leave it out"
+            lambda config: any(each.stop_strings for each in (config.sampling, *config.eval_sampling.values())),
+            "follows from stop_strings; leave it out",
         ),
         "rollout.max_adapters": Follows(
             lambda config: int(config.pushes_adapters), "follows from lora.rank and lora.push; leave it out"
@@ -89,7 +97,7 @@ class RLConfig(TrainingConfig):
         "--model models/Qwen3-0.6B --dataset train.jsonl --reward my_reward.py:compute_score --steps 200 --run-dir runs/mine"
     )
 
-    repeated: ClassVar[tuple[str, ...]] = ("sampling.stop_strings",)
+    repeated: ClassVar[tuple[str, ...]] = ("sampling.stop_strings", "eval_dataset")
 
     lora: PolicyLoRA = Field(default=PolicyLoRA(), description="adapters over a frozen model, see docs/lora.md")
     rollout: RolloutConfig = Field(description="vLLM's engines")
@@ -132,14 +140,7 @@ class RLConfig(TrainingConfig):
     @classmethod
     def fitted(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Lengths that are not given are what the model has positions for, where that is less than their defaults."""
-        prompt, response = "max_prompt_tokens", "sampling.max_new_tokens"
-        defaults = {prompt: cls.model_fields[prompt].default, **cls.preset}
-        asked = {path: get(given, path) if has(given, path) else defaults[path] for path in (prompt, response)}
-        model = get(given, "train.hf_path") if has(given, "train.hf_path") else None
-        positions = positions_of(model) if isinstance(model, str) and model else None
-        if positions is None or not all(isinstance(tokens, int) for tokens in asked.values()):
-            return {}
-        return fitting_lengths(asked, [path for path in asked if not has(given, path)], positions)
+        return fitted_lengths(cls, given, "train.hf_path")
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
@@ -167,6 +168,12 @@ class RLConfig(TrainingConfig):
                     tokens,
                     f"must hold one sequence: max_prompt_tokens + max_response_tokens = {self.longest_sequence}",
                 )
+        if self.longest_sampled > self.rollout.max_model_len:
+            raise ConfigError.of(
+                f"{name}.rollout.max_model_len",
+                self.rollout.max_model_len,
+                f"a held-out set needs {self.longest_sampled}: max_prompt_tokens and its max_new_tokens",
+            )
         if self.max_staleness == 0 and self.sample_ahead:
             raise ConfigError.of(
                 f"{name}.sample_ahead",
@@ -224,6 +231,17 @@ class RLConfig(TrainingConfig):
         return self.max_prompt_tokens + self.sampling.max_new_tokens
 
     @property
+    def eval_sampling(self) -> dict[str, SamplingConfig]:
+        """How each held-out set is answered: greedily, or as it says; several responses of a prompt as in training."""
+        return {name: each.sampling(self.sampling) for name, each in self.eval_sets.items()}
+
+    @property
+    def longest_sampled(self) -> int:
+        """Tokens of the longest prompt with the longest response, in training or to a held-out set."""
+        longest = (each.max_new_tokens for each in (self.sampling, *self.eval_sampling.values()))
+        return self.max_prompt_tokens + max(longest)
+
+    @property
     def optimizer_steps(self) -> int:
         return self.steps * self.updates_per_step
 
@@ -231,7 +249,7 @@ class RLConfig(TrainingConfig):
         from actors.run.collect import load_inputs  # which needs this module
 
         inputs = load_inputs(self)
-        held_out = f", {len(inputs.held_out)} held out" if inputs.held_out else ""
+        held_out = "".join(f", {len(each.prompts)} held out in {each.name}" for each in inputs.held_out)
         return f"{len(inputs.prompts)} prompts{held_out}, reward {self.reward}"
 
     @property
@@ -263,15 +281,7 @@ class RLConfig(TrainingConfig):
 
     def rollout_config(self, share: ClusterShare) -> RolloutConfig:
         """Of the engines, with their share of the cluster."""
-        config: RolloutConfig = self.filled("rollout")
-        of_share: dict[str, Any] = {}
-        if config.cores is None and config.cores_per_engine is None:
-            of_share["cores_per_engine"] = share.cores_per_engine
-        if share.gpus and not config.is_set("gpus_per_worker"):
-            of_share["gpus_per_worker"] = share.gpus
-        if 0 < share.gpus < 1 and config.kv_cache_gib is None and not config.is_set("gpu_memory_utilization"):
-            of_share["gpu_memory_utilization"] = 0.4
-        return config.replace(**of_share)
+        return with_share(self.filled("rollout"), share)
 
     def facts(self) -> list[str]:
         """For the first line that a run prints."""
@@ -288,3 +298,19 @@ class RLConfig(TrainingConfig):
         if self.router_replay != "off":
             facts.append(f"router replay {self.router_replay}")
         return facts
+
+
+def fitted_lengths(kind: type[Options], given: Mapping[str, Any], model_path: str) -> dict[str, int]:
+    """Lengths of prompts and responses that are not given, where their defaults are more than the model has positions for.
+
+    Args:
+        model_path: place of the model's directory.
+    """
+    prompt, response = "max_prompt_tokens", "sampling.max_new_tokens"
+    defaults = {prompt: kind.model_fields[prompt].default, **kind.preset}
+    asked = {path: get(given, path) if has(given, path) else defaults[path] for path in (prompt, response)}
+    model = get(given, model_path) if has(given, model_path) else None
+    positions = positions_of(model) if isinstance(model, str) and model else None
+    if positions is None or not all(isinstance(tokens, int) for tokens in asked.values()):
+        return {}
+    return fitting_lengths(asked, [path for path in asked if not has(given, path)], positions)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from actors.rollout.group import RolloutGroup
 from actors.rollout.stream import SampleStream, StreamPosition
 from actors.run.collect import BatchCollector, TrainingBatch, load_inputs
 from actors.run.console import say, say_facts
+from actors.run.held_out import HeldOutResult, answer
 from actors.run.rl_config import RLConfig
 from actors.run.run import OnStep, Run
 from actors.run.saver import stream_position
-from actors.run.scoring import describe, score
+from actors.run.scoring import describe
 from actors.run.session import Session
 from actors.run.stop import StopRequest
 from actors.sync.push import WeightSync
@@ -32,13 +32,16 @@ class RunResult:
     """What a run has come to.
 
     Attributes:
-        held_out_reward_before: mean reward of greedy responses on ``eval_dataset``; None without one.
+        held_out_reward_before: mean reward of the responses to the first held-out set, which are greedy unless it says
+            otherwise; None without one.
         held_out_reward_after: the same after the last step.
         max_log_prob_gap: largest mean in a step of the difference between trainer and engine, in nats; with stale samples
             also between new weights and old.
         seconds: of the whole run, from the beginning of the command; of a run that was resumed, of all its parts.
         start_seconds: of them, until the first step began.
         step_seconds: of them, in training steps.
+        held_out_before: estimates of all held-out sets, by their names as metrics.
+        held_out_after: the same after the last step.
     """
 
     held_out_reward_before: float | None
@@ -47,6 +50,8 @@ class RunResult:
     seconds: float
     start_seconds: float
     step_seconds: float
+    held_out_before: Mapping[str, float] = field(default_factory=dict)
+    held_out_after: Mapping[str, float] = field(default_factory=dict)
 
 
 class RLRun(Run[RLConfig]):
@@ -124,16 +129,18 @@ class RLRun(Run[RLConfig]):
         )
         with self.phase("push", "the first weights to the engines"):
             pushed = self._push(start.step)
+        self._before: Mapping[str, float] = earlier.get("held_out_before", {})
+        self._after: Mapping[str, float] = earlier.get("held_out_after", {})
+        results: list[HeldOutResult] = []
         if start.checkpoint is None and inputs.held_out:
-            with self.phase("held-out", f"answering {count(len(inputs.held_out), 'prompt')}"):
-                self._reward_before = self._reward = self._evaluate(0)
-            if self._reward is not None:
-                self.folder.log_start({"held_out_reward": self._reward})
+            prompts = sum(len(held_out.prompts) for held_out in inputs.held_out)
+            with self.phase("held-out", f"answering {count(prompts, 'prompt')}"):
+                results, metrics = self._evaluate(0)
+            self._reward_before, self._before = self._reward, self._after
+            self.folder.log_start(metrics)
         facts = [*config.facts(), *facts, f"weights by {pushed.transport}", *start.describe()]
         say_facts(f"{self.label}{title}", [f"{len(inputs.prompts)} prompts", *inputs.notes, *facts])
-        if self._reward_before is not None:
-            reward = f"{self._reward_before:.3f} ({len(inputs.held_out)} prompts, greedy)"
-            say(f"{self.label}held-out reward before: {reward}")
+        self._say_held_out("before", results)
         self._start_seconds: float = earlier.get("start_seconds", 0.0) + time.monotonic() - self._began
         self._steps_started = time.monotonic() - self._step_seconds
 
@@ -155,7 +162,8 @@ class RLRun(Run[RLConfig]):
     def finish(self) -> RunResult:
         """After the last step; also writes ``summary.json``."""
         seconds, start, steps = self._seconds, self._start_seconds, self._step_seconds
-        result = RunResult(self._reward_before, self._reward, self._max_gap, seconds, start, steps)
+        measured = self._reward_before, self._reward, self._max_gap
+        result = RunResult(*measured, seconds, start, steps, self._before, self._after)
         self.folder.write_summary(vars(result))
         times = f"{duration(seconds)}: start {duration(start)}, steps {duration(steps)}"
         say(f"{self.label}finished {self.config.steps} steps in {times}")
@@ -206,10 +214,12 @@ class RLRun(Run[RLConfig]):
         self._max_gap = max(self._max_gap, gap)
         self._step_seconds = time.monotonic() - self._steps_started
         if step == config.steps or (config.eval_every and step % config.eval_every == 0):
-            self._reward = self._evaluate(step)
-            if self._reward is not None:
-                metrics["held_out_reward"] = self._reward
+            results, held_out = self._evaluate(step)
+            if results:
+                metrics |= held_out
                 clock.lap("evaluate")
+                if len(results) > 1 or results[0].held_out.sampling.n > 1:
+                    self._say_held_out(f"after step {step}", results)
         self.folder.log(step, metrics | clock.seconds | {"weight_version": self._version}, self._warnings)
         logged = slice(config.samples_logged)
         lines = describe(batch.samples[logged], batch.prompts[logged], batch.scores[logged], self.inputs.tokenizer)
@@ -220,6 +230,8 @@ class RLRun(Run[RLConfig]):
         log = {
             "held_out_reward_before": self._reward_before,
             "held_out_reward": self._reward,
+            "held_out_before": self._before,
+            "held_out_after": self._after,
             "max_log_prob_gap": self._max_gap,
             "step_seconds": self._step_seconds,
             "start_seconds": self._start_seconds,
@@ -230,18 +242,24 @@ class RLRun(Run[RLConfig]):
     def _position(self) -> StreamPosition:
         return self._stream.position
 
-    def _evaluate(self, step: int) -> float | None:
-        """Mean reward of greedy answers to the held-out prompts; None without any."""
+    def _evaluate(self, step: int) -> tuple[list[HeldOutResult], dict[str, float]]:
+        """Answers the held-out sets, if any; results, and what they come to as metrics."""
         inputs = self.inputs
         if not inputs.held_out:
-            return None
-        greedy = inputs.sampling.replace(n=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-        prompts = [prompt.token_ids for prompt in inputs.held_out]
-        samples = self._rollout.generate(prompts, greedy, adapter=self._adapter)
-        scores = score(samples, inputs.held_out, inputs.tokenizer, inputs.reward)
-        self._say_failures("held-out prompts", [failure for each in scores for failure in each.failures])
-        self.folder.log_held_out(step, describe(samples, inputs.held_out, scores, inputs.tokenizer))
-        return statistics.fmean(each.value for each in scores)
+            return [], {}
+        results = answer(
+            self._rollout, inputs.held_out, inputs.tokenizer, inputs.reward, seed=self.config.seed, adapter=self._adapter
+        )
+        for result in results:
+            self._say_failures(f"held-out set {result.held_out.name}", result.failures)
+            self.folder.log_held_out(step, result.lines(inputs.tokenizer))
+        self._reward = results[0].reward
+        self._after = {name: value for result in results for name, value in result.metrics.items()}
+        return results, {"held_out_reward": self._reward, **self._after}
+
+    def _say_held_out(self, when: str, results: Sequence[HeldOutResult]) -> None:
+        for result in results:
+            say(f"{self.label}held-out {result.held_out.name} {when}: {result.describe()}")
 
     def _say_failures(self, where: str, failures: Sequence[str]) -> None:
         if failures:

@@ -52,6 +52,7 @@ CHARTS = {
 """Group -> its charts, in the order of the page."""
 
 OTHER = "Other metrics"
+EVAL, ERROR = "eval/", "_stderr"
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,23 @@ def charts_for(names: Iterable[str]) -> dict[str, list[Chart]]:
         for chart in charts:
             present = [name for metric in chart.names for name in left.pop(metric, ())]
             groups.setdefault(group, []).extend(replace(chart, names=some) for some in batched(present, MOST_CURVES))
+    groups[next(iter(CHARTS))] += _of_held_out_sets(left)
     groups[OTHER] = [Chart(metric, "", some) for metric, of in left.items() for some in batched(of, MOST_CURVES)]
     return {group: charts for group, charts in groups.items() if charts}
+
+
+def _of_held_out_sets(left: dict[str, list[str]]) -> list[Chart]:
+    """One for each set, of ``eval/<set>/<estimate>``, which are taken out of ``left``; errors of estimates are not drawn."""
+    names: dict[str, list[str]] = {}
+    for metric in [metric for metric in left if metric.startswith(EVAL)]:
+        found = left.pop(metric)
+        if not metric.endswith(ERROR):
+            names.setdefault(metric.removeprefix(EVAL).rpartition("/")[0], []).extend(found)
+    return [
+        Chart(f"Held-out set {name}", "mean over prompts", some, full_range=True)
+        for name, of in names.items()
+        for some in batched(of, MOST_CURVES)
+    ]
 
 
 def draw_chart(chart: Chart, series: Sequence[Series], run_steps: tuple[int, int], most_points: int) -> Markup:

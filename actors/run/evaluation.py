@@ -1,0 +1,197 @@
+"""An evaluation alone: held-out sets answered with the weights of a model directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from actors.cluster.placement import share_cluster
+from actors.cluster.session import ray_session
+from actors.rollout.config import RolloutConfig, SamplingConfig
+from actors.rollout.group import RolloutGroup
+from actors.rollout.lengths import more_than, positions_of
+from actors.rollout.placement import with_share
+from actors.run.collect import stop_token_ids
+from actors.run.config import resolve_dtype
+from actors.run.eval_sets import EvalDatasets, EvalSet, load_held_out, sets_by_name
+from actors.run.held_out import HeldOutResult, answer
+from actors.run.lock import usable_run_dir
+from actors.run.options import Follows, Options
+from actors.run.rl_config import REWARD_OPTIONS, fitted_lengths
+from actors.run.scoring import load_scorer
+from rl_backend.checkpoint.durable import replace_text
+from rl_backend.contracts import ConfigError
+from rl_backend.data.config import DataConfig
+from rl_backend.data.hub import local_model
+from rl_backend.data.prompts import load_prompts, load_tokenizer
+from rl_backend.data.rewards import RewardConfig
+from rl_backend.lab.text import json_text
+
+ANSWERS, RESULTS = "held_out.jsonl", "evaluation.json"
+
+
+class EvalConfig(Options):
+    """An evaluation alone: engines answer held-out sets with the weights of a Hugging Face directory."""
+
+    short: ClassVar[Mapping[str, str]] = {
+        "model": "rollout.model_path",
+        "engines": "rollout.num_engines",
+        "seed": "rollout.seed",
+        "samples_per_prompt": "sampling.n",
+        **REWARD_OPTIONS,
+        "max_response_tokens": "sampling.max_new_tokens",
+        **{name: f"sampling.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "stop_strings")},
+        **{name: f"data.{name}" for name in DataConfig.model_fields},
+    }
+    preset: ClassVar[Mapping[str, Any]] = {"sampling.max_new_tokens": 512}
+    follows: ClassVar[Mapping[str, Follows]] = {
+        "rollout.dtype": Follows(lambda config: resolve_dtype(config.dtype)),
+        "rollout.max_model_len": Follows(lambda config: config.longest_sequence, until=2),
+        "rollout.load_format": Follows(lambda config: "auto", "an evaluation pushes no weights; leave it out"),
+        "rollout.require_push": Follows(lambda config: False, "an evaluation pushes no weights; leave it out"),
+        "rollout.load_tokenizer": Follows(
+            lambda config: any(each.stop_strings for each in config.eval_sampling.values()),
+            "follows from stop_strings; leave it out",
+        ),
+        "sampling.temperature": Follows(lambda config: 0.0 if config.sampling.n == 1 else 1.0, until=1.0),
+        "sampling.log_probs": Follows(lambda config: False, "nobody asks for them; leave it out"),
+    }
+    repeated: ClassVar[tuple[str, ...]] = ("sampling.stop_strings", "eval_dataset")
+
+    rollout: RolloutConfig = Field(description="vLLM's engines")
+    sampling: SamplingConfig = Field(default=SamplingConfig(), description="how prompts are answered")
+    eval_dataset: EvalDatasets = Field(
+        description="rows to answer: a path, given once for each set, or a mapping {NAME: {path: ..., n: 8}} of sets with "
+        "options of their own"
+    )
+    rewards: RewardConfig = Field(description="reward functions, see docs/rewards.md")
+    pass_at: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        default=(), description="numbers of responses k for which pass@k is estimated; none: 1 and samples_per_prompt"
+    )
+    pass_threshold: float = Field(default=1.0, description="a response passes whose reward is at least this")
+    data: DataConfig = Field(default=DataConfig(), description="how rows are read, see docs/data.md")
+    max_prompt_tokens: int = Field(default=512, ge=1, description="longest prompt")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="of weights and activations; auto: bfloat16 with GPUs"
+    )
+    out: str | None = Field(default=None, description=f"new folder for {RESULTS} and {ANSWERS}; none: nothing is written")
+
+    @classmethod
+    def fitted(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Lengths that are not given are what the model has positions for, where that is less than their defaults."""
+        return fitted_lengths(cls, given, "rollout.model_path")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.eval_dataset is None:
+            raise ConfigError.of("EvalConfig.eval_dataset", None, "there is nothing to answer; give a path")
+        if self.gives("rollout.max_model_len") and self.longest_sequence > self.rollout.max_model_len:
+            raise ConfigError.of(
+                "EvalConfig.rollout.max_model_len",
+                self.rollout.max_model_len,
+                f"must hold max_prompt_tokens and the longest response, {self.longest_sequence}; leave it out",
+            )
+        return self
+
+    @property
+    def model(self) -> str:
+        """Hugging Face directory with config, safetensors and tokenizer: ``rollout.model_path``."""
+        return self.rollout.model_path
+
+    @property
+    def eval_sets(self) -> dict[str, EvalSet]:
+        """By name, with ``pass_at`` and ``pass_threshold`` of the evaluation where a set has none."""
+        return {
+            name: each.replace(
+                n=each.n or self.sampling.n,
+                pass_at=(self.pass_at or None) if each.pass_at is None else each.pass_at,
+                pass_threshold=self.pass_threshold if each.pass_threshold is None else each.pass_threshold,
+            )
+            for name, each in sets_by_name(self.eval_dataset).items()
+        }
+
+    @property
+    def eval_sampling(self) -> dict[str, SamplingConfig]:
+        """How each set is answered."""
+        one = self.sampling
+        several = one if one.temperature or self.gives("sampling.temperature") else one.replace(temperature=1.0)
+        sets = self.eval_sets.items()
+        return {name: each.sampling(several if each.n != 1 else one, greedy=False) for name, each in sets}
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt with the longest response."""
+        return self.max_prompt_tokens + max(each.max_new_tokens for each in self.eval_sampling.values())
+
+
+def evaluate(config: EvalConfig, rollout: RolloutGroup | None = None) -> dict[str, HeldOutResult]:
+    """Answers and scores held-out sets with the weights of a model directory.
+
+    Args:
+        rollout: open engines, with the weights that they have; None starts those that ``config`` asks for.
+
+    Returns:
+        Results by the names of the sets; with ``config.out`` they are also in ``evaluation.json`` there, and every answer in
+        ``held_out.jsonl``.
+
+    Raises:
+        ConfigError, BatchError: a file or folder that is missing or cannot be used, before anything is started.
+    """
+    model = local_model(config.model, field="EvalConfig.model")
+    config = config.replace(rollout=config.rollout.replace(model_path=model)) if model != config.model else config
+    _check_model(config)
+    if config.out is not None:
+        with usable_run_dir(config.out):
+            if (Path(config.out) / RESULTS).exists():
+                raise ConfigError.of("EvalConfig.out", config.out, f"has {RESULTS} already; choose a new folder")
+    tokenizer, reward = load_tokenizer(config.model), load_scorer(config.rewards)
+    load = partial(
+        load_prompts,
+        tokenizer=tokenizer,
+        max_prompt_tokens=config.max_prompt_tokens,
+        data=config.data,
+        require_answer=reward.needs_ground_truth,
+    )
+    sets = load_held_out(config.eval_sets, config.eval_sampling, load, stop_token_ids(config.model, tokenizer))
+    with ExitStack() as stack:
+        stack.callback(reward.close)
+        if rollout is None:
+            stack.enter_context(ray_session(0, config.rollout.num_engines))
+            share = share_cluster(0, config.rollout.num_engines)
+            rollout = stack.enter_context(RolloutGroup(with_share(config.filled("rollout"), share)))
+        results = answer(rollout, sets, tokenizer, reward, seed=config.rollout.seed)
+    if config.out is not None:
+        _write(Path(config.out), config, results, tokenizer)
+    return {result.held_out.name: result for result in results}
+
+
+def _check_model(config: EvalConfig) -> None:
+    model, folder = config.model, Path(config.model)
+    if (folder / "config.json").is_file() and (folder / "run.json").is_file():
+        raise ConfigError.of("EvalConfig.model", model, f"is a run's folder; give {folder / 'model'}")
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise ConfigError.of(
+            "EvalConfig.model", model, "has adapters alone; give the whole model, which lora.save_merged writes"
+        )
+    positions = positions_of(model)
+    if positions is not None and config.longest_sequence > positions:
+        raise ConfigError.of(
+            "EvalConfig.max_prompt_tokens",
+            config.max_prompt_tokens,
+            f"with max_response_tokens: {more_than(model, positions)}",
+        )
+
+
+def _write(folder: Path, config: EvalConfig, results: Sequence[HeldOutResult], tokenizer: Any) -> None:
+    with usable_run_dir(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = [json_text(line, ensure_ascii=False) for result in results for line in result.lines(tokenizer)]
+        replace_text(folder / ANSWERS, "".join(f"{line}\n" for line in lines))
+        metrics = {name: value for result in results for name, value in result.metrics.items()}
+        facts = {"config": config.model_dump(mode="json"), "metrics": metrics}
+        replace_text(folder / RESULTS, json_text(facts, indent=2) + "\n")
