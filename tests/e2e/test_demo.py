@@ -38,7 +38,7 @@ def test_grpo_learns_the_task_and_trainer_and_engine_agree(learned: tuple[RunRes
 def test_a_run_leaves_a_folder_that_a_program_can_read(learned: tuple[RunResult, Path]) -> None:
     result, folder = learned
     metrics, samples = lines(folder / "metrics.jsonl"), lines(folder / "samples.jsonl")
-    assert metrics[0] == {"step": 0, "held_out_reward": result.held_out_reward_before}
+    assert metrics[0] == {"step": 0, "held_out_reward": result.held_out_reward_before, **result.held_out_before}
     assert [line["step"] for line in metrics] == list(range(STEPS + 1))
     assert [line["weight_version"] for line in metrics[1:]] == list(range(1, STEPS + 1))
     assert len(samples) == STEPS * 32 * 8

@@ -30,7 +30,10 @@ class StopEarlyError(Exception):
 def lines(path: Path, last: int = STEPS) -> list[dict[str, Any]]:
     """Up to a step, without what the machine decides and what only a last step has."""
     found = [json.loads(line) for line in path.read_text().splitlines() if json.loads(line)["step"] <= last]
-    return [{name: value for name, value in of_the_run(line).items() if name != "held_out_reward"} for line in found]
+    return [
+        {name: line[name] for name in of_the_run(line) if not name.startswith(("held_out_reward", "eval/"))}
+        for line in found
+    ]
 
 
 @pytest.fixture(scope="module")

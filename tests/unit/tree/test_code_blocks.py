@@ -99,6 +99,13 @@ OTHER_CHECKS: Sequence[tuple[str, str, Callable[[CodeBlock], None] | None, str]]
     ("docs/cluster.md", "--environment", None, "a part of a command that needs a cluster"),
     ("docs/concepts.md", "(token_losses", is_mean_over_tokens, ""),
     ("docs/data.md", "def compute_score", is_signature_of_rewards, ""),
+    ("docs/evaluation.md", "model: ", are_options_of("examples.grpo"), ""),
+    (
+        "docs/evaluation.md",
+        "from actors.run",
+        parses,
+        "not run: needs a trained model; tests/e2e/test_evaluation.py has one",
+    ),
     ("docs/getting_started.md", "def compute_score", is_signature_of_rewards, ""),
     ("docs/getting_started.md", "ok      packages", None, "output; tests/unit/rl_backend/cli/test_check_command.py"),
     ("docs/getting_started.md", "# mine.yaml", are_options_of("examples.grpo"), ""),

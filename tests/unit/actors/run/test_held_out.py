@@ -23,6 +23,7 @@ from examples.demo.task import write_task
 from examples.grpo import GRPOConfig
 from rl_backend.contracts import BatchError, ConfigError
 from rl_backend.data.prompts import Prompt, PromptExample, load_tokenizer
+from rl_backend.data.rewards import LoadedReward, RewardScorer
 from tests.support.page import read_page
 
 REQUIRED = ["--model", "m", "--dataset", "d", "--reward", "r", "--dtype", "float32"]
@@ -133,6 +134,9 @@ def below(data_source: str, solution_str: str, ground_truth: Any, extra_info: An
     return 2.0 if int(solution_str) < ground_truth else 0.5
 
 
+SCORER = RewardScorer([LoadedReward(below, "below")])
+
+
 def set_of(answers: Sequence[int], n: int, *, name: str = "a", threshold: float = 1.0) -> HeldOutSet:
     prompts = [Prompt(PromptExample(f"p{index}", count, "d"), [index]) for index, count in enumerate(answers)]
     sampling = SamplingConfig(n=n, temperature=1.0 if n > 1 else 0.0, log_probs=False)
@@ -143,7 +147,7 @@ def set_of(answers: Sequence[int], n: int, *, name: str = "a", threshold: float 
 def test_results_are_means_over_prompts_with_their_errors() -> None:
     engines: Any = Engines()
     sets = [set_of([0, 1, 4], 4), set_of([1], 1, name="b"), set_of([1, 0], 1, name="c", threshold=0.5)]
-    first, second, third = answer(engines, sets, Digits(), below, seed=5)
+    first, second, third = answer(engines, sets, Digits(), SCORER, seed=5)
     assert first.reward == (4 * 0.5 + (2 + 3 * 0.5) + 4 * 2) / 12
     assert first.metrics == pytest.approx(
         {
@@ -169,7 +173,7 @@ def test_seeds_are_the_same_at_every_step_differ_between_sets_and_greedy_answers
     engines: Any = Engines()
     sets = [set_of([0, 1], 2), set_of([0, 1], 2, name="b"), set_of([0], 1, name="c")]
     for _ in range(2):
-        answer(engines, sets, Digits(), below, seed=5)
+        answer(engines, sets, Digits(), SCORER, seed=5)
     seeds = [given for _, given in engines.asked]
     assert seeds[:3] == seeds[3:] and seeds[2] is None
     assert len({*seeds[0], *seeds[1]}) == 8  # type: ignore[misc]
