@@ -87,7 +87,7 @@ def load_inputs(config: RLConfig) -> Inputs:
                 )
             )
         ),
-        notes=tuple(loaded.note for loaded in (prompts, *held_out) if loaded.note),
+        notes=tuple(note for note in (prompts.note, *(each.note for each in held_out)) if note),
     )
 
 
