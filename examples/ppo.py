@@ -34,14 +34,7 @@ from actors.run import (
     with_outputs,
 )
 from rl_backend import OptimizerConfig, TokenSequence
-from rl_backend.algorithm import (
-    explained_variance,
-    gae_advantages,
-    kl_penalty,
-    masked_sum,
-    masked_whiten,
-    zero_masked,
-)
+from rl_backend.algorithm import explained_variance, gae_advantages, kl_penalty, masked_sum, masked_whiten, zero_masked
 from rl_backend.contracts import MAY_CHANGE, SAME_CONTENTS, ConfigError, HasEffect
 from rl_backend.data import local_model, pack
 

@@ -15,12 +15,11 @@ from actors.rollout.sample import Sample
 from actors.rollout.stream import SampledBatch, SampleStream
 from actors.run.eval_sets import HeldOutSet, load_held_out
 from actors.run.metrics import Clock
-from actors.run.preflight.model import require_known_end
 from actors.run.rl_config import RLConfig
 from actors.run.scoring import begin_scoring, load_scorer
 from actors.run.state import read_object
 from actors.run.vital_signs import sample_metrics
-from actors.train.model import require_experts
+from actors.train.model import require_experts, require_known_end
 from rl_backend.algorithm import groups_with_signal
 from rl_backend.contracts import ConfigError, RewardError, WeightVersionError
 from rl_backend.data.chat import turn_end

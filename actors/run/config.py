@@ -293,7 +293,7 @@ class TrainingConfig(RankOptions):
         return None
 
     def read_data(self) -> str:
-        """Reads all data that the run reads, as it reads them; says what there is.
+        """Reads all data that the run reads, as it reads them; says what there is. Of a run that samples, others read it.
 
         Raises:
             ConfigError, BatchError: data that cannot be used.

@@ -245,13 +245,6 @@ class RLConfig(TrainingConfig):
     def optimizer_steps(self) -> int:
         return self.steps * self.updates_per_step
 
-    def read_data(self) -> str:
-        from actors.run.collect import load_inputs  # which needs this module
-
-        inputs = load_inputs(self)
-        held_out = "".join(f", {len(each.prompts)} held out in {each.name}" for each in inputs.held_out)
-        return f"{len(inputs.prompts)} prompts{held_out}, reward {self.reward}"
-
     @property
     def num_engines(self) -> int:
         return self.rollout.num_engines

@@ -165,3 +165,15 @@ def require_experts(option: str, mode: RouterReplayMode, model: str) -> None:
             mode,
             f"{model} is a dense model (its config.json has none of {', '.join(_NUMBER_OF_EXPERTS)}); use off",
         )
+
+
+def require_known_end(option: str, model: str, tokenizer: Any) -> None:
+    """Raises :class:`ConfigError` where a text ends with a token that the model does not have."""
+    vocab_size = read_hf_config(model).get("vocab_size")
+    if isinstance(vocab_size, int) and tokenizer.eos_token_id >= vocab_size:
+        raise ConfigError.of(
+            option,
+            model,
+            f"its tokenizer ends a text with token {tokenizer.eos_token_id} ({tokenizer.eos_token}), and the model has "
+            f"{vocab_size} tokens, 0 to {vocab_size - 1}; give the tokenizer that belongs to it",
+        )

@@ -8,10 +8,10 @@ import sys
 import time
 import typing
 
-from actors.run.command_line import in_flags, parse_config
-from actors.run.config import TrainingConfig
-from actors.run.preflight import findings
 from rl_backend.cli.example import EXAMPLES, example_file
+
+if typing.TYPE_CHECKING:
+    from actors.run.config import TrainingConfig
 
 EXIT_REFUSED = 2
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "A line for each check, with the seconds that it took. Exit status: 0 nothing refuses the run, 2 something does. "
         "Ray, ranks and engines are not started."
     )
-    parser.add_argument("name", choices=tuple(EXAMPLES), help="the example that would run")
+    parser.add_argument("name", choices=[name for name in EXAMPLES if name != "eval"], help="the example that would run")
     parser.add_argument("options", nargs=argparse.REMAINDER, help="those of the run, as the example takes them")
 
 
@@ -31,6 +31,9 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: options that the example refuses.
     """
+    from actors.run.command_line import in_flags, parse_config
+    from actors.run.preflight import findings
+
     kind = config_type(arguments.name)
     config = parse_config(kind, f"Checks a run of {arguments.name}; these are its options.", arguments.options)
     refused, started = 0, time.perf_counter()

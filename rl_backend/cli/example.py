@@ -16,6 +16,7 @@ EXAMPLES = {
     "grpo": "GRPO and its relatives: policy, optional reference, vLLM",
     "ppo": "PPO: actor, critic, optional reference, vLLM",
     "sft": "supervised fine-tuning",
+    "eval": "an evaluation alone: a model answers held-out prompts in vLLM",
     "tenants": "several users at once, each with a LoRA adapter over one model",
 }
 

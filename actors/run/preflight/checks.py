@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from actors.run.config import TrainingConfig
+from actors.run.preflight.data import find_data
 from actors.run.preflight.folder import find_run_folder
 from actors.run.preflight.machine import find_devices, find_packages
 from actors.run.preflight.memory import find_memory
@@ -39,7 +40,7 @@ CHECKS = (
     Check("devices", find_devices, of_machine=True),
     Check("memory", find_memory, of_machine=True),
     Check("tokenizer", find_tokenizer, read_by_run=True),
-    Check("data", lambda config: config.read_data(), read_by_run=True),
+    Check("data", find_data, read_by_run=True),
 )
 
 

@@ -6,7 +6,6 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,6 +13,7 @@ from actors.rollout.lengths import more_than, positions_of
 from actors.run.config import RunModel, TrainingConfig
 from actors.run.preflight.machine import is_on_cluster
 from actors.run.rl_config import RLConfig
+from actors.train.model import require_known_end
 from rl_backend.checkpoint.hf_reader import HFReader, read_hf_config
 from rl_backend.contracts import CheckpointError, ConfigError, RuntimeConfig
 from rl_backend.data.prompts import load_tokenizer
@@ -103,18 +103,6 @@ def find_tokenizer(config: TrainingConfig) -> str:
     require_known_end(f"{type(config).__name__}.model", config.model, tokenizer)
     template = "a" if tokenizer.chat_template else "no"
     return f"{len(tokenizer)} tokens, a text ends with {tokenizer.eos_token}, {template} chat template"
-
-
-def require_known_end(option: str, model: str, tokenizer: Any) -> None:
-    """Raises :class:`ConfigError` where a text ends with a token that the model does not have."""
-    vocab_size = read_hf_config(model).get("vocab_size")
-    if isinstance(vocab_size, int) and tokenizer.eos_token_id >= vocab_size:
-        raise ConfigError.of(
-            option,
-            model,
-            f"its tokenizer ends a text with token {tokenizer.eos_token_id} ({tokenizer.eos_token}), and the model has "
-            f"{vocab_size} tokens, 0 to {vocab_size - 1}; give the tokenizer that belongs to it",
-        )
 
 
 def runtime_of(config: TrainingConfig, model: RunModel) -> RuntimeConfig:

@@ -63,7 +63,7 @@ def test_the_wheel_holds_three_typed_packages_the_licence_and_the_command(tmp_pa
     assert any(name.endswith("LICENSE") for name in names)
     assert "rl-backend = rl_backend.cli.main:main" in entry_points
     carried = {Path(name).name for name in names if "/share/rl_backend/examples/" in name}
-    assert carried == {"grpo.py", "ppo.py", "sft.py", "tenants.py"}
+    assert carried == {"eval.py", "grpo.py", "ppo.py", "sft.py", "tenants.py"}
 
 
 def test_every_sub_package_is_a_package_that_setuptools_finds() -> None:
@@ -199,7 +199,7 @@ PUBLIC = {
 }
 
 
-@pytest.mark.parametrize("example", ["grpo", "ppo", "sft", "tenants"])
+@pytest.mark.parametrize("example", ["eval", "grpo", "ppo", "sft", "tenants"])
 def test_an_example_is_a_short_file_that_imports_public_names_alone(example: str) -> None:
     text = (ROOT / "examples" / f"{example}.py").read_text()
     assert len(text.splitlines()) <= 205

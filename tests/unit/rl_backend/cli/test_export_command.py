@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -307,7 +308,16 @@ def large(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.shows("export: host memory holds a tensor and a piece of it, neither a file nor the model")
 @pytest.mark.filterwarnings("ignore:.*assuming the intent is to save in a single process")
 def test_one_tensor_is_in_memory_and_not_a_file(large: Path, tmp_path: Path) -> None:
-    weights, tensor = TrainingWeights(large), 2**22
-    before = reset_peak_memory()
-    export_checkpoint(weights, tmp_path / "out", tmp_path / "model", dtype=torch.float32, max_shard_bytes=2**30)
-    assert peak_memory() - before < 6 * tensor, "the largest tensor, a piece of it, and what allocators keep"
+    # A process of its own: what allocators keep depends on all that a process has done.
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        taken = pool.apply(memory_of_export, (large, tmp_path, tmp_path / "model"))
+    assert taken < 6 * 2**22, "the largest tensor, a piece of it, and what allocators keep"
+
+
+def memory_of_export(checkpoint: Path, out: Path, model: Path) -> int:
+    """Of the second one: the first imports what both need."""
+    before = 0
+    for folder in (out / "first", out / "second"):
+        weights, before = TrainingWeights(checkpoint), reset_peak_memory()
+        export_checkpoint(weights, folder, model, dtype=torch.float32, max_shard_bytes=2**30)
+    return peak_memory() - before

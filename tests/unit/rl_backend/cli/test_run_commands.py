@@ -23,7 +23,9 @@ def process_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
-@pytest.mark.shows("commands: rl-backend grpo, ppo, sft and tenants run the files of the examples, from a clone or from pip")
+@pytest.mark.shows(
+    "commands: rl-backend grpo, ppo, sft, tenants and eval run the files of the examples, from a clone or from pip"
+)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_command_runs_the_file_of_the_example_with_its_options(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[str, str, list[str]]] = []
