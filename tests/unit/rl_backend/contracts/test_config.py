@@ -72,6 +72,12 @@ FULL: dict[str, dict[str, Any]] = {
         "candidate": {"runtime": "native"},
         "lr": 1e-3,
     },
+    "RewardConfig": {
+        "functions": {"exact": {"function": "mine.py:exact", "weight": 2.0}, "short": {"function": "mine.py:short"}},
+        "timeout_seconds": 3.0,
+        "on_failure": "drop",
+    },
+    "WeightedReward": {"function": "mine.py:exact", "weight": 0.5},
     "RuntimeConfig": {
         "hf_path": "/models/tiny",
         "seed": 7,
