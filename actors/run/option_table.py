@@ -1,4 +1,4 @@
-"""The options of a configuration as rows of a table."""
+"""The options of a configuration as rows of a table, for help and completion."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import importlib.util
 import sys
 import time
 import typing
+from typing import Any
 
 from rl_backend.cli.example import EXAMPLES, example_file
 
@@ -34,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     from actors.run.command_line import in_flags, parse_config
     from actors.run.preflight import findings
 
-    kind = config_type(arguments.name)
+    kind: type[TrainingConfig] = config_type(arguments.name)
     config = parse_config(kind, f"Checks a run of {arguments.name}; these are its options.", arguments.options)
     refused, started = 0, time.perf_counter()
     for name, each in config.runs().items():
@@ -49,8 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_REFUSED if refused else 0
 
 
-def config_type(name: str) -> type[TrainingConfig]:
-    """The type of an example's options: what its ``train`` takes."""
+def config_type(name: str) -> type[Any]:
+    """The type of an example's options: what its ``train``, or ``evaluate``, takes."""
     file = example_file(name)
     spec = importlib.util.spec_from_file_location(f"rl_backend_example_{name}", file)
     assert spec is not None
@@ -59,5 +60,5 @@ def config_type(name: str) -> type[TrainingConfig]:
     # Configurations look up the names in their annotations here.
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    kind: type[TrainingConfig] = typing.get_type_hints(module.train)["config"]
+    kind: type[Any] = typing.get_type_hints(getattr(module, "train", None) or module.evaluate)["config"]
     return kind

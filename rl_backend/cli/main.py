@@ -22,6 +22,7 @@ COMMANDS = {
     "export": ("rl_backend.cli.export", "write a Hugging Face directory from a training checkpoint"),
     "example": ("rl_backend.cli.example", "run an example script, or say where it is, to be copied"),
     "report": ("rl_backend.cli.report", "make report.html of a run folder again"),
+    "completion": ("rl_backend.cli.completion", "print a script with which bash or zsh completes commands and options"),
     "gpu-check": ("rl_backend.cli.gpu_check", "run the tests that need a GPU and write a JSON result"),
 }
 
