@@ -2,110 +2,31 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-import ray
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from actors.cluster.placement import ClusterShare
 from actors.rollout.config import RolloutConfig
 from actors.run.eval_sets import EvalDatasets, EvalSet, sets_by_name
 from actors.run.metrics import writer_classes
-from actors.run.options import Follows, Options, get, has
+from actors.run.options import Follows
+from actors.run.rank_options import BACKEND, RankOptions
 from rl_backend.contracts import (
-    BACKEND_CONFIGS,
     MAY_CHANGE,
     SAME_CONTENTS,
-    BaseConfig,
     ConfigError,
     HasEffect,
     Head,
-    ParallelConfig,
-    RuntimeConfig,
 )
 from rl_backend.contracts.lora import LoRAConfig
-from rl_backend.contracts.runtime_config import import_plugins
 from rl_backend.data.config import DataConfig
 from rl_backend.data.examples import read_examples
 from rl_backend.data.hub import local_model
 
-_BACKEND, _OPTIMIZER = "train.backend_cfg", "train.backend_cfg.optimizer"
+_OPTIMIZER = f"{BACKEND}.optimizer"
 _SAVES = HasEffect(lambda config: config.save_every, "save_every=0 saves no checkpoints; set it too")
-
-
-class RankOptions(Options):
-    """Which runtime trains, on how many ranks, laid out how."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
-
-    short: ClassVar[Mapping[str, str]] = {
-        "backend": "train.backend",
-        "plugins": "train.plugins",
-        **{name: f"{_BACKEND}.parallel.{name}" for name in ParallelConfig.model_fields},
-        "seed": "train.seed",
-    }
-    renamed: ClassVar[Mapping[str, str]] = {"backend_options": _BACKEND}
-    follows: ClassVar[Mapping[str, Follows]] = {
-        f"{_BACKEND}.param_dtype": Follows(lambda config: resolve_dtype(config.dtype), shown=lambda config: config.dtype),
-        f"{_BACKEND}.post_validation": Follows(
-            lambda config: False, "the loop waits for the result of each step before the next; leave it out"
-        ),
-    }
-    help_groups: ClassVar[Mapping[str, Sequence[str]]] = {
-        "training": ("seed",),
-        "layout": ("ranks", "backend", "plugins", *ParallelConfig.model_fields),
-    }
-    metavars: ClassVar[Mapping[str, str]] = {"plugins": "MODULE,..."}
-
-    train: RuntimeConfig = Field(description="the training runtime")
-    ranks: Annotated[int, MAY_CHANGE] = Field(
-        default=1, ge=1, description="training ranks; data parallel as far as tp, pp and cp leave"
-    )
-    # A resumed run is checked for the dtype that comes of it, see actors.run.resume.
-    dtype: Annotated[Literal["auto", "float32", "bfloat16"], MAY_CHANGE] = Field(
-        default="auto", description="of training and sampling; auto: bfloat16 with GPUs"
-    )
-
-    @classmethod
-    def section_types(cls, values: Mapping[str, Any]) -> dict[str, type[BaseConfig]]:
-        train = values.get("train", {})
-        plugins = train.get("plugins", ())
-        import_plugins(re.findall(r"[\w.]+", plugins) if isinstance(plugins, str) else plugins)
-        return {_BACKEND: BACKEND_CONFIGS.get(train.get("backend", "native"))}
-
-    @model_validator(mode="after")
-    def _check_ranks(self) -> Self:
-        self.parallel.data_parallel_size(self.ranks)
-        if self.dtype != "auto" and not has(self, f"{_BACKEND}.param_dtype"):
-            raise ConfigError.of("dtype", self.dtype, f"runtime {self.train.backend!r} has no param_dtype; use auto")
-        return self
-
-    @property
-    def parallel(self) -> ParallelConfig:
-        return self.train.backend_cfg.parallel
-
-    @property
-    def data_parallel_size(self) -> int:
-        return self.parallel.data_parallel_size(self.ranks)
-
-    @property
-    def trained_dtype(self) -> str:
-        """Dtype of the trained parameters; unless it is chosen, needs Ray, which knows the GPUs."""
-        if has(self, f"{_BACKEND}.param_dtype") and self.gives(f"{_BACKEND}.param_dtype"):
-            return str(get(self, f"{_BACKEND}.param_dtype"))
-        return resolve_dtype(self.dtype)
-
-    def describe_ranks(self) -> str:
-        """Runtime, ranks and layout, for a run's first line."""
-        layout = "".join(f", {name}={size}" for name, size in self.parallel.model_dump().items() if size > 1)
-        return f"{self.ranks} training rank(s) of {self.train.backend}{layout}"
-
-    def runtime_config(self) -> RuntimeConfig:
-        """Of the trained model, with what follows from other options; needs Ray, which knows the GPUs."""
-        config: RuntimeConfig = self.filled("train")
-        return config
 
 
 class LoRAOptions(LoRAConfig):
@@ -185,8 +106,8 @@ class TrainingConfig(RankOptions):
         "layout": ("placement",),
         "memory": (
             "max_tokens_per_micro_batch",
-            *(f"{_BACKEND}.{name}" for name in ("activation_checkpointing", "log_prob_chunk_tokens")),
-            f"{_BACKEND}.reshard_after_forward",
+            *(f"{BACKEND}.{name}" for name in ("activation_checkpointing", "log_prob_chunk_tokens")),
+            f"{BACKEND}.reshard_after_forward",
         ),
         "checkpoints": ("run_dir", "save_every", "keep_checkpoints", "async_save", "resume"),
         "logging": ("metrics_to", "trace"),
@@ -338,10 +259,3 @@ class TrainingConfig(RankOptions):
     def rollout_config(self, share: ClusterShare) -> RolloutConfig | None:
         """Of the engines, with their share of the cluster; None without any."""
         return None
-
-
-def resolve_dtype(dtype: Literal["auto", "float32", "bfloat16"]) -> Literal["float32", "bfloat16"]:
-    """``auto`` is bfloat16 on a cluster with GPUs, else float32."""
-    if dtype == "auto":
-        return "bfloat16" if ray.cluster_resources().get("GPU", 0) > 0 else "float32"
-    return dtype

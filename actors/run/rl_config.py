@@ -12,9 +12,10 @@ from actors.cluster.placement import ClusterShare
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.lengths import fitting_lengths, positions_of
 from actors.rollout.placement import with_share
-from actors.run.config import TrainingConfig, resolve_dtype
+from actors.run.config import TrainingConfig
 from actors.run.options import Follows, Options, get, has
 from actors.run.policy_options import PolicyLoRA, PolicyLoss
+from actors.run.rank_options import resolve_dtype
 from actors.sync.push import TransportName
 from actors.train.model import RouterReplayMode
 from rl_backend.contracts import MAY_CHANGE, BatchError, ConfigError, HasEffect

@@ -19,9 +19,9 @@ from actors import Session
 from actors.cluster.placement import share_cluster
 from actors.cluster.session import ray_session
 from actors.run.command_line import parse_config, run_command
-from actors.run.config import RankOptions
 from actors.run.lock import usable_run_dir, written_to
 from actors.run.options import Follows, merged
+from actors.run.rank_options import RankOptions
 from actors.run.rl_run import RunResult
 from actors.train.model import RouterReplayMode
 from examples import grpo, ppo, sft
