@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from rl_backend.contracts import RuntimeConfig, UnsupportedError
+from rl_backend.contracts import NativeConfig, RuntimeConfig, UnsupportedError
 from rl_backend.lab.plan import Workload, make_plan
+from rl_backend.lab.plan.bridge import LocalLayers
 from rl_backend.runtime.bridge_config import BridgeConfig
+from rl_backend.runtime.native.layout import describe_model
 from tests.support.native import make_config
 from tests.support.variants import VARIANTS, write_variant
 
@@ -37,7 +39,17 @@ def test_a_variant_is_planned_in_a_layout_of_the_native_runtime(tmp_path: Path, 
 )
 def test_a_plan_of_megatrons_layers_refuses_by_name_what_it_does_not_count(tmp_path: Path, family: str, named: str) -> None:
     model = write_variant(family, tmp_path / "model")
-    config = RuntimeConfig(backend="bridge", hf_path=str(model), backend_cfg=BridgeConfig(device="cpu"))
+    architecture = describe_model(str(model), NativeConfig(device="cpu"), "log_probs").architecture
     with pytest.raises(UnsupportedError) as refused:
-        make_plan(config, 1, WORKLOAD)
+        LocalLayers(architecture, BridgeConfig(device="cpu"), WORKLOAD)
     assert named in str(refused.value) and "plan with backend='native'" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "named"), [("gemma", "plan with backend='native'"), ("phi", "no bridge for model_type='phi'")]
+)
+def test_a_plan_for_the_bridge_refuses_a_variant(tmp_path: Path, family: str, named: str) -> None:
+    model = write_variant(family, tmp_path / "model")
+    config = RuntimeConfig(backend="bridge", hf_path=str(model), backend_cfg=BridgeConfig(device="cpu"))
+    with pytest.raises(UnsupportedError, match=named):
+        make_plan(config, 1, WORKLOAD)
