@@ -66,6 +66,7 @@ def sleep(context: RankContext, seconds: float) -> None:
 @pytest.mark.shows("actors: a rank that fails or dies stops its peers within seconds and is named")
 def test_a_rank_that_fails_alone_stops_its_peers_within_the_grace() -> None:
     group = TrainGroup(UNIGRAM, num_ranks=2, name="lonely", failure_grace=1.0)
+    group.run_on_ranks(sleep, 0.0)  # by now the ranks have imported this file
     start = time.monotonic()
     alone = r"'lonely': rank 1 failed .* ranks \[0\] gave no answer within 1 s"
     with pytest.raises(GroupFailedError, match=alone) as ended:
