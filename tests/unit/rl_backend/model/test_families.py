@@ -116,6 +116,11 @@ def test_a_scaled_embedding_is_another_than_the_original(tmp_path: Path) -> None
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_trained_model_is_saved_for_transformers_with_the_same_log_probs(tmp_path: Path, family: str) -> None:
     path = write(family, tmp_path / "model", rope_parameters=dict(ROTARY["yarn"]))
+    assert_is_saved_for_transformers(path, tmp_path / "saved", steps=6)
+
+
+def assert_is_saved_for_transformers(path: Path, saved: Path, steps: int) -> None:
+    """Exported bit-equal, trained for ``steps``, and saved as a model that transformers reads as what it is."""
     stored = dict(load_transformers(path).named_parameters())
     with open_runtime(path) as runtime:
         handle = runtime.build_model()
@@ -124,16 +129,16 @@ def test_a_trained_model_is_saved_for_transformers_with_the_same_log_probs(tmp_p
         assert all(torch.equal(tensor, stored[name]) for name, tensor in exported.items())
         data = micro_batches([[0, 1, 2, 3], [4, 5, 6, 7]])
         losses = []
-        for _ in range(6):
+        for _ in range(steps):
             runtime.zero_grad(handle)
             losses.append(runtime.forward_backward(handle, data, token_loss).loss)
             assert runtime.optimizer_step(handle).ok
         assert losses == sorted(losses, reverse=True)
-        runtime.save_checkpoint(handle, tmp_path / "saved", hf=True)
+        runtime.save_checkpoint(handle, saved, hf=True)
     sequences = random_sequences((60, 9))
     with torch.no_grad():
-        native = run_native(load_native(tmp_path / "saved"), sequences)
-        reference = run_transformers(load_transformers(tmp_path / "saved"), sequences)
+        native = run_native(load_native(saved), sequences)
+        reference = run_transformers(load_transformers(saved), sequences)
     torch.testing.assert_close(native.log_probs, reference.log_probs, atol=1e-5, rtol=0)
 
 

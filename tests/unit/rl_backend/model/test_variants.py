@@ -21,10 +21,10 @@ from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.norm import NormSpec
 from rl_backend.primitive.rope import rotary_cos_sin
 from tests.support.critic import transformers_values, write_critic
-from tests.support.families import load_native, load_transformers, random_sequences, run_native, run_transformers
-from tests.support.native import micro_batches, open_runtime, token_loss
+from tests.support.families import load_native, random_sequences, run_native
+from tests.support.native import open_runtime
 from tests.support.variants import VARIANTS, write_variant
-from tests.unit.rl_backend.model.test_families import assert_equals_transformers
+from tests.unit.rl_backend.model.test_families import assert_equals_transformers, assert_is_saved_for_transformers
 
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2, one head of keys, biases": ("olmo2", {"num_key_value_heads": 1, "attention_bias": True}),
@@ -141,25 +141,7 @@ def test_other_values_of_their_fields_equal_transformers(tmp_path: Path, case: s
 @pytest.mark.parametrize("family", VARIANTS)
 def test_a_trained_model_is_saved_for_transformers_with_the_same_log_probs(tmp_path: Path, family: str) -> None:
     path = write_variant(family, tmp_path / "model")
-    stored = dict(load_transformers(path).named_parameters())
-    with open_runtime(path) as runtime:
-        handle = runtime.build_model()
-        exported = dict(runtime.export_weights(handle))
-        assert exported.keys() == stored.keys()
-        assert all(torch.equal(tensor, stored[name]) for name, tensor in exported.items())
-        data = micro_batches([[0, 1, 2, 3], [4, 5, 6, 7]])
-        losses = []
-        for _ in range(4):
-            runtime.zero_grad(handle)
-            losses.append(runtime.forward_backward(handle, data, token_loss).loss)
-            assert runtime.optimizer_step(handle).ok
-        assert losses == sorted(losses, reverse=True)
-        runtime.save_checkpoint(handle, tmp_path / "saved", hf=True)
-    sequences = random_sequences((60, 9))
-    with torch.no_grad():
-        native = run_native(load_native(tmp_path / "saved"), sequences)
-        reference = run_transformers(load_transformers(tmp_path / "saved"), sequences)
-    torch.testing.assert_close(native.log_probs, reference.log_probs, atol=1e-5, rtol=0)
+    assert_is_saved_for_transformers(path, tmp_path / "saved", steps=4)
 
 
 @pytest.mark.parametrize("family", ["gemma", "phi", "starcoder2"])
