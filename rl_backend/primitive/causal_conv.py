@@ -1,0 +1,94 @@
+"""Short depthwise convolution over packed sequences, which sees nothing before a sequence's first token."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def causal_conv(x: Tensor, weight: Tensor, seq_lens: Sequence[int], history: Tensor | None = None) -> Tensor:
+    """``y[t] = sum_k weight[:, width - 1 - k] * x[t - k]`` for the tokens of one sequence; computed in float32 or better.
+
+    Args:
+        x: (T, channels), sequence after sequence.
+        weight: (channels, 1, width), as ``nn.Conv1d`` with as many groups as channels has it.
+        seq_lens: S lengths, which add up to T.
+        history: (S, width - 1, channels), what comes before each sequence's first token; None for zeros.
+
+    Returns:
+        (T, channels), of the dtype of ``x``.
+    """
+    taps, width = weight.squeeze(1), weight.shape[-1]
+    if len(seq_lens) == 1:
+        before = x.new_zeros(width - 1, x.shape[1]) if history is None else history[0].to(x.dtype)
+        whole: Tensor = _Convolution.apply(torch.cat((before, x)), taps)
+        return whole
+    rows = _rows(tuple(seq_lens), width - 1, x.device)
+    padded = x.new_zeros(len(x) + len(rows.before), x.shape[1]).index_copy_(0, rows.tokens, x)
+    if history is not None:
+        padded = padded.index_copy_(0, rows.before, history.flatten(0, 1).to(x.dtype))
+    convolved: Tensor = _Convolution.apply(padded, taps)
+    return convolved.index_select(0, rows.outputs)
+
+
+class _Rows(NamedTuple):
+    """Sequences with room before each of them.
+
+    Attributes:
+        tokens: (T,) int64, the row of each token.
+        before: (S * room,) int64, the rows before the sequences.
+        outputs: (T,) int64, the row of each token's output.
+    """
+
+    tokens: Tensor
+    before: Tensor
+    outputs: Tensor
+
+
+@lru_cache(maxsize=8)
+def _rows(seq_lens: tuple[int, ...], room: int, device: torch.device) -> _Rows:
+    """The layers of a model ask for the same in turn; only the first waits for a transfer to the device."""
+    lengths = torch.tensor(seq_lens, device="cpu")
+    sequences = torch.arange(len(seq_lens), device="cpu")
+    outputs = torch.arange(sum(seq_lens), device="cpu") + room * sequences.repeat_interleave(lengths)
+    starts = lengths.cumsum(0) - lengths + room * sequences
+    before = (starts[:, None] + torch.arange(room, device="cpu")).flatten()
+    return _Rows((outputs + room).to(device), before.to(device), outputs.to(device))
+
+
+class _Convolution(torch.autograd.Function):
+    """(rows, channels) and (channels, width) -> (rows - width + 1, channels): of the rows from each on, ``width`` of them.
+
+    Keeps its inputs alone. Shifted products by autograd would keep one more copy of the rows for every tap.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, taps: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, taps)
+        wide, wide_taps = _wide(rows), _wide(taps)
+        outputs = len(rows) - taps.shape[1] + 1
+        convolved = wide[:outputs] * wide_taps[:, 0]
+        for tap in range(1, taps.shape[1]):
+            convolved.addcmul_(wide[tap : tap + outputs], wide_taps[:, tap])
+        return convolved.to(rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        rows, taps = ctx.saved_tensors
+        needs_rows, needs_taps = ctx.needs_input_grad
+        wide, wide_taps, wide_grad = _wide(rows), _wide(taps), _wide(grad)
+        grad_rows, grad_taps = torch.zeros_like(wide), torch.empty_like(wide_taps)
+        for tap in range(taps.shape[1]):
+            if needs_rows:
+                grad_rows[tap : tap + len(grad)].addcmul_(wide_grad, wide_taps[:, tap])
+            if needs_taps:
+                grad_taps[:, tap] = (wide[tap : tap + len(grad)] * wide_grad).sum(0)
+        return grad_rows.to(rows.dtype) if needs_rows else None, grad_taps.to(taps.dtype) if needs_taps else None
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,182 @@
+"""The gated delta rule (Yang, Kautz and Hatamizadeh, arXiv 2412.06464) over packed sequences, in chunks of tokens.
+
+Each head has a state S, (key_dim, value_dim), which is 0 before a sequence's first token. With a decay g <= 0 and a write
+strength beta of each token:
+
+    S <- exp(g) S
+    S <- S + k (beta (v - k^T S))^T
+    o  = q^T S
+
+Inside a chunk the writes solve a triangular system (section 3.3 of the paper; the WY form of Yang et al., arXiv 2406.06484),
+so that a chunk is matrix products, and only states go from chunk to chunk. Sums are reordered, nothing is approximated.
+States and everything that leads to them are float32 or better.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK = 64
+"""Tokens of a chunk: products of a size that libraries are good at, while the triangular system stays cheap."""
+
+
+def gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, seq_lens: Sequence[int]
+) -> Tensor:
+    """The outputs of sequences that start from empty states.
+
+    Args:
+        query, key: (T, key_heads, key_dim), normalised and scaled.
+        value: (T, heads, value_dim); key head i is that of the value heads from ``i * heads / key_heads`` on.
+        decay: (T, heads), g, logarithms of what a state is multiplied by.
+        beta: (T, heads), from 0 to 1.
+        seq_lens: S lengths of at least 1, which add up to T.
+
+    Returns:
+        (T, heads, value_dim), float32 or better.
+    """
+    return ChunkedDeltaRule(query, key, value, decay, beta, seq_lens).outputs()
+
+
+def l2_normalised(x: Tensor) -> Tensor:
+    """``x / sqrt(sum(x ** 2) + 1e-6)`` over the last dimension, float32 or better; short vectors stay shorter than 1."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)
+
+
+class Chunks(NamedTuple):
+    """Packed sequences cut into chunks, none of which has tokens of two sequences.
+
+    Chunks are in the order of the scan: the first chunk of every sequence, those with most chunks first, then the second
+    chunk of those that have one, and so on. A step of the scan works on neighbours, and on the first of the states that the
+    step before has left.
+
+    Attributes:
+        places: (T,) int64, the place of each token in the flattened chunks.
+        steps: how many sequences have a chunk in each step.
+        order: (S,) int64, the sequences in the order of the first step.
+        ranks: (S,) int64, where each sequence is in it.
+    """
+
+    places: Tensor
+    steps: tuple[int, ...]
+    order: Tensor
+    ranks: Tensor
+
+    @property
+    def num_chunks(self) -> int:
+        return sum(self.steps)
+
+
+@lru_cache(maxsize=8)
+def chunks_of(seq_lens: tuple[int, ...], device: torch.device) -> Chunks:
+    """The layers of a model ask for the same in turn; only the first waits for a transfer to the device."""
+    with torch.device("cpu"):
+        lengths = torch.tensor(seq_lens)
+        counts = (lengths + CHUNK - 1) // CHUNK
+        order = counts.argsort(descending=True, stable=True)
+        ranks = order.argsort()
+        steps = (counts > torch.arange(int(counts.max()))[:, None]).sum(1)
+        sequences = torch.arange(len(seq_lens)).repeat_interleave(lengths)
+        positions = torch.arange(len(sequences)) - (lengths.cumsum(0) - lengths)[sequences]
+        chunks = (steps.cumsum(0) - steps)[positions // CHUNK] + ranks[sequences]
+        places = chunks * CHUNK + positions % CHUNK
+    return Chunks(places.to(device), tuple(steps.tolist()), order.to(device), ranks.to(device))
+
+
+class ChunkedDeltaRule:
+    """The rule on given tokens, from states that may be known later: what of the chunks does not depend on states.
+
+    Arguments are those of :func:`gated_delta_rule`.
+    """
+
+    def __init__(
+        self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, seq_lens: Sequence[int]
+    ) -> None:
+        self.chunks = chunks_of(tuple(seq_lens), value.device)
+        self.heads, self.key_dim, self.value_dim = value.shape[1], key.shape[2], value.shape[2]
+        key_heads = key.shape[1]
+        # (chunks, key heads, value heads of a key head, CHUNK, features)
+        q, k = (self._chunked(x, x.shape[1])[:, :, None] for x in (query, key))
+        v = self._chunked(value, self.heads).unflatten(1, (key_heads, -1))
+        g, b = (self._chunked(x[..., None], self.heads).unflatten(1, (key_heads, -1)) for x in (decay, beta))
+        total = g.squeeze(-1).cumsum(-1)
+        since_start = total.exp()[..., None]
+        last = total[..., -1:]
+        # Hidden before the exponential: above the diagonal it may overflow, and infinity times 0 has no gradient.
+        hidden = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).triu_(1)
+        between = (total[..., :, None] - total[..., None, :]).masked_fill(hidden, -torch.inf).exp()
+        # (I + lower)^-1 applied to both; neither the diagonal, of ones, nor what is above it is read.
+        lower = k @ k.mT * between * b
+        right = torch.cat((b * v, b * since_start * k), dim=-1)
+        solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
+        self.written, self.erased = self._flat(solved).split((self.value_dim, self.key_dim), dim=-1)
+        self.attention = self._flat(q @ k.mT * between)
+        self.from_state = self._flat(q * since_start)
+        self.to_state = self._flat(k * (last - total).exp()[..., None])
+        self.kept = self._flat(last.exp()[..., None])
+
+    def outputs(self, initial: Tensor | None = None) -> Tensor:
+        """(T, heads, value_dim).
+
+        Args:
+            initial: (S, heads, key_dim, value_dim), the state before each sequence's first token; None for 0.
+        """
+        if initial is None:
+            state = self.written.new_zeros(self.chunks.steps[0] * self.heads, self.key_dim, self.value_dim)
+        else:
+            state = initial.index_select(0, self.chunks.order).flatten(0, 1)
+        states, news, _ = self._scan(self.written, state, to_the_end=False)
+        out = torch.baddbmm(self.attention @ torch.cat(news), self.from_state, torch.cat(states))
+        tokens = out.unflatten(0, (-1, self.heads)).transpose(1, 2).flatten(0, 1)
+        return tokens.index_select(0, self.chunks.places)
+
+    def transitions(self) -> Tensor:
+        """What each sequence does to a state: S -> A S + B; (S, heads, key_dim, key_dim + value_dim), A beside B."""
+        count = self.chunks.steps[0] * self.heads
+        identity = torch.eye(self.key_dim, dtype=self.written.dtype, device=self.written.device)
+        nothing = identity.new_zeros(self.key_dim, self.value_dim)
+        state = torch.cat((identity, nothing), dim=-1).expand(count, -1, -1)
+        unwritten = self.written.new_zeros(*self.written.shape[:-1], self.key_dim)
+        *_, last = self._scan(torch.cat((unwritten, self.written), dim=-1), state, to_the_end=True)
+        return last.unflatten(0, (-1, self.heads)).index_select(0, self.chunks.ranks)
+
+    def _scan(self, written: Tensor, state: Tensor, *, to_the_end: bool) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        """Carries (sequences * heads, key_dim, features) through all steps.
+
+        Args:
+            written: (chunks * heads, CHUNK, features), what the tokens would write to a state of 0.
+            to_the_end: whether the states after the last chunks are wanted.
+
+        Returns:
+            The states before each step, what the tokens write, and the states after each sequence.
+        """
+        sizes = [step * self.heads for step in self.chunks.steps]
+        parts = (x.split(sizes) for x in (written, self.erased, self.to_state, self.kept))
+        states: list[Tensor] = []
+        news: list[Tensor] = []
+        ended: list[Tensor] = []
+        following = [*sizes[1:], 0]
+        for size, written_now, erased, to_state, kept in zip(following, *parts, strict=True):
+            states.append(state)
+            news.append(torch.baddbmm(written_now, erased, state, alpha=-1))
+            if size or to_the_end:
+                after = torch.baddbmm(state * kept, to_state.mT, news[-1])
+                state = after[:size]
+                ended.append(after[size:])
+        # Those that end first have the highest places.
+        return states, news, torch.cat(ended[::-1]) if ended else state
+
+    def _chunked(self, x: Tensor, heads: int) -> Tensor:
+        """(T, heads, features) -> (chunks, heads, CHUNK, features), 0 in places without a token, which change no state."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        places = wide.new_zeros(self.chunks.num_chunks * CHUNK, heads, x.shape[-1])
+        return places.index_copy_(0, self.chunks.places, wide).unflatten(0, (-1, CHUNK)).transpose(1, 2).contiguous()
+
+    @staticmethod
+    def _flat(x: Tensor) -> Tensor:
+        """(chunks, key heads, value heads of a key head, ...) -> (chunks * heads, ...)."""
+        return x.flatten(0, 2)
