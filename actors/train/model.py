@@ -13,7 +13,7 @@ from actors.train.context import HandleRef
 from actors.train.group import TrainGroup
 from actors.train.loss import Loss
 from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.contracts import ConfigError, Metric, TokenSequence, merge_metrics
+from rl_backend.contracts import ConfigError, Metric, TokenSequence, merge_metrics, text_config
 from rl_backend.runtime import RouterReplay
 
 type RouterReplayMode = Literal["off", "R2", "R3"]
@@ -158,7 +158,7 @@ def require_experts(option: str, mode: RouterReplayMode, model: str) -> None:
     """
     if mode == "off":
         return
-    config = read_hf_config(model)
+    config = text_config(read_hf_config(model))
     if not any(config.get(name) for name in _NUMBER_OF_EXPERTS):
         raise ConfigError.of(
             option,
@@ -169,7 +169,7 @@ def require_experts(option: str, mode: RouterReplayMode, model: str) -> None:
 
 def require_known_end(option: str, model: str, tokenizer: Any) -> None:
     """Raises :class:`ConfigError` where a text ends with a token that the model does not have."""
-    vocab_size = read_hf_config(model).get("vocab_size")
+    vocab_size = text_config(read_hf_config(model)).get("vocab_size")
     if isinstance(vocab_size, int) and tokenizer.eos_token_id >= vocab_size:
         raise ConfigError.of(
             option,

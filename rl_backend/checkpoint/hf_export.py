@@ -18,7 +18,7 @@ from rl_backend.checkpoint.manifest import read_manifest
 from rl_backend.checkpoint.state_files import TensorsReader, require_written
 from rl_backend.checkpoint.stored_metadata import METADATA_FILE
 from rl_backend.checkpoint.training_state import raise_interrupt
-from rl_backend.contracts import CheckpointError, TensorInfo
+from rl_backend.contracts import CheckpointError, TensorInfo, text_config
 
 PREFIX = "model."
 """Names of weights in a checkpoint begin with it."""
@@ -170,15 +170,16 @@ def _require_same_model(weights: TrainingWeights, config: Mapping[str, Any], sou
         remedy = "give the directory that the run began from, or a copy, as source"
         raise CheckpointError.at(source, f"{problem}; {remedy}", field=field)
 
+    fields = {**text_config(config), "model_type": config.get("model_type")}
     for field in _FIELDS:
-        found = config.get(field)
+        found = fields.get(field)
         if found is None:
             unknown = f"so it is not known to be of the model in {weights.path}"
             refuse(field, f"is refused: its config.json has no {field}, {unknown}")
         if found != saved.get(field, found):
             other = f"the model in {weights.path} has {saved[field]!r}"
             refuse(field, f"is of another model: its config.json has {field}={found!r}, {other}")
-    vocab_size, hidden_size = config["vocab_size"], config["hidden_size"]
+    vocab_size, hidden_size = fields["vocab_size"], fields["hidden_size"]
     if (vocab_size, hidden_size) not in weights.shapes.values():
         sizes = f"vocab_size={vocab_size!r} and hidden_size={hidden_size!r}"
         other = f"the model in {weights.path} has no such weight"

@@ -16,6 +16,7 @@ from rl_backend.contracts import (
     RoutedLayers,
     UnsupportedError,
     WeightName,
+    text_config,
 )
 from rl_backend.model.input import BuildSettings
 from rl_backend.parallel.groups import ParallelGroups
@@ -131,5 +132,5 @@ def model_positions(hf_config: Mapping[str, Any], model: str = "auto") -> int | 
 
 
 def _max_position_embeddings(hf_config: Mapping[str, Any]) -> int | None:
-    value = hf_config.get("max_position_embeddings")
+    value = text_config(hf_config).get("max_position_embeddings")
     return value if isinstance(value, int) and value > 0 else None

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from packaging.version import Version
 
 from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.contracts import ConfigError, RuntimeConfig, UnsupportedError
+from rl_backend.contracts import ConfigError, RuntimeConfig, UnsupportedError, text_config
 from rl_backend.model.blocks import divisors, nearest
 from rl_backend.runtime.bridge_config import BridgeConfig
 
@@ -68,13 +68,14 @@ def check_config(config: RuntimeConfig) -> None:
     """
     hf_config, options = read_hf_config(config.hf_path), config.options(BridgeConfig)
     _require_bridge(config.hf_path, hf_config)
-    experts = (_size(hf_config, name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    heads = _size(hf_config, "num_attention_heads")
+    text = text_config(hf_config)
+    experts = (_size(text, name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    heads = _size(text, "num_attention_heads")
     sizes = LayerSizes(
-        num_layers=_size(hf_config, "num_hidden_layers"),
+        num_layers=_size(text, "num_hidden_layers"),
         num_attention_heads=heads,
-        num_key_value_heads=_size(hf_config, "num_key_value_heads") or heads,
-        ffn_hidden_size=_size(hf_config, "intermediate_size"),
+        num_key_value_heads=_size(text, "num_key_value_heads") or heads,
+        ffn_hidden_size=_size(text, "intermediate_size"),
         num_experts=next(filter(None, experts), 0),
     )
     # Ranks may run on other machines than this process, with kernels that it cannot see.
@@ -125,8 +126,8 @@ def _require_divided(size: str, ranks: int, name: str, number: int | None) -> No
         )
 
 
-def _size(hf_config: Mapping[str, Any], name: str) -> int | None:
-    value = hf_config.get(name)
+def _size(text: Mapping[str, Any], name: str) -> int | None:
+    value = text.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 

@@ -13,7 +13,7 @@ from actors.rollout.config import RolloutConfig, check_engine_device
 from actors.run.config import TrainingConfig
 from actors.run.rl_config import RLConfig
 from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.contracts import ConfigError, UnsupportedError
+from rl_backend.contracts import ConfigError, UnsupportedError, text_config
 from rl_backend.model.blocks import divisors, nearest
 from rl_backend.runtime.bridge_checks import require_installed
 
@@ -82,7 +82,7 @@ def _check_engines(config: RLConfig, gpus: int) -> None:
             config.transport,
             "sends from GPU to GPU; on CPUs use auto, shared_memory or gloo",
         )
-    heads, parts = read_hf_config(config.model).get("num_attention_heads"), engines.tensor_parallel
+    heads, parts = text_config(read_hf_config(config.model)).get("num_attention_heads"), engines.tensor_parallel
     if isinstance(heads, int) and heads % parts:
         raise ConfigError.of(
             "RolloutConfig.tensor_parallel",

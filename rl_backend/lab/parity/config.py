@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from rl_backend.contracts import BaseConfig, ConfigError, OptimizerConfig, TokenSequence
+from rl_backend.contracts import BaseConfig, ConfigError, OptimizerConfig, TokenSequence, text_config
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.contracts.runtime_config import BACKEND_CONFIGS, ParallelConfig, Plugins, RuntimeConfig
 from rl_backend.data import MicroBatchPlan
@@ -184,7 +184,7 @@ def make_sequences(config: ParityConfig, hf_config: Mapping[str, Any]) -> list[T
     Raises:
         ConfigError: ``max_length`` is more than the model has positions, or ``config.json`` has no ``vocab_size``.
     """
-    text = hf_config.get("text_config", hf_config)
+    text = text_config(hf_config)
     vocab_size, positions = text.get("vocab_size"), text.get("max_position_embeddings")
     if not isinstance(vocab_size, int) or vocab_size < 2:
         raise ConfigError.of("config.json vocab_size", vocab_size, "expected a whole number of at least 2")

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from rl_backend.checkpoint.hf_reader import HFReader
-from rl_backend.contracts import ConfigError, ParityError
+from rl_backend.contracts import ConfigError, ParityError, text_config
 from rl_backend.lab.parity.compare import Comparison, compare
 from rl_backend.lab.parity.config import SIDES, TRANSFORMERS, ParityConfig, SideName, make_sequences, plan_batch
 from rl_backend.lab.parity.differences import Tolerances
@@ -214,7 +214,7 @@ def required_modules(hf_config: Mapping[str, Any], stored_names: Collection[str]
     Raises:
         ConfigError: ``num_hidden_layers`` is no positive whole number, or the checkpoint has not as many layers.
     """
-    count = hf_config.get("text_config", hf_config).get("num_hidden_layers")
+    count = text_config(hf_config).get("num_hidden_layers")
     if not isinstance(count, int) or count < 1:
         raise ConfigError.of("config.json num_hidden_layers", count, "expected a whole number of at least 1")
     numbered = [match for name in stored_names if (match := re.match(r"(.+?)\.(\d+)\.", name))]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.contracts import NativeConfig, RuntimeConfig, TensorInfo, WeightName, stored_tensors
+from rl_backend.contracts import NativeConfig, RuntimeConfig, TensorInfo, WeightName, stored_tensors, text_config
 from rl_backend.contracts.lora import ENGINE_RANKS, LoRAConfig, engine_slots
 from rl_backend.lab.plan.activations import StageMemory, measure_stage, most_in_flight
 from rl_backend.lab.plan.memory import RankMemory, Workload
@@ -195,7 +195,7 @@ def rank_stages(
             sharded[number] = ShardedStage.of(_build(model, part, native, groups, names), plain)
             # What FSDP would do to its parameters.
             plain = plain.to(getattr(torch, native.param_dtype))
-            hidden_size = None if part is None or part.first else model.hf_config["hidden_size"]
+            hidden_size = None if part is None or part.first else text_config(model.hf_config)["hidden_size"]
             tenant = None
             if names is not None:
                 held = held_modules([plain], names, groups)
@@ -209,7 +209,7 @@ def rank_stages(
     if workload.head == "log_probs" and any(part is None or part.last for part in parts.values()):
         chunk = logits_chunk_bytes(
             -(-workload.micro_batch_tokens // parallel.cp),
-            -(-model.hf_config["vocab_size"] // parallel.tp),
+            -(-text_config(model.hf_config)["vocab_size"] // parallel.tp),
             native.log_prob_chunk_tokens,
             calculate_entropy=workload.calculate_entropy,
         )
@@ -241,10 +241,10 @@ def engine_slot_bytes(weights: Sequence[TensorInfo], config: RuntimeConfig, work
     A slot has both factors of every linear layer, and of embedding and head, whatever the tenants adapt (vLLM 0.30,
     ``lora/layers``).
     """
-    hf_config: Mapping[str, Any] = read_hf_config(config.hf_path)
+    text: Mapping[str, Any] = text_config(read_hf_config(config.hf_path))
     ends = ("embed_tokens.weight", "lm_head.weight")
     sizes: int = sum(sum(weight.shape) for weight in weights if len(weight.shape) == 2 and not weight.name.endswith(ends))
-    sizes += 2 * (hf_config["vocab_size"] + hf_config["hidden_size"])
+    sizes += 2 * (text["vocab_size"] + text["hidden_size"])
     rank = next((rank for rank in ENGINE_RANKS if rank >= workload.lora.rank), workload.lora.rank)
     slots = engine_slots(workload.tenants, config.options(NativeConfig).device)
     return slots * rank * sizes * int(getattr(torch, workload.sync_dtype).itemsize)

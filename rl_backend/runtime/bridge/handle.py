@@ -9,7 +9,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.contracts import BatchError, Head, RoutedLayers, RuntimeConfig, StepResult, TensorInfo
+from rl_backend.contracts import BatchError, Head, RoutedLayers, RuntimeConfig, StepResult, TensorInfo, text_config
 from rl_backend.contracts.operations import Part
 from rl_backend.runtime.bridge.adapters import attach_adapters
 from rl_backend.runtime.bridge.batch import OutputProcessor
@@ -212,7 +212,7 @@ def build_handle(
         chunks=chunks,
         processor=OutputProcessor(groups, provider.vocab_size, options.log_prob_chunk_tokens),
         vocab_size=provider.vocab_size,
-        max_length=hf_config.get("max_position_embeddings"),
+        max_length=text_config(hf_config).get("max_position_embeddings"),
         # Transformer Engine's kernels for packed sequences are of 16-bit types.
         packs_sequences=transformer_engine and options.param_dtype != "float32",
         optimizer=optimizer,

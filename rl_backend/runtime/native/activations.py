@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
-from rl_backend.contracts import UnsupportedError, stored_tensors
+from rl_backend.contracts import UnsupportedError, stored_tensors, text_config
 from rl_backend.parallel.collectives import all_gather
 from rl_backend.parallel.context import TokenLayout, gather_outputs
 from rl_backend.parallel.groups import ParallelGroups
@@ -23,7 +23,7 @@ def record_activations(handle: NativeHandle, request: PassRequest) -> list[Mappi
     Raises:
         UnsupportedError: ``config.json`` has no ``hidden_size`` to know hidden states by.
     """
-    hidden_size = handle.hf_config.get("hidden_size")
+    hidden_size = text_config(handle.hf_config).get("hidden_size")
     if not isinstance(hidden_size, int):
         raise UnsupportedError(
             f"activations of {handle.name!r}: config.json has hidden_size={hidden_size!r}, by which hidden states are "

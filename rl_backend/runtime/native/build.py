@@ -18,6 +18,7 @@ from rl_backend.contracts import (
     UnsupportedError,
     WeightName,
     stored_names,
+    text_config,
 )
 from rl_backend.model import BuildSettings, ModelFamily, ModelStage
 from rl_backend.parallel.groups import ParallelGroups
@@ -75,7 +76,8 @@ def build_handle(
         stored_buffers=family.stored_buffers,
         elsewhere=stored_names(whole_names),
     )
-    vocab_size = hf_config.get("vocab_size")
+    text = text_config(hf_config)
+    vocab_size = text.get("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise ConfigError.of("config.json vocab_size", vocab_size, "expected a positive whole number")
     return NativeHandle(
@@ -101,7 +103,7 @@ def build_handle(
         parameters=parameters,
         weight_names=whole_names,
         layouts={name: layouts[name] for name in whole_names},
-        adaptable=adaptable_modules(stages or {0: model}, whole_names, groups, native.model_cfg, hf_config["hidden_size"])
+        adaptable=adaptable_modules(stages or {0: model}, whole_names, groups, native.model_cfg, text["hidden_size"])
         if adaptable
         else None,
         optimizer=None

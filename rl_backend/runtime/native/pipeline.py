@@ -6,7 +6,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from rl_backend.contracts import ForwardResult, ModelOutput
+from rl_backend.contracts import ForwardResult, ModelOutput, text_config
 from rl_backend.parallel import fsdp
 from rl_backend.pipeline.catalog import make_schedule
 from rl_backend.pipeline.executor import PipelineExecutor, add_gradients_of_copies
@@ -91,7 +91,7 @@ def pass_schedule(handle: NativeHandle, num_micro_batches: int, *, forward_only:
 def empty_hidden(handle: NativeHandle, rows: int) -> Tensor:
     """Uninitialised hidden states between two stages, (rows, hidden_size)."""
     dtype = getattr(torch, handle.options.param_dtype)
-    return torch.empty(rows, handle.hf_config["hidden_size"], dtype=dtype, device=handle.groups.device)
+    return torch.empty(rows, text_config(handle.hf_config)["hidden_size"], dtype=dtype, device=handle.groups.device)
 
 
 class _Stages:
