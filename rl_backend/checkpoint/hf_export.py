@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from rl_backend.checkpoint.hf_reader import other_files, read_hf_config
 from rl_backend.checkpoint.hf_writer import DEFAULT_SHARD_BYTES, critic_config, write_hf_directory
+from rl_backend.checkpoint.kept_weights import describe_kept, open_kept
 from rl_backend.checkpoint.manifest import read_manifest
 from rl_backend.checkpoint.state_files import TensorsReader, require_written
 from rl_backend.checkpoint.stored_metadata import METADATA_FILE
@@ -105,21 +106,27 @@ def source_of(weights: TrainingWeights, given: Path | str | None = None) -> Path
         given: None takes the directory that the run began from.
 
     Raises:
-        CheckpointError: the directory is missing, has a link that leads out of it, or its ``config.json`` does not name this
-            model. A manifest may name any folder of this machine, so a directory that does not prove the match is refused.
+        CheckpointError: the directory is missing, has a link that leads out of it, lacks weights that are taken from it, or
+            its ``config.json`` does not name this model. A manifest may name any folder of this machine, so a directory
+            that does not prove the match is refused.
     """
     began_from = weights.manifest.runtime_config.get("hf_path")
     source = Path(given if given is not None else str(began_from))
     if not source.is_dir():
         whose = "given as source" if given is not None else f"which the run of {weights.path} began from"
         raise CheckpointError(
-            f"{source}, {whose}, is not a directory; give one with the model's config.json and tokenizer as source (weights "
-            "are not needed)",
+            f"{source}, {whose}, is not a directory; give one with the model's config.json and tokenizer as source "
+            f"({_needed(weights.manifest.kept)})",
             path=str(source),
         )
     _require_same_model(weights, read_hf_config(source), source)
     other_files(source)
+    open_kept(source, weights.manifest.kept)
     return source
+
+
+def _needed(kept: Mapping[str, tuple[int, ...]]) -> str:
+    return f"of its weights {describe_kept(kept)} are needed, which were not trained" if kept else "weights are not needed"
 
 
 def export_checkpoint(
@@ -131,7 +138,7 @@ def export_checkpoint(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Writes what transformers and vLLM load to ``out``, complete or not at all.
+    """Writes what transformers and vLLM load to ``out``, complete or not at all, with the weights that ``source`` keeps.
 
     In memory are the largest tensor and a stored piece of it. Files are not verified: see
     :meth:`~rl_backend.checkpoint.hf_export.TrainingWeights.verify`.
@@ -139,7 +146,7 @@ def export_checkpoint(
     Args:
         out: must not exist; its parent must.
         source: from :func:`source_of`.
-        dtype: of every weight. Checkpoints have float32 masters.
+        dtype: of every trained weight. Checkpoints have float32 masters.
         max_shard_bytes: largest size of one file; a larger tensor gets its own file.
         progress: told the bytes of each tensor that is read.
 
@@ -154,7 +161,8 @@ def export_checkpoint(
 
     config = critic_config(read_hf_config(source)) if weights.manifest.head == "values" else None
     infos = [TensorInfo.of(name, shape, dtype) for name, shape in weights.shapes.items()]
-    write_hf_directory(out, infos, tensors(), source, config=config, max_shard_bytes=max_shard_bytes)
+    kept = weights.manifest.kept
+    write_hf_directory(out, infos, tensors(), source, config=config, kept=kept, max_shard_bytes=max_shard_bytes)
 
 
 def _require_same_model(weights: TrainingWeights, config: Mapping[str, Any], source: Path) -> None:

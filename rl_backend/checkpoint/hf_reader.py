@@ -18,6 +18,22 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+TORCH_DTYPES = {
+    **FLOAT_DTYPES,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "BOOL": torch.bool,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+}
+"""Name that safetensors give to a dtype -> torch's dtype, of those that are written."""
 
 
 class StoredTensor(NamedTuple):

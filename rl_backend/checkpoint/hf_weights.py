@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from rl_backend.checkpoint.hf_reader import FLOAT_DTYPES, HFReader
+from rl_backend.checkpoint.kept_weights import find_kept
 from rl_backend.contracts import VALUE_HEAD_WEIGHTS, CheckpointError, WeightName, stored_names, stored_tensors
 from rl_backend.contracts.errors import listed
 from rl_backend.parallel.shards import local_region, local_tensor
@@ -25,13 +26,14 @@ def load_weights(
     zero_if_absent: Collection[str] = (),
     stored_buffers: tuple[str, ...] = (),
     elsewhere: Collection[str] = (),
-) -> None:
+    kept: tuple[str, ...] = (),
+) -> dict[str, tuple[int, ...]]:
     """Fills each parameter, or this rank's shard of it, from the Hugging Face directory ``path``.
 
     All names, shapes and dtypes are checked first. Then stored tensors are read one at a time, only the part in the shard,
     and converted to the parameter's dtype: host memory holds the shards and at most one more tensor. A stored
     ``lm_head`` that is not asked for is ignored for a critic, and with tied embeddings where it equals them; stored
-    rotary frequencies are ignored; any other tensor without a parameter is refused.
+    rotary frequencies are ignored; any other tensor without a parameter is refused, unless it is kept.
 
     Args:
         parameters: name in the module -> parameter, a DTensor where it is sharded.
@@ -39,6 +41,10 @@ def load_weights(
         zero_if_absent: Hugging Face names that the directory may lack; their parameters are filled with 0.
         stored_buffers: endings of further names without a parameter that are ignored.
         elsewhere: names of tensors whose parameters other ranks may have; they are not read.
+        kept: beginnings of names of tensors that a saved model takes from ``path``; they are not read.
+
+    Returns:
+        Name -> shape of the tensors that are kept.
 
     Raises:
         CheckpointError: what :class:`HFReader` raises, a missing, surplus or quantised tensor, another shape, or a head that
@@ -47,7 +53,7 @@ def load_weights(
     reader = HFReader(path)
     absent = set(zero_if_absent) - set(reader.infos)
     shapes = {name: tuple(value.shape) for name, value in parameters.items()}
-    check_tensors(reader, shapes, weight_names, absent, stored_buffers, frozenset(elsewhere))
+    check_tensors(reader, shapes, weight_names, absent, stored_buffers, frozenset(elsewhere), kept)
     if LM_HEAD in reader.infos and not {LM_HEAD, VALUE_HEAD_WEIGHTS[0]} & {*stored_names(weight_names), *elsewhere}:
         _check_tied_head(reader, parameters, weight_names)
     with torch.no_grad():
@@ -61,6 +67,7 @@ def load_weights(
                         target.zero_()
                     elif target.numel():
                         target.copy_(reader.read(stored, region[len(index) :]))
+    return find_kept(reader, kept, {*stored_names(weight_names), *elsewhere})
 
 
 def _check_tied_head(reader: HFReader, parameters: Mapping[str, nn.Parameter], names: Mapping[str, WeightName]) -> None:
@@ -91,12 +98,13 @@ def check_tensors(
     absent: Collection[str] = (),
     stored_buffers: tuple[str, ...] = (),
     elsewhere: frozenset[str] = frozenset(),
+    kept: tuple[str, ...] = (),
 ) -> None:
     """Refuses a directory that :func:`load_weights` cannot fill parameters from, by names, shapes and dtypes.
 
     Args:
         shapes: name in the module -> whole shape of the parameter.
-        weight_names, stored_buffers, elsewhere: as in :func:`load_weights`.
+        weight_names, stored_buffers, elsewhere, kept: as in :func:`load_weights`.
         absent: Hugging Face names of tensors that are not needed.
 
     Raises:
@@ -136,7 +144,8 @@ def check_tensors(
     ignored = ("rotary_emb.inv_freq", *stored_buffers)
     known = elsewhere | wanted.keys() | {LM_HEAD}
     known |= {LM_HEAD_BIAS} if score in known else set()
-    surplus = [name for name in reader.infos if name not in known and not name.endswith(ignored)]
+    unread = [name for name in reader.infos if name not in known and not name.endswith(ignored)]
+    surplus = [name for name in unread if not name.startswith(kept)]
     if surplus:
         raise CheckpointError(
             f"{reader.path} has tensor {listed(surplus)}, for which the model that config.json describes has no parameter; "

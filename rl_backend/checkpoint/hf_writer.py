@@ -5,22 +5,25 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rl_backend.checkpoint.confined import require_inside_model
 from rl_backend.checkpoint.durable import commit_draft, discard_draft, draft_of, sync_tree
-from rl_backend.checkpoint.hf_reader import FLOAT_DTYPES, SINGLE_FILE, WEIGHTS_INDEX, other_files, read_hf_config
-from rl_backend.contracts import CheckpointError, TensorInfo, dtype_from_name, name_of_dtype
+from rl_backend.checkpoint.hf_reader import SINGLE_FILE, TORCH_DTYPES, WEIGHTS_INDEX, other_files, read_hf_config
+from rl_backend.checkpoint.kept_weights import open_kept
+from rl_backend.contracts import CheckpointError, TensorInfo, dtype_from_name, name_of_dtype, text_config
 
-_INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
-_DTYPES = {name_of_dtype(dtype): name for name, dtype in {**FLOAT_DTYPES, **_INTEGERS, "BOOL": torch.bool}.items()}
+_DTYPES = {name_of_dtype(dtype): name for name, dtype in TORCH_DTYPES.items()}
 """torch's name of a dtype -> that of safetensors."""
 _ALIGNMENT = 8
 _PART = 1 << 24
 _LABEL = "LABEL_0"
+_DTYPE_FIELDS = ("dtype", "torch_dtype")
 _TASK = re.compile(r"(?<=\w)For[A-Z]\w*$|(?<=\w)(LMHead)?Model$")
 DEFAULT_SHARD_BYTES = 5 * 2**30
 
@@ -32,13 +35,15 @@ def write_hf_directory(
     source_dir: Path | str,
     *,
     config: Mapping[str, object] | None = None,
+    kept: Mapping[str, tuple[int, ...]] | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
     """Writes a directory that transformers and vLLM load: weights, and the other files of ``source_dir``.
 
     Weights are written in shards, one tensor at a time as they come: only one is in memory. ``config.json`` gets the
-    dtype of most elements. Everything goes to a hidden directory beside ``path``, is flushed to the disk, and
-    appears under ``path`` in one rename; a failure leaves nothing behind.
+    dtype of most elements of ``infos``, and is otherwise that of ``source_dir``, with what transformers does not know.
+    Everything goes to a hidden directory beside ``path``, is flushed to the disk, and appears under ``path`` in one rename;
+    a failure leaves nothing behind.
 
     Args:
         path: must not exist; its parent must.
@@ -48,18 +53,26 @@ def write_hf_directory(
             generation settings, model card and code are copied, and nothing else: see
             :func:`~rl_backend.checkpoint.hf_reader.other_files`.
         config: written to ``config.json`` in place of that of ``source_dir``.
+        kept: name -> shape of tensors of ``source_dir`` that are copied byte for byte beside ``tensors``.
         max_shard_bytes: largest size of one file; a larger tensor gets its own file.
 
     Raises:
-        CheckpointError: ``path`` exists or its parent does not, no ``config.json`` in ``source_dir``, a link in it that
-            leads out, tensors that are not those of ``infos``, or the disk is full.
+        CheckpointError: ``path`` exists or its parent does not, ``source_dir`` is gone or lacks ``config.json`` or a tensor
+            of ``kept``, a link in it that leads out, tensors that are not those of ``infos``, or the disk is full.
     """
     target, source = Path(path), Path(source_dir)
     if target.exists():
         raise CheckpointError.at(target, "exists already; choose a new directory")
     if not target.parent.is_dir():
         raise CheckpointError(f"{target.parent} is not a directory; create it first", path=str(target))
-    written_config = read_hf_config(source) if config is None else config
+    if not source.is_dir():
+        raise CheckpointError.at(
+            source,
+            "is gone: the model was built from it, and a saved one takes configuration, tokenizer and the weights that are "
+            "not trained from there; put it back and save again",
+        )
+    source_config = read_hf_config(source)
+    kept_infos, kept_tensors = open_kept(source, kept or {})
     try:
         copied = other_files(source)
     except OSError as error:
@@ -68,16 +81,21 @@ def write_hf_directory(
     try:
         draft.mkdir()
         try:
-            places = lay_out_files(draft, infos, max_shard_bytes)
-            write_tensors(places, tensors)
+            written = [*infos, *kept_infos]
+            places = lay_out_files(draft, written, max_shard_bytes)
+            write_tensors(places, chain(tensors, kept_tensors))
             weight_map = {name: place.file.name for name, place in places.items()}
             if len(set(weight_map.values())) > 1:
-                content = {"metadata": {"total_size": sum(info.nbytes for info in infos)}, "weight_map": weight_map}
+                content = {"metadata": {"total_size": sum(info.nbytes for info in written)}, "weight_map": weight_map}
                 _write_json(draft / WEIGHTS_INDEX, content)
             for name, file in copied.items():
                 (draft / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, draft / name)
-            _write_json(draft / "config.json", _with_usual_dtype(written_config, infos))
+            new_config = _with_usual_dtype(source_config if config is None else config, infos)
+            if new_config == source_config:
+                shutil.copyfile(require_inside_model(source, "config.json"), draft / "config.json")
+            else:
+                _write_json(draft / "config.json", new_config)
             sync_tree(draft)
             commit_draft(draft, target)
         except BaseException:
@@ -92,8 +110,17 @@ def _with_usual_dtype(config: Mapping[str, object], infos: Sequence[TensorInfo])
     elements: Counter[str] = Counter()
     for info in infos:
         elements[info.dtype] += info.num_elements
-    fields = [field for field in ("dtype", "torch_dtype") if field in config] or ["dtype"]
-    return {**config, **dict.fromkeys(fields, elements.most_common(1)[0][0])}
+    usual = elements.most_common(1)[0][0]
+
+    def changed(part: Mapping[str, object]) -> dict[str, object]:
+        return {**part, **{field: usual for field in _DTYPE_FIELDS if field in part}}
+
+    # Of the language model alone: its other parts are as they were.
+    text, written = text_config(config), changed(config)
+    if text is not config:
+        written["text_config"] = changed(text)
+    says = any(field in part for part in (config, text) for field in _DTYPE_FIELDS)
+    return written if says else {**written, "dtype": usual}
 
 
 def _write_json(file: Path, content: dict[str, object]) -> None:

@@ -96,6 +96,8 @@ class TrainingManifest(SealedConfig):
         model_type: of the Hugging Face configuration.
         parameters: Hugging Face name -> shape; the fingerprint of the model.
         private: those of ``parameters`` that the runtime saved under private names, which no other runtime reads.
+        kept: Hugging Face name -> shape of weights that are not trained: an exported model takes them from the directory
+            that the run began from.
         head: ``log_probs`` or ``values``.
         weight_version: of the saved weights.
         schedule_steps: scheduler steps taken.
@@ -112,6 +114,7 @@ class TrainingManifest(SealedConfig):
     model_type: str
     parameters: dict[str, tuple[int, ...]]
     private: tuple[str, ...] = ()
+    kept: dict[str, tuple[int, ...]] = Field(default_factory=dict)
     head: Head = "log_probs"
     weight_version: int = Field(ge=0)
     schedule_steps: int = Field(ge=0)

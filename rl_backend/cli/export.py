@@ -15,6 +15,7 @@ from actors.run.manifest import RUN_FILE, read_run_checkpoint
 from actors.run.store import CHECKPOINTS, LATEST, RunCheckpoints
 from rl_backend.checkpoint.hf_export import TrainingWeights, export_checkpoint, source_of
 from rl_backend.checkpoint.hf_writer import DEFAULT_SHARD_BYTES
+from rl_backend.checkpoint.kept_weights import STALE, describe_kept
 from rl_backend.checkpoint.manifest import MANIFEST_NAME
 from rl_backend.cli.command import CommandError, exit_on_sigterm
 from rl_backend.contracts import CheckpointError
@@ -65,6 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"{count(manifest.world_size, 'rank')}\nconfiguration and tokenizer from {source}",
             flush=True,
         )
+        if manifest.kept:
+            print(f"also from there, as they are: {describe_kept(manifest.kept)}; {STALE}", flush=True)
     progress = partial(
         tqdm, unit="B", unit_scale=True, unit_divisor=1024, mininterval=5, file=sys.stdout, disable=arguments.json
     )
@@ -91,6 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
             "weight_version": manifest.weight_version,
             "dtype": dtype,
             "tensors": len(sizes),
+            "kept_tensors": len(manifest.kept),
             "bytes": sum(sizes),
             "files": files,
             "seconds": round(time.monotonic() - began, 3),

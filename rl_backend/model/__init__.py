@@ -10,5 +10,6 @@ from rl_backend.model.input import ModelStage as ModelStage
 from rl_backend.model.registry import MODEL_FAMILIES as MODEL_FAMILIES
 from rl_backend.model.registry import ModelFamily as ModelFamily
 from rl_backend.model.registry import find_model as find_model
+from rl_backend.model.registry import model_kept_prefixes as model_kept_prefixes
 from rl_backend.model.registry import model_positions as model_positions
 from rl_backend.model.registry import register_model as register_model

@@ -54,6 +54,9 @@ class ModelFamily:
             :class:`~rl_backend.primitive.router.Router` in each of them, in the order of their modules. It returns None for
             an architecture without such layers.
         stored_buffers: endings of Hugging Face names that directories hold and no parameter has; they are not read.
+        kept_weights: architecture -> beginnings of Hugging Face names of weights that directories may hold and nothing here
+            trains or computes with, such as a vision tower beside a language model. They are not read, and a saved model
+            has them byte for byte from the directory that it was built from.
     """
 
     name: str
@@ -70,10 +73,15 @@ class ModelFamily:
     check_layout: Callable[[Any, ParallelConfig], None] | None = None
     routed_layers: Callable[[Any], RoutedLayers | None] | None = None
     stored_buffers: tuple[str, ...] = ()
+    kept_weights: Callable[[Any], tuple[str, ...]] | None = None
 
     def positions(self, architecture: Any, hf_config: Mapping[str, Any]) -> int | None:
         """The longest sequence, in tokens; None where nothing limits it."""
         return self.max_length(architecture) if self.max_length is not None else _max_position_embeddings(hf_config)
+
+    def kept_prefixes(self, architecture: Any) -> tuple[str, ...]:
+        """``kept_weights`` of an architecture; none of a family without."""
+        return () if self.kept_weights is None else self.kept_weights(architecture)
 
     def require_head(self, head: Head) -> None:
         """Raises :class:`~rl_backend.contracts.UnsupportedError` for a head that the family does not have."""
@@ -129,6 +137,19 @@ def model_positions(hf_config: Mapping[str, Any], model: str = "auto") -> int | 
         return family.positions(family.parse_config(hf_config), hf_config)
     except UnsupportedError:
         return _max_position_embeddings(hf_config)
+
+
+def model_kept_prefixes(hf_config: Mapping[str, Any], model: str = "auto") -> tuple[str, ...]:
+    """``ModelFamily.kept_weights`` of a model; none of one without a family, or that its family refuses.
+
+    Args:
+        hf_config, model: as of :func:`model_positions`.
+    """
+    try:
+        family = find_model(model, hf_config)
+        return family.kept_prefixes(family.parse_config(hf_config))
+    except UnsupportedError:
+        return ()
 
 
 def _max_position_embeddings(hf_config: Mapping[str, Any]) -> int | None:

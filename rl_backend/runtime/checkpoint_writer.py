@@ -170,7 +170,7 @@ class CheckpointWriter:
             try:
                 if writes:
                     config = critic_config(handle.hf_config) if handle.head == "values" else None
-                    write_hf_directory(path, handle.weights, stream, handle.config.hf_path, config=config)
+                    write_hf_directory(path, handle.weights, stream, handle.config.hf_path, config=config, kept=handle.kept)
                 else:
                     for _ in stream:
                         pass

@@ -1,6 +1,7 @@
 """Runtimes whose atoms check their model first, as :mod:`rl_backend.contracts.operations` declares."""
 
 import gc
+import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Literal, get_args, overload
 from torch import Tensor
 
 from rl_backend.checkpoint.hf_reader import require_float_weights
+from rl_backend.checkpoint.kept_weights import STALE, describe_kept
 from rl_backend.contracts import (
     BatchError,
     ConfigError,
@@ -31,6 +33,8 @@ from rl_backend.runtime.interface import RankPlace
 from rl_backend.runtime.router_replay import RouterReplay
 from rl_backend.runtime.tenant import TenantHandle
 from rl_backend.runtime.tenants import TenantRuntime
+
+logger = logging.getLogger(__name__)
 
 
 class GuardedRuntime[H: GuardedHandle, G: RankGroups](TenantRuntime[H]):
@@ -84,6 +88,8 @@ class GuardedRuntime[H: GuardedHandle, G: RankGroups](TenantRuntime[H]):
                 adaptable=not trainable and not forward_only,
             )
         self._handles.append(handle)
+        if handle.kept and not handle.forward_only and self.groups.world_group.rank() == 0:
+            logger.warning("%s of %s are kept as they are there: %s", describe_kept(handle.kept), config.hf_path, STALE)
         return handle
 
     def train_mode(self, handle: H) -> AbstractContextManager[None]:

@@ -32,6 +32,7 @@ def training_manifest(handle: GuardedHandle, **progress: Any) -> TrainingManifes
     return TrainingManifest(
         model_type=_model_type(handle),
         parameters=handle.saved_shapes,
+        kept=dict(handle.kept),
         head=handle.head,
         weight_version=handle.weight_version,
         world_size=dist.get_world_size(),

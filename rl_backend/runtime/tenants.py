@@ -79,6 +79,7 @@ class TenantRuntime[H: GuardedHandle](TensorAtoms[H]):
             owner=self,
             config=handle.config,
             hf_config=handle.hf_config,
+            kept=handle.kept,
             vocab_size=handle.vocab_size,
             max_length=handle.max_length,
             optimizer=TenantOptimizer(optimizer, rows, groups),

@@ -74,9 +74,14 @@ class WeightConverter:
         self._config: Any = self.models[0].config
         self.conversions = self._plan()
 
+    @property
+    def names(self) -> list[str]:
+        """Hugging Face names of all weights, in the order of export."""
+        return [name for conversion in self.conversions for name in conversion.shapes]
+
     def select(self, operation: str, names: Collection[str] | None) -> list[Conversion]:
         """Those that give a tensor of ``names``; raises :class:`ConfigError` for a name that the model does not have."""
-        require_known_names(operation, names, [name for conversion in self.conversions for name in conversion.shapes])
+        require_known_names(operation, names, self.names)
         return [each for each in self.conversions if names is None or not each.shapes.keys().isdisjoint(names)]
 
     @torch.no_grad()

@@ -8,9 +8,11 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from rl_backend.checkpoint.hf_reader import read_hf_config
+from rl_backend.checkpoint.hf_reader import HFReader, read_hf_config
+from rl_backend.checkpoint.kept_weights import find_kept
 from rl_backend.contracts import BatchError, Head, RoutedLayers, RuntimeConfig, StepResult, TensorInfo, text_config
 from rl_backend.contracts.operations import Part
+from rl_backend.model import model_kept_prefixes
 from rl_backend.runtime.bridge.adapters import attach_adapters
 from rl_backend.runtime.bridge.batch import OutputProcessor
 from rl_backend.runtime.bridge.conversion import WeightConverter
@@ -169,7 +171,8 @@ def build_handle(
     model_bridge._with_progress_tracking = lambda tasks, *_, **__: iter(tasks)
 
     def load(chunks: list[nn.Module]) -> list[nn.Module]:
-        load_model(chunks, pretrained, model_bridge, groups, hf_path=config.hf_path, head=head)
+        kept = model_kept_prefixes(hf_config)
+        load_model(chunks, pretrained, model_bridge, groups, hf_path=config.hf_path, head=head, kept=kept)
         if forward_only:
             for chunk in chunks:
                 chunk.requires_grad_(False)
@@ -209,6 +212,7 @@ def build_handle(
         groups=groups,
         provider=provider,
         hf_config=hf_config,
+        kept=find_kept(HFReader(config.hf_path), model_kept_prefixes(hf_config), converter.names),
         chunks=chunks,
         processor=OutputProcessor(groups, provider.vocab_size, options.log_prob_chunk_tokens),
         vocab_size=provider.vocab_size,

@@ -92,6 +92,7 @@ def load_model(
     *,
     hf_path: str,
     head: Head,
+    kept: tuple[str, ...],
 ) -> None:
     """Loads every parameter of new chunks, once it is certain that each has its weights and every weight its parameter.
 
@@ -99,6 +100,7 @@ def load_model(
 
     Args:
         pretrained, model_bridge: the directory, and Megatron-Bridge's part for the model family.
+        kept: beginnings of names of weights that Megatron's model need not have, as a saved one takes them from ``hf_path``.
 
     Raises:
         CheckpointError: weights that the directory lacks.
@@ -125,7 +127,7 @@ def load_model(
     wanted_by_ranks: list[set[str]] = [set()] * groups.world_size
     dist.all_gather_object(wanted_by_ranks, wanted, group=groups.host_group)
     left = stored.difference(*wanted_by_ranks)
-    unread = sorted(name for name in left if not _may_be_unread(name, head, pretrained.config))
+    unread = sorted(name for name in left if not name.startswith(kept) and not _may_be_unread(name, head, pretrained.config))
     if unread:
         raise UnsupportedError(
             f"{hf_path} has {len(unread)} weights that Megatron's model has no place for, so it would compute something "

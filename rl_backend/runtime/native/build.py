@@ -68,13 +68,14 @@ def build_handle(
         )
     stage_copies = {copy: original for copy, original in family.stage_copies.items() if copy in layouts}
     names = {name: whole_names[stage_copies.get(name, name)] for name in parameters}
-    load_weights(
+    kept = load_weights(
         config.hf_path,
         parameters,
         names,
         zero_if_absent=VALUE_HEAD_WEIGHTS if head == "values" else (),
         stored_buffers=family.stored_buffers,
         elsewhere=stored_names(whole_names),
+        kept=family.kept_prefixes(architecture),
     )
     text = text_config(hf_config)
     vocab_size = text.get("vocab_size")
@@ -93,6 +94,7 @@ def build_handle(
         family=family,
         architecture=architecture,
         hf_config=hf_config,
+        kept=kept,
         vocab_size=vocab_size,
         max_length=family.positions(architecture, hf_config),
         model=model,

@@ -140,7 +140,8 @@ def check_weights(config: RuntimeConfig, head: Head) -> None:
     reader = HFReader(config.hf_path)
     absent = set(VALUE_HEAD_WEIGHTS) - reader.infos.keys() if head == "values" else set()
     shapes = {name: shapes[name] for name in names}
-    check_tensors(reader, shapes, names, absent, model.family.stored_buffers, frozenset(stored_names(names)))
+    kept = model.family.kept_prefixes(model.architecture)
+    check_tensors(reader, shapes, names, absent, model.family.stored_buffers, frozenset(stored_names(names)), kept)
 
 
 def check_model_layout(family: ModelFamily, architecture: Any, native: NativeConfig) -> None:

@@ -1,0 +1,83 @@
+"""Weights that the directory of a model has beside those that are trained: a saved model gets them as they are there."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rl_backend.checkpoint.hf_reader import TORCH_DTYPES, HFReader, StoredTensor
+from rl_backend.contracts import CheckpointError, TensorInfo
+from rl_backend.contracts.errors import listed
+
+STALE = "they are not trained, so they fit the rest less with every step: drafts by MTP weights are taken less often"
+"""What to know of kept weights."""
+
+
+class KeptWeights(NamedTuple):
+    """Weights to copy.
+
+    Attributes:
+        infos: what they are, as their directory stores them.
+        tensors: (name, tensor on the CPU) of each in the same order, read when it is taken: only one is in memory.
+    """
+
+    infos: list[TensorInfo]
+    tensors: Iterator[tuple[str, Tensor]]
+
+
+def find_kept(reader: HFReader, prefixes: tuple[str, ...], trained: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the tensors of a directory that are kept: names that begin with one of ``prefixes``.
+
+    Args:
+        trained: names that are not kept, however they begin.
+    """
+    return {name: each.shape for name, each in reader.infos.items() if name.startswith(prefixes) and name not in trained}
+
+
+def open_kept(source: Path, kept: Mapping[str, tuple[int, ...]]) -> KeptWeights:
+    """What :func:`find_kept` found, in the directory that it was found in, or in a copy. Only headers are read yet.
+
+    Raises:
+        CheckpointError: the directory is missing or damaged, has no such tensor or one of another shape, or one of a dtype
+            that is not written.
+    """
+    if not kept:
+        return KeptWeights([], iter(()))
+    reader = HFReader(source)
+    others = [name for name, shape in kept.items() if name not in reader.infos or reader.infos[name].shape != shape]
+    if others:
+        raise CheckpointError.at(
+            source,
+            f"lacks {listed(others)}, or has another shape of it, which are kept beside the trained weights; give the "
+            "directory that the run began from, or a copy of it",
+            tensors=others,
+        )
+    infos = [_info(source, name, reader.infos[name]) for name in kept]
+    return KeptWeights(infos, ((name, reader.read(name)) for name in kept))
+
+
+def _info(source: Path, name: str, stored: StoredTensor) -> TensorInfo:
+    dtype = stored.dtype if isinstance(stored.dtype, torch.dtype) else TORCH_DTYPES.get(stored.dtype)
+    if dtype is None:
+        raise CheckpointError.at(
+            source,
+            f"has {name} in {stored.dtype}, which is not copied to a saved model; expected {', '.join(TORCH_DTYPES)}",
+            tensor=name,
+        )
+    return TensorInfo.of(name, stored.shape, dtype)
+
+
+def describe_kept(kept: Collection[str]) -> str:
+    """What they belong to, and how many there are: ``model.visual (153), mtp (15)``."""
+    modules: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for name in kept:
+        *path, _ = name.split(".")
+        modules.setdefault(tuple(path[: 2 if path[:1] == ["model"] else 1]), []).append(tuple(path))
+    return ", ".join(f"{'.'.join(_common_path(paths))} ({len(paths)})" for paths in modules.values())
+
+
+def _common_path(paths: Sequence[tuple[str, ...]]) -> list[str]:
+    return [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]
