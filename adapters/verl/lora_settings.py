@@ -15,6 +15,7 @@ from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.checkpoint.peft_files import CONFIG_FILE
 from rl_backend.contracts import ConfigError
 from rl_backend.contracts.lora import LoRAConfig
+from rl_backend.model import model_kept_prefixes
 
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig
@@ -98,8 +99,10 @@ class LoRASettings:
             ConfigError: a module that this model does not have.
             CheckpointError: no model.
         """
-        infos = HFReader(hf_path).infos
-        modules = [name.removesuffix(".weight") for name, info in infos.items() if len(info.shape) == 2]
+        reader = HFReader(hf_path)
+        kept = model_kept_prefixes(reader.config)
+        matrices = [name for name, info in reader.infos.items() if len(info.shape) == 2 and not name.startswith(kept)]
+        modules = [name.removesuffix(".weight") for name in matrices]
         return self.config.replace(targets=self.targets.of_model(modules))
 
     def for_rollout(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from verl.workers.engine.utils import prepare_micro_batches
 from adapters.verl.routes import BatchRoutes
 from rl_backend.contracts import BatchError, PackedBatch, RLBackendError, UnsupportedError
 from rl_backend.contracts.routed_experts import ROUTES_LAYERS
+from rl_backend.data.chat import TEXT_ALONE
 from rl_backend.runtime import RankPlace
 
 _UNSUPPORTED = {
@@ -24,6 +25,8 @@ _UNSUPPORTED = {
     "distillation_only": "top-k distillation reads logits, which are never kept",
     "calculate_sum_pi_squared": "the sum of squared probabilities is not computed",
 }
+_OF_TEXT = frozenset({"mm_token_type_ids"})
+"""What a processor of images gives for text too."""
 
 
 @dataclass(frozen=True)
@@ -146,14 +149,28 @@ def _pack(micro_batch: MicroBatch, routes: BatchRoutes | None) -> PackedBatch:
 
 def _require_positions(data: TensorDict) -> None:
     positions = data.get("position_ids", None)
-    if positions is None or not positions.is_nested:
+    if positions is None or not (positions.is_nested or positions.dim() > 2):
         return
     offsets = data["input_ids"].offsets()
     starts = offsets[:-1].repeat_interleave(offsets.diff())
-    if not torch.equal(positions.values(), torch.arange(len(starts), device=starts.device) - starts):
+    counted = torch.arange(len(starts), device=starts.device) - starts
+    if positions.dim() > 2:
+        # A row for the text, and those of time, height and width, in which text counts as in its own.
+        if not _are_counted(positions, counted):
+            raise UnsupportedError(f"position_ids are not those of text: {TEXT_ALONE}", name="position_ids")
+    elif not torch.equal(positions.values(), counted):
         raise BatchError(
             "position_ids do not count the tokens of each sequence from 0; the models here always do", name="position_ids"
         )
+
+
+def _are_counted(positions: Tensor, counted: Tensor) -> bool:
+    """Whether every row of (sequences, rows, tokens) is ``counted``. Sequences of one length are jagged in their rows."""
+    if not positions.is_nested:
+        return False
+    values = positions.values()
+    expected = counted if values.shape[-1] == len(counted) else torch.arange(values.shape[-1], device=values.device)
+    return torch.equal(values, expected.expand_as(values))
 
 
 def _require_cuttable(data: TensorDict, cp_size: int) -> None:
@@ -191,10 +208,9 @@ def _require_supported(data: TensorDict) -> None:
     for name, reason in _UNSUPPORTED.items():
         if tu.get(data, name, False):
             raise UnsupportedError(f"{name}=True: {reason}; switch it off", name=name)
-    positions = data.get("position_ids", None)
-    if positions is not None and positions.dim() > 2:
-        raise UnsupportedError(
-            f"position_ids of {positions.dim()} dimensions: models of images or video are not supported", name="position_ids"
-        )
-    if any(tu.get(data, "multi_modal_inputs") or ()):
-        raise UnsupportedError("multi_modal_inputs: models of images or video are not supported", name="multi_modal_inputs")
+    for index, inputs in enumerate(tu.get(data, "multi_modal_inputs") or ()):
+        media = sorted(name for name in inputs or () if name not in _OF_TEXT)
+        if media:
+            raise UnsupportedError(
+                f"multi_modal_inputs of sequence {index} has {', '.join(media)}: {TEXT_ALONE}", name="multi_modal_inputs"
+            )

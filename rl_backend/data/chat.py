@@ -8,12 +8,15 @@ from typing import Any
 import jinja2
 import jinja2.meta
 
-from rl_backend.contracts import BatchError, ConfigError
+from rl_backend.contracts import BatchError, ConfigError, UnsupportedError
 
 type ChatMessage = dict[str, Any]
 
+TEXT_ALONE = "models are sampled and trained with text alone; leave out images, video and audio"
+
 _SET_BY_US = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _ANSWER = "The answer is 4."
+_MEDIA = ("image", "video", "audio")
 _MARKER = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 
 
@@ -43,12 +46,31 @@ def encode_messages(
     Raises:
         ConfigError: the tokenizer has no chat template, or the template does not read one of the variables.
         BatchError: the template refuses the messages.
+        UnsupportedError: a message with images, video or audio.
     """
     text = render_messages(
         messages, tokenizer, chat_template_kwargs=chat_template_kwargs, generation_prompt=generation_prompt
     )
     token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return token_ids
+
+
+def require_text(content: Any, place: str) -> None:
+    """Refuses a message with images, video or audio, which a chat template would turn into tokens that stand for nothing.
+
+    Args:
+        content: of a message; a list has parts of several types.
+        place: of the message, for the error.
+
+    Raises:
+        UnsupportedError: names the part and its type.
+    """
+    for index, part in enumerate(content if isinstance(content, list) else ()):
+        named = [name for name, value in part.items() if value is not None] if isinstance(part, Mapping) else []
+        kinds = [str(part.get("type", "")), *named] if named else []
+        found = next((kind for kind in kinds if any(medium in kind for medium in _MEDIA)), None)
+        if found is not None:
+            raise UnsupportedError(f"{place}.content[{index}] is a part with {found!r}: {TEXT_ALONE}", name=found)
 
 
 def render_messages(
@@ -59,6 +81,8 @@ def render_messages(
     generation_prompt: bool = True,
 ) -> str:
     """The text whose tokens :func:`encode_messages` returns; arguments and errors as there."""
+    for index, message in enumerate(messages):
+        require_text(message.get("content"), f"messages[{index}]")
     template, variables = chat_template(tokenizer), dict(chat_template_kwargs or {})
     unread = sorted(set(variables) - template_variables(template))
     if unread:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, overload
 
 from rl_backend.contracts import BatchError, UnsupportedError
-from rl_backend.data.chat import ChatMessage
+from rl_backend.data.chat import TEXT_ALONE, ChatMessage, require_text
 from rl_backend.data.config import DataConfig, TooLong
 from rl_backend.data.rows import Row, Rows, open_rows
 
-_MEDIA_COLUMNS = ("images", "videos", "audios")
+_MEDIA_COLUMNS = ("images", "videos", "audios", "image", "video", "audio")
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class _Reader:
         row = self.row
         for name in _MEDIA_COLUMNS:
             if row.pop(name, None):
-                raise UnsupportedError(f"{self.where}, field {name!r}: only text prompts are read; remove the column")
+                raise UnsupportedError(f"{self.where}, field {name!r}: {TEXT_ALONE}: remove the column", name=name)
         prompt, answer = self.prompt()
         ground_truth = self.ground_truth(answer, require_answer)
         source = row.pop("data_source", default_source)
@@ -110,6 +110,7 @@ class _Reader:
         self.require(place, message, isinstance(message, dict), "a message with role and content")
         self.require(f"{place}.role", message.get("role"), isinstance(message.get("role"), str), "text")
         content = message.get("content")
+        require_text(content, f"{self.where}, field {place}")
         if isinstance(content, list) and content and all(_is_text(part) for part in content):
             content = "".join(part["text"] for part in content)
         elif content is None and message.get("tool_calls"):

@@ -15,9 +15,11 @@ from actors.run.preflight.machine import is_on_cluster
 from actors.run.rl_config import RLConfig
 from actors.train.model import require_known_end
 from rl_backend.checkpoint.hf_reader import HFReader, read_hf_config
+from rl_backend.checkpoint.kept_weights import describe_kept, find_kept
 from rl_backend.contracts import CheckpointError, ConfigError, RuntimeConfig
 from rl_backend.data.prompts import load_tokenizer
 from rl_backend.lab.text import count
+from rl_backend.model import model_kept_prefixes
 from rl_backend.runtime import check_config, check_weights
 
 
@@ -69,9 +71,12 @@ def find_weights(config: TrainingConfig) -> str:
     for model in config.models():
         with _named(f"{type(config).__name__}.{model.option}", model.path):
             check_weights(runtime_of(config, model), model.head)
-            files, tensors = sorted(Path(model.path).glob("*.safetensors")), HFReader(model.path).infos
+            files, reader = sorted(Path(model.path).glob("*.safetensors")), HFReader(model.path)
             size = sum(file.stat().st_size for file in files) / 2**20
-            texts.append(f"{count(len(tensors), 'tensor')} in {count(len(files), 'file')}, {size:,.1f} MiB")
+            text = f"{count(len(reader.infos), 'tensor')} in {count(len(files), 'file')}, {size:,.1f} MiB"
+            prefixes = model_kept_prefixes(reader.config, getattr(config.train.backend_cfg, "model", "auto"))
+            kept = find_kept(reader, prefixes, ())
+            texts.append(f"{text}, of which {describe_kept(kept)} are kept and not trained" if kept else text)
     return "; ".join(dict.fromkeys(texts))
 
 

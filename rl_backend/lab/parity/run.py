@@ -21,6 +21,7 @@ from rl_backend.lab.parity.compare import Comparison, compare
 from rl_backend.lab.parity.config import SIDES, TRANSFORMERS, ParityConfig, SideName, make_sequences, plan_batch
 from rl_backend.lab.parity.differences import Tolerances
 from rl_backend.lab.parity.record import RankRecord, SideRecord, merge_ranks
+from rl_backend.model import model_kept_prefixes
 from rl_backend.parallel.store import host_store, prefer_loopback, store_environment
 
 GRACE_SECONDS = 5.0
@@ -199,7 +200,9 @@ def _failure(failed: Sequence[_Rank], side: str) -> ParityError:
 def compare_sides(config: ParityConfig, reference: SideRecord, candidate: SideRecord, tolerances: Tolerances) -> Comparison:
     """Compares two sides that trained on the model and batch of ``config``, whatever their layouts."""
     checkpoint = HFReader(config.model)
-    return compare(reference, candidate, tolerances, required_modules(checkpoint.config, checkpoint.infos))
+    kept = model_kept_prefixes(checkpoint.config)
+    trained = [name for name in checkpoint.infos if not name.startswith(kept)]
+    return compare(reference, candidate, tolerances, required_modules(checkpoint.config, trained))
 
 
 def required_modules(hf_config: Mapping[str, Any], stored_names: Collection[str]) -> tuple[str, ...]:
@@ -209,7 +212,7 @@ def required_modules(hf_config: Mapping[str, Any], stored_names: Collection[str]
 
     Args:
         hf_config: ``config.json``, whose ``num_hidden_layers`` counts the layers.
-        stored_names: of the tensors in the checkpoint.
+        stored_names: of the tensors in the checkpoint, without those that are not trained.
 
     Raises:
         ConfigError: ``num_hidden_layers`` is no positive whole number, or the checkpoint has not as many layers.
