@@ -53,7 +53,7 @@ def load_weights(
     reader = HFReader(path)
     absent = set(zero_if_absent) - set(reader.infos)
     shapes = {name: tuple(value.shape) for name, value in parameters.items()}
-    check_tensors(reader, shapes, weight_names, absent, stored_buffers, frozenset(elsewhere), kept)
+    found = check_tensors(reader, shapes, weight_names, absent, stored_buffers, frozenset(elsewhere), kept)
     if LM_HEAD in reader.infos and not {LM_HEAD, VALUE_HEAD_WEIGHTS[0]} & {*stored_names(weight_names), *elsewhere}:
         _check_tied_head(reader, parameters, weight_names)
     with torch.no_grad():
@@ -67,7 +67,7 @@ def load_weights(
                         target.zero_()
                     elif target.numel():
                         target.copy_(reader.read(stored, region[len(index) :]))
-    return find_kept(reader, kept, {*stored_names(weight_names), *elsewhere})
+    return found
 
 
 def _check_tied_head(reader: HFReader, parameters: Mapping[str, nn.Parameter], names: Mapping[str, WeightName]) -> None:
@@ -99,7 +99,7 @@ def check_tensors(
     stored_buffers: tuple[str, ...] = (),
     elsewhere: frozenset[str] = frozenset(),
     kept: tuple[str, ...] = (),
-) -> None:
+) -> dict[str, tuple[int, ...]]:
     """Refuses a directory that :func:`load_weights` cannot fill parameters from, by names, shapes and dtypes.
 
     Args:
@@ -107,8 +107,11 @@ def check_tensors(
         weight_names, stored_buffers, elsewhere, kept: as in :func:`load_weights`.
         absent: Hugging Face names of tensors that are not needed.
 
+    Returns:
+        Name -> shape of the tensors that are kept.
+
     Raises:
-        CheckpointError: a missing, surplus or quantised tensor, or another shape.
+        CheckpointError: a missing, surplus or quantised tensor, another shape, or a kept one of a dtype that is not written.
     """
     wanted = {
         stored: shape[len(index) :]
@@ -152,3 +155,4 @@ def check_tensors(
             "the weights and the configuration are of different models",
             tensors=surplus,
         )
+    return find_kept(reader, kept, known)

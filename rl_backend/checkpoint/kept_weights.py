@@ -1,14 +1,13 @@
 """Weights that the directory of a model has beside those that are trained: a saved model gets them as they are there."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from rl_backend.checkpoint.hf_reader import TORCH_DTYPES, HFReader, StoredTensor
+from rl_backend.checkpoint.hf_reader import TORCH_DTYPES, HFReader
 from rl_backend.contracts import CheckpointError, TensorInfo
 from rl_backend.contracts.errors import listed
 
@@ -33,8 +32,12 @@ def find_kept(reader: HFReader, prefixes: tuple[str, ...], trained: Collection[s
 
     Args:
         trained: names that are not kept, however they begin.
+
+    Raises:
+        CheckpointError: one has a dtype that is not written.
     """
-    return {name: each.shape for name, each in reader.infos.items() if name.startswith(prefixes) and name not in trained}
+    kept = [name for name in reader.infos if name.startswith(prefixes) and name not in trained]
+    return {info.name: info.shape for info in _infos(reader, kept)}
 
 
 def open_kept(source: Path, kept: Mapping[str, tuple[int, ...]]) -> KeptWeights:
@@ -55,25 +58,27 @@ def open_kept(source: Path, kept: Mapping[str, tuple[int, ...]]) -> KeptWeights:
             "directory that the run began from, or a copy of it",
             tensors=others,
         )
-    infos = [_info(source, name, reader.infos[name]) for name in kept]
-    return KeptWeights(infos, ((name, reader.read(name)) for name in kept))
+    return KeptWeights(_infos(reader, kept), ((name, reader.read(name)) for name in kept))
 
 
-def _info(source: Path, name: str, stored: StoredTensor) -> TensorInfo:
-    dtype = stored.dtype if isinstance(stored.dtype, torch.dtype) else TORCH_DTYPES.get(stored.dtype)
-    if dtype is None:
-        raise CheckpointError.at(
-            source,
-            f"has {name} in {stored.dtype}, which is not copied to a saved model; expected {', '.join(TORCH_DTYPES)}",
-            tensor=name,
-        )
-    return TensorInfo.of(name, stored.shape, dtype)
+def _infos(reader: HFReader, names: Iterable[str]) -> list[TensorInfo]:
+    infos = []
+    for name in names:
+        shape, dtype = reader.infos[name]
+        if isinstance(dtype, str) and dtype not in TORCH_DTYPES:
+            raise CheckpointError.at(
+                reader.path,
+                f"has {name} in {dtype}, which is not copied to a saved model; expected {', '.join(TORCH_DTYPES)}",
+                tensor=name,
+            )
+        infos.append(TensorInfo.of(name, shape, TORCH_DTYPES[dtype] if isinstance(dtype, str) else dtype))
+    return infos
 
 
 def describe_kept(kept: Collection[str]) -> str:
     """What they belong to, and how many there are: ``model.visual (153), mtp (15)``."""
     modules: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
-    for name in kept:
+    for name in sorted(kept):
         *path, _ = name.split(".")
         modules.setdefault(tuple(path[: 2 if path[:1] == ["model"] else 1]), []).append(tuple(path))
     return ", ".join(f"{'.'.join(_common_path(paths))} ({len(paths)})" for paths in modules.values())

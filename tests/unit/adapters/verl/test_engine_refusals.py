@@ -18,13 +18,33 @@ def jagged(values: list[torch.Tensor]) -> torch.Tensor:
     return torch.nested.as_nested_tensor(values, layout=torch.jagged)
 
 
+def positions_of_text(length: int) -> torch.Tensor:
+    """As verl makes them for a model that reads images: of the text, and of time, height and width."""
+    return torch.arange(length).expand(4, length).contiguous()
+
+
+def positions_of_an_image(length: int) -> torch.Tensor:
+    positions = positions_of_text(length)
+    positions[2] = positions[2] // 2
+    return positions
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
         ({"pad_mode": "left_right"}, UnsupportedError, "pad_mode='left_right'"),
         ({"distillation_use_topk": True}, UnsupportedError, "distillation_use_topk=True"),
         ({"calculate_sum_pi_squared": True}, UnsupportedError, "calculate_sum_pi_squared=True"),
-        ({"multi_modal_inputs": [{"pixel_values": 1}, *[{}] * 7]}, UnsupportedError, "multi_modal_inputs"),
+        (
+            {"multi_modal_inputs": [{}, {"pixel_values": 1, "mm_token_type_ids": 2}, *[{}] * 6]},
+            UnsupportedError,
+            "multi_modal_inputs of sequence 1 has pixel_values: models are sampled and trained with text alone",
+        ),
+        (
+            {"position_ids": jagged([positions_of_an_image(len(row["input_ids"])) for row in rows()])},
+            UnsupportedError,
+            "position_ids are not those of text: models are sampled and trained with text alone",
+        ),
         (
             {"position_ids": jagged([torch.arange(1, len(row["input_ids"]) + 1) for row in rows()])},
             BatchError,
@@ -59,6 +79,22 @@ def test_batches_that_an_engine_cannot_honour_are_refused(
     with pytest.raises(error) as raised:
         cut_batch(batch, ONE_RANK, multiple=1, cp_size=1)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("lengths", ["own", "equal"])
+def test_text_in_a_batch_of_a_model_that_reads_images_is_taken(lengths: str) -> None:
+    from verl.utils import tensordict_utils as tu
+
+    from adapters.verl.micro_batches import cut_batch
+
+    some = rows()
+    if lengths == "equal":
+        some = [some[0]] * len(some)
+    batch = make_batch(some, "response")
+    batch["position_ids"] = jagged([positions_of_text(len(row["input_ids"])) for row in some])
+    tu.assign_non_tensor(batch, multi_modal_inputs=[{"mm_token_type_ids": 0}, None, *[{}] * (len(some) - 2)])
+    cut = cut_batch(batch, ONE_RANK, multiple=1, cp_size=1)
+    assert sum(map(len, (each.seq_lens for each in cut.packed))) == len(some)
 
 
 def test_routes_to_replay_that_are_missing_or_too_few_are_refused() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rl_backend.contracts import BatchError, ConfigError, RLBackendError, UnsupportedError
-from rl_backend.data.prompts import PromptExample, read_examples
+from rl_backend.data.prompts import PromptExample, encode_messages, read_examples
 from rl_backend.data.rewards import load_reward_function, score_value
 
 GSM8K_ROW = {
@@ -127,6 +127,29 @@ def test_media_are_refused_but_an_empty_media_column_is_not(tmp_path: Path) -> N
     assert len(read_examples(write_jsonl(tmp_path / "a.jsonl", [{**row, "images": []}]))) == 1
     with pytest.raises(UnsupportedError, match=r"line 1, field 'images'"):
         read_examples(write_jsonl(tmp_path / "a.jsonl", [{**row, "images": ["a.png"]}]))
+
+
+@pytest.mark.shows("data: images, video and audio are refused by name, in columns and in messages")
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [
+        ({"type": "image", "image": "a.png"}, "image"),
+        ({"type": "image_url", "image_url": {"url": "a.png"}}, "image_url"),
+        ({"type": None, "text": None, "video": [1]}, "video"),
+        ({"type": "input_audio", "input_audio": "a.wav"}, "input_audio"),
+    ],
+)
+def test_messages_with_media_are_refused_by_the_part(tmp_path: Path, part: dict[str, Any], named: str) -> None:
+    text = {"type": "text", "text": "What is this?", "image": None}
+    rows = [{"prompt": [{"role": "user", "content": content}], "answer": "1"} for content in ([text], [text, part])]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    assert len(read_examples(write_jsonl(tmp_path / "b.jsonl", rows[:1]))) == 1
+    problem = rf"line 2, field prompt\[0\]\.content\[1\] is a part with '{named}': .* text alone"
+    with pytest.raises(UnsupportedError, match=problem):
+        read_examples(path)
+    # Templates of models that read images would render it.
+    with pytest.raises(UnsupportedError, match=rf"messages\[0\]\.content\[1\] is a part with '{named}'"):
+        encode_messages(rows[1]["prompt"], None)
 
 
 def test_files_that_cannot_be_data_are_refused(tmp_path: Path) -> None:
