@@ -1,0 +1,56 @@
+"""Weights that the bridge runtime has no place for: refused, or kept where a family says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rl_backend.contracts import MODEL_CONFIGS, UnsupportedError
+from rl_backend.model import MODEL_FAMILIES, QWEN3, register_model
+from tests.support.bridge_runs import open_bridge
+from tests.support.kept_family import require_index, stored_bytes
+from tests.support.models import write_tiny_qwen3
+
+KEPT = {"mtp.norm.weight": torch.rand(64), "mtp.fc.weight": torch.rand(64, 128).bfloat16()}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Qwen3, with weights that it does not have in a file of their own."""
+    path = write_tiny_qwen3(tmp_path / "source")
+    save_file(KEPT, path / "mtp.safetensors", metadata={"format": "pt"})
+    file = path / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    index["weight_map"] |= dict.fromkeys(KEPT, "mtp.safetensors")
+    file.write_text(json.dumps(index))
+    return path
+
+
+@pytest.fixture
+def keeping() -> Iterator[None]:
+    """A family of the same ``model_type`` that keeps them."""
+    register_model(replace(QWEN3, name="keeping_qwen3", kept_weights=lambda architecture: ("mtp.",)))
+    yield
+    MODEL_FAMILIES.remove("keeping_qwen3")
+    MODEL_CONFIGS.remove("keeping_qwen3")
+
+
+def test_weights_that_no_family_keeps_are_refused_by_name(source: Path) -> None:
+    with open_bridge(source) as runtime, pytest.raises(UnsupportedError, match=r"has 2 weights .*: mtp\.fc\.weight, mtp"):
+        runtime.build_model()
+
+
+@pytest.mark.shows("bridge: what a family keeps beside the trained weights is saved with them, byte for byte")
+def test_kept_weights_are_saved_byte_for_byte(source: Path, tmp_path: Path, keeping: None) -> None:
+    with open_bridge(source, param_dtype="float32") as runtime:
+        handle = runtime.build_model()
+        assert not any(info.name in KEPT for info in runtime.weight_infos(handle))
+        runtime.save_checkpoint(handle, tmp_path / "out", hf=True)
+    assert stored_bytes(tmp_path / "out") == stored_bytes(source)
+    require_index(tmp_path / "out")
