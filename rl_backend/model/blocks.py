@@ -7,7 +7,7 @@ sizes as a value, that builds the module, names its parameters and refuses layou
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
@@ -83,9 +83,11 @@ class BlockSpec(ABC):
 class MixerSpec(BlockSpec):
     """Attributes:
     rotary: what determines the angles of queries and keys; None without a rotary embedding.
+    module: what a layer calls the mixer.
     """
 
     rotary: Rotary | None
+    module: ClassVar[str] = "self_attn"
 
     @abstractmethod
     def build(self, hidden_size: int, norm: NormSpec) -> Mixer:

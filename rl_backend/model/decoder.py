@@ -13,7 +13,7 @@ from rl_backend.contracts import (
     NativeConfig,
 )
 from rl_backend.model.activation_checkpointing import checkpoint_layers
-from rl_backend.model.blocks import Rotation, RouterInput
+from rl_backend.model.blocks import Mixer, Rotation, RouterInput
 from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.input import BuildSettings, ModelInput, ModelStage
 from rl_backend.parallel.fsdp import apply_fsdp
@@ -30,7 +30,8 @@ STAGE_COPIES = {"tied_head.weight": "embed_tokens.weight"}
 
 
 class DecoderLayer(nn.Module):
-    """A mixer and a feed-forward block, added to the residual stream; norms have the names of ``DecoderSpec.norms``.
+    """A mixer and a feed-forward block, added to the residual stream; norms have the names of ``DecoderSpec.norms``, and the
+    mixer that of its specification.
 
     Attributes:
         rotary: the mixer's.
@@ -41,14 +42,18 @@ class DecoderLayer(nn.Module):
         super().__init__()
         spec = decoder.layers[index]
         self.decoder = decoder
-        self.rotary = spec.mixer.rotary
+        self.rotary, self._mixer_name = spec.mixer.rotary, spec.mixer.module
         self.place = sum(decoder.sparse[:index]) if decoder.sparse[index] else None
         self._add_norm(decoder.norms.before_mixer)
-        self.self_attn = spec.mixer.build(decoder.hidden_size, decoder.norm)
+        self.add_module(spec.mixer.module, spec.mixer.build(decoder.hidden_size, decoder.norm))
         self._add_norm(decoder.norms.after_mixer)
         self._add_norm(decoder.norms.before_feed_forward)
         self.mlp = spec.feed_forward.build(decoder.hidden_size, options)
         self._add_norm(decoder.norms.after_feed_forward)
+
+    @property
+    def mixer(self) -> Mixer:
+        return cast(Mixer, self.get_submodule(self._mixer_name))
 
     def _add_norm(self, name: str | None) -> None:
         if name is not None:
@@ -66,7 +71,7 @@ class DecoderLayer(nn.Module):
         norms = self.decoder.norms
         with adapters_at_work(adapters):
             read = self._norm(norms.before_mixer, x)
-            mixed = x + self._added(norms.after_mixer, self.self_attn(read, rotation, segments))
+            mixed = x + self._added(norms.after_mixer, self.mixer(read, rotation, segments))
             if not self.decoder.parallel_blocks:
                 read = self._norm(norms.before_feed_forward, mixed)
             elif norms.before_feed_forward is not None:
@@ -213,7 +218,7 @@ def parallelize(module: nn.Module, groups: ParallelGroups, config: NativeConfig)
     layers = list(module.each_layer())
     experts: list[nn.Module] = []
     for layer in layers:
-        layer.self_attn.split(groups)
+        layer.mixer.split(groups)
         experts += layer.mlp.split(groups)
     if groups.tp_group.size() > 1:
         tensor = TensorParallel(groups.tp_mesh)

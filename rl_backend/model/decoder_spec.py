@@ -23,11 +23,12 @@ class DecoderSpec:
         parallel_blocks: whether both blocks of a layer read the residual stream as it enters the layer; without
             ``norms.before_feed_forward`` they share the mixer's norm. Otherwise the feed-forward block reads what the mixer
             has added.
-        final_norm: name of the last norm in Hugging Face directories, within ``model``.
+        final_norm: name of the last norm in Hugging Face directories, within ``prefix``.
         embedding_scale: factor of the embeddings, rounded to their dtype.
         residual_scale: factor of what a block adds to the residual stream.
         logit_scale: factor of the logits.
         head_bias: whether the language-model head has a bias.
+        prefix: of the Hugging Face names of all parameters but those of the head.
 
     Raises:
         ConfigError: a bias of a head that is the embedding.
@@ -46,6 +47,7 @@ class DecoderSpec:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     head_bias: bool = False
+    prefix: str = "model"
 
     def __post_init__(self) -> None:
         if self.head_bias and self.tie_word_embeddings:
@@ -73,16 +75,17 @@ class DecoderSpec:
 
         Tied embeddings have no ``lm_head.weight``.
         """
-        names: dict[str, WeightName] = {"embed_tokens.weight": "model.embed_tokens.weight"}
+        names: dict[str, WeightName] = {"embed_tokens.weight": f"{self.prefix}.embed_tokens.weight"}
         for index, layer in enumerate(self.layers):
-            module, stored = f"layers.{index}", f"model.layers.{index}"
+            module, stored = f"layers.{index}", f"{self.prefix}.layers.{index}"
+            mixer = layer.mixer.weight_names(stored)
             names |= self._norm_names(self.norms.before_mixer, module, stored)
-            names |= {f"{module}.self_attn.{name}": value for name, value in layer.mixer.weight_names(stored).items()}
+            names |= {f"{module}.{layer.mixer.module}.{name}": value for name, value in mixer.items()}
             names |= self._norm_names(self.norms.after_mixer, module, stored)
             names |= self._norm_names(self.norms.before_feed_forward, module, stored)
             names |= {f"{module}.mlp.{name}": value for name, value in layer.feed_forward.weight_names(stored).items()}
             names |= self._norm_names(self.norms.after_feed_forward, module, stored)
-        names |= {f"norm.{name}": f"model.{self.final_norm}.{name}" for name in self.norm.parameters}
+        names |= {f"norm.{name}": f"{self.prefix}.{self.final_norm}.{name}" for name in self.norm.parameters}
         if head == "values":
             names |= {name: name for name in VALUE_HEAD_WEIGHTS}
         elif not self.tie_word_embeddings:

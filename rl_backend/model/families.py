@@ -37,6 +37,7 @@ class AttentionDifferences(TypedDict, total=False):
     joint_qk_norm: bool
     scale: float
     output_name: str
+    output_gate: bool
 
 
 class DenseOptions(ModelOptions):
@@ -117,14 +118,18 @@ def qwen3_moe(config: HFConfig) -> DecoderSpec:
     """
     config.require({"attention_bias": (False,), "mlp_bias": (False,), "use_sliding_window": (False,)})
     router = read_router(config, normalise=config.flag("norm_topk_prob"))
-    mixture = MoESpec(router, config.positive_int("moe_intermediate_size"))
+    feed_forward = in_sparse_layers(config, MoESpec(router, config.positive_int("moe_intermediate_size")))
+    return read_decoder(config, windows_by_layer_type(config), feed_forward, qk_norm=True)
+
+
+def in_sparse_layers(config: HFConfig, mixture: MoESpec) -> Sequence[FeedForwardSpec]:
+    """``mixture`` in every ``decoder_sparse_step``-th layer that ``mlp_only_layers`` does not name, else dense blocks."""
     dense = SwiGLUSpec(config.positive_int("intermediate_size"))
     step, without = config.positive_int("decoder_sparse_step", 1), config.get("mlp_only_layers", [])
     layers = range(config.positive_int("num_hidden_layers"))
     if not isinstance(without, list) or any(isinstance(layer, bool) or layer not in layers for layer in without):
         config.refuse("mlp_only_layers", without, f"expected a list of layers from 0 to {layers[-1]}")
-    feed_forward = [mixture if (layer + 1) % step == 0 and layer not in without else dense for layer in layers]
-    return read_decoder(config, windows_by_layer_type(config), feed_forward, qk_norm=True)
+    return [mixture if (layer + 1) % step == 0 and layer not in without else dense for layer in layers]
 
 
 def read_decoder(

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from rl_backend.contracts import NativeConfig
 from rl_backend.parallel.groups import ParallelGroups
+from rl_backend.primitive.float32 import KeptInFloat32
 
 
 def apply_fsdp(
@@ -27,7 +28,8 @@ def apply_fsdp(
 ) -> None:
     """Shards the parameters of ``experts``, of each layer, and then what is left in ``root``, over data parallelism.
 
-    Parameters stay in their dtype (float32 masters) and are gathered in ``config.param_dtype``; gradients are reduced in
+    Parameters stay in their dtype (float32 masters) and are gathered in ``config.param_dtype``, those of
+    :class:`~rl_backend.primitive.float32.KeptInFloat32` by themselves and as they are; gradients are reduced in
     ``config.reduce_dtype``: averaged over the data-parallel ranks, and added up over ranks that see parts of the same data.
     In one process and without a change of dtype, the model is left as it is: FSDP would only copy every parameter and
     gradient to and fro.
@@ -41,13 +43,15 @@ def apply_fsdp(
     param_dtype, reduce_dtype = getattr(torch, config.param_dtype), getattr(torch, config.reduce_dtype)
     if groups.world_size == 1 and all(_works_as_it_is(value, param_dtype, reduce_dtype) for value in root.parameters()):
         return
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    for module in (*experts, *layers, root):
+    rounded = param_dtype != torch.float32
+    unrounded = [part for part in root.modules() if rounded and isinstance(part, KeptInFloat32)]
+    for module in (*experts, *unrounded, *layers, root):
         mesh = groups.edp_mesh if module in experts else groups.fsdp_mesh
+        dtype = torch.float32 if module in unrounded else param_dtype
         fully_shard(
             module,
             mesh=mesh,
-            mp_policy=policy,
+            mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False),
             reshard_after_forward=config.reshard_after_forward,
             shard_placement_fn=partial(_expert_placement, ranks=mesh.size()) if module in experts else None,
         )

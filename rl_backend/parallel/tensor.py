@@ -83,6 +83,12 @@ class TensorParallel:
         _keep_part(linear, LinearPart((0, linear.in_features), (of_this_head.start, of_this_head.stop), holds_outputs=True))
         self.replicate(linear, dict.fromkeys(_names(linear), lambda parameter: parameter[of_this_head]))
 
+    def rows(self, module: nn.Module) -> None:
+        """Splits the first dimension of the module's own parameters, of which it computes with this rank's part."""
+        for name in _names(module):
+            _distribute(module, name, self.mesh, [Shard(0)])
+        compute_on_local(module, {})
+
     def norm_over_heads(self, norm: RMSNorm, heads: int) -> None:
         """Splits a norm over the features of all ``heads`` as :meth:`key_or_value` does their projection."""
         copies = 1

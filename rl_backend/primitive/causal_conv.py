@@ -5,8 +5,23 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+
+class CausalConv(nn.Module):
+    """The module of :func:`causal_conv`.
+
+    Attributes:
+        weight: (channels, 1, width).
+    """
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(channels, 1, width))
+
+    def forward(self, x: Tensor, seq_lens: Sequence[int], history: Tensor | None = None) -> Tensor:
+        return causal_conv(x, self.weight, seq_lens, history)
 
 
 def causal_conv(x: Tensor, weight: Tensor, seq_lens: Sequence[int], history: Tensor | None = None) -> Tensor:

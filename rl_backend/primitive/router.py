@@ -28,6 +28,7 @@ class RouterSettings:
         scaling_factor: what the weights are multiplied by at the end.
         expert_bias: add a bias to the scores in the choice, and only there (Wang et al., arXiv 2408.15664). It is no
             trained parameter; see :func:`rl_backend.primitive.router.balanced_expert_bias`.
+        rounded_logits: compute the logits in the dtype of the tokens, and only what follows in float32.
     """
 
     num_experts: int
@@ -37,6 +38,7 @@ class RouterSettings:
     normalise: bool = False
     scaling_factor: float = 1.0
     expert_bias: bool = False
+    rounded_logits: bool = False
 
 
 class Routing(NamedTuple):
@@ -52,7 +54,9 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """A linear layer whose outputs choose ``top_k`` of E experts for each token. Computed in float32 or better.
+    """A linear layer whose outputs choose ``top_k`` of E experts for each token.
+
+    Computed in float32 or better, the logits too unless ``settings.rounded_logits``.
 
     Attributes:
         weight: (E, hidden_size).
@@ -74,7 +78,8 @@ class Router(nn.Module):
                 tokens for which it chooses itself.
         """
         dtype = torch.promote_types(x.dtype, torch.float32)
-        logits = padded_product(x.to(dtype), self.weight.to(dtype).t())
+        factors = x.dtype if self.settings.rounded_logits else dtype
+        logits = padded_product(x.to(factors), self.weight.to(factors).t()).to(dtype)
         chosen = choose_experts(logits, self.settings, self.expert_bias)
         experts = chosen if experts is None else torch.where(experts < 0, chosen, experts)
         return Routing(experts, expert_weights(logits, experts, self.settings), logits)

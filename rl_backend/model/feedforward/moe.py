@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from rl_backend.contracts import ModelOptions, PackedWeight, ParallelConfig, WeightName
-from rl_backend.model.blocks import FeedForward, FeedForwardSpec, RouterInput, require_divided
+from rl_backend.model.blocks import FeedForward, FeedForwardSpec, RouterInput, linear_names, require_divided
 from rl_backend.model.feedforward.swiglu import SwiGLU
 from rl_backend.parallel.collectives import sum_over
 from rl_backend.parallel.expert import AllToAllDispatcher
@@ -55,17 +55,27 @@ class MoESpec(FeedForwardSpec):
     router: chooses the experts.
     intermediate_size: of one expert.
     names: in Hugging Face directories.
+    shared_intermediate_size, shared_gate: as in :class:`MoE`.
     """
 
     router: RouterSettings
     intermediate_size: int
     names: ExpertNames = field(default_factory=ExpertNames)
+    shared_intermediate_size: int = 0
+    shared_gate: bool = False
 
     def build(self, hidden_size: int, options: ModelOptions) -> FeedForward:
         coefficients = RouterLossCoefficients()
         if isinstance(options, MoEOptions):
             coefficients = RouterLossCoefficients(options.router_aux_loss_coef, options.router_z_loss_coef)
-        return MoE(hidden_size, self.intermediate_size, self.router, coefficients=coefficients)
+        return MoE(
+            hidden_size,
+            self.intermediate_size,
+            self.router,
+            shared_intermediate_size=self.shared_intermediate_size,
+            shared_gate=self.shared_gate,
+            coefficients=coefficients,
+        )
 
     def weight_names(self, layer: str) -> Mapping[str, WeightName]:
         """A directory has a tensor for each projection of each expert, the module two packed parameters."""
@@ -75,15 +85,23 @@ class MoESpec(FeedForwardSpec):
             stored = tuple(f"{block}.experts.{expert}.{name}.weight" for expert in experts for name in projections)
             return PackedWeight((len(experts), *shape), stored)
 
-        return {
+        names: dict[str, WeightName] = {
             "gate.weight": f"{block}.gate.weight",
             "experts.gate_up_proj": packed((2,), self.names.gate, self.names.up),
             "experts.down_proj": packed((), self.names.down),
         }
+        if self.shared_intermediate_size:
+            shared = linear_names(("gate_proj", "up_proj", "down_proj"), f"{block}.shared_expert", bias=False)
+            names |= {f"shared_expert.{name}": stored for name, stored in shared.items()}
+        if self.shared_gate:
+            names["shared_expert_gate.weight"] = f"{block}.shared_expert_gate.weight"
+        return names
 
     def check_layout(self, parallel: ParallelConfig) -> None:
         require_divided("ep", parallel.ep, "num_experts", self.router.num_experts)
         require_divided("etp", parallel.etp, "moe_intermediate_size", self.intermediate_size)
+        if self.shared_intermediate_size:
+            require_divided("tp", parallel.tp, "shared_expert_intermediate_size", self.shared_intermediate_size)
 
 
 class MoE(FeedForward):

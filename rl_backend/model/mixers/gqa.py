@@ -29,9 +29,11 @@ class GQASpec(MixerSpec):
     joint_qk_norm: whether the queries of all heads are normalised together, and all keys; needs ``qk_norm``.
     scale: factor of the scores; None for ``head_dim ** -0.5``.
     output_name: of the output projection, in Hugging Face directories.
+    output_gate: whether each head's output is multiplied by the sigmoid of as many features, which ``q_proj`` has behind
+        those of the head's query (Qiu et al., arXiv 2505.06708).
 
     Raises:
-        ConfigError: ``joint_qk_norm`` without ``qk_norm``.
+        ConfigError: ``joint_qk_norm`` without ``qk_norm``, or with ``output_gate``.
     """
 
     num_heads: int
@@ -45,10 +47,13 @@ class GQASpec(MixerSpec):
     joint_qk_norm: bool = False
     scale: float | None = None
     output_name: str = "o_proj"
+    output_gate: bool = False
 
     def __post_init__(self) -> None:
         if self.joint_qk_norm and not self.qk_norm:
             raise ConfigError.of("GQASpec.joint_qk_norm", True, "there are no norms to join; set qk_norm=True")
+        if self.joint_qk_norm and self.output_gate:
+            raise ConfigError.of("GQASpec.joint_qk_norm", True, "gates would be normalised too; set output_gate=False")
 
     def build(self, hidden_size: int, norm: NormSpec) -> Mixer:
         return GroupedQueryAttention(self, hidden_size, norm)
@@ -82,7 +87,7 @@ class GroupedQueryAttention(Mixer):
         self.spec = spec
         self.attend: Attend = packed_attention
         query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.q_proj = nn.Linear(hidden_size, query_size, bias=spec.qkv_bias)
+        self.q_proj = nn.Linear(hidden_size, query_size * (1 + spec.output_gate), bias=spec.qkv_bias)
         self.k_proj = nn.Linear(hidden_size, kv_size, bias=spec.qkv_bias)
         self.v_proj = nn.Linear(hidden_size, kv_size, bias=spec.qkv_bias)
         self.o_proj = nn.Linear(query_size, hidden_size, bias=spec.output_bias)
@@ -94,15 +99,18 @@ class GroupedQueryAttention(Mixer):
     def forward(self, x: Tensor, rotation: Rotation | None, segments: Segments) -> Tensor:
         assert rotation is not None, "GQASpec has a rotary embedding"
         # The number of heads is what a rank has of them.
-        query, key, value = (
-            self._heads(projection(x), norm)
-            for projection, norm in ((self.q_proj, self.q_norm), (self.k_proj, self.k_norm), (self.v_proj, None))
-        )
+        projected, gate = self.q_proj(x), None
+        if self.spec.output_gate:
+            query_and_gate = projected.unflatten(-1, (-1, 2, self.spec.head_dim))
+            projected, gate = (each.flatten(1) for each in query_and_gate.unbind(-2))
+        query = self._heads(projected, self.q_norm)
+        key, value = self._heads(self.k_proj(x), self.k_norm), self._heads(self.v_proj(x), None)
         query, key = self._rotate(query, rotation), self._rotate(key, rotation)
         if self.spec.scale is not None:
             query = query * (self.spec.scale * self.spec.head_dim**0.5)
         attended = self.attend(query, key, value, segments, self.spec.window)
-        return self.o_proj(attended.flatten(1))  # type: ignore[no-any-return]
+        outputs = attended.flatten(1) if gate is None else attended.flatten(1) * gate.sigmoid()
+        return self.o_proj(outputs)  # type: ignore[no-any-return]
 
     def _heads(self, projected: Tensor, norm: nn.Module | None) -> Tensor:
         """(N, features) -> (N, heads, head_dim), normalised."""

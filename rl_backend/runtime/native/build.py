@@ -23,6 +23,7 @@ from rl_backend.contracts import (
 from rl_backend.model import BuildSettings, ModelFamily, ModelStage
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.primitive.deferred import put_off_in_linear_layers
+from rl_backend.primitive.float32 import round_parameters
 from rl_backend.runtime.interface import Runtime
 from rl_backend.runtime.native import layout
 from rl_backend.runtime.native.adapters import adaptable_modules, attach_adapters
@@ -134,7 +135,8 @@ def build_module(
         attach_adapters(module, adapted_names)
     schedule = layout.algorithm(native)
     if forward_only:
-        module.to(getattr(torch, native.param_dtype)).requires_grad_(False)
+        round_parameters(module, getattr(torch, native.param_dtype))
+        module.requires_grad_(False)
     elif schedule is not None and schedule.splits_backward:
         put_off_in_linear_layers(module)
     family.parallelize(module, groups, native)

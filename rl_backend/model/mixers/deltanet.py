@@ -1,0 +1,187 @@
+"""Gated DeltaNet (Yang, Kautz and Hatamizadeh, arXiv 2412.06464), as Qwen3-Next and Qwen3.5 have it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rl_backend.contracts import ConfigError, ParallelConfig, WeightName
+from rl_backend.model.blocks import Mixer, MixerSpec, Rotation, linear_names, require_divided
+from rl_backend.parallel.fused import FusedProjections
+from rl_backend.parallel.groups import ParallelGroups
+from rl_backend.parallel.recurrence import RecurrenceOverRanks
+from rl_backend.parallel.tensor import TensorParallel
+from rl_backend.primitive.attention import Segments
+from rl_backend.primitive.causal_conv import CausalConv
+from rl_backend.primitive.float32 import KeptInFloat32
+from rl_backend.primitive.gated_delta import ChunkedDeltaRule, l2_normalised
+from rl_backend.primitive.norm import NormSpec, RMSNorm
+
+_WHOLE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+_BY_KEY_HEAD = ("in_proj_qkvz", "in_proj_ba")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNetSpec(MixerSpec):
+    """Attributes:
+    num_key_heads: of queries and keys.
+    num_value_heads: of values, states and outputs; a multiple of ``num_key_heads``, of which the first is that of the first
+        values, and so on.
+    key_dim, value_dim: features of a head.
+    conv_width: tokens that the convolution before the recurrence sees.
+    by_key_head: whether the input projections are two that are interleaved by key head, as Qwen3-Next stores them: queries,
+        keys, its values and their gates; its write strengths and decays. Otherwise they are four, each of all heads.
+
+    Raises:
+        ConfigError: ``num_key_heads`` that do not divide ``num_value_heads``.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int = 4
+    by_key_head: bool = False
+    rotary = None
+    module = "linear_attn"
+
+    def __post_init__(self) -> None:
+        if self.num_value_heads % self.num_key_heads:
+            raise ConfigError.of(
+                "DeltaNetSpec.num_value_heads",
+                self.num_value_heads,
+                f"is no multiple of num_key_heads={self.num_key_heads}, of which each serves as many",
+            )
+
+    @property
+    def features(self) -> tuple[int, int, int]:
+        """Of the queries, the keys and the values of all heads."""
+        keys = self.num_key_heads * self.key_dim
+        return keys, keys, self.num_value_heads * self.value_dim
+
+    def build(self, hidden_size: int, norm: NormSpec) -> Mixer:
+        return GatedDeltaNet(self, hidden_size, norm)
+
+    def weight_names(self, layer: str) -> Mapping[str, WeightName]:
+        block = f"{layer}.{self.module}"
+        names = linear_names(_BY_KEY_HEAD if self.by_key_head else _WHOLE, block, bias=False)
+        names |= {name: f"{block}.{name}" for name in ("conv1d.weight", "dt_bias")}
+        names |= {"decay.A_log": f"{block}.A_log", "norm.weight": f"{block}.norm.weight"}
+        return names | linear_names(("out_proj",), block, bias=False)
+
+    def check_layout(self, parallel: ParallelConfig) -> None:
+        require_divided("tp", parallel.tp, "linear_num_key_heads", self.num_key_heads)
+
+
+class GatedDeltaNet(Mixer):
+    """The module of a :class:`DeltaNetSpec`; (T, hidden_size) -> (T, hidden_size).
+
+    Queries, keys and values go through a short convolution; queries and keys are normalised, and the gated delta rule makes
+    outputs of them (:mod:`rl_backend.primitive.gated_delta`), with a decay and a write strength of each head and token:
+
+        g    = -exp(A_log) softplus(a + dt_bias)
+        beta = sigmoid(b)
+        out  = out_proj(norm(o) silu(z))
+
+    Decays, write strengths, states and the norm of what they put out are float32 whatever the model's dtype.
+    """
+
+    def __init__(self, spec: DeltaNetSpec, hidden_size: int, norm: NormSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        features, heads = spec.features, spec.num_value_heads
+        if spec.by_key_head:
+            self.in_proj_qkvz = nn.Linear(hidden_size, sum(features) + features[2], bias=False)
+            self.in_proj_ba = nn.Linear(hidden_size, 2 * heads, bias=False)
+        else:
+            self.in_proj_qkv = nn.Linear(hidden_size, sum(features), bias=False)
+            self.in_proj_z = nn.Linear(hidden_size, features[2], bias=False)
+            self.in_proj_b = nn.Linear(hidden_size, heads, bias=False)
+            self.in_proj_a = nn.Linear(hidden_size, heads, bias=False)
+        self.conv1d = CausalConv(sum(features), spec.conv_width)
+        self.dt_bias = nn.Parameter(torch.ones(heads))
+        self.decay = Decay(heads)
+        # Unlike all others of these models it is stored as it is.
+        self.norm = RMSNorm(spec.value_dim, norm.eps)
+        self.out_proj = nn.Linear(features[2], hidden_size, bias=False)
+        self.fused: FusedProjections | None = None
+        self.over_ranks: RecurrenceOverRanks | None = None
+
+    def forward(self, x: Tensor, rotation: Rotation | None, segments: Segments) -> Tensor:
+        spec, over_ranks = self.spec, self.over_ranks
+        mixed, gate, write, rate = self._project(x)
+        history = None if over_ranks is None else over_ranks.history(mixed, spec.conv_width - 1, segments)
+        mixed = F.silu(self.conv1d(mixed, segments.query_lens, history))
+        # The number of heads is what a rank has of them.
+        key_features = write.shape[1] * spec.num_key_heads // spec.num_value_heads * spec.key_dim
+        query, key, value = mixed.split((key_features, key_features, mixed.shape[1] - 2 * key_features), dim=-1)
+        rule = ChunkedDeltaRule(
+            l2_normalised(query.unflatten(-1, (-1, spec.key_dim))) * spec.key_dim**-0.5,
+            l2_normalised(key.unflatten(-1, (-1, spec.key_dim))),
+            value.unflatten(-1, (-1, spec.value_dim)),
+            self.decay(F.softplus(_wide(rate) + self.dt_bias)),
+            _wide(write).sigmoid(),
+            segments.query_lens,
+        )
+        outputs = rule.outputs(None if over_ranks is None else over_ranks.states(rule.transitions(), segments))
+        gated = self.norm(outputs) * F.silu(_wide(gate))
+        return self.out_proj(gated.to(x.dtype).flatten(1))  # type: ignore[no-any-return]
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of this rank's heads: queries, keys and values beside each other, (N, features); gates, (N, value heads,
+        value_dim); what write strengths and decays are made of, (N, value heads) each."""
+        spec = self.spec
+        if not spec.by_key_head:
+            mixed = self.in_proj_qkv(x)
+            gate = self.in_proj_z(x).unflatten(-1, (-1, spec.value_dim))
+            mixed = mixed if self.fused is None else self.fused.of_my_heads(mixed)
+            return mixed, gate, self.in_proj_b(x), self.in_proj_a(x)
+        group = spec.num_value_heads // spec.num_key_heads
+        sizes = (spec.key_dim, spec.key_dim, group * spec.value_dim, group * spec.value_dim)
+        *parts, gate = self.in_proj_qkvz(x).unflatten(-1, (-1, sum(sizes))).split(sizes, dim=-1)
+        write, rate = self.in_proj_ba(x).unflatten(-1, (-1, 2 * group)).split(group, dim=-1)
+        gate = gate.flatten(1).unflatten(-1, (-1, spec.value_dim))
+        return torch.cat([part.flatten(1) for part in parts], dim=-1), gate, write.flatten(1), rate.flatten(1)
+
+    def split(self, groups: ParallelGroups) -> None:
+        """Tensor parallelism splits the heads; context parallelism passes states along the ranks."""
+        if groups.cp_group.size() > 1:
+            self.over_ranks = RecurrenceOverRanks(groups.cp_group)
+        if groups.tp_group.size() == 1:
+            return
+        tensor = TensorParallel(groups.tp_mesh)
+        fused = FusedProjections(self.spec.features, groups.tp_group)
+        tensor.gather_input(self)
+        if self.spec.by_key_head:
+            tensor.column(self.in_proj_qkvz)
+            tensor.column(self.in_proj_ba)
+        else:
+            self.fused = fused
+            for linear in (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a):
+                tensor.column(linear)
+        tensor.replicate(self.conv1d, {"weight": fused.rows_of_my_heads})
+        tensor.rows(self)
+        tensor.rows(self.decay)
+        tensor.replicate(self.norm)
+        tensor.row(self.out_proj)
+
+
+class Decay(KeptInFloat32):
+    """``-exp(A_log) * rate``; (T, heads) float32 -> (T, heads) float32.
+
+    A module of its own for the sake of its dtype: rounded to bfloat16, ``A_log`` would be wrong by up to 0.4 percent in a
+    factor of exponents, and a state is multiplied by their exponential at every token.
+    """
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.A_log = nn.Parameter(torch.zeros(heads))
+
+    def forward(self, rate: Tensor) -> Tensor:
+        return -_wide(self.A_log).exp() * rate
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
