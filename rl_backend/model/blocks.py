@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
-from rl_backend.contracts import ConfigError, ModelOptions, ParallelConfig, WeightName
+from rl_backend.contracts import ConfigError, ModelOptions, NativeConfig, ParallelConfig, WeightName
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.norm import NormSpec
@@ -46,6 +46,13 @@ class Mixer(nn.Module, ABC):
     @abstractmethod
     def split(self, groups: ParallelGroups) -> None:
         """Cuts the module over tensor- and context-parallel ranks, in place."""
+
+    def choose_kernels(self, groups: ParallelGroups, config: NativeConfig) -> None:
+        """Takes what the family's options say of kernels.
+
+        Raises:
+            ConfigError: one that cannot run here.
+        """
 
 
 class FeedForward(nn.Module, ABC):

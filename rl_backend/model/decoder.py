@@ -218,6 +218,7 @@ def parallelize(module: nn.Module, groups: ParallelGroups, config: NativeConfig)
     layers = list(module.each_layer())
     experts: list[nn.Module] = []
     for layer in layers:
+        layer.mixer.choose_kernels(groups, config)
         layer.mixer.split(groups)
         experts += layer.mlp.split(groups)
     if groups.tp_group.size() > 1:

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl_backend.contracts import ConfigError, ParallelConfig, WeightName
+from rl_backend.contracts import ConfigError, ModelOptions, NativeConfig, ParallelConfig, WeightName
 from rl_backend.model.blocks import Mixer, MixerSpec, Rotation, linear_names, require_divided
 from rl_backend.parallel.fused import FusedProjections
 from rl_backend.parallel.groups import ParallelGroups
@@ -15,12 +16,23 @@ from rl_backend.parallel.recurrence import RecurrenceOverRanks
 from rl_backend.parallel.tensor import TensorParallel
 from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.causal_conv import CausalConv
+from rl_backend.primitive.fla_rule import fla_gated_delta_rule, has_fla
 from rl_backend.primitive.float32 import KeptInFloat32
 from rl_backend.primitive.gated_delta import ChunkedDeltaRule, l2_normalised
 from rl_backend.primitive.norm import NormSpec, RMSNorm
 
 _WHOLE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 _BY_KEY_HEAD = ("in_proj_qkvz", "in_proj_ba")
+
+
+class DeltaNetOptions(ModelOptions):
+    """Attributes:
+    delta_kernel: what computes the gated delta rule: ``torch`` on every device and in every layout, in float32; ``fla`` for
+        the kernels of flash-linear-attention, on CUDA with ``param_dtype="bfloat16"`` and without context parallelism, whose
+        states are float32 and whose products are not.
+    """
+
+    delta_kernel: Literal["torch", "fla"] = "torch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +120,7 @@ class GatedDeltaNet(Mixer):
         self.out_proj = nn.Linear(features[2], hidden_size, bias=False)
         self.fused: FusedProjections | None = None
         self.over_ranks: RecurrenceOverRanks | None = None
+        self.takes_fla = False
 
     def forward(self, x: Tensor, rotation: Rotation | None, segments: Segments) -> Tensor:
         spec, over_ranks = self.spec, self.over_ranks
@@ -117,16 +130,20 @@ class GatedDeltaNet(Mixer):
         # The number of heads is what a rank has of them.
         key_features = write.shape[1] * spec.num_key_heads // spec.num_value_heads * spec.key_dim
         query, key, value = mixed.split((key_features, key_features, mixed.shape[1] - 2 * key_features), dim=-1)
-        rule = ChunkedDeltaRule(
-            l2_normalised(query.unflatten(-1, (-1, spec.key_dim))) * spec.key_dim**-0.5,
-            l2_normalised(key.unflatten(-1, (-1, spec.key_dim))),
-            value.unflatten(-1, (-1, spec.value_dim)),
+        query, key = (l2_normalised(part.unflatten(-1, (-1, spec.key_dim))) for part in (query, key))
+        value = value.unflatten(-1, (-1, spec.value_dim))
+        query, decay, beta = (
+            query * spec.key_dim**-0.5,
             self.decay(F.softplus(_wide(rate) + self.dt_bias)),
             _wide(write).sigmoid(),
-            segments.query_lens,
         )
-        outputs = rule.outputs(None if over_ranks is None else over_ranks.states(rule.transitions(), segments))
-        gated = self.norm(outputs) * F.silu(_wide(gate))
+        # Estimates of memory run on the meta device, which has no kernels.
+        if self.takes_fla and not x.is_meta:
+            outputs = fla_gated_delta_rule(query, key, value, decay, beta, segments.cu_queries)
+        else:
+            rule = ChunkedDeltaRule(query, key, value, decay, beta, segments.query_lens)
+            outputs = rule.outputs(None if over_ranks is None else over_ranks.states(rule.transitions(), segments))
+        gated = self.norm(_wide(outputs)) * F.silu(_wide(gate))
         return self.out_proj(gated.to(x.dtype).flatten(1))  # type: ignore[no-any-return]
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -144,6 +161,21 @@ class GatedDeltaNet(Mixer):
         write, rate = self.in_proj_ba(x).unflatten(-1, (-1, 2 * group)).split(group, dim=-1)
         gate = gate.flatten(1).unflatten(-1, (-1, spec.value_dim))
         return torch.cat([part.flatten(1) for part in parts], dim=-1), gate, write.flatten(1), rate.flatten(1)
+
+    def choose_kernels(self, groups: ParallelGroups, config: NativeConfig) -> None:
+        options = config.model_cfg
+        self.takes_fla = isinstance(options, DeltaNetOptions) and options.delta_kernel == "fla"
+        if not self.takes_fla:
+            return
+        problems = {
+            "flash-linear-attention is not installed (pip install flash-linear-attention)": not has_fla(),
+            f"its kernels run on CUDA, not on {groups.device.type}": groups.device.type == "cpu",
+            f"its kernels have no param_dtype={config.param_dtype!r}; set 'bfloat16'": config.param_dtype != "bfloat16",
+            f"it does not say what ParallelConfig.cp={groups.parallel.cp} ranks tell each other": groups.parallel.cp > 1,
+        }
+        for problem, is_there in problems.items():
+            if is_there:
+                raise ConfigError.of("DeltaNetOptions.delta_kernel", "fla", f"{problem}; or use 'torch'")
 
     def split(self, groups: ParallelGroups) -> None:
         """Tensor parallelism splits the heads; context parallelism passes states along the ranks."""

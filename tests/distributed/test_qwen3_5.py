@@ -1,0 +1,119 @@
+"""Qwen3.5, dense and as a mixture, and Qwen3-Next train in every layout as on one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_backend.contracts import ConfigError
+from tests.distributed.test_native_layouts import Run, assert_same, run_layout
+from tests.distributed.test_native_pipelines import STAGES_PER_RANK
+from tests.support.layouts import layouts
+from tests.support.native import assert_near, open_runtime
+from tests.support.qwen3_5 import write_qwen3_5, write_qwen3_next
+from tests.support.rank_pool import RankPool
+
+SMALL: dict[str, Any] = {"head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 24}
+EPS = 1e-4
+"""Of gradients that are rounding Adam makes no whole steps then."""
+
+DENSE = {2: [{"tp": 2}, {"cp": 2}], 4: [{}, {"tp": 2, "cp": 2}, {"cp": 4}, {"pp": 2, "tp": 2}, {"pp": 2, "cp": 2}]}
+MIXTURE = {
+    2: [{"tp": 2, "ep": 2}, {"cp": 2, "ep": 2}],
+    4: [{"ep": 4}, {"tp": 2, "cp": 2, "ep": 2}, {"ep": 2, "etp": 2}, {"pp": 2, "ep": 2}],
+}
+NEXT = {2: [{"tp": 2}], 4: [{"tp": 2, "cp": 2, "ep": 4}]}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen3_5(tmp_path_factory.mktemp("dense"), **SMALL)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Enough layers for two stages on each of four ranks; the embeddings are at both ends."""
+    return write_qwen3_5(tmp_path_factory.mktemp("deep"), layers=8, **SMALL)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen3_5(tmp_path_factory.mktemp("mixture"), moe=True, **SMALL)
+
+
+@pytest.fixture(scope="module")
+def next_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen3_next(tmp_path_factory.mktemp("next"), **SMALL)
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(ranks: RankPool) -> dict[Path, Run]:
+    return {}
+
+
+def check(ranks: RankPool, known: dict[Path, Run], model: Path, world: int, layout: dict[str, int], **settings: Any) -> None:
+    if model not in known:
+        known[model] = run_layout(ranks, 1, model, {}, {}, eps=EPS)
+    assert_same(run_layout(ranks, world, model, layout, settings, eps=EPS), known[model])
+
+
+@pytest.mark.shows("runtime: Qwen3.5 with dp, tp, cp, ep, etp and pp matches one rank's losses and gradients to 1e-5")
+@pytest.mark.parametrize(("world", "layout"), layouts(DENSE))
+def test_dense_layouts_train_as_one_rank(
+    ranks: RankPool, on_one_rank: dict[Path, Run], dense: Path, world: int, layout: dict[str, int]
+) -> None:
+    check(ranks, on_one_rank, dense, world, layout)
+
+
+@pytest.mark.parametrize(("world", "layout"), layouts(MIXTURE))
+def test_mixtures_train_as_on_one_rank(
+    ranks: RankPool, on_one_rank: dict[Path, Run], mixture: Path, world: int, layout: dict[str, int]
+) -> None:
+    check(ranks, on_one_rank, mixture, world, layout)
+
+
+@pytest.mark.parametrize(("world", "layout"), layouts(NEXT))
+def test_interleaved_projections_train_as_on_one_rank(
+    ranks: RankPool, on_one_rank: dict[Path, Run], next_model: Path, world: int, layout: dict[str, int]
+) -> None:
+    check(ranks, on_one_rank, next_model, world, layout)
+
+
+@pytest.mark.shows("runtime: Qwen3.5 with all six pipeline schedules matches one rank's losses and gradients to 1e-5")
+@pytest.mark.parametrize(("schedule", "pp"), [*((name, 2) for name in STAGES_PER_RANK), ("zbv", 4)])
+def test_every_schedule_trains_as_one_rank(
+    ranks: RankPool, on_one_rank: dict[Path, Run], deep: Path, schedule: str, pp: int
+) -> None:
+    layout = {"pp": pp, "vpp": STAGES_PER_RANK[schedule]}
+    check(ranks, on_one_rank, deep, pp, layout, pipeline_schedule=schedule)
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2, "cp": 2}, {"pp": 2}], ids=str)
+def test_recomputed_layers_change_nothing(
+    ranks: RankPool, on_one_rank: dict[Path, Run], dense: Path, layout: dict[str, int]
+) -> None:
+    check(ranks, on_one_rank, dense, 4, layout, activation_checkpointing="full")
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"cp": 2}, {"pp": 2}], ids=str)
+def test_bfloat16_parameters_give_gradients_near_the_exact_ones(
+    ranks: RankPool, on_one_rank: dict[Path, Run], dense: Path, layout: dict[str, int]
+) -> None:
+    if dense not in on_one_rank:
+        on_one_rank[dense] = run_layout(ranks, 1, dense, {}, {}, eps=EPS)
+    run = run_layout(ranks, 4, dense, layout, {"param_dtype": "bfloat16"})
+    assert_near(run.gradients, on_one_rank[dense].gradients, 0.1, dtype=torch.float32)
+
+
+def refused_job(model: str, layout: dict[str, int]) -> str:
+    with pytest.raises(ConfigError) as refused, open_runtime(model, parallel=layout) as runtime:
+        runtime.build_model()
+    return str(refused.value)
+
+
+def test_more_ranks_than_key_heads_are_refused_with_arithmetic(ranks: RankPool, dense: Path) -> None:
+    for message in ranks.run(refused_job, str(dense), {"tp": 4}, world_size=4):
+        assert "ParallelConfig.tp=4: does not divide linear_num_key_heads=2 (2 / 4 = 0.50); use 2" in message
