@@ -186,8 +186,8 @@ class WeightSync:
         with clock.phase("stage"):
             staged = transport.stage(plan, self._train, rollout)
         with clock.phase("verify"):
-            segments = staged.segments
-            raise_failures(rollout.call("verify", staged.manifest, each=lambda engine: (segments[engine], staged.key)))
+            segments, manifest = staged.segments, staged.manifest.replace(kept=plan.kept)
+            raise_failures(rollout.call("verify", manifest, each=lambda engine: (segments[engine], staged.key)))
         with rollout.updating():
             with clock.phase("load"):
                 outcomes = rollout.call("load", plan.version)

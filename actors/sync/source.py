@@ -17,6 +17,9 @@ class SourceHandle(Protocol):
     @property
     def weight_version(self) -> int: ...
 
+    @property
+    def kept(self) -> Mapping[str, tuple[int, ...]]: ...
+
 
 class SourceContext(Protocol):
     """What a push sees inside a rank; :class:`~actors.train.context.RankContext` is one.
@@ -86,6 +89,8 @@ class _LocalContext:
 
 
 class _LocalHandle:
+    kept: Mapping[str, tuple[int, ...]] = {}
+
     def __init__(self, source: WeightSource) -> None:
         self._source = source
 

@@ -24,6 +24,8 @@ class ModelHandle:
         micro_batch_multiple: ``forward_backward`` takes a multiple of so many micro-batches (an interleaved pipeline).
         base: the model whose frozen weights a LoRA tenant shares; None for a model of its own.
         lora_id: of a tenant, for the sequence field :data:`~rl_backend.contracts.lora.LORA_FIELD`; -1 for a model.
+        kept: Hugging Face name -> shape of weights that its directory has and nothing trains: a saved model takes them from
+            there, and so has an engine that was started from the directory.
     """
 
     name: str
@@ -35,6 +37,7 @@ class ModelHandle:
     micro_batch_multiple: int = 1
     base: "ModelHandle | None" = None
     lora_id: int = -1
+    kept: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def is_settled(self) -> bool:

@@ -121,10 +121,15 @@ class TensorInfo(BaseConfig):
 
 
 class WeightManifest(BaseConfig):
-    """All tensors of one push, in the order in which they are sent."""
+    """All tensors of one push, in the order in which they are sent.
+
+    Attributes:
+        kept: names of weights that the trainer does not train, of which engines have those that they began with.
+    """
 
     version: int = Field(ge=0)
     tensors: tuple[TensorInfo, ...]
+    kept: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _unique_names(self) -> Self:

@@ -114,7 +114,6 @@ class GuardedHandle[O: ScheduledOptimizer](contracts.ModelHandle):
         vocab_size: ``vocab_size`` of ``config.json``.
         max_length: longest sequence, in tokens; None where the model sets no limit.
         optimizer: None for a forward-only handle.
-        kept: Hugging Face name -> shape of weights that are not trained, and that a saved model takes from the directory.
         groups: device and process groups.
         adaptable: what LoRA tenants can adapt; None for a model that is trained itself.
         offload: where each part is.
@@ -129,7 +128,6 @@ class GuardedHandle[O: ScheduledOptimizer](contracts.ModelHandle):
     max_length: int | None
     optimizer: O | None
     groups: RankGroups
-    kept: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     adaptable: Adaptable | None = None
     offload: Offload = field(init=False)
     broken: str = ""

@@ -1,6 +1,6 @@
 """Comparison of what a trainer announces, what its export yields and what an engine loads."""
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -66,15 +66,21 @@ class ExpectedWeights:
     fused_groups: Sequence[tuple[str, ...]] = ()
 
 
-def find_mismatches(offered: Sequence[TensorInfo], expected: ExpectedWeights) -> list[str]:
-    """One sentence for every kind of mismatch, each with the names concerned; empty when the weights can be loaded."""
+def find_mismatches(
+    offered: Sequence[TensorInfo], expected: ExpectedWeights, kept: Collection[str] = frozenset()
+) -> list[str]:
+    """One sentence for every kind of mismatch, each with the names concerned; empty when the weights can be loaded.
+
+    Args:
+        kept: names that need not be offered, whatever the engine waits for.
+    """
     names = {tensor.name for tensor in offered}
     known = {**expected.required, **expected.optional}
     halves = [group for group in expected.fused_groups if 0 < len(names.intersection(group)) < len(group)]
     in_halves = {name for group in halves for name in group}
     pairs = [(tensor, known[tensor.name]) for tensor in offered if tensor.name in known]
     found = {
-        "missing": [name for name in expected.required if name not in names and name not in in_halves],
+        "missing": [name for name in expected.required if name not in names | in_halves and name not in kept],
         "unknown to the engine": [tensor.name for tensor in offered if tensor.name not in known],
         "wrong shape": [
             f"{tensor.name} is {tensor.shape}, the engine has {own.shape}"
@@ -99,7 +105,7 @@ def find_mismatches(offered: Sequence[TensorInfo], expected: ExpectedWeights) ->
 
 def check_manifest(manifest: WeightManifest, expected: ExpectedWeights, *, engine: str) -> None:
     """Raises :class:`~rl_backend.contracts.WeightCheckError` with every mismatch between a push and an engine."""
-    problems = find_mismatches(manifest.tensors, expected)
+    problems = find_mismatches(manifest.tensors, expected, frozenset(manifest.kept))
     if problems:
         raise WeightCheckError(
             f"{engine} refuses weights of version {manifest.version}, nothing was loaded: {'; '.join(problems)}",

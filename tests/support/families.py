@@ -24,7 +24,8 @@ def load_native(path: Path, chunk_tokens: int = 16, head: Head = "log_probs") ->
     with torch.device("meta"):
         model = family.build(architecture, BuildSettings(family.options_type(), head, chunk_tokens))
     model.to_empty(device="cpu")
-    load_weights(path, dict(model.named_parameters()), family.weight_names(architecture, head))
+    names, kept = family.weight_names(architecture, head), family.kept_prefixes(architecture)
+    load_weights(path, dict(model.named_parameters()), names, kept=kept)
     return model
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import TensorInfo, dtype_from_name
-from rl_backend.model import model_kept_prefixes
 from rl_backend.weights.compare import ExpectedWeights
 
 
@@ -17,8 +16,8 @@ def expected_weights(
     """The weights that a push into this engine must hold.
 
     Names and shapes are those of the directory that vLLM was started from. A tensor that no parameter of vLLM's model comes
-    from (a tied ``lm_head.weight``, stored buffers) is optional, provided that the others account for every parameter. What
-    no trainer trains (``ModelFamily.kept_weights``) is optional too: the engine has it from the directory.
+    from (a tied ``lm_head.weight``, stored buffers) is optional, provided that the others account for every parameter.
+    Weights that are not trained (``WeightManifest.kept``) are among them; a push says that it leaves them out.
 
     Args:
         model_path: Hugging Face directory with safetensors, of which only the headers are read, even with
@@ -31,17 +30,14 @@ def expected_weights(
         CheckpointError: the directory has no safetensors, or they are truncated or corrupt.
     """
     loaded = dtype_from_name(dtype)
-    reader = HFReader(model_path)
-    kept = model_kept_prefixes(reader.config)
-    infos = {name: TensorInfo.of(name, stored.shape, loaded) for name, stored in reader.infos.items()}
+    infos = {name: TensorInfo.of(name, stored.shape, loaded) for name, stored in HFReader(model_path).infos.items()}
     fused_into = {part: whole for whole, parts in packed_modules.items() for part in parts}
     targets = {name: _target(name, fused_into) for name in infos}
     # Layers that take adapters have their own parameters one level down.
     plain = [parameter.replace(".base_layer.", ".") for parameter in parameters]
     units = {_experts_module(parameter) or parameter for parameter in plain}
     accounted = units <= set(targets.values())
-    pushed = {name: info for name, info in infos.items() if not name.startswith(kept)}
-    required = {name: info for name, info in pushed.items() if targets[name] in units or not accounted}
+    required = {name: info for name, info in infos.items() if targets[name] in units or not accounted}
     groups: dict[str, list[str]] = defaultdict(list)
     for name in required:
         groups[targets[name]].append(name)

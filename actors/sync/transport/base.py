@@ -11,7 +11,7 @@ import ray
 import torch
 
 from actors.rollout.engines import EngineSet
-from actors.sync.source import SourceContext, SourceRanks
+from actors.sync.source import SourceContext, SourceHandle, SourceRanks
 from actors.wire.segment import Segment, host_identity
 from rl_backend.contracts import ConfigError, RLBackendError, TensorInfo, WeightManifest, WeightSyncError, dtype_from_name
 
@@ -32,6 +32,7 @@ class PushPlan:
         node_id: Ray's, of the node that the source rank runs on.
         host: see :func:`~actors.wire.segment.host_identity`.
         device_ids: UUIDs of the ranks' CUDA devices; empty when any rank is on a CPU.
+        kept: as :class:`~rl_backend.contracts.WeightManifest` has them.
     """
 
     key: str
@@ -43,11 +44,12 @@ class PushPlan:
     node_id: str
     host: str
     device_ids: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
     @property
     def manifest(self) -> WeightManifest:
         """Version, names, shapes and dtypes; no digests."""
-        return WeightManifest(version=self.version, tensors=self.infos)
+        return WeightManifest(version=self.version, tensors=self.infos, kept=self.kept)
 
     @property
     def nbytes(self) -> int:
@@ -140,9 +142,10 @@ def describe_export(
         )
     if context.rank != SOURCE_RANK:
         return _cuda_device(), None
-    version = context.handle(handle).weight_version
+    model: SourceHandle = context.handle(handle)
+    version, kept = model.weight_version, tuple(model.kept)
     node_id = ray.get_runtime_context().get_node_id()
-    return _cuda_device(), PushPlan(key, handle, dtype, byte_budget, version, infos, node_id, host_identity())
+    return _cuda_device(), PushPlan(key, handle, dtype, byte_budget, version, infos, node_id, host_identity(), kept=kept)
 
 
 def make_plan(descriptions: list[tuple[str, PushPlan | None]]) -> PushPlan:
