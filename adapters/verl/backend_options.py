@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from adapters.verl.megatron_overrides import TRANSFORMER_FIELD, bridge_options, native_options
-from adapters.verl.model_facts import model_facts
+from adapters.verl.model_facts import model_facts, text_config
 from rl_backend.contracts import ConfigError, ParallelConfig
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def parallel_config(model: HFModelConfig, engine: McoreEngineConfig) -> Parallel
 def has_experts(model: HFModelConfig) -> bool:
     """Whether ``config.json`` gives a number of experts."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return any(getattr(model.hf_config, name, None) for name in names)
+    return any(getattr(text_config(model.hf_config), name, None) for name in names)
 
 
 def _device() -> str:

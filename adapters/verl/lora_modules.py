@@ -20,16 +20,20 @@ _MEGATRON: Mapping[str, tuple[str, str]] = {
     "w1": ("linear_fc1", "linear_fc1_gate"),
     "w3": ("linear_fc1", "linear_fc1_up"),
     "w2": ("linear_fc2", "linear_fc2"),
+    **dict.fromkeys(
+        ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba"), ("in_proj", "in_proj")
+    ),
+    "out_proj": ("out_proj", "out_proj"),
 }
 """Last part of a Hugging Face name -> Megatron's fused layer, and the part of it that Bridge's CanonicalLoRA names."""
 
 _PLACES = (
-    (re.compile(r"self_attn"), "self_attention"),
+    (re.compile(r"self_attn|linear_attn"), "self_attention"),
     (re.compile(r"(mlp|block_sparse_moe)\.experts\.\d+"), "mlp.experts"),
     (re.compile(r"mlp\.shared_experts?"), "mlp.shared_experts"),
     (re.compile(r"mlp"), "mlp"),
 )
-_IN_A_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.([^.]+)")
+_IN_A_LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.(.+)\.([^.]+)")
 
 type Naming = Literal["megatron", "peft", "expression"]
 """``megatron``: as Megatron-Bridge matches names, ``linear_qkv``, or all of one with ``*`` for any characters. ``peft``: the

@@ -10,6 +10,7 @@ from adapters.verl.megatron_decisions import DDP, OPTIMIZER, TRANSFORMER, Megatr
 from adapters.verl.model_facts import DECIDED, ModelFacts
 from adapters.verl.pipeline_stages import STAGE_FIELDS, require_types, stage_layers
 from rl_backend.contracts import ConfigError, ParallelConfig
+from rl_backend.model import find_model
 from rl_backend.runtime import bridge_config
 
 TRANSFORMER_FIELD = "McoreEngineConfig.override_transformer_config"
@@ -60,7 +61,8 @@ def native_options(
         options["pipeline_layers"] = stage_layers(TRANSFORMER_FIELD, stages, layers, parallel.pp, parallel.vpp)
     losses = _router_losses(asked, facts)
     if losses:
-        options |= {"model": facts.model_type, "model_cfg": losses}
+        family = find_model("auto", {"model_type": facts.model_type})
+        options |= {"model": family.name, "model_cfg": losses}
     _require_nothing(TRANSFORMER_FIELD, asked, bridge_config.TRANSFORMER.allowed)
     return options
 

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-_FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
-"""Model types of which it is known that they have none of ``_ABSENT``."""
+_HYBRIDS = frozenset({"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"})
+"""Model types with gated DeltaNet in most layers and gated attention in the others."""
+_FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", *_HYBRIDS})
+"""Model types of which it is known what they have of ``_ABSENT``: none of it, but for hybrids."""
 
 _ABSENT: Mapping[str, Any] = {
     **dict.fromkeys(
@@ -83,7 +85,7 @@ class ModelFacts:
     """What decides beside the fields.
 
     Attributes:
-        model_type: of ``config.json``.
+        model_type: of ``config.json``, or of the language model in one that nests it.
         num_layers: None where ``config.json`` does not say.
         has_experts: whether there are routers.
         decided: field of ``DECIDED`` -> its value here; without those that are not known of this model.
@@ -97,6 +99,7 @@ class ModelFacts:
 
 def model_facts(hf_config: Any, *, has_experts: bool, dtype: str) -> ModelFacts:
     """Of transformers' configuration and of verl's ``dtype``."""
+    hf_config = text_config(hf_config)
     return ModelFacts(
         getattr(hf_config, "model_type", None),
         getattr(hf_config, "num_hidden_layers", None),
@@ -109,6 +112,11 @@ def model_facts(hf_config: Any, *, has_experts: bool, dtype: str) -> ModelFacts:
             **_structure(hf_config, has_experts),
         },
     )
+
+
+def text_config(hf_config: Any) -> Any:
+    """That of the language model, where transformers' configuration is of a model that reads images too."""
+    return getattr(hf_config, "text_config", None) or hf_config
 
 
 def _sizes(config: Any, has_experts: bool) -> dict[str, Any]:
@@ -134,7 +142,9 @@ def _structure(config: Any, has_experts: bool) -> dict[str, Any]:
     kind = getattr(config, "model_type", None)
     if kind not in _FAMILIES:
         return {}
-    found = {**_ABSENT, "gated_linear_unit": True, "qk_layernorm": kind in ("qwen3", "qwen3_moe")}
+    found = {**_ABSENT, "gated_linear_unit": True, "qk_layernorm": kind in ("qwen3", "qwen3_moe", *_HYBRIDS)}
+    if kind in _HYBRIDS:
+        found |= _of_hybrid(config)
     biased = bool(getattr(config, "attention_bias", False))
     found["add_qkv_bias"] = biased or kind == "qwen2"
     if not biased and not getattr(config, "mlp_bias", False):
@@ -146,7 +156,24 @@ def _structure(config: Any, has_experts: bool) -> dict[str, Any]:
         return {**found, "num_moe_experts": None, "moe_ffn_hidden_size": None, "moe_router_pre_softmax": False}
     if not getattr(config, "mlp_only_layers", None) and getattr(config, "decoder_sparse_step", 1) == 1:
         found["moe_layer_freq"] = 1
-    if kind == "mixtral" or getattr(config, "norm_topk_prob", False):
+    if kind in ("mixtral", "qwen3_5_moe_text") or getattr(config, "norm_topk_prob", False):
         # Megatron's softmax of the chosen scores is the normalised softmax of all.
         found["moe_router_pre_softmax"] = False
     return found
+
+
+def _of_hybrid(config: Any) -> dict[str, Any]:
+    """What hybrids have of ``_ABSENT``; None of a shared expert where there are no experts."""
+    types = list(getattr(config, "layer_types", None) or ())
+    first = types.index("full_attention") + 1 if "full_attention" in types else len(types) + 1
+    pattern = ["linear_attention" if (layer + 1) % first else "full_attention" for layer in range(len(types))]
+    shared = getattr(config, "shared_expert_intermediate_size", None)
+    return {
+        "attention_output_gate": True,
+        "experimental_attention_variant": "gated_delta_net",
+        "layernorm_zero_centered_gamma": True,
+        # Megatron's number stands for a pattern, or its list for one without a period.
+        "linear_attention_freq": first if types == pattern else [int(kind == "linear_attention") for kind in types],
+        "moe_shared_expert_gate": shared is not None,
+        "moe_shared_expert_intermediate_size": shared,
+    }
