@@ -15,9 +15,12 @@ from rl_backend.contracts.lora import LoRAConfig
 
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 _MODULES: Mapping[str, Sequence[str]] = {
-    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "attention": (
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj"),
+    ),
     "feed_forward": _FEED_FORWARD,
-    "experts": _FEED_FORWARD,
+    "experts": (*_FEED_FORWARD, "shared_expert_gate"),
     "embedding": ("embed_tokens",),
     "head": ("lm_head",),
 }

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -111,7 +110,7 @@ class MoE(FeedForward):
         intermediate_size: of one expert.
         shared_intermediate_size: of the experts that see every token, taken together (DeepSeekMoE, arXiv 2401.06066,
             section 3.2); 0 for none.
-        shared_gate: multiply their output by ``sigmoid(x @ shared_expert_gate)``, as Qwen2-MoE does.
+        shared_gate: multiply their output by ``sigmoid(x @ shared_expert_gate)``, as Qwen2-MoE and Qwen3.5 do.
         coefficients: of the router's losses.
 
     Attributes:
@@ -142,10 +141,7 @@ class MoE(FeedForward):
         routed: Tensor = self.experts(x, self.route(x, router))
         if self.shared_expert is None:
             return routed
-        shared: Tensor = self.shared_expert(x)
-        if self.shared_expert_gate is not None:
-            shared = torch.sigmoid(self.shared_expert_gate(x)) * shared
-        return routed + shared
+        return routed + self.shared_expert(x, gate=self.shared_expert_gate)
 
     def route(self, x: Tensor, router: RouterInput = RouterInput()) -> Routing:  # noqa: B008 - immutable
         """Chooses experts for (T, hidden_size), or takes those of ``router``, and weights them."""
@@ -155,7 +151,7 @@ class MoE(FeedForward):
         )
 
     def split(self, groups: ParallelGroups) -> Sequence[nn.Module]:
-        """Experts over ep and etp; the router, and what gates shared experts, on every rank for its own tokens."""
+        """Experts over ep and etp; the router on every rank for its own tokens; shared experts over tp, with all tokens."""
         if groups.token_group.size() > 1:
             self.sum_over_ranks = sum_over(groups.token_group)
         if groups.expert_group.size() > 1:

@@ -101,7 +101,8 @@ def _adaptable_layers(
         if isinstance(block, Mixer):
             found.append(("attention", place, block))
         elif isinstance(block, MoE):
-            found += [("experts", f"{place}.shared_expert", block.shared_expert)] if block.shared_expert is not None else []
+            shared = {name: getattr(block, name) for name in ("shared_expert", "shared_expert_gate")}
+            found += [("experts", f"{place}.{name}", part) for name, part in shared.items() if part is not None]
         elif isinstance(block, FeedForward) and not place.endswith(".shared_expert"):
             found.append(("feed_forward", place, block))
     # Merged weights could not be those of one of the two.

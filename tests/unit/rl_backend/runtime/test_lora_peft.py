@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.checkpoint.peft_files import read_peft_directory, write_peft_directory
 from rl_backend.contracts import (
     CheckpointError,
@@ -27,6 +28,7 @@ from rl_backend.runtime.tenant import TenantHandle
 from tests.support.models import write_tiny
 from tests.support.native import VOCAB_SIZE, open_runtime
 from tests.support.peft_reference import load_factors, peft_model, train_with_peft, transformers_model
+from tests.support.qwen3_5 import write_qwen3_5
 from tests.support.sft_batches import random_token_sequences
 from tests.support.tenants import nll
 
@@ -53,14 +55,20 @@ MIXTURE = {
 }
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama", "qwen3_moe"])
+@pytest.fixture(scope="module", params=["qwen3", "llama", "qwen3_moe", "qwen3_5", "qwen3_5_moe"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    changes = MIXTURE if request.param == "qwen3_moe" else {}
-    return write_tiny(request.param, tmp_path_factory.mktemp("models") / request.param, **changes)
+    path = tmp_path_factory.mktemp("models") / request.param
+    if request.param.startswith("qwen3_5"):
+        return write_qwen3_5(path, moe=is_mixture(path))
+    return write_tiny(request.param, path, **(MIXTURE if is_mixture(path) else {}))
+
+
+def is_mixture(model: Path) -> bool:
+    return model.name.endswith("_moe")
 
 
 def configs_of(model: Path) -> dict[str, LoRAConfig]:
-    return OF_MIXTURE if model.name == "qwen3_moe" else CONFIGS
+    return OF_MIXTURE if is_mixture(model) else CONFIGS
 
 
 @pytest.fixture
@@ -187,7 +195,7 @@ def test_what_cannot_be_read_is_refused_by_name(
     before = log_probs(runtime, tenant)
     for other, message in (
         (LoRAConfig(rank=2, targets=("attention",)), "has rank 4, the tenant has LoRAConfig.rank=2"),
-        (LoRAConfig(rank=4, targets=("attention", "embedding" if model.name == "qwen3_moe" else "feed_forward")), "missing"),
+        (LoRAConfig(rank=4, targets=("attention", "embedding" if is_mixture(model) else "feed_forward")), "missing"),
         (LoRAConfig(rank=4, targets=("q_proj",)), "is no tensor of this adapter"),
     ):
         handle = runtime.create_lora_adapter(base, other)
@@ -197,7 +205,7 @@ def test_what_cannot_be_read_is_refused_by_name(
 
 
 def test_factors_of_packed_experts_are_read(runtime: NativeRuntime, base: NativeHandle, model: Path, tmp_path: Path) -> None:
-    if model.name != "qwen3_moe":
+    if not is_mixture(model):
         pytest.skip("no experts")
     for targets, ours in (
         (["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], ("gate_proj", "up_proj", "down_proj")),
@@ -216,7 +224,9 @@ def test_factors_of_packed_experts_are_read(runtime: NativeRuntime, base: Native
             ),
         )
         theirs.save_pretrained(tmp_path / ours[0])
-        tenant = runtime.create_lora_adapter(base, LoRAConfig(rank=8, alpha=16.0, targets=ours))
+        experts = range(read_hf_config(model)["num_experts"])
+        modules = tuple(f"experts.{expert}.{name}" for expert in experts for name in ours)
+        tenant = runtime.create_lora_adapter(base, LoRAConfig(rank=8, alpha=16.0, targets=modules))
         runtime.import_lora_adapter(tenant, tmp_path / ours[0])
         assert float((transformers_log_probs(theirs) - log_probs(runtime, tenant)).abs().max()) < 1e-5
 
@@ -224,7 +234,7 @@ def test_factors_of_packed_experts_are_read(runtime: NativeRuntime, base: Native
 def test_what_a_tenant_of_experts_exports_is_read_by_peft_beside_packed_experts(
     runtime: NativeRuntime, base: NativeHandle, model: Path, tmp_path: Path
 ) -> None:
-    if model.name != "qwen3_moe":
+    if not is_mixture(model):
         pytest.skip("no experts")
     tenant = trained(runtime, base, LoRAConfig(rank=4, targets=("experts",)))
     write_peft_directory(tmp_path / "adapter", runtime.export_lora_adapter(tenant), tenant.lora, str(model))
@@ -235,7 +245,7 @@ def test_what_a_tenant_of_experts_exports_is_read_by_peft_beside_packed_experts(
 
 
 def test_what_cannot_be_adapted_is_refused_by_name(runtime: NativeRuntime, base: NativeHandle, model: Path) -> None:
-    if model.name == "qwen3_moe":
+    if is_mixture(model):
         with pytest.raises(UnsupportedError, match="use_dora=True with lm_head"):
             runtime.create_lora_adapter(base, LoRAConfig(targets=("head",), use_dora=True))
     else:
@@ -248,7 +258,7 @@ def test_what_cannot_be_adapted_is_refused_by_name(runtime: NativeRuntime, base:
 def test_an_adapter_with_other_weights_of_its_base_is_refused(
     runtime: NativeRuntime, base: NativeHandle, model: Path, tmp_path: Path
 ) -> None:
-    if model.name != "qwen3_moe":
+    if not is_mixture(model):
         pytest.skip("the head is the embedding")
     tenant = runtime.create_lora_adapter(base, LoRAConfig(rank=4, targets=("embedding", "q_proj")))
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
