@@ -36,6 +36,18 @@ class RouterInput(NamedTuple):
     experts: Tensor | None = None
 
 
+class CacheBytes(NamedTuple):
+    """What an engine keeps of one sequence while it generates.
+
+    Attributes:
+        tokens: of keys and values, for the tokens that later ones see.
+        state: of recurrent states and what convolutions look back on; the same for a sequence of any length.
+    """
+
+    tokens: int = 0
+    state: int = 0
+
+
 class Mixer(nn.Module, ABC):
     """Mixes the tokens of each sequence; (rows, hidden_size) -> (rows, hidden_size)."""
 
@@ -99,6 +111,14 @@ class MixerSpec(BlockSpec):
     @abstractmethod
     def build(self, hidden_size: int, norm: NormSpec) -> Mixer:
         """``norm`` is the model's, for norms inside the block."""
+
+    def cache_bytes(self, num_tokens: int, itemsize: int) -> CacheBytes | None:
+        """What an engine keeps of a sequence of ``num_tokens``; None for a kind of mixer that does not say.
+
+        Args:
+            itemsize: bytes of a number in the engine's dtype.
+        """
+        return None
 
 
 class FeedForwardSpec(BlockSpec):

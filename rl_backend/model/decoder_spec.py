@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from rl_backend.contracts import VALUE_HEAD_WEIGHTS, ConfigError, Head, ParallelConfig, RoutedLayers, WeightName
-from rl_backend.model.blocks import LayerNorms, LayerSpec
+from rl_backend.model.blocks import CacheBytes, LayerNorms, LayerSpec
 from rl_backend.primitive.norm import NormSpec
 
 PRE_NORMS = LayerNorms()
@@ -69,6 +69,14 @@ class DecoderSpec:
             (router.num_experts, router.top_k) for layer in self.layers if (router := layer.feed_forward.router) is not None
         }
         return RoutedLayers(*routers.pop(), self.sparse) if len(routers) == 1 else None
+
+    def cache_bytes(self, num_tokens: int, itemsize: int) -> CacheBytes | None:
+        """As :meth:`~rl_backend.model.blocks.MixerSpec.cache_bytes`, of all layers."""
+        found = [layer.mixer.cache_bytes(num_tokens, itemsize) for layer in self.layers]
+        known = [each for each in found if each is not None]
+        if len(known) < len(found):
+            return None
+        return CacheBytes(sum(each.tokens for each in known), sum(each.state for each in known))
 
     def weight_names(self, head: Head) -> dict[str, WeightName]:
         """Parameter name -> Hugging Face name or, for packed experts, names, in export order.

@@ -1,7 +1,7 @@
 """What micro-batches take on the stages of a model, counted while a stage runs on the meta device."""
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
 
 from rl_backend.contracts import PackedBatch
 from rl_backend.lab.plan.memory import PassMemory
@@ -32,6 +33,7 @@ class StageMemory(NamedTuple):
         put_off: from a backward pass for the inputs until that for the weights; 0 where the two are one.
         forward_peak, backward_peak: the most at one time in each pass, what is kept included.
         evaluation_peak: the most in a forward pass that no backward pass follows.
+        flops: floating-point operations of both passes, as :class:`LiveBytes` counts them.
     """
 
     kept: int
@@ -39,6 +41,7 @@ class StageMemory(NamedTuple):
     forward_peak: int
     backward_peak: int
     evaluation_peak: int
+    flops: int = 0
 
 
 def measure_stage(
@@ -93,7 +96,7 @@ def measure_stage(
             del inputs, outputs
             put_off = live.live
             gradients.compute()
-        return StageMemory(kept, put_off, forward_peak, live.peak, evaluation_peak)
+        return StageMemory(kept, put_off, forward_peak, live.peak, evaluation_peak, live.flops)
 
 
 def _forward(
@@ -116,8 +119,8 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 def most_in_flight(actions: Iterable[Action], stages: Mapping[int, StageMemory]) -> PassMemory:
-    """Follows the actions of one rank to the moment when the most is needed."""
-    kept = 0
+    """Follows the actions of one rank to the moment when the most is needed, and to the end for what is computed."""
+    kept = flops = 0
     # What is kept for backward passes, and what the pass that runs then takes beyond what it keeps.
     most = (0, 0)
     for action in actions:
@@ -125,6 +128,7 @@ def most_in_flight(actions: Iterable[Action], stages: Mapping[int, StageMemory])
         if memory is None:
             continue
         if action.kind is Kind.FORWARD:
+            flops += memory.flops
             most = max(most, (kept + memory.kept, memory.forward_peak - memory.kept), key=sum)
             kept += memory.kept
         elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
@@ -137,7 +141,16 @@ def most_in_flight(actions: Iterable[Action], stages: Mapping[int, StageMemory])
         workspace=most[1],
         evaluation_workspace=max(memory.evaluation_peak for memory in stages.values()),
         kept_per_micro_batch={number: memory.kept for number, memory in stages.items()},
+        flops=flops,
     )
+
+
+def _triangular_flops(matrix: Tensor, right: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
+    """Of (..., N, N) and (..., N, M): a multiplication and an addition for each element below or on the diagonal."""
+    return out_val.numel() * matrix.shape[-1]
+
+
+_FLOPS: Mapping[Any, Callable[..., int]] = {**flop_registry, torch.ops.aten.linalg_solve_triangular: _triangular_flops}
 
 
 class LiveBytes(TorchDispatchMode):
@@ -149,12 +162,16 @@ class LiveBytes(TorchDispatchMode):
     Attributes:
         live: bytes that exist now.
         peak: the most that existed at one time, since the start or since this was set to ``live``.
+        flops: floating-point operations so far, two for a multiplication and an addition, of what
+            ``torch.utils.flop_counter`` knows (products of matrices, convolutions, attention kernels) and of triangular
+            systems.
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.live = 0
         self.peak = 0
+        self.flops = 0
         self._known = [_storage(tensor) for tensor in known]
         self._held = {storage._cdata for storage in self._known}
 
@@ -165,6 +182,9 @@ class LiveBytes(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._count(_storage(leaf))
+        formula = _FLOPS.get(getattr(func, "overloadpacket", None))
+        if formula is not None:
+            self.flops += int(formula(*args, **(kwargs or {}), out_val=result))
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:

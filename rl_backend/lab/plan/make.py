@@ -13,7 +13,9 @@ from rl_backend.lab.plan.bridge import bridge_memory
 from rl_backend.lab.plan.memory import COMPONENTS, PHASES, Phase, RankMemory, Workload
 from rl_backend.lab.plan.native import MASTER_BYTES, engine_slot_bytes, native_memory
 from rl_backend.lab.text import count, table
-from rl_backend.model import model_positions
+from rl_backend.model import find_model, model_positions
+from rl_backend.model.blocks import CacheBytes
+from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.runtime.bridge_config import BridgeConfig
 from rl_backend.runtime.registry import check_config
 
@@ -30,6 +32,7 @@ class Plan:
     ranks: memory of each pipeline rank.
     sync_bytes: of all weights that one weight sync sends.
     engine_slots: bytes that each vLLM engine takes for the adapters of LoRA tenants.
+    sequence_cache: what an engine keeps of one sequence while it generates; None where the model does not say.
     """
 
     config: RuntimeConfig
@@ -39,6 +42,7 @@ class Plan:
     ranks: Sequence[RankMemory]
     sync_bytes: int
     engine_slots: int = 0
+    sequence_cache: CacheBytes | None = None
 
     @property
     def layout(self) -> dict[str, int]:
@@ -85,7 +89,8 @@ def make_plan(config: RuntimeConfig, num_ranks: int, workload: Workload) -> Plan
     ranks, weights = counted[config.backend](config, num_ranks, workload)
     slots = engine_slot_bytes(weights, config, workload) if workload.tenants else 0
     dp_size = config.backend_cfg.parallel.data_parallel_size(num_ranks)
-    return Plan(config, num_ranks, workload, dp_size, ranks, sum(weight.nbytes for weight in weights), slots)
+    sync_bytes = sum(weight.nbytes for weight in weights)
+    return Plan(config, num_ranks, workload, dp_size, ranks, sync_bytes, slots, _sequence_cache(config, workload))
 
 
 def _within_positions(workload: Workload, config: RuntimeConfig) -> Workload:
@@ -96,6 +101,15 @@ def _within_positions(workload: Workload, config: RuntimeConfig) -> Workload:
         problem = f"the model has {positions} positions; use at most that"
         raise ConfigError.of("Workload.sequence_length", workload.sequence_length, problem)
     return workload.replace(sequence_length=positions)
+
+
+def _sequence_cache(config: RuntimeConfig, workload: Workload) -> CacheBytes | None:
+    """In the dtype of the weights that the engines get."""
+    hf_config = read_hf_config(config.hf_path)
+    architecture = find_model(getattr(config.backend_cfg, "model", "auto"), hf_config).parse_config(hf_config)
+    if not isinstance(architecture, DecoderSpec):
+        return None
+    return architecture.cache_bytes(workload.sequence_length, int(getattr(torch, workload.sync_dtype).itemsize))
 
 
 def suggest_layout(plan: Plan, device_bytes: int) -> Plan | None:
@@ -177,6 +191,9 @@ def as_text(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> str:
         lines += _table(f"{unit} of pipeline rank", totals)
     if plan.config.backend == "bridge":
         lines.append("activations are those of Megatron's own layers; Transformer Engine's keep less")
+    if flops := max(rank.flops for rank in plan.ranks):
+        unit_name, size = ("TFLOP", 1e12) if flops >= 1e12 else ("GFLOP", 1e9)
+        lines.append(f"the busiest rank computes {flops / size:.2f} {unit_name} in a step, recomputed layers included")
     logits = max(rank.logits_chunk for rank in plan.ranks)
     if logits:
         lines.append(f"logits: {amount(logits)} {unit} at one time, in the workspace")
@@ -184,6 +201,8 @@ def as_text(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> str:
         f"a weight sync sends {amount(plan.sync_bytes)} {unit} in {work.sync_dtype}; through shared memory "
         "or gloo it keeps as much of /dev/shm until it is closed"
     )
+    if plan.sequence_cache is not None:
+        lines.append(_cache_text(plan.sequence_cache, work))
     if plan.engine_slots:
         lines.append(
             f"each vLLM engine keeps {amount(plan.engine_slots)} {unit} for the adapters of {count(work.tenants, 'tenant')}"
@@ -214,6 +233,7 @@ def as_json(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> dict[
         "workload": plan.workload.model_dump(),
         "sync_bytes": plan.sync_bytes,
         "engine_slots": plan.engine_slots,
+        "sequence_cache": None if plan.sequence_cache is None else plan.sequence_cache._asdict(),
         "peak": {phase: plan.peak(phase) for phase in PHASES},
         "ranks": [
             {
@@ -222,6 +242,7 @@ def as_json(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> dict[
                 "num_ranks": ranks_of_a_stage,
                 "phases": {phase: {**rank.phase(phase, offload), "total": rank.total(phase, offload)} for phase in PHASES},
                 "logits_chunk": rank.logits_chunk,
+                "flops": rank.flops,
                 "kept_per_micro_batch": {str(stage): kept for stage, kept in rank.kept_per_micro_batch.items()},
             }
             for index, rank in enumerate(plan.ranks)
@@ -232,6 +253,12 @@ def as_json(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> dict[
         facts |= {"device_bytes": device_bytes, "fits": not over, "phases_over": over}
         facts["suggestion"] = None if fitting is None else as_json(fitting, device_bytes, None)
     return facts
+
+
+def _cache_text(cache: CacheBytes, work: Workload) -> str:
+    whole, tokens, state = (f"{size / 2**20:.2f}" for size in (sum(cache), *cache))
+    parts = f": {tokens} of keys and values, {state} of states, which do not grow" if cache.state else ""
+    return f"a vLLM engine keeps {whole} MiB of a sequence of {work.sequence_length} tokens{parts}"
 
 
 def _table(title: str, rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -39,19 +39,21 @@ COMPONENTS = tuple(
 
 @dataclass(frozen=True, kw_only=True)
 class PassMemory:
-    """Bytes that the passes of a step take on a rank.
+    """Bytes that the passes of a step take on a rank, and what they compute.
 
     Attributes:
         activations: kept for backward passes when the most is needed, of all micro-batches in flight.
         workspace: everything else that passes need then.
         evaluation_workspace: the same of a forward-only pass.
         kept_per_micro_batch: stage -> what one micro-batch keeps there for its backward pass.
+        flops: floating-point operations of all passes of a step, in place of bytes; 0 where they are not counted.
     """
 
     activations: int
     workspace: int
     evaluation_workspace: int
     kept_per_micro_batch: Mapping[int, int]
+    flops: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from rl_backend.contracts import ConfigError, ParallelConfig, WeightName
-from rl_backend.model.blocks import Mixer, MixerSpec, Rotation, divisors, linear_names, nearest, require_divided
+from rl_backend.model.blocks import (
+    CacheBytes,
+    Mixer,
+    MixerSpec,
+    Rotation,
+    divisors,
+    linear_names,
+    nearest,
+    require_divided,
+)
 from rl_backend.parallel.context import attend_over_ranks
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.tensor import TensorParallel
@@ -65,6 +74,10 @@ class GQASpec(MixerSpec):
         names |= dict(zip(linear_names(("o_proj",), block, bias=self.output_bias), output.values(), strict=True))
         norms = ("q_norm.weight", "k_norm.weight") if self.qk_norm else ()
         return names | {norm: f"{block}.{norm}" for norm in norms}
+
+    def cache_bytes(self, num_tokens: int, itemsize: int) -> CacheBytes:
+        seen = num_tokens if self.window is None else min(num_tokens, self.window)
+        return CacheBytes(tokens=2 * seen * self.num_kv_heads * self.head_dim * itemsize)
 
     def check_layout(self, parallel: ParallelConfig) -> None:
         tp, kv_heads = parallel.tp, self.num_kv_heads
