@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from adapters.verl.model_facts import model_facts
 from adapters.verl.settings import EngineSettings, engine_settings
 from rl_backend.contracts import ConfigError, NativeConfig, ParallelConfig
 from rl_backend.model.feedforward.moe import MoEOptions
+from tests.support.qwen3_5 import write_qwen3_5
 from tests.support.verl_configs import ROLES, RoleConfigs, changed, role_configs, write_config
 
 LAYERS = 8
@@ -116,6 +118,18 @@ MODULES = tuple(
         ("language_model.", 3, "mlp.shared_expert_gate"),
     )
 )
+
+
+def test_an_adapter_is_beside_every_layer_that_is_trained_and_no_other(tmp_path: Path) -> None:
+    model = write_qwen3_5(tmp_path / "model", moe=True, released=True)
+    lora = settings(role_configs("actor", model, "actor_rollout_ref.model.lora.rank=4")).lora
+    assert lora is not None
+    everything = dataclasses.replace(lora, targets=dataclasses.replace(lora.targets, include=()))
+    found = everything.for_model(model)
+    names = (*("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"), *("q_proj", "k_proj", "v_proj", "o_proj"))
+    assert sorted(found.targets) == sorted((*names, "gate_proj", "up_proj", "down_proj"))
+    # verl's default names attention and feed-forward blocks alone.
+    assert not {"in_proj_qkv", "out_proj"} & set(lora.for_model(model).targets)
 
 
 @pytest.mark.parametrize(
