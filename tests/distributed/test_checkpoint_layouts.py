@@ -11,10 +11,22 @@ import pytest
 
 from rl_backend.contracts import Head
 from tests.support.bridge_state import write_tiny_mixture
-from tests.support.checkpoint_layouts import DENSE, MIXTURE, Layout, Saved, bridge, load_in, native, read_whole, save_in
+from tests.support.checkpoint_layouts import (
+    DENSE,
+    HYBRID,
+    MIXTURE,
+    Layout,
+    Saved,
+    bridge,
+    load_in,
+    native,
+    read_whole,
+    save_in,
+)
 from tests.support.critic import squared_error
 from tests.support.models import write_tiny, write_tiny_qwen3
 from tests.support.native import assert_equal_tensors, micro_batches, token_loss
+from tests.support.qwen3_5 import write_qwen3_5
 from tests.support.rank_pool import RankPool
 
 
@@ -27,6 +39,11 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_mixture(tmp_path_factory.mktemp("mixture"))
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen3_5(tmp_path_factory.mktemp("hybrid") / "model", moe=True, released=True)
 
 
 type Saves = Callable[[Path, Layout], Saved]
@@ -70,6 +87,14 @@ def test_a_mixture_goes_on_in_another_layout(
     ranks: RankPool, mixture: Path, saves: Saves, tmp_path: Path, saver: Layout, loader: Layout
 ) -> None:
     check(loader, saver, load_in(ranks, mixture, saves(mixture, saver), tmp_path / "again", loader))
+
+
+@pytest.mark.shows("checkpoints: gated DeltaNet, gated attention and shared experts continue in every native layout")
+@pytest.mark.parametrize(("saver", "loader"), from_one_to_another(HYBRID))
+def test_a_model_with_recurrent_states_goes_on_in_another_layout(
+    ranks: RankPool, hybrid: Path, saves: Saves, tmp_path: Path, saver: Layout, loader: Layout
+) -> None:
+    check(loader, saver, load_in(ranks, hybrid, saves(hybrid, saver), tmp_path / "again", loader))
 
 
 def exchange_job(model: str, folder: str, head: Head) -> None:

@@ -18,6 +18,7 @@ from tests.support.bridge_runs import bridge_config, open_bridge
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
 from tests.support.native import VOCAB_SIZE, make_config, open_runtime, token_loss
+from tests.support.qwen3_5 import write_qwen3_5
 from tests.support.rank_pool import RankPool
 from tests.support.saved_bytes import SavedBytes
 
@@ -32,6 +33,9 @@ NATIVE: Mapping[str, tuple[int, str, dict[str, Any]]] = {
     "pp2": (2, "dense", {"parallel": {"pp": 2}}),
     "zbv": (2, "dense", {"parallel": {"pp": 2, "vpp": 2}, "pipeline_schedule": "zbv"}),
     "ep2": (2, "mixture", {"parallel": {"ep": 2}}),
+    "one rank, with states": (1, "hybrid", {}),
+    "tp2, with states": (2, "hybrid", {"parallel": {"tp": 2}}),
+    "cp2, with states": (2, "hybrid", {"parallel": {"cp": 2}}),
 }
 BRIDGE: Mapping[str, tuple[int, str, dict[str, Any]]] = {
     "dp2": (2, "dense", {}),
@@ -57,6 +61,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     return {
         "dense": write_tiny("qwen3", folder / "dense", num_hidden_layers=4),
         "mixture": write_moe("qwen3_moe", folder / "mixture"),
+        "hybrid": write_qwen3_5(folder / "hybrid"),
         "llama": write_tiny("llama", folder / "llama", attention_bias=False, num_hidden_layers=4, intermediate_size=160),
     }
 

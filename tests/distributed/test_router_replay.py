@@ -15,6 +15,7 @@ from rl_backend.contracts import BatchError, PackedBatch
 from rl_backend.runtime import RouterReplay
 from tests.support.moe import write_moe
 from tests.support.native import LENGTHS, assert_near, micro_batches
+from tests.support.qwen3_5 import write_qwen3_5
 from tests.support.rank_pool import RankPool
 from tests.support.routes import Pass, RouteRun, opened, routes_job, sorted_routes, with_routes
 
@@ -202,3 +203,36 @@ def test_layers_without_experts_shift_no_routes(mixed: Model, mixed_on_one_rank:
     assert_same_routes(run, mixed_on_one_rank)
     for file in files:
         assert_same_replay(run, file, mixed_on_one_rank.replays[file])
+
+
+# States and convolutions between the layers that route, and experts that no route chooses.
+HYBRID = {
+    "native tp2 and ep2": Layout("native", 2, {"tp": 2, "ep": 2}),
+    "native cp2, recomputed": Layout("native", 2, {"cp": 2}, FULL["native"]),
+    "native zbv": Layout("native", 2, {"pp": 2, "vpp": 2}, ZBV),
+}
+
+
+@pytest.fixture(scope="module")
+def hybrid(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    folder = tmp_path_factory.mktemp("hybrid")
+    first, second = (str(write_qwen3_5(folder / f"{seed}", moe=True, seed=seed)) for seed in (0, 1))
+    model = Model((first, second), folder, ranks)
+    model.replay(ONE_RANK["native"], [], save_to=model.file("native"))
+    return model
+
+
+@pytest.fixture(scope="module")
+def hybrid_on_one_rank(hybrid: Model) -> RouteRun:
+    return hybrid.replay(ONE_RANK["native"], [hybrid.file("native")])
+
+
+@pytest.mark.shows("router replay: routes of a mixture with shared experts and recurrent states replay in every layout")
+@pytest.mark.parametrize("name", HYBRID)
+def test_a_mixture_with_states_and_shared_experts_replays(hybrid: Model, hybrid_on_one_rank: RouteRun, name: str) -> None:
+    file, own = hybrid.file("native"), hybrid.file(name)
+    expected = hybrid_on_one_rank.replays[file]
+    run = hybrid.replay(HYBRID[name], [file], save_to=own)
+    assert_same_routes(run, hybrid_on_one_rank)
+    assert_same_replay(run, file, expected)
+    assert_same_replay(hybrid.replay(ONE_RANK["native"], [own]), own, expected)
