@@ -55,6 +55,10 @@ THINKING = (
 )
 """As Qwen3's: thinking of turns before the last question is left out; the last turn always has some, if only empty."""
 
+_SHUT = "is false %}<think>\n\n</think>\n\n"
+OPENED = THINKING.replace(_SHUT, _SHUT + "{% else %}<think>\n")
+"""As Qwen3.5's, whose prompt begins the thinking."""
+
 TEMPLATES = {"chatml": CHATML, "marked": MARKED, "llama": LLAMA, "mistral": MISTRAL, "phi": PHI, "thinking": THINKING}
 
 _SPECIAL = ["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<s>", "</s>", "<|end|>"]

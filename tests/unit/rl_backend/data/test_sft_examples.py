@@ -15,7 +15,7 @@ from rl_backend.data.chat import encode_messages
 from rl_backend.data.config import DataConfig
 from rl_backend.data.prompts import endless_batches, epoch_batches, load_prompts
 from rl_backend.data.sft import TrainedTokens, conversation_tokens, load_sft_examples
-from tests.support.chat_templates import CHATML, MARKED, TEMPLATES, THINKING, chat_tokenizer
+from tests.support.chat_templates import CHATML, MARKED, OPENED, TEMPLATES, THINKING, chat_tokenizer
 
 CONVERSATION = [
     {"role": "user", "content": "What is 2+2?"},
@@ -66,6 +66,20 @@ def test_turns_share_a_sequence_unless_the_template_rewrites_them() -> None:
     second = conversation_tokens(CONVERSATION, chat_tokenizer(THINKING))[1]
     text = chat_tokenizer(THINKING).decode(second.token_ids)
     assert "add\n" not in text and "add again" in text
+
+
+def test_what_a_prompt_opens_is_not_trained_and_what_it_shuts_is_not_there() -> None:
+    tokenizer = chat_tokenizer(OPENED)
+    found = conversation_tokens(CONVERSATION, tokenizer)
+    expected = [CONVERSATION[turn]["content"].removeprefix("<think>\n") + "<|im_end|>" for turn in (1, 3)]
+    assert trained_texts(found, tokenizer) == expected
+    for turn, each in zip((1, 3), found, strict=True):
+        prompt = encode_messages(CONVERSATION[:turn], tokenizer)
+        assert each.token_ids[: len(prompt)] == prompt and each.prompt_tokens == len(prompt)
+        assert tokenizer.decode(prompt).endswith("<|im_start|>assistant\n<think>\n")
+    answers = [{**message, "content": message["content"].split("\n\n")[-1]} for message in CONVERSATION]
+    shut = conversation_tokens(answers, tokenizer, chat_template_kwargs={"enable_thinking": False})
+    assert trained_texts(shut, tokenizer) == ["It is 4.<|im_end|>", "It is 6.<|im_end|>"]
 
 
 def test_masks_equal_those_of_a_template_that_marks_what_the_model_writes() -> None:
