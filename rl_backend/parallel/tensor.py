@@ -111,6 +111,11 @@ class TensorParallel:
             _distribute(module, name, self.mesh, [Replicate()])
         compute_on_local(module, views or {}, partial=partial)
 
+    def replicate_for_own_tokens(self, linear: nn.Linear) -> None:
+        """As :meth:`replicate`, of a layer that each rank applies to its part of the tokens alone."""
+        self.replicate(linear)
+        setattr(linear, "token_share", (self.rank, self.size))  # noqa: B010 - as in _keep_part
+
     def gather_input(self, module: nn.Module, *, sum_gradients: bool = True) -> None:
         """Gives ``module`` all tokens in its first argument: (N / tp, ...) -> (N, ...).
 

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -112,6 +112,17 @@ def adapters_at_work(runs: Sequence[AdapterRun]) -> Generator[None]:
         yield
     finally:
         _active.runs = before
+
+
+def runs_of_share(runs: Sequence[AdapterRun], num_rows: int, rank: int, ranks: int) -> list[AdapterRun]:
+    """The runs on the rows of one of ``ranks`` that have ``num_rows`` each, counted from its first; draws are its own."""
+    first, found = rank * num_rows, []
+    for run in runs:
+        start, stop = max(run.start - first, 0), min(run.stop - first, num_rows)
+        if start < stop:
+            draw = None if run.draw is None else run.draw * ranks + rank
+            found.append(replace(run, start=start, stop=stop, draw=draw))
+    return found
 
 
 def split_by_adapter(runs: Sequence[AdapterRun], num_rows: int) -> Iterator[tuple[slice, AdapterRun | None]]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -110,7 +111,7 @@ class MoE(FeedForward):
         intermediate_size: of one expert.
         shared_intermediate_size: of the experts that see every token, taken together (DeepSeekMoE, arXiv 2401.06066,
             section 3.2); 0 for none.
-        shared_gate: multiply their output by ``sigmoid(x @ shared_expert_gate)``, as Qwen2-MoE and Qwen3.5 do.
+        shared_gate: multiply their output by ``sigmoid(x @ shared_expert_gate)``, as Qwen2-MoE does.
         coefficients: of the router's losses.
 
     Attributes:
@@ -141,7 +142,10 @@ class MoE(FeedForward):
         routed: Tensor = self.experts(x, self.route(x, router))
         if self.shared_expert is None:
             return routed
-        return routed + self.shared_expert(x, gate=self.shared_expert_gate)
+        shared: Tensor = self.shared_expert(x)
+        if self.shared_expert_gate is not None:
+            shared = torch.sigmoid(self.shared_expert_gate(x)) * shared
+        return routed + shared
 
     def route(self, x: Tensor, router: RouterInput = RouterInput()) -> Routing:  # noqa: B008 - immutable
         """Chooses experts for (T, hidden_size), or takes those of ``router``, and weights them."""
@@ -151,7 +155,7 @@ class MoE(FeedForward):
         )
 
     def split(self, groups: ParallelGroups) -> Sequence[nn.Module]:
-        """Experts over ep and etp; the router on every rank for its own tokens; shared experts over tp, with all tokens."""
+        """Experts over ep and etp; the router, and what gates shared experts, on every rank for its own tokens."""
         if groups.token_group.size() > 1:
             self.sum_over_ranks = sum_over(groups.token_group)
         if groups.expert_group.size() > 1:
@@ -167,6 +171,6 @@ class MoE(FeedForward):
             if self.shared_expert is not None:
                 self.shared_expert.split(groups)
             if self.shared_expert_gate is not None:
-                tensor.replicate(self.shared_expert_gate)
+                tensor.replicate_for_own_tokens(self.shared_expert_gate)
         # With ep=etp=tp=1 experts have their copies where the rest of the layer has, and are sharded with it.
         return () if groups.expert_group.size() == groups.tp_group.size() == 1 else (self.experts,)

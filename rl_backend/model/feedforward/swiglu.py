@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from rl_backend.contracts import ModelOptions, ParallelConfig, WeightName
@@ -48,20 +47,8 @@ class SwiGLU(FeedForward):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
-    def forward(
-        self,
-        x: Tensor,
-        router: RouterInput = RouterInput(),  # noqa: B008 - immutable
-        gate: nn.Module | None = None,
-    ) -> Tensor:
-        """Args:
-        gate: (rows, hidden_size) -> (rows, 1), the logit by whose sigmoid the output of a row is multiplied.
-        """
-        hidden = self.activate(self.gate_proj(x)) * self.up_proj(x)
-        if gate is not None:
-            # Here and not on the output: tensor-parallel ranks have all rows, of which each has a part of the features.
-            hidden = hidden * torch.sigmoid(gate(x))
-        return self.down_proj(hidden)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, router: RouterInput = RouterInput()) -> Tensor:  # noqa: B008 - immutable
+        return self.down_proj(self.activate(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
     def split(self, groups: ParallelGroups) -> Sequence[nn.Module]:
         """Tensor parallelism splits the intermediate features."""

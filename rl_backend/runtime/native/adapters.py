@@ -17,6 +17,7 @@ from rl_backend.parallel.shards import chunk
 from rl_backend.parallel.tensor import LinearPart
 from rl_backend.primitive.adapted_ends import adapted_embedding
 from rl_backend.primitive.adapted_linear import adapted_linear
+from rl_backend.primitive.adapter_runs import adapters_at_work, runs_at_work, runs_of_share
 from rl_backend.primitive.experts import SwiGLUExperts
 from rl_backend.runtime.adaptable import Adaptable, SumGroups
 
@@ -136,4 +137,6 @@ def _modules(packed: PackedWeight) -> Iterator[str]:
 def _forward(layer: nn.Linear | nn.Embedding, name: str, x: Tensor) -> Tensor:
     if isinstance(layer, nn.Embedding):
         return adapted_embedding(x, layer.weight, name)
-    return adapted_linear(x, layer.weight, layer.bias, {name: None})
+    share = getattr(layer, "token_share", None)
+    with adapters_at_work(runs_at_work() if share is None else runs_of_share(runs_at_work(), x.shape[0], *share)):
+        return adapted_linear(x, layer.weight, layer.bias, {name: None})
