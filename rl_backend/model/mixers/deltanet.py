@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_backend.contracts import ConfigError, ModelOptions, NativeConfig, ParallelConfig, WeightName
-from rl_backend.model.blocks import Mixer, MixerSpec, Rotation, linear_names, require_divided
+from rl_backend.model.blocks import CacheBytes, Mixer, MixerSpec, Rotation, linear_names, require_divided
 from rl_backend.parallel.fused import FusedProjections
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.recurrence import RecurrenceOverRanks
@@ -82,6 +82,11 @@ class DeltaNetSpec(MixerSpec):
         names |= {name: f"{block}.{name}" for name in ("conv1d.weight", "dt_bias")}
         names |= {"decay.A_log": f"{block}.A_log", "norm.weight": f"{block}.norm.weight"}
         return names | linear_names(("out_proj",), block, bias=False)
+
+    def cache_bytes(self, num_tokens: int, itemsize: int) -> CacheBytes:
+        """States are float32; of the tokens before the next one there is what the convolution sees."""
+        states = self.num_value_heads * self.key_dim * self.value_dim * torch.float32.itemsize
+        return CacheBytes(state=states + (self.conv_width - 1) * sum(self.features) * itemsize)
 
     def check_layout(self, parallel: ParallelConfig) -> None:
         require_divided("tp", parallel.tp, "linear_num_key_heads", self.num_key_heads)
