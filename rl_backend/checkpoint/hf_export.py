@@ -19,7 +19,7 @@ from rl_backend.checkpoint.manifest import read_manifest
 from rl_backend.checkpoint.state_files import TensorsReader, require_written
 from rl_backend.checkpoint.stored_metadata import METADATA_FILE
 from rl_backend.checkpoint.training_state import raise_interrupt
-from rl_backend.contracts import CheckpointError, TensorInfo, text_config
+from rl_backend.contracts import CheckpointError, TensorInfo, dtype_from_name, export_dtype, text_config
 
 PREFIX = "model."
 """Names of weights in a checkpoint begin with it."""
@@ -74,8 +74,16 @@ class TrainingWeights:
             require_written(self.path, name, facts)
             progress(facts.num_bytes)
 
+    def infos(self, dtype: torch.dtype) -> list[TensorInfo]:
+        """Of all weights in ``dtype``, but for those that are computed with in float32, whatever the dtype of the rest."""
+        in_float32 = set(self.manifest.in_float32)
+        return [
+            TensorInfo.of(name, shape, export_dtype(dtype, in_float32=name in in_float32))
+            for name, shape in self.shapes.items()
+        ]
+
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor in ``dtype`` on the CPU), in the order of ``shapes``.
+        """(Hugging Face name, whole tensor on the CPU in the dtype of :meth:`infos`), in the order of ``shapes``.
 
         All are views of one buffer of the size of the largest, each valid until the next is taken. One stored piece
         of a tensor, as one rank wrote it in float32, is in memory at the same time.
@@ -83,9 +91,10 @@ class TrainingWeights:
         Raises:
             CheckpointError: a file cannot be read.
         """
-        buffer = torch.empty(max(map(math.prod, self.shapes.values())), dtype=dtype)
-        for name, shape in self.shapes.items():
-            tensor = buffer[: math.prod(shape)].view(shape)
+        infos = self.infos(dtype)
+        buffer = torch.empty(max(info.nbytes for info in infos), dtype=torch.uint8)
+        for name, shape, tensor_dtype in ((info.name, info.shape, dtype_from_name(info.dtype)) for info in infos):
+            tensor = buffer[: math.prod(shape) * tensor_dtype.itemsize].view(tensor_dtype).view(shape)
             try:
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
@@ -146,7 +155,7 @@ def export_checkpoint(
     Args:
         out: must not exist; its parent must.
         source: from :func:`source_of`.
-        dtype: of every trained weight. Checkpoints have float32 masters.
+        dtype: of trained weights, as in :meth:`TrainingWeights.infos`. Checkpoints have float32 masters.
         max_shard_bytes: largest size of one file; a larger tensor gets its own file.
         progress: told the bytes of each tensor that is read.
 
@@ -160,9 +169,10 @@ def export_checkpoint(
             progress(tensor.nbytes)
 
     config = critic_config(read_hf_config(source)) if weights.manifest.head == "values" else None
-    infos = [TensorInfo.of(name, shape, dtype) for name, shape in weights.shapes.items()]
     kept = weights.manifest.kept
-    write_hf_directory(out, infos, tensors(), source, config=config, kept=kept, max_shard_bytes=max_shard_bytes)
+    write_hf_directory(
+        out, weights.infos(dtype), tensors(), source, config=config, kept=kept, max_shard_bytes=max_shard_bytes
+    )
 
 
 def _require_same_model(weights: TrainingWeights, config: Mapping[str, Any], source: Path) -> None:

@@ -98,6 +98,7 @@ class TrainingManifest(SealedConfig):
         private: those of ``parameters`` that the runtime saved under private names, which no other runtime reads.
         kept: Hugging Face name -> shape of weights that are not trained: an exported model takes them from the directory
             that the run began from.
+        in_float32: Hugging Face names of weights that are computed with in float32, whatever the dtype of the rest.
         head: ``log_probs`` or ``values``.
         weight_version: of the saved weights.
         schedule_steps: scheduler steps taken.
@@ -115,6 +116,7 @@ class TrainingManifest(SealedConfig):
     parameters: dict[str, tuple[int, ...]]
     private: tuple[str, ...] = ()
     kept: dict[str, tuple[int, ...]] = Field(default_factory=dict)
+    in_float32: tuple[str, ...] = ()
     head: Head = "log_probs"
     weight_version: int = Field(ge=0)
     schedule_steps: int = Field(ge=0)

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import sys
 import time
 from functools import partial
@@ -57,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(f"--out {out}: is inside of the checkpoint; choose a directory elsewhere")
     source = source_of(weights, arguments.source)
     dtype = arguments.dtype or _run_dtype(weights)
-    sizes = [math.prod(shape) * DTYPES[dtype].itemsize for shape in weights.shapes.values()]
+    sizes = [info.nbytes for info in weights.infos(DTYPES[dtype])]
     manifest = weights.manifest
     if not arguments.json:
         print(

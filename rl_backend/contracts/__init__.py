@@ -64,6 +64,7 @@ from rl_backend.contracts.weights import WeightManifest as WeightManifest
 from rl_backend.contracts.weights import WeightName as WeightName
 from rl_backend.contracts.weights import WeightShard as WeightShard
 from rl_backend.contracts.weights import dtype_from_name as dtype_from_name
+from rl_backend.contracts.weights import export_dtype as export_dtype
 from rl_backend.contracts.weights import name_of_dtype as name_of_dtype
 from rl_backend.contracts.weights import stored_names as stored_names
 from rl_backend.contracts.weights import stored_tensors as stored_tensors

@@ -90,6 +90,15 @@ def dtype_from_name(name: str) -> torch.dtype:
     return dtype
 
 
+def export_dtype(dtype: torch.dtype, *, in_float32: bool) -> torch.dtype:
+    """What a weight of a model that is exported in ``dtype`` is exported in.
+
+    Args:
+        in_float32: whether it is computed with in float32, whatever the dtype of the rest.
+    """
+    return torch.promote_types(dtype, torch.float32) if in_float32 else dtype
+
+
 class TensorInfo(BaseConfig):
     """One tensor under its Hugging Face name.
 

@@ -12,6 +12,12 @@ class KeptInFloat32(nn.Module):
     """
 
 
+def parameters_in_float32(module: nn.Module) -> frozenset[str]:
+    """Names of the parameters of :class:`KeptInFloat32` in ``module``."""
+    parts = [(path, part) for path, part in module.named_modules() if isinstance(part, KeptInFloat32)]
+    return frozenset(f"{path}.{name}".removeprefix(".") for path, part in parts for name, _ in part.named_parameters())
+
+
 def round_parameters(module: nn.Module, dtype: torch.dtype) -> None:
     """Rounds parameters to ``dtype`` in place, all but those of :class:`KeptInFloat32`."""
     module.to(dtype)

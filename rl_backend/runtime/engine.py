@@ -151,6 +151,11 @@ class GuardedHandle[O: ScheduledOptimizer](contracts.ModelHandle):
         """Every weight of the whole model in the dtype that it is kept in, in the order of export."""
 
     @property
+    def in_float32(self) -> frozenset[str]:
+        """Hugging Face names of weights that are computed with in float32, whatever the dtype of the rest."""
+        return self.base.in_float32 if isinstance(self.base, GuardedHandle) else frozenset()
+
+    @property
     def saved_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of what a checkpoint holds, by which it knows the model."""
         return {info.name: info.shape for info in self.weights}

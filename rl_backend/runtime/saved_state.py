@@ -33,6 +33,7 @@ def training_manifest(handle: GuardedHandle, **progress: Any) -> TrainingManifes
         model_type=_model_type(handle),
         parameters=handle.saved_shapes,
         kept=dict(handle.kept),
+        in_float32=tuple(sorted(handle.in_float32)),
         head=handle.head,
         weight_version=handle.weight_version,
         world_size=dist.get_world_size(),

@@ -10,7 +10,7 @@ from torch import Tensor
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.peft_files import fitted_to, read_peft_directory
 from rl_backend.checkpoint.training_state import StateTensors
-from rl_backend.contracts import HandleError, ModelHandle, TensorInfo, UnsupportedError, WeightCheckError
+from rl_backend.contracts import HandleError, ModelHandle, TensorInfo, UnsupportedError, WeightCheckError, export_dtype
 from rl_backend.lora.factors import WholeTensors, load_tensors, merged_weights, whole_tensors
 from rl_backend.runtime.backend_info import BackendFacts
 from rl_backend.runtime.checkpoint_writer import CheckpointWriter
@@ -27,8 +27,11 @@ class TensorAtoms[H: GuardedHandle](BackendFacts[H]):
 
     def weight_infos(self, handle: H, *, dtype: torch.dtype | None = None) -> tuple[TensorInfo, ...]:
         self._require(handle, "weight_infos")
-        infos = handle.weights
-        return infos if dtype is None else tuple(TensorInfo.of(each.name, each.shape, dtype) for each in infos)
+        infos, in_float32 = handle.weights, handle.in_float32
+        if dtype is None:
+            return infos
+        dtypes = {each.name: export_dtype(dtype, in_float32=each.name in in_float32) for each in infos}
+        return tuple(TensorInfo.of(each.name, each.shape, dtypes[each.name]) for each in infos)
 
     def export_weights(
         self,

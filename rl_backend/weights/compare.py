@@ -80,7 +80,7 @@ def find_mismatches(
     in_halves = {name for group in halves for name in group}
     pairs = [(tensor, known[tensor.name]) for tensor in offered if tensor.name in known]
     found = {
-        "missing": [name for name in expected.required if name not in names | in_halves and name not in kept],
+        "missing": [name for name in expected.required if name not in names and name not in in_halves and name not in kept],
         "unknown to the engine": [tensor.name for tensor in offered if tensor.name not in known],
         "wrong shape": [
             f"{tensor.name} is {tensor.shape}, the engine has {own.shape}"

@@ -1,6 +1,7 @@
 """Building a model for one rank: on meta, sharded, then each rank reads its own part."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from rl_backend.contracts import (
 from rl_backend.model import BuildSettings, ModelFamily, ModelStage
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.primitive.deferred import put_off_in_linear_layers
-from rl_backend.primitive.float32 import round_parameters
+from rl_backend.primitive.float32 import parameters_in_float32, round_parameters
 from rl_backend.runtime.interface import Runtime
 from rl_backend.runtime.native import layout
 from rl_backend.runtime.native.adapters import adaptable_modules, attach_adapters
@@ -62,7 +63,8 @@ def build_handle(
     model = nn.ModuleList(modules) if stages else modules[0]
     model.train(not forward_only)
     parameters = _parameters(modules, family, whole_names, groups)
-    layouts = layout.model_layouts(parameters, groups)
+    in_float32 = frozenset(chain.from_iterable(map(parameters_in_float32, modules)))
+    layouts = layout.model_layouts(parameters, groups, in_float32)
     if absent := sorted(whole_names.keys() - layouts.keys()):
         raise UnsupportedError(
             f"weight_names of model family {family.name!r} names {absent[:4]}, which are not in the model", parameters=absent

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.contracts import HandleError, WeightName, WeightShard, stored_names, stored_tensors
+from rl_backend.contracts import HandleError, WeightName, WeightShard, export_dtype, stored_names, stored_tensors
 from rl_backend.parallel.collectives import all_gather_into
 from rl_backend.parallel.shards import Region, ShardLayout, local_region, local_tensor
 from rl_backend.runtime.export_stream import WeightStream, plan_buckets, require_known_names, start_stream
@@ -145,7 +145,7 @@ def sharded_weights(
     Args:
         tensors: name in the module -> parameter or gradient, of those that this rank has.
         layouts: of all of ``names``.
-        dtype: None takes the parameters'.
+        dtype: None takes the parameters'. Those that are computed with in float32 are exported in no less.
     """
     weights = []
     for key, name in names.items():
@@ -155,9 +155,10 @@ def sharded_weights(
         layout, num_packed = layouts[key], len(wanted[0][0])
         shape, parts, tensor = layout.shards.shape[num_packed:], _parts(layout.shards, num_packed), tensors.get(key)
         first = () if tensor is None else local_region(tensor)
+        exported = layout.dtype if dtype is None else export_dtype(dtype, in_float32=layout.in_float32)
         for index, stored in wanted:
             place = tuple(number - part.start for number, part in zip(index, first, strict=False))
-            weights.append(ShardedWeight(stored, shape, dtype or layout.dtype, parts[index], tensor, place))
+            weights.append(ShardedWeight(stored, shape, exported, parts[index], tensor, place))
     return weights
 
 

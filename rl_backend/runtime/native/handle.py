@@ -108,6 +108,11 @@ class NativeHandle(GuardedHandle[NativeOptimizer]):
         )
 
     @property
+    def in_float32(self) -> frozenset[str]:
+        names = {key: self.weight_names[key] for key, layout in self.layouts.items() if layout.in_float32}
+        return frozenset(contracts.stored_names(names))
+
+    @property
     def options(self) -> contracts.NativeConfig:
         return self.config.options(contracts.NativeConfig)
 

@@ -1,6 +1,6 @@
 """Layout of a model: its description, the stages of this rank, whether it fits, and where its parameters lie."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -176,23 +176,31 @@ def _require_one(family: ModelFamily, parallel: ParallelConfig, names: Iterable[
 
 
 class TensorLayout(NamedTuple):
-    """The layout of a parameter, which every rank knows, even of one of another pipeline stage."""
+    """The layout of a parameter, which every rank knows, even of one of another pipeline stage.
+
+    Attributes:
+        in_float32: it is computed with in float32, whatever the dtype of the rest.
+    """
 
     shards: ShardLayout
     dtype: torch.dtype
+    in_float32: bool = False
 
 
-def model_layouts(parameters: Mapping[str, Tensor], groups: ParallelGroups) -> dict[str, TensorLayout]:
+def model_layouts(
+    parameters: Mapping[str, Tensor], groups: ParallelGroups, in_float32: Collection[str] = ()
+) -> dict[str, TensorLayout]:
     """The layout of every parameter of the model. With a pipeline a collective over its stages.
 
     Args:
         parameters: name in the module -> parameter of this rank.
+        in_float32: names of those that are computed with in float32, whatever the dtype of the rest.
 
     Raises:
         UnsupportedError: a parameter that is not laid out over all ranks of its stage, on these.
     """
     ranks = groups.mesh.mesh.flatten().tolist()
-    layouts = {name: TensorLayout(layout_of(value), value.dtype) for name, value in parameters.items()}
+    layouts = {name: TensorLayout(layout_of(value), value.dtype, name in in_float32) for name, value in parameters.items()}
     for name, layout in layouts.items():
         if sorted(layout.shards.ranks) != sorted(ranks):
             raise UnsupportedError(

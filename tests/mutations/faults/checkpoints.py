@@ -129,8 +129,8 @@ FAULTS = [
     Fault(
         "config-keeps-its-dtype",
         f"{_CHECKPOINT}/hf_writer.py",
-        "    return {**config, **dict.fromkeys(fields, elements.most_common(1)[0][0])}\n",
-        "    return {**dict.fromkeys(fields, elements.most_common(1)[0][0]), **config}\n",
+        "return {**part, **{field: usual for field in _DTYPE_FIELDS if field in part}}",
+        "return {**{field: usual for field in _DTYPE_FIELDS if field in part}, **part}",
         (f"{_WRITER}::test_config_says_the_dtype_that_was_written",),
         "transformers would load another dtype than was written",
     ),
