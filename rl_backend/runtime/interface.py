@@ -170,8 +170,8 @@ class Runtime[H: contracts.ModelHandle](TenantAtoms[H], ABC):
         others raise :class:`~rl_backend.contracts.ExportInterruptedError`.
 
         Args:
-            dtype: None keeps what the runtime exports from: float32 masters in ``native``, ``param_dtype`` in ``bridge``. What
-                ``native`` computes with in float32 whatever the dtype of the rest is exported in float32 at least.
+            dtype: None keeps what the runtime exports from: float32 masters in ``native``, ``param_dtype`` in ``bridge``.
+                What ``native`` computes with in float32, whatever the dtype of the rest, is exported in no less.
             byte_budget: largest number of bytes gathered at one time; must hold the largest tensor.
             names: only these; unknown names raise :class:`~rl_backend.contracts.ConfigError` before anything is gathered.
         """
