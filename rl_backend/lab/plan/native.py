@@ -10,7 +10,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.contracts import NativeConfig, RuntimeConfig, TensorInfo, WeightName, stored_tensors, text_config
+from rl_backend.contracts import (
+    NativeConfig,
+    RuntimeConfig,
+    TensorInfo,
+    WeightName,
+    export_dtype,
+    stored_tensors,
+    text_config,
+)
 from rl_backend.contracts.lora import ENGINE_RANKS, LoRAConfig, engine_slots
 from rl_backend.lab.plan.activations import StageMemory, measure_stage, most_in_flight
 from rl_backend.lab.plan.memory import RankMemory, Workload
@@ -21,6 +29,7 @@ from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.imagined import META, imagined_rank
 from rl_backend.parallel.shards import local_tensor
 from rl_backend.pipeline import Action, Kind, make_schedule
+from rl_backend.primitive.float32 import parameters_in_float32
 from rl_backend.primitive.tiles import logits_chunk_bytes
 from rl_backend.runtime.export_stream import plan_buckets
 from rl_backend.runtime.native.adapters import held_modules
@@ -39,12 +48,14 @@ class ParameterSize(NamedTuple):
         computed: what this rank computes with, of a parameter that tensor or expert parallelism splits: its part.
         whole: shape on all ranks together.
         trained: whether it has a gradient.
+        in_float32: it is computed with in float32, whatever the dtype of the rest.
     """
 
     held: int
     computed: int
     whole: tuple[int, ...]
     trained: bool
+    in_float32: bool
 
 
 @dataclass(frozen=True)
@@ -67,8 +78,11 @@ class ShardedStage:
         plain: the same without FSDP.
         """
         computed = {name: local_tensor(value).numel() for name, value in plain.named_parameters()}
+        in_float32 = parameters_in_float32(plain)
         parameters = {
-            name: ParameterSize(local_tensor(value).numel(), computed[name], tuple(value.shape), value.requires_grad)
+            name: ParameterSize(
+                local_tensor(value).numel(), computed[name], tuple(value.shape), value.requires_grad, name in in_float32
+            )
             for name, value in sharded.named_parameters()
         }
         modules = [name for name, module in sharded.named_modules() if isinstance(module, FSDPModule)]
@@ -255,7 +269,9 @@ def weights_to_sync(model: ModelDescription, ranks: Sequence[RankStages], worklo
     dtype = getattr(torch, workload.sync_dtype)
     parameters = {name: size for rank in ranks for stage in rank.sharded.values() for name, size in stage.parameters.items()}
     return [
-        TensorInfo.of(stored, parameters[key].whole[len(index) :], dtype)
+        TensorInfo.of(
+            stored, parameters[key].whole[len(index) :], export_dtype(dtype, in_float32=parameters[key].in_float32)
+        )
         for key, name in model.weight_names.items()
         for index, stored in stored_tensors(name)
     ]
