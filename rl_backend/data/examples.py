@@ -76,7 +76,8 @@ class _Reader:
     def example(self, default_source: str, require_answer: bool) -> PromptExample:
         row = self.row
         for name in _MEDIA_COLUMNS:
-            if row.pop(name, None):
+            value = row.pop(name, None)
+            if value is not None and not (isinstance(value, str | list) and not value):
                 raise UnsupportedError(f"{self.where}, field {name!r}: {TEXT_ALONE}: remove the column", name=name)
         prompt, answer = self.prompt()
         ground_truth = self.ground_truth(answer, require_answer)
