@@ -42,7 +42,8 @@ class RecurrenceOverRanks:
         rows = _history_rows(segments.query_lens, segments.key_lens, width, self.size, self.rank, x.device)
         last = all_gather(x.index_select(0, rows.sent), self.group, sum_gradients=True)
         known = torch.cat((last, last.new_zeros(1, last.shape[1])))
-        return known.index_select(0, rows.before).unflatten(0, (-1, width))
+        before: Tensor = known.index_select(0, rows.before).unflatten(0, (-1, width))
+        return before
 
     def states(self, transitions: Tensor, segments: Segments) -> Tensor:
         """The states that this rank's segments begin with.

@@ -131,7 +131,7 @@ class ChunkedDeltaRule:
             state = initial.index_select(0, self.chunks.order).flatten(0, 1)
         states, news, _ = self._scan(self.written, state, to_the_end=False)
         out = torch.baddbmm(self.attention @ torch.cat(news), self.from_state, torch.cat(states))
-        tokens = out.unflatten(0, (-1, self.heads)).transpose(1, 2).flatten(0, 1)
+        tokens: Tensor = out.unflatten(0, (-1, self.heads)).transpose(1, 2).flatten(0, 1)
         return tokens.index_select(0, self.chunks.places)
 
     def transitions(self) -> Tensor:
@@ -142,7 +142,8 @@ class ChunkedDeltaRule:
         state = torch.cat((identity, nothing), dim=-1).expand(count, -1, -1)
         unwritten = self.written.new_zeros(*self.written.shape[:-1], self.key_dim)
         *_, last = self._scan(torch.cat((unwritten, self.written), dim=-1), state, to_the_end=True)
-        return last.unflatten(0, (-1, self.heads)).index_select(0, self.chunks.ranks)
+        states: Tensor = last.unflatten(0, (-1, self.heads))
+        return states.index_select(0, self.chunks.ranks)
 
     def _scan(self, written: Tensor, state: Tensor, *, to_the_end: bool) -> tuple[list[Tensor], list[Tensor], Tensor]:
         """Carries (sequences * heads, key_dim, features) through all steps.
@@ -174,7 +175,8 @@ class ChunkedDeltaRule:
         """(T, heads, features) -> (chunks, heads, CHUNK, features), 0 in places without a token, which change no state."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         places = wide.new_zeros(self.chunks.num_chunks * CHUNK, heads, x.shape[-1])
-        return places.index_copy_(0, self.chunks.places, wide).unflatten(0, (-1, CHUNK)).transpose(1, 2).contiguous()
+        chunks: Tensor = places.index_copy_(0, self.chunks.places, wide).unflatten(0, (-1, CHUNK))
+        return chunks.transpose(1, 2).contiguous()
 
     @staticmethod
     def _flat(x: Tensor) -> Tensor:
