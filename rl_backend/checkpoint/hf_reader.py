@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rl_backend.checkpoint.confined import name_problem, require_inside_model
+from rl_backend.checkpoint.packed_experts import ExpertPart, expert_parts
 from rl_backend.contracts import CheckpointError, UnsupportedError
 from rl_backend.contracts.errors import listed
 
@@ -65,7 +66,8 @@ class HFReader:
 
     Attributes:
         config: ``config.json``.
-        infos: Hugging Face name -> shape and dtype.
+        infos: Hugging Face name -> shape and dtype; of packed experts those of single ones
+            (:mod:`rl_backend.checkpoint.packed_experts`).
 
     Raises:
         CheckpointError: a missing directory, ``config.json`` or weight file, a truncated or corrupt one, or an index that
@@ -77,6 +79,7 @@ class HFReader:
         self.config = read_hf_config(path)
         self.infos: dict[str, StoredTensor] = {}
         self._files: dict[str, Path] = {}
+        self._parts: dict[str, ExpertPart] = {}
         index = self.path / WEIGHTS_INDEX
         weight_map = _read_weight_map(index) if index.is_file() else None
         for file in _weight_files(self.path, weight_map):
@@ -89,6 +92,7 @@ class HFReader:
                 f"({len(absent)} such tensors); the download is mixed or incomplete, fetch it again",
                 tensors=absent,
             )
+        self._unpack_experts()
 
     def read(self, name: str, region: tuple[slice, ...] = ()) -> Tensor:
         """One tensor, or the part of it in ``region``, a slice for each of its first dimensions.
@@ -100,10 +104,25 @@ class HFReader:
         """
         if name not in self._files:
             raise CheckpointError(f"{self.path} has no tensor {name!r}", tensor=name)
+        if name in self._parts:
+            part = self._parts[name]
+            with _open(self._files[name]) as file:
+                return file.get_slice(part.packed)[part.place(region)][0]  # type: ignore[no-any-return]
         with _open(self._files[name]) as file:
             if not self.infos[name].shape:
                 return file.get_tensor(name)  # type: ignore[no-any-return]
             return file.get_slice(name)[region or (slice(None),)]  # type: ignore[no-any-return]
+
+    def _unpack_experts(self) -> None:
+        for packed, stored in list(self.infos.items()):
+            parts = list(expert_parts(self.config.get("model_type"), packed, stored.shape))
+            if not parts:
+                continue
+            del self.infos[packed]
+            file = self._files.pop(packed)
+            for part in parts:
+                self.infos[part.name] = StoredTensor(part.shape, stored.dtype)
+                self._files[part.name], self._parts[part.name] = file, part
 
     def _read_header(self, file: Path, weight_map: Mapping[str, str] | None) -> None:
         with _open(file) as opened:

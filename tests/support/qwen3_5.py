@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -55,7 +55,14 @@ UNKNOWN_TO_TRANSFORMERS: Mapping[str, Any] = {
 
 
 def write_qwen3_5(
-    path: Path, *, moe: bool = False, layers: int = 4, seed: int = 0, released: bool = False, **fields: Any
+    path: Path,
+    *,
+    moe: bool = False,
+    layers: int = 4,
+    seed: int = 0,
+    released: bool = False,
+    packed: bool = False,
+    **fields: Any,
 ) -> Path:
     """A random float32 model; every fourth layer has attention, the others gated DeltaNet.
 
@@ -64,6 +71,7 @@ def write_qwen3_5(
     Args:
         released: as Qwen publishes it: the text model nested in one with a vision tower, beside the weights of a layer for
             multi-token prediction, and fields of ``config.json`` that transformers does not know.
+        packed: with one tensor for the experts of a layer, as Qwen publishes mixtures in bfloat16.
         fields: of the configuration of the text model; None leaves out one that is set here.
     """
     kind = "qwen3_5_moe" if moe else "qwen3_5"
@@ -72,7 +80,8 @@ def write_qwen3_5(
         del sizes["intermediate_size"]
     text = {name: value for name, value in sizes.items() if value is not None or fields.get(name, "") is not None}
     if not released:
-        return _write(AutoModelForCausalLM, AutoConfig.for_model(f"{kind}_text", **text), path, seed)
+        _write(AutoModelForCausalLM, AutoConfig.for_model(f"{kind}_text", **text), path, seed)
+        return _pack_experts(path) if packed else path
     rotary = text["rope_parameters"]
     sections = {"mrope_interleaved": True, "mrope_section": _sections(text["head_dim"], rotary["partial_rotary_factor"])}
     config = AutoConfig.for_model(
@@ -88,7 +97,7 @@ def write_qwen3_5(
     _write(AutoModelForImageTextToText, config, path, seed)
     _add_unknown_fields(path)
     _add_prediction_layer(path, seed)
-    return path
+    return _pack_experts(path) if packed else path
 
 
 def write_qwen3_next(path: Path, *, layers: int = 4, seed: int = 0, **fields: Any) -> Path:
@@ -120,6 +129,25 @@ def _randomise(model: nn.Module) -> None:
             parameter.normal_(std=0.4)
         else:
             parameter.mul_(4.0)
+
+
+def _pack_experts(path: Path) -> Path:
+    """Puts all weights into one file, in which the experts of a layer are two tensors."""
+    files = list(path.glob("*.safetensors"))
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    for file in [*files, path / "model.safetensors.index.json"]:
+        file.unlink(missing_ok=True)
+    gates = [name for name in tensors if name.startswith("model.") and name.endswith(".experts.0.gate_proj.weight")]
+    for block in [name.removesuffix(".0.gate_proj.weight") for name in gates]:
+        count = sum(name.startswith(f"{block}.") and name.endswith(".gate_proj.weight") for name in tensors)
+        experts = [
+            [tensors.pop(f"{block}.{expert}.{name}_proj.weight") for name in ("gate", "up", "down")]
+            for expert in range(count)
+        ]
+        tensors[f"{block}.gate_up_proj"] = torch.stack([torch.cat((gate, up)) for gate, up, _ in experts])
+        tensors[f"{block}.down_proj"] = torch.stack([down for *_, down in experts])
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
 
 
 def _sections(head_dim: int, part: float) -> list[int]:

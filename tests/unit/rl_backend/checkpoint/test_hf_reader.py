@@ -262,3 +262,30 @@ def test_a_config_that_is_nested_beyond_reading_is_refused_by_name(tmp_path: Pat
     (tmp_path / "config.json").write_text('{"a": ' * 200_000 + "1" + "}" * 200_000)
     with pytest.raises(CheckpointError, match=r"config\.json cannot be read as JSON"):
         read_hf_config(tmp_path)
+
+
+@pytest.mark.shows("checkpoint: experts that Qwen publishes in one tensor are read as those of single experts")
+def test_packed_experts_are_read_one_by_one(tmp_path: Path) -> None:
+    for moe_type, block in (
+        ("qwen3_5_moe", "model.language_model.layers.0.mlp.experts"),
+        ("other", "model.layers.0.mlp.experts"),
+    ):
+        path = tmp_path / moe_type
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps({"model_type": moe_type}))
+        gate_up, down = torch.randn(3, 8, 5), torch.randn(3, 5, 4)
+        kept = {"mtp.layers.0.mlp.experts.gate_up_proj": torch.randn(3, 8, 5)}
+        save_file({f"{block}.gate_up_proj": gate_up, f"{block}.down_proj": down, **kept}, path / "model.safetensors")
+        reader = HFReader(path)
+        if moe_type == "other":
+            assert set(reader.infos) == {f"{block}.gate_up_proj", f"{block}.down_proj", *kept}
+            continue
+        names = {f"{block}.{expert}.{name}_proj.weight" for expert in range(3) for name in ("gate", "up", "down")}
+        assert set(reader.infos) == names | set(kept)
+        assert reader.infos[f"{block}.2.up_proj.weight"].shape == (4, 5)
+        for expert in range(3):
+            assert torch.equal(reader.read(f"{block}.{expert}.gate_proj.weight"), gate_up[expert, :4])
+            assert torch.equal(
+                reader.read(f"{block}.{expert}.up_proj.weight", (slice(1, 3), slice(2, 5))), gate_up[expert, 5:7, 2:]
+            )
+            assert torch.equal(reader.read(f"{block}.{expert}.down_proj.weight", (slice(0, 5),)), down[expert])

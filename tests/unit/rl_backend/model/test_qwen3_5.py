@@ -76,9 +76,11 @@ def test_log_probs_and_gradients_equal_transformers_packed_and_alone(tmp_path: P
             assert difference < 1e-5, f"{name}: {difference}"
 
 
-@pytest.mark.parametrize("moe", [False, True])
-def test_a_released_directory_computes_what_its_language_model_does_in_transformers(tmp_path: Path, moe: bool) -> None:
-    path = write_qwen3_5(tmp_path / "model", moe=moe, released=True)
+@pytest.mark.parametrize("kind", [{}, {"moe": True}, {"moe": True, "packed": True}], ids=["dense", "mixture", "packed"])
+def test_a_released_directory_computes_what_its_language_model_does_in_transformers(
+    tmp_path: Path, kind: dict[str, bool]
+) -> None:
+    path = write_qwen3_5(tmp_path / "model", released=True, **kind)
     sequences = random_sequences((33, 1, 70))
     # transformers drops the vision tower and the layer for multi-token prediction.
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
