@@ -12,8 +12,8 @@ from typing import Any, Self
 
 from actors.run.config import TrainingConfig
 from actors.run.lock import usable_run_dir
+from actors.run.log_file import require_unchanged
 from actors.run.manifest import RunCheckpoint, read_run_checkpoint
-from actors.run.metrics import require_unchanged
 from actors.run.resume import deciding_options, require_same_run
 from actors.run.state import read_object
 from actors.run.store import CHECKPOINTS, RunCheckpoints

@@ -22,7 +22,7 @@ FAULTS = [
     ),
     Fault(
         "logs-not-cut-back",
-        "actors/run/metrics.py",
+        "actors/run/log_file.py",
         "        self._file.truncate(self._size)\n",
         "",
         (f"{_START}::test_a_run_that_was_killed_goes_on_after_its_newest_checkpoint_and_logs_every_step_once",),
@@ -30,7 +30,7 @@ FAULTS = [
     ),
     Fault(
         "changed-lines-not-noticed",
-        "actors/run/metrics.py",
+        "actors/run/log_file.py",
         "    elif found != facts:\n",
         "    elif False:\n",
         (f"{_START}::test_logs_that_are_damaged_or_shorter_are_refused",),
