@@ -95,6 +95,7 @@ def test_processes_call_functions_in_their_main_thread(reward_file: Path, opened
     assert [score.numbers["mine"] for score in scores] == [0.5] * 3
     pids = {score.numbers["where/pid"] for score in scores}
     assert len(pids) == 1 and os.getpid() not in pids
+    assert os.getpgid(int(min(pids))) != os.getpgrp(), "a signal to the run's group would end it in the run's last step"
     rewards.close()
     assert not Path(f"/proc/{int(pids.pop())}").exists()
 
