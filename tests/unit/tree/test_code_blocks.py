@@ -140,6 +140,14 @@ def test_python_is_run_by_the_test_that_names_its_page(block: CodeBlock) -> None
     assert Path(block.page).name in test and any(how in test for how in ("exec(", "inspect.getsource", "(block.text)"))
 
 
+@pytest.mark.shows("docs: a loop starts Ray before its training group, and runs in a process that has none")
+@pytest.mark.parametrize("page", sorted({block.page for block in PYTHON if "TrainGroup(" in block.text}))
+def test_a_loop_starts_ray_before_its_groups(page: str) -> None:
+    """Tests run the pages in processes that have Ray."""
+    code = "\n".join(block.text for block in PYTHON if block.page == page)
+    assert 0 <= code.find("\nray.init(") < min(code.find(f"{group}(") for group in ("TrainGroup", "RolloutGroup"))
+
+
 def test_the_layout_of_the_page_is_one() -> None:
     (block,) = (block for block in PYTHON if block.page == "docs/layouts.md")
     names: dict[str, Any] = {}
