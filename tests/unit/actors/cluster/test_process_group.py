@@ -12,7 +12,7 @@ from actors.cluster.process_group import own_process_groups
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_ray_starts_processes_in_the_drivers_group_unless_they_get_their_own(own: bool) -> None:
+def test_processes_of_ray_are_in_the_drivers_group_or_their_own(own: bool) -> None:
     """Where the first case fails, Ray has come to see to it itself, and ``process_group.py`` can go."""
     before = services.ConsolePopen
     with own_process_groups() if own else nullcontext():
