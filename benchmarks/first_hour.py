@@ -2,8 +2,8 @@
 
 Every mistake of :mod:`benchmarks.user_mistakes` is a command in a process of its own, as a user would give it.
 ``results/first_hour.json`` has of each the command, the sentence that is printed, the seconds until the command ends, and
-whether Ray was started. The Hub is not asked. ``--only WORDS`` runs those whose description has the words, prints them, and
-writes nothing.
+whether Ray was started. All of it takes about a quarter of an hour. The Hub is not asked. ``--only WORDS`` runs those whose
+description has the words, prints them, and writes nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,34 +30,40 @@ REPOSITORY = Path(__file__).parents[1]
 def make_mistake(mistake: Mistake, world: Path) -> dict[str, Any]:
     """Gives the command in ``world``; the entry of the result.
 
-    Besides ``sentence``, ``lines`` counts what was printed, and ``traceback`` says whether a traceback was.
+    Besides ``sentence``, ``lines`` counts what was printed, and ``traceback`` says whether a traceback was. ``status`` is
+    None for a command that was still going on after ``MISTAKE_SECONDS``, and was ended then.
     """
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as ray_files:
-        environment = _environment(ray_files)
         started = time.perf_counter()
-        ran = subprocess.run(
-            [sys.executable, *mistake.arguments()],
-            cwd=world,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=MISTAKE_SECONDS,
-            check=False,
-        )
+        status, output = _give(mistake, world, _environment(ray_files))
         seconds = time.perf_counter() - started
         ray_started = any(Path(ray_files).glob("**/session_*"))
-    lines = [line for line in (ran.stdout + ran.stderr).splitlines() if line.strip()]
+    lines = [line for line in output.splitlines() if line.strip()]
     said = [line for line in lines if line.startswith("error: ")] or lines[-1:]
     return {
         "about": mistake.about,
         "command": f"python {shlex.join(mistake.arguments())}",
-        "status": ran.returncode,
+        "status": status,
         "sentence": said[-1].removeprefix("error: ") if said else "",
         "lines": len(lines),
         "traceback": any(line.startswith("Traceback") for line in lines),
         "seconds": round(seconds, 2),
         "ray_started": ray_started,
     }
+
+
+def _give(mistake: Mistake, world: Path, environment: Mapping[str, str]) -> tuple[int | None, str]:
+    """Exit status and all that the command prints."""
+    command = [sys.executable, *mistake.arguments()]
+    with tempfile.TemporaryFile("w+") as output:
+        with subprocess.Popen(command, cwd=world, env=environment, stdout=output, stderr=subprocess.STDOUT) as process:
+            try:
+                status: int | None = process.wait(MISTAKE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                status = None
+        output.seek(0)
+        return status, output.read()
 
 
 def time_start(world: Path) -> dict[str, float]:
@@ -105,6 +112,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         world = Path(folder)
         write_world(world)
+        started = time_start(world) if arguments.only is None else {}
+        for name, seconds in started.items():
+            print(f"{seconds:7.2f} s  {name}", flush=True)
         chosen = [each for each in MISTAKES if arguments.only is None or arguments.only in each.about]
         made = []
         for mistake in chosen:
@@ -112,10 +122,9 @@ def main() -> None:
             entry = made[-1]
             late = " AFTER RAY" if entry["ray_started"] else ""
             print(f"{entry['seconds']:7.2f} s{late}  {entry['about']}: {entry['sentence']}", flush=True)
-        if arguments.only is not None:
-            return
-        started = time_start(world)
-    not_refused = [entry["about"] for entry in made if entry["status"] == 0]
+    if arguments.only is not None:
+        return
+    not_refused = [entry["about"] for entry in made if not entry["status"]]
     with_traceback = [entry["about"] for entry in made if entry["traceback"]]
     payload = {**started, "mistakes": made, "not_refused": not_refused, "with_traceback": with_traceback}
     print(write_result("first_hour", payload))

@@ -69,6 +69,7 @@ MISTAKES = (
     grpo("F14 a prompt that is too long", max_prompt_tokens="3"),
     grpo("F14 a row without an answer", dataset="no_answer.jsonl"),
     command("F16 a schedule from a run without a trace", "schedule --from-trace runs/used"),
+    command("F16 the JSON of a comparison in a folder that is not there", "parity --model model --json none/out.json"),
     grpo("F16 a damaged YAML file", config="damaged.yaml"),
     grpo("F19 heads that tp does not divide", tp="3", ranks="3"),
     grpo("F19 cp in the bridge runtime", cp="2", ranks="2", backend="bridge"),

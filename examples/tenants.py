@@ -12,11 +12,9 @@ its last checkpoint. The file stands alone: copy it to begin a loop of your own.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 from actors.run import announce
@@ -30,8 +28,10 @@ from actors.run import (
     Follows,
     PolicyLoss,
     RLConfig,
+    RunFinishedError,
     RunResult,
     StopRequest,
+    has_finished,
     parse_config,
     run_command,
     to_sequences,
@@ -117,9 +117,12 @@ def train(config: TenantsConfig, session: Session | None = None) -> dict[str, Ru
         session: open training groups and engines; None opens them.
 
     Raises:
+        RunFinishedError: nothing is left to do for any user.
         Whatever ends the run of a user, after the others have finished.
     """
     waiting = {name: user for name, user in config.each().items() if not has_finished(user)}
+    if not waiting:
+        raise RunFinishedError(f"all users' runs in {config.run_dir} have finished; raise steps, or a user's, to continue")
     for user in waiting.values() if session is None else ():
         preflight(user)
     stop = StopRequest()
@@ -163,14 +166,6 @@ def train_user(name: str, config: UserConfig, session: Session, stop: StopReques
             run.end_step(batch.metrics | update_metrics(updates))
         run.save_model(policy)
         return run.finish()
-
-
-def has_finished(config: UserConfig) -> bool:
-    """Whether there is nothing left to resume."""
-    run, options = (Path(config.run_dir, name) for name in ("run.json", "config.json"))
-    if config.resume != "auto" or not run.exists() or json.loads(run.read_text()).get("state") != "finished":
-        return False
-    return bool(json.loads(options.read_text()).get("steps") == config.steps)
 
 
 def table(config: TenantsConfig, results: Mapping[str, RunResult]) -> str:

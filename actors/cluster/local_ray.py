@@ -10,13 +10,16 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 
+from actors.cluster.process_group import own_process_groups
+
 
 def init_local_ray(**options: Any) -> None:
     """``ray.init(address="local", **options)``, where Ray and its processes listen only on the loopback address.
 
-    By itself Ray binds to all interfaces of the machine, and its metrics can be read there without a token.
+    By itself Ray binds to all interfaces of the machine, and its metrics can be read there without a token. What is sent to
+    the driver's process group does not reach Ray: see :mod:`actors.cluster.process_group`.
     """
-    with _one_machine():
+    with _one_machine(), own_process_groups():
         ray.init(address="local", **options)
 
 

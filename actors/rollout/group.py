@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any, Self
 
 import ray
@@ -17,10 +16,11 @@ from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.engine import RolloutEngine
 from actors.rollout.engines import FixedEngines, engine_name, raise_first
 from actors.rollout.lengths import within_model
-from actors.rollout.messages import EngineInfo, Request
+from actors.rollout.messages import EngineInfo
 from actors.rollout.placement import EnginePlacement, places_on_nodes
+from actors.rollout.requests import check_prompts, requests_of, shares_of
 from actors.rollout.sample import Sample
-from rl_backend.contracts import BatchError, ConfigError, EngineDeadError, RLBackendError, RolloutError
+from rl_backend.contracts import ConfigError, EngineDeadError, RLBackendError, RolloutError
 
 CLOSE_SECONDS = 2.0
 """How long an engine that is ended may take to free its shared memory; one that is sampling does not answer."""
@@ -130,15 +130,15 @@ class RolloutGroup(AdapterGroup):
         adapter: str | Sequence[str | None] | None = None,
     ) -> PendingSamples:
         """:meth:`generate` without waiting. A later push waits for it, so it samples with the present weights."""
-        self._check(prompts, sampling, seeds)
+        check_prompts(prompts, sampling, seeds, self.config, next(iter(self._infos.values())))
         with self._lock:
             actors = self._living()
             chosen = self._chosen(adapter, len(prompts))
             note = partial(self._note_call, actors)
             pending = PendingSamples(prompts, sampling.n, note, self._sampling)
-            for (engine, actor), share in zip(actors.items(), _shares(len(prompts), len(actors)), strict=True):
+            for (engine, actor), share in zip(actors.items(), shares_of(len(prompts), len(actors)), strict=True):
                 if share:
-                    parts = [_requests(prompt, prompts, sampling.n, seeds) for prompt in share]
+                    parts = [requests_of(prompt, prompts, sampling.n, seeds) for prompt in share]
                     requests = [request for part in parts for request in part]
                     adapters = chosen and [chosen[prompt] for prompt, part in zip(share, parts, strict=True) for _ in part]
                     reference = actor.generate.remote(requests, sampling, require_version, adapters)
@@ -259,33 +259,6 @@ class RolloutGroup(AdapterGroup):
     def _note_call(self, actors: dict[int, Any], engine: int, outcome: Any) -> None:
         self._note(engine, actors[engine], outcome)
 
-    def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[int] | None) -> None:
-        if not prompts:
-            raise BatchError("prompts is empty; expected at least one prompt")
-        if sampling.stop_strings and not self.config.load_tokenizer:
-            raise ConfigError.of(
-                "SamplingConfig.stop_strings",
-                sampling.stop_strings,
-                "engines find them in text and have no tokenizer; set RolloutConfig.load_tokenizer",
-            )
-        info = next(iter(self._infos.values()))
-        for index, prompt in enumerate(prompts):
-            if not 0 < len(prompt) < info.max_model_len:
-                raise BatchError(
-                    f"prompt {index} has {len(prompt)} tokens; expected 1 to {info.max_model_len - 1} "
-                    f"(max_model_len={info.max_model_len} holds prompt and response)",
-                    prompt=index,
-                )
-            if min(prompt) < 0 or max(prompt) >= info.vocab_size:
-                raise BatchError(
-                    f"prompt {index} has token ids from {min(prompt)} to {max(prompt)}; expected 0 to {info.vocab_size - 1}",
-                    prompt=index,
-                )
-        if seeds is not None and len(seeds) != len(prompts) * sampling.n:
-            raise BatchError(
-                f"{len(seeds)} seeds for {len(prompts)} prompts with n={sampling.n}; expected {len(prompts) * sampling.n}"
-            )
-
 
 def _end(actors: Sequence[Any]) -> None:
     """Kills actors, which runs no exit handlers, once they have freed their shared memory."""
@@ -293,15 +266,3 @@ def _end(actors: Sequence[Any]) -> None:
         ray.wait([actor.close.remote() for actor in actors], num_returns=len(actors), timeout=CLOSE_SECONDS)
     for actor in actors:
         ray.kill(actor)
-
-
-def _requests(prompt: int, prompts: Sequence[Sequence[int]], n: int, seeds: Sequence[int] | None) -> list[Request]:
-    if seeds is None:
-        return [Request(prompts[prompt], n, None)]
-    return [Request(prompts[prompt], 1, seed) for seed in seeds[prompt * n : (prompt + 1) * n]]
-
-
-def _shares(count: int, engines: int) -> list[range]:
-    """Consecutive prompts for each engine, as evenly as possible."""
-    bounds = [count * engine // engines for engine in range(engines + 1)]
-    return [range(start, end) for start, end in pairwise(bounds)]

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from actors.run.rl_config import RLConfig as RLConfig
     from actors.run.rl_run import RunResult as RunResult
     from actors.run.run import OnStep as OnStep
+    from actors.run.start import RunFinishedError as RunFinishedError
+    from actors.run.start import has_finished as has_finished
     from actors.run.stop import StopRequest as StopRequest
     from actors.train.model import GroupModel as GroupModel
     from actors.train.model import update_metrics as update_metrics
@@ -50,6 +52,7 @@ _MODULES = {
     "Phases": "actors.run.console",
     "PolicyLoss": "actors.run.policy_options",
     "RLConfig": "actors.run.rl_config",
+    "RunFinishedError": "actors.run.start",
     "RunModel": "actors.run.config",
     "RunResult": "actors.run.rl_run",
     "StopRequest": "actors.run.stop",
@@ -57,6 +60,7 @@ _MODULES = {
     "TrainingConfig": "actors.run.config",
     "announce": "actors.run.console",
     "evaluate": "actors.run.evaluation",
+    "has_finished": "actors.run.start",
     "parse_config": "actors.run.command_line",
     "positions_of": "actors.rollout.lengths",
     "rewards_of_tokens": "rl_backend.algorithm.sequences",
@@ -80,6 +84,7 @@ __all__ = [
     "Phases",
     "PolicyLoss",
     "RLConfig",
+    "RunFinishedError",
     "RunModel",
     "RunResult",
     "StopRequest",
@@ -87,6 +92,7 @@ __all__ = [
     "TrainingConfig",
     "announce",
     "evaluate",
+    "has_finished",
     "parse_config",
     "positions_of",
     "rewards_of_tokens",

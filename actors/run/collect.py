@@ -13,8 +13,8 @@ from typing import Any
 from actors.rollout.config import SamplingConfig
 from actors.rollout.sample import Sample
 from actors.rollout.stream import SampledBatch, SampleStream
+from actors.run.clock import Clock
 from actors.run.eval_sets import HeldOutSet, load_held_out
-from actors.run.metrics import Clock
 from actors.run.rl_config import RLConfig
 from actors.run.scoring import begin_scoring, load_scorer
 from actors.run.state import read_object

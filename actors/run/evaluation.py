@@ -19,10 +19,11 @@ from actors.rollout.placement import with_share
 from actors.run.collect import stop_token_ids
 from actors.run.eval_sets import EvalDatasets, EvalSet, load_held_out, sets_by_name
 from actors.run.held_out import HeldOutResult, answer
+from actors.run.lengths import fitted_lengths
 from actors.run.lock import usable_run_dir
 from actors.run.options import Follows, Options
 from actors.run.rank_options import resolve_dtype
-from actors.run.rl_config import REWARD_OPTIONS, fitted_lengths
+from actors.run.rl_config import REWARD_OPTIONS
 from actors.run.scoring import load_scorer
 from rl_backend.checkpoint.durable import replace_text
 from rl_backend.contracts import ConfigError

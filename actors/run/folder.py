@@ -20,7 +20,8 @@ from actors.cluster.prometheus import export_step
 from actors.cluster.session import RunStopped, termination
 from actors.cluster.watch import cluster_loss, last_words
 from actors.run.lock import RunLock, cannot_write, usable_run_dir, written_to
-from actors.run.metrics import Curves, LogFile, WriterFacts
+from actors.run.log_file import LogFile
+from actors.run.metrics import Curves, WriterFacts
 from actors.run.start import LOGS, RunStart, read_file_of_run, require_new_run
 from actors.run.state import RunState, RunWatch
 from actors.run.store import CHECKPOINTS, RunCheckpoints

@@ -10,10 +10,10 @@ from pydantic import Field, model_validator
 
 from actors.cluster.placement import ClusterShare
 from actors.rollout.config import RolloutConfig, SamplingConfig
-from actors.rollout.lengths import fitting_lengths, positions_of
 from actors.rollout.placement import with_share
 from actors.run.config import TrainingConfig
-from actors.run.options import Follows, Options, get, has
+from actors.run.lengths import fitted_lengths
+from actors.run.options import Follows
 from actors.run.policy_options import PolicyLoRA, PolicyLoss
 from actors.run.rank_options import resolve_dtype
 from actors.sync.push import TransportName
@@ -27,7 +27,6 @@ _WEIGHTS = HasEffect(
     "importance={0.importance!r} and max_staleness={0.max_staleness} has no weights to cap; leave it out, or set importance "
     "to truncate or mask",
 )
-
 
 REWARD_OPTIONS: Mapping[str, str] = {
     "reward": "rewards.functions",
@@ -292,19 +291,3 @@ class RLConfig(TrainingConfig):
         if self.router_replay != "off":
             facts.append(f"router replay {self.router_replay}")
         return facts
-
-
-def fitted_lengths(kind: type[Options], given: Mapping[str, Any], model_path: str) -> dict[str, int]:
-    """Lengths of prompts and responses that are not given, where their defaults are more than the model has positions for.
-
-    Args:
-        model_path: place of the model's directory.
-    """
-    prompt, response = "max_prompt_tokens", "sampling.max_new_tokens"
-    defaults = {prompt: kind.model_fields[prompt].default, **kind.preset}
-    asked = {path: get(given, path) if has(given, path) else defaults[path] for path in (prompt, response)}
-    model = get(given, model_path) if has(given, model_path) else None
-    positions = positions_of(model) if isinstance(model, str) and model else None
-    if positions is None or not all(isinstance(tokens, int) for tokens in asked.values()):
-        return {}
-    return fitting_lengths(asked, [path for path in asked if not has(given, path)], positions)

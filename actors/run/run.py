@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 
 from actors.rollout.stream import StreamPosition
+from actors.run.clock import Clock
 from actors.run.config import LoRAOptions, TrainingConfig
 from actors.run.console import Phases, StepLines, command_began, say, say_facts
 from actors.run.folder import RunFolder
 from actors.run.lock import RunLock, usable_run_dir
-from actors.run.metrics import Clock
 from actors.run.preflight import check_start
 from actors.run.saver import RunSaver
 from actors.run.session import Session, lent_session, open_session, require_paths

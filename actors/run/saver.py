@@ -9,9 +9,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from actors.rollout.stream import StreamPosition, load_drawn, save_drawn
+from actors.run.clock import Clock
 from actors.run.config import TrainingConfig
 from actors.run.folder import RunFolder
-from actors.run.metrics import Clock
 from actors.run.resume import require_same_dtype, saved_facts
 from actors.run.start import RunStart
 from actors.run.store import CHECKPOINTS, RunCheckpoints

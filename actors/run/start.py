@@ -12,8 +12,8 @@ from typing import Any, Self
 
 from actors.run.config import TrainingConfig
 from actors.run.lock import usable_run_dir
+from actors.run.log_file import require_unchanged
 from actors.run.manifest import RunCheckpoint, read_run_checkpoint
-from actors.run.metrics import require_unchanged
 from actors.run.resume import deciding_options, require_same_run
 from actors.run.state import read_object
 from actors.run.store import CHECKPOINTS, RunCheckpoints
@@ -30,6 +30,19 @@ class RunFinishedError(ConfigError):
     def in_folder(cls, config: TrainingConfig) -> Self:
         """Of a run whose folder says so."""
         return cls(f"the run in {config.run_dir} has finished its {config.steps} steps; raise steps to continue")
+
+
+def has_finished(config: TrainingConfig) -> bool:
+    """Whether ``config`` continues, with ``resume=auto``, a run that has taken all its steps.
+
+    Raises:
+        ConfigError, CheckpointError: as of :func:`find_start`, for a run that could not be continued either.
+    """
+    try:
+        find_start(config.with_local_model())
+    except RunFinishedError:
+        return True
+    return False
 
 
 @dataclass(frozen=True)

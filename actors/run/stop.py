@@ -48,7 +48,7 @@ class StopRequest:
     def on_signals(self, answer: str) -> Iterator[None]:
         """Inside, the first SIGTERM or Ctrl-C asks, and prints ``answer``; another one does what it did before.
 
-        An error that comes after is most likely due to the signal, which often reaches Ray's processes as well: it is raised
+        An error that comes after is most likely due to the signal, where that goes to Ray's processes as well: it is raised
         as :class:`~actors.cluster.session.RunStopped`. A signal that is ignored stays so, and outside of the main thread
         nothing changes.
         """

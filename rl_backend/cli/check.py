@@ -34,6 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from actors.run.command_line import in_flags, parse_config
     from actors.run.preflight import findings
+    from actors.run.start import RunFinishedError
 
     kind: type[TrainingConfig] = config_type(arguments.name)
     config = parse_config(kind, f"Checks a run of {arguments.name}; these are its options.", arguments.options)
@@ -42,8 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
         if name:
             print(f"{name}:")
         for found in findings(each):
-            refused += found.error is not None
-            verdict = "ok" if found.error is None else "REFUSED"
+            finished = isinstance(found.error, RunFinishedError)  # which a run takes for a success
+            refused += found.error is not None and not finished
+            verdict = "ok" if found.error is None else "done" if finished else "REFUSED"
             print(f"{verdict:8}{found.name:11}{found.seconds:6.2f} s  {in_flags(found.text)}")
     seconds = time.perf_counter() - started
     print(f"{'nothing refuses this run' if not refused else f'{refused} of these refuse the run'} ({seconds:.1f} s)")

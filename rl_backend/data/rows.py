@@ -6,6 +6,7 @@ keeps there or maps from disk.
 
 import json
 import os
+from abc import abstractmethod
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ _SUFFIXES = (".jsonl", ".parquet")
 
 
 class Rows(Sequence[Row]):
-    """Rows of one data set.
+    """Rows of one data set. A kind of data says how many there are, and reads one.
 
     Attributes:
         source: what the rows are of, as the user named it.
@@ -41,9 +42,9 @@ class Rows(Sequence[Row]):
             return [self.read(each) for each in range(*index.indices(len(self)))]
         return self.read(range(len(self))[index])
 
+    @abstractmethod
     def read(self, index: int) -> Row:
         """The row at ``index``, from 0."""
-        raise NotImplementedError
 
     def where(self, index: int) -> str:
         """Source and number of a row, counted from 1, for messages."""

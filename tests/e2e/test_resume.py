@@ -108,8 +108,8 @@ def test_a_killed_grpo_run_goes_on_as_if_it_had_not_been(
         assert lines(tmp_path / "run" / name, last) == lines(reference / name, last), name
 
 
-def stop_in_a_step(module: str, options: dict[str, Any], folder: Path) -> str:
-    """Runs an example with a Ray of its own and sends SIGINT to all of their processes in a step, as a terminal does."""
+def stop_in_a_step(module: str, options: dict[str, Any], folder: Path, number: int) -> str:
+    """Runs an example with a Ray of its own and sends a signal to its process group in a step, as a terminal does."""
     (folder / "options.json").write_text(json.dumps(options))
     with subprocess.Popen(
         [sys.executable, "-u", "-m", module, "--config", str(folder / "options.json")],
@@ -126,28 +126,30 @@ def stop_in_a_step(module: str, options: dict[str, Any], folder: Path) -> str:
             for line in driver.stdout:
                 output += line
                 if line.startswith("step    1/"):
-                    os.killpg(driver.pid, signal.SIGINT)
+                    os.killpg(driver.pid, number)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(driver.pid, signal.SIGKILL)
-    assert driver.returncode == 130, output
+    assert driver.returncode == 128 + number, output
     return output
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("number", "reason"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
 @pytest.mark.shows(
-    "resume: GRPO stopped by Ctrl-C in a terminal, which Ray and vLLM get as well, continues as if it had not been"
+    "resume: GRPO stopped by Ctrl-C or SIGTERM to its whole process group, as from a terminal, finishes its step and "
+    "continues as if it had not been"
 )
-def test_a_grpo_run_that_ctrl_c_has_stopped_goes_on_as_if_it_had_not_been(
-    learned: tuple[RunResult, Path], demo_session: Session, tmp_path: Path
+def test_a_grpo_run_whose_group_was_stopped_goes_on_as_if_it_had_not_been(
+    learned: tuple[RunResult, Path], demo_session: Session, tmp_path: Path, number: int, reason: str
 ) -> None:
     last, reference = 10, learned[1]
     settings = json.loads((reference / "config.json").read_text())
     settings |= {"run_dir": str(tmp_path / "run"), "save_every": 1000, "resume": "auto", "trace": False}
-    output = stop_in_a_step("examples.grpo", settings, tmp_path)
+    output = stop_in_a_step("examples.grpo", settings, tmp_path, number)
     config = grpo.GRPOConfig(**settings)
     (step,) = checkpoints_of(config).steps()
-    assert 1 < step < last and f"ended by Ctrl-C after step {step} of {LEARNED_STEPS}, with a checkpoint" in output
+    assert 1 < step < last and f"ended by {reason} after step {step} of {LEARNED_STEPS}, with a checkpoint" in output
     for phase in ("data", "ray", "ranks", "engines", "model", "push", "held-out"):
         assert re.search(rf"^ *\d+\.\d s  {phase} .*: \d+\.\d s$", output, re.MULTILINE), phase
     with pytest.raises(StopEarlyError):

@@ -147,7 +147,8 @@ class _Process:
         ours, theirs = multiprocessing.Pipe()
         with theirs:
             command = [sys.executable, "-P", str(Path(__file__).with_name("worker.py")), str(theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
+            # Signals to the run's group, of a terminal or a scheduler, are for the run: it ends this process when it ends.
+            self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, process_group=0)
         self._connection = ours
         self._thread = _Thread([self._load, self._ask])
         self.usable = True

@@ -12,7 +12,6 @@ import importlib
 import importlib.util
 import os
 import pickle
-import signal
 import sys
 import threading
 import traceback
@@ -53,7 +52,6 @@ def what_it_raised(error: BaseException) -> str:
 
 def serve(connection: Connection) -> None:
     """Answers requests until the run ends: (which function, its arguments) with (whether it returned, result or error)."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which then ends this process
     specs, path = connection.recv()
     sys.path[:] = path
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.fault import Fault
 
+_FAILED = "tests/unit/actors/run/test_failed_start.py"
 _START = "tests/unit/actors/run/test_start.py"
 _SAVER = "tests/unit/actors/run/test_saver.py"
 _DISK = "tests/unit/actors/run/test_disk.py"
@@ -22,7 +23,7 @@ FAULTS = [
     ),
     Fault(
         "logs-not-cut-back",
-        "actors/run/metrics.py",
+        "actors/run/log_file.py",
         "        self._file.truncate(self._size)\n",
         "",
         (f"{_START}::test_a_run_that_was_killed_goes_on_after_its_newest_checkpoint_and_logs_every_step_once",),
@@ -30,7 +31,7 @@ FAULTS = [
     ),
     Fault(
         "changed-lines-not-noticed",
-        "actors/run/metrics.py",
+        "actors/run/log_file.py",
         "    elif found != facts:\n",
         "    elif False:\n",
         (f"{_START}::test_logs_that_are_damaged_or_shorter_are_refused",),
@@ -220,5 +221,29 @@ FAULTS = [
         "    lambda config: True,\n",
         (_REFUSED,),
         "a cap would be accepted and nothing weighed",
+    ),
+    Fault(
+        "finished-users-start-a-session",
+        "examples/tenants.py",
+        "    if not waiting:\n",
+        "    if False:\n",
+        (f"{_FAILED}::test_users_who_have_finished_start_nothing",),
+        "Ray, ranks and engines would start for nobody",
+    ),
+    Fault(
+        "ray-in-the-process-group-of-the-run",
+        "actors/cluster/process_group.py",
+        "partial(popen, process_group=0)",
+        "partial(popen)",
+        ("tests/unit/actors/cluster/test_process_group.py::test_processes_of_ray_are_in_the_drivers_group_or_their_own",),
+        "SIGTERM from a scheduler would end Ray in the step that the run still finishes",
+    ),
+    Fault(
+        "reward-processes-in-the-process-group-of-the-run",
+        "rl_backend/data/rewards/pool.py",
+        "stdin=subprocess.DEVNULL, process_group=0",
+        "stdin=subprocess.DEVNULL",
+        ("tests/unit/rl_backend/data/test_reward_limits.py::test_processes_call_functions_in_their_main_thread",),
+        "the last step of a run that is asked to end would have no rewards",
     ),
 ]

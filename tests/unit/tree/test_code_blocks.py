@@ -34,6 +34,7 @@ RUN_BY = {
     "docs/algorithms.md": "tests/unit/rl_backend/algorithm/test_algorithm_page.py",
     "docs/checkpoints.md": "tests/unit/tree/test_documentation.py",
     "docs/data.md": "tests/unit/rl_backend/data/test_prompts.py",
+    "docs/first_hour.md": "tests/e2e/test_first_hour.py",
     "docs/layouts.md": "tests/unit/tree/test_code_blocks.py",
     "docs/lora.md": "tests/unit/tree/test_documentation.py",
     "docs/rewards.md": "tests/unit/rl_backend/data/test_rewards.py",
@@ -136,7 +137,15 @@ def test_there_are_blocks_of_every_kind_and_all_lists_name_some() -> None:
 def test_python_is_run_by_the_test_that_names_its_page(block: CodeBlock) -> None:
     parses(block)
     test = (ROOT / RUN_BY[block.page]).read_text()
-    assert Path(block.page).name in test and ("exec(" in test or "inspect.getsource" in test)
+    assert Path(block.page).name in test and any(how in test for how in ("exec(", "inspect.getsource", "(block.text)"))
+
+
+@pytest.mark.shows("docs: a loop starts Ray before its training group, and runs in a process that has none")
+@pytest.mark.parametrize("page", sorted({block.page for block in PYTHON if "TrainGroup(" in block.text}))
+def test_a_loop_starts_ray_before_its_groups(page: str) -> None:
+    """Tests run the pages in processes that have Ray."""
+    code = "\n".join(block.text for block in PYTHON if block.page == page)
+    assert 0 <= code.find("\nray.init(") < min(code.find(f"{group}(") for group in ("TrainGroup", "RolloutGroup"))
 
 
 def test_the_layout_of_the_page_is_one() -> None:
@@ -163,6 +172,8 @@ def test_commands_are_what_their_own_parsers_read(block: CodeBlock, tmp_path: Pa
                 check_sub_command(arguments, monkeypatch)
             case _ if program in NOT_PARSED:
                 pass
+            case "python" if arguments[0].endswith(".py"):
+                assert any(each.page == block.page and each.first == f"# {arguments[0]}" for each in PYTHON)
             case _:
                 assert arguments[0] == "-m"
                 read_options(arguments[1], arguments[2:])

@@ -12,8 +12,8 @@ import pytest
 from actors import Sample, SamplingConfig
 from actors.rollout.sample import VersionSpan
 from actors.rollout.stream import SampledBatch
+from actors.run.clock import Clock
 from actors.run.collect import BatchCollector, Inputs, TrainingBatch
-from actors.run.metrics import Clock
 from actors.run.rl_config import RLConfig
 from rl_backend.contracts import BatchError, RewardError, WeightVersionError
 from rl_backend.data.prompts import Prompt, PromptExample

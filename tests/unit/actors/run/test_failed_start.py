@@ -14,7 +14,8 @@ from actors.run import run as run_module
 from actors.run.command_line import run_command
 from actors.run.run import Run
 from actors.run.start import RunStart, find_start
-from rl_backend.contracts import EngineDeadError, RLBackendError
+from examples import tenants
+from rl_backend.contracts import ConfigError, EngineDeadError, RLBackendError
 from tests.unit.actors.run.test_start import config_of
 from tests.unit.actors.run.test_start import run as take_steps
 
@@ -54,6 +55,37 @@ def test_a_finished_run_that_is_resumed_is_a_success(
     printed = capsys.readouterr()
     said = f"nothing left to do: the run in {tmp_path}/run has finished its 10 steps; raise steps to continue\n"
     assert (printed.out, printed.err) == (said, "")
+
+
+class SessionOpened(Exception):  # noqa: N818, no error
+    """Ends a run where it would start Ray."""
+
+
+@pytest.mark.shows("resume: users who have finished are passed over; where all have, nothing is started and it is a success")
+def test_users_who_have_finished_start_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checked: list[str] = []
+
+    def opens(*_: Any) -> None:
+        raise SessionOpened
+
+    monkeypatch.setattr(tenants, "open_session", opens)
+    monkeypatch.setattr(tenants, "preflight", lambda user: checked.append(Path(user.run_dir).name))
+    shared = config_of(tmp_path, resume="auto").model_dump(include={"steps", "save_every", "resume"})
+    files = {"model": f"{tmp_path}/m", "dataset": f"{tmp_path}/train.jsonl", "reward": f"{tmp_path}/reward.py:score"}
+    users: dict[str, dict[str, Any]] = {"ann": {}, "bob": {"lr": 1e-3}}
+    config = tenants.TenantsConfig(**shared, **files, run_dir=str(tmp_path / "users"), users=users)  # type: ignore[arg-type]
+    for user in config.each().values():
+        take_steps(user, last=10, finish=True)  # type: ignore[arg-type]
+    run_command(lambda: tenants.train(config) and None)
+    said = f"nothing left to do: all users' runs in {tmp_path}/users have finished; raise steps, or a user's, to continue\n"
+    assert capsys.readouterr() == (said, "") and checked == []
+    with pytest.raises(SessionOpened):
+        tenants.train(config.replace(users={"ann": {}, "bob": {"lr": 1e-3, "steps": 12}}))
+    assert checked == ["bob"]
+    with pytest.raises(ConfigError, match=r"UserConfig\.lr=0\.1: the run of .*ann"):
+        tenants.train(config.replace(users={"ann": {"lr": 0.1}}))
 
 
 def test_a_dead_engine_is_said_with_what_a_user_of_a_command_can_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from actors.run import folder as folder_module
+from actors.run.clock import Clock
 from actors.run.folder import RunFolder
-from actors.run.metrics import Clock
 from rl_backend.contracts import BaseConfig, ClusterLostError, ConfigError
 from rl_backend.trace.chrome import ChromeTraceWriter
 from rl_backend.trace.recorder import recorder

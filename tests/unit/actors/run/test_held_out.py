@@ -15,10 +15,12 @@ from actors.rollout.config import SamplingConfig
 from actors.rollout.sample import VersionSpan
 from actors.run import EvalConfig, evaluate, parse_config
 from actors.run.collect import load_inputs
+from actors.run.console import SHOWN
 from actors.run.eval_sets import EvalSet, HeldOutSet
 from actors.run.folder import RunFolder
 from actors.run.held_out import answer
 from actors.run.resume import saved_facts
+from actors.run.rl_run import RunResult
 from examples.demo.task import write_task
 from examples.grpo import GRPOConfig
 from rl_backend.contracts import BatchError, ConfigError
@@ -167,6 +169,18 @@ def test_results_are_means_over_prompts_with_their_errors() -> None:
     lines = first.lines(Digits())
     assert [(line["set"], line["prompt"], line["response"]) for line in lines[3:5]] == [("a", "0", "3"), ("a", "1", "0")]
     assert len(lines) == 12
+
+
+@pytest.mark.shows("evaluation: a mean reward is called a reward, whatever its size, and never an accuracy")
+def test_a_mean_reward_is_no_accuracy() -> None:
+    def debt(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+        return -9.89
+
+    (result,) = answer(Engines(), [set_of([1], 1)], Digits(), RewardScorer([LoadedReward(debt, "debt")]), seed=0)  # type: ignore[arg-type]
+    assert result.describe() == "mean@1 -9.890, pass@1 0.000 (1 prompts, greedy)"
+    labels = [label for label, _ in SHOWN.values()]
+    fields = RunResult.__dataclass_fields__
+    assert not any("accuracy" in word for word in (*SHOWN, *labels, *fields, *result.metrics))
 
 
 def test_seeds_are_the_same_at_every_step_differ_between_sets_and_greedy_answers_have_none() -> None:

@@ -12,8 +12,8 @@ import ray
 from actors import Sample
 from actors.rollout.sample import VersionSpan
 from actors.rollout.stream import StreamPosition
+from actors.run.clock import Clock
 from actors.run.folder import RunFolder
-from actors.run.metrics import Clock
 from actors.run.saver import RunSaver, stream_position
 from actors.run.start import RunStart, find_start
 from actors.train.model import GroupModel

@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 import ray
 
+from actors.run import parse_config
+from actors.run.folder import RunFolder
+from actors.run.start import RunStart
 from examples.demo.task import write_task
+from examples.grpo import GRPOConfig
 from rl_backend.cli.main import main
 
 
@@ -58,6 +62,17 @@ def test_all_that_refuses_a_run_is_said_with_flags(task: Path, capsys: pytest.Ca
     assert text.splitlines()[-1].startswith("3 of these refuse the run")
     status, text = check(capsys, task, "sft", "--batch-size", "0")
     assert status == 2 and text.startswith('error: --batch-size="0"')
+
+
+def test_a_run_that_has_finished_is_not_refused(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ["--model", str(task / "model"), "--dataset", str(task / "train.jsonl"), "--run-dir", str(tmp_path / "run")]
+    options = [*files, *REWARD, "--resume", "auto", "--steps", "2"]
+    config = parse_config(GRPOConfig, "", options)
+    with RunFolder(config.run_dir, config, start=RunStart(), report_seconds=0) as folder:
+        folder.log(1, {"reward": 0.5})
+    assert main(["check", "grpo", *options]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "run folder" in line)
+    assert line.startswith("done    run folder ") and line.endswith("has finished its 2 steps; raise steps to continue")
 
 
 def test_each_user_of_one_model_is_checked(task: Path, capsys: pytest.CaptureFixture[str]) -> None:

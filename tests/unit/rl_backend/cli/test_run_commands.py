@@ -63,11 +63,6 @@ def test_its_errors_are_those_of_the_example(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err.endswith("error: --modle x: there is no such flag; did you mean --model?\n")
 
 
-LISTS = (
-    "import sys\nfrom rl_backend.cli.main import main\nmain([])\nsys.exit(any(name in sys.modules for name in sys.argv[1:]))"
-)
-
-
 def test_the_list_of_commands_has_them_and_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
     script = (
         "import sys\nfrom rl_backend.cli.main import main\nmain([])\nsys.exit(any(n in sys.modules for n in sys.argv[1:]))"

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,20 +17,7 @@ import pytest
 
 from rl_backend.contracts import RewardError
 from rl_backend.data.rewards import RewardConfig, pool, scorer
-from tests.support.rewards import FILE, calls, later, of, values
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "my_rewards.py"
-    path.write_text(FILE)
-    return path
-
-
-@pytest.fixture
-def opened() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
+from tests.support.rewards import calls, later, of, values
 
 
 @pytest.mark.parametrize("kind", ["in a thread", "asynchronous"])
@@ -94,8 +81,13 @@ def test_an_asynchronous_function_that_blocks_its_loop_is_an_error(
 
 
 @pytest.mark.shows("rewards: plain functions can run in processes, which a time limit ends, and a crash ends one call")
-def test_processes_call_functions_in_their_main_thread(file: Path, opened: ExitStack) -> None:
-    functions = {"alarmed": f"{file}:alarmed", "where": f"{file}:process", "exact": f"{file}:exact", "mine": f"{file}:mine"}
+def test_processes_call_functions_in_their_main_thread(reward_file: Path, opened: ExitStack) -> None:
+    functions = {
+        "alarmed": f"{reward_file}:alarmed",
+        "where": f"{reward_file}:process",
+        "exact": f"{reward_file}:exact",
+        "mine": f"{reward_file}:mine",
+    }
     rewards = opened.enter_context(RewardConfig(functions=functions, processes=True).load())  # type: ignore[arg-type]
     scores = rewards.score(calls("4", "5", "6"))
     assert [score.numbers["alarmed"] for score in scores] == [1, 1, 1]
@@ -103,13 +95,14 @@ def test_processes_call_functions_in_their_main_thread(file: Path, opened: ExitS
     assert [score.numbers["mine"] for score in scores] == [0.5] * 3
     pids = {score.numbers["where/pid"] for score in scores}
     assert len(pids) == 1 and os.getpid() not in pids
+    assert os.getpgid(int(min(pids))) != os.getpgrp(), "a signal to the run's group would end it in the run's last step"
     rewards.close()
     assert not Path(f"/proc/{int(pids.pop())}").exists()
 
 
-def test_what_fails_in_a_process_is_said_and_another_one_takes_its_place(file: Path, opened: ExitStack) -> None:
+def test_what_fails_in_a_process_is_said_and_another_one_takes_its_place(reward_file: Path, opened: ExitStack) -> None:
     def scores(name: str, *responses: str, **options: Any) -> list[Any]:
-        config = RewardConfig(functions=f"{file}:{name}", processes=True, on_failure="zero", **options)
+        config = RewardConfig(functions=f"{reward_file}:{name}", processes=True, on_failure="zero", **options)
         return opened.enter_context(config.load()).score(calls(*responses))
 
     died = scores("dies", "a", "die", "b")
@@ -126,10 +119,12 @@ def test_what_fails_in_a_process_is_said_and_another_one_takes_its_place(file: P
         assert f"the reward function {problem}" in scores(name, "x")[0].failures[0]
 
 
-def test_a_process_that_cannot_load_the_function_is_an_error_whatever_the_policy(file: Path, opened: ExitStack) -> None:
-    config = RewardConfig(functions=f"{file}:exact", processes=True, on_failure="zero")
+def test_a_process_that_cannot_load_the_function_is_an_error_whatever_the_policy(
+    reward_file: Path, opened: ExitStack
+) -> None:
+    config = RewardConfig(functions=f"{reward_file}:exact", processes=True, on_failure="zero")
     rewards = opened.enter_context(config.load())
-    file.write_text("raise RuntimeError('gone')\n")
+    reward_file.write_text("raise RuntimeError('gone')\n")
     with pytest.raises(RewardError, match=r"a process cannot load .*:exact: RuntimeError: gone \(.*my_rewards.py:1\)"):
         rewards.score(calls("a"))
 
@@ -149,9 +144,9 @@ time.sleep(0.5)
 """
 
 
-def test_calls_that_hang_do_not_keep_a_program_that_ends(file: Path) -> None:
+def test_calls_that_hang_do_not_keep_a_program_that_ends(reward_file: Path) -> None:
     began = time.monotonic()
-    run = subprocess.run([sys.executable, "-c", HANGS, str(file)], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", HANGS, str(reward_file)], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     deadline = time.monotonic() + 30
     while Path(f"/proc/{run.stdout.strip()}").exists():

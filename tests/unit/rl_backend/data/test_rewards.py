@@ -6,7 +6,6 @@ import asyncio
 import re
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,28 +17,15 @@ import torch
 from rl_backend.contracts import ConfigError, RewardError
 from rl_backend.data.rewards import LoadedReward, RewardCall, RewardConfig, RewardScorer, reward_metrics
 from tests.support.claims import ROOT
-from tests.support.rewards import FILE, calls, later, of, values
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "my_rewards.py"
-    path.write_text(FILE)
-    return path
-
-
-@pytest.fixture
-def opened() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
+from tests.support.rewards import calls, later, of, values
 
 
 @pytest.mark.shows("rewards: several functions are added with their weights, and each has its metrics by its name")
-def test_several_functions_are_weighted_and_each_is_measured(file: Path) -> None:
+def test_several_functions_are_weighted_and_each_is_measured(reward_file: Path) -> None:
     functions = {
-        "right": {"function": f"{file}:exact", "weight": 2},
-        "short": {"function": f"{file}:length", "weight": -0.5},
-        "seen": {"function": f"{file}:judged", "weight": 0},
+        "right": {"function": f"{reward_file}:exact", "weight": 2},
+        "short": {"function": f"{reward_file}:length", "weight": -0.5},
+        "seen": {"function": f"{reward_file}:judged", "weight": 0},
     }
     with RewardConfig.model_validate({"functions": functions}).load() as rewards:
         scores = rewards.score(calls("4", "five"))
@@ -265,14 +251,14 @@ def test_functions_are_given_one_by_one_in_a_list_or_by_name() -> None:
     assert RewardConfig.model_validate_json(config.model_dump_json()) == config
 
 
-def test_options_that_would_be_ignored_are_refused(file: Path) -> None:
+def test_options_that_would_be_ignored_are_refused(reward_file: Path) -> None:
     for name, options, message in (
         ("judged", {"workers": 2}, r"^reward_workers=2: .*:judged: asynchronous"),
         ("judged", {"processes": True}, r"^reward_processes=True: .*:judged: asynchronous"),
         ("exact", {"concurrency": 2}, r"^reward_concurrency=2: .*:exact: not asynchronous"),
     ):
         with pytest.raises(ConfigError, match=message):
-            RewardConfig(functions=f"{file}:{name}", **options).load()  # type: ignore[arg-type]
+            RewardConfig(functions=f"{reward_file}:{name}", **options).load()  # type: ignore[arg-type]
 
 
 def test_the_page_of_rewards_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
