@@ -30,7 +30,17 @@ PREFIXES: dict[SideName, str] = {"candidate": "", "reference": "reference_"}
 LORA = "lora."
 LORA_SIZES = ("rank", "alpha")
 TRAINING = ("steps", "lr")
-RUN = ("weight_decay", "num_sequences", "num_micro_batches", "max_length", "seed", "device", "threads", "timeout")
+RUN = (
+    "weight_decay",
+    "num_sequences",
+    "num_micro_batches",
+    "min_length",
+    "max_length",
+    "seed",
+    "device",
+    "threads",
+    "timeout",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

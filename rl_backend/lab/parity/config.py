@@ -92,7 +92,8 @@ class ParityConfig(BaseConfig):
         dtype: of parameters in forward and backward; optimizers work on float32.
         num_sequences: sequences of the batch, which is the same in every step.
         num_micro_batches: of each data-parallel rank.
-        max_length: tokens of the longest sequence; the shortest has 2.
+        min_length: tokens of the shortest sequence; one of a single token trains nothing, but is in the pass.
+        max_length: tokens of the longest sequence.
         seed: of the batch, of the runtimes and of the numbers that an adapter starts from.
         lora: trains a LoRA tenant over the frozen model instead; transformers then trains as peft does.
         device: ``auto`` takes CUDA when there is a device.
@@ -111,6 +112,7 @@ class ParityConfig(BaseConfig):
     dtype: DType = "float32"
     num_sequences: int = Field(default=16, ge=1)
     num_micro_batches: int = Field(default=4, ge=1)
+    min_length: int = Field(default=2, ge=1)
     max_length: int = Field(default=48, ge=2)
     seed: int = 0
     lora: LoRAConfig | None = None
@@ -124,6 +126,10 @@ class ParityConfig(BaseConfig):
             raise ConfigError.of("LoRAConfig.dropout", self.lora.dropout, "each side would drop other inputs; leave it at 0")
         if self.lora is not None and self.lora.use_dora:
             raise ConfigError.of("LoRAConfig.use_dora", True, "magnitudes are not compared here; leave it out")
+        if self.min_length > self.max_length:
+            raise ConfigError.of(
+                "ParityConfig.min_length", self.min_length, f"the longest sequence has max_length={self.max_length}"
+            )
         for name in SIDES:
             side = self.side(name)
             needed = side.data_parallel_size * self.num_micro_batches
@@ -194,10 +200,10 @@ def make_sequences(config: ParityConfig, hf_config: Mapping[str, Any]) -> list[T
     tokens = torch.arange(vocab_size)
     if (padding := text.get("pad_token_id")) is not None:
         tokens = tokens[tokens != padding]
-    lengths = torch.linspace(2, config.max_length, config.num_sequences).round().long()
+    lengths = torch.linspace(config.min_length, config.max_length, config.num_sequences).round().long()
     lengths = lengths[torch.randperm(config.num_sequences, generator=generator)]
     return [
-        TokenSequence.from_prompt_and_response(row[:1], row[1:])
+        TokenSequence(row, {"loss_mask": (torch.arange(len(row)) < len(row) - 1).float()})
         for row in (tokens[torch.randint(len(tokens), (length,), generator=generator)] for length in lengths.tolist())
     ]
 

@@ -67,6 +67,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--model {model} --steps 0", "--steps 0: "),
         ("--model {model} --lr 0", "--lr 0.0: "),
         ("--model {model} --max-length 4096", "--max-length 4096: the model has 512 positions"),
+        ("--model {model} --min-length 49", "--min-length 49: the longest sequence has max_length=48"),
         ("--model {model} --plugin no.such.module", "--plugin no.such.module: "),
         ("--model {model} --candidate-options [1]", "--candidate-options [1]: expected an object"),
         ("--model {model} --candidate-options {{}", "--candidate-options {{}: not JSON"),
