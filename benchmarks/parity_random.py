@@ -1,17 +1,18 @@
 """``python -m benchmarks.parity --random N``: parity with transformers on random odd shapes, for each runtime.
 
-Shapes are drawn by seed until each runtime has accepted N, a third of them mixtures of experts.
+Shapes are drawn by seed until each required runtime has accepted N, a third of them mixtures of experts.
 """
 
 from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.forked_ranks import start_forked_rank
+from benchmarks.random_hybrids import draw_hybrid
 from benchmarks.random_models import RandomModel, draw, write_model
 from benchmarks.report import machine, read_result, update_result
 from rl_backend.contracts import ConfigError, RLBackendError, UnsupportedError
@@ -28,47 +29,72 @@ _ERROR_LENGTH = 2000
 type Outcome = dict[str, Any]
 
 
-def run_random(count: int, *, go_on: bool) -> bool:
+class Trial(NamedTuple):
+    """Which shapes are drawn, and how they are compared.
+
+    Attributes:
+        draw: seed -> shape.
+        result: stem of the file whose ``random_shapes`` has the outcomes.
+        required: runtimes that have to accept so many shapes; each shape is tried on the others too.
+        lengths: tokens of the shortest and of the longest sequence of a batch.
+    """
+
+    draw: Callable[[int], RandomModel]
+    result: str
+    required: tuple[str, ...] = RUNTIMES
+    lengths: tuple[int, int] = (2, 48)
+
+
+TRIALS: Mapping[str, Trial] = {
+    "decoders": Trial(draw, "parity"),
+    # Lengths beyond two chunks of 64, and one token alone.
+    "hybrids": Trial(draw_hybrid, "families", required=("native",), lengths=(1, 150)),
+}
+
+
+def run_random(count: int, *, go_on: bool, trial: Trial) -> bool:
     """Draws, compares and writes after every shape. Returns whether all accepted shapes passed.
 
     Args:
-        count: accepted shapes for each runtime.
+        count: accepted shapes for each required runtime.
         go_on: keeps what the file has passed or refused, and tries again what failed.
     """
-    earlier: dict[str, Any] = read_result("parity").get("random_shapes", {}).get("shapes", {}) if go_on else {}
+    earlier: dict[str, Any] = read_result(trial.result).get("random_shapes", {}).get("shapes", {}) if go_on else {}
+    further = [runtime for runtime in RUNTIMES if runtime not in trial.required]
     shapes: dict[str, dict[str, Any]] = {}
     for seed in itertools.count():
-        missing = [runtime for runtime in RUNTIMES if _is_missing(runtime, shapes, count)]
+        missing = [runtime for runtime in trial.required if _is_missing(runtime, shapes, count)]
         if not missing:
             break
-        model = draw(seed)
+        model = trial.draw(seed)
         known = _known(earlier.get(str(seed)), model)
         shape: dict[str, Any] = {"family": model.family, "mixture": model.is_mixture, "settings": model.settings, **known}
-        wanted = [runtime for runtime in missing if runtime not in known]
+        wanted = [runtime for runtime in (*missing, *further) if runtime not in known]
         if wanted:
-            shape |= compare_shape(model, seed, wanted)
+            shape |= compare_shape(model, seed, wanted, trial.lengths)
         shapes[str(seed)] = shape
         if wanted:
             # A run that is stopped here loses nothing of an earlier one.
             later = {name: shape for name, shape in earlier.items() if int(name) > seed}
-            update_result("parity", {"random_shapes": _summary({**shapes, **later})})
+            update_result(trial.result, {"random_shapes": _summary({**shapes, **later})})
             print(f"{seed} {model.family}: " + ", ".join(f"{name} {_in_words(shape[name])}" for name in wanted), flush=True)
     summary = _summary(shapes)
-    print(update_result("parity", {"random_shapes": summary}))
+    print(update_result(trial.result, {"random_shapes": summary}))
     return bool(summary["passed"] == summary["accepted"])
 
 
-def compare_shape(model: RandomModel, seed: int, runtimes: list[str]) -> dict[str, Outcome]:
+def compare_shape(model: RandomModel, seed: int, runtimes: list[str], lengths: tuple[int, int]) -> dict[str, Outcome]:
     """Each runtime against transformers."""
     with tempfile.TemporaryDirectory(prefix="rl-backend-parity-") as name:
         folder = Path(name)
         directory = write_model(model, seed, folder / "model")
-        sides = {side: _record(_config(side, directory, seed), folder / side) for side in (TRANSFORMERS, *runtimes)}
+        configs = {side: _config(side, directory, seed, lengths) for side in (TRANSFORMERS, *runtimes)}
+        sides = {side: _record(config, folder / side) for side, config in configs.items()}
         reference = sides.pop(TRANSFORMERS)
         if not isinstance(reference, SideRecord):
             # A shape without a reference shows nothing about the runtimes.
             return {runtime: {"outcome": "failed", "error": f"transformers: {reference}"} for runtime in runtimes}
-        return {side: _verdict(_config(side, directory, seed), reference, found) for side, found in sides.items()}
+        return {side: _verdict(configs[side], reference, found) for side, found in sides.items()}
 
 
 def _record(config: ParityConfig, folder: Path) -> SideRecord | Outcome:
@@ -86,10 +112,17 @@ def is_refusal(error: RLBackendError) -> bool:
     return isinstance(error, ConfigError | UnsupportedError) or bool(error.details.get("refused", False))
 
 
-def _config(runtime: str, model: Path, seed: int) -> ParityConfig:
-    reference, candidate = ParitySide(runtime=TRANSFORMERS), ParitySide(runtime=runtime)
+def _config(runtime: str, model: Path, seed: int, lengths: tuple[int, int]) -> ParityConfig:
     return ParityConfig(
-        model=str(model), reference=reference, candidate=candidate, lr=1e-4, seed=seed, device="cpu", timeout=TIMEOUT_SECONDS
+        model=str(model),
+        reference=ParitySide(runtime=TRANSFORMERS),
+        candidate=ParitySide(runtime=runtime),
+        lr=1e-4,
+        seed=seed,
+        min_length=lengths[0],
+        max_length=lengths[1],
+        device="cpu",
+        timeout=TIMEOUT_SECONDS,
     )
 
 

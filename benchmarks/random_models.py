@@ -25,7 +25,7 @@ class RandomModel(NamedTuple):
 
     @property
     def is_mixture(self) -> bool:
-        return self.family in MIXTURES
+        return "num_experts_per_tok" in self.settings
 
 
 def draw(seed: int) -> RandomModel:
@@ -49,7 +49,7 @@ def draw(seed: int) -> RandomModel:
         "max_position_embeddings": POSITIONS,
         "tie_word_embeddings": rng.random() < 0.5,
         "rms_norm_eps": rng.choice((1e-5, 1e-6, 3e-6)),
-        "rope_parameters": _rope(rng),
+        "rope_parameters": draw_rope(rng),
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -68,15 +68,19 @@ def write_model(model: RandomModel, seed: int, directory: Path) -> Path:
         for name, parameter in decoder.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.add_(0.1 * torch.randn_like(parameter))
-            elif name.endswith(".bias"):
+            elif name.endswith(("dt_bias", ".bias")):
                 parameter.copy_(0.2 * torch.randn_like(parameter))
+            elif name.endswith("A_log"):
+                # States neither vanish within a token nor stay for ever.
+                parameter.uniform_(-3.0, 1.0)
             else:
                 parameter.mul_(3.0)
     decoder.save_pretrained(directory)
     return directory
 
 
-def _rope(rng: random.Random) -> dict[str, Any]:
+def draw_rope(rng: random.Random) -> dict[str, Any]:
+    """A rotary embedding; half of them are scaled in one of three ways."""
     rope: dict[str, Any] = {"rope_theta": rng.choice((1e4, 12345.0, 5e5, 1e6))}
     match rng.choice(("default", "default", "default", "linear", "yarn", "llama3")):
         case "linear":
