@@ -25,7 +25,7 @@ from actors.run.rank_options import RankOptions
 from actors.run.rl_run import RunResult
 from actors.train.model import RouterReplayMode
 from examples import grpo, ppo, sft
-from examples.demo.task import HELD_OUT, ModelName, layers_for, write_task
+from examples.demo.task import HELD_OUT, MIXTURES, ModelName, layers_for, write_task
 from rl_backend.contracts import ConfigError
 from rl_backend.lab.text import json_text
 
@@ -35,6 +35,8 @@ RECIPES = Path(grpo.__file__).parent / "recipes"
 MODELS: dict[ModelName, str] = {
     "qwen3": "a Qwen3 of 0.6M random weights",
     "qwen3_moe": "a Qwen3-MoE of 2M random weights, 0.6M at work on a token,",
+    "qwen3_5": "a Qwen3.5 of 0.8M random weights",
+    "qwen3_5_moe": "a Qwen3.5-MoE of 1.7M random weights, 0.8M at work on a token,",
 }
 
 
@@ -47,14 +49,17 @@ class DemoConfig(RankOptions):
     }
 
     run_dir: str = Field(default="runs/demo", description="folder for everything; an earlier demo in it is replaced")
-    model: ModelName = Field(default="qwen3", description="qwen3, or qwen3_moe: a mixture of 8 experts, 2 for each token")
+    model: ModelName = Field(
+        default="qwen3",
+        description="qwen3; qwen3_5, layers with a recurrent state; qwen3_moe or qwen3_5_moe, mixtures of 8 experts",
+    )
     algorithm: Algorithm = Field(
         default="grpo", description="grpo, ppo, or a recipe: cispo, dapo, dr_grpo, gspo, reinforce_plus_plus, rloo"
     )
     steps: int = Field(default=120, ge=1, description="training steps")
     max_staleness: int = Field(default=0, ge=0, description="steps by which samples may be behind; 0: strictly on-policy")
     router_replay: RouterReplayMode = Field(
-        default="off", description="for qwen3_moe: R2, routes of the old policy's pass; R3, routes of vLLM"
+        default="off", description="for mixtures: R2, routes of the old policy's pass; R3, routes of vLLM"
     )
     engines: int = Field(default=1, ge=1, description="vLLM engines")
     trace: bool = Field(default=True, description="record all actors, for Perfetto and the report's timeline")
@@ -62,9 +67,11 @@ class DemoConfig(RankOptions):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.router_replay != "off" and self.model == "qwen3":
+        if self.router_replay != "off" and self.model not in MIXTURES:
             raise ConfigError.of(
-                "DemoConfig.router_replay", self.router_replay, "model='qwen3' is dense and routes nothing; use qwen3_moe"
+                "DemoConfig.router_replay",
+                self.router_replay,
+                f"model={self.model!r} is dense and routes nothing; use {self.model}_moe",
             )
         return self
 

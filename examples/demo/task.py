@@ -15,16 +15,24 @@ from typing import Any, Literal
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-type ModelName = Literal["qwen3", "qwen3_moe"]
+type ModelName = Literal["qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"]
+
+MODEL_TYPES: Mapping[ModelName, str] = {
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3_moe",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+"""transformers' names. Those of Qwen3.5 are of its text model, without a vision tower."""
+
+MIXTURES: tuple[ModelName, ...] = ("qwen3_moe", "qwen3_5_moe")
+"""Models with experts."""
+
+HYBRIDS: tuple[ModelName, ...] = ("qwen3_5", "qwen3_5_moe")
+"""Models whose layers have gated DeltaNet, but for every fourth, or the last of fewer, which has gated attention."""
 
 PAD, END = "<pad>", "<end>"
 CHARACTERS = "0123456789+="
@@ -90,32 +98,57 @@ def write_jsonl(path: Path, answers: list[tuple[tuple[int, int], str]]) -> None:
 
 
 def write_model(path: Path, seed: int, model: ModelName, num_layers: int) -> None:
-    """A Qwen3 of 0.6M parameters, or a Qwen3-MoE that has as many at work on a token, and a tokenizer with a token per
-    character.
+    """Random weights and a tokenizer with a token per character.
+
+    Dense models have 0.6M (Qwen3) or 0.8M parameters (Qwen3.5); mixtures have about as many at work on a token.
     """
     tokenizer = character_tokenizer()
-    settings: dict[str, Any] = {
+    config = AutoConfig.for_model(MODEL_TYPES[model], **model_fields(model, num_layers, tokenizer))
+    torch.manual_seed(seed)
+    disable_progress_bar()
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def model_fields(model: ModelName, num_layers: int, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """What transformers' configuration is made of."""
+    hybrid = model in HYBRIDS
+    fields: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "hidden_size": 128,
-        "intermediate_size": 384,
         "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 32,
+        "head_dim": 64 if hybrid else 32,
         "max_position_embeddings": 64,
         "tie_word_embeddings": True,
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192, "norm_topk_prob": True}
-    torch.manual_seed(seed)
-    disable_progress_bar()
+    if model != "qwen3_5_moe":
+        fields["intermediate_size"] = 384
+    if hybrid:
+        fields |= mixer_fields(num_layers)
     if model == "qwen3_moe":
-        Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings, **experts)).save_pretrained(path)
-    else:
-        Qwen3ForCausalLM(Qwen3Config(**settings)).save_pretrained(path)
-    tokenizer.save_pretrained(path)
+        fields |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192, "norm_topk_prob": True}
+    if model == "qwen3_5_moe":
+        fields |= {"num_experts": 8, "num_experts_per_tok": 2}
+        fields |= {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+    return fields
+
+
+def mixer_fields(num_layers: int) -> dict[str, Any]:
+    """Of a stack with gated DeltaNet: heads of 64 features, which vLLM's kernels for CPUs take in bfloat16 too."""
+    interval = min(4, num_layers)
+    return {
+        "layer_types": ["linear_attention" if layer % interval else "full_attention" for layer in range(1, num_layers + 1)],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+    }
 
 
 def character_tokenizer(end: str = END) -> PreTrainedTokenizerFast:

@@ -30,7 +30,7 @@ class VerlOptions(BaseConfig):
 
     model: str | None = Field(default=None, description="Hugging Face directory or name; none: the demo's model and files")
     demo_model: Annotated[ModelName, _OF_DEMO] = Field(
-        default="qwen3", description="the demo's: qwen3, or qwen3_moe, a mixture of experts"
+        default="qwen3", description="the demo's: qwen3 or qwen3_5; qwen3_moe or qwen3_5_moe, mixtures of experts"
     )
     demo_layers: Annotated[int | None, _OF_DEMO] = Field(
         default=None, ge=1, description="layers of the demo's model; none: 3, rounded up to what pp divides"

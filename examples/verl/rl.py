@@ -39,9 +39,11 @@ class RLOptions(VerlOptions):
             raise ConfigError.of(
                 f"{name}.updates_per_step", self.updates_per_step, f"must divide batch_size={self.batch_size}"
             )
-        if self.router_replay != "off" and self.model is None and self.demo_model == "qwen3":
+        if self.router_replay != "off" and self.model is None and self.demo_model not in demo_task.MIXTURES:
             raise ConfigError.of(
-                f"{name}.router_replay", self.router_replay, "the demo's qwen3 is dense and routes nothing; use qwen3_moe"
+                f"{name}.router_replay",
+                self.router_replay,
+                f"the demo's {self.demo_model} is dense and routes nothing; use {self.demo_model}_moe",
             )
         return self
 

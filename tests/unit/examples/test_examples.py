@@ -172,8 +172,10 @@ def test_router_replay_is_for_mixtures_of_experts_alone(tmp_path: Path) -> None:
         write_task(tmp_path / model, seed=0, model=parse_config(DemoConfig, "", ["--model", model]).model)
     options = {"dataset": "d", "reward": "r", "run_dir": str(tmp_path / "run")}
     for mode in ("R2", "R3"):
-        with pytest.raises(ConfigError, match=rf"^--router-replay='{mode}': model='qwen3' is dense"):
-            parse_config(DemoConfig, "", ["--router-replay", mode])
+        for name in ("qwen3", "qwen3_5"):
+            with pytest.raises(ConfigError, match=rf"^--router-replay='{mode}': model='{name}' is dense .*; use {name}_moe"):
+                parse_config(DemoConfig, "", ["--model", name, "--router-replay", mode])
+            parse_config(DemoConfig, "", ["--model", f"{name}_moe", "--router-replay", mode])
         dense = GRPOConfig(model=str(tmp_path / "qwen3" / "model"), router_replay=mode, **options)
         with pytest.raises(ConfigError, match=rf"GRPOConfig\.router_replay='{mode}': .*model is a dense model"):
             load_inputs(dense)
