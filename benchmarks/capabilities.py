@@ -1,0 +1,203 @@
+"""docs/capabilities.md, made of ``results/families.json``: what was measured of each family, and what is refused and why.
+
+``python -m benchmarks.capabilities`` writes the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.family_models import FAMILIES
+from benchmarks.report import read_result
+
+PAGE = Path(__file__).parents[1] / "docs" / "capabilities.md"
+MISSING = "-"
+HEAD = """\
+# Capabilities
+
+`python -m benchmarks.capabilities` makes this page of `benchmarks/results/families.json`, which `make bench NAME=families`
+measures. A number in brackets is a refusal, listed at the end; - was not measured. Qwen3.5 is its text model.
+"""
+PARITY = """\
+## Against transformers
+Differences from transformers, one sequence at a time: the largest of a log-prob, then the largest of a parameter's
+gradient relative to its norm, both in the first of {steps} steps in float32; then that of the loss, relative, in all of
+them. Sequences have {shortest} to {longest} tokens and are packed here. The last column compares the two runtimes.
+"""
+LAYOUTS = """\
+## Layouts
+Differences of each layout from one rank of the same runtime: the largest of a log-prob, then the largest of a parameter's
+gradient relative to its norm, in float32.
+"""
+PUSH = """\
+## Pushes to vLLM
+The gap between the trainer's log-probs and those of a vLLM engine that its weights were pushed to, before training and
+after each of {steps} steps: the largest mean of a push, and the largest of a token, in nats. The engine started with other
+weights. In bfloat16, the last columns have the gap of transformers in bfloat16 to itself in float32, and the first mean
+over this one.
+"""
+SPEED = """\
+## Speed
+Native training over transformers with fused AdamW, tokens per second: sequences of equal length, and of mixed ones (packed
+against padded). Medians of interleaved steps in float32 on a CPU; the workloads are those of `benchmarks/train_speed.py`.
+"""
+RANDOM = """\
+## Random shapes
+Odd shapes of stacks with gated DeltaNet (heads, sizes, kinds of layers, vocabularies), drawn by seed and compared with
+transformers.
+"""
+
+type Entry = Mapping[str, Any]
+
+
+class Refusals:
+    """Messages in the order in which they are met, and of which families."""
+
+    def __init__(self) -> None:
+        self._families: dict[str, list[str]] = {}
+
+    def mark(self, family: str, message: str) -> str:
+        """The number that stands for the message."""
+        families = self._families.setdefault(" ".join(message.split()), [])
+        if family not in families:
+            families.append(family)
+        return f"[{list(self._families).index(' '.join(message.split())) + 1}]"
+
+    def lines(self) -> list[str]:
+        return [
+            f"{number}. {', '.join(families)}: {message}"
+            for number, (message, families) in enumerate(self._families.items(), 1)
+        ]
+
+
+def page(results: Mapping[str, Any]) -> str:
+    """The whole page; sections of which nothing was measured are left out.
+
+    Args:
+        results: what ``families.json`` holds.
+    """
+    entries: dict[str, Entry] = {name: results.get(name, {}) for name in FAMILIES}
+    refusals = Refusals()
+    sections = [_parity(entries, refusals), _layouts(entries, refusals), _push(entries, refusals), _speed(entries)]
+    sections.append(_random_shapes(results["random_shapes"]) if "random_shapes" in results else "")
+    sections.append("\n".join(["## Refusals", *refusals.lines(), ""]) if refusals.lines() else "")
+    return "\n".join([HEAD, *filter(None, sections)])
+
+
+def _parity(entries: Mapping[str, Entry], refusals: Refusals) -> str:
+    measured = [entry["parity"] for entry in entries.values() if "parity" in entry]
+    if not measured:
+        return ""
+    text = PARITY.format(
+        steps=_common(part["steps"] for part in measured),
+        shortest=_common(part["lengths"]["min_length"] for part in measured),
+        longest=_common(part["lengths"]["max_length"] for part in measured),
+    )
+
+    def show(cell: Entry) -> str:
+        return f"{_first_step(cell)}, {_number(cell['max_loss_rel_diff'])}"
+
+    pairs = ("native", "bridge", "native_to_bridge")
+    rows = [
+        (name, *(_cell(name, entry.get("parity", {}).get("pairs", {}).get(pair), refusals, show) for pair in pairs))
+        for name, entry in entries.items()
+    ]
+    return text + "\n" + _table(("family", "native", "bridge", "native against bridge"), rows)
+
+
+def _layouts(entries: Mapping[str, Entry], refusals: Refusals) -> str:
+    found = {name: entry["layouts"]["layouts"] for name, entry in entries.items() if "layouts" in entry}
+    columns = list(dict.fromkeys(layout for cells in found.values() for layout in cells))
+    tables = []
+    for runtime in ("native", "bridge"):
+        own = [layout for layout in columns if layout.startswith(f"{runtime} ")]
+        rows = [
+            (name, *(_cell(name, cells.get(layout), refusals, _first_step) for layout in own))
+            for name, cells in found.items()
+        ]
+        tables.append(_table((runtime, *(layout.removeprefix(f"{runtime} ") for layout in own)), rows))
+    return "\n".join([LAYOUTS, *tables]) if found else ""
+
+
+def _push(entries: Mapping[str, Entry], refusals: Refusals) -> str:
+    measured = {name: entry["push"] for name, entry in entries.items() if "push" in entry}
+    if not measured:
+        return ""
+
+    def gaps(cell: Entry) -> str:
+        return f"{cell['mean_gap']:.0e}, {cell['max_gap']:.0e}"
+
+    rows = []
+    for name, part in measured.items():
+        exact, rounded = part["dtypes"]["float32"], part["dtypes"]["bfloat16"]
+        own = rounded.get("transformers_to_float32")
+        ratio = rounded.get("mean_gap_over_transformers")
+        rows.append(
+            (
+                name,
+                _cell(name, exact, refusals, gaps),
+                _cell(name, rounded, refusals, gaps),
+                MISSING if own is None else gaps(own),
+                MISSING if ratio is None else f"{ratio:.2f}x",
+            )
+        )
+    steps = _common(part["steps"] for part in measured.values())
+    return PUSH.format(steps=steps) + "\n" + _table(("family", "float32", "bfloat16", "transformers", "over it"), rows)
+
+
+def _speed(entries: Mapping[str, Entry]) -> str:
+    names = ("equal_lengths", "mixed_lengths")
+    rows = [
+        (name, *(f"{entry['native_over_transformers'][workload]:.2f}x" for workload in names))
+        for name, entry in entries.items()
+        if "native_over_transformers" in entry
+    ]
+    return SPEED + "\n" + _table(("family", "equal lengths", "mixed lengths"), rows) if rows else ""
+
+
+def _random_shapes(trial: Mapping[str, Any]) -> str:
+    rows = [
+        (
+            runtime,
+            str(accepted),
+            str(trial["accepted_mixtures"][runtime]),
+            str(trial["passed"][runtime]),
+            str(len(trial["refusals"][runtime])),
+        )
+        for runtime, accepted in trial["accepted"].items()
+    ]
+    return RANDOM + "\n" + _table(("runtime", "accepted", "mixtures among them", "passed", "refused"), rows)
+
+
+def _first_step(cell: Entry) -> str:
+    return f"{_number(cell['max_log_prob_diff'])}, {_number(cell['max_gradient_rel_diff'])}"
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.0e}"
+
+
+def _cell(family: str, cell: Entry | None, refusals: Refusals, show: Callable[[Entry], str]) -> str:
+    if cell is None:
+        return MISSING
+    if "refused" in cell:
+        return refusals.mark(family, cell["refused"])
+    if "failed" in cell:
+        return f"failed {refusals.mark(family, cell['failed'])}"
+    return show(cell)
+
+
+def _common(values: Iterable[int]) -> str:
+    """The value that all parts have, or each of them."""
+    return " or ".join(map(str, sorted(set(values))))
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(read_result("families")), encoding="utf-8")

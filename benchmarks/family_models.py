@@ -1,0 +1,135 @@
+"""The models with which the families are compared: a small one for exactness, a larger one for speed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from benchmarks import parity, train_speed
+from benchmarks.random_models import RandomModel, write_model
+
+type Fields = Mapping[str, Any]
+
+_NO_SPECIAL_TOKENS: Fields = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_SMALL: Fields = {**parity.SIZES, **_NO_SPECIAL_TOKENS}
+_TIMED: Fields = {**train_speed.MODEL, **_NO_SPECIAL_TOKENS}
+_TIMED_MIXTURE: Fields = {"vocab_size": 8192, "num_hidden_layers": 6}
+"""As in :mod:`benchmarks.moe_speed`, experts are what is measured, not the head."""
+
+_ROTARY: Fields = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+_SMALL_MIXERS: Fields = {
+    # What every engine of the project takes.
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "rope_parameters": _ROTARY,
+}
+_TIMED_MIXERS: Fields = {
+    # Values as wide as the hidden state, keys half of that, as in Qwen3.5-9B.
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "rope_parameters": _ROTARY,
+}
+_SMALL_EXPERTS: Fields = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_TIMED_EXPERTS: Fields = {**_TIMED_MIXTURE, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 384}
+_SMALL_SHARED: Fields = {**_SMALL_EXPERTS, "shared_expert_intermediate_size": 64}
+_TIMED_SHARED: Fields = {**_TIMED_EXPERTS, "shared_expert_intermediate_size": 384}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family.
+
+    Attributes:
+        model_type: transformers' name.
+        fields: of both models, beside those that all families share.
+        small, timed: of one of them.
+        without: shared fields that the family's configuration does not have.
+    """
+
+    model_type: str
+    fields: Fields = field(default_factory=dict)
+    small: Fields = field(default_factory=dict)
+    timed: Fields = field(default_factory=dict)
+    without: Sequence[str] = ()
+
+    @property
+    def is_mixture(self) -> bool:
+        return "num_experts_per_tok" in self.small
+
+    def settings(self, size: Literal["small", "timed"]) -> dict[str, Any]:
+        """Fields of transformers' configuration."""
+        shared, own = (_SMALL, self.small) if size == "small" else (_TIMED, self.timed)
+        common = {name: value for name, value in shared.items() if name not in self.without}
+        return {**common, **self.fields, **own}
+
+
+_NO_HEAD_DIM = ("head_dim",)
+FAMILIES: Mapping[str, Family] = {
+    "qwen2": Family("qwen2", without=_NO_HEAD_DIM),
+    "qwen3": Family("qwen3"),
+    "llama": Family("llama"),
+    "mistral": Family("mistral", {"sliding_window": None}),
+    "gemma": Family("gemma"),
+    "gemma3_text": Family(
+        "gemma3_text",
+        small={"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        timed={"sliding_window": 128, "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 2},
+    ),
+    "granite": Family(
+        "granite",
+        {"embedding_multiplier": 12.0, "attention_multiplier": 0.03, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+        without=_NO_HEAD_DIM,
+    ),
+    "nemotron": Family("nemotron", without=_NO_HEAD_DIM),
+    "olmo2": Family("olmo2", without=_NO_HEAD_DIM),
+    "phi": Family(
+        "phi",
+        # vLLM's Phi has neither grouped queries nor a feed-forward width of its own.
+        small={"num_key_value_heads": 4, "intermediate_size": 512},
+        timed={"num_key_value_heads": 8, "intermediate_size": 2048},
+        without=_NO_HEAD_DIM,
+    ),
+    "starcoder2": Family("starcoder2", without=_NO_HEAD_DIM),
+    "qwen3_moe": Family("qwen3_moe", {"norm_topk_prob": True}, _SMALL_EXPERTS, _TIMED_EXPERTS),
+    "mixtral": Family(
+        "mixtral",
+        {"sliding_window": None},
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64},
+        {**_TIMED_MIXTURE, "num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 384},
+    ),
+    "qwen3_5": Family("qwen3_5_text", small=_SMALL_MIXERS, timed=_TIMED_MIXERS),
+    "qwen3_5_moe": Family(
+        "qwen3_5_moe_text",
+        small={**_SMALL_MIXERS, **_SMALL_SHARED},
+        timed={**_TIMED_MIXERS, **_TIMED_SHARED},
+        without=("intermediate_size",),
+    ),
+    "qwen3_next": Family(
+        "qwen3_next", {"norm_topk_prob": True}, {**_SMALL_MIXERS, **_SMALL_SHARED}, {**_TIMED_MIXERS, **_TIMED_SHARED}
+    ),
+}
+"""Name in ``results/families.json`` -> family. Qwen3.5 is its text model, as transformers writes it."""
+
+
+def write_small(family: Family, directory: Path) -> Path:
+    """About 1M random parameters of which none has a value that hides a fault."""
+    return write_model(RandomModel(family.model_type, family.settings("small")), 0, directory)
+
+
+def write_timed(family: Family, directory: Path) -> Path:
+    """As transformers initialises it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family.model_type, **family.settings("timed"))
+    AutoModelForCausalLM.from_config(config).to(torch.float32).save_pretrained(directory)
+    return directory

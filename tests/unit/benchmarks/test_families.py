@@ -1,0 +1,115 @@
+"""The benchmark of the families: that none is left out, how parts are merged, and the page that is made of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from benchmarks import families, report
+from benchmarks.capabilities import PAGE, page
+from benchmarks.family_models import FAMILIES, write_small
+from benchmarks.family_parity import layouts
+from benchmarks.family_push import draw_tokens, is_good
+from benchmarks.train_speed import LONGEST
+from rl_backend.checkpoint.hf_reader import read_hf_config
+from rl_backend.model import find_model
+
+EXACT: dict[str, Any] = {
+    "max_log_prob_diff": 2e-7,
+    "max_gradient_rel_diff": 3e-6,
+    "max_loss_rel_diff": 1e-7,
+    "loss_fall": 0.2,
+    "first_divergence": None,
+}
+REFUSED = {"refused": "MODEL: no such\n thing"}
+
+
+def test_every_family_of_the_native_runtime_is_measured() -> None:
+    # A process of its own: other tests register families too.
+    code = "from rl_backend.model import MODEL_FAMILIES; print(*MODEL_FAMILIES)"
+    names = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert sorted(FAMILIES) == sorted(names)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_both_models_of_a_family_are_transformers_and_ours(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    for size in ("small", "timed"):
+        AutoConfig.for_model(family.model_type, **family.settings(size)).save_pretrained(tmp_path / size)  # type: ignore[arg-type]
+        config = read_hf_config(tmp_path / size)
+        assert find_model("auto", config).name == name
+        architecture = find_model("auto", config).parse_config(config)
+        assert architecture.max_length >= LONGEST
+        assert (architecture.routed_layers is not None) == family.is_mixture
+
+
+def test_a_mixture_is_also_spread_over_expert_ranks() -> None:
+    assert any("ep" in side.layout for side in layouts(FAMILIES["qwen3_moe"]))
+    assert not any("ep" in side.layout for side in layouts(FAMILIES["qwen3"]))
+    names = [side.name for side in layouts(FAMILIES["qwen3"])]
+    assert len(set(names)) == len(names)
+    assert {"native pp=2 vpp=2 zbv", "native cp=2", "bridge tp=2"} <= set(names)
+
+
+def test_a_small_model_is_the_same_each_time(tmp_path: Path) -> None:
+    first, second = (write_small(FAMILIES["qwen2"], tmp_path / name) for name in "ab")
+    assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
+
+
+def test_a_part_replaces_its_own_earlier_result_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    families.record("qwen2", "parity", {"pairs": {"native": {**EXACT, "max_loss_rel_diff": float("inf")}}})
+    families.record("qwen2", "speed", {"native_over_transformers": {"equal_lengths": 1.5}, "runs": 3})
+    families.record("qwen3", "speed", {"native_over_transformers": {"equal_lengths": 2.5}, "runs": 3})
+    families.record("qwen2", "speed", {"native_over_transformers": {"equal_lengths": 1.25}, "runs": 5})
+    found = json.loads((tmp_path / "families.json").read_text())
+    assert found["qwen2"]["native_over_transformers"] == {"equal_lengths": 1.25}
+    assert found["qwen2"]["speed"] == {"runs": 5}
+    assert found["qwen2"]["parity"]["pairs"]["native"]["max_loss_rel_diff"] is None
+    assert found["qwen3"]["native_over_transformers"] == {"equal_lengths": 2.5}
+
+
+def test_what_is_not_as_it_has_to_be_is_named() -> None:
+    diverged = {**EXACT, "first_divergence": "loss (step 3)"}
+    still = {**EXACT, "loss_fall": 0.0}
+    cells = {"exact": EXACT, "refused": REFUSED, "diverged": diverged, "still": still, "failed": {"failed": "died"}}
+    assert families.failures("parity", {"pairs": cells}) == ["diverged", "still", "failed"]
+    assert families.failures("layouts", {"layouts": cells}) == ["diverged", "failed"]
+    assert families.failures("push", {"dtypes": {"float32": {"mean_gap": 1e-4}, "bfloat16": REFUSED}}) == ["push"]
+
+
+def test_gaps_of_a_push_are_bounded_in_both_dtypes() -> None:
+    def good(exact: dict[str, Any], rounded: dict[str, Any]) -> bool:
+        return is_good({"dtypes": {"float32": exact, "bfloat16": rounded}})
+
+    small, usual = {"mean_gap": 1e-6}, {"mean_gap_over_transformers": 1.2}
+    assert good(small, usual) and good(REFUSED, usual) and good(small, REFUSED)
+    assert not good({"mean_gap": 2e-5}, usual)
+    assert not good(small, {"mean_gap_over_transformers": 3.5})
+    assert not good({"failed": "died"}, usual) and not good(small, {"failed": "died"})
+
+
+def test_prompts_have_the_lengths_that_are_asked_for() -> None:
+    rows = draw_tokens((1, 5, 60), 50, seed=0)
+    assert list(map(len, rows)) == [1, 5, 60]
+    assert all(0 <= token < 50 for row in rows for token in row)
+    assert rows == draw_tokens((1, 5, 60), 50, seed=0)
+
+
+def test_the_page_of_capabilities_is_the_one_that_the_results_make() -> None:
+    assert PAGE.read_text() == page(report.read_result("families")), "run: python -m benchmarks.capabilities"
+
+
+def test_the_page_numbers_refusals_and_says_of_which_families_they_are() -> None:
+    parity = {"pairs": {"native": EXACT, "bridge": REFUSED}, "steps": 20, "lengths": {"min_length": 1, "max_length": 150}}
+    text = page({"gemma": {"parity": parity}, "phi": {"parity": parity}, "llama": {"parity": parity | {"pairs": {}}}})
+    assert "| gemma | 2e-07, 3e-06, 1e-07 | [1] | - |" in text
+    assert "| llama | - | - | - |" in text
+    assert "1. gemma, phi: MODEL: no such thing" in text
+    assert "the first of 20 steps" in text
