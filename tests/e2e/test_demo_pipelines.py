@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.clusters import ROOT
+from tests.support.demos import run_demo
 
 pytestmark = pytest.mark.long
 
@@ -25,17 +21,8 @@ ZBV = ("--vpp", "2", "--train.backend_cfg.pipeline_schedule", "zbv")
     ids=["zbv", "zbv mixture", "bridge"],
 )
 def test_the_demo_learns_its_task_in_a_pipeline(model: str, options: tuple[str, ...], tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    command = (sys.executable, "-m", "examples.demo", "--run-dir", str(tmp_path / "demo"), "--model", model)
-    run = subprocess.run(
-        [*command, "--steps", str(STEPS), "--ranks", "2", "--pp", "2", *options],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
+    pipeline = ("--ranks", "2", "--pp", "2", *options)
+    summary = run_demo(tmp_path / "demo", "--model", model, "--steps", str(STEPS), *pipeline)
     assert (summary["train"]["backend_cfg"]["parallel"]["pp"], summary["model"]) == (2, model)
     assert summary["accuracy_after"] >= LEARNED
     assert summary["max_log_prob_gap"] <= 1e-5
