@@ -26,7 +26,6 @@ from rl_backend.contracts import BaseConfig, BatchError, ConfigError, OptimizerC
 from rl_backend.data.config import DataConfig
 from rl_backend.data.prompts import Prompt, PromptExample, encode_text, endless_batches, load_prompts, load_tokenizer
 from rl_backend.data.rewards import LoadedReward, RewardScorer
-from rl_backend.model import find_model
 from rl_backend.runtime.bridge_config import BridgeConfig
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.models import write_tiny
@@ -314,17 +313,6 @@ def test_the_demo_makes_disjoint_data_that_its_tokenizer_reads_back(tmp_path: Pa
     assert tokenizer.decode(tokenizer.encode("47+38=", add_special_tokens=False)) == "47+38="
     with pytest.raises(BatchError, match="max_prompt_tokens=4"):
         load_prompts(tmp_path / "train.jsonl", tokenizer, 4)
-
-
-def test_the_demos_mixture_of_experts_is_its_model_with_the_same_tokenizer_and_data(tmp_path: Path) -> None:
-    for model in ("qwen3", "qwen3_moe"):
-        write_task(tmp_path / model, seed=3, model=parse_config(DemoConfig, "", ["--model", model]).model)
-        config = json.loads((tmp_path / model / "model" / "config.json").read_text())
-        assert config["model_type"] == model and config["hidden_size"] == 128
-        parse_hf_config = find_model("auto", config).parse_config
-        assert parse_hf_config(config).num_layers == 3
-    for name in ("model/tokenizer.json", "train.jsonl", "held_out.jsonl"):
-        assert (tmp_path / "qwen3" / name).read_text() == (tmp_path / "qwen3_moe" / name).read_text()
 
 
 def test_a_careless_answer_forgets_the_carry_and_nothing_else() -> None:
