@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification
 
+from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.cli.main import main
 from rl_backend.contracts.lora import LoRAConfig
 from tests.support.families import pack, random_sequences
@@ -53,6 +54,20 @@ def test_a_released_model_that_is_saved_before_training_is_its_source_byte_for_b
     assert any(name.startswith("model.language_model.layers.0.") for name in names)
     require_index(tmp_path / "out")
     assert (tmp_path / "out" / "config.json").read_bytes() == (stored / "config.json").read_bytes()
+
+
+def test_packed_experts_are_saved_one_by_one_and_those_of_the_mtp_layer_as_they_are(tmp_path: Path) -> None:
+    source = write_qwen3_5(tmp_path / "source", moe=True, released=True, packed=True)
+    with open_runtime(source) as runtime:
+        runtime.save_checkpoint(runtime.build_model(), tmp_path / "out", hf=True)
+    before, after = HFReader(source), HFReader(tmp_path / "out")
+    assert before.infos.keys() == after.infos.keys()
+    for name in before.infos:
+        assert torch.equal(before.read(name), after.read(name)), name
+    stored = stored_bytes(tmp_path / "out")
+    kept = {name: tensor for name, tensor in stored_bytes(source).items() if name.startswith(KEPT)}
+    assert kept and kept == {name: tensor for name, tensor in stored.items() if name.startswith(KEPT)}
+    assert "model.language_model.layers.0.mlp.experts.0.up_proj.weight" in stored
 
 
 def test_transformers_and_the_native_runtime_load_a_trained_released_model(source: Path, tmp_path: Path) -> None:
