@@ -1,0 +1,141 @@
+"""What vLLM 0.30 cannot serve, by model type, each with what was measured. Needs no vLLM.
+
+:data:`REFUSALS` is read before an engine starts, and by whoever tabulates what the project can do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from actors.rollout.config import RolloutConfig
+from rl_backend.checkpoint.hf_reader import read_hf_config
+from rl_backend.contracts import ConfigError, UnsupportedError, text_config
+from rl_backend.model.blocks import divisors, nearest
+
+type Fields = Mapping[str, Any]
+"""Of :func:`~rl_backend.contracts.text_config`."""
+
+DELTANET_TYPES = frozenset({"qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"})
+"""``model_type`` of models that mix attention with gated DeltaNet, whose sequences have a recurrent state."""
+_MLA_TYPES = frozenset({"deepseek_v3", "kimi_k2", "glm4_moe_lite"})
+_MLA_HEADS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Something that vLLM's build for a device cannot serve.
+
+    Attributes:
+        model_types: of ``config.json``; empty for every model.
+        device: ``cpu`` or ``cuda``.
+        what: of the model or the configuration, in words.
+        measured: what happens without the refusal.
+        instead: what to do.
+        applies: whether it concerns a model's fields and a configuration.
+    """
+
+    model_types: frozenset[str]
+    device: str
+    what: str
+    measured: str
+    instead: str
+    applies: Callable[[Fields, RolloutConfig], bool] = lambda fields, config: True
+
+
+def _has_plain_rope(fields: Fields, config: RolloutConfig) -> bool:
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    return (rope.get("rope_type") or rope.get("type") or "default") == "default"
+
+
+def _has_other_mla_heads(fields: Fields, config: RolloutConfig) -> bool:
+    return any(fields.get(name, size) != size for name, size in _MLA_HEADS.items())
+
+
+REFUSALS = (
+    Refusal(
+        frozenset({"gpt_oss"}),
+        "cpu",
+        "dtypes other than bfloat16",
+        'the first prompt ends with "expected scalar type BFloat16"',
+        "use dtype='bfloat16'",
+        lambda fields, config: config.dtype != "bfloat16",
+    ),
+    Refusal(
+        frozenset({"deepseek_v32", "glm_moe_dsa"}),
+        "cpu",
+        "sparse attention",
+        'the engine does not start: "Sparse Attention is not supported on CPU."',
+        "use engines on a GPU",
+    ),
+    Refusal(
+        _MLA_TYPES,
+        "cpu",
+        "latent attention with other sizes than kv_lora_rank=512 and qk_rope_head_dim=64",
+        'the engine does not start: "Head dimension 96 is not supported by MLA" for a rank of 32',
+        "use a model of those sizes, or engines on a GPU",
+        _has_other_mla_heads,
+    ),
+    Refusal(
+        _MLA_TYPES,
+        "cpu",
+        "latent attention with plain rotary embeddings",
+        "log-probs differ from transformers' by 2.3e-2 in the mean and 0.13 at most in float32, where YaRN has 2.4e-7",
+        "use engines on a GPU",
+        _has_plain_rope,
+    ),
+    Refusal(
+        frozenset({"minimax_m2"}),
+        "cpu",
+        "a router with sigmoid scores",
+        "the first prompt ends with an assertion of CPURouter, which knows a softmax without groups alone",
+        "use engines on a GPU",
+    ),
+    Refusal(
+        frozenset(),
+        "cpu",
+        "speculative decoding",
+        "the first step ends in a Triton kernel of the rejection sampler, greedy sampling too",
+        "leave engine_args['speculative_config'] out",
+        lambda fields, config: bool(config.engine_args.get("speculative_config")),
+    ),
+)
+"""In the order in which they are looked for."""
+
+
+def has_deltanet(config: Mapping[str, Any]) -> bool:
+    """Whether ``config.json`` is of a model with gated DeltaNet."""
+    return config.get("model_type") in DELTANET_TYPES
+
+
+def check_served(config: RolloutConfig, device: str) -> None:
+    """Checks a model's ``config.json`` against what engines on ``device``, ``cpu`` or ``cuda``, can serve.
+
+    Raises:
+        CheckpointError: there is no ``config.json``, or it is damaged.
+        ConfigError: ``tensor_parallel`` does not divide the heads of gated DeltaNet.
+        UnsupportedError: one of :data:`REFUSALS`.
+    """
+    model = read_hf_config(config.model_path)
+    kind, fields = str(model.get("model_type")), text_config(model)
+    for refusal in REFUSALS:
+        concerned = not refusal.model_types or kind in refusal.model_types
+        if concerned and refusal.device == device and refusal.applies(fields, config):
+            raise UnsupportedError(
+                f"RolloutConfig.model_path={config.model_path!r} is a {kind}, dtype={config.dtype!r}: vLLM 0.30 on a "
+                f"{device.upper()} does not serve {refusal.what} ({refusal.measured}); {refusal.instead}",
+                model_type=kind,
+                refused=refusal.what,
+            )
+    if has_deltanet(model):
+        _check_parts(fields, config.tensor_parallel)
+
+
+def _check_parts(fields: Fields, parts: int) -> None:
+    for name in ("linear_num_key_heads", "linear_num_value_heads"):
+        heads = fields.get(name)
+        if isinstance(heads, int) and heads % parts:
+            raise ConfigError.of(
+                "RolloutConfig.tensor_parallel", parts, f"does not divide {name}={heads}; {nearest(parts, divisors(heads))}"
+            )

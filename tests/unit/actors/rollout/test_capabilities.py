@@ -1,0 +1,83 @@
+"""What vLLM cannot serve is refused by the model's type, with what was measured, before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.rollout.config import RolloutConfig
+from actors.rollout.vllm.capabilities import DELTANET_TYPES, REFUSALS, check_served
+from rl_backend.contracts import ConfigError, UnsupportedError
+
+MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "rope_parameters": {"rope_type": "yarn", "factor": 40.0}}
+HEADS = {"linear_key_head_dim": 96}
+PLAIN = {"rope_parameters": {"rope_type": "default"}}
+
+
+def write_config(path: Path, model_type: str, **fields: Any) -> str:
+    (path / "config.json").write_text(json.dumps({"model_type": model_type, **fields}))
+    return str(path)
+
+
+@pytest.mark.shows(
+    "rollout: what vLLM's CPU build cannot serve is refused by model type, with what was measured, before it starts"
+)
+@pytest.mark.parametrize(
+    ("model_type", "fields", "dtype", "what"),
+    [
+        ("gpt_oss", {}, "float32", "dtypes other than bfloat16"),
+        ("glm_moe_dsa", {}, "bfloat16", "sparse attention"),
+        ("deepseek_v32", {}, "float32", "sparse attention"),
+        ("deepseek_v3", {**MLA, "kv_lora_rank": 32}, "float32", "kv_lora_rank=512"),
+        ("deepseek_v3", {**MLA, **PLAIN}, "float32", "plain rotary"),
+        ("kimi_k2", {**MLA, "rope_parameters": None}, "float32", "plain rotary"),
+        ("glm4_moe_lite", {**MLA, **PLAIN}, "bfloat16", "plain rotary"),
+        ("minimax_m2", {}, "float32", "sigmoid scores"),
+    ],
+)
+def test_what_a_cpu_cannot_serve(tmp_path: Path, model_type: str, fields: Any, dtype: Any, what: str) -> None:
+    config = RolloutConfig(model_path=write_config(tmp_path, model_type, **fields), dtype=dtype)
+    with pytest.raises(UnsupportedError, match=rf"is a {model_type}, dtype='{dtype}': vLLM 0\.30 on a CPU .*{what}"):
+        check_served(config, "cpu")
+    check_served(config, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "dtype"),
+    [
+        ("gpt_oss", {}, "bfloat16"),
+        ("deepseek_v3", MLA, "float32"),
+        ("deepseek_v3", {**MLA, "rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 40.0}}, "float32"),
+        *(
+            (each, {"linear_key_head_dim": 96}, dtype)
+            for each in sorted(DELTANET_TYPES)
+            for dtype in ("float32", "bfloat16")
+        ),
+        ("qwen3", {}, "float32"),
+    ],
+)
+def test_what_a_cpu_serves(tmp_path: Path, model_type: str, fields: Any, dtype: Any) -> None:
+    check_served(RolloutConfig(model_path=write_config(tmp_path, model_type, **fields), dtype=dtype), "cpu")
+
+
+def test_speculative_decoding_is_refused_on_a_cpu_for_every_model(tmp_path: Path) -> None:
+    model = write_config(tmp_path, "qwen3")
+    config = RolloutConfig(model_path=model, engine_args={"speculative_config": {"method": "mtp"}})
+    with pytest.raises(UnsupportedError, match=r"speculative decoding .*leave engine_args\['speculative_config'\] out"):
+        check_served(config, "cpu")
+
+
+def test_engines_divide_the_heads_of_deltanet(tmp_path: Path) -> None:
+    text = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    model = write_config(tmp_path, "qwen3_5", text_config=text)
+    check_served(RolloutConfig(model_path=model, tensor_parallel=2), "cpu")
+    with pytest.raises(ConfigError, match=r"RolloutConfig\.tensor_parallel=4: does not divide linear_num_key_heads=2"):
+        check_served(RolloutConfig(model_path=model, tensor_parallel=4), "cuda")
+
+
+def test_every_refusal_says_what_was_measured_and_what_to_do() -> None:
+    for refusal in REFUSALS:
+        assert refusal.what and refusal.measured and refusal.instead and refusal.device in ("cpu", "cuda")
