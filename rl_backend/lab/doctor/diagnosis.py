@@ -7,10 +7,12 @@ from typing import Any
 from rl_backend.lab.doctor import probes
 from rl_backend.lab.doctor.machine import (
     BRIDGE,
+    FLA,
     VERL,
     Machine,
     Package,
     foreign_packages,
+    installed_version,
     outside_supported_range,
     read_machine,
     read_packages,
@@ -24,7 +26,10 @@ _TARGET = "adapters.verl.engine_config.RLBackendEngineConfig"
 
 @dataclass(frozen=True)
 class Facts:
-    """The machine, the installation, and what the probes found; None stands for a probe that was not tried."""
+    """The machine, the installation, and what the probes found; None stands for a probe that was not tried.
+
+    ``fla`` is the version of flash-linear-attention, which is no dependency; None without it.
+    """
 
     machine: Machine
     packages: tuple[Package, ...]
@@ -33,6 +38,7 @@ class Facts:
     megatron: probes.MegatronProbe | None = None
     ray_authentication: str | None = None
     verl: probes.VerlProbe | None = None
+    fla: str | None = None
 
     def installed(self, name: str) -> str | None:
         """The version of a tested package."""
@@ -86,7 +92,7 @@ def examine(*, trials: bool, verl: bool = False, waiting: Callable[[str], None] 
         waiting(probe.TRIES)
         return probe.run()
 
-    facts = Facts(read_machine(), read_packages(), tried(probes.TorchProbe))
+    facts = Facts(read_machine(), read_packages(), tried(probes.TorchProbe), fla=installed_version(FLA))
     if facts.installed("ray") is not None:
         ray = tried(probes.RayProbe) if trials else None
         facts = replace(facts, ray=ray, ray_authentication=probes.ray_authentication())
@@ -141,11 +147,21 @@ def _capabilities(facts: Facts) -> list[Capability]:
         Capability("native training on a GPU", trains and bool(gpus), on_gpu),
         Capability("NCCL between GPUs", trains and several, f"{len(gpus)} GPUs" if several else "needs two GPUs"),
         Capability("LoRA tenants equal to the last bit beside others (CPU)", trains and not inexact, rows),
+        Capability("kernels for gated DeltaNet (Qwen3.5, Qwen3-Next)", *_fla(facts)),
         Capability("vLLM rollouts", *_rollouts(facts)),
         Capability("GRPO with Ray and vLLM (make demo)", *_demo(facts)),
         Capability("bridge runtime (Megatron)", *_bridge(facts)),
         Capability("verl on this backend", trains and verl is not None, ask_verl),
     ]
+
+
+def _fla(facts: Facts) -> tuple[bool, str]:
+    """Whether ``delta_kernel="fla"`` can be chosen; models train without."""
+    if not facts.torch.devices:
+        return False, "they need a GPU; delta_kernel='torch' runs everywhere"
+    if facts.fla is None:
+        return False, f"{FLA} is missing (pip install {FLA}); delta_kernel='torch' runs without"
+    return facts.trains, f"{FLA} {facts.fla}, not tested with this project: delta_kernel='fla'"
 
 
 def _rollouts(facts: Facts) -> tuple[bool, str]:

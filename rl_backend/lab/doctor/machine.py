@@ -139,6 +139,7 @@ RAY = "pip install 'rl-backend[ray]'"
 BRIDGE = "pip install 'rl-backend[bridge]', then pip install --no-deps megatron-bridge==0.6.2"
 EXAMPLES = "pip install 'rl-backend[examples]'"
 VERL = "pip install 'rl-backend[verl]'"
+FLA = "flash-linear-attention"
 DEVELOPMENT = "pip install 'rl-backend[dev]'"
 
 TESTED = (
@@ -191,6 +192,11 @@ def read_packages() -> tuple[Package, ...]:
         found = ((name, each.version) for name in names for each in importlib.metadata.distributions(name=name))
         packages.append(Package(tested, *next(found, (tested.name, None))))
     return tuple(packages)
+
+
+def installed_version(name: str) -> str | None:
+    """Of a distribution; None where it is not installed."""
+    return next((each.version for each in importlib.metadata.distributions(name=name)), None)
 
 
 def foreign_packages() -> tuple[str, ...]:

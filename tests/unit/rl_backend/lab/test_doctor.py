@@ -93,7 +93,7 @@ def test_a_matrix_library_whose_rows_depend_on_others_makes_tenants_equal_to_rou
 
 def test_json_has_conclusions_and_facts_beside_each_other() -> None:
     conclusions, facts = ["problems", "remarks", "capabilities"], ["machine", "packages", "torch", "ray", "megatron"]
-    assert list(report().as_json()) == [*conclusions, *facts, "ray_authentication", "verl"]
+    assert list(report().as_json()) == [*conclusions, *facts, "ray_authentication", "verl", "fla"]
 
 
 def test_a_complete_gpu_installation_runs_on_the_gpu() -> None:
@@ -101,6 +101,16 @@ def test_a_complete_gpu_installation_runs_on_the_gpu() -> None:
     assert verdict(found).endswith("on the GPU.")
     assert available(found)["native training on a GPU"]
     assert not available(found)["NCCL between GPUs"]
+
+
+def test_kernels_for_gated_deltanet_need_a_gpu_and_a_package_that_is_no_dependency() -> None:
+    name = "kernels for gated DeltaNet"
+    assert not available(report())[name] and "need a GPU" in reason(report(), name)
+    on_gpu = report(WITH_GPU, packages(vllm_distribution="vllm"), TORCH_WITH_GPU)
+    assert not available(on_gpu)[name] and "pip install flash-linear-attention" in reason(on_gpu, name)
+    with_fla = diagnosis.judge(dataclasses.replace(on_gpu.facts, fla="0.5.0"))
+    assert available(with_fla)[name] and "flash-linear-attention 0.5.0" in reason(with_fla, name)
+    assert not on_gpu.problems and not with_fla.problems
 
 
 def test_a_missing_requirement_is_a_problem_with_its_remedy() -> None:
