@@ -1,5 +1,7 @@
 """peft's adapters in a model of transformers, for comparisons of LoRA."""
 
+from collections.abc import Callable
+
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -11,8 +13,13 @@ _BLOCKS_OF_EXPERTS = ("experts", "shared_expert")
 _ROUTERS = ("gate", "shared_expert_gate")
 
 
-def add_peft_adapter(model: PreTrainedModel, config: LoRAConfig, seed: int) -> dict[str, nn.Parameter]:
-    """Puts peft's adapters into ``model``, frozen itself from now on; name in peft's files -> parameter.
+def add_peft_adapter(
+    model: PreTrainedModel, config: LoRAConfig, seed: int, in_files: Callable[[str], str]
+) -> dict[str, nn.Parameter]:
+    """Puts peft's adapters into ``model``, frozen itself from now on; name beside those of files -> parameter.
+
+    Args:
+        in_files: name of a module in ``model`` -> in the files of its weights.
 
     Raises:
         UnsupportedError: peft is not installed, or targets among experts, which transformers keeps as one parameter.
@@ -47,7 +54,7 @@ def add_peft_adapter(model: PreTrainedModel, config: LoRAConfig, seed: int) -> d
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
         if parameter.requires_grad:
-            stored = PEFT_PREFIX + name.replace(".default", "")
+            stored = PEFT_PREFIX + in_files(name.replace(".default", ""))
             parameter.data = start_of(stored, parameter.shape, seed).to(parameter.device, model.dtype)
             adapters[stored] = parameter
     return adapters

@@ -1,7 +1,7 @@
 """The side that is no runtime: transformers' model, with peft's adapters for LoRA, one sequence at a time; torch's AdamW."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,15 +47,16 @@ class _Trainer:
         self.config = config.optimizer
         self.model = _load(config.model, getattr(torch, config.dtype), device, side.options)
         whole = dict(_load(config.model, torch.float32, device, {}).named_parameters())
-        self.hf_names = {name: name for name in whole}
+        self.in_files = _path_in_files(self.model)
+        self.hf_names = {name: self.in_files(name) for name in whole}
         if config.lora is None:
             self.trained, self.frozen = dict(self.model.named_parameters()), dict[str, Tensor]()
         else:
-            self.trained = add_peft_adapter(self.model, config.lora, config.seed)
+            self.trained = add_peft_adapter(self.model, config.lora, config.seed, self.in_files)
             self.frozen = {name: parameter.detach() for name, parameter in whole.items()}
             whole = {name: parameter.float() for name, parameter in self.trained.items()}
             names = [name for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
-            self.hf_names = {name: name.replace(".base_layer", "") for name in names}
+            self.hf_names = {name: self.in_files(name.replace(".base_layer", "")) for name in names}
         self.masters = {name: torch.nn.Parameter(parameter.detach().clone()) for name, parameter in whole.items()}
         self.adamw = torch.optim.AdamW(
             _decay_groups(self.masters, self.config), lr=self.config.lr, betas=self.config.betas, eps=self.config.eps
@@ -122,7 +123,8 @@ class _Trainer:
         """Copies on the host, under the names of a saved checkpoint (a model may hold many of its tensors as one)."""
         on_host = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         converted = revert_weight_conversion(self.model, on_host)
-        order = {prefix: index for index, name in reversed(list(enumerate(tensors))) for prefix in _prefixes(name)}
+        paths = [self.in_files(name) for name in tensors]
+        order = {prefix: index for index, path in reversed(list(enumerate(paths))) for prefix in _prefixes(path)}
         names = sorted(converted, key=lambda name: next(order[prefix] for prefix in _prefixes(name) if prefix in order))
         return {name: converted[name].contiguous() for name in names}
 
@@ -137,6 +139,17 @@ def _load(path: str, dtype: torch.dtype, device: torch.device, options: Mapping[
     return AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, local_files_only=True, experts_implementation="eager", **options
     ).to(device)
+
+
+def _path_in_files(model: PreTrainedModel) -> Callable[[str], str]:
+    """Gives the name in files of a parameter or module in memory, but for those that files have in parts.
+
+    A language model that transformers takes out of a larger one is nested there.
+    """
+    embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
+    (stored,) = revert_weight_conversion(model, {f"{embedding}.weight": torch.empty(0)})
+    inside, nested = (name.rpartition(".")[0] for name in (embedding, stored.removesuffix(".weight")))
+    return lambda name: nested + name.removeprefix(inside) if name.startswith(f"{inside}.") else name
 
 
 def _prefixes(name: str) -> list[str]:
