@@ -1,0 +1,51 @@
+"""Models with recurrent states: adapters of both mixers, plans, comparisons and roles of verl."""
+
+from __future__ import annotations
+
+from tests.mutations.fault import Fault
+
+_LORA = "tests/distributed/test_lora_hybrids.py"
+_PLAN = "tests/unit/rl_backend/lab/test_plan_hybrids.py"
+
+FAULTS = [
+    Fault(
+        "gate-of-shared-experts-without-adapters",
+        "rl_backend/runtime/native/adapters.py",
+        'for name in ("shared_expert", "shared_expert_gate")}',
+        'for name in ("shared_expert",)}',
+        (f"{_LORA}::test_both_mixers_and_shared_experts_are_adapted[qwen3_5_moe]",),
+        "the gate would stay as it was, and a tenant that names it be refused",
+    ),
+    Fault(
+        "rows-of-another-rank-for-the-gate",
+        "rl_backend/primitive/adapter_runs.py",
+        "    first, found = rank * num_rows, []\n",
+        "    first, found = 0, []\n",
+        (f"{_LORA}::test_tenants_train_in_every_layout_as_on_one_rank[qwen3_next-tp2]",),
+        "a tensor-parallel rank would apply a tenant's gate to the tokens of another tenant",
+    ),
+    Fault(
+        "states-in-the-dtype-of-an-engine",
+        "rl_backend/model/mixers/deltanet.py",
+        "self.num_value_heads * self.key_dim * self.value_dim * torch.float32.itemsize",
+        "self.num_value_heads * self.key_dim * self.value_dim * itemsize",
+        (f"{_PLAN}::test_a_sequence_takes_float32_states_and_keys_and_values_of_few_layers",),
+        "a plan would say that an engine holds twice as many sequences as it does",
+    ),
+    Fault(
+        "nested-model-under-its-names-in-memory",
+        "rl_backend/lab/parity/transformers_side.py",
+        "return lambda name: nested + name.removeprefix(inside) if",
+        "return lambda name: name if",
+        ("tests/unit/rl_backend/lab/test_parity_nested.py::test_a_released_model_trains_as_transformers_does[lora]",),
+        "a released Qwen3.5 could not be compared with transformers",
+    ),
+    Fault(
+        "sizes-of-the-outer-configuration",
+        "adapters/verl/model_facts.py",
+        'return getattr(hf_config, "text_config", None) or hf_config',
+        "return hf_config",
+        ("tests/unit/adapters/verl/test_hybrids.py::test_every_role_takes_either_directory[nested-nested-actor]",),
+        "verl's roles would take a released mixture for a dense model",
+    ),
+]
