@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from tests.support.moe import write_moe
+from tests.support.qwen3_5 import write_qwen3_5
 from tests.support.rank_pool import RankPool
 from tests.support.verl_batches import make_batch, rows
 from tests.support.verl_engine import open_engine
@@ -79,9 +80,16 @@ def summed(model_output: Any, data: Any, dp_group: Any) -> tuple[Tensor, dict[st
 
 
 @pytest.mark.shows("verl: both backends replay routes recorded in compute_log_prob (R2) or by a rollout (R3)")
-@pytest.mark.parametrize("backend", ["native", "bridge"])
-def test_routes_of_the_policy_and_of_a_rollout_are_replayed(ranks: RankPool, tmp_path: Path, backend: str) -> None:
-    mixture = write_moe("qwen3_moe", tmp_path / "mixture", num_hidden_layers=2)
+@pytest.mark.parametrize(
+    ("family", "backend"), [("qwen3_moe", "native"), ("qwen3_moe", "bridge"), ("qwen3_5_moe", "native")]
+)
+def test_routes_of_the_policy_and_of_a_rollout_are_replayed(
+    ranks: RankPool, tmp_path: Path, family: str, backend: str
+) -> None:
+    if family == "qwen3_5_moe":
+        mixture = write_qwen3_5(tmp_path / "mixture", moe=True, released=True)
+    else:
+        mixture = write_moe(family, tmp_path / "mixture", num_hidden_layers=2)
     (found,) = ranks.run(replay_job, str(mixture), backend, world_size=1, timeout=IMPORT_SECONDS)
     for index, recorded in enumerate(found.recorded):
         torch.testing.assert_close(found.reference[index], recorded, rtol=0, atol=1e-5)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
+from tests.support.qwen3_5 import write_qwen3_5
 from tests.support.rank_pool import RankPool
 from tests.support.verl_batches import make_batch, rows
 from tests.support.verl_engine import mean_loss, open_engine
@@ -33,6 +34,8 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, int], dict[str, Any]]] = {
     "native pp": ("dense", "native", {"pp": 2}, {}),
     "native pp in the shape of a V": ("dense", "native", {"pp": 2, "vpp": 2}, ZBV),
     "native ep": ("mixture", "native", {"ep": 2}, {}),
+    "native tp and ep, with states": ("hybrid", "native", {"tp": 2, "ep": 2}, {}),
+    "native cp, with states": ("hybrid", "native", {"cp": 2}, {}),
     "bridge dp": ("dense", "bridge", {}, {}),
     "bridge pp": ("dense", "bridge", {"pp": 2}, {}),
     "bridge ep": ("mixture", "bridge", {"ep": 2}, {}),
@@ -60,6 +63,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     return {
         "dense": write_tiny("qwen3", folder / "dense", num_hidden_layers=4),
         "mixture": write_moe("qwen3_moe", folder / "mixture", num_hidden_layers=2),
+        "hybrid": write_qwen3_5(folder / "hybrid", moe=True, released=True),
     }
 
 

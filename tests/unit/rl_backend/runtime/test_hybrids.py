@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification
 from rl_backend.contracts import OptimizerConfig
 from rl_backend.runtime.native import NativeHandle, NativeRuntime
 from tests.support.critic import squared_error, transformers_values, write_critic
-from tests.support.native import gradients, micro_batches, open_runtime, train, train_with, weights
+from tests.support.native import VOCAB_SIZE, gradients, micro_batches, open_runtime, train, train_with, weights
 from tests.support.qwen3_5 import write_qwen3_5
 
 SPLIT = [[3, 0], [1, 7, 2], [6], [4, 5]]
@@ -20,7 +20,8 @@ SPLIT = [[3, 0], [1, 7, 2], [6], [4, 5]]
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_qwen3_5(tmp_path_factory.mktemp("released") / "dense", released=True)
+    """With tokens of images beyond those of the data, which transformers looks for."""
+    return write_qwen3_5(tmp_path_factory.mktemp("released") / "dense", released=True, vocab_size=2 * VOCAB_SIZE)
 
 
 @pytest.fixture(scope="module")
