@@ -99,7 +99,9 @@ FAULTS = [
         "adapters/verl/routes.py",
         'if mode == "disabled" or not tu.get(data, "enable_routing_replay", False):',
         'if mode == "disabled":',
-        ("tests/distributed/test_verl_engine_replay.py::test_routes_of_the_policy_and_of_a_rollout_are_replayed[qwen3_moe-native]",),
+        (
+            "tests/distributed/test_verl_engine_replay.py::test_routes_of_the_policy_and_of_a_rollout_are_replayed[qwen3_moe-native]",
+        ),
         "a reference would be refused or take the policy's routes",
     ),
     Fault(
@@ -107,7 +109,9 @@ FAULTS = [
         "adapters/verl/routes.py",
         'if mode == "R2" and forward_only and data.get(ROUTES, None) is None:\n        return "record"\n',
         'if mode == "R2" and forward_only and data.get(ROUTES, None) is None:\n        return "off"\n',
-        ("tests/distributed/test_verl_engine_replay.py::test_routes_of_the_policy_and_of_a_rollout_are_replayed[qwen3_moe-native]",),
+        (
+            "tests/distributed/test_verl_engine_replay.py::test_routes_of_the_policy_and_of_a_rollout_are_replayed[qwen3_moe-native]",
+        ),
         "R2 would record nothing",
     ),
     Fault(

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForImageTextToText, AutoModelForSequenceClassification
 
+from rl_backend.checkpoint.peft_files import write_peft_directory
 from rl_backend.contracts import OptimizerConfig
+from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.runtime.native import NativeHandle, NativeRuntime
 from tests.support.critic import squared_error, transformers_values, write_critic
 from tests.support.native import VOCAB_SIZE, gradients, micro_batches, open_runtime, train, train_with, weights
@@ -81,6 +84,30 @@ def test_a_reward_model_gives_its_scores_to_a_critic(tmp_path: Path) -> None:
                 with torch.no_grad():
                     scored = reward(row[None], attention_mask=torch.ones_like(row)[None]).logits
                 torch.testing.assert_close(values[-1:], scored[0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.shows("lora: an adapter of a released Qwen3.5 is read by peft beside transformers' whole model, and merged too")
+def test_an_adapter_of_a_released_directory_is_one_of_the_whole_model(dense: Path, tmp_path: Path) -> None:
+    config = LoRAConfig(rank=4, targets=("attention", "feed_forward"))
+    with open_runtime(dense) as runtime:
+        tenant = runtime.create_lora_adapter(runtime.build_model(trainable=False), config)
+        drawn = {name: 0.1 * torch.randn_like(factor) for name, factor in runtime.export_lora_adapter(tenant)}
+        runtime.import_lora_adapter(tenant, drawn)
+        write_peft_directory(tmp_path / "adapter", runtime.export_lora_adapter(tenant), config, str(dense))
+        runtime.save_checkpoint(tenant, tmp_path / "merged", hf=True)
+        result = runtime.forward_backward(tenant, micro_batches(SPLIT), None, forward_only=True)
+        expected = torch.cat(list(result.output("log_probs")))
+    whole = AutoModelForImageTextToText.from_pretrained(dense, dtype=torch.float32)
+    for model in (
+        PeftModel.from_pretrained(whole, tmp_path / "adapter"),
+        AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", dtype=torch.float32),
+    ):
+        found = []
+        for row in sequences_of():
+            with torch.no_grad():
+                distribution = torch.log_softmax(model(row[None]).logits[0], -1)
+            found += [distribution[:-1].gather(1, row[1:, None]).flatten(), torch.zeros(1)]
+        torch.testing.assert_close(expected, torch.cat(found), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
