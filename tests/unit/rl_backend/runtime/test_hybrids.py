@@ -62,7 +62,7 @@ def test_a_critic_of_a_mixture_trains_and_is_loaded_as_it_was_saved(mixture: Pat
         found = gradients(critic)
         assert found.keys() == critic.parameters.keys()
         assert all(bool(gradient.any()) for gradient in found.values())
-        curve = train_with(squared_error, runtime, critic, 12)
+        curve = train_with(squared_error, runtime, critic, 20)
         assert curve[-1][0] < 0.7 * curve[0][0]
         runtime.save_checkpoint(critic, tmp_path / "critic", hf=True)
         again = runtime.build_model(head="values", hf_path=tmp_path / "critic", forward_only=True)
