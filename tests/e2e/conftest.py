@@ -33,8 +33,8 @@ from tests.support.rollout import ReferenceTrainer
 from tests.support.served_tenants import CONFIGS, ServedTenants
 
 LEARNED_STEPS = 24
-CLUSTER_CPUS = 12
-"""Logical cores of Ray: for the demo's session and what runs beside it."""
+CLUSTER_CPUS = 24
+"""Logical cores of Ray: for all engines and ranks that the fixtures of a session keep, and what runs beside them."""
 
 
 @pytest.fixture(scope="session")

@@ -69,7 +69,7 @@ def test_the_exit_status_and_the_message_of_a_failed_example_reach_the_caller(he
     command = ["examples.sft", "--model", "/no/such/model", "--dataset", "x.jsonl", "--run-dir", str(tmp_path / "run")]
     run = head.run(*SUBMIT, "--address", head.address, "--python", _python(), "--", *command)
     assert run.returncode == 2, run.stdout
-    assert "error: model='/no/such/model'" in run.stdout
+    assert "error: --model='/no/such/model'" in run.stdout
     assert " failed: Job entrypoint command failed with exit code 2" in run.stdout.splitlines()[-1]
 
 

@@ -120,6 +120,11 @@ def break_header(model: Path) -> None:
     (model / SINGLE_FILE).write_bytes((model / SINGLE_FILE).read_bytes()[:1000])
 
 
+def leave_out_the_end(model: Path) -> None:
+    file = model / "tokenizer_config.json"
+    file.write_text(json.dumps({name: value for name, value in json.loads(file.read_text()).items() if name != "eos_token"}))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -128,8 +133,9 @@ def break_header(model: Path) -> None:
         (lambda model: (model / SINGLE_FILE).unlink(), r"GRPOConfig\.model='\S+': \S+ has no \*\.safetensors file"),
         (break_header, r"GRPOConfig\.model='\S+': \S+ is truncated or corrupt"),
         (lambda model: (model / "tokenizer.json").unlink(), r"^model='\S+': has no tokenizer"),
+        (leave_out_the_end, r"^model='\S+': its tokenizer has no eos_token; responses would never end"),
     ],
-    ids=["no config", "damaged config", "no weights", "half of the weights", "no tokenizer"],
+    ids=["no config", "damaged config", "no weights", "half of the weights", "no tokenizer", "no end of text"],
 )
 def test_a_model_directory_that_lacks_something(
     task: Path, options: dict[str, Any], tmp_path: Path, change: Callable[[Path], object], message: str
