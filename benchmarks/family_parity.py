@@ -33,7 +33,7 @@ def layouts(family: Family) -> Iterator[Side]:
 def measure_parity(family: Family, folder: Path) -> dict[str, Any]:
     """Pair -> figures of as many steps as ``benchmarks.parity`` takes, or a refusal."""
     recorder = Recorder(write_small(family, folder / "model"), "float32", make_folder(folder / "sides"), LENGTHS)
-    cells = {}
+    cells: dict[str, dict[str, Any]] = {}
     for name, (reference, candidate) in PAIRS.items():
         if name == "native_to_bridge" and "refused" in cells["bridge"]:
             continue
@@ -46,7 +46,7 @@ def measure_layouts(family: Family, folder: Path) -> dict[str, Any]:
     """Layout -> figures of a few steps against one rank of the same runtime, or a refusal."""
     settings = {**LENGTHS, "steps": LAYOUT_STEPS}
     recorder = Recorder(write_small(family, folder / "model"), "float32", make_folder(folder / "sides"), settings)
-    cells = {}
+    cells: dict[str, dict[str, Any]] = {}
     for side in layouts(family):
         cells[side.name] = recorder.compare(Pair(family.model_type, Side(side.runtime, {}), side))
         print(f"layout {side.name}: {in_words(cells[side.name])}", flush=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
@@ -90,16 +90,17 @@ def push_gaps(directory: Path, dtype: DType) -> dict[str, Any]:
                 first = samples
             sequences = [as_sequence(sample) for sample in samples]
             gaps.append(gaps_to(samples, trainer.forward(policy, sequences).output("log_probs")))
-    found = {"mean_gap": max(map(mean, gaps)), "max_gap": max(map(max, gaps)), "mean_gaps": list(map(mean, gaps))}
+    largest = max(map(mean, gaps))
+    found = {"mean_gap": largest, "max_gap": max(map(max, gaps)), "mean_gaps": list(map(mean, gaps))}
     if dtype == "float32":
         return found
     exact, rounded = (transformers_log_probs(directory, first, kind) for kind in (torch.float32, getattr(torch, dtype)))
     own = [float(gap) for one, other in zip(exact, rounded, strict=True) for gap in (one - other).abs()]
     theirs = {"mean_gap": mean(own), "max_gap": max(own)}
-    return {**found, "transformers_to_float32": theirs, "mean_gap_over_transformers": found["mean_gap"] / theirs["mean_gap"]}
+    return {**found, "transformers_to_float32": theirs, "mean_gap_over_transformers": largest / theirs["mean_gap"]}
 
 
-def is_good(push: dict[str, Any]) -> bool:
+def is_good(push: Mapping[str, Any]) -> bool:
     """Whether every gap is as small as it has to be; what is refused has none."""
     exact, rounded = (push["dtypes"][dtype] for dtype in DTYPES)
     return (
