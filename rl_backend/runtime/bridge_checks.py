@@ -50,6 +50,8 @@ class LayerSizes(NamedTuple):
 
     Attributes:
         num_experts: 0 for a dense model.
+        shared_expert_size: features inside of the expert of all tokens.
+        linear_num_key_heads: of gated DeltaNet; each has the same number of value heads.
     """
 
     num_layers: int | None
@@ -57,6 +59,8 @@ class LayerSizes(NamedTuple):
     num_key_value_heads: int | None
     ffn_hidden_size: int | None
     num_experts: int
+    shared_expert_size: int | None = None
+    linear_num_key_heads: int | None = None
 
 
 def check_config(config: RuntimeConfig) -> None:
@@ -77,6 +81,8 @@ def check_config(config: RuntimeConfig) -> None:
         num_key_value_heads=_size(text, "num_key_value_heads") or heads,
         ffn_hidden_size=_size(text, "intermediate_size"),
         num_experts=next(filter(None, experts), 0),
+        shared_expert_size=_size(text, "shared_expert_intermediate_size"),
+        linear_num_key_heads=_size(text, "linear_num_key_heads"),
     )
     # Ranks may run on other machines than this process, with kernels that it cannot see.
     require_layout(options, sizes, transformer_engine=options.device != "cpu")
@@ -112,7 +118,7 @@ def require_layout(options: BridgeConfig, sizes: LayerSizes, *, transformer_engi
             f"{sizes.num_layers} layers do not divide into pp*vpp = {parallel.pp}*{parallel.vpp} = {stages} stages; use a "
             f"divisor, or set {', '.join(UNEVEN_STAGES)} in override_transformer_config",
         )
-    for name in ("num_attention_heads", "ffn_hidden_size"):
+    for name in ("num_attention_heads", "ffn_hidden_size", "shared_expert_size", "linear_num_key_heads"):
         _require_divided("tp", parallel.tp, name, getattr(sizes, name))
     query_groups = sizes.num_key_value_heads
     if query_groups and not (transformer_engine and parallel.tp % query_groups == 0):

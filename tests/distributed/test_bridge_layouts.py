@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 
 from rl_backend.contracts import BatchError, ConfigError
-from tests.support.bridge_runs import Run, open_bridge, train_job, whole
+from tests.support.bridge_runs import Run, assert_same, open_bridge, train_job, whole
 from tests.support.layouts import layouts
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
 from tests.support.native import (
-    LENGTHS,
     VOCAB_SIZE,
     assert_near,
     micro_batches,
@@ -57,16 +56,6 @@ def dense_on_one_rank(dense: Path, ranks: RankPool) -> Run:
 @pytest.fixture(scope="module")
 def mixture_on_one_rank(mixture: Path, ranks: RankPool) -> Run:
     return whole(ranks.run(train_job, str(mixture), {}, STEPS, {}, world_size=1))
-
-
-def assert_same(run: Run, expected: Run) -> None:
-    torch.testing.assert_close(run.losses, expected.losses, rtol=1e-6, atol=0.0)
-    torch.testing.assert_close(run.norms, expected.norms, rtol=1e-5, atol=0.0)
-    assert run.log_probs.keys() == set(range(len(LENGTHS)))
-    for index, log_probs in run.log_probs.items():
-        torch.testing.assert_close(log_probs, expected.log_probs[index], rtol=1e-5, atol=1e-5)
-    assert_near(run.gradients, expected.gradients)
-    assert_near(run.weights, expected.weights)
 
 
 @pytest.mark.shows("bridge: dense models train alike with dp, tp and sp, pp, vpp on 2 and 4 ranks")

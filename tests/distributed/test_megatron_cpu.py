@@ -15,6 +15,7 @@ from rl_backend.runtime.bridge.megatron_cpu import PATCHES, Patch, on_cpu
 from tests.support.bridge_runs import open_bridge, share
 from tests.support.moe import write_moe
 from tests.support.native import micro_batches, token_loss
+from tests.support.qwen3_5 import write_qwen3_5
 from tests.support.rank_pool import RankPool
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Megatron uses the CUDA device here")
@@ -39,7 +40,7 @@ def error_job(model: str, parallel: Mapping[str, int], without: str) -> str | No
             handle = runtime.build_model()
             runtime.forward_backward(handle, micro_batches(share(handle), dp_size=handle.data_parallel_size), token_loss)
             runtime.optimizer_step(handle)
-    except (RuntimeError, TypeError, AttributeError) as error:
+    except (RuntimeError, TypeError, AttributeError, AssertionError, ImportError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
         megatron_cpu.PATCHES = PATCHES
@@ -58,6 +59,13 @@ NEEDED_BY: dict[str, tuple[int, dict[str, int]]] = {
     "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": (2, {"ep": 2}),
 }
 """Patch -> ranks and layout of a run that raises without it."""
+_DELTANET = "megatron.core.ssm.gated_delta_net"
+FOR_DELTANET = (
+    f"{_DELTANET}.common.HAVE_FLA",
+    f"{_DELTANET}.common.l2norm",
+    f"{_DELTANET}.gdn.causal_conv1d",
+    f"{_DELTANET}.gdn.chunk_gated_delta_rule",
+)
 FOR_RANDOM_STATES = {"torch.cuda.manual_seed", "megatron.core.tensor_parallel.random._set_cuda_rng_state"}
 """Without these nothing is raised, but random states are not what Megatron set."""
 
@@ -67,8 +75,14 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_moe("qwen3_moe", tmp_path_factory.mktemp("mixture"), num_hidden_layers=2)
 
 
+@pytest.fixture(scope="module")
+def deltanet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    layers = ["linear_attention", "full_attention"]
+    return write_qwen3_5(tmp_path_factory.mktemp("deltanet"), layers=2, layer_types=layers)
+
+
 def test_every_patch_has_a_test() -> None:
-    assert {name(patch) for patch in PATCHES} == NEEDED_BY.keys() | FOR_RANDOM_STATES
+    assert {name(patch) for patch in PATCHES} == NEEDED_BY.keys() | FOR_RANDOM_STATES | set(FOR_DELTANET)
 
 
 @pytest.mark.parametrize("patch", NEEDED_BY)
@@ -76,6 +90,30 @@ def test_megatron_raises_without_the_patch(ranks: RankPool, mixture: Path, patch
     world_size, parallel = NEEDED_BY[patch]
     for result in ranks.run(error_job, str(mixture), parallel, patch, world_size=world_size):
         assert result is not None, "Megatron runs without this patch: remove it"
+
+
+@pytest.mark.parametrize("patch", FOR_DELTANET)
+def test_gated_deltanet_raises_without_the_patch(ranks: RankPool, deltanet: Path, patch: str) -> None:
+    (result,) = ranks.run(error_job, str(deltanet), {}, patch, world_size=1)
+    assert result is not None, "Megatron computes gated DeltaNet on a CPU without this patch: remove it"
+
+
+def compiled_job(model: str, stance: Mapping[str, Any]) -> int:
+    """How many functions Megatron gives to the compiler in one step."""
+    from torch._dynamo.utils import counters
+
+    set_stance = torch.compiler.set_stance
+    counters.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.compiler, "set_stance", lambda *_: set_stance(**stance))
+        assert error_job(model, {}, "") is None
+    return counters["frames"]["total"]
+
+
+def test_nothing_is_compiled(ranks: RankPool, deltanet: Path) -> None:
+    assert ranks.run(compiled_job, str(deltanet), {"stance": "force_eager"}, world_size=1) == [0]
+    (compiled,) = ranks.run(compiled_job, str(deltanet), {"force_backend": "eager"}, world_size=1)
+    assert compiled > 0, "Megatron compiles nothing: the stance of the compiler need not be set"
 
 
 def random_states_job(model: str, without: str | None) -> tuple[int, bool]:

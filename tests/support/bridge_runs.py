@@ -16,7 +16,7 @@ from rl_backend.contracts import ModelOutput, OptimizerConfig, PackedBatch, Runt
 from rl_backend.runtime.bridge import BridgeRuntime
 from rl_backend.runtime.bridge.handle import BridgeHandle
 from rl_backend.runtime.bridge_config import BridgeConfig
-from tests.support.native import LENGTHS, micro_batches, token_loss
+from tests.support.native import LENGTHS, assert_near, micro_batches, token_loss
 
 
 @dataclass
@@ -102,6 +102,17 @@ def whole(runs: Sequence[Run]) -> Run:
     source = next(run for run in runs if run.losses)
     log_probs = {index: value for run in runs for index, value in run.log_probs.items()}
     return Run(source.losses, source.norms, log_probs, runs[0].gradients, runs[0].weights)
+
+
+def assert_same(run: Run, expected: Run) -> None:
+    """What all ranks know together is what one rank computes."""
+    torch.testing.assert_close(run.losses, expected.losses, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(run.norms, expected.norms, rtol=1e-5, atol=0.0)
+    assert run.log_probs.keys() == set(range(len(LENGTHS)))
+    for index, log_probs in run.log_probs.items():
+        torch.testing.assert_close(log_probs, expected.log_probs[index], rtol=1e-5, atol=1e-5)
+    assert_near(run.gradients, expected.gradients)
+    assert_near(run.weights, expected.weights)
 
 
 def poisoned_loss(model_output: ModelOutput, data: PackedBatch, dp_group: Any = None) -> Any:

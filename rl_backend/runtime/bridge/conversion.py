@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import VALUE_HEAD_WEIGHTS, Head, UnsupportedError
+from rl_backend.runtime.bridge.deltanet import FLOAT32_PARAMETERS
 from rl_backend.runtime.export_stream import require_known_names
 
 _EXPERT = re.compile(r"experts\.(\d+)")
@@ -42,6 +43,11 @@ class Conversion:
     @property
     def nbytes(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes.values()) * self.dtype.itemsize
+
+    @property
+    def in_float32(self) -> bool:
+        """Whether Megatron computes with the parameter in float32, whatever the dtype of the rest."""
+        return self.tasks[0].global_param_name.rpartition(".")[2] in FLOAT32_PARAMETERS
 
     def __str__(self) -> str:
         first, *others = self.shapes

@@ -10,18 +10,29 @@ from torch import Tensor, nn
 
 from rl_backend.checkpoint.hf_reader import HFReader, read_hf_config
 from rl_backend.checkpoint.kept_weights import find_kept
-from rl_backend.contracts import BatchError, Head, RoutedLayers, RuntimeConfig, StepResult, TensorInfo, text_config
+from rl_backend.contracts import (
+    BatchError,
+    Head,
+    RoutedLayers,
+    RuntimeConfig,
+    StepResult,
+    TensorInfo,
+    UnsupportedError,
+    text_config,
+)
 from rl_backend.contracts.operations import Part
 from rl_backend.model import model_kept_prefixes
 from rl_backend.runtime.bridge.adapters import attach_adapters
 from rl_backend.runtime.bridge.batch import OutputProcessor
 from rl_backend.runtime.bridge.conversion import WeightConverter
+from rl_backend.runtime.bridge.deltanet import has_deltanet, keep_decay_in_float32
 from rl_backend.runtime.bridge.expert_adapters import ChunkAdapters
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.loading import load_model, open_bridge
 from rl_backend.runtime.bridge.optimizer import BridgeOptimizer
 from rl_backend.runtime.bridge.provider import make_provider, override, uses_transformer_engine
 from rl_backend.runtime.bridge.routes import ModelRouters, connect_routers, require_routing_by_scores
+from rl_backend.runtime.bridge.text_models import set_mappings
 from rl_backend.runtime.bridge_config import BridgeConfig
 from rl_backend.runtime.engine import GuardedHandle
 from rl_backend.runtime.interface import Runtime
@@ -67,6 +78,10 @@ class BridgeHandle(GuardedHandle[BridgeOptimizer]):
         """This rank's ``GPTModel`` chunks without their wrappers."""
         models: list[nn.Module] = unwrap_model(list(self.chunks))
         return models
+
+    @property
+    def in_float32(self) -> frozenset[str]:
+        return frozenset(name for each in self.converter.conversions if each.in_float32 for name in each.shapes)
 
     @property
     def weights(self) -> tuple[TensorInfo, ...]:
@@ -163,6 +178,12 @@ def build_handle(
     bridge = open_bridge(config.hf_path)
     transformer_engine = uses_transformer_engine(groups.device) and not adaptable
     provider = make_provider(bridge, config, groups, head, transformer_engine=transformer_engine)
+    if has_deltanet(provider) and adaptable:
+        raise UnsupportedError(
+            f"{config.hf_path} has layers of gated DeltaNet, beside whose fused projections the bridge runtime has no "
+            "adapters; train LoRA tenants of it with backend='native'",
+            layers="gated_delta_net",
+        )
     ddp_config = override(
         "BridgeConfig.override_ddp_config", DistributedDataParallelConfig, options.override_ddp_config, _DDP_SETTINGS
     )
@@ -170,7 +191,11 @@ def build_handle(
     # It draws a bar for every load and export.
     model_bridge._with_progress_tracking = lambda tasks, *_, **__: iter(tasks)
 
+    if has_deltanet(provider):
+        set_mappings(model_bridge, hf_config["model_type"], local_layers=not transformer_engine)
+
     def load(chunks: list[nn.Module]) -> list[nn.Module]:
+        keep_decay_in_float32(chunks)
         kept = model_kept_prefixes(hf_config)
         load_model(chunks, pretrained, model_bridge, groups, hf_path=config.hf_path, head=head, kept=kept)
         if forward_only:

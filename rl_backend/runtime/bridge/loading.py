@@ -8,7 +8,9 @@ import torch.distributed as dist
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
+from megatron.bridge.models.hf_pretrained.state import StateDict, StateSource
 from megatron.core.utils import unwrap_model
+from torch import Tensor
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -17,6 +19,7 @@ from rl_backend.contracts import VALUE_HEAD_WEIGHTS, CheckpointError, Head, Unsu
 from rl_backend.runtime.bridge.batch import CriticOutputLayer
 from rl_backend.runtime.bridge.conversion import hf_names, unconverted
 from rl_backend.runtime.bridge.groups import BridgeGroups
+from rl_backend.runtime.bridge.text_models import text_model_config
 
 _YARN_DEFAULTS: Mapping[str, Any] = {
     "yarn_beta_fast": 32.0,
@@ -35,9 +38,10 @@ def open_bridge(hf_path: str) -> AutoBridge:
         UnsupportedError: transformers or Megatron-Bridge does not know the model.
         CheckpointError: weight files that are missing or damaged.
     """
-    model_type = HFReader(hf_path).config.get("model_type")
+    reader = HFReader(hf_path)
+    model_type = reader.config.get("model_type")
     try:
-        config = AutoConfig.from_pretrained(hf_path)
+        config = text_model_config(AutoConfig.from_pretrained(hf_path), reader.config)
     except ValueError as error:
         raise UnsupportedError(
             f"{hf_path}: transformers has no configuration for model_type {model_type!r}, which Megatron-Bridge starts from",
@@ -49,6 +53,8 @@ def open_bridge(hf_path: str) -> AutoBridge:
         config.architectures = [name]
     pretrained = PreTrainedCausalLM.from_pretrained(hf_path)
     pretrained.config = config
+    if reader.infos.keys() != set(pretrained.state.source.get_all_keys()):
+        pretrained._state_dict_accessor = StateDict(_SingleExperts(reader))
     bridge = AutoBridge(pretrained)
     try:
         found = AutoBridge.supports(config) and bridge._model_bridge is not None
@@ -61,6 +67,19 @@ def open_bridge(hf_path: str) -> AutoBridge:
             model_type=config.model_type,
         )
     return bridge
+
+
+class _SingleExperts(StateSource):
+    """The weights of a directory under the names that the native runtime knows: those of single experts."""
+
+    def __init__(self, reader: HFReader) -> None:
+        self._reader = reader
+
+    def get_all_keys(self) -> list[str]:
+        return list(self._reader.infos)
+
+    def load_tensors(self, keys: list[str]) -> dict[str, Tensor]:
+        return {name: self._reader.read(name) for name in keys}
 
 
 def read_provider(bridge: AutoBridge, hf_path: str) -> GPTModelProvider:
@@ -164,6 +183,8 @@ def _require_same_model(hf_config: Any, provider: Any) -> None:
     """
     rope: dict[str, Any] = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
+    if rope.get("partial_rotary_factor") is not None:
+        provider.rotary_percent = float(rope["partial_rotary_factor"])
     if kind == "linear":
         provider.seq_len_interpolation_factor = float(rope["factor"])
     if kind == "yarn":
@@ -194,6 +215,12 @@ def _require_same_model(hf_config: Any, provider: Any) -> None:
             sliding_window=window,
         )
     _require_experts_everywhere(hf_config, provider)
+    if getattr(hf_config, "norm_topk_prob", None) is False and not provider.moe_router_pre_softmax:
+        raise UnsupportedError(
+            "config.json has norm_topk_prob=False, which Megatron-Bridge does not pass on: the weights of a token's experts "
+            "would add up to 1; the native runtime may serve it",
+            norm_topk_prob=False,
+        )
     if getattr(provider, "use_mup", False):
         raise UnsupportedError("the model scales its logits (MuP); the bridge runtime does not")
 

@@ -2,8 +2,8 @@
 
 Megatron-Core names the device ``cuda`` in many places and calls ``torch.cuda`` for streams, random state and
 synchronisation. Every patch stands in :data:`PATCHES` with what it is for; a test takes each one away and sees Megatron
-fail. Outside the context torch is as it was. The norm for sequence parallelism is here too; it serves every device without
-Transformer Engine.
+fail. Outside the context torch is as it was. Inside it nothing is compiled: Megatron marks small functions for
+``torch.compile``, which on a CPU would need a C++ compiler and most of a minute.
 """
 
 import contextlib
@@ -14,8 +14,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from rl_backend.runtime.bridge import deltanet_cpu
 
 
 class Patch(NamedTuple):
@@ -61,6 +63,7 @@ def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _RANDOM = "megatron.core.tensor_parallel.random"
+_DELTANET = "megatron.core.ssm.gated_delta_net"
 
 PATCHES = (
     Patch(torch.cuda, "current_device", lambda: torch.device("cpu"), "the device of every buffer that Megatron makes"),
@@ -74,6 +77,10 @@ PATCHES = (
     Patch(_DISPATCHER, "maybe_move_tensor_to_cpu", _on_host, "sizes of the all-to-all as numbers of the host"),
     Patch(torch.Tensor, "cuda", lambda self, *_, **__: self, "tied embeddings, summed over the first and the last stage"),
     Patch(torch.Tensor, "type", _cuda_type, "the distributed optimizer takes tensors of CUDA types only"),
+    Patch(f"{_DELTANET}.common", "HAVE_FLA", True, "no layer is made without flash-linear-attention, which needs CUDA"),
+    Patch(f"{_DELTANET}.common", "l2norm", deltanet_cpu.l2norm, "its kernels are called for queries and keys"),
+    Patch(f"{_DELTANET}.gdn", "causal_conv1d", deltanet_cpu.causal_conv1d, "for the short convolution"),
+    Patch(f"{_DELTANET}.gdn", "chunk_gated_delta_rule", deltanet_cpu.chunk_gated_delta_rule, "and for the rule itself"),
 )
 
 
@@ -110,6 +117,8 @@ def on_cpu(device: torch.device) -> Generator[None]:
         return
     with _lock:
         _users += 1
+        if _users == 1:
+            _undone.enter_context(torch.compiler.set_stance("force_eager"))
         for patch in PATCHES if _users == 1 else ():
             owner = importlib.import_module(patch.owner) if isinstance(patch.owner, str) else patch.owner
             _undone.callback(setattr, owner, patch.attribute, getattr(owner, patch.attribute))
@@ -138,15 +147,3 @@ def iterate_on_cpu[T](device: torch.device, items: Generator[T]) -> Generator[T]
     finally:
         with on_cpu(device):
             items.close()
-
-
-class SequenceParallelRMSNorm(nn.RMSNorm):
-    """RMSNorm for Megatron's local layers: Megatron's own wrapper of ``torch.nn.RMSNorm`` refuses sequence parallelism.
-
-    With it, each tensor-parallel rank normalises its part of the tokens, and the mark on the weight makes Megatron sum the
-    gradient over the ranks.
-    """
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        vars(self.weight)["sequence_parallel"] = config.sequence_parallel

@@ -7,31 +7,19 @@ from typing import Any
 
 import torch
 from megatron.bridge import AutoBridge
-from megatron.bridge.models.gpt_provider import GPTModelProvider, default_layer_spec
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from rl_backend.contracts import ConfigError, Head, RuntimeConfig, UnsupportedError
+from rl_backend.contracts import ConfigError, Head, RuntimeConfig
+from rl_backend.runtime.bridge.deltanet import has_deltanet, require_deltanet_kernels
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.installed import has_transformer_engine
 from rl_backend.runtime.bridge.loading import read_provider
-from rl_backend.runtime.bridge.megatron_cpu import SequenceParallelRMSNorm
+from rl_backend.runtime.bridge.local_layers import LOCAL_LAYERS, use_local_layers
 from rl_backend.runtime.bridge_checks import LayerSizes, require_layout
-from rl_backend.runtime.bridge_config import NEEDS_TRANSFORMER_ENGINE, BridgeConfig, megatron_sizes
+from rl_backend.runtime.bridge_config import BridgeConfig, megatron_sizes
 
 _NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
-
-LOCAL_LAYERS: Mapping[str, Any] = {
-    **{name: False for name in NEEDS_TRANSFORMER_ENGINE if name != "attention_backend"},
-    "cross_entropy_loss_fusion": False,
-    "persist_layer_norm": False,
-    "fp8": None,
-    "fp4": None,
-    "tp_comm_overlap": False,
-    "cuda_graph_impl": "none",
-}
-"""What Megatron's own layers do without: kernels of Transformer Engine, Apex or CUDA."""
 
 _LOCAL_ATTENTION = ("masked_softmax_fusion", "attention_softmax_in_fp32")
 """What Megatron's own attention alone reads."""
@@ -57,6 +45,8 @@ def make_provider(
         num_key_value_heads=provider.num_query_groups or provider.num_attention_heads,
         ffn_hidden_size=provider.ffn_hidden_size,
         num_experts=provider.num_moe_experts or 0,
+        shared_expert_size=provider.moe_shared_expert_intermediate_size,
+        linear_num_key_heads=provider.linear_num_key_heads if has_deltanet(provider) else None,
     )
     require_layout(options, sizes, transformer_engine=transformer_engine)
     settings = _settings(options, provider, groups.device, head)
@@ -65,8 +55,9 @@ def make_provider(
     check_overrides_of_model(options, provider, transformer_engine=transformer_engine)
     for name, value in {**settings, **options.override_transformer_config}.items():
         setattr(provider, name, attention_backend(value) if name == "attention_backend" else value)
+    require_deltanet_kernels(options, provider, groups.device)
     if not transformer_engine:
-        _use_local_layers(provider)
+        use_local_layers(provider)
     elif provider.deterministic_mode:
         require_deterministic_kernels()
     try:
@@ -117,45 +108,6 @@ def _settings(options: BridgeConfig, provider: Any, device: torch.device, head: 
         # Megatron would move the bias in forward_backward, before the step is known to be taken.
         settings["moe_router_bias_update_rate"] = 0.0
     return settings
-
-
-def _use_local_layers(provider: Any) -> None:
-    """Megatron's own layers in place of Transformer Engine's, with a norm that allows sequence parallelism."""
-    if provider.transformer_layer_spec is not default_layer_spec:
-        raise UnsupportedError(
-            f"Megatron-Bridge builds {type(provider).__name__} with special layers, which need Transformer Engine: CUDA "
-            "and the package transformer-engine"
-        )
-
-    def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
-        spec = get_gpt_decoder_block_spec(
-            config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
-        )
-        return _replace(spec, WrappedTorchNorm, SequenceParallelRMSNorm)
-
-    if provider.normalization != "RMSNorm":
-        raise UnsupportedError(
-            f"normalization {provider.normalization!r} needs Transformer Engine here, RMSNorm does not; the native runtime "
-            "may serve it"
-        )
-    if provider.layernorm_zero_centered_gamma:
-        raise UnsupportedError(
-            "norms stored as differences from 1 (layernorm_zero_centered_gamma) need Transformer Engine: CUDA and the "
-            "package transformer-engine; the native runtime may serve the model"
-        )
-    provider.transformer_layer_spec = layer_spec
-
-
-def _replace(spec: Any, old: object, new: object) -> Any:
-    """``spec`` with ``new`` for every ``old``, however deep."""
-    if spec is old:
-        return new
-    if isinstance(spec, list):
-        return [_replace(each, old, new) for each in spec]
-    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
-        values = {each.name: getattr(spec, each.name) for each in dataclasses.fields(spec)}
-        return dataclasses.replace(spec, **{name: _replace(value, old, new) for name, value in values.items()})
-    return spec
 
 
 def override[T](field: str, config_type: Callable[..., T], overrides: Mapping[str, Any], settings: Mapping[str, Any]) -> T:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.training_state import StateTensors
-from rl_backend.contracts import ForwardResult, HandleError, Head, RuntimeConfig
+from rl_backend.contracts import ForwardResult, HandleError, Head, RuntimeConfig, export_dtype
 from rl_backend.parallel.groups import training_device
 from rl_backend.runtime.batch_checks import check_micro_batches
 from rl_backend.runtime.bridge import checkpoints, forward_backward
@@ -122,7 +122,8 @@ class BridgeRuntime(GuardedRuntime[BridgeHandle, BridgeGroups]):
             for conversion in bucket:
                 for name, tensor in handle.converter.convert(conversion, replacements):
                     if names is None or name in names:
-                        yield name, tensor.to(dtype or conversion.dtype)
+                        exported = dtype and export_dtype(dtype, in_float32=conversion.in_float32)
+                        yield name, tensor.to(exported or conversion.dtype)
 
         return start_stream(buckets, gather, self.groups.world_group, self.groups.device)
 

@@ -5,15 +5,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron.bridge.models.conversion.param_mapping import (
-    AutoMapping,
-    ColumnParallelMapping,
-    DirectMapping,
-    GatedMLPMapping,
-    QKVMapping,
-    ReplicatedMapping,
-    RowParallelMapping,
-)
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
@@ -23,25 +14,9 @@ from rl_backend.checkpoint.pieces import Box, TensorPieces, boxes
 from rl_backend.contracts import UnsupportedError
 from rl_backend.runtime.bridge.batch import CriticOutputLayer
 from rl_backend.runtime.bridge.conversion import Conversion
+from rl_backend.runtime.bridge.stored_rows import StoredRows, keeps_rows, stored_rows
 
 _EXPERT = re.compile(r"experts\.\d+")
-_AS_THEY_ARE = (AutoMapping, ColumnParallelMapping, DirectMapping, ReplicatedMapping, RowParallelMapping)
-
-
-class StoredRows(NamedTuple):
-    """Rows that lie together in both.
-
-    Attributes:
-        start, stop: in Megatron's tensor, which counts the rows of all tensor-parallel ranks.
-        name, shape: the Hugging Face tensor.
-        at: its first of these rows.
-    """
-
-    start: int
-    stop: int
-    name: str
-    shape: tuple[int, ...]
-    at: int
 
 
 class StoredNames:
@@ -62,7 +37,7 @@ class StoredNames:
         self._by_tensor = {id(task.param_weight): pair for pair in pairs if (task := pair[1]).param_weight is not None}
         self._by_name = {task.global_param_name: (conversion, task) for conversion, task in pairs}
         self.private = tuple(
-            name for conversion in conversions if not self._keeps_rows(conversion) for name in conversion.shapes
+            name for conversion in conversions if not keeps_rows(conversion.tasks[0].mapping) for name in conversion.shapes
         )
 
     def rows(self, tensor: Tensor, key: str, num_rows: int, expert: int | None) -> tuple[StoredRows, ...] | None:
@@ -77,7 +52,7 @@ class StoredNames:
             expert: its number in the layer.
         """
         pair = self._by_tensor.get(id(tensor)) or self._by_name.get(key)
-        if pair is None or not self._keeps_rows(pair[0]):
+        if pair is None or not keeps_rows(pair[1].mapping):
             return None
         conversion, task = pair
         stored = task.mapping.hf_param
@@ -85,30 +60,12 @@ class StoredNames:
         if expert is not None:
             names = {part: _EXPERT.sub(f"experts.{expert}", name) for part, name in names.items()}
         shapes = {part: conversion.shapes[name] for part, name in names.items()}
-        parts: tuple[str, ...] = ("",)
-        groups = 1
-        if isinstance(task.mapping, GatedMLPMapping):
-            parts = ("gate", "up")
-        elif isinstance(task.mapping, QKVMapping):
-            # Megatron keeps the queries of a group next to its key and value: tensor parallelism cuts between groups.
-            parts, groups = ("q", "k", "v"), self._config.num_query_groups or self._config.num_attention_heads
-        found, start = [], 0
-        for group in range(groups):
-            for part in parts:
-                size = shapes[part][0] // groups
-                found.append(StoredRows(start, start + size, names[part], shapes[part], group * size))
-                start += size
-        if start > num_rows:
+        found = stored_rows(task.mapping, key, names, shapes, self._config)
+        if found[-1].stop > num_rows:
             raise UnsupportedError(
-                f"{key} has {num_rows} rows in Megatron, {', '.join(names.values())} have {start}", name=key
+                f"{key} has {num_rows} rows in Megatron, {', '.join(names.values())} have {found[-1].stop}", name=key
             )
-        return tuple(found)
-
-    def _keeps_rows(self, conversion: Conversion) -> bool:
-        kind, gated = type(conversion.tasks[0].mapping), bool(getattr(self._config, "attention_output_gate", False))
-        if kind in _AS_THEY_ARE:
-            return not getattr(conversion.tasks[0].mapping, "permute_dims", None)
-        return kind is GatedMLPMapping or (kind is QKVMapping and not gated)
+        return found
 
 
 _METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": False}

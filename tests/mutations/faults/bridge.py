@@ -11,6 +11,8 @@ _OPTIMIZER = "tests/distributed/test_bridge_optimizer.py"
 _CHECKPOINTS = "tests/distributed/test_bridge_checkpoints.py"
 _REPLAY = "tests/distributed/test_router_replay.py"
 _EXPORT = "tests/distributed/test_bridge_export.py"
+_QWEN = "tests/distributed/test_bridge_qwen3_5.py"
+_QWEN_EQUAL = "tests/unit/rl_backend/runtime/test_bridge_qwen3_5.py::test_a_model_equals_transformers"
 
 FAULTS = [
     Fault(
@@ -196,5 +198,53 @@ FAULTS = [
         "    if False:\n",
         ("tests/unit/rl_backend/runtime/test_bridge_config.py::test_decay_of_norms_that_a_model_does_not_have_is_refused",),
         "apply_wd_to_qk_layernorm would be accepted and ignored",
+    ),
+    Fault(
+        "bridge-norms-from-one-without-the-one",
+        f"{_BRIDGE}/local_layers.py",
+        "1.0 + self.weight.float()",
+        "self.weight.float()",
+        (f"{_QWEN_EQUAL}[qwen3_5]",),
+        "norms stored as differences from 1 would give almost nothing",
+    ),
+    Fault(
+        "bridge-state-goes-from-row-to-row",
+        f"{_BRIDGE}/deltanet_cpu.py",
+        "return [x.shape[1]] * x.shape[0]",
+        "return [x.shape[1] * x.shape[0]]",
+        (f"{_QWEN_EQUAL}[qwen3_5]",),
+        "a sequence would begin with the state of the one before it",
+    ),
+    Fault(
+        "bridge-rotates-all-features",
+        f"{_BRIDGE}/loading.py",
+        '        provider.rotary_percent = float(rope["partial_rotary_factor"])\n',
+        "        pass\n",
+        (f"{_QWEN_EQUAL}[qwen3_next, half of the features rotated]",),
+        "Qwen3-Next's positions would be another model's",
+    ),
+    Fault(
+        "bridge-rounds-the-decay",
+        f"{_BRIDGE}/deltanet.py",
+        "parameter.data = parameter.data.float()",
+        "pass",
+        (f"{_QWEN}::test_the_decay_stays_in_float32[{{}}]",),
+        "the state would carry the rounding of A_log from token to token",
+    ),
+    Fault(
+        "bridge-stores-gates-as-queries",
+        f"{_BRIDGE}/stored_rows.py",
+        "(2 * head + gate) * dim",
+        "(head + gate) * dim",
+        (f"{_QWEN}::test_checkpoints_have_hugging_faces_rows[qwen3_5]",),
+        "another runtime would read gates of attention as queries",
+    ),
+    Fault(
+        "bridge-norms-of-a-ranks-own-heads",
+        f"{_BRIDGE}/local_layers.py",
+        '        vars(self.weight)["sequence_parallel"] = config.sequence_parallel\n',
+        "",
+        (f"{_QWEN}::test_a_dense_model_trains_the_same_in_every_layout[2-ranks-tp2]",),
+        "a norm would learn from the tokens and heads of one tensor-parallel rank",
     ),
 ]

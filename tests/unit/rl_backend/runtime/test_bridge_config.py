@@ -165,7 +165,7 @@ def test_overrides_of_megatrons_own_attention_are_refused_where_it_is_not_used()
 
 def test_kernels_of_transformer_engine_are_those_that_local_layers_do_without() -> None:
     installed.import_megatron()
-    from rl_backend.runtime.bridge.provider import LOCAL_LAYERS
+    from rl_backend.runtime.bridge.local_layers import LOCAL_LAYERS
 
     without = {name for name in TRANSFORMER.allowed if name in LOCAL_LAYERS} - {"tp_comm_overlap"}
     assert {*NEEDS_TRANSFORMER_ENGINE} == without | {"attention_backend"}

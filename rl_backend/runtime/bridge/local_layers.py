@@ -1,0 +1,132 @@
+"""Megatron's own layers in place of Transformer Engine's: what they do without, their norms, stacks with gated DeltaNet."""
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from megatron.bridge.models.gpt_provider import default_layer_spec
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_linear_attention_pattern,
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_decoder_layer_specs
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor, nn
+
+from rl_backend.contracts import UnsupportedError
+from rl_backend.runtime.bridge.deltanet import has_deltanet
+from rl_backend.runtime.bridge_config import NEEDS_TRANSFORMER_ENGINE
+
+LOCAL_LAYERS: Mapping[str, Any] = {
+    **{name: False for name in NEEDS_TRANSFORMER_ENGINE if name != "attention_backend"},
+    "cross_entropy_loss_fusion": False,
+    "persist_layer_norm": False,
+    "fp8": None,
+    "fp4": None,
+    "tp_comm_overlap": False,
+    "cuda_graph_impl": "none",
+}
+"""What Megatron's own layers do without: kernels of Transformer Engine, Apex or CUDA."""
+
+
+class SequenceParallelRMSNorm(nn.RMSNorm):
+    """RMSNorm for Megatron's local layers: Megatron's own wrapper of ``torch.nn.RMSNorm`` refuses sequence parallelism.
+
+    With it, each tensor-parallel rank normalises its part of the tokens or of the heads, and the mark on the weight makes
+    Megatron sum the gradient over the ranks.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
+
+
+class RMSNormFromOne(SequenceParallelRMSNorm):
+    """The same with a weight stored as its difference from 1, which Megatron's wrapper refuses too; float32 inside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), list(self.normalized_shape), 1.0 + self.weight.float(), self.eps).to(x.dtype)
+
+
+def use_local_layers(provider: Any) -> None:
+    """Sets the layers of a model provider.
+
+    Raises:
+        UnsupportedError: the model has layers or norms that need Transformer Engine.
+    """
+    with_deltanet = has_deltanet(provider)
+    usual = get_transformer_block_with_experimental_attention_variant_spec if with_deltanet else default_layer_spec
+    if provider.transformer_layer_spec is not usual:
+        raise UnsupportedError(
+            f"Megatron-Bridge builds {type(provider).__name__} with special layers, which need Transformer Engine: CUDA "
+            "and the package transformer-engine"
+        )
+    if provider.normalization != "RMSNorm":
+        raise UnsupportedError(
+            f"normalization {provider.normalization!r} needs Transformer Engine here, RMSNorm does not; the native runtime "
+            "may serve it"
+        )
+    if provider.layernorm_zero_centered_gamma and not with_deltanet:
+        raise UnsupportedError(
+            "norms stored as differences from 1 (layernorm_zero_centered_gamma) need Transformer Engine (CUDA and the "
+            "package transformer-engine) in models without gated DeltaNet; the native runtime may serve the model"
+        )
+    norm = RMSNormFromOne if provider.layernorm_zero_centered_gamma else SequenceParallelRMSNorm
+
+    def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
+        if with_deltanet:
+            spec = _block_with_deltanet(config, vp_stage)
+        else:
+            spec = get_gpt_decoder_block_spec(
+                config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
+            )
+        return _replace(spec, WrappedTorchNorm, norm)
+
+    provider.transformer_layer_spec = layer_spec
+
+
+def _block_with_deltanet(config: Any, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """One stage's layers of attention and of gated DeltaNet, which Megatron stacks with Transformer Engine's layers only.
+
+    The norm at the output of DeltaNet is an ordinary one: Hugging Face stores its weight as it is.
+    """
+    attention = copy.copy(config)
+    attention.experimental_attention_variant = None
+    layers = get_gpt_decoder_layer_specs(attention, use_transformer_engine=False, normalization=config.normalization)
+    deltanet = ModuleSpec(
+        module=GatedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(
+            in_proj=ColumnParallelLinear, out_norm=SequenceParallelRMSNorm, out_proj=RowParallelLinear
+        ),
+    )
+    for number, is_linear in enumerate(get_linear_attention_pattern(config)):
+        if is_linear:
+            submodules = dataclasses.replace(layers[number].submodules, self_attention=deltanet)
+            layers[number] = dataclasses.replace(layers[number], submodules=submodules)
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        numbers = layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)
+    else:
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+        numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    return TransformerBlockSubmodules(layer_specs=[layers[number] for number in numbers], layer_norm=WrappedTorchNorm)
+
+
+def _replace(spec: Any, old: object, new: object) -> Any:
+    """``spec`` with ``new`` for every ``old``, however deep."""
+    if spec is old:
+        return new
+    if isinstance(spec, list):
+        return [_replace(each, old, new) for each in spec]
+    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
+        values = {each.name: getattr(spec, each.name) for each in dataclasses.fields(spec)}
+        return dataclasses.replace(spec, **{name: _replace(value, old, new) for name, value in values.items()})
+    return spec

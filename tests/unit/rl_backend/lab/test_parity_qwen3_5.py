@@ -1,0 +1,34 @@
+"""Qwen3.5 and Qwen3-Next train alike in both runtimes and in transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from rl_backend.lab.parity.config import ParitySide
+from tests.support.qwen3_5 import write_qwen3_5, write_qwen3_next
+from tests.unit.rl_backend.lab.test_parity_faults import compare_on, make_config, train_runtime, train_transformers
+
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "qwen3_5": write_qwen3_5,
+    "qwen3_5_moe": partial(write_qwen3_5, moe=True),
+    "qwen3_next": write_qwen3_next,
+}
+
+
+@pytest.mark.shows("parity: Qwen3.5, its mixture and Qwen3-Next: native, Megatron and transformers train alike for 20 steps")
+@pytest.mark.parametrize("family", MODELS)
+def test_native_megatron_and_transformers_train_alike(tmp_path: Path, family: str) -> None:
+    model = MODELS[family](tmp_path / "model")
+    lasting = {"lr": 1e-4, "steps": 20, "max_length": 100}
+    native, bridge = (make_config(model, ParitySide(runtime=runtime), **lasting) for runtime in ("native", "bridge"))
+    sides = {"transformers": train_transformers(native), "native": train_runtime(native), "bridge": train_runtime(bridge)}
+    for reference, candidate in (("transformers", "native"), ("transformers", "bridge"), ("bridge", "native")):
+        comparison = compare_on(model, sides[reference], sides[candidate])
+        assert comparison.first_divergence is None, f"{reference}, {candidate}: {comparison.first_divergence}"
+        assert comparison.max_loss_difference < 1e-6
+        assert comparison.max_grad_norm_difference < 1e-5
+        assert comparison.loss_fall > 0.01
