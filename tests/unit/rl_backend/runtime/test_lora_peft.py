@@ -234,8 +234,8 @@ def test_factors_of_packed_experts_are_read(runtime: NativeRuntime, base: Native
 def test_what_a_tenant_of_experts_exports_is_read_by_peft_beside_packed_experts(
     runtime: NativeRuntime, base: NativeHandle, model: Path, tmp_path: Path
 ) -> None:
-    if not is_mixture(model):
-        pytest.skip("no experts")
+    if model.name != "qwen3_moe":
+        pytest.skip("no experts, or of a model type whose packed experts peft does not know")
     tenant = trained(runtime, base, LoRAConfig(rank=4, targets=("experts",)))
     write_peft_directory(tmp_path / "adapter", runtime.export_lora_adapter(tenant), tenant.lora, str(model))
     loaded = PeftModel.from_pretrained(
