@@ -26,9 +26,12 @@ LAST = ("tests/e2e/test_verl_resume.py",)
 """What ``make test-all`` alone runs and takes longest, at the end of the second lane: the first takes as long without it."""
 LANES = (
     ("tests/e2e", *(f"--ignore={file}" for file in LAST)),
-    ("tests/unit", "tests/golden", "tests/gpu", "tests/distributed", *LAST),
+    ("tests/unit", "tests/golden", "tests/gpu", "tests/distributed", *LAST, "--suite"),
 )
-"""What each lane gives to pytest. The output of the first is shown while it runs, the other's when both have ended."""
+"""What each lane gives to pytest. The output of the first is shown while it runs, the other's when both have ended.
+
+``--suite`` keeps the choice of cases (:mod:`tests.support.matrix`) although a file is named.
+"""
 NICENESS = (0, 15)
 """Of each lane. Ray gives its workers 15: a second lane that is not as nice would starve the first, which takes longer."""
 END_SECONDS = 60.0

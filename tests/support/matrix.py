@@ -53,6 +53,7 @@ def sampled(cases: Iterable[tuple[Any, ...]], *kept: tuple[Any, ...]) -> list[Pa
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cases", metavar="FILE", help="write what became of each case, as JSON")
+    parser.addoption("--suite", action="store_true", help="choose cases although a file is named: it is a part of the suite")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -64,7 +65,8 @@ class Matrix:
 
     def __init__(self, config: pytest.Config) -> None:
         self.file: str | None = config.getoption("--cases")
-        self.names_files = any(argument.partition("::")[0].endswith(".py") for argument in config.args)
+        named = any(argument.partition("::")[0].endswith(".py") for argument in config.args)
+        self.names_files = named and not config.getoption("--suite")
         self.cases: dict[str, dict[str, Any]] = {}
 
     @pytest.hookimpl(tryfirst=True)

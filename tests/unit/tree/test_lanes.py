@@ -84,6 +84,7 @@ def test_the_lanes_hold_every_folder_of_tests() -> None:
     assert folders == {each for each in first + second if not each.startswith("--")} - set(lanes.LAST)
     for file in lanes.LAST:
         assert (ROOT / file).is_file() and f"--ignore={file}" in first and file in second
+    assert all("--suite" in lane for lane in lanes.LANES if any(each.endswith(".py") for each in lane if each[0] != "-"))
 
 
 def wait_for(file: Path) -> None:

@@ -67,16 +67,17 @@ import sys
 from pathlib import Path
 from tests import lanes
 
-lanes.ROOT, lanes.LANES = Path(sys.argv[1]), (("tests/unit",), ("tests/distributed",))
+lanes.ROOT, lanes.LANES = Path(sys.argv[1]), (("tests/unit",), ("tests/distributed", "tests/e2e/test_last.py", "--suite"))
 sys.exit(lanes.main(sys.argv[2:]))
 """
 
 
 def run_small_suite(folder: Path, *arguments: str) -> str:
-    for name in ("tests/distributed", "tests/unit"):
+    for name in ("tests/distributed", "tests/e2e", "tests/unit"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     (folder / "tests/distributed/test_some.py").write_text(TESTS)
     (folder / "tests/unit/test_one.py").write_text("def test_one(): pass\n")
+    (folder / "tests/e2e/test_last.py").write_text("def test_last(): pass\n")
     (folder / "conftest.py").write_text("from tests.support.matrix import pytest_addoption, pytest_configure\n")
     options = "addopts = -m 'not long' -p no:cacheprovider\nmarkers =\n    long\n    shows\n"
     (folder / "pytest.ini").write_text(f"[pytest]\n{options}")
@@ -98,13 +99,13 @@ def test_a_whole_run_writes_its_cases_and_what_a_short_one_leaves_out(tmp_path: 
     assert (left_out["outcome"], left_out["why"], left_out["has"]) == ("failed", "covered", {"cp": "2"})
     assert found["cases"]["tests/distributed/test_some.py::test_long"]["why"] == "long"
     assert found["axes"]["tp"]["2"] == {"passed": 3, "in make test": 2}
-    assert found["outcomes"] == {"passed": 6, "failed": 1}
+    assert found["outcomes"] == {"passed": 7, "failed": 1}
     assert found["reduced_to_pairs"] == {"make test": 2, "make test-all": 0}
     assert found["files"]["tests/unit/test_one.py"]["passed"] == 1
 
 
 def test_a_short_run_leaves_out_what_others_cover_unless_the_file_is_named(tmp_path: Path) -> None:
-    assert "3 passed, 3 deselected" in run_small_suite(tmp_path)
+    assert "4 passed, 3 deselected" in run_small_suite(tmp_path)
     assert not (tmp_path / "matrix.json").exists()
     named = run_small_suite(tmp_path, str(tmp_path / "tests/distributed/test_some.py"))
     assert "1 failed, 4 passed, 1 deselected" in named
