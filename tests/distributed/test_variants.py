@@ -55,7 +55,7 @@ def test_variants_train_in_every_layout_as_on_one_rank(ranks: RankPool, tmp_path
 @pytest.mark.parametrize(
     ("family", "saver", "loader"),
     [
-        ("olmo2", native(4, tp=4), native(2, pp=2)),
+        pytest.param("olmo2", native(4, tp=4), native(2, pp=2), marks=pytest.mark.long),
         ("phi", native(2, pp=2), native(4, tp=2, cp=2)),
         ("starcoder2", native(2, tp=2), native(1)),
     ],
@@ -94,7 +94,7 @@ def test_the_bridge_refuses_by_name_what_it_does_not_compute(
     assert named in message
 
 
-@pytest.mark.parametrize(("family", "tp"), [("olmo2", 4), ("phi", 2)])
+@pytest.mark.parametrize(("family", "tp"), [pytest.param("olmo2", 4, marks=pytest.mark.long), ("phi", 2)])
 def test_tenants_over_a_variant_train_with_tp_as_with_peft(tmp_path: Path, family: str, tp: int) -> None:
     model = write_variant(family, tmp_path / "model", pad_token_id=7)
     targets = ("attention", "feed_forward", "head")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from itertools import product
@@ -13,6 +14,7 @@ import pytest
 
 from tests.support.claims import ROOT
 from tests.support.covering import covering, facts, pairs
+from tests.support.matrix import LEFT_OUT
 
 SIZES = {"tp": ("1", "2", "4"), "pp": ("1", "2"), "cp": ("1", "2"), "backend": ("native", "bridge"), "replay": ("R2", "R3")}
 PRODUCT = {"-".join(values): list(zip(SIZES, values, strict=True)) for values in product(*SIZES.values())}
@@ -109,3 +111,11 @@ def test_a_short_run_leaves_out_what_others_cover_unless_the_file_is_named(tmp_p
     assert not (tmp_path / "matrix.json").exists()
     named = run_small_suite(tmp_path, str(tmp_path / "tests/distributed/test_some.py"))
     assert "1 failed, 4 passed, 1 deselected" in named
+
+
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_what_is_left_out_is_a_case(case: str) -> None:
+    file, test, value = re.fullmatch(r"(.+)::(\w+)(?:\[(.+)\])?", case).groups()  # type: ignore[union-attr]
+    source = (ROOT / file).read_text()
+    assert f"def {test}(" in source
+    assert all(part in source for part in (value or "").split("-"))
