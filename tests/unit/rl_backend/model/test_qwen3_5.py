@@ -133,7 +133,7 @@ def test_decays_are_float32_in_a_bfloat16_model(tmp_path: Path, forward_only: bo
         stored = dict(load_transformers(path).named_parameters())["model.layers.1.linear_attn.A_log"]
         mixer = handle.model.get_submodule("layers.1.linear_attn")
         mixer.get_submodule("decay").register_forward_pre_hook(
-            lambda module, _: seen.append(next(module.parameters()).detach())
+            lambda module, _: seen.append(next(module.parameters()).detach().clone())
         )
         mixer.get_submodule("decay").register_forward_hook(lambda _, __, output: seen.append(output.detach()))
         mixer.get_submodule("out_proj").register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
