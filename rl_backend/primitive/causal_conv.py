@@ -83,11 +83,11 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, taps: Tensor) -> Tensor:
         ctx.save_for_backward(rows, taps)
-        wide, wide_taps = _wide(rows), _wide(taps)
-        outputs = len(rows) - taps.shape[1] + 1
-        convolved = wide[:outputs] * wide_taps[:, 0]
-        for tap in range(1, taps.shape[1]):
-            convolved.addcmul_(wide[tap : tap + outputs], wide_taps[:, tap])
+        wide, by_tap = _wide(rows), _wide(taps).t().contiguous()
+        outputs = len(rows) - len(by_tap) + 1
+        convolved = wide[:outputs] * by_tap[0]
+        for tap in range(1, len(by_tap)):
+            convolved.addcmul_(wide[tap : tap + outputs], by_tap[tap])
         return convolved.to(rows.dtype)
 
     @staticmethod
@@ -95,14 +95,15 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         rows, taps = ctx.saved_tensors
         needs_rows, needs_taps = ctx.needs_input_grad
-        wide, wide_taps, wide_grad = _wide(rows), _wide(taps), _wide(grad)
-        grad_rows, grad_taps = torch.zeros_like(wide), torch.empty_like(wide_taps)
-        for tap in range(taps.shape[1]):
+        wide, by_tap, wide_grad = _wide(rows), _wide(taps).t().contiguous(), _wide(grad)
+        grad_rows, grad_taps = torch.zeros_like(wide), torch.empty_like(by_tap)
+        for tap in range(len(by_tap)):
             if needs_rows:
-                grad_rows[tap : tap + len(grad)].addcmul_(wide_grad, wide_taps[:, tap])
+                grad_rows[tap : tap + len(grad)].addcmul_(wide_grad, by_tap[tap])
             if needs_taps:
-                grad_taps[:, tap] = (wide[tap : tap + len(grad)] * wide_grad).sum(0)
-        return grad_rows.to(rows.dtype) if needs_rows else None, grad_taps.to(taps.dtype) if needs_taps else None
+                torch.sum(wide[tap : tap + len(grad)] * wide_grad, 0, out=grad_taps[tap])
+        of_rows = grad_rows.to(rows.dtype) if needs_rows else None
+        return of_rows, grad_taps.t().contiguous().to(taps.dtype) if needs_taps else None
 
 
 def _wide(x: Tensor) -> Tensor:

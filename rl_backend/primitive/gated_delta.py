@@ -103,11 +103,12 @@ class ChunkedDeltaRule:
         q, k = (self._chunked(x, x.shape[1])[:, :, None] for x in (query, key))
         v = self._chunked(value, self.heads).unflatten(1, (key_heads, -1))
         g, b = (self._chunked(x[..., None], self.heads).unflatten(1, (key_heads, -1)) for x in (decay, beta))
-        total = g.squeeze(-1).cumsum(-1)
+        hidden = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).triu_(1)
+        # The running sum of g, as CUDA can compute it deterministically.
+        total = g.mT.masked_fill(hidden, 0.0).sum(-1)
         since_start = total.exp()[..., None]
         last = total[..., -1:]
         # Hidden before the exponential: above the diagonal it may overflow, and infinity times 0 has no gradient.
-        hidden = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).triu_(1)
         between = (total[..., :, None] - total[..., None, :]).masked_fill(hidden, -torch.inf).exp()
         # (I + lower)^-1 applied to both; neither the diagonal, of ones, nor what is above it is read.
         lower = k @ k.mT * between * b

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,7 @@ class BridgeOptimizer:
         self._config = options.optimizer
         self._groups = groups
         self.megatron = get_megatron_optimizer(_megatron_config(options), list(chunks), use_gloo_process_groups=False)
+        _count_in_adams_order(self.megatron)
         _allocate_moments(self.megatron)
         self._padding = sum(_padded_elements(self.megatron, chunks, groups, vocab_size))
         self.scheduler = _scheduler(self.megatron, self._config)
@@ -200,6 +202,14 @@ def distributed_optimizers(megatron: Any) -> list[Any]:
     """The ``DistributedOptimizer`` objects in a ``MegatronOptimizer``: one for experts, one for the rest."""
     parts = getattr(megatron, "chained_optimizers", [megatron])
     return [part for part in parts if not part.is_stub_optimizer]
+
+
+def _count_in_adams_order(megatron: Any) -> None:
+    """Megatron counts a group's parameters in the order of its buffers, but its Adam has those of float32 first."""
+    for part in distributed_optimizers(megatron):
+        groups = zip(part.model_fp32_groups, part.model_float16_groups, strict=True)
+        places = {each: (number, place) for number, both in enumerate(groups) for place, each in enumerate(chain(*both))}
+        part.model_param_group_index_map = {each: places[each] for each in part.model_param_group_index_map}
 
 
 def _allocate_moments(megatron: Any) -> None:

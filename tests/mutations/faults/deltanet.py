@@ -66,8 +66,8 @@ FAULTS = [
     Fault(
         "convolution-turned-round",
         _CONV,
-        "        convolved = wide[:outputs] * wide_taps[:, 0]\n",
-        "        wide_taps = wide_taps.flip(1)\n        convolved = wide[:outputs] * wide_taps[:, 0]\n",
+        "        convolved = wide[:outputs] * by_tap[0]\n",
+        "        by_tap = by_tap.flip(0)\n        convolved = wide[:outputs] * by_tap[0]\n",
         (f"{_CONV_TESTS}::test_outputs_and_gradients_are_those_of_each_sequence_alone",),
         "taps would be applied in the wrong order",
     ),

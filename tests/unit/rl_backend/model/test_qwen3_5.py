@@ -132,8 +132,10 @@ def test_decays_are_float32_in_a_bfloat16_model(tmp_path: Path, forward_only: bo
         handle = runtime.build_model(forward_only=forward_only)
         stored = dict(load_transformers(path).named_parameters())["model.layers.1.linear_attn.A_log"]
         mixer = handle.model.get_submodule("layers.1.linear_attn")
-        mixer.get_submodule("decay").register_forward_pre_hook(lambda module, inputs: seen.append(module.A_log.detach()))
-        mixer.get_submodule("decay").register_forward_hook(lambda _, inputs, output: seen.append(output.detach()))
+        mixer.get_submodule("decay").register_forward_pre_hook(
+            lambda module, _: seen.append(next(module.parameters()).detach().clone())
+        )
+        mixer.get_submodule("decay").register_forward_hook(lambda _, __, output: seen.append(output.detach()))
         mixer.get_submodule("out_proj").register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
         runtime.forward_backward(handle, micro_batches([[0, 1, 2]]), token_loss, forward_only=forward_only)
     a_log, decay, output = seen[:3]
