@@ -18,23 +18,12 @@ from tests.support.models import write_tiny
 from tests.support.native import VOCAB_SIZE, assert_near, open_runtime
 from tests.support.rank_pool import RankPool
 from tests.support.sft_batches import random_token_sequences
-from tests.support.tenants import CRITIC, TenantRun, copied, create, nll, rows, squared, tenants_job, train_tenants
+from tests.support.tenant_layouts import NATIVE, assert_as_on_one_rank, assert_same_bits_alone, cases, train
+from tests.support.tenants import CRITIC, TenantRun, copied, create, nll, rows, squared, train_tenants
 
 NAMES = ("narrow", "critic")
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "dp2": (2, {}),
-    "tp2": (2, {"parallel": {"tp": 2}}),
-    "cp2": (2, {"parallel": {"cp": 2}}),
-    "pp2": (2, {"parallel": {"pp": 2}}),
-    "pp2 zbv": (2, {"parallel": {"pp": 2, "vpp": 2}, "pipeline_schedule": "zbv"}),
-    "dp2 tp2 recomputed": (4, {"parallel": {"tp": 2}, "activation_checkpointing": "full"}),
-}
-BRIDGE: dict[str, tuple[int, dict[str, Any]]] = {
-    "one rank": (1, {}),
-    "dp2": (2, {}),
-    "tp2": (2, {"parallel": {"tp": 2}}),
-    "pp2": (2, {"parallel": {"pp": 2}}),
-}
+LAYOUTS = ("dp2", "tp2", "cp2", "pp2", "pp2 zbv", "dp2 tp2 recomputed")
+BRIDGE = ("one rank", "dp2", "tp2", "pp2")
 HEAD = ("base_model.model.score.weight", "base_model.model.score.bias")
 
 
@@ -45,28 +34,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def on_one_rank(ranks: RankPool, model: str) -> dict[str, TenantRun]:
-    return ranks.run(tenants_job, model, NAMES, {}, world_size=1)[0]
+    return train(ranks, model, NAMES, "native", "one rank")[0]
 
 
 @pytest.mark.shows("lora: an actor and a critic train on one base in one pass, in every layout as on one rank")
 @pytest.mark.parametrize(
     ("backend", "layout"),
     sampled(
-        [*(("native", layout) for layout in LAYOUTS), *(("bridge", layout) for layout in BRIDGE)],
+        cases(LAYOUTS, BRIDGE),
         *(("native", "tp2"), ("native", "pp2 zbv"), ("bridge", "tp2")),
     ),
 )
 def test_actor_and_critic_train_in_one_pass_in_every_layout_as_on_one_rank(
     ranks: RankPool, model: str, on_one_rank: dict[str, TenantRun], backend: str, layout: str
 ) -> None:
-    world_size, settings = (BRIDGE if backend == "bridge" else LAYOUTS)[layout]
-    found = ranks.run(tenants_job, model, NAMES, settings, 3, backend, world_size=world_size)
-    for name, expected in on_one_rank.items():
-        losses = next(run[name].losses for run in found if any(run[name].losses))
-        assert losses == pytest.approx(expected.losses, rel=1e-6)
-        for run in found:
-            assert run[name].norms == pytest.approx(expected.norms, rel=1e-5)
-            assert_near(run[name].gradients, expected.gradients)
+    assert_as_on_one_rank(train(ranks, model, NAMES, backend, layout), on_one_rank)
     assert on_one_rank["critic"].gradients.keys() >= set(HEAD)
     assert all(bool(on_one_rank["critic"].factors[name].any()) for name in HEAD)
 
@@ -74,23 +56,14 @@ def test_actor_and_critic_train_in_one_pass_in_every_layout_as_on_one_rank(
 @pytest.mark.parametrize(
     ("backend", "layout"),
     sampled(
-        [
-            *(("native", layout) for layout in ("one rank", *LAYOUTS)),
-            *(("bridge", layout) for layout in ("one rank", "tp2")),
-        ],
+        cases(("one rank", *LAYOUTS), ("one rank", "tp2")),
         *(("native", "tp2"), ("bridge", "one rank")),
     ),
 )
 def test_a_critic_is_the_same_to_the_last_bit_alone_and_beside_an_actor(
     ranks: RankPool, model: str, backend: str, layout: str
 ) -> None:
-    world_size, settings = (1, {}) if layout == "one rank" else LAYOUTS[layout]
-    together = ranks.run(tenants_job, model, NAMES, settings, 3, backend, world_size=world_size)
-    for name in NAMES:
-        alone = ranks.run(tenants_job, model, (name,), settings, 3, backend, world_size=world_size)
-        for mine, beside in zip(alone, together, strict=True):
-            assert mine[name].norms == beside[name].norms
-            assert all(torch.equal(*pair) for pair in zip(mine[name].state, beside[name].state, strict=True))
+    assert_same_bits_alone(ranks, model, NAMES, backend, layout)
 
 
 def outputs_job(model: str, settings: Mapping[str, Any]) -> list[Mapping[str, list[Tensor]]]:
@@ -111,7 +84,7 @@ def outputs_job(model: str, settings: Mapping[str, Any]) -> list[Mapping[str, li
 
 @pytest.mark.parametrize("layout", ["one rank", "tp2", "cp2"])
 def test_each_sequence_has_the_output_of_its_own_head(ranks: RankPool, model: str, layout: str) -> None:
-    world_size, settings = (1, {}) if layout == "one rank" else LAYOUTS[layout]
+    world_size, settings = NATIVE[layout]
     mixed, critic, actor, alone = ranks.run(outputs_job, model, settings, world_size=world_size)[0]
     assert mixed.keys() == {"log_probs", "values"} and critic.keys() == alone.keys() == {"values"}
     assert actor.keys() == {"log_probs"}
@@ -136,7 +109,7 @@ def state_job(model: str, settings: Mapping[str, Any]) -> list[Mapping[str, Tens
 @pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2"])
 def test_every_rank_gets_the_whole_state_of_an_optimizer(ranks: RankPool, model: str, layout: str) -> None:
     expected = ranks.run(state_job, model, {}, world_size=1)[0]
-    world_size, settings = LAYOUTS[layout]
+    world_size, settings = NATIVE[layout]
     for found in ranks.run(state_job, model, settings, world_size=world_size):
         for mine, other in zip(found, expected, strict=True):
             assert_near(mine, other)

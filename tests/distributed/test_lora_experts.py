@@ -14,7 +14,8 @@ from tests.support.matrix import sampled
 from tests.support.models import write_tiny
 from tests.support.native import assert_equal_tensors, assert_near, open_runtime
 from tests.support.rank_pool import RankPool
-from tests.support.tenants import CONFIGS, TenantRun, copied, create, rows, tenants_job, train_tenants
+from tests.support.tenant_layouts import NATIVE, assert_as_on_one_rank, assert_same_bits_alone, cases, train
+from tests.support.tenants import CONFIGS, TenantRun, copied, create, rows, train_tenants
 
 NAMES = tuple(CONFIGS)
 CHANGES: dict[str, dict[str, Any]] = {
@@ -22,33 +23,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "middle": {"targets": ("experts", "embedding", "q_proj")},
     "wide": {"targets": ("gate_proj", "down_proj", "head", "o_proj")},
 }
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "dp2": (2, {}),
-    "ep2": (2, {"parallel": {"ep": 2}}),
-    "ep2 recomputed": (2, {"parallel": {"ep": 2}, "activation_checkpointing": "full"}),
-    "tp2": (2, {"parallel": {"tp": 2}}),
-    "tp2 ep2": (2, {"parallel": {"tp": 2, "ep": 2}}),
-    "tp2 etp2": (2, {"parallel": {"tp": 2, "etp": 2}}),
-    "cp2 ep2": (2, {"parallel": {"cp": 2, "ep": 2}}),
-    "pp2": (2, {"parallel": {"pp": 2}}),
-    "pp2 zb-h1": (2, {"parallel": {"pp": 2}, "pipeline_schedule": "zb-h1"}),
-    "pp2 zbv": (2, {"parallel": {"pp": 2, "vpp": 2}, "pipeline_schedule": "zbv"}),
-    "pp2 ep2": (4, {"parallel": {"pp": 2, "ep": 2}}),
-    "dp2 tp2 ep2 etp2": (4, {"parallel": {"tp": 2, "ep": 2, "etp": 2}}),
-}
-BRIDGE: dict[str, tuple[int, dict[str, Any]]] = {
-    "one rank": (1, {}),
-    "recomputed": (1, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
-    "dp2": (2, {}),
-    "ep2": (2, {"parallel": {"ep": 2}}),
-    "tp2 etp2": (2, {"parallel": {"tp": 2, "etp": 2}}),
-    "tp2 ep2": (2, {"parallel": {"tp": 2, "ep": 2}}),
-    "pp2": (2, {"parallel": {"pp": 2}}),
-    "dp2 tp2 ep4": (4, {"parallel": {"tp": 2, "ep": 4}}),
-}
+LAYOUTS = (
+    *("dp2", "ep2", "ep2 recomputed", "tp2", "tp2 ep2", "tp2 etp2", "cp2 ep2"),
+    *("pp2", "pp2 zb-h1", "pp2 zbv", "pp2 ep2", "dp2 tp2 ep2 etp2"),
+)
+BRIDGE = ("one rank", "recomputed", "dp2", "ep2", "tp2 etp2", "tp2 ep2", "pp2", "dp2 tp2 ep4")
 EXACT = ("one rank", "ep2", "tp2 ep2", "tp2 etp2", "cp2 ep2", "pp2 zbv")
 """Of the native runtime. Not tp2: its ranks have copies of the experts, and which has a token depends on what is beside."""
-CASES = [*(("native", layout) for layout in LAYOUTS), *(("bridge", layout) for layout in BRIDGE)]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def on_one_rank(ranks: RankPool, model: str) -> dict[str, TenantRun]:
-    return ranks.run(tenants_job, model, NAMES, {}, 3, "native", CHANGES, world_size=1)[0]
+    return train(ranks, model, NAMES, "native", "one rank", changes=CHANGES)[0]
 
 
 def test_all_of_a_mixture_is_adapted(on_one_rank: dict[str, TenantRun]) -> None:
@@ -79,40 +60,30 @@ def test_all_of_a_mixture_is_adapted(on_one_rank: dict[str, TenantRun]) -> None:
 @pytest.mark.shows("lora: adapters of experts, embeddings and heads, and DoRA, train in every layout as on one rank")
 @pytest.mark.parametrize(
     ("backend", "layout"),
-    sampled(CASES, ("native", "ep2"), ("native", "tp2 etp2"), ("native", "pp2 zbv"), ("bridge", "tp2 ep2")),
+    sampled(
+        cases(LAYOUTS, BRIDGE),
+        *(("native", "ep2"), ("native", "tp2 etp2"), ("native", "pp2 zbv"), ("bridge", "tp2 ep2")),
+    ),
 )
 def test_tenants_train_in_every_layout_as_on_one_rank(
     ranks: RankPool, model: str, on_one_rank: dict[str, TenantRun], backend: str, layout: str
 ) -> None:
-    world_size, settings = (BRIDGE if backend == "bridge" else LAYOUTS)[layout]
-    found = ranks.run(tenants_job, model, NAMES, settings, 3, backend, CHANGES, world_size=world_size)
-    for name, expected in on_one_rank.items():
-        losses = next(run[name].losses for run in found if any(run[name].losses))
-        assert losses == pytest.approx(expected.losses, rel=1e-6)
-        for run in found:
-            assert run[name].norms == pytest.approx(expected.norms, rel=1e-5)
-            assert_near(run[name].gradients, expected.gradients)
+    assert_as_on_one_rank(train(ranks, model, NAMES, backend, layout, changes=CHANGES), on_one_rank)
 
 
 @pytest.mark.shows("lora: tenants of the experts of a mixture are the same alone and beside others, to the bit")
 @pytest.mark.parametrize(
     ("backend", "layout"),
     sampled(
-        [*(("native", layout) for layout in EXACT), *(("bridge", layout) for layout in BRIDGE)],
+        cases(EXACT, BRIDGE),
         *(("native", "tp2 ep2"), ("bridge", "ep2")),
     ),
 )
 def test_a_tenant_is_the_same_to_the_last_bit_alone_and_beside_others(
     ranks: RankPool, model: str, backend: str, layout: str
 ) -> None:
-    world_size, settings = (1, {}) if layout == "one rank" else (BRIDGE if backend == "bridge" else LAYOUTS)[layout]
     changes = {name: {**change, "dropout": 0.1} for name, change in CHANGES.items()}
-    together = ranks.run(tenants_job, model, NAMES, settings, 2, backend, changes, world_size=world_size)
-    for name in NAMES:
-        alone = ranks.run(tenants_job, model, (name,), settings, 2, backend, changes, world_size=world_size)
-        for mine, beside in zip(alone, together, strict=True):
-            assert mine[name].norms == beside[name].norms
-            assert all(torch.equal(*pair) for pair in zip(mine[name].state, beside[name].state, strict=True))
+    assert_same_bits_alone(ranks, model, NAMES, backend, layout, steps=2, changes=changes)
 
 
 def beside_nan_job(model: str, names: Sequence[str], settings: Mapping[str, Any]) -> list[Tensor]:
@@ -129,7 +100,7 @@ def beside_nan_job(model: str, names: Sequence[str], settings: Mapping[str, Any]
 
 @pytest.mark.parametrize("layout", ["one rank", "ep2"])
 def test_nan_of_another_tenant_changes_no_bit(ranks: RankPool, model: str, layout: str) -> None:
-    world_size, settings = (1, {}) if layout == "one rank" else LAYOUTS[layout]
+    world_size, settings = NATIVE[layout]
     alone = ranks.run(beside_nan_job, model, ("narrow",), settings, world_size=world_size)
     beside = ranks.run(beside_nan_job, model, ("narrow", "middle", "wide"), settings, world_size=world_size)
     for mine, other in zip(alone, beside, strict=True):
@@ -154,8 +125,8 @@ def saved_job(model: str, path: str, settings: Mapping[str, Any], resumed: bool)
 @pytest.mark.parametrize("layout", ["tp2 etp2", "pp2"])
 def test_experts_of_a_checkpoint_go_on_in_any_layout(ranks: RankPool, model: str, tmp_path: Path, layout: str) -> None:
     path = str(tmp_path / "tenant")
-    saved, after = ranks.run(saved_job, model, path, LAYOUTS["ep2"][1], False, world_size=2)[0]
-    world_size, settings = LAYOUTS[layout]
+    saved, after = ranks.run(saved_job, model, path, NATIVE["ep2"][1], False, world_size=2)[0]
+    world_size, settings = NATIVE[layout]
     for found, gone_on in ranks.run(saved_job, model, path, settings, True, world_size=world_size):
         assert_equal_tensors(found, saved)
         assert_near(gone_on, after, 1e-4)

@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tests.mutations import results
+from tests.mutations.check import problems
 from tests.mutations.child import Child, Outcome, preload
 from tests.mutations.copies import applied, copy_tree, tree_digest
 from tests.mutations.fault import Fault, all_faults, file_of
@@ -32,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(number, signal.default_int_handler)
     options = _options(arguments)
     areas = all_faults()
+    if options.check:
+        return _check(areas)
     results.tidy(areas)
     known = {} if options.again else results.read()
     wanted = [
@@ -57,7 +60,16 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=150, help="after which no further fault is begun")
     parser.add_argument("--again", action="store_true", help="also those whose result is known")
     parser.add_argument("--survivors", action="store_true", help="also those that are known to survive")
+    parser.add_argument("--check", action="store_true", help="run nothing; say which faults could not be tried")
     return parser.parse_args(arguments)
+
+
+def _check(areas: Mapping[str, list[Fault]]) -> int:
+    found = problems(fault for faults in areas.values() for fault in faults)
+    for problem in found:
+        _say(problem)
+    _say(f"{sum(map(len, areas.values()))} faults in {len(areas)} areas, {len(found)} problems")
+    return 1 if found else 0
 
 
 def _try_all(wanted: Sequence[Fault], areas: Mapping[str, list[Fault]], folder: Path, jobs: int, deadline: float) -> None:

@@ -118,10 +118,18 @@ class Child:
 
 @dataclass(eq=False)
 class _Recorder:
-    """A pytest plugin."""
+    """A pytest plugin. A test that raises KeyboardInterrupt has failed: nobody else interrupts this process."""
 
     failed: list[str] = field(default_factory=list)
     of_tests: dict[str, float] = field(default_factory=dict)
+    running: str = ""
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.running = nodeid
+
+    def pytest_keyboard_interrupt(self) -> None:
+        if self.running:
+            self.failed.append(self.running)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed and report.nodeid not in self.failed:

@@ -63,7 +63,13 @@ def config_of(folder: Path, model: Path | str, **changes: Any) -> SFTConfig:
     )
 
 
-def train(config: SFTConfig, during: Callable[[int], None] = lambda step: None, stop: StopRequest | None = None) -> float:
+def train(
+    config: SFTConfig,
+    during: Callable[[int], None] = lambda step: None,
+    stop: StopRequest | None = None,
+    *,
+    grad_norm: float = 1.0,
+) -> float:
     """Takes the run's steps; ``during`` is called in the middle of each. Returns the last weight."""
     group: Any = Weight(config)
     with Run(config, Session([group]), stop=stop) as run:
@@ -71,7 +77,7 @@ def train(config: SFTConfig, during: Callable[[int], None] = lambda step: None, 
         run.begin("Test", {"weight": model})
         for step in run.steps():
             during(step)
-            run.end_step({"weight": group.update(step), "step_ok": 1.0})
+            run.end_step({"weight": group.update(step), "step_ok": 1.0, "grad_norm": grad_norm})
         return float(group.value)
 
 

@@ -119,6 +119,8 @@ def watched_state(
             assert not results["middle"].ok
         runtime.zero_grad(list(tenants.values()))
         runtime.lr_scheduler_step(list(tenants.values()))
+    if event in ("a loss of NaN", "weights of NaN"):
+        assert tenants["middle"].weight_version == (0 if event == "a loss of NaN" else 2)
     watched = tenants[WATCHED]
     rows, schedule = watched.rows, watched.trainer("watched_state").schedule
     state = {

@@ -98,7 +98,9 @@ def batches(tenants: Mapping[str, TenantHandle], step: int, dp_rank: int, dp_siz
             fields = {LORA_FIELD: torch.tensor(tenant.lora_id)}
             sequences += [sequence.with_fields(sequence_fields=fields) for sequence in mine]
             facts[tenant.lora_id] = {"batch_num_tokens": float(sum(LENGTHS[name]))}
-        found.append(pack(sequences, {"tenants": facts, "dp_size": dp_size}))
+        # As a training group gives it, of all sequences; no tenant may divide by it.
+        together = float(sum(sum(LENGTHS[name]) for name in tenants))
+        found.append(pack(sequences, {"tenants": facts, "batch_num_tokens": together, "dp_size": dp_size}))
     return found
 
 

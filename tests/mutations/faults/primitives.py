@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.fault import Fault
 
 _LOG_PROB = "rl_backend/primitive/log_prob.py"
+_GRADIENT = "rl_backend/primitive/log_prob_gradient.py"
 _LOG_PROB_TESTS = "tests/unit/rl_backend/primitive/test_log_prob.py"
 _MOE_TESTS = "tests/unit/rl_backend/model/test_moe.py"
 
@@ -19,7 +20,7 @@ FAULTS = [
     ),
     Fault(
         "gradient-without-temperature",
-        _LOG_PROB,
+        _GRADIENT,
         "return result if tile.temperature is None else result.div_(tile.temperature)",
         "return result",
         (f"{_LOG_PROB_TESTS}::test_values_and_gradients_equal_a_full_softmax",),
@@ -27,7 +28,7 @@ FAULTS = [
     ),
     Fault(
         "entropy-without-its-value-in-the-gradient",
-        _LOG_PROB,
+        _GRADIENT,
         "sub_(grad + grad_entropy * self.entropy_value[chunk])",
         "sub_(grad)",
         (f"{_LOG_PROB_TESTS}::test_gradcheck_passes_for_log_probs_and_entropy",),
@@ -54,7 +55,7 @@ FAULTS = [
     ),
     Fault(
         "weight-gradient-of-the-last-chunk",
-        _LOG_PROB,
+        _GRADIENT,
         "beta=0 if chunk.start == 0 else 1)",
         "beta=0)",
         (f"{_LOG_PROB_TESTS}::test_values_and_gradients_equal_a_full_softmax",),

@@ -2,45 +2,45 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import time
-from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.mutations import results
+from tests.mutations.check import problems
 from tests.mutations.child import Child, Outcome
 from tests.mutations.copies import ROOT, applied
-from tests.mutations.fault import NAMED, Fault, all_faults, file_of
+from tests.mutations.fault import NAMED, Fault, all_faults
 
 FAULTS = [fault for faults in all_faults().values() for fault in faults]
 
 
-def test_there_are_enough_faults_and_no_two_share_a_name() -> None:
-    assert len(FAULTS) >= 80
+def test_there_are_enough_faults_and_each_can_be_tried() -> None:
+    assert len(FAULTS) >= 400
     assert len(all_faults()[NAMED]) == 14
-    assert [name for name, count in Counter(fault.name for fault in FAULTS).items() if count > 1] == []
+    assert problems(FAULTS) == []
 
 
-def test_every_fault_changes_one_place_and_leaves_a_file_that_python_reads() -> None:
-    for fault in FAULTS:
-        assert fault.old != fault.new and fault.tests and fault.why, fault.name
-        changed = fault.applied((ROOT / fault.file).read_text())
-        if fault.file.endswith(".py"):
-            ast.parse(changed, fault.file)
-
-
-def test_every_test_that_is_named_exists() -> None:
-    found: dict[str, set[str]] = {}
-    for fault in FAULTS:
-        for test in fault.tests:
-            file = file_of(test)
-            if file not in found:
-                tree = ast.parse((ROOT / file).read_text())
-                found[file] = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-            assert test.partition("::")[2].partition("[")[0] in found[file], f"{fault.name}: {test}"
+def test_a_fault_that_cannot_be_tried_is_named_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text("a = 1\nb = 1\n")
+    (tmp_path / "test_code.py").write_text("def test_a(): ...\n")
+    good = Fault("good", "code.py", "a = 1", "a = 2", ("test_code.py::test_a[x]",), "why")
+    assert problems([good], tmp_path) == []
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"old": " = 1"}, "good: the old text stands 2 times in code.py; it must stand there once"),
+        ({"file": "none.py"}, "good: FileNotFoundError"),
+        ({"new": "a ="}, "good: SyntaxError: invalid syntax"),
+        ({"new": "a = 1"}, "good: it changes nothing"),
+        ({"tests": ("test_code.py::test_b",)}, "good: there is no test test_code.py::test_b"),
+        ({"tests": ("none.py::test_a",)}, "good: there is no test none.py::test_a"),
+    ]
+    for changes, problem in cases:
+        (found,) = problems([good._replace(**changes)], tmp_path)
+        assert found.startswith(problem)
+    assert problems([good, good], tmp_path) == ["good: two faults have this name"]
 
 
 def test_a_text_that_stands_twice_or_not_at_all_is_refused() -> None:
@@ -74,18 +74,19 @@ def test_a_fault_is_tried_in_its_copy_and_undone(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "__init__.py").touch()
     (tmp_path / "rl_backend").mkdir()
-    (tmp_path / "rl_backend" / "__init__.py").write_text("import time\nVALUE = 1\n")
-    (tmp_path / "tests" / "test_it.py").write_text("import rl_backend\n\ndef test_it():\n    assert rl_backend.VALUE == 1\n")
+    (tmp_path / "rl_backend" / "__init__.py").write_text("import time\n\ndef value():\n    return 1\n")
+    (tmp_path / "tests" / "test_it.py").write_text("import rl_backend\n\ndef test_it():\n    assert rl_backend.value() == 1")
     (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["long: takes minutes"]\n')
     test = "tests/test_it.py::test_it"
-    wrong, slow, broken = (
-        Fault("name", "rl_backend/__init__.py", "VALUE = 1", new, (test,), "")
-        for new in ("VALUE = 2", "time.sleep(60)", "import nothing_of_this_name")
+    wrong, interrupting, slow, broken = (
+        Fault("name", "rl_backend/__init__.py", "return 1", new, (test,), "")
+        for new in ("return 2", "raise KeyboardInterrupt", "time.sleep(60)", "return 1\n\nimport nothing_of_this_name")
     )
     assert run(tmp_path, test).kind == "passed"
-    with applied(wrong, tmp_path):
-        outcome = run(tmp_path, test)
-    assert (outcome.kind, outcome.failed) == ("failed", [test])
+    for fault in (wrong, interrupting):
+        with applied(fault, tmp_path):
+            outcome = run(tmp_path, test)
+        assert (outcome.kind, outcome.failed) == ("failed", [test])
     with applied(slow, tmp_path):
         assert run(tmp_path, test, limit=3.0).kind == "time-out"
     with applied(broken, tmp_path):

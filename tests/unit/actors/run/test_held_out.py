@@ -12,7 +12,7 @@ import ray
 
 from actors import Sample
 from actors.rollout.config import SamplingConfig
-from actors.rollout.sample import VersionSpan
+from actors.rollout.sample import VersionSpan, sample_seeds
 from actors.run import EvalConfig, evaluate, parse_config
 from actors.run.collect import load_inputs
 from actors.run.console import SHOWN
@@ -190,7 +190,9 @@ def test_seeds_are_the_same_at_every_step_differ_between_sets_and_greedy_answers
         answer(engines, sets, Digits(), SCORER, seed=5)
     seeds = [given for _, given in engines.asked]
     assert seeds[:3] == seeds[3:] and seeds[2] is None
-    assert len({*seeds[0], *seeds[1]}) == 8  # type: ignore[misc]
+    drawn = {*seeds[0], *seeds[1]}  # type: ignore[misc]
+    assert len(drawn) == 8
+    assert not drawn & {seed for step in range(1, 4) for seed in sample_seeds(5, step, 2, 2)}, "those of training steps"
 
 
 def test_inputs_have_every_set_with_the_tokens_that_end_a_response(task: Path) -> None:

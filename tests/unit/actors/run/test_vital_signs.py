@@ -13,13 +13,16 @@ import pytest
 import ray
 
 from actors import Run, Session
+from actors.cluster.session import RunStopped
 from actors.rollout.sample import Sample, VersionSpan
+from actors.run.stop import StopRequest
 from actors.run.vital_signs import CAUSES, STEPS, VitalSigns, sample_metrics
 from actors.train.model import GroupModel
 from actors.train.outcome import completed
 from examples.sft import SFTConfig
 from tests.support import memory
 from tests.support.page import read_page
+from tests.support.stopped_run import config_of, train
 
 HEALTHY = {
     "reward": 0.4,
@@ -104,6 +107,20 @@ def test_what_lasts_and_what_was_told_survive_a_resume() -> None:
     resumed = VitalSigns(json.loads(json.dumps(signs.state)))
     assert [step for step, _ in told([bad] * 3, resumed, first=STEPS)] == [STEPS]
     assert told([bad] * 20, VitalSigns(json.loads(json.dumps(resumed.state)))) == []
+
+
+def test_a_resumed_run_goes_on_counting_what_lasts(tmp_path: Path, tied_model: Path) -> None:
+    config, stop = config_of(tmp_path, tied_model, save_every=1), StopRequest()
+
+    def asks(step: int) -> None:
+        if step == STEPS - 2:
+            stop.ask("Ctrl-C")
+
+    with pytest.raises(RunStopped):
+        train(config, asks, stop, grad_norm=0.0)
+    train(config, grad_norm=0.0)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "warnings" in line] == [STEPS]
 
 
 def sample(length: int, finish_reason: Any) -> Sample:

@@ -194,6 +194,8 @@ def test_examples_that_are_too_long_are_refused_filtered_or_cut_with_their_count
     assert len(filtered) == 2 and filtered.note.endswith("max_tokens_per_micro_batch=16: filtered")
     cut = load_sft_examples(path, tokenizer, 8, 16, DataConfig(too_long="cut"))
     assert [len(sequence) for (sequence,) in cut] == [len(filtered[0][0]), 16, len(filtered[0][0]), 16]
+    whole = load_sft_examples(path, tokenizer, 8, 64)
+    assert cut[1][0].input_ids.tolist() == whole[1][0].input_ids[:16].tolist()
     (shortest,) = load_sft_examples(path, tokenizer, 1, 2, DataConfig(too_long="cut"))[0]
     assert len(shortest) == 2 and shortest.token_fields["loss_mask"].tolist() == [1, 0]
 

@@ -1,10 +1,11 @@
-"""Tenants of equal ranks and rows, whose products are computed in one, each with the bits that it has alone."""
+"""Tenants of equal ranks and rows, whose products are computed in one, have the bits that they have alone; their dropout."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from rl_backend.data.packing import pack
 from tests.support.models import write_tiny
 from tests.support.native import VOCAB_SIZE, open_runtime
 from tests.support.sft_batches import random_token_sequences
-from tests.support.tenants import nll, rows
+from tests.support.tenants import batches, create, nll, rows, train_tenants
 
 LENGTHS = (16, 21)
 SCALES = (16.0, 32.0, 8.0)
@@ -50,3 +51,26 @@ def test_each_is_the_same_to_the_last_bit_alone(tmp_path: Path) -> None:
     for index, beside in enumerate(trained(model, range(len(SCALES)))):
         (alone,) = trained(model, [index])
         assert all(torch.equal(*pair) for pair in zip(alone, beside, strict=True))
+
+
+def test_training_alone_draws_dropout_once_for_each_micro_batch(tmp_path: Path) -> None:
+    with open_runtime(write_tiny("qwen3", tmp_path / "qwen3")) as runtime:
+        base = runtime.build_model(trainable=False)
+        tenants = create(runtime, base, ("narrow",), dropout=0.5)
+        tenant = tenants["narrow"]
+        train_tenants(runtime, base, tenants, 1)
+        assert tenant.rows.num_draws == 2
+        data = batches(tenants, 1, 0, 1)
+
+        def losses(*, forward_only: bool = False) -> tuple[float, ...]:
+            result = runtime.forward_backward(base, data, {"narrow": nll}, forward_only=forward_only)
+            runtime.zero_grad([tenant])
+            return result.tenants["narrow"].losses
+
+        without = losses(forward_only=True)
+        assert losses(forward_only=True) == without
+        with runtime.eval_mode(tenant):  # type: ignore[arg-type]
+            assert losses() == pytest.approx(without)
+        assert tenant.rows.num_draws == 2
+        assert losses() != losses()
+        assert tenant.rows.num_draws == 6

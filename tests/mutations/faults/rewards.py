@@ -1,0 +1,120 @@
+"""Rewards: weights of several functions, limits of time, what becomes of calls that fail, and their metrics."""
+
+from __future__ import annotations
+
+from tests.mutations.fault import Fault
+
+_SCORER = "rl_backend/data/rewards/scorer.py"
+_POOL = "rl_backend/data/rewards/pool.py"
+_REWARDS = "tests/unit/rl_backend/data/test_rewards.py"
+_LIMITS = "tests/unit/rl_backend/data/test_reward_limits.py"
+_LIMIT = f"{_LIMITS}::test_a_call_that_takes_too_long_fails_and_the_others_go_on"
+_COLLECTED = "tests/unit/actors/run/test_collect.py"
+
+FAULTS = [
+    Fault(
+        "weights-of-rewards-ignored",
+        _SCORER,
+        "            value += reward.weight * result.score\n",
+        "            value += result.score\n",
+        (f"{_REWARDS}::test_several_functions_are_weighted_and_each_is_measured",),
+        "a penalty would be a reward",
+    ),
+    Fault(
+        "rewards-averaged-over-functions",
+        _SCORER,
+        "        return Score(value, numbers,",
+        "        return Score(value / len(results), numbers,",
+        (f"{_REWARDS}::test_several_functions_are_weighted_and_each_is_measured",),
+        "a second function would halve the weight of the first",
+    ),
+    Fault(
+        "limit-of-threads-ignored",
+        _POOL,
+        "asyncio.wait([answer], timeout=self._limit)",
+        "asyncio.wait([answer])",
+        (f"{_LIMIT}[in a thread]",),
+        "one call that hangs would stop the run",
+    ),
+    Fault(
+        "limit-of-asynchronous-calls-ignored",
+        _SCORER,
+        "asyncio.wait([task], timeout=self._limit)",
+        "asyncio.wait([task])",
+        (f"{_LIMIT}[asynchronous]",),
+        "one judge that does not answer would stop the run",
+    ),
+    Fault(
+        "limit-counts-the-wait-for-a-worker",
+        _SCORER,
+        "await opened.pool.call(self._pool_of[index], call.arguments)",
+        "await asyncio.wait_for(opened.pool.call(self._pool_of[index], call.arguments), self._limit)",
+        (f"{_LIMITS}::test_a_call_waits_for_its_turn_without_losing_time",),
+        "the last responses of a batch would fail, however quick the function is",
+    ),
+    Fault(
+        "threads-left-behind-without-end",
+        _POOL,
+        "        if len(self._left_behind) > MOST_LEFT_BEHIND:\n",
+        "        if len(self._left_behind) > 1000 * MOST_LEFT_BEHIND:\n",
+        (f"{_LIMITS}::test_calls_that_are_left_behind_without_end_are_an_error",),
+        "a function that hangs would fill the memory with threads",
+    ),
+    Fault(
+        "failures-never-stop-a-run",
+        _SCORER,
+        """        if isinstance(found, _Failure) and self.on_failure == "stop":\n""",
+        """        if isinstance(found, _Failure) and self.on_failure == "never":\n""",
+        (f"{_REWARDS}::test_a_call_that_fails_stops_the_run_and_is_shown",),
+        "a wrong function would train the policy on zeros",
+    ),
+    Fault(
+        "zero-drops-the-group",
+        _SCORER,
+        """dropped=bool(failures) and self.on_failure == "drop")""",
+        "dropped=bool(failures))",
+        (f"{_REWARDS}::test_a_call_that_fails_counts_zero_or_drops[zero-plain]",),
+        "on_reward_failure=zero would shrink the batch",
+    ),
+    Fault(
+        "dropped-groups-are-trained-on",
+        "actors/run/collect.py",
+        "                    groups_dropped += 1\n                    continue\n",
+        "                    groups_dropped += 1\n",
+        (f"{_COLLECTED}::test_a_group_whose_reward_failed_leaves_the_batch",),
+        "a failed call would count as a reward of 0 in a group that is said to be dropped",
+    ),
+    Fault(
+        "failures-of-dropped-groups-not-counted",
+        "actors/run/collect.py",
+        "                failures += [failure for score in group.scores for failure in score.failures]\n"
+        "                if any(score.dropped for score in group.scores):\n",
+        "                if any(score.dropped for score in group.scores):\n",
+        (f"{_COLLECTED}::test_a_group_whose_reward_failed_leaves_the_batch",),
+        "a run whose reward function fails would report no failure",
+    ),
+    Fault(
+        "numbers-averaged-over-responses-without-them",
+        "rl_backend/data/rewards/result.py",
+        "{name: statistics.fmean(each) for name, each in sorted(values.items())}",
+        "{name: sum(each) / len(scores) for name, each in sorted(values.items())}",
+        (f"{_REWARDS}::test_what_a_function_returns_beside_its_score_is_kept",),
+        "metrics that only some responses have would be too small",
+    ),
+    Fault(
+        "concurrency-ignored",
+        _SCORER,
+        "        self._concurrency = concurrency or _ASYNC_AT_ONCE\n",
+        "        self._concurrency = _ASYNC_AT_ONCE\n",
+        (f"{_REWARDS}::test_asynchronous_functions_wait_together",),
+        "a judge would get more requests at once than it takes",
+    ),
+    Fault(
+        "what-a-function-caught-is-lost",
+        _SCORER,
+        "        self._check()\n",
+        "",
+        (f"{_REWARDS}::test_what_a_function_caught_is_raised_after_it",),
+        "a reward function that catches everything would survive SIGTERM",
+    ),
+]
