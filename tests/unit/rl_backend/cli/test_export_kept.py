@@ -62,7 +62,7 @@ def test_a_source_that_is_gone_or_lacks_kept_weights_is_refused_and_a_copy_is_ta
     copy = tmp_path / "copy"
     shutil.copytree(checkpoint.parent / "source", copy)
     assert export(checkpoint, tmp_path / "out", "--source", str(tmp_path / "missing")) == 2
-    problem = r"missing, given as source, is not a directory; .* of its weights drafts.*, model\.tower \(5\) are needed"
+    problem = r"missing, given as source, is not a directory; .*of its weights drafts.*, model\.tower \(5\) are needed"
     assert re.search(problem, capsys.readouterr().err, re.DOTALL)
     (copy / "drafts.safetensors").rename(tmp_path / "drafts.safetensors")
     assert export(checkpoint, tmp_path / "out", "--source", str(copy)) == 2

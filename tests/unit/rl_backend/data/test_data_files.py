@@ -84,7 +84,7 @@ def test_plain_jsonl_rows_keep_their_other_fields(tmp_path: Path) -> None:
         ({"prompt": ["hi"], "answer": "7"}, r"field prompt\[0\]: is 'hi'"),
         ({"prompt": [{"role": "user"}], "answer": "7"}, r"field prompt\[0\].content: is None"),
         ({"prompt": [{"content": "x", "role": 1}], "answer": "7"}, r"field prompt\[0\].role: is 1"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "7"}, r"prompt\[0\].content"),
+        ({"prompt": [{"role": "user", "content": [{"type": "text"}]}], "answer": "7"}, r"prompt\[0\].content"),
         ({"prompt": "x"}, "field reward_model.ground_truth, ground_truth or answer: missing"),
         ({"prompt": "x", "answer": None}, "ground_truth or answer: missing"),
         ({"prompt": "x", "reward_model": {"style": "rule"}}, "field reward_model.ground_truth: missing"),
