@@ -22,37 +22,16 @@ from typing import Any
 from benchmarks.parity import SIZES
 from benchmarks.random_models import RandomModel, write_model
 from benchmarks.report import read_result, write_result
+from tests.support.variants import VARIANTS
 
 STEPS = 20
 SECONDS = 900.0
 REPOSITORY = Path(__file__).parents[1]
+LAYER_TYPES = ["sliding_attention", "full_attention"] * 2
 
-_UNTIED: Mapping[str, Any] = {"head_dim": None, "tie_word_embeddings": False}
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
-    "gemma": {"tie_word_embeddings": True},
-    "gemma3_text": {
-        "tie_word_embeddings": True,
-        "sliding_window": 20,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "query_pre_attn_scalar": 20,
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
-        },
-    },
-    "granite": {
-        **_UNTIED,
-        "attention_bias": True,
-        "embedding_multiplier": 12.0,
-        "attention_multiplier": 0.03,
-        "residual_multiplier": 0.5,
-        "logits_scaling": 0.5,
-    },
-    "nemotron": {**_UNTIED, "mlp_bias": True},
-    "olmo2": _UNTIED,
-    "phi": _UNTIED,
-    "starcoder2": {"head_dim": None, "tie_word_embeddings": True, "sliding_window": 20},
-}
+    family: {"tie_word_embeddings": True, **fields} for family, fields in VARIANTS.items()
+} | {"gemma3_text": {"tie_word_embeddings": True, **VARIANTS["gemma3_text"], "layer_types": LAYER_TYPES}}
 """Family -> fields that show how it differs; None leaves out one that the sizes set."""
 
 
