@@ -48,6 +48,10 @@ RANDOM = """\
 Odd shapes of stacks with gated DeltaNet (heads, sizes, kinds of layers, vocabularies), drawn by seed and compared with
 transformers.
 """
+ENGINES = """\
+## What vLLM cannot serve
+Refused by name before an engine starts, with what happens otherwise.
+"""
 
 type Entry = Mapping[str, Any]
 
@@ -82,6 +86,7 @@ def page(results: Mapping[str, Any]) -> str:
     refusals = Refusals()
     sections = [_parity(entries, refusals), _layouts(entries, refusals), _push(entries, refusals), _speed(entries)]
     sections.append(_random_shapes(results["random_shapes"]) if "random_shapes" in results else "")
+    sections.append(_engine_refusals(results["engine_refusals"]) if "engine_refusals" in results else "")
     sections.append("\n".join(["## Refusals", *refusals.lines(), ""]) if refusals.lines() else "")
     return "\n".join([HEAD, *filter(None, sections)])
 
@@ -169,6 +174,14 @@ def _random_shapes(trial: Mapping[str, Any]) -> str:
         for runtime, accepted in trial["accepted"].items()
     ]
     return RANDOM + "\n" + _table(("runtime", "accepted", "mixtures among them", "passed", "refused"), rows)
+
+
+def _engine_refusals(refusals: Iterable[Entry]) -> str:
+    rows = [
+        (", ".join(each["model_types"]) or "all", each["device"], each["what"], each["measured"], each["instead"])
+        for each in refusals
+    ]
+    return ENGINES + "\n" + _table(("models", "device", "what", "what happens", "instead"), rows)
 
 
 def _first_step(cell: Entry) -> str:

@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.family_models import FAMILIES, Family, write_timed
 from benchmarks.family_parity import measure_layouts, measure_parity
-from benchmarks.family_push import is_good, measure_push
+from benchmarks.family_push import engine_refusals, is_good, measure_push
 from benchmarks.report import machine, read_result, require_sleeping_threads, update_result
 from benchmarks.train_speed import measure_workload, runtime_step, transformers_step, workloads
 from rl_backend.lab.parity.text import LEAST_LOSS_FALL
@@ -117,6 +117,7 @@ def main() -> int:
         "push": measure_push,
         "speed": partial(measure_speed, runs=arguments.runs, threads=arguments.threads),
     }
+    update_result(RESULT, {"engine_refusals": engine_refusals()})
     wrong = []
     for name in arguments.family or FAMILIES:
         for part in arguments.part or parts:

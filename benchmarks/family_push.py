@@ -14,6 +14,7 @@ from torch import Tensor
 from actors import HandleRef, Loss, RolloutConfig, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
 from actors.cluster.session import ray_session
 from actors.rollout.sample import Sample
+from actors.rollout.vllm.capabilities import REFUSALS
 from benchmarks.family_models import Family, write_small
 from benchmarks.parity_random import is_refusal
 from benchmarks.report import machine
@@ -109,6 +110,15 @@ def is_good(push: Mapping[str, Any]) -> bool:
         and exact.get("mean_gap", 0.0) <= LARGEST_GAP
         and rounded.get("mean_gap_over_transformers", 0.0) <= MOST_OVER_TRANSFORMERS
     )
+
+
+def engine_refusals() -> list[dict[str, Any]]:
+    """What no engine is started for, and why; ``model_types`` is empty for every model."""
+    fields = ("device", "what", "measured", "instead")
+    return [
+        {"model_types": sorted(refusal.model_types), **{name: getattr(refusal, name) for name in fields}}
+        for refusal in REFUSALS
+    ]
 
 
 def train(trainer: TrainGroup, policy: HandleRef, data: Sequence[Sequence[int]]) -> None:

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from actors.rollout.vllm.capabilities import REFUSALS
 from benchmarks import families, report
 from benchmarks.capabilities import PAGE, page
 from benchmarks.family_models import FAMILIES, write_small
 from benchmarks.family_parity import layouts
-from benchmarks.family_push import draw_tokens, is_good
+from benchmarks.family_push import draw_tokens, engine_refusals, is_good
 from benchmarks.train_speed import LONGEST
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.model import find_model
@@ -104,6 +105,12 @@ def test_prompts_have_the_lengths_that_are_asked_for() -> None:
 
 def test_the_page_of_capabilities_is_the_one_that_the_results_make() -> None:
     assert PAGE.read_text() == page(report.read_result("families")), "run: python -m benchmarks.capabilities"
+
+
+def test_what_vllm_cannot_serve_is_on_the_page_as_engines_refuse_it() -> None:
+    assert report.read_result("families")["engine_refusals"] == engine_refusals(), "run: python -m benchmarks.families"
+    text = page({"engine_refusals": [{**engine_refusals()[0], "model_types": []}]})
+    assert f"| all | cpu | {REFUSALS[0].what} | {REFUSALS[0].measured} | {REFUSALS[0].instead} |" in text
 
 
 def test_the_page_numbers_refusals_and_says_of_which_families_they_are() -> None:
