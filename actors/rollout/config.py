@@ -26,6 +26,9 @@ OWN_ARGUMENTS = {
     "weight_transfer_config": None,
     "distributed_executor_backend": None,
     "enable_chunked_prefill": None,
+    "mamba_ssm_cache_dtype": None,
+    "language_model_only": None,
+    "limit_mm_per_prompt": None,
     "max_num_batched_tokens": "max_num_batched_tokens",
     "enable_prefix_caching": "prefix_caching",
     "enable_return_routed_experts": "return_routed_experts",
@@ -75,7 +78,7 @@ class RolloutConfig(BaseConfig):
             GPU.
         gpu_memory_utilization: share of a GPU's memory that vLLM may fill, where ``kv_cache_gib`` does not say how much.
         enforce_eager: no compilation and no CUDA graphs.
-        prefix_caching: reuse keys and values of equal prompt prefixes; emptied by every push.
+        prefix_caching: reuse keys and values, and recurrent states, of equal prompt prefixes; emptied by every push.
         return_routed_experts: samples of a mixture of experts come with the experts of their tokens (``Sample.routes``), for
             router replay.
         load_tokenizer: read the directory's tokenizer too, which ``SamplingConfig.stop_strings`` needs.

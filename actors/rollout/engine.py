@@ -18,7 +18,7 @@ from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.messages import AdapterVersion, EngineInfo, Generated, Request, Response
 from actors.rollout.placement import NodePlace, choose_cores
 from actors.rollout.sample import ExpertIds, pack_routes
-from actors.rollout.vllm.expected import expected_weights
+from actors.rollout.vllm.expected import EngineParameters, expected_weights
 from actors.rollout.vllm.process import prepare_process, start_vllm
 from actors.wire.segment import host_identity, remove_stale_segments
 from rl_backend.contracts import (
@@ -28,6 +28,7 @@ from rl_backend.contracts import (
     UnsupportedError,
 )
 from rl_backend.trace.recorder import TraceBatch, recorder, span
+from rl_backend.weights.compare import ExpectedWeights
 
 
 class RolloutEngine(AdapterReceiver):
@@ -204,9 +205,13 @@ class RolloutEngine(AdapterReceiver):
                 f"{self._name} runs; a model has the same path on every node",
             )
 
-    def _expected_weights(self) -> Any:
-        parameters, packed_modules = self._vllm_call(self._llm.collective_rpc, "describe_parameters")[0]
-        return expected_weights(self._config.model_path, self._config.dtype, parameters, packed_modules)
+    def _expected_weights(self) -> ExpectedWeights:
+        def describe(checkpoint: Sequence[str]) -> EngineParameters:
+            described: EngineParameters
+            described, *_ = self._vllm_call(self._llm.collective_rpc, "describe_parameters", args=(checkpoint,))
+            return described
+
+        return expected_weights(self._config.model_path, self._config.dtype, describe)
 
     def _check_serving(self) -> None:
         self._check_clean()

@@ -59,11 +59,13 @@ class ExpectedWeights:
         optional: name -> tensor that a push may hold (for example ``lm_head.weight`` of a model that ties it).
         fused_groups: the names that are loaded into one parameter together; a part of a group leaves the rest of that
             parameter undefined.
+        in_float32: names of tensors that the engine keeps in float32 whatever its dtype; a push may send them so.
     """
 
     required: Mapping[str, TensorInfo]
     optional: Mapping[str, TensorInfo] = field(default_factory=dict)
     fused_groups: Sequence[tuple[str, ...]] = ()
+    in_float32: frozenset[str] = frozenset()
 
 
 def find_mismatches(
@@ -90,7 +92,7 @@ def find_mismatches(
         "wrong dtype": [
             f"{tensor.name} is {tensor.dtype}, the engine takes {own.dtype}"
             for tensor, own in pairs
-            if tensor.dtype != own.dtype
+            if tensor.dtype != own.dtype and not (tensor.dtype == "float32" and tensor.name in expected.in_float32)
         ],
     }
     return [

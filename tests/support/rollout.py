@@ -77,7 +77,14 @@ class ReferenceTrainer:
     def mean_gap(
         self, samples: Sequence[Sample], temperature: float = 1.0, kept: Callable[[Tensor], Tensor] | None = None
     ) -> float:
-        """Mean absolute difference between the engines' log-probs and this model's.
+        """Mean absolute difference between the engines' log-probs and this model's; arguments as those of :meth:`gaps`."""
+        gaps = self.gaps(samples, temperature, kept)
+        return sum(gaps) / len(gaps)
+
+    def gaps(
+        self, samples: Sequence[Sample], temperature: float = 1.0, kept: Callable[[Tensor], Tensor] | None = None
+    ) -> list[float]:
+        """Absolute difference between the engines' log-prob and this model's of every response token.
 
         Args:
             kept: probabilities -> which tokens could be sampled; None for all.
@@ -93,4 +100,4 @@ class ReferenceTrainer:
             first = len(sample.prompt_ids) - 1
             for index, (token, log_prob) in enumerate(zip(sample.response_ids, sample.log_probs, strict=True)):
                 gaps.append(abs(log_probs[first + index, token].item() - log_prob))
-        return sum(gaps) / len(gaps)
+        return gaps

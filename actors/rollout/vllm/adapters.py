@@ -6,12 +6,12 @@ vLLM loads adapters from directories. Its manager's loader is replaced for paths
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
+from vllm.lora.layers import MergedColumnParallelLinearWithLoRA, VocabParallelEmbeddingWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.worker_manager import WorkerLoRAManager
@@ -31,11 +31,19 @@ def _load_adapter(manager: Any, request: Any) -> Any:
     rank, tensors = _kept[request.lora_path]
     # With alpha = rank vLLM multiplies B by 1; by anything else it would do so in place, and again at the next load.
     helper = PEFTHelper(r=rank, lora_alpha=rank, target_modules=[])
+    mapper = _renames(manager._adapter_manager.model)
+    dtype = manager.lora_config.lora_dtype
     adapter = LoRAModel.from_lora_tensors(
-        request.lora_int_id, tensors, helper, device="cpu", dtype=manager.lora_config.lora_dtype
+        request.lora_int_id, tensors, helper, device="cpu", dtype=dtype, weights_mapper=mapper
     )
     adapter.is_3d_lora_weight = request.is_3d_lora_weight
     return adapter
+
+
+def _renames(model: Any) -> Any:
+    """What changes Hugging Face names of modules into vLLM's; None where they are the same."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    return mapper and mapper.get_rename_mapper()
 
 
 WorkerLoRAManager._load_adapter = _load_adapter
@@ -46,24 +54,45 @@ class _Slots(NamedTuple):
 
     Attributes:
         module: its name.
-        a, b: (slots, largest rank, inputs) and (slots, outputs, largest rank), views.
+        a, b: for each slice of its outputs (slots, largest rank, inputs) and (slots, outputs, largest rank), views. Every
+            slice has a copy of A.
         names: of A and B in peft's files.
+        before: name of the module without which vLLM finds no place for this one; empty where there is none.
     """
 
     module: str
-    a: Tensor
-    b: Tensor
+    a: tuple[Tensor, ...]
+    b: tuple[Tensor, ...]
     names: tuple[str, str]
+    before: str = ""
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Inputs and outputs."""
+        return self.a[0].shape[2], sum(part.shape[1] for part in self.b)
+
+    def held(self, index: int, rank: int) -> Iterator[tuple[str, Tensor]]:
+        """The factors of the adapter in a slot, under their names; A as often as there are copies."""
+        for part in self.a:
+            yield self.names[0], part[index, :rank]
+        yield self.names[1], torch.cat([part[index, :, :rank] for part in self.b])
 
 
 class AdapterSlots:
     """Methods added to vLLM's worker."""
 
     model_runner: Any
+    _modules_of_checkpoint: Mapping[str, str] = {}
 
     @property
     def _manager(self) -> Any:
         return self.model_runner.lora_manager._adapter_manager
+
+    def learn_names(self, checkpoint: Sequence[str]) -> None:
+        """Tells what the checkpoint calls its tensors, which is how tenants name the modules that they adapt."""
+        mapper = _renames(self.model_runner.get_model())
+        modules = [name.removesuffix(".weight") for name in checkpoint]
+        self._modules_of_checkpoint = {mapper._map_name(module) if mapper else module: module for module in modules}
 
     def keep_adapter(self, path: str, rank: int, tensors: Mapping[str, Tensor]) -> str:
         """Keeps factors by peft's names for a later load. Returns why they cannot be loaded; empty when they can.
@@ -78,15 +107,18 @@ class AdapterSlots:
             a, b = (found.pop(name, None) for name in slots.names)
             if a is None and b is None:
                 continue
-            shapes = (rank, slots.a.shape[2]), (slots.b.shape[1], rank)
-            for name, tensor, shape in zip(slots.names, (a, b), shapes, strict=True):
+            inputs, outputs = slots.sizes
+            for name, tensor, shape in zip(slots.names, (a, b), ((rank, inputs), (outputs, rank)), strict=True):
                 if tensor is None:
                     return f"{name} is missing"
                 if tuple(tensor.shape) != shape:
                     return f"{name} has shape {tuple(tensor.shape)}, expected {shape}"
+            if slots.before and peft_name(slots.before, is_a=True) not in tensors:
+                return f"{slots.module} takes an adapter beside {slots.before} only: target both; or {_MERGED}"
         if found:
             module = min(found).removeprefix(PEFT_PREFIX).rpartition(".lora_")[0]
-            return f"{module} takes no adapters in this engine (of a mixture on a CPU only attention does); {_MERGED}"
+            why = "on a CPU the experts and the router of a mixture take none"
+            return f"{module} takes no adapters in this engine ({why}); {_MERGED}"
         dtype = self._manager.lora_config.lora_dtype
         _kept[path] = rank, {name: tensor.to(dtype) for name, tensor in tensors.items()}
         return ""
@@ -100,8 +132,7 @@ class AdapterSlots:
         rank, tensors = _kept[path]
         index = self._manager.lora_index_to_id.index(number)
         for slots in self._slots():
-            read = slots.a[index, :rank], slots.b[index, :, :rank]
-            for name, held in zip(slots.names, read, strict=True):
+            for name, held in slots.held(index, rank):
                 kept = tensors.get(name)
                 if not (torch.equal(held.cpu(), kept) if kept is not None else not bool(held.any())):
                     return name
@@ -112,11 +143,22 @@ class AdapterSlots:
         for name, module in self._manager.modules.items():
             a, b = module.lora_a_stacked, module.lora_b_stacked
             if isinstance(module, VocabParallelEmbeddingWithLoRA):
-                names = f"{PEFT_PREFIX}{name}.lora_embedding_A", f"{PEFT_PREFIX}{name}.lora_embedding_B"
-                yield _Slots(name, a.transpose(1, 2), b[:, 0], names)
+                own = self._modules_of_checkpoint.get(name, name)
+                names = f"{PEFT_PREFIX}{own}.lora_embedding_A", f"{PEFT_PREFIX}{own}.lora_embedding_B"
+                yield _Slots(own, (a.transpose(1, 2),), (b[:, 0],), names)
                 continue
-            stacked = ((a,), (b,)) if isinstance(a, Tensor) else (a, b)
-            parts = self._manager.packed_modules.get(name, [name])
-            if len(parts) == len(stacked[0]) and stacked[0][0].dim() == 4:
-                for part, of_a, of_b in zip(parts, *stacked, strict=True):
-                    yield _Slots(part, of_a[:, 0], of_b[:, 0], (peft_name(part, is_a=True), peft_name(part, is_a=False)))
+            of_a, of_b = ((a,), (b,)) if isinstance(a, Tensor) else (a, b)
+            parts = [self._modules_of_checkpoint.get(part, part) for part in self._manager.packed_modules.get(name, [name])]
+            # Of three kinds of outputs and one, as gated DeltaNet has them, the first part has the three.
+            more = len(of_a) - len(parts) if isinstance(module, MergedColumnParallelLinearWithLoRA) else 0
+            if len(parts) + more != len(of_a) or more < 0 or of_a[0].dim() != 4:
+                continue
+            for place, part in enumerate(parts):
+                own_slices = slice(0, more + 1) if place == 0 else slice(place + more, place + more + 1)
+                yield _Slots(
+                    part,
+                    tuple(each[:, 0] for each in of_a[own_slices]),
+                    tuple(each[:, 0] for each in of_b[own_slices]),
+                    (peft_name(part, is_a=True), peft_name(part, is_a=False)),
+                    before=parts[0] if more and place else "",
+                )

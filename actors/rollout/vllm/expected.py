@@ -3,38 +3,52 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import TensorInfo, dtype_from_name
 from rl_backend.weights.compare import ExpectedWeights
 
 
-def expected_weights(
-    model_path: str, dtype: str, parameters: Sequence[str], packed_modules: Mapping[str, Sequence[str]]
-) -> ExpectedWeights:
+class EngineParameters(NamedTuple):
+    """What an engine's vLLM says of its model.
+
+    Attributes:
+        dtypes: name of each of its parameters -> dtype.
+        packed_modules: vLLM's ``packed_modules_mapping``, for example ``{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}``.
+        renamed: name of each tensor of the checkpoint -> what vLLM calls it; None for those that it does not load.
+    """
+
+    dtypes: Mapping[str, str]
+    packed_modules: Mapping[str, Sequence[str]]
+    renamed: Mapping[str, str | None]
+
+
+def expected_weights(model_path: str, dtype: str, describe: Callable[[Sequence[str]], EngineParameters]) -> ExpectedWeights:
     """The weights that a push into this engine must hold.
 
     Names and shapes are those of the directory that vLLM was started from. A tensor that no parameter of vLLM's model comes
-    from (a tied ``lm_head.weight``, stored buffers) is optional, provided that the others account for every parameter.
-    Weights that are not trained (``WeightManifest.kept``) are among them; a push says that it leaves them out.
+    from (a tied ``lm_head.weight``, stored buffers, a vision tower, weights of multi-token prediction) is optional, provided
+    that the others account for every parameter. Weights that are not trained (``WeightManifest.kept``) may be among either;
+    a push says that it leaves them out.
 
     Args:
         model_path: Hugging Face directory with safetensors, of which only the headers are read, even with
             ``load_format='dummy'``.
         dtype: the engine's dtype.
-        parameters: names of vLLM's own parameters.
-        packed_modules: vLLM's ``packed_modules_mapping``, for example ``{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}``.
+        describe: tells the engine the names of the checkpoint's tensors.
 
     Raises:
         CheckpointError: the directory has no safetensors, or they are truncated or corrupt.
     """
     loaded = dtype_from_name(dtype)
     infos = {name: TensorInfo.of(name, stored.shape, loaded) for name, stored in HFReader(model_path).infos.items()}
-    fused_into = {part: whole for whole, parts in packed_modules.items() for part in parts}
-    targets = {name: _target(name, fused_into) for name in infos}
+    engine = describe(list(infos))
+    fused_into = {part: whole for whole, parts in engine.packed_modules.items() for part in parts}
+    targets = {name: _target(engine.renamed[name], fused_into) for name in infos}
     # Layers that take adapters have their own parameters one level down.
-    plain = [parameter.replace(".base_layer.", ".") for parameter in parameters]
+    plain = {parameter.replace(".base_layer.", "."): held for parameter, held in engine.dtypes.items()}
     units = {_experts_module(parameter) or parameter for parameter in plain}
     accounted = units <= set(targets.values())
     required = {name: info for name, info in infos.items() if targets[name] in units or not accounted}
@@ -45,11 +59,17 @@ def expected_weights(
         required=required,
         optional={name: info for name, info in infos.items() if name not in required},
         fused_groups=tuple(tuple(group) for group in groups.values() if len(group) > 1),
+        in_float32=frozenset(name for name in infos if plain.get(targets[name]) == "float32"),
     )
 
 
-def _target(name: str, fused_into: Mapping[str, str]) -> str:
-    """The vLLM parameter that a tensor becomes (a part of), or the module ``...experts`` for one expert's tensor."""
+def _target(name: str | None, fused_into: Mapping[str, str]) -> str:
+    """The vLLM parameter that a tensor becomes (a part of), or the module ``...experts`` for one expert's tensor.
+
+    Empty for a tensor that is not loaded.
+    """
+    if name is None:
+        return ""
     return _experts_module(name) or ".".join(fused_into.get(part, part) for part in name.split("."))
 
 

@@ -9,6 +9,10 @@ but not these copies:
 With adapters on, vLLM chooses Triton's kernels for experts, which a CPU lacks, even where no expert has an adapter.
 
 An engine of several workers has the first of them serve a store, which torch binds to all interfaces of the machine.
+
+A prompt that is computed in pieces is sampled after each of them. vLLM drops these tokens and turns the request's own
+generator back by an offset, which generators of a CPU do not have: the engine ends. Gated DeltaNet is in
+:mod:`~actors.rollout.vllm.deltanet`.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
@@ -66,6 +71,39 @@ def keep_adapters_from_experts() -> None:
         return chosen(moe_config)
 
     unquantized_fused_moe_method.select_unquantized_moe_backend = select
+
+
+def turn_generators_back() -> None:
+    """From now on a token sampled in the middle of a prompt leaves the request's generator as it was, on a CPU too."""
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    sample, note = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
+
+    def sample_and_turn_back(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        states = {index: generator.get_state() for index, generator in _generators_of_pieces(runner).items()}
+        sampled = sample(runner, *args, **kwargs)
+        for index, state in states.items():
+            runner.input_batch.generators[index].set_state(state)
+        return sampled
+
+    def note_without_offsets(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        generators, of_pieces = runner.input_batch.generators, _generators_of_pieces(runner)
+        for index in of_pieces:
+            del generators[index]
+        try:
+            return note(runner, *args, **kwargs)
+        finally:
+            generators.update(of_pieces)
+
+    CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync = sample_and_turn_back, note_without_offsets
+
+
+def _generators_of_pieces(runner: Any) -> dict[int, torch.Generator]:
+    """Of the requests whose prompts are not complete, by their place in the batch."""
+    incomplete = runner.discard_request_mask.np[: runner.input_batch.num_reqs]
+    return {index: generator for index, generator in runner.input_batch.generators.items() if incomplete[index]}
 
 
 def bind_stores_to_their_address() -> None:

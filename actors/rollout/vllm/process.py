@@ -17,6 +17,8 @@ from pydantic import ValidationError
 from actors.cluster.meeting import use_interface
 from actors.cluster.placement import thread_environment
 from actors.rollout.config import OWN_ARGUMENTS, RolloutConfig
+from actors.rollout.vllm.capabilities import check_served, has_deltanet
+from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import ConfigError, RLBackendError, RolloutError, UnsupportedError
 from rl_backend.contracts.lora import ENGINE_RANKS, engine_slots
 from rl_backend.parallel.store import LOOPBACK
@@ -24,7 +26,12 @@ from rl_backend.parallel.store import LOOPBACK
 _GIB = 2**30
 _LONGEST = 400
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
-"""What vLLM takes as the largest rank."""
+_STATE_DTYPE = "float32"
+"""Of recurrent states: rounded, they carry the error of every token on to all that follow."""
+_ATTENTION, _DELTANET = ("qkv_proj", "o_proj"), ("in_proj_qkvz", "in_proj_ba", "out_proj")
+_FEED_FORWARD, _ENDS = ("gate_up_proj", "down_proj"), ("embed_tokens", "lm_head")
+# One module under the name of the checkpoint and that by which the shared expert calls it.
+_SHARED_GATE = ("shared_expert_gate", "expert_gate")
 
 
 def process_environment(device: str) -> dict[str, str]:
@@ -67,11 +74,14 @@ def start_vllm(config: RolloutConfig, device: str) -> Any:
     """A ``vllm.LLM`` in this process, ready to sample and to have its weights updated.
 
     Raises:
-        ConfigError: an unknown name in ``engine_args``.
-        RolloutError: what vLLM refuses, in a sentence; its ``details`` have the traceback.
-        UnsupportedError: the vLLM that is installed is not built for ``device``, or routed experts are asked of a model that
-            has none.
+        CheckpointError: ``config.json`` is damaged.
+        ConfigError: an unknown name in ``engine_args``, or ``tensor_parallel`` does not divide the model.
+        RolloutError: what vLLM refuses, in a sentence; its ``details`` have the traceback. Or it keeps recurrent states in
+            another dtype than float32.
+        UnsupportedError: the vLLM that is installed is not built for ``device``, or cannot serve the model there, or routed
+            experts are asked of a model that has none.
     """
+    check_served(config, device)
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
@@ -106,37 +116,68 @@ def start_vllm(config: RolloutConfig, device: str) -> Any:
         "distributed_executor_backend": "mp" if config.tensor_parallel > 1 else "uni",
         **config.engine_args,
     }
+    model = read_hf_config(config.model_path)
+    if "vision_config" in model:
+        # Prompts are token ids: a vision tower would be loaded for nothing, and a push need not send it.
+        arguments["language_model_only"] = True
+    if has_deltanet(model):
+        arguments["mamba_ssm_cache_dtype"] = _STATE_DTYPE
     if device == "cpu":
         arguments["kv_cache_memory_bytes"] = int((config.kv_cache_gib or 1.0) * _GIB)
-        # A request with a seed of its own, prefilled in pieces, ends vLLM 0.30's CPU engine.
-        arguments["enable_chunked_prefill"] = False
+        # States are cached where a piece of a prompt ends. Other models gain nothing from pieces here.
+        arguments["enable_chunked_prefill"] = has_deltanet(model) and config.prefix_caching
     else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
         arguments["enable_sleep_mode"] = config.sleep_mode
         if config.kv_cache_gib is not None:
             arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * _GIB)
     with _refused_in_words(config.model_path):
-        return _make_llm(config, device, arguments)
+        llm = _make_llm(config, device, arguments)
+        _check_states(llm)
+    return llm
 
 
 def _make_llm(config: RolloutConfig, device: str, arguments: dict[str, Any]) -> Any:
     from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
 
-    from actors.rollout.vllm.patches import keep_adapters_from_experts
-
     if config.max_adapters:
         slots = engine_slots(config.max_adapters, device)
         rank = next(rank for rank in ENGINE_RANKS if rank >= config.max_adapter_rank)
         arguments |= {"enable_lora": True, "max_loras": slots, "max_cpu_loras": slots, "max_lora_rank": rank}
-        if device == "cpu" and EngineArgs(**arguments).create_model_config().is_moe:
-            keep_adapters_from_experts()
-            arguments["lora_target_modules"] = ["qkv_proj", "o_proj"]
+        if device == "cpu":
+            arguments |= _targets_on_a_cpu(config, is_moe=EngineArgs(**arguments).create_model_config().is_moe)
     if config.return_routed_experts and not EngineArgs(**arguments).create_model_config().is_moe:
         raise UnsupportedError(
             f"RolloutConfig.return_routed_experts=True: {config.model_path} has no experts; leave it out for a dense model"
         )
     return LLM(**arguments)
+
+
+def _targets_on_a_cpu(config: RolloutConfig, *, is_moe: bool) -> dict[str, Any]:
+    """Which modules take adapters: all but experts, whose kernels with adapters need Triton, and the convolution of gated
+    DeltaNet, which is no product of matrices.
+    """
+    from actors.rollout.vllm.patches import keep_adapters_from_experts
+
+    if is_moe:
+        keep_adapters_from_experts()
+    if not has_deltanet(read_hf_config(config.model_path)):
+        return {"lora_target_modules": list(_ATTENTION)} if is_moe else {}
+    # The feed-forward modules of a mixture are those of its shared expert.
+    others = _SHARED_GATE if is_moe else _ENDS
+    return {"lora_target_modules": [*_ATTENTION, *_DELTANET, *_FEED_FORWARD, *others]}
+
+
+def _check_states(llm: Any) -> None:
+    """Raises :class:`RolloutError` unless every worker keeps recurrent states in float32."""
+    other = sorted({dtype for dtypes in llm.collective_rpc("state_dtypes") for dtype in dtypes} - {_STATE_DTYPE})
+    if other:
+        raise RolloutError(
+            f"vLLM keeps recurrent states in {', '.join(other)} though it was started with mamba_ssm_cache_dtype="
+            f"{_STATE_DTYPE!r}: log-probs would drift from the trainer's with every token; use vLLM 0.30",
+            dtypes=other,
+        )
 
 
 @contextmanager

@@ -1,12 +1,12 @@
 """The receiving end of staged weights in vLLM's worker processes, in vLLM's own weight-transfer interface.
 
-vLLM imports this module because its configuration names :class:`WorkerExtension`; the import registers the engines and
-keeps the workers' stores to themselves.
+vLLM imports this module because its configuration names :class:`WorkerExtension`, before it makes a model; the import
+registers the engines, keeps the workers' stores to themselves, and lets a CPU serve gated DeltaNet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -21,13 +21,21 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCaptureSource
+from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from actors.rollout.vllm.adapters import AdapterSlots
-from actors.rollout.vllm.patches import bind_stores_to_their_address, packing_embeddings_again, packing_experts_again
+from actors.rollout.vllm.deltanet import serve_every_deltanet
+from actors.rollout.vllm.expected import EngineParameters
+from actors.rollout.vllm.patches import (
+    bind_stores_to_their_address,
+    packing_embeddings_again,
+    packing_experts_again,
+    turn_generators_back,
+)
 from actors.wire.segment import map_segment
-from rl_backend.contracts import WeightManifest
+from rl_backend.contracts import WeightManifest, name_of_dtype
 from rl_backend.weights.staging import read_tensor
 
 BACKEND = "rl_backend"
@@ -132,11 +140,21 @@ class SwitchingWeightTransferEngine(WeightTransferEngine[WeightTransferInitInfo,
 class WorkerExtension(AdapterSlots):
     """Methods added to vLLM's worker."""
 
-    def describe_parameters(self) -> tuple[list[str], Mapping[str, list[str]]]:
-        """The names of the model's parameters, and which checkpoint modules are fused into which module."""
+    def describe_parameters(self, checkpoint: Sequence[str]) -> EngineParameters:
+        """The model's parameters and what vLLM calls the tensors of a checkpoint."""
         model: torch.nn.Module = self.model_runner.get_model()
-        names = [name for name, _ in model.named_parameters()]
-        return names, dict(getattr(model, "packed_modules_mapping", {}))
+        mapper = getattr(model, "hf_to_vllm_mapper", None)
+        self.learn_names(checkpoint)
+        return EngineParameters(
+            {name: name_of_dtype(parameter.dtype) for name, parameter in model.named_parameters()},
+            dict(getattr(model, "packed_modules_mapping", {})),
+            {name: mapper._map_name(name) if mapper else name for name in checkpoint},
+        )
+
+    def state_dtypes(self) -> list[str]:
+        """Of the recurrent states of every layer that has one."""
+        modules = self.model_runner.get_model().modules()
+        return [name_of_dtype(each.kv_cache[1].dtype) for each in modules if isinstance(each, GatedDeltaNetAttention)]
 
     def moe_layers(self) -> list[int]:
         """Numbers of the layers whose routers vLLM captures, as its capture finds them."""
@@ -148,3 +166,5 @@ class WorkerExtension(AdapterSlots):
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, SwitchingWeightTransferEngine)
     bind_stores_to_their_address()
+    serve_every_deltanet()
+    turn_generators_back()

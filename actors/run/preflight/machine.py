@@ -10,6 +10,7 @@ import torch
 
 from actors.cluster.placement import cores_each, gpus_each, usable_cores
 from actors.rollout.config import RolloutConfig, check_engine_device
+from actors.rollout.vllm.capabilities import check_served
 from actors.run.config import TrainingConfig
 from actors.run.rl_config import RLConfig
 from rl_backend.checkpoint.hf_reader import read_hf_config
@@ -44,6 +45,7 @@ def find_devices(config: TrainingConfig) -> str:
 
     Raises:
         ConfigError: there are too few, or options are of devices that are not here.
+        UnsupportedError: engines on this machine cannot serve the model.
     """
     if is_on_cluster():
         return f"cores and GPUs {OF_A_CLUSTER}"
@@ -75,7 +77,9 @@ def _check_engines(config: RLConfig, gpus: int) -> None:
     if engines.device == "cuda" and not gpus:
         raise ConfigError.of("RolloutConfig.device", "cuda", "this machine has no GPU that PyTorch sees; use auto or cpu")
     on_gpus = engines.device == "cuda" or (engines.device == "auto" and gpus and engines.cores is None)
-    check_engine_device(engines, "cuda" if on_gpus else "cpu")
+    device = "cuda" if on_gpus else "cpu"
+    check_engine_device(engines, device)
+    check_served(engines.replace(model_path=config.model), device)
     if not on_gpus and config.transport in ("nccl", "cuda_ipc"):
         raise ConfigError.of(
             f"{type(config).__name__}.transport",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +14,7 @@ from actors.rollout.adapter_group import AdapterGroup
 from actors.rollout.adapters import AdapterReceiver
 from actors.rollout.config import RolloutConfig
 from actors.rollout.messages import AdapterVersion, EngineInfo, PushedAdapter
-from actors.rollout.vllm.expected import expected_weights
 from actors.wire.factors import PackedFactors
-from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import BatchError, RLBackendError, RolloutError, WeightCheckError, WeightVersionError
 
 FACTORS = PackedFactors.of({"a": (torch.ones(2, 3), 1.0), "b": (torch.ones(3, 2), 2.0)}, "float32")
@@ -161,15 +158,3 @@ def test_no_tenant_goes_back_to_an_older_version_and_none_is_served_beside_merge
         group.require_pushable(version("poet", 4, of_tenant=6))
     group.base_changed("")
     assert group.chosen("poet", 1)[0].version == 5 and group.base_pushes == 2
-
-
-def test_layers_that_take_adapters_need_the_weights_that_others_need(tied_model: Path) -> None:
-    packed = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-    fused = {part: whole for whole, parts in packed.items() for part in parts}
-    stored = [name for name in HFReader(str(tied_model)).infos if name != "lm_head.weight"]
-    plain = sorted({".".join(fused.get(part, part) for part in name.split(".")) for name in stored})
-    wrapped = [name.replace("_proj.weight", "_proj.base_layer.weight") for name in plain]
-    assert wrapped != plain
-    expected = expected_weights(str(tied_model), "float32", plain, packed)
-    assert expected_weights(str(tied_model), "float32", wrapped, packed) == expected
-    assert expected.required.keys() == set(stored) and len(expected.fused_groups) == 4

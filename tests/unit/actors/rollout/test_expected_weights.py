@@ -1,16 +1,41 @@
-"""The weights that an engine waits for, and what a push may leave out."""
+"""The weights that an engine waits for, by the names of its checkpoint and those of vLLM, and what a push may leave out."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from actors.rollout.vllm.expected import expected_weights
+from actors.rollout.vllm.expected import EngineParameters, expected_weights
 from actors.sync.transport.base import PushPlan
+from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import TensorInfo, WeightCheckError, dtype_from_name
-from rl_backend.weights.compare import check_manifest
+from rl_backend.weights.compare import ExpectedWeights, check_manifest, find_mismatches
 from tests.support.kept_family import TRAINED, stored_bytes, write_towered
+
+PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+NESTED = {
+    "model.language_model.embed_tokens.weight": "language_model.model.embed_tokens.weight",
+    "model.language_model.layers.0.self_attn.q_proj.weight": "language_model.model.layers.0.self_attn.q_proj.weight",
+    "model.language_model.layers.0.self_attn.k_proj.weight": "language_model.model.layers.0.self_attn.k_proj.weight",
+    "model.language_model.layers.0.self_attn.v_proj.weight": "language_model.model.layers.0.self_attn.v_proj.weight",
+    "model.language_model.layers.1.linear_attn.A_log": "language_model.model.layers.1.linear_attn.A_log",
+    "model.visual.patch_embed.weight": "visual.patch_embed.weight",
+    "mtp.fc.weight": None,
+}
+"""As a released Qwen3.5 calls its tensors -> as vLLM does."""
+
+
+def expected_of(
+    path: Path, dtypes: Mapping[str, str], renamed: Mapping[str, str | None] | None, dtype: str
+) -> ExpectedWeights:
+    def describe(checkpoint: Sequence[str]) -> EngineParameters:
+        return EngineParameters(dtypes, PACKED, renamed or {name: name for name in checkpoint})
+
+    return expected_weights(str(path), dtype, describe)
 
 
 @pytest.mark.shows("weight sync: a push leaves out what is not trained, and nothing else")
@@ -18,8 +43,8 @@ from tests.support.kept_family import TRAINED, stored_bytes, write_towered
 def test_a_push_may_leave_out_what_its_trainer_keeps_and_nothing_else(tmp_path: Path, own_names: bool) -> None:
     stored = stored_bytes(write_towered(tmp_path / "source"))
     # Whether vLLM calls its parameters as the directory does, or otherwise.
-    parameters = [name if own_names else f"language_{name}" for name in stored]
-    expected = expected_weights(str(tmp_path / "source"), "float32", parameters, {})
+    dtypes = {name if own_names else f"language_{name}": "float32" for name in stored}
+    expected = expected_of(tmp_path / "source", dtypes, None, "float32")
     infos = tuple(TensorInfo.of(name, stored[name].shape, dtype_from_name("float32")) for name in TRAINED)
     kept = tuple(name for name in stored if name not in TRAINED)
 
@@ -32,3 +57,41 @@ def test_a_push_may_leave_out_what_its_trainer_keeps_and_nothing_else(tmp_path: 
         check(infos[1:], kept)
     with pytest.raises(WeightCheckError, match=f"missing: {kept[0]}$"):
         check(infos, kept[1:])
+
+
+def test_layers_that_take_adapters_need_the_weights_that_others_need(tied_model: Path) -> None:
+    fused = {part: whole for whole, parts in PACKED.items() for part in parts}
+    stored = [name for name in HFReader(str(tied_model)).infos if name != "lm_head.weight"]
+    plain = sorted({".".join(fused.get(part, part) for part in name.split(".")) for name in stored})
+    wrapped = [name.replace("_proj.weight", "_proj.base_layer.weight") for name in plain]
+    assert wrapped != plain
+    expected = expected_of(tied_model, dict.fromkeys(plain, "float32"), None, "float32")
+    assert expected_of(tied_model, dict.fromkeys(wrapped, "float32"), None, "float32") == expected
+    assert expected.required.keys() == set(stored) and len(expected.fused_groups) == 4
+
+
+def test_what_vllm_renames_is_required_and_what_it_does_not_load_is_not(tmp_path: Path) -> None:
+    save_file({name: torch.zeros(2) for name in NESTED}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    dtypes = {
+        "language_model.model.embed_tokens.weight": "bfloat16",
+        "language_model.model.layers.0.self_attn.qkv_proj.weight": "bfloat16",
+        "language_model.model.layers.1.linear_attn.A_log": "float32",
+    }
+    expected = expected_of(tmp_path, dtypes, NESTED, "bfloat16")
+    assert expected.optional.keys() == {"model.visual.patch_embed.weight", "mtp.fc.weight"}
+    assert expected.required.keys() == NESTED.keys() - expected.optional.keys()
+    assert [len(group) for group in expected.fused_groups] == [3]
+
+
+def test_what_an_engine_keeps_in_float32_may_come_in_float32(tmp_path: Path) -> None:
+    save_file({"a.weight": torch.zeros(2), "a.A_log": torch.zeros(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    expected = expected_of(tmp_path, {"a.weight": "bfloat16", "a.A_log": "float32"}, None, "bfloat16")
+
+    def problems(dtype: torch.dtype, of_decay: torch.dtype) -> list[str]:
+        return find_mismatches([TensorInfo.of("a.weight", (2,), dtype), TensorInfo.of("a.A_log", (2,), of_decay)], expected)
+
+    assert not problems(torch.bfloat16, torch.bfloat16) and not problems(torch.bfloat16, torch.float32)
+    assert problems(torch.float32, torch.float32) == ["wrong dtype: a.weight is float32, the engine takes bfloat16"]
+    assert problems(torch.bfloat16, torch.float16) == ["wrong dtype: a.A_log is float16, the engine takes bfloat16"]

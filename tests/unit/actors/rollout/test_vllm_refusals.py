@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 from actors.rollout import group
 from actors.rollout.config import RolloutConfig
 from actors.rollout.lengths import within_model
-from actors.rollout.vllm.process import in_our_words
+from actors.rollout.vllm.process import _check_states, in_our_words
 from actors.run import session
 from rl_backend.contracts import ConfigError, RolloutError
 from tests.support.models import write_tiny
@@ -68,3 +69,14 @@ def test_engines_take_no_longer_sequences_than_their_model(tmp_path: Path, monke
     monkeypatch.setattr(group.ray, "is_initialized", lambda: True)
     with pytest.raises(ConfigError, match=r"RolloutConfig\.max_model_len=536: \S+ has 512 positions .*; use at most 512$"):
         group.RolloutGroup(RolloutConfig(model_path=model, max_model_len=536))
+
+
+@pytest.mark.shows("rollout: engines keep recurrent states in float32, or do not start")
+def test_an_engine_that_rounds_its_recurrent_states_does_not_start() -> None:
+    _check_states(SimpleNamespace(collective_rpc=lambda method: [["float32", "float32"], []]))
+    rounding = SimpleNamespace(collective_rpc=lambda method: [["float32"], ["bfloat16"]])
+    with pytest.raises(RolloutError, match=r"keeps recurrent states in bfloat16 .*mamba_ssm_cache_dtype='float32'"):
+        _check_states(rounding)
+    for name in ("mamba_ssm_cache_dtype", "language_model_only"):
+        with pytest.raises(ConfigError, match=rf"engine_args\['{name}'\].*rollout engines set it themselves"):
+            RolloutConfig(model_path="m", engine_args={name: "bfloat16"})
