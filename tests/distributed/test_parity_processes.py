@@ -27,7 +27,7 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.shows("parity: native and Megatron train alike, dense and mixture of experts: loss to 1e-6, grad norm to 1e-5")
-@pytest.mark.parametrize("kind", ["dense", "mixture of experts"])
+@pytest.mark.parametrize("kind", ["dense", pytest.param("mixture of experts", marks=pytest.mark.long)])
 def test_the_native_runtime_agrees_with_megatron(kind: str, tied_model: Path, tmp_path: Path) -> None:
     model = tied_model if kind == "dense" else write_moe("qwen3_moe", tmp_path / "model")
     output = tmp_path / "parity.json"
@@ -57,7 +57,9 @@ def test_native_on_two_ranks_agrees_with_transformers(tied_model: Path, tmp_path
 
 
 @pytest.mark.shows("parity: LoRA on native and on Megatron, 2 ranks each, trains as with peft: loss to 1e-6, grad norm 1e-5")
-@pytest.mark.parametrize("sides", ["--candidate native --dp 2", "--candidate bridge --tp 2"])
+@pytest.mark.parametrize(
+    "sides", [pytest.param("--candidate native --dp 2", marks=pytest.mark.long), "--candidate bridge --tp 2"]
+)
 def test_an_adapter_trains_as_peft_trains_it(tied_model: Path, tmp_path: Path, sides: str) -> None:
     output = tmp_path / "parity.json"
     lora = "--lora.rank 4 --lora.alpha 8 --lora.targets q_proj v_proj feed_forward --lora.use_rslora"
@@ -74,6 +76,7 @@ def test_an_adapter_trains_as_peft_trains_it(tied_model: Path, tmp_path: Path, s
     assert compared["weights"] == compared["loaded weights"] > 20
 
 
+@pytest.mark.long
 @pytest.mark.shows("parity: a norm with another eps, in a runtime from a plugin, is named by the command")
 def test_a_fault_of_a_third_partys_runtime_is_named_and_the_exit_status_says_so(tied_model: Path, tmp_path: Path) -> None:
     output = tmp_path / "parity.json"

@@ -60,11 +60,12 @@ def pushing_all(served: ServedTenants) -> Iterator[None]:
         raise error
 
 
+@pytest.mark.long
 @pytest.mark.shows(
     "lora: kill -9 of an engine in mid-push leaves whole versions on the rest, and a new engine has all tenants"
 )
 @pytest.mark.shows("lora: an engine that joins while tenants are pushed serves the newest version of each")
-@pytest.mark.parametrize("method", ["keep_adapter", pytest.param("load_adapter", marks=pytest.mark.long)])
+@pytest.mark.parametrize("method", ["keep_adapter", "load_adapter"])
 def test_an_engine_that_is_killed_in_mid_push(served: ServedTenants, method: str) -> None:
     rollout = served.rollout
     before = served.rollout.adapters

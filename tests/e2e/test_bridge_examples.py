@@ -12,6 +12,7 @@ from examples.demo.__main__ import DemoConfig, demo_settings
 STEPS = 10
 
 
+@pytest.mark.long
 @pytest.mark.shows("bridge: GRPO with Ray and vLLM learns the demo task; mean log-prob gap at most 1e-5 in float32")
 def test_grpo_on_megatron_learns_the_task(task: Path, warm_model: Path, tmp_path: Path) -> None:
     config = DemoConfig(backend="bridge", steps=STEPS, trace=False)

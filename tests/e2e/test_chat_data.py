@@ -49,6 +49,7 @@ def test_sft_learns_the_turns_of_conversations_in_epochs(chats: Path, ray_cluste
     assert metrics[-1]["nll"] < metrics[0]["nll"]
 
 
+@pytest.mark.long
 @pytest.mark.shows("examples: GRPO takes rows of messages, and the assistant's last message as their answer")
 def test_grpo_samples_answers_to_conversations(
     chats: Path, task: Path, warm_model: Path, demo_session: Session, tmp_path: Path

@@ -105,6 +105,7 @@ def test_ranks_that_are_spread_over_two_nodes_learn_the_task(
     assert sorted(nodes["TrainWorker"]) == sorted(two_nodes.nodes)
 
 
+@pytest.mark.long
 @pytest.mark.shows("cluster: a run that loses a node ends within seconds with an error that says what died")
 def test_a_run_that_loses_a_node_ends_and_says_so(
     two_nodes: TwoNodes, spread_run: tuple[subprocess.Popen[str], Path]

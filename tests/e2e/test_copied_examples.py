@@ -88,6 +88,7 @@ def test_a_copied_example_runs_against_the_installed_package(
     assert list((tmp_path / "run" / "tensorboard").glob("events*"))
 
 
+@pytest.mark.long
 def test_the_command_runs_an_example_that_pip_installed(installed: Path, task: Path, tmp_path: Path) -> None:
     options = ["--model", str(task / "model"), "--dataset", str(task / "train.jsonl"), "--run-dir", "run", "--steps", "2"]
     printed = run(installed, tmp_path, "-m", "rl_backend.cli", "sft", *options)

@@ -78,6 +78,7 @@ def learned(settings: dict[str, Any], session: Session, tmp_path_factory: pytest
     return grpo.train(config, session), folder
 
 
+@pytest.mark.long
 @pytest.mark.shows("lora: GRPO with adapters of rank 16, served by vLLM, learns the demo task to at least 0.9")
 def test_grpo_with_adapters_learns_the_task(learned: tuple[RunResult, Path], warm_model: Path) -> None:
     result, folder = learned

@@ -191,6 +191,7 @@ def test_an_engine_found_dead_by_a_push_leaves_the_others_on_the_old_weights(
     assert_serves(group, trainer, trainer.source.version, {1})
 
 
+@pytest.mark.long
 @pytest.mark.shows("weight sync: an engine whose update failed half way serves nothing until it is rebuilt")
 def test_an_engine_that_fails_after_the_first_load_is_dirty_until_it_is_rebuilt(
     group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
@@ -255,6 +256,7 @@ def test_threads_that_restart_one_engine_leave_one_process_of_it(ray_cluster: No
         assert not group.lost_engines
 
 
+@pytest.mark.long
 def test_an_engine_that_restarts_while_the_group_is_closed_is_ended(ray_cluster: None, untied_model: Path) -> None:
     group = GroupWithoutModel(RolloutConfig(model_path=str(untied_model), device="cpu"))
     with ThreadPoolExecutor(1) as threads:

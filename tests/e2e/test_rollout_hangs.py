@@ -56,7 +56,7 @@ def ended(pid: int) -> bool:
         return True
 
 
-@pytest.mark.parametrize("who", ["describe", "result", "push"])
+@pytest.mark.parametrize("who", [*(pytest.param(who, marks=pytest.mark.long) for who in ("describe", "result")), "push"])
 def test_an_engine_that_hangs_while_it_samples_is_named_and_ended(group: RolloutGroup, who: str) -> None:
     sync = WeightSync(WeightSource({"a": torch.zeros(3)}), group)
     pending = group.submit(PROMPTS, SLEEPS)
@@ -105,6 +105,7 @@ def test_an_engine_that_does_not_restart_stays_lost_with_the_reason(
     assert "/no/such/model" in str(group.lost_engines[1])
 
 
+@pytest.mark.long
 def test_calls_that_wait_for_each_other_have_their_whole_time_each(group: RolloutGroup) -> None:
     calls = [group.submit(PROMPTS, SLEEPS) for _ in range(3)]
     started = time.monotonic()

@@ -46,17 +46,17 @@ LEFT_OUT = {
 }
 """Cases that ``make test-all`` has no time for, and why it can do without; whoever names their file runs them."""
 RULE = (
-    "make test runs cases of tests/distributed such that every pair of values that one case has is in a case that runs, "
-    "every test runs with every value of its own parameters, and a test of a claim with every value of a layout that its "
-    "cases have, but for tests that name the cases they keep; make test-all runs them all"
+    "make test runs cases of tests/distributed such that every pair of values that one case has is in a case that runs, and "
+    "every test runs with every value of its own parameters, but for tests that name the cases they keep; make test-all "
+    "runs them all"
 )
 
 
 def needs(item: pytest.Item) -> set[Hashable]:
-    """What a case covers: its test with each parameter that is no layout, each pair of its values, and a claim's values."""
+    """What a case covers: its test, with each parameter that is no layout, and each pair of its values."""
     test, found = item.nodeid.partition("[")[0], _facts(item)
     own = {(test, name, repr(value)) for name, value in _parameters(item).items() if not facts("", [f"{name}={value!r}"])}
-    return {test, *own, *pairs(found), *({(test, value) for value in found} if item.get_closest_marker("shows") else ())}
+    return {test, *own, *pairs(found)}
 
 
 def sampled(cases: Iterable[tuple[Any, ...]], *kept: tuple[Any, ...]) -> list[ParameterSet]:

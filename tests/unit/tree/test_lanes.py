@@ -43,8 +43,11 @@ sys.exit(lanes.main(sys.argv[2:]))
 
 @pytest.mark.parametrize(
     ("number", "files"),
-    [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGINT, True)],
-    ids=["Ctrl-C", "SIGTERM", "Ctrl-C for files"],
+    [
+        pytest.param(signal.SIGINT, False, id="Ctrl-C"),
+        pytest.param(signal.SIGTERM, False, id="SIGTERM", marks=pytest.mark.long),
+        pytest.param(signal.SIGINT, True, id="Ctrl-C for files", marks=pytest.mark.long),
+    ],
 )
 def test_an_interrupted_suite_runs_the_ends_of_its_fixtures(tmp_path: Path, number: int, files: bool) -> None:
     folders = ("one",) if files else ("one", "two")
