@@ -53,10 +53,10 @@ RULE = (
 
 
 def needs(item: pytest.Item) -> set[Hashable]:
-    """What a case covers: its test, with each parameter that is no layout, and each pair of its values."""
+    """What a case covers: its test, with each parameter that is no layout, its values and their pairs."""
     test, found = item.nodeid.partition("[")[0], _facts(item)
     own = {(test, name, repr(value)) for name, value in _parameters(item).items() if not facts("", [f"{name}={value!r}"])}
-    return {test, *own, *pairs(found)}
+    return {test, *own, *found, *pairs(found)}
 
 
 def sampled(cases: Iterable[tuple[Any, ...]], *kept: tuple[Any, ...]) -> list[ParameterSet]:

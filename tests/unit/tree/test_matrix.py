@@ -54,9 +54,8 @@ def test_facts_of_a_case_are_read_from_its_name_and_its_parameters(test: str, va
 TESTS = """
 import pytest
 
-@pytest.mark.shows("area: both layouts train alike")
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
-def test_claimed(layout): pass
+def test_one_size(layout): pass
 
 @pytest.mark.parametrize("layout", [{"tp": 2, "cp": 2}, {"tp": 2}, {"cp": 2}], ids=str)
 def test_other(layout): assert layout != {"cp": 2}
@@ -81,7 +80,7 @@ def run_small_suite(folder: Path, *arguments: str) -> str:
     (folder / "tests/unit/test_one.py").write_text("def test_one(): pass\n")
     (folder / "tests/e2e/test_last.py").write_text("def test_last(): pass\n")
     (folder / "conftest.py").write_text("from tests.support.matrix import pytest_addoption, pytest_configure\n")
-    options = "addopts = -m 'not long' -p no:cacheprovider\nmarkers =\n    long\n    shows\n"
+    options = "addopts = -m 'not long' -p no:cacheprovider\nmarkers =\n    long\n"
     (folder / "pytest.ini").write_text(f"[pytest]\n{options}")
     command = [sys.executable, "-c", RUN, str(folder), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -100,14 +99,14 @@ def test_a_whole_run_writes_its_cases_and_what_a_short_one_leaves_out(tmp_path: 
     left_out = found["cases"][f"{name}[{{'cp': 2}}]"]
     assert (left_out["outcome"], left_out["why"], left_out["has"]) == ("failed", "covered", {"cp": "2"})
     assert found["cases"]["tests/distributed/test_some.py::test_long"]["why"] == "long"
-    assert found["axes"]["tp"]["2"] == {"passed": 3, "in make test": 2}
+    assert found["axes"]["tp"]["2"] == {"passed": 3, "in make test": 1}
     assert found["outcomes"] == {"passed": 7, "failed": 1}
-    assert found["reduced_to_pairs"] == {"make test": 2, "make test-all": 0}
+    assert found["reduced_to_pairs"] == {"make test": 3, "make test-all": 0}
     assert found["files"]["tests/unit/test_one.py"]["passed"] == 1
 
 
 def test_a_short_run_leaves_out_what_others_cover_unless_the_file_is_named(tmp_path: Path) -> None:
-    assert "4 passed, 3 deselected" in run_small_suite(tmp_path)
+    assert "3 passed, 4 deselected" in run_small_suite(tmp_path)
     assert not (tmp_path / "matrix.json").exists()
     named = run_small_suite(tmp_path, str(tmp_path / "tests/distributed/test_some.py"))
     assert "1 failed, 4 passed, 1 deselected" in named
