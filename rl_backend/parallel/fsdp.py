@@ -43,7 +43,7 @@ def apply_fsdp(
     param_dtype, reduce_dtype = getattr(torch, config.param_dtype), getattr(torch, config.reduce_dtype)
     if groups.world_size == 1 and all(_works_as_it_is(value, param_dtype, reduce_dtype) for value in root.parameters()):
         return
-    rounded = param_dtype != torch.float32
+    rounded = param_dtype.itemsize < torch.float32.itemsize
     unrounded = [part for part in root.modules() if rounded and isinstance(part, KeptInFloat32)]
     for module in (*experts, *unrounded, *layers, root):
         mesh = groups.edp_mesh if module in experts else groups.fsdp_mesh

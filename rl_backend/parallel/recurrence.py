@@ -42,7 +42,7 @@ class RecurrenceOverRanks:
         rows = _history_rows(segments.query_lens, segments.key_lens, width, self.size, self.rank, x.device)
         last = all_gather(x.index_select(0, rows.sent), self.group, sum_gradients=True)
         known = torch.cat((last, last.new_zeros(1, last.shape[1])))
-        before: Tensor = known.index_select(0, rows.before).unflatten(0, (-1, width))
+        before: Tensor = known.index_select(0, rows.before).unflatten(0, (len(segments.query_lens), width))
         return before
 
     def states(self, transitions: Tensor, segments: Segments) -> Tensor:
@@ -124,4 +124,5 @@ def _history_rows(
             number = position // length
             owner, chunk = (number, 0) if number < ranks else (2 * ranks - 1 - number, 1)
             before.append(owner * len(sent) + place[sequence, chunk, length - position % length])
-    return _HistoryRows(torch.tensor(sent, device=device), torch.tensor(before, device=device))
+    # Both are empty where a convolution sees one token.
+    return _HistoryRows(*(torch.tensor(rows, dtype=torch.int64, device=device) for rows in (sent, before)))

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from rl_backend.contracts import ConfigError, WeightShard
-from tests.distributed.test_native_layouts import Run, assert_same, run_layout
+from tests.distributed.test_native_layouts import SPLIT, Run, assert_same, run_layout
 from tests.distributed.test_native_pipelines import STAGES_PER_RANK
 from tests.support.layouts import layouts
-from tests.support.native import assert_near, open_runtime
+from tests.support.native import (
+    assert_near,
+    deal,
+    gradients,
+    micro_batches,
+    open_in_float64,
+    open_runtime,
+    token_loss,
+)
 from tests.support.qwen3_5 import write_qwen3_5, write_qwen3_next
 from tests.support.rank_pool import RankPool
 
+SIZES: dict[str, Any] = {"head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 24}
 # What the first tokens of a sequence read from states may be near 0: a norm with a small eps would magnify its rounding.
-SMALL: dict[str, Any] = {"head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 24, "rms_norm_eps": 1e-3}
+SMALL: dict[str, Any] = {**SIZES, "rms_norm_eps": 1e-3}
 EPS = 1e-4
 """Of gradients that are rounding Adam makes no whole steps then."""
 
@@ -28,6 +40,20 @@ MIXTURE = {
     4: [{"ep": 4}, {"tp": 2, "cp": 2, "ep": 2}, {"ep": 2, "etp": 2}, {"pp": 2, "ep": 2}],
 }
 NEXT = {2: [{"tp": 2}], 4: [{"tp": 2, "cp": 2, "ep": 4}]}
+
+# With the eps of released models.
+EXACT_MODELS: dict[str, Callable[[Path], Path]] = {
+    "dense": partial(write_qwen3_5, **SIZES),
+    "odd heads": partial(write_qwen3_5, **SIZES, linear_num_value_heads=6, linear_conv_kernel_dim=2),
+    "mixture": partial(write_qwen3_5, moe=True, **SIZES),
+    "next": partial(write_qwen3_next, **SIZES),
+}
+EXACT: dict[str, list[dict[str, int]]] = {
+    "dense": [{"tp": 2, "cp": 2}, {"pp": 2, "tp": 2}],
+    "odd heads": [{"tp": 2}, {"cp": 4}],
+    "mixture": [{"tp": 2, "cp": 2, "ep": 2}],
+    "next": [{"tp": 2, "cp": 2, "ep": 4}],
+}
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +134,30 @@ def test_bfloat16_parameters_give_gradients_near_the_exact_ones(
         on_one_rank[dense] = run_layout(ranks, 1, dense, {}, {}, eps=EPS)
     run = run_layout(ranks, 4, dense, layout, {"param_dtype": "bfloat16"})
     assert_near(run.gradients, on_one_rank[dense].gradients, 0.1, dtype=torch.float32)
+
+
+def exact_job(model: str, layout: dict[str, int]) -> dict[str, Tensor]:
+    """Whole float64 gradients of this rank's stages."""
+    with open_in_float64(model, parallel=layout) as runtime:
+        handle = runtime.build_model()
+        dp_rank, dp_size = handle.data_parallel_rank, handle.data_parallel_size
+        batches = micro_batches(deal(SPLIT, dp_size)[dp_rank], dp_size=dp_size, temperature=0.7)
+        runtime.forward_backward(handle, batches, token_loss)
+        return gradients(handle)
+
+
+@pytest.mark.shows("runtime: gradients of Qwen3.5 with tp, cp, ep and pp equal one rank's to 1e-10 in float64")
+@pytest.mark.parametrize(("name", "layouts"), EXACT.items(), ids=list(EXACT))
+def test_what_float32_leaves_of_a_difference_is_rounding(
+    ranks: RankPool, tmp_path: Path, name: str, layouts: list[dict[str, int]]
+) -> None:
+    model = EXACT_MODELS[name](tmp_path / "model")
+    (expected,) = ranks.run(exact_job, str(model), {}, world_size=1)
+    for layout in layouts:
+        parts = ranks.run(exact_job, str(model), layout, world_size=4)
+        found = {key: value for part in parts for key, value in part.items()}
+        # The last stage has a copy of tied embeddings.
+        assert_near({key: found[key] for key in expected}, expected, 1e-10, dtype=torch.float64)
 
 
 def shards_job(model: str, layout: dict[str, int]) -> list[WeightShard]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from rl_backend.contracts import ParallelConfig
@@ -21,7 +21,8 @@ from rl_backend.primitive.norm import NormSpec
 from tests.support.rank_pool import RankPool
 
 HIDDEN = 12
-MICRO_BATCHES = ((17, 1, 300, 3), (2,), (150, 5, 5, 129))
+MICRO_BATCHES = ((17, 1, 300, 3), (2,), (150, 5, 5, 129), (1, 255, 257))
+"""Sequences shorter than there are ranks, and around a chunk of the recurrence on each."""
 
 
 class Case(NamedTuple):
@@ -30,6 +31,7 @@ class Case(NamedTuple):
     by_key_head: bool = False
     conv_width: int = 4
     checkpointed: bool = False
+    heads: tuple[int, int] = (4, 8)
 
 
 CASES = (
@@ -41,13 +43,22 @@ CASES = (
     Case(cp=2, tp=2),
     Case(tp=4),
     Case(tp=4, by_key_head=True, conv_width=2),
+    Case(tp=3, heads=(3, 9)),
+    Case(cp=3, heads=(1, 5), conv_width=1),
+    Case(cp=4, heads=(3, 3), conv_width=2, by_key_head=True),
 )
 
 
 def mixer_of(case: Case) -> Mixer:
     """Random, float64, the same on every rank."""
+    key_heads, heads = case.heads
     spec = DeltaNetSpec(
-        num_key_heads=4, num_value_heads=8, key_dim=4, value_dim=6, conv_width=case.conv_width, by_key_head=case.by_key_head
+        num_key_heads=key_heads,
+        num_value_heads=heads,
+        key_dim=4,
+        value_dim=6,
+        conv_width=case.conv_width,
+        by_key_head=case.by_key_head,
     )
     mixer = spec.build(HIDDEN, NormSpec(1e-6, from_one=True)).double()
     generator = torch.Generator().manual_seed(0)
@@ -64,7 +75,7 @@ def split_over(mixer: Mixer, groups: ParallelGroups) -> None:
         if isinstance(parameter, DTensor):
             (placement,) = parameter.placements
             value = whole[name]
-            if placement.is_shard():
+            if isinstance(placement, Shard):
                 value = value.chunk(groups.tp_group.size(), dim=placement.dim)[groups.tp_group.rank()]
             with torch.no_grad():
                 parameter.to_local().copy_(value)

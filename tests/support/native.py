@@ -53,6 +53,26 @@ def open_runtime(model: Path | str, /, **settings: Any) -> Iterator[NativeRuntim
         runtime.close()
 
 
+@contextmanager
+def open_in_float64(model: Path | str, /, **settings: Any) -> Iterator[NativeRuntime]:
+    """As :func:`open_runtime`, with masters, passes and gradients in float64, which no configuration can ask for.
+
+    What layouts differ by there is a mistake; in float32 it may be the rounding of an ill-conditioned model.
+    """
+    config = make_config(model, **settings)
+    exact = config.backend_cfg.model_copy(update={"param_dtype": "float64", "reduce_dtype": "float64"})
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        runtime = NativeRuntime(config.model_copy(update={"backend_cfg": exact}))
+        try:
+            yield runtime
+        finally:
+            runtime.close()
+    finally:
+        torch.set_default_dtype(before)
+
+
 def micro_batches(split: Split, *, dp_size: int = 1, seed: int = 0, **meta: Any) -> list[PackedBatch]:
     """Micro-batches of the sequences with ``LENGTHS``; the denominator counts all of these, whatever the split."""
     sequences = random_token_sequences(LENGTHS, VOCAB_SIZE, seed)

@@ -9,6 +9,7 @@ _MIXER, _FAMILY = "rl_backend/model/mixers/deltanet.py", "rl_backend/model/qwen3
 _RULE_TESTS = "tests/unit/rl_backend/primitive/test_gated_delta.py"
 _CONV_TESTS = "tests/unit/rl_backend/primitive/test_causal_conv.py"
 _MODEL_TESTS = "tests/unit/rl_backend/model/test_qwen3_5.py"
+_MIXER_TESTS = "tests/unit/rl_backend/model/test_deltanet.py"
 _RANK_TESTS = "tests/distributed/test_recurrence.py"
 _RECURRENCE = f"{_RULE_TESTS}::test_outputs_and_gradients_are_those_of_the_recurrence"
 _PARITY = f"{_MODEL_TESTS}::test_log_probs_and_gradients_equal_transformers_packed_and_alone"
@@ -150,5 +151,45 @@ FAULTS = [
         "",
         (_LAYOUTS,),
         "with tensor parallelism queries would be taken for keys",
+    ),
+    Fault(
+        "gated-norm-gradient-of-one-rank",
+        _MIXER,
+        "        tensor.replicate(self.norm)\n",
+        "        tensor.replicate(self.norm, partial=False)\n",
+        (_LAYOUTS,),
+        "with tensor parallelism the gated norm would learn from the heads of one rank",
+    ),
+    Fault(
+        "taps-of-neighbouring-channels",
+        _MIXER,
+        '{"weight": fused.rows_of_my_heads}',
+        '{"weight": lambda taps: taps.tensor_split(groups.tp_group.size())[groups.tp_group.rank()]}',
+        (_LAYOUTS,),
+        "with tensor parallelism queries would be convolved with the taps of keys",
+    ),
+    Fault(
+        "key-heads-not-divided",
+        _MIXER,
+        'require_divided("tp", parallel.tp, "linear_num_key_heads", self.num_key_heads)',
+        'require_divided("tp", parallel.tp, "linear_num_value_heads", self.num_value_heads)',
+        (f"{_MODEL_TESTS}::test_layouts_that_do_not_divide_are_refused_with_arithmetic",),
+        "a rank would have values without the keys that write them",
+    ),
+    Fault(
+        "no-history-has-no-shape",
+        "rl_backend/parallel/recurrence.py",
+        ".unflatten(0, (len(segments.query_lens), width))",
+        ".unflatten(0, (-1, width))",
+        (_LAYOUTS,),
+        "with context parallelism a convolution over one token would fail",
+    ),
+    Fault(
+        "short-keys-made-long",
+        _RULE,
+        "(wide.square().sum(-1, keepdim=True) + 1e-6)",
+        "(wide.square().sum(-1, keepdim=True) + 1e-12)",
+        (f"{_MIXER_TESTS}::test_outputs_and_gradients_are_those_of_the_formulas",),
+        "keys near 0 would write as much as others",
     ),
 ]
