@@ -190,7 +190,8 @@ def test_runs_of_several_threads_end_by_one_request(tmp_path: Path, tied_model: 
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "last"), [(signal.SIGTERM, 143, "stopped by SIGTERM"), (signal.SIGINT, 130, "stopped")]
+    ("number", "status", "last"),
+    [pytest.param(signal.SIGTERM, 143, "stopped by SIGTERM", marks=pytest.mark.long), (signal.SIGINT, 130, "stopped")],
 )
 def test_the_exit_status_says_what_ended_a_run(
     tmp_path: Path, tied_model: Path, number: int, status: int, last: str

@@ -18,12 +18,10 @@ SECONDS = 120.0
 @pytest.mark.parametrize(
     "where",
     [
-        "driver",
         "ray",
-        "reward",
         *(
             pytest.param(where, marks=pytest.mark.long)
-            for where in ("twice", "reward_that_catches_all", "reward_that_exits")
+            for where in ("driver", "reward", "twice", "reward_that_catches_all", "reward_that_exits")
         ),
     ],
 )

@@ -57,6 +57,7 @@ def test_verl_that_does_not_import_is_a_problem() -> None:
     assert verl_lines(VerlProbe("No module named 'verl'")) == ["does not import: No module named 'verl'"]
 
 
+@pytest.mark.long
 @pytest.mark.shows("verl: rl-backend doctor --verl tells which engine verl would build")
 def test_doctor_asks_verl_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("verl")

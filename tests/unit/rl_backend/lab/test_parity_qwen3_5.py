@@ -20,7 +20,9 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 
 
 @pytest.mark.shows("parity: Qwen3.5, its mixture and Qwen3-Next: native, Megatron and transformers train alike for 20 steps")
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(
+    "family", [family if family == "qwen3_5" else pytest.param(family, marks=pytest.mark.long) for family in MODELS]
+)
 def test_native_megatron_and_transformers_train_alike(tmp_path: Path, family: str) -> None:
     model = MODELS[family](tmp_path / "model")
     lasting = {"lr": 1e-4, "steps": 20, "max_length": 100}
