@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 # Every engine that samples would compile a function of vLLM's sampler, and that takes as long as its start. The examples
@@ -28,6 +29,7 @@ from examples import grpo
 from examples.demo.__main__ import DemoConfig, demo_settings, reinforce, warm_start
 from examples.demo.task import write_task
 from rl_backend.contracts import NativeConfig, OptimizerConfig, RuntimeConfig
+from tests.support.deltanet_engines import DeltaNetEngines
 from tests.support.engines import AdapterGroupOfFaults
 from tests.support.rollout import ReferenceTrainer
 from tests.support.served_tenants import CONFIGS, ServedTenants
@@ -102,6 +104,13 @@ def served_tenants(ray_cluster: None, untied_model: Path) -> Iterator[ServedTena
         tenants = {name: train.create_lora_adapter(base, each, optimizer, name=name) for name, each in CONFIGS.items()}
         syncs = {name: WeightSync(train, rollout, tenant) for name, tenant in tenants.items()}
         yield ServedTenants(train, rollout, base, tenants, syncs)
+
+
+@pytest.fixture(scope="session")
+def deltanet_engines(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeltaNetEngines]:
+    """Engines of models with a recurrent state, of which each is started once."""
+    with ExitStack() as stack:
+        yield DeltaNetEngines(tmp_path_factory.mktemp("deltanet"), stack)
 
 
 @pytest.fixture(scope="session")

@@ -1,24 +1,43 @@
 """Engines of models with gated DeltaNet, in whose processes patches can be left out, and the trainer beside them.
 
-Not in the file of their tests because every engine's process imports the file of its class.
+Not in the file of their tests because every engine's process imports the file of its class, and because files share them.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.engine import RolloutEngine
 from actors.rollout.group import RolloutGroup
 from actors.rollout.messages import AdapterVersion, EngineInfo, PushedAdapter
 from actors.rollout.placement import NodePlace
+from actors.rollout.sample import Sample
+from actors.sync.push import WeightSync
 from actors.wire.factors import PackedFactors
 from rl_backend.contracts.lora import peft_name
+from tests.support.qwen3_5 import write_qwen3_5, write_qwen3_next
 from tests.support.rollout import ReferenceTrainer
+
+LONG = [token * 7 % 120 + 2 for token in range(300)]
+PROMPTS = [[7], [5, 6], list(range(10, 60)), LONG[:129], LONG, [9]]
+SAMPLING = SamplingConfig(n=2, max_new_tokens=12)
+ROUNDED, MIXTURE = "bfloat16", "mixture"
+NESTED = (MIXTURE, ROUNDED)
+"""Served from directories as Qwen publishes them."""
+EPS = 1e-3
+"""Of norms. What the first tokens of a sequence read from states may be near 0: a small one would magnify its rounding."""
+
+_SPREAD = 0.08
+"""Of the weights of linear modules."""
 
 
 class DeltaNetEngine(RolloutEngine):
@@ -84,6 +103,76 @@ class GroupOfVllmAlone(RolloutGroup):
     engine_class = EngineOfVllmAlone
 
 
+class Served(NamedTuple):
+    """A model in an engine that started with random weights, and the same model in transformers."""
+
+    model: Path
+    rollout: RolloutGroup
+    trainer: ReferenceTrainer
+    sync: WeightSync
+
+    def largest_gap(self) -> float:
+        return max(self.trainer.gaps(self.rollout.generate(PROMPTS, SAMPLING)))
+
+    def push(self) -> None:
+        self.rollout.forget_weights()  # of other trainers
+        self.trainer.advance(0.3)
+        self.sync.push()
+
+
+class DeltaNetEngines:
+    """One engine for each model, started when it is asked for first.
+
+    ``dense`` has heads that vLLM's kernel refuses, ``mixture`` and ``bfloat16`` are as released, ``next`` is Qwen3-Next.
+    """
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._folder, self._stack = folder, stack
+        self.served = cache(self._start)
+        self.model = cache(self._write)
+
+    def _start(self, name: str) -> Served:
+        rollout = self._stack.enter_context(DeltaNetGroup(config_of(name, self.model(name))))
+        trainer = (NestedTrainer if name in NESTED else ReferenceTrainer)(self.model(name))
+        return Served(self.model(name), rollout, trainer, self._stack.enter_context(WeightSync(trainer.source, rollout)))
+
+    def _write(self, name: str) -> Path:
+        path = self._folder / name
+        if name == "next":
+            return write_qwen3_next(path, rms_norm_eps=EPS)
+        if name == MIXTURE:
+            return write_qwen3_5(path, moe=True, released=True, packed=True, rms_norm_eps=EPS)
+        heads = {} if name == ROUNDED else {"linear_key_head_dim": 32, "linear_value_head_dim": 48}
+        return write_qwen3_5(path, released=name == ROUNDED, rms_norm_eps=EPS, **heads)
+
+
+def config_of(name: str, model: Path, **changes: Any) -> RolloutConfig:
+    fields: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": "bfloat16" if name == ROUNDED else "float32",
+        "load_format": "dummy",
+        "max_model_len": 512,
+        # So little that slots of earlier sequences come round again.
+        "kv_cache_gib": 0.02,
+        "max_adapters": 1 if name in ("dense", MIXTURE, ROUNDED) else 0,
+        "return_routed_experts": name == MIXTURE,
+    }
+    return RolloutConfig(model_path=str(model), **(fields | changes))
+
+
+def mean_rounding(trainer: ReferenceTrainer, samples: Sequence[Sample]) -> tuple[ReferenceTrainer, float]:
+    """A model in bfloat16, and the mean difference between its log-probs of responses and those in its own dtype."""
+    rounded, differences = copy.copy(trainer), []
+    rounded.model = copy.deepcopy(trainer.model).to(torch.bfloat16)
+    for sample in samples:
+        ids = torch.tensor([sample.prompt_ids + sample.response_ids])
+        with torch.no_grad():
+            both = [each.model(ids).logits[0, :-1].double().log_softmax(-1) for each in (rounded, trainer)]
+        chosen = [each.gather(1, ids[0, 1:, None])[len(sample.prompt_ids) - 1 :] for each in both]
+        differences += (chosen[0] - chosen[1]).abs().flatten().tolist()
+    return rounded, sum(differences) / len(differences)
+
+
 class NestedTrainer(ReferenceTrainer):
     """A trainer of the text model of a released directory, whose names it uses."""
 
@@ -102,6 +191,8 @@ def random_adapter(
 ) -> tuple[dict[str, Tensor], ReferenceTrainer]:
     """Factors of linear modules by peft's names, and a trainer of the model with them merged into it.
 
+    Factors of the same modules are the same whatever the weights.
+
     Args:
         modules: transformers' names.
     """
@@ -112,7 +203,7 @@ def random_adapter(
     for module in modules:
         weight = merged.model.get_submodule(module).weight
         a = torch.randn(rank, weight.shape[1], generator=generator) / weight.shape[1] ** 0.5
-        b = torch.randn(weight.shape[0], rank, generator=generator) * weight.detach().std()
+        b = torch.randn(weight.shape[0], rank, generator=generator) * _SPREAD
         weight.data += b @ a
         name = nested_name(module) if isinstance(trainer, NestedTrainer) else module
         factors |= {peft_name(name, is_a=True): a, peft_name(name, is_a=False): b}

@@ -6,7 +6,8 @@ vLLM's own kernel there takes bfloat16 and heads of 64 or 128 features. For all 
 * the operator refuses float32 ("CPU GDN attention requires BF16") and other heads ("Unexpected head dim size");
 
 and whatever computes, a first token that comes alone, a prompt of one token for instance, continues from what the sequence
-before it left in its slot, because vLLM counts it as a decode (vllm-project/vllm#51562).
+before it left in its slot, because vLLM counts it as a decode (vllm-project/vllm#51562). Counted as a prompt, and alone in a
+step, it meets another check: "causal_conv1d_fwd_cpu: expect x to be transposed".
 
 The operator here computes in float32 in plain torch, by chunks for prompts and token by token for responses, in the state
 caches that vLLM keeps. It shares no code with the trainer's mixer, so that comparing the two checks both.
@@ -49,7 +50,9 @@ def serve_every_deltanet() -> None:
         if context.attn_metadata is None:  # vLLM measures how much memory it needs
             return
         if _kernel_serves(layer, mixed_qkv.dtype):
-            compute(mixed_qkv, b, a, core_attn_out, layer_name)
+            # One row of a wider matrix counts as contiguous, and vLLM's convolution refuses its stride.
+            rows = mixed_qkv.clone(memory_format=torch.contiguous_format) if len(mixed_qkv) == 1 else mixed_qkv
+            compute(rows, b, a, core_attn_out, layer_name)
         else:
             _compute(layer, context.attn_metadata[layer.prefix], mixed_qkv, b, a, core_attn_out)
 
