@@ -10,7 +10,9 @@ import torch
 
 from actors.rollout.config import SamplingConfig
 from actors.sync.push import WeightSync
-from rl_backend.contracts import RLBackendError, WeightCheckError
+from rl_backend.contracts import NativeConfig, RLBackendError, RuntimeConfig, WeightCheckError
+from rl_backend.contracts.lora import LoRAConfig
+from rl_backend.lab.plan import Workload, make_plan
 from tests.support.deltanet_engines import (
     LONG,
     PROMPTS,
@@ -140,6 +142,16 @@ def test_adapters_in_bfloat16(deltanet_engines: DeltaNetEngines) -> None:
     sys.stdout.write(f"bfloat16 with an adapter, mean gap in nats: vLLM to transformers {gap:.1e}, of that {rounding:.1e}\n")
     assert gap <= 3 * rounding < without
     served.rollout.remove_adapter("poet")
+
+
+def test_slots_of_engines_take_what_a_plan_says(deltanet_engines: DeltaNetEngines) -> None:
+    served = deltanet_engines.served("dense")
+    rollout = served.rollout.config
+    config = RuntimeConfig(hf_path=rollout.model_path, backend_cfg=NativeConfig(device="cpu"))
+    lora = LoRAConfig(rank=rollout.max_adapter_rank)
+    work = {"sequence_length": 8, "micro_batch_tokens": 8, "num_micro_batches": 1}
+    plan = make_plan(config, 1, Workload(**work, sync_dtype="float32", tenants=rollout.max_adapters, lora=lora))
+    assert served.rollout.call("slots") == {0: plan.engine_slots}
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from actors.rollout.sample import Sample
 from actors.sync.push import WeightSync
 from actors.wire.factors import PackedFactors
 from rl_backend.contracts.lora import peft_name
+from tests.support.engines import slot_bytes
 from tests.support.qwen3_5 import write_qwen3_5, write_qwen3_next
 from tests.support.rollout import ReferenceTrainer
 
@@ -70,6 +71,10 @@ class DeltaNetEngine(RolloutEngine):
         prompts = [TokensPrompt(prompt_token_ids=list(prompt))]
         (output,) = self._llm.generate(prompts, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
         return int(output.num_cached_tokens or 0)
+
+    def slots(self) -> int:
+        """Bytes of all slots for adapters."""
+        return slot_bytes(self._llm)
 
     def state_dtypes(self) -> list[str]:
         """Of every recurrent state."""

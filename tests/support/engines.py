@@ -23,6 +23,19 @@ from actors.wire.segment import Segment
 from rl_backend.contracts import WeightManifest
 
 
+def slot_bytes(llm: Any) -> int:
+    """Bytes of all slots for adapters of a ``vllm.LLM`` with one worker."""
+
+    def count(worker: Any) -> int:
+        modules = worker.model_runner.lora_manager._adapter_manager.modules.values()
+        factors = [factor for module in modules for factor in (module.lora_a_stacked, module.lora_b_stacked)]
+        parts = [part for factor in factors for part in (factor if isinstance(factor, tuple) else (factor,))]
+        return sum(part.nbytes for part in parts)
+
+    (nbytes,) = llm.collective_rpc(count)
+    return int(nbytes)
+
+
 class EngineWithoutModel(RolloutEngine):
     """Starts slowly, and loads nothing."""
 
@@ -109,15 +122,7 @@ class AdapterEngine(RolloutEngine):
 
     def slots(self) -> tuple[set[int], int]:
         """Numbers of the adapters that vLLM has loaded, and bytes of all its slots."""
-
-        def count(worker: Any) -> int:
-            modules = worker.model_runner.lora_manager._adapter_manager.modules.values()
-            factors = [factor for module in modules for factor in (module.lora_a_stacked, module.lora_b_stacked)]
-            parts = [part for factor in factors for part in (factor if isinstance(factor, tuple) else (factor,))]
-            return sum(part.nbytes for part in parts)
-
-        (nbytes,) = self._llm.collective_rpc(count)
-        return set(self._llm.llm_engine.list_loras()), nbytes
+        return set(self._llm.llm_engine.list_loras()), slot_bytes(self._llm)
 
     def falsify_adapters(self, fault: str, unseen: bool = True) -> None:
         """From now on vLLM is given other tensors than were kept.

@@ -253,12 +253,15 @@ def engine_slot_bytes(weights: Sequence[TensorInfo], config: RuntimeConfig, work
     """What a vLLM engine takes for adapters: :func:`~rl_backend.contracts.lora.engine_slots` of the smallest rank it has.
 
     A slot has both factors of every linear layer, and of embedding and head, whatever the tenants adapt (vLLM 0.30,
-    ``lora/layers``).
+    ``lora/layers``). On a CPU there are none for experts, routers and, of hybrid mixtures, embedding and head, which are
+    counted all the same.
     """
     text: Mapping[str, Any] = text_config(read_hf_config(config.hf_path))
     ends = ("embed_tokens.weight", "lm_head.weight")
     sizes: int = sum(sum(weight.shape) for weight in weights if len(weight.shape) == 2 and not weight.name.endswith(ends))
     sizes += 2 * (text["vocab_size"] + text["hidden_size"])
+    # Queries, keys and values of gated DeltaNet are one weight, and each has a copy of A.
+    sizes += sum(2 * weight.shape[1] for weight in weights if weight.name.endswith(".linear_attn.in_proj_qkv.weight"))
     rank = next((rank for rank in ENGINE_RANKS if rank >= workload.lora.rank), workload.lora.rank)
     slots = engine_slots(workload.tenants, config.options(NativeConfig).device)
     return slots * rank * sizes * int(getattr(torch, workload.sync_dtype).itemsize)
