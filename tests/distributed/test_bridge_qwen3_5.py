@@ -21,7 +21,9 @@ from tests.support.rank_pool import RankPool
 from tests.support.routes import routes_job, sorted_routes
 
 STEPS = 2
-SMALL: dict[str, Any] = {"head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 24}
+# The first tokens of a sequence may read little from their states, and a norm with a small eps magnifies its rounding. With
+# keys of 16 features and an eps of 1e-6 the mixture's gradient of A_log is 8e-5 from float64's on one rank, 2e-5 with tp=2.
+SMALL: dict[str, Any] = {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 24, "rms_norm_eps": 1e-3}
 SETTINGS = {"optimizer": OptimizerConfig(lr=1e-3, eps=1e-4)}
 """Of gradients that are rounding Adam makes no whole steps then."""
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -83,7 +85,7 @@ def resume_job(model: str, path: str, settings: Mapping[str, Any]) -> None:
         assert_equal_tensors(optimizer_shards(resumed), optimizer_shards(saved))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def test_a_run_resumes_bit_for_bit(ranks: RankPool, mixture: str, tmp_path: Path, dtype: str) -> None:
     ranks.run(resume_job, mixture, str(tmp_path / "saved"), {"param_dtype": dtype})
 
@@ -139,15 +141,15 @@ def test_the_decay_stays_in_float32(ranks: RankPool, dense: str, layout: dict[st
 @pytest.mark.shows("bridge: routes of Qwen3.5's mixture recorded on one rank replay with tp, ep and pp")
 def test_every_layout_replays_the_routes_of_one_rank(ranks: RankPool, mixture: str, tmp_path: Path) -> None:
     models, file = (mixture, str(write_qwen3_5(tmp_path / "other", moe=True, seed=1, **SMALL))), str(tmp_path / "routes.pt")
-    (alone,) = ranks.run(routes_job, "bridge", models, {}, {}, [], file, world_size=1)
+    (alone,) = ranks.run(routes_job, "bridge", models, {}, {}, [file], file, world_size=1)
     assert not torch.equal(sorted_routes(alone.recorded), sorted_routes(alone.other))
-    (expected,) = ranks.run(routes_job, "bridge", models, {}, {}, [file], world_size=1)
-    for layout in ({"tp": 2}, {"ep": 2}, {"pp": 2}):
+    expected = alone.replays[file]
+    for layout in ({"tp": 2, "ep": 2}, {"pp": 2}):
         for run in ranks.run(routes_job, "bridge", models, layout, {}, [file]):
             assert run.same
             assert torch.equal(sorted_routes(run.recorded), sorted_routes(alone.recorded))
-            assert run.replays[file].loss == pytest.approx(expected.replays[file].loss, rel=1e-5)
-            assert_near(run.replays[file].gradients, expected.replays[file].gradients)
+            assert run.replays[file].loss == pytest.approx(expected.loss, rel=1e-5)
+            assert_near(run.replays[file].gradients, expected.gradients)
 
 
 def tenants_job(model: str) -> str:
