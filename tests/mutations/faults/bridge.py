@@ -247,4 +247,28 @@ FAULTS = [
         (f"{_QWEN}::test_a_dense_model_trains_the_same_in_every_layout[2-ranks-tp2]",),
         "a norm would learn from the tokens and heads of one tensor-parallel rank",
     ),
+    Fault(
+        "bridge-masters-in-the-order-of-buffers",
+        f"{_BRIDGE}/optimizer.py",
+        "        _count_in_adams_order(self.megatron)\n",
+        "",
+        (f"{_QWEN}::test_a_run_resumes_bit_for_bit[bfloat16]",),
+        "checkpoints would have one parameter's master and moments for another's",
+    ),
+    Fault(
+        "bridge-queries-not-scaled",
+        f"{_BRIDGE}/deltanet_cpu.py",
+        " * query.shape[-1] ** -0.5",
+        "",
+        ("tests/unit/rl_backend/runtime/test_deltanet_cpu.py::test_the_rule_is_megatrons",),
+        "on a CPU outputs of the recurrence would be too large",
+    ),
+    Fault(
+        "bridge-sequences-as-one",
+        f"{_BRIDGE}/deltanet_cpu.py",
+        "    lengths: list[int] = cu_seqlens.diff().tolist()\n    return lengths\n",
+        "    return [int(cu_seqlens[-1])]\n",
+        ("tests/unit/rl_backend/runtime/test_deltanet_cpu.py::test_packed_sequences_do_not_see_each_other",),
+        "packed sequences would read each other's states",
+    ),
 ]
