@@ -117,7 +117,7 @@ class AdapterSlots:
                 return f"{slots.module} takes an adapter beside {slots.before} only: target both; or {_MERGED}"
         if found:
             module = min(found).removeprefix(PEFT_PREFIX).rpartition(".lora_")[0]
-            why = "on a CPU the experts and the router of a mixture take none"
+            why = "of a mixture on a CPU attention, gated DeltaNet and the shared expert do; kernels of experts need Triton"
             return f"{module} takes no adapters in this engine ({why}); {_MERGED}"
         dtype = self._manager.lora_config.lora_dtype
         _kept[path] = rank, {name: tensor.to(dtype) for name, tensor in tensors.items()}
