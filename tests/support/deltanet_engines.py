@@ -35,8 +35,9 @@ ROUNDED, MIXTURE = "bfloat16", "mixture"
 NESTED = (MIXTURE, ROUNDED)
 """Served from directories as Qwen publishes them."""
 EPS = 1e-3
-"""Of norms. What the first tokens of a sequence read from states may be near 0: a small one would magnify its rounding."""
-
+"""Of norms. What the first tokens of a sequence read from states may be near 0, and a small one magnifies its rounding: with
+1e-6 transformers in float32 was up to 9e-6 nats from itself in float64, and an engine up to 1.2e-5 from it.
+"""
 _SPREAD = 0.08
 """Of the weights of linear modules."""
 

@@ -17,6 +17,22 @@ FAULTS = [
         "a prompt of one token would go on from another sequence's state",
     ),
     Fault(
+        "one-token-keeps-the-stride-of-its-row",
+        "actors/rollout/vllm/deltanet.py",
+        "if len(mixed_qkv) == 1 else mixed_qkv",
+        "if len(mixed_qkv) < 1 else mixed_qkv",
+        (f"{_ENGINES}::test_vllm_starts_a_prompt_of_one_token_from_an_old_state_without_the_patch",),
+        "a prompt of one token, alone in a step, would end an engine in bfloat16",
+    ),
+    Fault(
+        "slots-of-queries-alone",
+        "rl_backend/lab/plan/native.py",
+        "sum(2 * weight.shape[1]",
+        "sum(0 * weight.shape[1]",
+        (f"{_ENGINES}::test_slots_of_engines_take_what_a_plan_says",),
+        "a plan would leave out two of the three copies of A that an engine keeps of gated DeltaNet",
+    ),
+    Fault(
         "padding-decays-states",
         "actors/rollout/vllm/deltanet.py",
         "(x.masked_fill(~real[..., None], 0.0) for x in (decay, b[tokens].float().sigmoid()))",
