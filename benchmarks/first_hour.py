@@ -2,8 +2,8 @@
 
 Every mistake of :mod:`benchmarks.user_mistakes` is a command in a process of its own, as a user would give it.
 ``results/first_hour.json`` has of each the command, the sentence that is printed, the seconds until the command ends, and
-whether Ray was started. All of it takes about a quarter of an hour. The Hub is not asked. ``--only WORDS`` runs those whose
-description has the words, prints them, and writes nothing.
+whether Ray was started. All of it takes about a quarter of an hour. The Hub is not asked. The file is written after every
+mistake: ``--missing`` continues an interrupted run, ``--only WORDS`` makes those anew whose description has the words.
 """
 
 from __future__ import annotations
@@ -20,11 +20,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import write_result
+from benchmarks.report import read_result, write_result
 from benchmarks.user_mistakes import MISTAKES, Mistake, grpo, write_world
 
 MISTAKE_SECONDS, STEP_SECONDS = 300.0, 900.0
+STARTS = ("seconds_to_first_line", "seconds_to_first_step")
 REPOSITORY = Path(__file__).parents[1]
+
+
+def command_of(mistake: Mistake) -> str:
+    """As a user would give it."""
+    return f"python {shlex.join(mistake.arguments())}"
 
 
 def make_mistake(mistake: Mistake, world: Path) -> dict[str, Any]:
@@ -42,7 +48,7 @@ def make_mistake(mistake: Mistake, world: Path) -> dict[str, Any]:
     said = [line for line in lines if line.startswith("error: ")] or lines[-1:]
     return {
         "about": mistake.about,
-        "command": f"python {shlex.join(mistake.arguments())}",
+        "command": command_of(mistake),
         "status": status,
         "sentence": said[-1].removeprefix("error: ") if said else "",
         "lines": len(lines),
@@ -105,29 +111,40 @@ def _environment(ray_files: str) -> dict[str, str]:
     return environment
 
 
+def merged(record: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
+    """``record`` with ``made``, the entry of a mistake: entries in the order of the mistakes, none of another command."""
+    entries = {entry["command"]: entry for entry in [*record.get("mistakes", []), made]}
+    mistakes = [entries[command] for command in map(command_of, MISTAKES) if command in entries]
+    return {
+        **{name: record[name] for name in STARTS if name in record},
+        "mistakes": mistakes,
+        "not_refused": [entry["about"] for entry in mistakes if entry["status"] != 2],
+        "with_traceback": [entry["about"] for entry in mistakes if entry["traceback"]],
+    }
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", help="words of the descriptions of mistakes to make")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", help="words of the descriptions of mistakes to make; what else is in the file stays")
+    parser.add_argument("--missing", action="store_true", help="make what the file lacks, as after an interruption")
     arguments = parser.parse_args()
+    record = read_result("first_hour") if arguments.only is not None or arguments.missing else {}
     with tempfile.TemporaryDirectory() as folder:
         world = Path(folder)
         write_world(world)
-        started = time_start(world) if arguments.only is None else {}
-        for name, seconds in started.items():
-            print(f"{seconds:7.2f} s  {name}", flush=True)
-        chosen = [each for each in MISTAKES if arguments.only is None or arguments.only in each.about]
-        made = []
-        for mistake in chosen:
-            made.append(make_mistake(mistake, world))
-            entry = made[-1]
+        if arguments.only is None and any(name not in record for name in STARTS):
+            record |= time_start(world)
+            for name in STARTS:
+                print(f"{record[name]:7.2f} s  {name}", flush=True)
+        kept = {entry["command"] for entry in record.get("mistakes", [])} if arguments.missing else set()
+        for mistake in MISTAKES:
+            if command_of(mistake) in kept or (arguments.only or "") not in mistake.about:
+                continue
+            entry = make_mistake(mistake, world)
             late = " AFTER RAY" if entry["ray_started"] else ""
             print(f"{entry['seconds']:7.2f} s{late}  {entry['about']}: {entry['sentence']}", flush=True)
-    if arguments.only is not None:
-        return
-    not_refused = [entry["about"] for entry in made if not entry["status"]]
-    with_traceback = [entry["about"] for entry in made if entry["traceback"]]
-    payload = {**started, "mistakes": made, "not_refused": not_refused, "with_traceback": with_traceback}
-    print(write_result("first_hour", payload))
+            record = merged(record, entry)
+            write_result("first_hour", record)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ from actors.run import (
     RunFinishedError,
     RunResult,
     StopRequest,
-    has_finished,
     parse_config,
     run_command,
     to_sequences,
@@ -40,7 +39,7 @@ from actors.run import (
     with_outputs,
     write_report,
 )
-from rl_backend.contracts import ConfigError
+from rl_backend.contracts import ConfigError, RLBackendError
 
 type UserName = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$")]
 
@@ -120,18 +119,16 @@ def train(config: TenantsConfig, session: Session | None = None) -> dict[str, Ru
         RunFinishedError: nothing is left to do for any user.
         Whatever ends the run of a user, after the others have finished.
     """
-    waiting = {name: user for name, user in config.each().items() if not has_finished(user)}
-    if not waiting:
+    users = {name: user for name, user in config.each().items() if has_steps_left(name, user)}
+    if not users:
         raise RunFinishedError(f"all users' runs in {config.run_dir} have finished; raise steps, or a user's, to continue")
-    for user in waiting.values() if session is None else ():
-        preflight(user)
     stop = StopRequest()
     with (
         open_session(config) if session is None else nullcontext(session) as opened,
         stop.on_signals("every user's run ends when its step is done"),
-        ThreadPoolExecutor(max(len(waiting), 1), thread_name_prefix="user") as threads,
+        ThreadPoolExecutor(len(users), thread_name_prefix="user") as threads,
     ):
-        runs = {name: threads.submit(train_user, name, user, opened, stop) for name, user in waiting.items()}
+        runs = {name: threads.submit(train_user, name, user, opened, stop) for name, user in users.items()}
         try:
             errors = {name: error for name, run in runs.items() if (error := run.exception()) is not None}
         except BaseException:
@@ -142,6 +139,18 @@ def train(config: TenantsConfig, session: Session | None = None) -> dict[str, Ru
         error.add_note(f"this ended the run of user {name!r}")
         raise error
     return {name: run.result() for name, run in runs.items()}
+
+
+def has_steps_left(name: str, user: UserConfig) -> bool:
+    """Whether a user's run has steps left; raises what refuses it, before anything starts for any user."""
+    try:
+        preflight(user)
+    except RunFinishedError:
+        return False
+    except RLBackendError as error:
+        error.add_note(f"this refuses the run of user {name!r}")
+        raise
+    return True
 
 
 def train_user(name: str, config: UserConfig, session: Session, stop: StopRequest) -> RunResult:

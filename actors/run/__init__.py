@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from actors.run.rl_run import RunResult as RunResult
     from actors.run.run import OnStep as OnStep
     from actors.run.start import RunFinishedError as RunFinishedError
-    from actors.run.start import has_finished as has_finished
     from actors.run.stop import StopRequest as StopRequest
     from actors.train.model import GroupModel as GroupModel
     from actors.train.model import update_metrics as update_metrics
@@ -60,7 +59,6 @@ _MODULES = {
     "TrainingConfig": "actors.run.config",
     "announce": "actors.run.console",
     "evaluate": "actors.run.evaluation",
-    "has_finished": "actors.run.start",
     "parse_config": "actors.run.command_line",
     "positions_of": "actors.rollout.lengths",
     "rewards_of_tokens": "rl_backend.algorithm.sequences",
@@ -92,7 +90,6 @@ __all__ = [
     "TrainingConfig",
     "announce",
     "evaluate",
-    "has_finished",
     "parse_config",
     "positions_of",
     "rewards_of_tokens",

@@ -32,19 +32,6 @@ class RunFinishedError(ConfigError):
         return cls(f"the run in {config.run_dir} has finished its {config.steps} steps; raise steps to continue")
 
 
-def has_finished(config: TrainingConfig) -> bool:
-    """Whether ``config`` continues, with ``resume=auto``, a run that has taken all its steps.
-
-    Raises:
-        ConfigError, CheckpointError: as of :func:`find_start`, for a run that could not be continued either.
-    """
-    try:
-        find_start(config.with_local_model())
-    except RunFinishedError:
-        return True
-    return False
-
-
 @dataclass(frozen=True)
 class RunStart:
     """Where a run begins.

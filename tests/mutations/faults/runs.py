@@ -225,7 +225,7 @@ FAULTS = [
     Fault(
         "finished-users-start-a-session",
         "examples/tenants.py",
-        "    if not waiting:\n",
+        "    if not users:\n",
         "    if False:\n",
         (f"{_FAILED}::test_users_who_have_finished_start_nothing",),
         "Ray, ranks and engines would start for nobody",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.first_hour import make_mistake
+from benchmarks.first_hour import command_of, make_mistake, merged
 from benchmarks.report import RESULTS
 from benchmarks.user_mistakes import MISTAKES, RUN, command, grpo, write_world
 
@@ -32,6 +32,17 @@ def test_a_mistake_is_recorded_with_its_sentence_and_without_ray(tmp_path: Path)
     assert made["sentence"].startswith("runs is not a run folder")
     assert (made["status"], made["ray_started"], made["traceback"]) == (2, False, False)
     assert made["command"] == "python -m rl_backend.cli report runs"
+
+
+def test_a_record_grows_in_the_order_of_the_mistakes() -> None:
+    first, second = (
+        {"about": each.about, "command": command_of(each), "status": 2, "traceback": False} for each in MISTAKES[:2]
+    )
+    record = merged({"seconds_to_first_line": 0.1}, second)
+    record = merged({**record, "mistakes": [*record["mistakes"], {**second, "command": "no longer made"}]}, first)
+    assert record == {"seconds_to_first_line": 0.1, "mistakes": [first, second], "not_refused": [], "with_traceback": []}
+    record = merged(record, {**first, "status": 1, "traceback": True})
+    assert record["not_refused"] == record["with_traceback"] == [MISTAKES[0].about]
 
 
 @pytest.mark.skipif(not (RESULTS / "first_hour.json").exists(), reason="has not been measured")

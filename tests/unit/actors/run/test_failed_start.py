@@ -12,6 +12,8 @@ import pytest
 
 from actors.run import run as run_module
 from actors.run.command_line import run_command
+from actors.run.config import TrainingConfig
+from actors.run.preflight import checks, folder
 from actors.run.run import Run
 from actors.run.start import RunStart, find_start
 from examples import tenants
@@ -65,13 +67,18 @@ class SessionOpened(Exception):  # noqa: N818, no error
 def test_users_who_have_finished_start_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checked: list[str] = []
+    found: list[str] = []
 
     def opens(*_: Any) -> None:
         raise SessionOpened
 
+    def finds(config: TrainingConfig) -> RunStart:
+        found.append(Path(config.run_dir).name)
+        return find_start(config)
+
     monkeypatch.setattr(tenants, "open_session", opens)
-    monkeypatch.setattr(tenants, "preflight", lambda user: checked.append(Path(user.run_dir).name))
+    monkeypatch.setattr(checks, "CHECKS", [check for check in checks.CHECKS if check.name == "run folder"])
+    monkeypatch.setattr(folder, "find_start", finds)
     shared = config_of(tmp_path, resume="auto").model_dump(include={"steps", "save_every", "resume"})
     files = {"model": f"{tmp_path}/m", "dataset": f"{tmp_path}/train.jsonl", "reward": f"{tmp_path}/reward.py:score"}
     users: dict[str, dict[str, Any]] = {"ann": {}, "bob": {"lr": 1e-3}}
@@ -80,10 +87,10 @@ def test_users_who_have_finished_start_nothing(
         take_steps(user, last=10, finish=True)  # type: ignore[arg-type]
     run_command(lambda: tenants.train(config) and None)
     said = f"nothing left to do: all users' runs in {tmp_path}/users have finished; raise steps, or a user's, to continue\n"
-    assert capsys.readouterr() == (said, "") and checked == []
+    assert (*capsys.readouterr(), found) == (said, "", ["ann", "bob"])
     with pytest.raises(SessionOpened):
         tenants.train(config.replace(users={"ann": {}, "bob": {"lr": 1e-3, "steps": 12}}))
-    assert checked == ["bob"]
+    assert found == ["ann", "bob"] * 2  # once for each
     with pytest.raises(ConfigError, match=r"UserConfig\.lr=0\.1: the run of .*ann"):
         tenants.train(config.replace(users={"ann": {"lr": 0.1}}))
 
