@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -251,7 +252,8 @@ def test_a_mixture_has_routers_as_in_transformers() -> None:
 def test_a_kernel_that_cannot_run_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     options = {"model": "qwen3_5", "model_cfg": {"delta_kernel": "fla"}}
     path = write_qwen3_5(tmp_path / "model")
-    for file in path.glob("*.safetensors"):
-        file.unlink()
+    # Weights of another model, which loading would refuse.
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "vocab_size": 2 * config["vocab_size"]}))
     with open_runtime(path, **options) as runtime, pytest.raises(ConfigError, match=r"delta_kernel='fla': .*use 'torch'"):
         runtime.build_model()
