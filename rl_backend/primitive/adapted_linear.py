@@ -18,6 +18,8 @@ from rl_backend.primitive.adapter_runs import AdapterRun, Columns, Factors, drop
 
 ENOUGH_ROWS = 16
 """From so many rows on, products of float32 matrices take one path in the libraries tried, with one thread or several."""
+ENOUGH_COLUMNS = 16
+"""A product with fewer may take that of products with vectors, in which rows depend on how many there are."""
 
 
 def adapted_linear(x: Tensor, weight: Tensor, bias: Tensor | None, modules: Mapping[str, Columns | None]) -> Tensor:
@@ -190,11 +192,14 @@ def _norms_of_rows(weight: Tensor, factors: Factors) -> Tensor:
 
 
 def padded_product(x: Tensor, matrix: Tensor) -> Tensor:
-    """``x @ matrix``, with rows of zeros below ``x`` where there are fewer than :data:`ENOUGH_ROWS`."""
-    rows = x.shape[0]
-    if rows >= ENOUGH_ROWS:
-        return x @ matrix
-    return (F.pad(x, (0, 0, 0, ENOUGH_ROWS - rows)) @ matrix)[:rows]
+    """``x @ matrix``, with zeros below ``x`` where there are fewer than :data:`ENOUGH_ROWS`, and beside a narrow matrix."""
+    rows, columns = x.shape[0], matrix.shape[1]
+    if rows < ENOUGH_ROWS:
+        x = F.pad(x, (0, 0, 0, ENOUGH_ROWS - rows))
+    if columns < ENOUGH_COLUMNS:
+        matrix = F.pad(matrix, (0, ENOUGH_COLUMNS - columns))
+    product = x @ matrix
+    return product if product.shape == (rows, columns) else product[:rows, :columns].contiguous()
 
 
 def add_products(buffers: list[Tensor], a: Tensor, b: Tensor) -> None:

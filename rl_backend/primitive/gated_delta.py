@@ -118,7 +118,7 @@ class ChunkedDeltaRule:
         self.attention = self._flat(q @ k.mT * between)
         self.from_state = self._flat(q * since_start)
         self.to_state = self._flat(k * (last - total).exp()[..., None])
-        self.kept = self._flat(last.exp()[..., None])
+        self.kept = self._flat(since_start[..., -1:, :])
 
     def outputs(self, initial: Tensor | None = None) -> Tensor:
         """(T, heads, value_dim).

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -15,6 +14,7 @@ from rl_backend.parallel.collectives import sum_over
 from rl_backend.parallel.expert import AllToAllDispatcher
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.tensor import TensorParallel, distribute_experts
+from rl_backend.primitive.activation import sigmoid
 from rl_backend.primitive.adapted_experts import TokenShare
 from rl_backend.primitive.experts import SwiGLUExperts
 from rl_backend.primitive.router import Router, RouterLossCoefficients, RouterSettings, Routing, with_router_losses
@@ -144,7 +144,7 @@ class MoE(FeedForward):
             return routed
         shared: Tensor = self.shared_expert(x)
         if self.shared_expert_gate is not None:
-            shared = torch.sigmoid(self.shared_expert_gate(x)) * shared
+            shared = sigmoid(self.shared_expert_gate(x)) * shared
         return routed + shared
 
     def route(self, x: Tensor, router: RouterInput = RouterInput()) -> Routing:  # noqa: B008 - immutable

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_backend.contracts import ConfigError, ModelOptions, NativeConfig, ParallelConfig, WeightName
@@ -14,6 +13,7 @@ from rl_backend.parallel.fused import FusedProjections
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.recurrence import RecurrenceOverRanks
 from rl_backend.parallel.tensor import TensorParallel
+from rl_backend.primitive.activation import sigmoid, silu, softplus
 from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.causal_conv import CausalConv
 from rl_backend.primitive.fla_rule import fla_gated_delta_rule, has_fla
@@ -131,7 +131,7 @@ class GatedDeltaNet(Mixer):
         spec, over_ranks = self.spec, self.over_ranks
         mixed, gate, write, rate = self._project(x)
         history = None if over_ranks is None else over_ranks.history(mixed, spec.conv_width - 1, segments)
-        mixed = F.silu(self.conv1d(mixed, segments.query_lens, history))
+        mixed = silu(self.conv1d(mixed, segments.query_lens, history))
         # The number of heads is what a rank has of them.
         key_features = write.shape[1] * spec.num_key_heads // spec.num_value_heads * spec.key_dim
         query, key, value = mixed.split((key_features, key_features, mixed.shape[1] - 2 * key_features), dim=-1)
@@ -139,8 +139,8 @@ class GatedDeltaNet(Mixer):
         value = value.unflatten(-1, (-1, spec.value_dim))
         query, decay, beta = (
             query * spec.key_dim**-0.5,
-            self.decay(F.softplus(_wide(rate) + self.dt_bias)),
-            _wide(write).sigmoid(),
+            self.decay(softplus(_wide(rate) + self.dt_bias)),
+            sigmoid(_wide(write)),
         )
         # Estimates of memory run on the meta device, which has no kernels.
         if self.takes_fla and not x.is_meta:
@@ -148,7 +148,7 @@ class GatedDeltaNet(Mixer):
         else:
             rule = ChunkedDeltaRule(query, key, value, decay, beta, segments.query_lens)
             outputs = rule.outputs(None if over_ranks is None else over_ranks.states(rule.transitions(), segments))
-        gated = self.norm(_wide(outputs)) * F.silu(_wide(gate))
+        gated = self.norm(_wide(outputs)) * silu(_wide(gate))
         return self.out_proj(gated.to(x.dtype).flatten(1))  # type: ignore[no-any-return]
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

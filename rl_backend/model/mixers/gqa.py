@@ -21,6 +21,7 @@ from rl_backend.model.blocks import (
 from rl_backend.parallel.context import attend_over_ranks
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.tensor import TensorParallel
+from rl_backend.primitive.activation import sigmoid
 from rl_backend.primitive.attention import Attend, Segments, packed_attention
 from rl_backend.primitive.norm import NormSpec, RMSNorm
 from rl_backend.primitive.rope import Rotary, apply_rotary
@@ -122,7 +123,7 @@ class GroupedQueryAttention(Mixer):
         if self.spec.scale is not None:
             query = query * (self.spec.scale * self.spec.head_dim**0.5)
         attended = self.attend(query, key, value, segments, self.spec.window)
-        outputs = attended.flatten(1) if gate is None else attended.flatten(1) * gate.sigmoid()
+        outputs = attended.flatten(1) if gate is None else attended.flatten(1) * sigmoid(gate)
         return self.o_proj(outputs)  # type: ignore[no-any-return]
 
     def _heads(self, projected: Tensor, norm: nn.Module | None) -> Tensor:

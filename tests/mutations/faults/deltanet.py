@@ -83,8 +83,8 @@ FAULTS = [
     Fault(
         "gate-without-silu",
         _MIXER,
-        "F.silu(_wide(gate))",
-        "_wide(gate).sigmoid()",
+        "silu(_wide(gate))",
+        "sigmoid(_wide(gate))",
         (_PARITY,),
         "another model would be trained",
     ),

@@ -9,6 +9,22 @@ _PLAN = "tests/unit/rl_backend/lab/test_plan_hybrids.py"
 
 FAULTS = [
     Fault(
+        "numbers-left-over-by-vectors",
+        "rl_backend/primitive/activation.py",
+        "return function(F.pad(x, (0, missing)))[..., :features]",
+        "return function(x)",
+        ("tests/unit/rl_backend/primitive/test_activation.py",),
+        "a tenant's gates and decays would depend on how many tokens others have",
+    ),
+    Fault(
+        "narrow-products-not-padded",
+        "rl_backend/primitive/adapted_linear.py",
+        "matrix = F.pad(matrix, (0, ENOUGH_COLUMNS - columns))",
+        "pass",
+        ("tests/unit/rl_backend/primitive/test_adapted_linear.py::test_rows_of_narrow_products_do_not_depend_on_others",),
+        "the gate of shared experts would depend on how many tokens others have",
+    ),
+    Fault(
         "gate-of-shared-experts-without-adapters",
         "rl_backend/runtime/native/adapters.py",
         'for name in ("shared_expert", "shared_expert_gate")}',

@@ -147,7 +147,7 @@ FAULTS = [
     Fault(
         "shared-expert-without-its-gate",
         "rl_backend/model/feedforward/moe.py",
-        "shared = torch.sigmoid(self.shared_expert_gate(x)) * shared",
+        "shared = sigmoid(self.shared_expert_gate(x)) * shared",
         "shared = 1.0 * shared",
         (f"{_MOE_TESTS}::test_a_shared_expert_with_a_gate_equals_qwen2_moe",),
         "Qwen2-MoE would compute another model",

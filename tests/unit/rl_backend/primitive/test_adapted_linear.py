@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.primitive.adapted_linear import adapted_linear, stacks_of
+from rl_backend.primitive.adapted_linear import adapted_linear, padded_product, stacks_of
 from rl_backend.primitive.adapter_runs import AdapterRun, Factors, adapters_at_work
 
 INPUTS, OUTPUTS = 48, 80
@@ -95,3 +95,12 @@ def test_neighbours_of_equal_shape_share_a_stack_unless_they_drop_or_are_one() -
     apart = [*runs_of([(first, 16)]), *runs_of([(second, 16)], start=20)]
     assert [len(stack) for stack in stacks_of(apart, NAME)] == [1, 1]
     assert stacks_of(apart, "k_proj") == []
+
+
+@pytest.mark.parametrize("columns", [1, 2, 4])
+def test_rows_of_narrow_products_do_not_depend_on_others(columns: int) -> None:
+    x, matrix = (torch.randn(size, 64, generator=torch.Generator().manual_seed(size)) for size in (142, columns))
+    together = padded_product(x, matrix.t())
+    torch.testing.assert_close(together, x @ matrix.t())
+    for run in (slice(0, 56), slice(56, 98), slice(98, 142), slice(5, 6)):
+        assert torch.equal(padded_product(x[run], matrix.t()), together[run])
