@@ -87,7 +87,7 @@ def test_routes_of_the_policy_and_of_a_rollout_are_replayed(
     ranks: RankPool, tmp_path: Path, family: str, backend: str
 ) -> None:
     if family == "qwen3_5_moe":
-        mixture = write_qwen3_5(tmp_path / "mixture", moe=True, released=True)
+        mixture = write_qwen3_5(tmp_path / "mixture", moe=True, released=True, num_experts=4)
     else:
         mixture = write_moe(family, tmp_path / "mixture", num_hidden_layers=2)
     (found,) = ranks.run(replay_job, str(mixture), backend, world_size=1, timeout=IMPORT_SECONDS)

@@ -34,7 +34,7 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, int], dict[str, Any]]] = {
     "native pp": ("dense", "native", {"pp": 2}, {}),
     "native pp in the shape of a V": ("dense", "native", {"pp": 2, "vpp": 2}, ZBV),
     "native ep": ("mixture", "native", {"ep": 2}, {}),
-    "native tp and ep, with states": ("hybrid", "native", {"tp": 2, "ep": 2}, {}),
+    "native tp and ep, with states": ("hybrid", "native", {"tp": 2, "ep": 2, "etp": 1}, {}),
     "native cp, with states": ("hybrid", "native", {"cp": 2}, {}),
     "bridge dp": ("dense", "bridge", {}, {}),
     "bridge pp": ("dense", "bridge", {"pp": 2}, {}),

@@ -21,6 +21,7 @@ SIZES = {
     "vpp": "virtual_pipeline_model_parallel_size",
     "cp": "context_parallel_size",
     "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
 }
 """Ours -> verl's name."""
 
