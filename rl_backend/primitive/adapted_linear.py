@@ -124,16 +124,16 @@ class Work:
         own, x, first = y[self._rows], x[self._rows], self._first
         kept = dropped(x, self._draw, first)
         self._low = self._narrow(kept)
-        change = torch.bmm(self._low, self._stack("b", x.dtype).mT).flatten(0, 1)
+        change = torch.bmm(self._low, self._wide_b(x.dtype).mT).flatten(0, 1)[:, : first.b.shape[0]]
         if first.magnitude is not None and self._norm is not None:
-            base = self._of_module(own) if kept is x else kept @ self._of_module(weight.t())
+            base = self._of_module(own) if kept is x else padded_product(kept, self._of_module(weight.t()))
             gain = (first.magnitude / self._norm).to(x.dtype)
             change = base * (gain - 1) + change * gain
         if self._columns is None:
             own += change
         else:
             view = self._columns.of(own)
-            view += change.view(view.shape)
+            view += change.reshape(view.shape)
 
     def add_gradients(self, grad_x: Tensor, x: Tensor, grad: Tensor, weight: Tensor) -> None:
         """Adds the adapters' gradients to their buffers, and to ``grad_x`` that of ``x`` through what they add.
@@ -143,15 +143,15 @@ class Work:
         """
         first, grad = self._first, self._of_module(grad[self._rows])
         kept = dropped(x[self._rows], self._draw, first)
-        b = self._stack("b", grad.dtype)
+        b = self._wide_b(grad.dtype)
         through_base: Tensor | None = None
         if first.magnitude is not None and self._norm is not None and first.grad_magnitude is not None:
             columns = self._of_module(weight.t())
-            whole = kept @ columns + self._low[0] @ b[0].t()
+            whole = padded_product(kept, columns) + (self._low[0] @ b[0].t())[:, : grad.shape[1]]
             first.grad_magnitude.add_((grad * whole).sum(0).to(self._norm.dtype) / self._norm)
             gain = (first.magnitude / self._norm).to(x.dtype)
             through_base, grad = (grad * (gain - 1)) @ columns.t(), grad * gain
-        outputs = self._by_adapter(grad)
+        outputs = self._by_adapter(_with_enough_columns(grad))
         add_products([each.grad_b for each in self._factors], outputs.mT, self._low)
         grad_low = torch.bmm(outputs, b).mul_(self._scale(b))
         add_products([each.grad_a for each in self._factors], grad_low.mT, self._by_adapter(kept))
@@ -172,6 +172,10 @@ class Work:
         held = [getattr(each, name) for each in self._factors]
         return (held[0][None] if len(held) == 1 else torch.stack(held)).to(dtype)
 
+    def _wide_b(self, dtype: torch.dtype) -> Tensor:
+        """(adapters, outputs, rank), with outputs of 0 where there are fewer than :data:`ENOUGH_COLUMNS`."""
+        return _with_enough_columns(self._stack("b", dtype).mT).mT
+
     def _scale(self, like: Tensor) -> Tensor | float:
         scales = [each.scale for each in self._factors]
         if len(set(scales)) == 1:
@@ -191,17 +195,24 @@ def _norms_of_rows(weight: Tensor, factors: Factors) -> Tensor:
     return squares.sqrt_()
 
 
+def _with_enough_columns(x: Tensor) -> Tensor:
+    missing = ENOUGH_COLUMNS - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing > 0 else x
+
+
 def padded_product(x: Tensor, matrix: Tensor) -> Tensor:
     """``x @ matrix``, with zeros below ``x`` where there are fewer than :data:`ENOUGH_ROWS`, and beside a narrow matrix."""
     rows, columns = x.shape[0], matrix.shape[1]
     if rows < ENOUGH_ROWS:
         x = F.pad(x, (0, 0, 0, ENOUGH_ROWS - rows))
-    if columns < ENOUGH_COLUMNS:
-        matrix = F.pad(matrix, (0, ENOUGH_COLUMNS - columns))
-    product = x @ matrix
+    product = x @ _with_enough_columns(matrix)
     return product if product.shape == (rows, columns) else product[:rows, :columns].contiguous()
 
 
 def add_products(buffers: list[Tensor], a: Tensor, b: Tensor) -> None:
-    """``a[i] @ b[i]`` added to each of ``buffers``, in the dtype of the factors; one product and one sum however many."""
-    torch._foreach_add_(buffers, list(torch.bmm(a, b).to(buffers[0].dtype).unbind()))
+    """``a[i] @ b[i]`` added to each of ``buffers``, in their dtype; one product and one sum however many.
+
+    Rows beyond those of the buffers are left out.
+    """
+    products = torch.bmm(a, b)[:, : buffers[0].shape[0]]
+    torch._foreach_add_(buffers, list(products.to(buffers[0].dtype).unbind()))

@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 _STACKED = 10
 _ROWS = _STACKED * ENOUGH_ROWS
-_FEATURES = ((64, 16), (128, 192), (512, 64), (64, 1))
+_FEATURES = ((64, 16), (128, 192), (512, 64))
 _RUNS = ((0, 3), (5, 21), (33, _ROWS))
 
 

@@ -19,8 +19,8 @@ FAULTS = [
     Fault(
         "narrow-products-not-padded",
         "rl_backend/primitive/adapted_linear.py",
-        "matrix = F.pad(matrix, (0, ENOUGH_COLUMNS - columns))",
-        "pass",
+        "return F.pad(x, (0, missing)) if missing > 0 else x",
+        "return x",
         ("tests/unit/rl_backend/primitive/test_adapted_linear.py::test_rows_of_narrow_products_do_not_depend_on_others",),
         "the gate of shared experts would depend on how many tokens others have",
     ),
