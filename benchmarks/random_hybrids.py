@@ -9,6 +9,8 @@ from benchmarks.random_models import POSITIONS, RandomModel, draw_rope
 
 DENSE = ("qwen3_5_text",)
 MIXTURES = ("qwen3_5_moe_text", "qwen3_next")
+_USUAL_PART = 0.25
+"""Of a head's features, which rotates."""
 
 
 def draw_hybrid(seed: int) -> RandomModel:
@@ -16,7 +18,7 @@ def draw_hybrid(seed: int) -> RandomModel:
     rng = random.Random(seed)
     family = rng.choice(MIXTURES if seed % 2 else DENSE)
     kv_heads, layers = rng.choice((1, 1, 2, 3, 5)), rng.randint(1, 5)
-    part = rng.choice((0.25, 0.25, 0.5, 1.0))
+    part = rng.choice((_USUAL_PART, _USUAL_PART, 0.5, 1.0))
     settings: dict[str, Any] = {
         "vocab_size": rng.randint(61, 6007),
         "hidden_size": rng.randint(24, 260),
@@ -34,6 +36,9 @@ def draw_hybrid(seed: int) -> RandomModel:
         "pad_token_id": None,
         **_mixers(rng, layers),
     }
+    if part != _USUAL_PART:
+        # Without this field transformers puts a quarter into the rope parameters of Qwen3.5, whatever they say.
+        settings["partial_rotary_factor"] = part
     if family != "qwen3_5_moe_text":
         settings["intermediate_size"] = rng.randint(17, 400)
     if family in MIXTURES:
