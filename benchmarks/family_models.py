@@ -53,8 +53,8 @@ class Family:
         fields: of both models, beside those that all families share.
         small, timed: of one of them.
         without: shared fields that the family's configuration does not have.
-        seed: of the random weights of the small model. In a mixture two experts may be equal to a token but for rounding, and
-            two right implementations part (docs/parity.md): such a family has a seed with which none does.
+        seed: of the random weights of the small model. Where two experts of a mixture are equal to a token but for rounding,
+            right implementations part (docs/parity.md).
     """
 
     model_type: str
