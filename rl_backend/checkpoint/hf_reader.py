@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rl_backend.checkpoint.confined import name_problem, require_inside_model
+from rl_backend.checkpoint.nested_names import own_name
 from rl_backend.checkpoint.packed_experts import ExpertPart, expert_parts
 from rl_backend.contracts import CheckpointError, UnsupportedError
 from rl_backend.contracts.errors import listed
@@ -67,7 +68,8 @@ class HFReader:
     Attributes:
         config: ``config.json``.
         infos: Hugging Face name -> shape and dtype; of packed experts those of single ones
-            (:mod:`rl_backend.checkpoint.packed_experts`).
+            (:mod:`rl_backend.checkpoint.packed_experts`), of a text model its own names
+            (:mod:`rl_backend.checkpoint.nested_names`).
 
     Raises:
         CheckpointError: a missing directory, ``config.json`` or weight file, a truncated or corrupt one, or an index that
@@ -79,6 +81,7 @@ class HFReader:
         self.config = read_hf_config(path)
         self.infos: dict[str, StoredTensor] = {}
         self._files: dict[str, Path] = {}
+        self._stored: dict[str, str] = {}
         self._parts: dict[str, ExpertPart] = {}
         index = self.path / WEIGHTS_INDEX
         weight_map = _read_weight_map(index) if index.is_file() else None
@@ -92,6 +95,7 @@ class HFReader:
                 f"({len(absent)} such tensors); the download is mixed or incomplete, fetch it again",
                 tensors=absent,
             )
+        self._take_own_names()
         self._unpack_experts()
 
     def read(self, name: str, region: tuple[slice, ...] = ()) -> Tensor:
@@ -107,11 +111,20 @@ class HFReader:
         if name in self._parts:
             part = self._parts[name]
             with _open(self._files[name]) as file:
-                return file.get_slice(part.packed)[part.place(region)][0]  # type: ignore[no-any-return]
+                packed = file.get_slice(self._stored.get(part.packed, part.packed))
+                return packed[part.place(region)][0]  # type: ignore[no-any-return]
+        stored = self._stored.get(name, name)
         with _open(self._files[name]) as file:
             if not self.infos[name].shape:
-                return file.get_tensor(name)  # type: ignore[no-any-return]
-            return file.get_slice(name)[region or (slice(None),)]  # type: ignore[no-any-return]
+                return file.get_tensor(stored)  # type: ignore[no-any-return]
+            return file.get_slice(stored)[region or (slice(None),)]  # type: ignore[no-any-return]
+
+    def _take_own_names(self) -> None:
+        for stored in list(self.infos):
+            name = own_name(self.config.get("model_type"), stored)
+            if name not in self.infos:
+                self.infos[name], self._files[name] = self.infos.pop(stored), self._files.pop(stored)
+                self._stored[name] = stored
 
     def _unpack_experts(self) -> None:
         for packed, stored in list(self.infos.items()):

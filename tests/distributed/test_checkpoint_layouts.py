@@ -89,7 +89,9 @@ def test_a_mixture_goes_on_in_another_layout(
     check(loader, saver, load_in(ranks, mixture, saves(mixture, saver), tmp_path / "again", loader))
 
 
-@pytest.mark.shows("checkpoints: gated DeltaNet, gated attention and shared experts continue in every native layout")
+@pytest.mark.shows(
+    "checkpoints: gated DeltaNet, gated attention and shared experts go on in other layouts, on either runtime"
+)
 @pytest.mark.parametrize(("saver", "loader"), from_one_to_another(HYBRID))
 def test_a_model_with_recurrent_states_goes_on_in_another_layout(
     ranks: RankPool, hybrid: Path, saves: Saves, tmp_path: Path, saver: Layout, loader: Layout

@@ -100,6 +100,12 @@ def write_qwen3_5(
     return _pack_experts(path) if packed else path
 
 
+def save_text_model(source: Path, path: Path) -> Path:
+    """The language model of a released directory, as transformers saves it: its own configuration, nested names."""
+    AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).save_pretrained(path)
+    return path
+
+
 def write_qwen3_next(path: Path, *, layers: int = 4, seed: int = 0, **fields: Any) -> Path:
     """As :func:`write_qwen3_5` with ``moe``, for Qwen3-Next."""
     sizes = {**SIZES, **EXPERTS, "num_hidden_layers": layers, "tie_word_embeddings": False, **fields}

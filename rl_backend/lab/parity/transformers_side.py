@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rl_backend.algorithm import sft_loss
 from rl_backend.checkpoint.hf_reader import read_hf_config
+from rl_backend.checkpoint.nested_names import own_name
 from rl_backend.contracts import ModelOutput, OptimizerConfig, PackedBatch
 from rl_backend.data import pack_plan
 from rl_backend.lab.parity.adapters import add_peft_adapter
@@ -47,7 +49,8 @@ class _Trainer:
         self.config = config.optimizer
         self.model = _load(config.model, getattr(torch, config.dtype), device, side.options)
         whole = dict(_load(config.model, torch.float32, device, {}).named_parameters())
-        self.in_files = _path_in_files(self.model)
+        self.own_name = partial(own_name, read_hf_config(config.model).get("model_type"))
+        self.in_files = _path_in_files(self.model, self.own_name)
         self.hf_names = {name: self.in_files(name) for name in whole}
         if config.lora is None:
             self.trained, self.frozen = dict(self.model.named_parameters()), dict[str, Tensor]()
@@ -122,7 +125,7 @@ class _Trainer:
     def _checkpoint_names(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies on the host, under the names of a saved checkpoint (a model may hold many of its tensors as one)."""
         on_host = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-        converted = revert_weight_conversion(self.model, on_host)
+        converted = {self.own_name(name): tensor for name, tensor in revert_weight_conversion(self.model, on_host).items()}
         paths = [self.in_files(name) for name in tensors]
         order = {prefix: index for index, path in reversed(list(enumerate(paths))) for prefix in _prefixes(path)}
         names = sorted(converted, key=lambda name: next(order[prefix] for prefix in _prefixes(name) if prefix in order))
@@ -141,14 +144,14 @@ def _load(path: str, dtype: torch.dtype, device: torch.device, options: Mapping[
     ).to(device)
 
 
-def _path_in_files(model: PreTrainedModel) -> Callable[[str], str]:
+def _path_in_files(model: PreTrainedModel, own_name: Callable[[str], str]) -> Callable[[str], str]:
     """Gives the name in files of a parameter or module in memory, but for those that files have in parts.
 
-    A language model that transformers takes out of a larger one is nested there.
+    A language model that transformers takes out of a larger one is nested there, unless ``own_name`` says otherwise.
     """
     embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
     (stored,) = revert_weight_conversion(model, {f"{embedding}.weight": torch.empty(0)})
-    inside, nested = (name.rpartition(".")[0] for name in (embedding, stored.removesuffix(".weight")))
+    inside, nested = (name.rpartition(".")[0] for name in (embedding, own_name(stored).removesuffix(".weight")))
     return lambda name: nested + name.removeprefix(inside) if name.startswith(f"{inside}.") else name
 
 

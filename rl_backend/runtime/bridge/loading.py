@@ -54,7 +54,7 @@ def open_bridge(hf_path: str) -> AutoBridge:
     pretrained = PreTrainedCausalLM.from_pretrained(hf_path)
     pretrained.config = config
     if reader.infos.keys() != set(pretrained.state.source.get_all_keys()):
-        pretrained._state_dict_accessor = StateDict(_SingleExperts(reader))
+        pretrained._state_dict_accessor = StateDict(_NativeNames(reader))
     bridge = AutoBridge(pretrained)
     try:
         found = AutoBridge.supports(config) and bridge._model_bridge is not None
@@ -69,8 +69,8 @@ def open_bridge(hf_path: str) -> AutoBridge:
     return bridge
 
 
-class _SingleExperts(StateSource):
-    """The weights of a directory under the names that the native runtime knows: those of single experts."""
+class _NativeNames(StateSource):
+    """The weights of a directory under the names that the native runtime knows: of single experts, of the text model."""
 
     def __init__(self, reader: HFReader) -> None:
         self._reader = reader

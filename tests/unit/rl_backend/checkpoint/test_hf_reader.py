@@ -289,3 +289,17 @@ def test_packed_experts_are_read_one_by_one(tmp_path: Path) -> None:
                 reader.read(f"{block}.{expert}.up_proj.weight", (slice(1, 3), slice(2, 5))), gate_up[expert, 5:7, 2:]
             )
             assert torch.equal(reader.read(f"{block}.{expert}.down_proj.weight", (slice(0, 5),)), down[expert])
+
+
+def test_a_text_model_is_read_under_its_own_names(tmp_path: Path) -> None:
+    block = "model.language_model.layers.0"
+    tensors = {f"{block}.norm.weight": torch.randn(4), f"{block}.mlp.experts.down_proj": torch.randn(3, 5, 4)}
+    save_file({**tensors, "lm_head.weight": torch.randn(2, 4)}, tmp_path / "model.safetensors")
+    for model_type, own in (("qwen3_5_moe_text", "model.layers.0"), ("qwen3_5_moe", block)):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+        reader = HFReader(tmp_path)
+        experts = {f"{own}.mlp.experts.{expert}.down_proj.weight" for expert in range(3)}
+        assert set(reader.infos) == {f"{own}.norm.weight", "lm_head.weight", *experts}
+        assert torch.equal(reader.read(f"{own}.norm.weight", (slice(1, 3),)), tensors[f"{block}.norm.weight"][1:3])
+        down = tensors[f"{block}.mlp.experts.down_proj"]
+        assert torch.equal(reader.read(f"{own}.mlp.experts.2.down_proj.weight", (slice(1, 2),)), down[2, 1:2])

@@ -10,14 +10,22 @@ from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.lab.parity.config import ParitySide
 from rl_backend.lab.parity.differences import Tolerances
 from rl_backend.lab.parity.run import compare_sides
-from tests.support.qwen3_5 import write_qwen3_5
+from tests.support.qwen3_5 import save_text_model, write_qwen3_5
 from tests.unit.rl_backend.lab.test_parity_faults import make_config, train_runtime, train_transformers
+
+LORA = LoRAConfig(rank=4, targets=("attention", "feed_forward"))
 
 
 @pytest.mark.shows("parity: a released Qwen3.5 is compared under the names of its files, with LoRA and without")
-@pytest.mark.parametrize("lora", [None, LoRAConfig(rank=4, targets=("attention", "feed_forward"))], ids=["whole", "lora"])
-def test_a_released_model_trains_as_transformers_does(tmp_path: Path, lora: LoRAConfig | None) -> None:
+@pytest.mark.parametrize(
+    ("taken_out", "lora"),
+    [(False, None), (False, LORA), (True, None)],
+    ids=["whole", "lora", "saved by transformers"],
+)
+def test_a_released_model_trains_as_transformers_does(tmp_path: Path, taken_out: bool, lora: LoRAConfig | None) -> None:
     model = write_qwen3_5(tmp_path / "model", released=True)
+    if taken_out:
+        model = save_text_model(model, tmp_path / "text")
     config = make_config(model, ParitySide(runtime="native"), lora=lora, max_length=100)
     reference, candidate = train_transformers(config), train_runtime(config)
     found = compare_sides(config, reference, candidate, Tolerances.of("float32"))

@@ -16,6 +16,7 @@ from rl_backend.model import MODEL_FAMILIES, QWEN3, register_model
 from tests.support.bridge_runs import open_bridge
 from tests.support.kept_family import require_index, stored_bytes
 from tests.support.models import write_tiny_qwen3
+from tests.support.qwen3_5 import save_text_model, write_qwen3_5
 
 KEPT = {"mtp.norm.weight": torch.rand(64), "mtp.fc.weight": torch.rand(64, 128).bfloat16()}
 
@@ -54,3 +55,12 @@ def test_kept_weights_are_saved_byte_for_byte(source: Path, tmp_path: Path, keep
         runtime.save_checkpoint(handle, tmp_path / "out", hf=True)
     assert stored_bytes(tmp_path / "out") == stored_bytes(source)
     require_index(tmp_path / "out")
+
+
+def test_a_text_model_is_read_under_the_nested_names_that_transformers_saves(tmp_path: Path) -> None:
+    path = save_text_model(write_qwen3_5(tmp_path / "source", layers=1, released=True), tmp_path / "text")
+    stored = {name.replace("model.language_model.", "model."): found for name, found in stored_bytes(path).items()}
+    assert stored.keys() != stored_bytes(path).keys()
+    with open_bridge(path, param_dtype="float32") as runtime:
+        runtime.save_checkpoint(runtime.build_model(), tmp_path / "out", hf=True)
+    assert stored_bytes(tmp_path / "out") == stored

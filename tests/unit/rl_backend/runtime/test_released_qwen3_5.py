@@ -16,7 +16,7 @@ from rl_backend.contracts.lora import LoRAConfig
 from tests.support.families import pack, random_sequences
 from tests.support.kept_family import require_index, stored_bytes
 from tests.support.native import open_runtime, train
-from tests.support.qwen3_5 import write_qwen3_5
+from tests.support.qwen3_5 import save_text_model, write_qwen3_5
 
 KEPT = ("model.visual.", "mtp.")
 
@@ -136,3 +136,26 @@ def test_a_text_model_keeps_nothing_and_needs_no_weights_of_its_source(tmp_path:
         assert not handle.kept
         runtime.save_checkpoint(handle, tmp_path / "out", hf=True)
     assert stored_bytes(tmp_path / "out") == stored_bytes(path)
+
+
+@pytest.mark.shows("model: a text model that transformers saved under the names of a released Qwen3.5 is trained and saved")
+def test_a_text_model_that_transformers_took_out_is_trained_and_saved(source: Path, tmp_path: Path) -> None:
+    path = save_text_model(source, tmp_path / "taken")
+    assert json.loads((path / "config.json").read_text())["model_type"].endswith("_text")
+    nested = sorted(stored_bytes(path))
+    # Where transformers gives text models their own names, checkpoint/nested_names.py is not needed for new directories.
+    assert any(name.startswith("model.language_model.") for name in nested)
+    sequence = random_sequences((33,), vocab_size=120)[0]
+    with open_runtime(path) as runtime:
+        handle = runtime.build_model()
+        assert not handle.kept
+        runtime.save_checkpoint(handle, tmp_path / "out", hf=True)
+        (found,) = runtime.forward_backward(handle, [pack([sequence])], None, forward_only=True).output("log_probs")
+    assert sorted(stored_bytes(tmp_path / "out")) == [name.replace("model.language_model.", "model.") for name in nested]
+    for folder in (path, tmp_path / "out"):
+        model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"], report
+        with torch.no_grad():
+            expected = model(sequence[None]).logits[0].log_softmax(-1)
+        expected = expected[:-1].gather(1, sequence[1:, None])[:, 0]
+        torch.testing.assert_close(found[:-1], expected, atol=1e-5, rtol=0)
