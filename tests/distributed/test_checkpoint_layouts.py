@@ -15,6 +15,7 @@ from tests.support.checkpoint_layouts import (
     DENSE,
     HYBRID,
     MIXTURE,
+    MORE_OF_HYBRID,
     Layout,
     Saved,
     bridge,
@@ -60,8 +61,12 @@ def saves(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saves:
     return save
 
 
-def from_one_to_another(pairs: Mapping[Layout, list[Layout]]) -> list[object]:
-    return [pytest.param(saver, loader, id=f"{saver} to {loader}") for saver, found in pairs.items() for loader in found]
+def from_one_to_another(pairs: Mapping[Layout, list[Layout]], *marks: pytest.MarkDecorator) -> list[object]:
+    return [
+        pytest.param(saver, loader, id=f"{saver} to {loader}", marks=marks)
+        for saver, found in pairs.items()
+        for loader in found
+    ]
 
 
 def check(loader: Layout, saver: Layout, difference: float) -> None:
@@ -92,7 +97,9 @@ def test_a_mixture_goes_on_in_another_layout(
 @pytest.mark.shows(
     "checkpoints: gated DeltaNet, gated attention and shared experts go on in other layouts, on either runtime"
 )
-@pytest.mark.parametrize(("saver", "loader"), from_one_to_another(HYBRID))
+@pytest.mark.parametrize(
+    ("saver", "loader"), [*from_one_to_another(HYBRID), *from_one_to_another(MORE_OF_HYBRID, pytest.mark.long)]
+)
 def test_a_model_with_recurrent_states_goes_on_in_another_layout(
     ranks: RankPool, hybrid: Path, saves: Saves, tmp_path: Path, saver: Layout, loader: Layout
 ) -> None:
