@@ -35,7 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, required=True, metavar="DIR", help="the new directory; must not exist")
     add("--dtype", choices=DTYPES, help="of the weights (default: the param_dtype of the run; float32 loses nothing)")
     add("--shard-size", type=int, default=DEFAULT_SHARD_BYTES, metavar="BYTES", help="of the largest file (default 5 GiB)")
-    add("--source", type=Path, metavar="HF_DIR", help="of configuration and tokenizer (default: where the run began from)")
+    add(
+        "--source",
+        type=Path,
+        metavar="HF_DIR",
+        help="of configuration, tokenizer and weights that are not trained (default: where the run began from)",
+    )
     add("--json", action="store_true", help="print what was written as JSON instead of text")
 
 
