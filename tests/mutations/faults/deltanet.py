@@ -137,10 +137,10 @@ FAULTS = [
         "the second half of a sequence would begin with states in the wrong order",
     ),
     Fault(
-        "no-history-over-ranks",
+        "history-turned-round",
         "rl_backend/parallel/recurrence.py",
-        "for back in range(min(width, length), 0, -1):",
-        "for back in range(1, min(width, length) + 1):",
+        "for position in range(begin - width, begin):",
+        "for position in reversed(range(begin - width, begin)):",
         (_LAYOUTS,),
         "the convolution would see the tokens before a chunk in the wrong order",
     ),
