@@ -173,7 +173,14 @@ def _random_shapes(trial: Mapping[str, Any]) -> str:
         )
         for runtime, accepted in trial["accepted"].items()
     ]
-    return RANDOM + "\n" + _table(("runtime", "accepted", "mixtures among them", "passed", "refused"), rows)
+    failed = [
+        f"- {runtime}, seed {seed}, {shape['family']}: {shape[runtime]['error']}"
+        for seed, shape in trial["shapes"].items()
+        for runtime in trial["accepted"]
+        if shape.get(runtime, {}).get("outcome") == "failed"
+    ]
+    table = _table(("runtime", "accepted", "mixtures among them", "passed", "refused"), rows)
+    return "\n".join([RANDOM, table, *(["Not passed:", "", *failed, ""] if failed else [])])
 
 
 def _engine_refusals(refusals: Iterable[Entry]) -> str:

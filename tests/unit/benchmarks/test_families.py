@@ -120,3 +120,11 @@ def test_the_page_numbers_refusals_and_says_of_which_families_they_are() -> None
     assert "| llama | - | - | - |" in text
     assert "1. gemma, phi: MODEL: no such thing" in text
     assert "the first of 20 steps" in text
+
+
+def test_random_shapes_that_did_not_pass_are_on_the_page() -> None:
+    counts = {"native": 2}
+    trial = dict.fromkeys(("accepted", "accepted_mixtures", "passed"), counts) | {"refusals": {"native": {}}}
+    failed = {"family": "qwen3_next", "native": {"outcome": "failed", "error": "loss (step 7): apart"}}
+    shapes = {"0": {"family": "qwen3_next", "native": {"outcome": "passed"}}, "5": failed}
+    assert "- native, seed 5, qwen3_next: loss (step 7): apart" in page({"random_shapes": {**trial, "shapes": shapes}})
