@@ -11,7 +11,7 @@ from rl_backend.checkpoint.hf_reader import TORCH_DTYPES, HFReader
 from rl_backend.contracts import CheckpointError, TensorInfo
 from rl_backend.contracts.errors import listed
 
-STALE = "they are not trained, so they fit the rest less with every step: drafts by MTP weights are taken less often"
+STALE = "they are not trained, so they fit the rest less with every step: drafts by MTP weights are accepted less often"
 """What to know of kept weights."""
 
 

@@ -159,7 +159,7 @@ def test_a_warning_says_what_is_kept_where_it_is_trained_beside_it(tmp_path: Pat
     (record,) = caplog.records
     said = record.getMessage()
     assert "drafts.layers.0 (4), model.tower (5) of" in said
-    assert "less with every step: drafts by MTP weights are taken less often" in said
+    assert "less with every step: drafts by MTP weights are accepted less often" in said
 
 
 def test_what_is_kept_is_told_by_module_and_number() -> None:
