@@ -38,6 +38,8 @@ OWN_ARGUMENTS = {
     "max_lora_rank": "max_adapter_rank",
 }
 """Arguments of vLLM that are not given as such -> the field that decides each; None where engines do."""
+MAX_ADAPTER_RANK = 512
+"""vLLM's."""
 _WITHOUT_ROUTES = {
     "pipeline_parallel_size": "the stages of a pipeline see their own layers alone",
     "decode_context_parallel_size": "its ranks see some of the tokens alone",
@@ -114,7 +116,7 @@ class RolloutConfig(BaseConfig):
     return_routed_experts: bool = False
     load_tokenizer: Annotated[bool, MAY_CHANGE] = False
     max_adapters: Annotated[int, MAY_CHANGE] = Field(default=0, ge=0)
-    max_adapter_rank: Annotated[int, MAY_CHANGE] = Field(default=16, ge=1, le=512)
+    max_adapter_rank: Annotated[int, MAY_CHANGE] = Field(default=16, ge=1, le=MAX_ADAPTER_RANK)
     sleep_mode: Annotated[bool, MAY_CHANGE] = False
     require_push: bool = False
     seed: int = Field(default=0, ge=0)
@@ -264,7 +266,9 @@ class SamplingConfig(BaseConfig):
                 "SamplingConfig.stop_strings", self.stop_strings, "an empty string would end every response; leave it out"
             )
         if self.temperature == 0 and self.n > 1:
-            raise ConfigError.of("SamplingConfig.n", self.n, "greedy responses are all the same; use n=1 at temperature=0")
+            raise ConfigError.of(
+                "SamplingConfig.n", self.n, "greedy responses are all the same; raise temperature, or use n=1"
+            )
         return self
 
     @property

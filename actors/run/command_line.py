@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from argparse import SUPPRESS, ArgumentParser
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -53,12 +53,14 @@ def parse_config[C: BaseConfig](config_type: type[C], description: str, argument
         ConfigError: a flag that is not there, a value that the configuration refuses, or a ``--config`` file that cannot
             be read.
     """
-    given = [_as_field(argument) for argument in (sys.argv[1:] if arguments is None else arguments)]
+    given = _with_signs([_as_field(argument) for argument in (sys.argv[1:] if arguments is None else arguments)])
     printing = "--print_config" in given
     given = [argument for argument in given if argument != "--print_config"]
     says = declared(config_type)
     _refuse_renamed(says, given)
     given, repeated = _take_repeated(says, given)
+    if len(files := [argument for argument in given if argument.partition("=")[0] == "--config"]) > 1:
+        raise ConfigError(f"--config: is given {len(files)} times, and only the last would be read; put all into one file")
     early = _Parser(add_help=False, allow_abbrev=False)
     for name in ("config", *_EARLY):
         early.add_argument(f"--{name}", default=SUPPRESS)
@@ -101,7 +103,7 @@ def parse_config[C: BaseConfig](config_type: type[C], description: str, argument
             of_file = None if has(from_flags, place) else file.line_of(place, says)
             return of_file or _shown(f"--{says.name_of(place)}")
 
-        raise ConfigError(_with_places(str(error), sections, shown)) from None
+        raise ConfigError(_with_short_names(_with_places(str(error), sections, shown), says)) from None
     if printing:
         print(as_yaml(config), end="")
         raise SystemExit(0)
@@ -118,9 +120,7 @@ def in_flags(message: str) -> str:
         def shown(place: str, names: type[Options] = says) -> str:
             return _shown(f"--{names.name_of(place)}")
 
-        fields = "|".join(map(re.escape, {*says.model_fields, *says.short}))
-        message = _with_places(message, sections, shown)
-        message = re.sub(rf"^({fields})=", lambda match: f"{_shown('--' + match[1])}=", message)
+        message = _with_short_names(_with_places(message, sections, shown, bases_of_all=True), says)
     return message
 
 
@@ -136,7 +136,7 @@ def run_command(main: Callable[[], None]) -> None:
         # A success: schedulers start a run again that ended with it, until its exit status says that it is done.
         print(f"nothing left to do: {error}")
     except RLBackendError as error:
-        message = in_flags(str(error))
+        message = in_flags("; ".join([str(error), *getattr(error, "__notes__", ())]))
         if isinstance(error, EngineDeadError):
             # The loop has ended; an engine alone can only be restarted within one.
             message = message.replace("restart it", RUN_AGAIN)
@@ -170,7 +170,8 @@ class _Parser(ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         unknown = re.fullmatch(r"unrecognized arguments: (.*)", message, re.DOTALL)
-        known = re.fullmatch(r"argument (?:\S+/)?(--\S+): (.*)", message)
+        # Of several names, as in --train.hf_path/--model or --trace/--no-trace, the last that does not negate.
+        known = re.fullmatch(r"argument (?:\S+/)?(--(?!no-)[^\s/]+)(?:/--no-\S+)?: (.*)", message)
         if unknown is None:
             advice = known and _ADVICE.get(known[2].partition(" '")[0], known[2])
             raise ConfigError(f"{_shown(known[1])}: {advice}" if known else f"command line: {message}")
@@ -192,6 +193,18 @@ def _as_field(argument: str) -> str:
     flag, separator, value = argument[2:].partition("=")
     no, name = ("no-", flag[3:]) if flag.startswith("no-") else ("", flag)
     return f"--{no}{name.replace('-', '_')}{separator}{value}"
+
+
+def _with_signs(given: Sequence[str]) -> list[str]:
+    """Arguments with ``--lr=-1e-4`` in place of ``--lr -1e-4``, which argparse takes for two flags."""
+    found: list[str] = []
+    for argument in given:
+        number = re.fullmatch(r"-(inf|nan|[\d.]+(e[+-]?\d+)?)", argument, re.IGNORECASE)
+        if number and found and found[-1].startswith("--") and "=" not in found[-1]:
+            found[-1] += f"={argument}"
+        else:
+            found.append(argument)
+    return found
 
 
 def _shown(flag: str) -> str:
@@ -218,11 +231,32 @@ def _with_types(kind: type[BaseConfig], types: Mapping[str, type[BaseConfig]], p
     return create_model(kind.__name__, __base__=kind, **fields) if fields else kind
 
 
-def _with_places(message: str, sections: Mapping[str, type[BaseConfig]], shown: Callable[[str], str]) -> str:
-    """The message with flags or lines of a file in place of fields: ``OptimizerConfig.lr=0`` -> ``--lr=0``."""
-    prefixes = {kind.__name__: prefix for prefix, kind in sections.items()}
+def _with_places(
+    message: str, sections: Mapping[str, type[BaseConfig]], shown: Callable[[str], str], *, bases_of_all: bool = False
+) -> str:
+    """The message with flags or lines of a file in place of fields: ``OptimizerConfig.lr=0`` -> ``--lr=0``.
+
+    Errors name the class that checks, which may be a base of a section's: ``LoRAConfig`` of ``PolicyLoRA``.
+
+    Args:
+        bases_of_all: those of the whole configuration too, whose fields may be of one user's, and stand elsewhere in a file.
+    """
+    kinds = [
+        (base.__name__, prefix)
+        for prefix, kind in sections.items()
+        for base in (kind.__mro__ if prefix or bases_of_all else (kind,))
+    ]
+    shared = {name for name, times in Counter(name for name, _ in kinds).items() if times > 1}
+    prefixes = {name: prefix for name, prefix in kinds if name not in shared}
+    prefixes |= {kind.__name__: prefix for prefix, kind in sections.items()}
     names = "|".join(map(re.escape, prefixes))
     return re.sub(rf"\b({names})\.([\w.]*\w)", lambda match: shown(prefixes[match[1]] + match[2]), message)
+
+
+def _with_short_names(message: str, says: type[Options]) -> str:
+    """The message with a flag in place of an option that begins it: ``model='m'`` -> ``--model='m'``."""
+    fields = "|".join(map(re.escape, {*says.model_fields, *says.short}))
+    return re.sub(rf"^({fields})=", lambda match: f"{_shown('--' + match[1])}=", message)
 
 
 def _refuse_unknown(file: ConfigFile, config_type: type[BaseConfig], sections: Mapping[str, type[BaseConfig]]) -> None:

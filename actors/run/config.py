@@ -124,8 +124,9 @@ class TrainingConfig(RankOptions):
 
     lora: LoRAOptions = Field(default=LoRAOptions(), description="adapters over a frozen model, see docs/lora.md")
     dataset: Annotated[str, SAME_CONTENTS] = Field(
+        min_length=1,
         description="rows to train on: a .jsonl or .parquet file, a folder of datasets, or a name on the Hub such as "
-        "openai/gsm8k:main:train; see docs/data.md"
+        "openai/gsm8k:main:train; see docs/data.md",
     )
     eval_dataset: Annotated[EvalDatasets, SAME_CONTENTS] = Field(
         default=None,
@@ -133,7 +134,9 @@ class TrainingConfig(RankOptions):
         "options of their own, see docs/evaluation.md",
     )
     data: DataConfig = Field(default=DataConfig(), description="how rows are read, see docs/data.md")
-    run_dir: Annotated[str, MAY_CHANGE] = Field(description="new folder for all that the run writes, with the trained model")
+    run_dir: Annotated[str, MAY_CHANGE] = Field(
+        min_length=1, description="new folder for all that the run writes, with the trained model"
+    )
     steps: Annotated[int, MAY_CHANGE] = Field(default=100, ge=1, description="training steps")
     max_prompt_tokens: int = Field(
         default=512,

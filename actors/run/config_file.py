@@ -41,7 +41,7 @@ class ConfigFile:
                 return cls(str(path), read_object(path), _lines_of_json(text, path))
             values = yaml.safe_load(text)
             if not isinstance(values, dict):
-                raise ValueError("not a YAML mapping")
+                raise ValueError("not a YAML mapping, as of a line steps: 10")
             return cls(str(path), values, _lines(text, path))
         except json.JSONDecodeError as error:
             place = f"{path}, line {error.lineno}"

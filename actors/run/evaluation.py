@@ -22,6 +22,7 @@ from actors.run.held_out import HeldOutResult, answer
 from actors.run.lengths import fitted_lengths
 from actors.run.lock import usable_run_dir
 from actors.run.options import Follows, Options
+from actors.run.preflight.model import require_whole_model
 from actors.run.rank_options import resolve_dtype
 from actors.run.rl_config import REWARD_OPTIONS
 from actors.run.scoring import load_scorer
@@ -172,13 +173,8 @@ def evaluate(config: EvalConfig, rollout: RolloutGroup | None = None) -> dict[st
 
 
 def _check_model(config: EvalConfig) -> None:
-    model, folder = config.model, Path(config.model)
-    if (folder / "config.json").is_file() and (folder / "run.json").is_file():
-        raise ConfigError.of("EvalConfig.model", model, f"is a run's folder; give {folder / 'model'}")
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise ConfigError.of(
-            "EvalConfig.model", model, "has adapters alone; give the whole model, which lora.save_merged writes"
-        )
+    model = config.model
+    require_whole_model("EvalConfig.model", model)
     positions = positions_of(model)
     if positions is not None and config.longest_sequence > positions:
         raise ConfigError.of(

@@ -21,6 +21,34 @@ GENERAL = {
     "--help, -h": "this text",
 }
 
+NAMES_ELSEWHERE: Mapping[str, tuple[str, ...]] = {
+    "model": ("model_name_or_path", "model_path", "model_name"),
+    "dataset": ("dataset_name", "train_files", "train_file", "data_path"),
+    "eval_dataset": ("val_files", "test_file"),
+    "run_dir": ("output_dir", "save_dir"),
+    "steps": ("max_steps", "total_training_steps"),
+    "epochs": ("num_train_epochs", "total_epochs"),
+    "lr": ("learning_rate",),
+    "lr_warmup_steps": ("warmup_steps",),
+    "prompts_per_step": ("train_batch_size", "batch_size", "per_device_train_batch_size"),
+    "batch_size": ("train_batch_size", "per_device_train_batch_size"),
+    "samples_per_prompt": ("num_generations", "group_size"),
+    "max_prompt_tokens": ("max_prompt_length",),
+    "max_response_tokens": ("max_completion_length", "max_response_length", "max_new_tokens", "max_tokens"),
+    "stop_strings": ("stop", "stop_string"),
+    "kl_coef": ("beta", "kl_loss_coef"),
+    "reward": ("reward_fn", "reward_funcs", "reward_function"),
+    "save_every": ("save_steps", "save_freq"),
+    "eval_every": ("eval_steps", "test_freq"),
+    "resume": ("resume_from_checkpoint",),
+    "metrics_to": ("report_to",),
+    "lora.rank": ("lora_r", "lora_rank"),
+    "tp": ("tensor_parallel_size", "tensor_model_parallel_size"),
+    "train.backend_cfg.device": ("device",),
+    "rollout.tensor_parallel": ("rollout.tp",),
+}
+"""Option -> what TRL, verl and others call it."""
+
 
 def write_help(prog: str, config_type: type[BaseConfig], text: str, sections: Mapping[str, type[BaseConfig]]) -> str:
     """Usage, the options in groups, and an example, in lines of at most 100 characters."""
@@ -47,7 +75,9 @@ def nearest(name: str, config_type: type[BaseConfig], sections: Mapping[str, typ
     short = declared(config_type).short
     asked = name.lstrip("-").replace("-", "_")
     ends = {place.rpartition(".")[2]: place for place in reversed(places)} | {name: name for name in short}
-    near = get_close_matches(asked, places, n=1, cutoff=0.8) if "." in asked else []
+    options = {*places, *short}
+    near = [option for option, elsewhere in NAMES_ELSEWHERE.items() if asked in elsewhere and option in options]
+    near = near or (get_close_matches(asked, places, n=1, cutoff=0.8) if "." in asked else [])
     near = near or [ends[end] for end in get_close_matches(asked.rpartition(".")[2], ends, n=1)]
     return near[0] if near else None
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
+from actors.rollout.config import MAX_ADAPTER_RANK
 from actors.run.config import LoRAOptions
 from actors.train.loss import Loss
 from rl_backend.algorithm import LossAggMode
@@ -55,6 +56,9 @@ class PolicyLoRA(LoRAOptions):
 
     @model_validator(mode="after")
     def _can_be_served(self) -> Self:
+        if self.rank > MAX_ADAPTER_RANK and self.push == "adapter":
+            problem = f"vLLM serves adapters of a rank of at most {MAX_ADAPTER_RANK}; use at most that"
+            raise ConfigError.of("PolicyLoRA.rank", self.rank, f"{problem}, or set lora.push to merged")
         if self.use_dora and self.push == "adapter":
             raise ConfigError.of("PolicyLoRA.push", "adapter", "vLLM serves no adapters with DoRA; set lora.push to merged")
         return self

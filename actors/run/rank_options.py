@@ -59,7 +59,10 @@ class RankOptions(Options):
 
     @model_validator(mode="after")
     def _check_ranks(self) -> Self:
-        self.parallel.data_parallel_size(self.ranks)
+        try:
+            self.parallel.data_parallel_size(self.ranks)
+        except ConfigError as error:
+            raise ConfigError.of(f"{type(self).__name__}.ranks", self.ranks, str(error)) from None
         if self.dtype != "auto" and not has(self, f"{BACKEND}.param_dtype"):
             raise ConfigError.of("dtype", self.dtype, f"runtime {self.train.backend!r} has no param_dtype; use auto")
         return self

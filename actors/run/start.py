@@ -100,6 +100,7 @@ def find_start(config: TrainingConfig) -> RunStart:
         if checkpoint is None:
             return RunStart(replaces=_may_be_replaced(config))
     else:
+        _require_checkpoint(config.resume)
         checkpoint = read_run_checkpoint(config.resume)
     in_own_folder = checkpoint.path.parent == own.root.resolve()
     require_same_run(config, checkpoint)
@@ -128,6 +129,19 @@ def find_start(config: TrainingConfig) -> RunStart:
             f"the run in {config.run_dir} has finished its {config.steps} steps; raise steps to continue",
         )
     return RunStart(checkpoint, _kept_logs(checkpoint, config), newest)
+
+
+def _require_checkpoint(path: str) -> None:
+    """Raises :class:`ConfigError` for what is no checkpoint at first sight, such as the folder of a run."""
+    if not Path(path).is_dir():
+        raise ConfigError.of(
+            "resume", path, "is no folder; give auto, or a checkpoint, such as runs/grpo/checkpoints/latest"
+        )
+    if (Path(path) / LOGS[0]).is_file():
+        problem = "is the folder of a run; give auto and this run_dir"
+        if RunCheckpoints(Path(path) / CHECKPOINTS).steps():
+            problem += f", or {path.rstrip('/')}/{CHECKPOINTS}/latest"
+        raise ConfigError.of("resume", path, problem)
 
 
 def _kept_logs(checkpoint: RunCheckpoint, config: TrainingConfig) -> dict[str, FileFacts]:

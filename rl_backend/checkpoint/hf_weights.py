@@ -16,6 +16,7 @@ LM_HEAD = "lm_head.weight"
 LM_HEAD_BIAS = "lm_head.bias"
 
 _TIED_ROWS = 4096
+_OF_TWO_MODELS = "the weights and the configuration are of different models; take both from one"
 
 
 def load_weights(
@@ -134,7 +135,7 @@ def check_tensors(
     for name, shape in wanted.items():
         stored = reader.infos[name]
         if stored.shape != shape:
-            expected = f"config.json describes {shape}; the weights and the configuration are of different models"
+            expected = f"config.json describes {shape}; {_OF_TWO_MODELS}"
             if name in VALUE_HEAD_WEIGHTS:
                 expected = f"a critic's has {shape}: one value per token"
             raise CheckpointError(f"tensor {name!r} of {reader.path} has shape {stored.shape}; {expected}", tensor=name)
@@ -152,7 +153,7 @@ def check_tensors(
     if surplus:
         raise CheckpointError(
             f"{reader.path} has tensor {listed(surplus)}, for which the model that config.json describes has no parameter; "
-            "the weights and the configuration are of different models",
+            f"{_OF_TWO_MODELS}",
             tensors=surplus,
         )
     return find_kept(reader, kept, known)

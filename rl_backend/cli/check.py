@@ -9,7 +9,7 @@ import time
 import typing
 from typing import Any
 
-from rl_backend.cli.example import EXAMPLES, example_file
+from rl_backend.cli.example import EXAMPLES, example_file, import_from_here
 
 if typing.TYPE_CHECKING:
     from actors.run.config import TrainingConfig
@@ -36,6 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     from actors.run.preflight import findings
     from actors.run.start import RunFinishedError
 
+    import_from_here()  # as the run would
     kind: type[TrainingConfig] = config_type(arguments.name)
     config = parse_config(kind, f"Checks a run of {arguments.name}; these are its options.", arguments.options)
     refused, started = 0, time.perf_counter()

@@ -41,10 +41,16 @@ def run_example(name: str, options: Sequence[str]) -> int:
         CommandError: its file is missing.
     """
     file = str(example_file(name))
-    sys.path.append(os.getcwd())
+    import_from_here()
     sys.argv = [file, *options]
     runpy.run_path(file, run_name="__main__")
     return 0
+
+
+def import_from_here() -> None:
+    """Modules of the working directory, such as that of a reward, are found after those that are installed."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
 
 
 def example_file(name: str) -> Path:

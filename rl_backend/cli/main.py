@@ -7,6 +7,8 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from typing import NoReturn
 
 from rl_backend import __version__
 from rl_backend.cli.command import CommandError
@@ -63,6 +65,8 @@ def _run(argv: Sequence[str]) -> int:
     if argv and argv[0] in EXAMPLES:
         # Its options are its own, and so are its messages.
         return _reported(lambda: run_example(argv[0], argv[1:]), debug=False)
+    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
+        return _reported(lambda: _refuse_command(argv[0]), debug=False)
     parser = argparse.ArgumentParser(
         prog="rl-backend",
         description="A training backend for RL on language models.",
@@ -84,6 +88,12 @@ def _run(argv: Sequence[str]) -> int:
         parser.print_help()
         return EXIT_ERROR
     return _reported(lambda: int(importlib.import_module(COMMANDS[parsed.command][0]).run(parsed)), debug=parsed.debug)
+
+
+def _refuse_command(name: str) -> NoReturn:
+    near = get_close_matches(name, [*EXAMPLES, *COMMANDS], n=1)
+    advice = f"did you mean {near[0]}?" if near else "see rl-backend --help"
+    raise CommandError(f"{name}: there is no such command; {advice}")
 
 
 def _reported(command: Callable[[], int], *, debug: bool) -> int:

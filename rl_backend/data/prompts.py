@@ -17,6 +17,9 @@ from rl_backend.data.examples import read_examples as read_examples
 from rl_backend.data.hub import local_model
 from rl_backend.data.rows import Rows, open_rows
 
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_ADD = "add tokenizer.json and tokenizer_config.json, from the model that this one was made of"
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -39,6 +42,8 @@ def load_tokenizer(model: str) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # a damaged tokenizer.json or tokenizer_config.json raises any type in transformers
+        if not any((Path(folder) / name).is_file() for name in _VOCABULARIES):
+            raise ConfigError.of("model", model, f"has no tokenizer (none of {', '.join(_VOCABULARIES)}); {_ADD}") from None
         raise ConfigError.of(
             "model",
             model,
@@ -47,9 +52,10 @@ def load_tokenizer(model: str) -> Any:
         ) from error
     # Without its files transformers makes one of the class that config.json stands for, with special tokens alone.
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
-        raise ConfigError.of("model", model, "has no tokenizer with any text; add tokenizer.json and tokenizer_config.json")
+        raise ConfigError.of("model", model, f"has no tokenizer with any text; {_ADD}")
     if tokenizer.eos_token_id is None:
-        raise ConfigError.of("model", model, "its tokenizer has no eos_token; responses would never end")
+        problem = "its tokenizer has no eos_token; responses would never end; set it in tokenizer_config.json"
+        raise ConfigError.of("model", model, problem)
     return tokenizer
 
 

@@ -83,7 +83,7 @@ class JsonLines(Rows):
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise BatchError(f"{where}: not JSON: {error}") from None
+            raise BatchError(f"{where}: not JSON: {error}; expected one object per line") from None
         except RecursionError:
             raise BatchError(f"{where}: nested too deeply") from None
         if not isinstance(row, dict):
@@ -156,7 +156,7 @@ def open_rows(source: Path | str, *, field: str = "dataset", default_split: str 
     else:
         rows = DatasetRows(text, *_load(text, field, default_split))
     if not len(rows):
-        raise BatchError(f"{source}: no rows")
+        raise BatchError(f"{source}: no rows; give data with at least one")
     return rows
 
 

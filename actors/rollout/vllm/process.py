@@ -96,7 +96,7 @@ def start_vllm(config: RolloutConfig, device: str) -> Any:
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     unknown = sorted(set(config.engine_args) - known)
     if unknown:
-        raise ConfigError.of("RolloutConfig.engine_args", unknown, "vllm.EngineArgs has no such argument")
+        raise ConfigError.of("RolloutConfig.engine_args", unknown, "vllm.EngineArgs has no such argument; leave it out")
     arguments: dict[str, Any] = {
         "model": config.model_path,
         "dtype": config.dtype,

@@ -33,15 +33,26 @@ def find_model(config: TrainingConfig) -> str:
     texts = []
     for model in config.models():
         option = f"{type(config).__name__}.{model.option}"
-        if not (Path(model.path) / "config.json").is_file():
-            problem = "has no config.json; give the folder of a Hugging Face model, with *.safetensors and tokenizer.json"
-            raise ConfigError.of(option, model.path, problem)
+        require_whole_model(option, model.path)
         with _named(option, model.path):
             texts.append(f"{read_hf_config(model.path).get('model_type')} in {model.path}")
     for plugin in config.train.plugins:
         spec = importlib.util.find_spec(plugin)
         texts.append(f"plugin {plugin} from {spec and spec.origin}, which every node must have")
     return ", ".join(dict.fromkeys(texts))
+
+
+def require_whole_model(option: str, path: str) -> None:
+    """Raises :class:`ConfigError` for folders that are mistaken for a model's."""
+    folder = Path(path)
+    if (folder / "config.json").is_file():
+        if (folder / "run.json").is_file():
+            raise ConfigError.of(option, path, f"is a run's folder; give {folder / 'model'}")
+    elif (folder / "adapter_config.json").is_file():
+        raise ConfigError.of(option, path, "has adapters alone; give the whole model, which lora.save_merged writes")
+    else:
+        problem = "has no config.json; give the folder of a Hugging Face model, with *.safetensors and tokenizer.json"
+        raise ConfigError.of(option, path, problem)
 
 
 def find_layout(config: TrainingConfig) -> str:

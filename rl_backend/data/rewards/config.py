@@ -28,6 +28,7 @@ class WeightedReward(BaseConfig):
 
 
 _WEIGHTED = (str, dict, WeightedReward)
+_FUNCTIONS = "RewardConfig.functions"
 
 
 class RewardConfig(BaseConfig):
@@ -57,7 +58,6 @@ class RewardConfig(BaseConfig):
     @classmethod
     def _by_name(cls, given: Any) -> Any:
         """A list becomes names and functions; a function by itself stays one."""
-        field = "RewardConfig.functions"
         if isinstance(given, list | tuple) and len(given) > 1 and all(isinstance(each, str | dict) for each in given):
             named = [
                 pair
@@ -67,24 +67,28 @@ class RewardConfig(BaseConfig):
             twice = [name for name, times in Counter(name for name, _ in named).items() if times > 1]
             if twice:
                 first = f"{twice[0]}_1={dict(reversed(named))[twice[0]]}"
-                raise ConfigError.of(field, list(given), f"two are named {twice[0]!r}; name them, such as {first}")
+                raise ConfigError.of(_FUNCTIONS, list(given), f"two are named {twice[0]!r}; name them, such as {first}")
             given = dict(named)
         if isinstance(given, list | tuple) and len(given) == 1:
             given = given[0]
         if isinstance(given, str):
             return given
         if not (isinstance(given, dict) and given and all(isinstance(each, _WEIGHTED) for each in given.values())):
-            raise ConfigError.of(field, given, "expected a function, several, or name -> function or {function, weight}")
+            raise ConfigError.of(
+                _FUNCTIONS, given, "expected a function, several, or name -> function or {function, weight}"
+            )
         for name in given:
             if not re.fullmatch(r"\w[\w.-]*", str(name)):
-                raise ConfigError.of(field, name, "a name has letters, digits, _, . and -, because metrics are named by it")
+                raise ConfigError.of(
+                    _FUNCTIONS, name, "a name has letters, digits, _, . and -, because metrics are named by it"
+                )
         return {name: {"function": each} if isinstance(each, str) else each for name, each in given.items()}
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:
         if isinstance(self.functions, dict) and not any(each.weight for each in self.functions.values()):
             found = {name: each.weight for name, each in self.functions.items()}
-            raise ConfigError.of("RewardConfig.functions", found, "needs at least one function with a weight other than 0")
+            raise ConfigError.of(_FUNCTIONS, found, "needs at least one function with a weight other than 0")
         return self
 
     def load(self, check: Callable[[], None] = lambda: None) -> RewardScorer:
@@ -97,10 +101,12 @@ class RewardConfig(BaseConfig):
             ConfigError: a function that cannot be loaded, or an option without effect on these functions.
         """
         if isinstance(self.functions, str):
-            rewards = [LoadedReward(load_reward_function(self.functions), self.functions)]
+            rewards = [LoadedReward(load_reward_function(self.functions, field=_FUNCTIONS), self.functions)]
         else:
             rewards = [
-                LoadedReward(load_reward_function(each.function), each.function, name, each.weight)
+                LoadedReward(
+                    load_reward_function(each.function, field=f"{_FUNCTIONS}.{name}"), each.function, name, each.weight
+                )
                 for name, each in self.functions.items()
             ]
         return RewardScorer(

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol, cast
 
 from rl_backend.contracts import ConfigError
@@ -55,12 +56,13 @@ class LoadedReward:
         return f"reward {self.name!r} ({self.spec})" if self.name else f"reward {self.spec}"
 
 
-def load_reward_function(spec: str) -> RewardFunction:
+def load_reward_function(spec: str, *, field: str = "reward function") -> RewardFunction:
     """Imports a reward function and checks that it can be called as verl calls it.
 
     Args:
         spec: ``package.module:function``, or ``path/to/file.py:function``. A function of a file is known under a module
             name that other processes do not have: send them ``spec``, not the function.
+        field: the option that names it, for messages.
 
     Raises:
         ConfigError: the spec, the module or the function does not exist, importing fails, or the function does not take
@@ -68,22 +70,32 @@ def load_reward_function(spec: str) -> RewardFunction:
     """
     location, separator, name = spec.rpartition(":")
     if not (separator and location and name):
-        raise ConfigError.of("reward function", spec, "expected package.module:function or path/to/file.py:function")
+        raise ConfigError.of(field, spec, "expected package.module:function or path/to/file.py:function")
     is_file = location.endswith(".py")
     if is_file and not Path(location).is_file():
-        raise ConfigError.of("reward function", spec, f"no such file: {location}")
+        raise ConfigError.of(field, spec, f"no such file: {Path(location).absolute()}; give path/to/file.py:function")
     try:
         module = module_at(location)
     except (Exception, SystemExit) as error:
         problem = f"{Path(location).resolve()} failed" if is_file else f"cannot import {location}"
-        raise ConfigError.of("reward function", spec, f"{problem}: {type(error).__name__}: {error}") from error
+        if not is_file and Path(f"{location}.py").is_file():
+            problem = f"to name a file give {location}.py:{name}; {problem}"
+        raise ConfigError.of(field, spec, f"{problem}: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigError.of("reward function", spec, f"{location} has no function {name!r}")
+        raise ConfigError.of(field, spec, f"{location} has no function {name!r}{_others(module)}")
     try:
         inspect.signature(function).bind(data_source="", solution_str="", ground_truth="", extra_info=None)
     except (TypeError, ValueError) as error:
         raise ConfigError.of(
-            "reward function", spec, f"must take (data_source, solution_str, ground_truth, extra_info=None): {error}"
+            field, spec, f"must take (data_source, solution_str, ground_truth, extra_info=None): {error}"
         ) from None
     return cast(RewardFunction, function)
+
+
+def _others(module: ModuleType) -> str:
+    """The functions that a module has of its own, for messages."""
+    functions = [
+        name for name, each in vars(module).items() if inspect.isfunction(each) and each.__module__ == module.__name__
+    ]
+    return f"; it has {', '.join(functions)}" if functions else ""

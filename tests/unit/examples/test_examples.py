@@ -116,7 +116,7 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
         ({"eval_every": 5}, "needs an eval_dataset"),
         ({"lr_warmup_steps": 100}, "would never reach lr"),
         ({"plugins": "no_such_module"}, "cannot be imported"),
-        ({"pp": 3, "ranks": 4}, r"world size 4 is not a multiple of tp\*pp\*cp = 1\*3\*1 = 3"),
+        ({"pp": 3, "ranks": 4}, r"GRPOConfig\.ranks=4: world size 4 is not a multiple of tp\*pp\*cp = 1\*3\*1 = 3"),
         ({"backend": "bridge", "tp": 2, "ranks": 3}, r"world size 3 is not a multiple of tp\*pp\*cp = 2\*1\*1 = 2"),
         ({"backend": "bridge", "pp": 2, "ranks": 1000, "dtype": "float32"}, "each of 500 data-parallel ranks needs one"),
         ({"train.backend_cfg.no_such": 1}, r"NativeConfig\.no_such=1: unknown field"),
@@ -179,7 +179,7 @@ def test_router_replay_is_for_mixtures_of_experts_alone(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=rf"GRPOConfig\.router_replay='{mode}': .*model is a dense model"):
             load_inputs(dense)
         mixture = PPOConfig(model=str(tmp_path / "qwen3_moe" / "model"), router_replay=mode, **options)
-        with pytest.raises(ConfigError, match="reward function='r'"):
+        with pytest.raises(ConfigError, match=r"RewardConfig\.functions='r'"):
             load_inputs(mixture)
 
 

@@ -89,7 +89,7 @@ def refusal(config: GRPOConfig) -> str:
         ({"model": "/nowhere"}, r"GRPOConfig\.model='/nowhere': no such folder .*; give a folder with config.json"),
         ({"dataset": "missing.jsonl"}, r"dataset='missing.jsonl': no such file"),
         ({"prompts_per_step": 6000}, r"GRPOConfig\.prompts_per_step=6000: \S+ has 64 prompts; use at most that$"),
-        ({"reward": "nowhere.py:score"}, r"reward function='nowhere.py:score': no such file"),
+        ({"reward": "nowhere.py:score"}, r"RewardConfig\.functions='nowhere.py:score': no such file"),
         ({"train.backend_cfg.device": "cuda"}, r"NativeConfig\.device='cuda': this machine has no GPU .*; use auto or cpu$"),
         ({"rollout.device": "cuda"}, r"RolloutConfig\.device='cuda': this machine has no GPU .*; use auto or cpu$"),
         ({"rollout.gpu_memory_utilization": 0.5}, r"RolloutConfig\.gpu_memory_utilization=0\.5: is of a GPU"),
@@ -102,6 +102,7 @@ def refusal(config: GRPOConfig) -> str:
         ({"rollout.cores": [[4999]]}, r"RolloutConfig\.cores=\[4999\]: this process may only use cores"),
         ({"rollout.kv_cache_gib": 1e6}, r"GRPOConfig\.model=.* take \d+\.\d+ GiB, and this machine has .*; use a smaller"),
         ({"lora.rank": 8, "lora.targets": ["q"]}, r"LoRAConfig\.targets='q': no module of this name"),
+        ({"resume": "latest"}, r"^resume='latest': is no folder; give auto, or a checkpoint, such as"),
         ({"router_replay": "R2"}, r"GRPOConfig\.router_replay='R2': .*model is a dense model .*; use off$"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
@@ -129,13 +130,30 @@ def leave_out_the_end(model: Path) -> None:
     ("change", "message"),
     [
         (lambda model: (model / "config.json").unlink(), r"GRPOConfig\.model='\S+': has no config.json; give the folder"),
+        (
+            lambda model: (model / "config.json").rename(model / "adapter_config.json"),
+            r"model='\S+': has adapters alone; give",
+        ),
+        (lambda model: (model / "run.json").write_text("{}"), r"model='\S+': is a run's folder; give \S+/model$"),
         (lambda model: (model / "config.json").write_text("{"), r"GRPOConfig\.model='\S+': \S+ cannot be read as JSON"),
         (lambda model: (model / SINGLE_FILE).unlink(), r"GRPOConfig\.model='\S+': \S+ has no \*\.safetensors file"),
         (break_header, r"GRPOConfig\.model='\S+': \S+ is truncated or corrupt"),
-        (lambda model: (model / "tokenizer.json").unlink(), r"^model='\S+': has no tokenizer"),
+        (
+            lambda model: (model / "tokenizer.json").unlink(),
+            r"^model='\S+': has no tokenizer \(none of tokenizer\.json, .*; add",
+        ),
         (leave_out_the_end, r"^model='\S+': its tokenizer has no eos_token; responses would never end"),
     ],
-    ids=["no config", "damaged config", "no weights", "half of the weights", "no tokenizer", "no end of text"],
+    ids=[
+        "no config",
+        "an adapter",
+        "a run",
+        "damaged config",
+        "no weights",
+        "half of the weights",
+        "no tokenizer",
+        "no end of text",
+    ],
 )
 def test_a_model_directory_that_lacks_something(
     task: Path, options: dict[str, Any], tmp_path: Path, change: Callable[[Path], object], message: str

@@ -127,6 +127,10 @@ def test_a_run_that_has_finished_goes_on_only_with_more_steps(tmp_path: Path) ->
         find_start(config)
     with pytest.raises(ConfigError, match=r"^resume=.*has finished its 10 steps; raise steps"):
         find_start(config.replace(resume=str(tmp_path / "run" / "checkpoints" / "latest")))
+    with pytest.raises(
+        ConfigError, match=r"^resume='\S+/run/': is the folder of a run; give auto .*, or \S+/run/checkpoints/"
+    ):
+        find_start(config.replace(resume=f"{tmp_path}/run/", run_dir=str(tmp_path / "other")))
     with pytest.raises(ConfigError, match=r"GRPOConfig\.steps=8: .*of step 10 already"):
         find_start(config.replace(steps=8))
     longer = config.replace(steps=12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,17 @@ def test_a_run_that_has_finished_is_not_refused(task: Path, tmp_path: Path, caps
     assert main(["check", "grpo", *options]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "run folder" in line)
     assert line.startswith("done    run folder ") and line.endswith("has finished its 2 steps; raise steps to continue")
+
+
+def test_a_reward_is_found_in_the_working_directory_as_by_the_run(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "def score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n"
+    (tmp_path / "reward_of_this_folder.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])  # as of an installed command
+    status, text = check(capsys, task, "grpo", "--reward", "reward_of_this_folder:score")
+    assert (status, "REFUSED" in text) == (0, False)
 
 
 def test_each_user_of_one_model_is_checked(task: Path, capsys: pytest.CaptureFixture[str]) -> None:

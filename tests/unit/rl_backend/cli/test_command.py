@@ -33,6 +33,13 @@ def test_without_arguments_the_commands_are_listed(capsys: pytest.CaptureFixture
     assert "gpu-check" in output
 
 
+def test_a_command_that_is_not_there_is_refused_with_the_one_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [main(["grop", "--model", "m"]), main(["train"])] == [2, 2]
+    meant, unknown = capsys.readouterr().err.splitlines()
+    assert meant == "error: grop: there is no such command; did you mean grpo?"
+    assert unknown == "error: train: there is no such command; see rl-backend --help"
+
+
 @pytest.mark.parametrize("error", [ConfigError.of("tp", 3, "must divide 8"), CommandError("pytest is not installed")])
 def test_an_expected_error_is_one_message_and_its_traceback_is_for_debugging(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -223,7 +223,7 @@ def test_verls_own_reward_function_can_be_loaded() -> None:
     [
         ("too_few", "must take"),
         ("number", "no function 'number'"),
-        ("missing", "no function 'missing'"),
+        ("missing", "no function 'missing'; it has exact, any_keywords, too_few, later"),
         ("", "expected package.module:function"),
     ],
 )
@@ -242,10 +242,14 @@ def test_a_module_or_file_that_cannot_be_imported_is_refused(tmp_path: Path, mon
         f"{tmp_path}/fails.py:exact": "RuntimeError: boom",
         f"{tmp_path}/leaves.py:exact": "leaves.py failed: SystemExit: 0",
         "leaves:exact": "cannot import leaves: SystemExit: 0",
+        "fails:exact": r"^reward function='fails:exact': cannot import fails: RuntimeError: boom$",
         "just_a_name": "expected package.module:function",
     }.items():
         with pytest.raises(ConfigError, match=message):
             load_reward_function(spec)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"to name a file give leaves\.py:exact; cannot import leaves: SystemExit: 0"):
+        load_reward_function("leaves:exact")
 
 
 NO_NUMBERS = [None, "1.0", {"acc": 1.0}, {"score": "high"}, float("nan"), {"score": float("inf")}]
