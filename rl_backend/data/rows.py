@@ -143,7 +143,8 @@ def open_rows(source: Path | str, *, field: str = "dataset", default_split: str 
         default_split: taken of several splits where none is named; None asks for one.
 
     Raises:
-        ConfigError: there is no such data set, or no such subset or split of it, or the Hub cannot be reached.
+        ConfigError: there is no such data set, or no such subset or split of it, or it may not be read, or the Hub cannot be
+            reached.
         BatchError: a ``.parquet`` file that cannot be read, or no rows.
         UnsupportedError: ``pyarrow`` or ``datasets`` is needed and not installed.
     """
@@ -152,7 +153,11 @@ def open_rows(source: Path | str, *, field: str = "dataset", default_split: str 
     if path.is_file():
         if path.suffix not in _SUFFIXES:
             raise ConfigError.of(field, text, "unknown suffix; expected .parquet or .jsonl")
-        rows: Rows = JsonLines(path) if path.suffix == ".jsonl" else ParquetRows(path)
+        try:
+            rows: Rows = JsonLines(path) if path.suffix == ".jsonl" else ParquetRows(path)
+        except OSError as error:
+            problem = f"cannot be read: {error.strerror or error}; give a file that this user may read"
+            raise ConfigError.of(field, text, problem) from None
     else:
         rows = DatasetRows(text, *_load(text, field, default_split))
     if not len(rows):

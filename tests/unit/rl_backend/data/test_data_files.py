@@ -161,6 +161,11 @@ def test_files_that_cannot_be_data_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(BatchError, match="no rows"):
         read_examples(tmp_path / "empty.jsonl")
+    (tmp_path / "not_ours.jsonl").symlink_to("/proc/self/mem")  # a file whose beginning nobody can read, root included
+    with pytest.raises(
+        ConfigError, match=r"^dataset='\S+/not_ours.jsonl': cannot be read: .+; give a file that this user may"
+    ):
+        read_examples(tmp_path / "not_ours.jsonl")
     (tmp_path / "broken.parquet").write_text("not parquet")
     with pytest.raises(BatchError, match="not a readable parquet file"):
         read_examples(tmp_path / "broken.parquet")
