@@ -24,7 +24,8 @@ PARITY = """\
 ## Against transformers
 Differences from transformers, one sequence at a time: the largest of a log-prob, then the largest of a parameter's
 gradient relative to its norm, both in the first of {steps} steps in float32; then that of the loss, relative, in all of
-them. Sequences have {shortest} to {longest} tokens and are packed here. The last column compares the two runtimes.
+them. Sequences have {shortest} to {longest} tokens and are packed here. The last column compares the two runtimes. Where two
+experts of a mixture are equal to a token but for rounding, sides that agree in the first step [part](parity.md) later.
 """
 LAYOUTS = """\
 ## Layouts

@@ -58,6 +58,7 @@ def _settings(family: Family, steps: int) -> dict[str, Any]:
         "steps": steps,
         "lengths": LENGTHS,
         "dtype": "float32",
+        "seed": family.seed,
         "model": {"model_type": family.model_type, **family.settings("small")},
         "machine": machine(),
     }
