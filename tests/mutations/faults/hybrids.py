@@ -13,7 +13,7 @@ FAULTS = [
         "rl_backend/primitive/activation.py",
         "return function(F.pad(x, (0, missing)))[..., :features]",
         "return function(x)",
-        ("tests/unit/rl_backend/primitive/test_activation.py",),
+        ("tests/unit/rl_backend/primitive/test_activation.py::test_a_row_has_the_bits_that_it_has_alone",),
         "a tenant's gates and decays would depend on how many tokens others have",
     ),
     Fault(

@@ -19,6 +19,7 @@ from adapters.verl.run_config import require_run
 from adapters.verl.settings import engine_settings
 from rl_backend.contracts import ConfigError
 from rl_backend.contracts.lora import LoRAConfig
+from rl_backend.runtime.bridge.installed import import_megatron
 from tests.support.models import write_tiny
 from tests.support.verl_configs import ROLES, TARGET, RoleConfigs, changed, role_configs, write_config
 
@@ -42,6 +43,7 @@ def lora_of(configs: RoleConfigs) -> LoRASettings | None:
 
 
 def test_every_option_of_verls_yaml_and_of_megatron_bridge_is_decided() -> None:
+    import_megatron()
     import verl
 
     yaml = OmegaConf.load(Path(verl.__file__).parent / "trainer/config/model/hf_model.yaml")
