@@ -11,7 +11,6 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.checkpoint.peft_files import read_peft_directory, write_peft_directory
 from rl_backend.contracts import (
     CheckpointError,
@@ -224,7 +223,7 @@ def test_factors_of_packed_experts_are_read(runtime: NativeRuntime, base: Native
             ),
         )
         theirs.save_pretrained(tmp_path / ours[0])
-        experts = range(read_hf_config(model)["num_experts"])
+        experts = range(theirs.config.num_experts)
         modules = tuple(f"experts.{expert}.{name}" for expert in experts for name in ours)
         tenant = runtime.create_lora_adapter(base, LoRAConfig(rank=8, alpha=16.0, targets=modules))
         runtime.import_lora_adapter(tenant, tmp_path / ours[0])
