@@ -22,11 +22,16 @@ from typing import IO, Any
 from tests.support import matrix
 
 ROOT = Path(__file__).parents[1]
-LAST = ("tests/e2e/test_verl_resume.py",)
+LAST = ("tests/e2e/test_verl_resume.py", "tests/e2e/test_verl_ppo.py")
 """What ``make test-all`` alone runs and takes longest, at the end of the second lane: the first takes as long without it."""
+FIRST = ("tests/unit/tree", "tests/unit/benchmarks", "tests/unit/examples", "tests/unit/rl_backend/cli")
+"""Unit tests at the start of the first lane: the second takes as long without them."""
 LANES = (
-    ("tests/e2e", *(f"--ignore={file}" for file in LAST)),
-    ("tests/unit", "tests/golden", "tests/gpu", "tests/distributed", *LAST, "--suite"),
+    (*FIRST, "tests/e2e", *(f"--ignore={file}" for file in LAST)),
+    (
+        *("tests/unit", *(f"--ignore={folder}" for folder in FIRST)),
+        *("tests/golden", "tests/gpu", "tests/distributed", *LAST, "--suite"),
+    ),
 )
 """What each lane gives to pytest. The output of the first is shown while it runs, the other's when both have ended.
 

@@ -57,9 +57,8 @@ def test_native_on_two_ranks_agrees_with_transformers(tied_model: Path, tmp_path
 
 
 @pytest.mark.shows("parity: LoRA on native and on Megatron, 2 ranks each, trains as with peft: loss to 1e-6, grad norm 1e-5")
-@pytest.mark.parametrize(
-    "sides", [pytest.param("--candidate native --dp 2", marks=pytest.mark.long), "--candidate bridge --tp 2"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("sides", ["--candidate native --dp 2", "--candidate bridge --tp 2"])
 def test_an_adapter_trains_as_peft_trains_it(tied_model: Path, tmp_path: Path, sides: str) -> None:
     output = tmp_path / "parity.json"
     lora = "--lora.rank 4 --lora.alpha 8 --lora.targets q_proj v_proj feed_forward --lora.use_rslora"

@@ -59,6 +59,7 @@ def test_the_trained_model_is_a_hugging_face_directory(learned: tuple[RunResult,
 
 
 @pytest.mark.shows("loop: GRPO with shuffled rewards does not improve")
+@pytest.mark.long
 def test_shuffled_rewards_teach_nothing(task: Path, warm_model: Path, demo_session: Session, tmp_path: Path) -> None:
     result = reinforce(DemoConfig(steps=FEWER, shuffle_rewards=True), task, warm_model, tmp_path, demo_session)
     assert result.held_out_reward_before is not None

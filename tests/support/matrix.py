@@ -1,7 +1,8 @@
 """What ``make test`` leaves to ``make test-all``, and the record of a run: layouts, features, outcomes and seconds.
 
 A plugin of pytest. Of the cases of ``tests/distributed`` it keeps a set that covers every pair of values (:func:`needs`);
-the others get the marker ``long``. Whoever names a file or a test gets all of its cases. ``--cases FILE`` writes what became
+the others get the marker ``long``. Of these ``make test-all`` runs as many as give each test every pair of its own values
+(:func:`beyond_pairs`). Whoever names a file or a test gets all of its cases. ``--cases FILE`` writes what became
 of each case; from the files of both lanes ``tests/lanes.py --matrix=FILE`` makes the record.
 """
 
@@ -31,6 +32,9 @@ LEFT_OUT = {
     "tests/e2e/test_verl_ppo.py::test_ppo_trains_actor_and_critic": (
         "four minutes; a critic on the bridge is in two other cases, an actor on it in those that resume"
     ),
+    "tests/e2e/test_verl_ppo.py::test_ppo_trains_on_both_runtimes_and_leaves_a_checkpoint": (
+        "three minutes; adapters of a native actor and of a critic on the bridge stay, and the reference with GRPO"
+    ),
     "tests/e2e/test_verl_ppo.py::test_grpo_trains_an_adapter_that_vllm_serves[True]": (
         "three minutes; adapters that vLLM serves apart stay, and engines of verl merge them in tests/distributed"
     ),
@@ -47,16 +51,15 @@ LEFT_OUT = {
 """Cases that ``make test-all`` has no time for, and why it can do without; whoever names their file runs them."""
 RULE = (
     "make test runs cases of tests/distributed such that every pair of values that one case has is in a case that runs, and "
-    "every test runs with every value of its own parameters, but for tests that name the cases they keep; make test-all "
-    "runs them all"
+    "every test runs with every value of its own parameters, but for tests that name the cases they keep; in make test-all "
+    "every test of tests/distributed has all pairs of its own values, and all other tests have all of their cases"
 )
 
 
 def needs(item: pytest.Item) -> set[Hashable]:
     """What a case covers: its test, with each parameter that is no layout, its values and their pairs."""
     test, found = item.nodeid.partition("[")[0], _facts(item)
-    own = {(test, name, repr(value)) for name, value in _parameters(item).items() if not facts("", [f"{name}={value!r}"])}
-    return {test, *own, *found, *pairs(found)}
+    return {test, *((test, value) for value in _own(item)), *found, *pairs(found)}
 
 
 def sampled(cases: Iterable[tuple[Any, ...]], *kept: tuple[Any, ...]) -> list[ParameterSet]:
@@ -93,14 +96,13 @@ class Matrix:
         if not self.names_files:
             for item in left_out(items):
                 item.add_marker(pytest.mark.long)
+            if dropped := beyond_pairs(items):
+                config.hook.pytest_deselected(items=dropped)
+                self.cases |= {item.nodeid: _case(item, "pairs") for item in dropped}
+                items[:] = [item for item in items if item.nodeid not in self.cases]
         for item in items:
-            self.cases[item.nodeid] = {
-                "has": sorted(_facts(item)),
-                "run_by": "make test-all" if item.get_closest_marker("long") else "make test",
-                "why": "long" if item.nodeid in long else "covered" if item.get_closest_marker("long") else None,
-                "outcome": None,
-                "seconds": 0.0,
-            }
+            marked = item.get_closest_marker("long")
+            self.cases[item.nodeid] = _case(item, ("long" if item.nodeid in long else "covered") if marked else None)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         case = self.cases.get(report.nodeid)
@@ -112,6 +114,11 @@ class Matrix:
     def pytest_sessionfinish(self) -> None:
         if self.file is not None:
             Path(self.file).write_text(json.dumps(self.cases))
+
+
+def _case(item: pytest.Item, why: str | None) -> dict[str, Any]:
+    run_by = {None: "make test", "pairs": None}.get(why, "make test-all")
+    return {"has": sorted(_facts(item)), "run_by": run_by, "why": why, "outcome": None, "seconds": 0.0}
 
 
 def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
@@ -128,6 +135,34 @@ def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
         cost[name] = 2.0 if ("ranks", "4") in found else 1.0
     kept = covering(covered, cost)
     return [item for name, item in cases.items() if name not in kept]
+
+
+def beyond_pairs(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Items that ``make test-all`` leaves out: other cases of the same test have each pair of their values.
+
+    To have no tp (or dtype, ...) where other cases of the test have one is a value too.
+    """
+    cases = {item.nodeid: item for item in items if item.nodeid.startswith(REDUCED) and hasattr(item, "callspec")}
+    values = {name: {*_facts(item), *_own(item)} for name, item in cases.items()}
+    axes: dict[str, set[str]] = defaultdict(set)
+    for name, found in values.items():
+        axes[name.partition("[")[0]] |= {axis for axis, _ in found}
+    covered: dict[str, set[Hashable]] = {}
+    for name, found in values.items():
+        test = name.partition("[")[0]
+        whole = found | {(axis, "") for axis in axes[test] - {axis for axis, _ in found}}
+        covered[name] = {(test, value) for value in (*whole, *pairs(whole))}
+    in_short = {name for name, item in cases.items() if not item.get_closest_marker("long")}
+    done = set().union(*(covered[name] for name in in_short))
+    kept = in_short | covering({name: each - done for name, each in covered.items() if name not in in_short})
+    return [item for name, item in cases.items() if name not in kept]
+
+
+def _own(item: pytest.Item) -> set[Fact]:
+    """Parameters of a case that are no layout."""
+    return {
+        (name, _written(value)) for name, value in _parameters(item).items() if not facts("", [f"{name}={_written(value)}"])
+    }
 
 
 def _facts(item: pytest.Item) -> frozenset[Fact]:
@@ -173,10 +208,10 @@ def record(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "rule": RULE,
         "left_out": LEFT_OUT,
         "reduced_to_pairs": {
-            "make test": sum(case["why"] == "covered" for case in cases.values()),
-            "make test-all": 0,
+            "make test": sum(case["why"] in ("covered", "pairs") for case in cases.values()),
+            "make test-all": sum(case["why"] == "pairs" for case in cases.values()),
         },
-        "not_selected": sum(case["outcome"] is None for case in cases.values()),
+        "not_selected": sum(case["outcome"] is None and case["why"] != "pairs" for case in cases.values()),
         "outcomes": dict(Counter(case["outcome"] for case in ran.values())),
         "seconds": {
             "all": round(sum(case["seconds"] for case in ran.values())),
@@ -185,7 +220,16 @@ def record(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "axes": tally,
         "files": {name: dict(count) for name, count in by_file.items()},
         "cases": one_by_one,
+        "not_in_make_test_all": _by_test(name for name, case in cases.items() if case["why"] == "pairs"),
     }
+
+
+def _by_test(names: Iterable[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(names):
+        test, _, case = name.partition("[")
+        found[test].append(case.removesuffix("]"))
+    return found
 
 
 def _by_axis(found: Iterable[Fact]) -> dict[str, str]:
@@ -200,7 +244,7 @@ def _text(found: Mapping[str, Any]) -> str:
     """JSON with a line for each case, which a diff shows alone."""
     parts = []
     for key, value in found.items():
-        if key in ("axes", "files", "cases"):
+        if key in ("axes", "files", "cases", "not_in_make_test_all"):
             lines = [f"  {json.dumps(name)}: {json.dumps(each)}" for name, each in value.items()]
             parts.append(f" {json.dumps(key)}: {{\n" + ",\n".join(lines) + "\n }")
         else:

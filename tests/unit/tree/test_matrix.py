@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Hashable, Iterable
 from itertools import product
 from pathlib import Path
 
@@ -60,6 +61,11 @@ def test_one_size(layout): pass
 @pytest.mark.parametrize("layout", [{"tp": 2, "cp": 2}, {"tp": 2}, {"cp": 2}], ids=str)
 def test_other(layout): assert layout != {"cp": 2}
 
+@pytest.mark.parametrize("value", "xyz")
+@pytest.mark.parametrize("number", [5, 6])
+@pytest.mark.parametrize("letter", "ab")
+def test_three(letter, number, value): pass
+
 @pytest.mark.long
 def test_long(): pass
 """
@@ -87,6 +93,14 @@ def run_small_suite(folder: Path, *arguments: str) -> str:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False).stdout
 
 
+def ids(case: str) -> list[str]:
+    return case.partition("[")[2].removesuffix("]").split("-") if "[" in case else case.split("-")
+
+
+def covered(cases: Iterable[str]) -> set[frozenset[Hashable]]:
+    return set().union(*(pairs(ids(case)) for case in cases))
+
+
 def test_a_whole_run_writes_its_cases_and_what_a_short_one_leaves_out(tmp_path: Path) -> None:
     run_small_suite(tmp_path, "-m", "long or not long", "--matrix=matrix.json")
     found = json.loads((tmp_path / "matrix.json").read_text())
@@ -100,16 +114,24 @@ def test_a_whole_run_writes_its_cases_and_what_a_short_one_leaves_out(tmp_path: 
     assert (left_out["outcome"], left_out["why"], left_out["has"]) == ("failed", "covered", {"cp": "2"})
     assert found["cases"]["tests/distributed/test_some.py::test_long"]["why"] == "long"
     assert found["axes"]["tp"]["2"] == {"passed": 3, "in make test": 1}
-    assert found["outcomes"] == {"passed": 7, "failed": 1}
-    assert found["reduced_to_pairs"] == {"make test": 3, "make test-all": 0}
+    three = {case: each for case, each in found["cases"].items() if "test_three" in case}
+    assert all(pair in covered(three) for pair in covered(map("-".join, product("xyz", "56", "ab"))))
+    assert {letter for case, each in three.items() if each["run_by"] == "make test" for letter in ids(case)} == set(
+        "xyz56ab"
+    )
+    (left,) = found["not_in_make_test_all"].items()
+    assert left[0] == "tests/distributed/test_some.py::test_three" and len(left[1]) == 12 - len(three) >= 5
+    assert found["outcomes"] == {"passed": 7 + len(three), "failed": 1}
+    assert found["reduced_to_pairs"] == {"make test": 3 + 12 - 3, "make test-all": len(left[1])}
+    assert found["not_selected"] == 0
     assert found["files"]["tests/unit/test_one.py"]["passed"] == 1
 
 
 def test_a_short_run_leaves_out_what_others_cover_unless_the_file_is_named(tmp_path: Path) -> None:
-    assert "3 passed, 4 deselected" in run_small_suite(tmp_path)
+    assert "6 passed, 13 deselected" in run_small_suite(tmp_path)
     assert not (tmp_path / "matrix.json").exists()
     named = run_small_suite(tmp_path, str(tmp_path / "tests/distributed/test_some.py"))
-    assert "1 failed, 4 passed, 1 deselected" in named
+    assert "1 failed, 16 passed, 1 deselected" in named
 
 
 @pytest.mark.parametrize("case", LEFT_OUT)

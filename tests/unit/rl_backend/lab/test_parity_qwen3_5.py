@@ -23,12 +23,12 @@ MODELS: dict[str, Callable[..., Path]] = {
 
 @pytest.mark.shows("parity: Qwen3.5, its mixture and Qwen3-Next: native, Megatron and transformers train alike for 20 steps")
 @pytest.mark.parametrize(
-    "family", [family if family == "qwen3_5" else pytest.param(family, marks=pytest.mark.long) for family in MODELS]
+    ("family", "steps"), [("qwen3_5", 5), *(pytest.param(family, 20, marks=pytest.mark.long) for family in MODELS)]
 )
-def test_native_megatron_and_transformers_train_alike(tmp_path: Path, family: str) -> None:
+def test_native_megatron_and_transformers_train_alike(tmp_path: Path, family: str, steps: int) -> None:
     # What first tokens read from states may be near 0: a norm with a small eps would magnify its rounding.
     model = MODELS[family](tmp_path / "model", rms_norm_eps=1e-3)
-    lasting = {"lr": 1e-4, "steps": 20, "num_sequences": 8, "max_length": 100}
+    lasting = {"lr": 1e-4, "steps": steps, "num_sequences": 8, "max_length": 100}
     native, bridge = (make_config(model, ParitySide(runtime=runtime), **lasting) for runtime in ("native", "bridge"))
     sides = {"transformers": train_transformers(native), "native": train_runtime(native), "bridge": train_runtime(bridge)}
     for reference, candidate in (("transformers", "native"), ("transformers", "bridge"), ("bridge", "native")):
@@ -36,4 +36,4 @@ def test_native_megatron_and_transformers_train_alike(tmp_path: Path, family: st
         assert comparison.first_divergence is None, f"{reference}, {candidate}: {comparison.first_divergence}"
         assert comparison.max_loss_difference < 1e-6
         assert comparison.max_grad_norm_difference < 1e-5
-        assert comparison.loss_fall > 0.01
+        assert comparison.loss_fall > 0.0005 * steps

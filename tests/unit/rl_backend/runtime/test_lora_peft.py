@@ -54,7 +54,10 @@ MIXTURE = {
 }
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama", "qwen3_moe", "qwen3_5", "qwen3_5_moe"])
+@pytest.fixture(
+    scope="module",
+    params=["qwen3", "llama", "qwen3_moe", "qwen3_5", pytest.param("qwen3_5_moe", marks=pytest.mark.long)],
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / request.param
     if request.param.startswith("qwen3_5"):
