@@ -20,9 +20,9 @@ from actors.run.collect import stop_token_ids
 from actors.run.eval_sets import EvalDatasets, EvalSet, load_held_out, sets_by_name
 from actors.run.held_out import HeldOutResult, answer
 from actors.run.lengths import fitted_lengths
-from actors.run.lock import usable_run_dir
+from actors.run.lock import require_writable, usable_run_dir
 from actors.run.options import Follows, Options
-from actors.run.preflight.model import require_whole_model
+from actors.run.preflight.model import require_readable_weights, require_whole_model
 from actors.run.rank_options import resolve_dtype
 from actors.run.rl_config import REWARD_OPTIONS
 from actors.run.scoring import load_scorer
@@ -35,6 +35,7 @@ from rl_backend.data.rewards import RewardConfig
 from rl_backend.lab.text import json_text
 
 ANSWERS, RESULTS = "held_out.jsonl", "evaluation.json"
+_OUT = "EvalConfig.out"
 
 
 class EvalConfig(Options):
@@ -142,15 +143,16 @@ def evaluate(config: EvalConfig, rollout: RolloutGroup | None = None) -> dict[st
         ``held_out.jsonl``.
 
     Raises:
-        ConfigError, BatchError: a file or folder that is missing or cannot be used, before anything is started.
+        ConfigError, CheckpointError, BatchError: a file or folder that is missing or cannot be used, before anything is
+            started.
     """
+    if config.out is not None:
+        _check_out(config.out)
     model = local_model(config.model, field="EvalConfig.model")
     config = config.replace(rollout=config.rollout.replace(model_path=model)) if model != config.model else config
     _check_model(config)
-    if config.out is not None:
-        with usable_run_dir(config.out):
-            if (Path(config.out) / RESULTS).exists():
-                raise ConfigError.of("EvalConfig.out", config.out, f"has {RESULTS} already; choose a new folder")
+    if rollout is None:
+        require_readable_weights("EvalConfig.model", config.model)
     tokenizer, reward = load_tokenizer(config.model), load_scorer(config.rewards)
     load = partial(
         load_prompts,
@@ -172,6 +174,13 @@ def evaluate(config: EvalConfig, rollout: RolloutGroup | None = None) -> dict[st
     return {result.held_out.name: result for result in results}
 
 
+def _check_out(out: str) -> None:
+    with usable_run_dir(out, _OUT):
+        if (Path(out) / RESULTS).exists():
+            raise ConfigError.of(_OUT, out, f"has {RESULTS} already; choose a new folder")
+    require_writable(out, _OUT)
+
+
 def _check_model(config: EvalConfig) -> None:
     model = config.model
     require_whole_model("EvalConfig.model", model)
@@ -185,7 +194,7 @@ def _check_model(config: EvalConfig) -> None:
 
 
 def _write(folder: Path, config: EvalConfig, results: Sequence[HeldOutResult], tokenizer: Any) -> None:
-    with usable_run_dir(folder):
+    with usable_run_dir(folder, _OUT):
         folder.mkdir(parents=True, exist_ok=True)
         lines = [json_text(line, ensure_ascii=False) for result in results for line in result.lines(tokenizer)]
         replace_text(folder / ANSWERS, "".join(f"{line}\n" for line in lines))

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import socket
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -82,8 +83,11 @@ def _lock(file: TextIO) -> None:
 
 
 @contextmanager
-def usable_run_dir(run_dir: Path | str) -> Iterator[None]:
+def usable_run_dir(run_dir: Path | str, option: str = "run_dir") -> Iterator[None]:
     """Around what is written before a run begins.
+
+    Args:
+        option: that names the folder, for the message.
 
     Raises:
         ConfigError: the file system refuses: no space, read-only, or a file where a folder should be.
@@ -92,8 +96,32 @@ def usable_run_dir(run_dir: Path | str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError.of(
-            "run_dir", str(run_dir), f"cannot be written: {error}; make room, or choose a folder that can be"
+            option, str(run_dir), f"cannot be written: {error}; make room, or choose a folder that can be"
         ) from error
+
+
+def require_writable(folder: Path | str, option: str) -> None:
+    """Makes the folder and writes to it, and leaves nothing behind.
+
+    Raises:
+        ConfigError: the file system refuses.
+    """
+    with usable_run_dir(folder, option), without_new_folders(Path(folder)):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(b"1")
+
+
+@contextmanager
+def without_new_folders(folder: Path) -> Iterator[None]:
+    """Takes away at its end what it was entered without: ``folder``, and those that it lies in."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    finally:
+        for path in made:
+            if path.is_dir():
+                path.rmdir()
 
 
 @contextmanager

@@ -101,7 +101,12 @@ class Options(BaseConfig):
         if not isinstance(values, Mapping):
             return handler(values)
         given = cls.nest(values)
-        whole: dict[str, Any] = {}
+        # A section that nothing is given of says itself which of its values must be.
+        whole: dict[str, Any] = {
+            name: {}
+            for name, field in cls.model_fields.items()
+            if field.is_required() and isinstance(field.annotation, type) and issubclass(field.annotation, BaseConfig)
+        }
         stand_ins = {path: rule.until for path, rule in cls.follows.items() if rule.until is not None}
         for path, value in {**stand_ins, **cls.preset, **cls.fitted(given)}.items():
             whole = merged(whole, at(path, value))

@@ -13,6 +13,7 @@ from typing import NoReturn
 from rl_backend import __version__
 from rl_backend.cli.command import CommandError
 from rl_backend.cli.example import EXAMPLES, run_example
+from rl_backend.cli.parser import CommandParser
 
 # Sub-command -> (module with add_arguments(parser) and run(arguments) -> exit status, what it does).
 COMMANDS = {
@@ -67,7 +68,24 @@ def _run(argv: Sequence[str]) -> int:
         return _reported(lambda: run_example(argv[0], argv[1:]), debug=False)
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
         return _reported(lambda: _refuse_command(argv[0]), debug=False)
-    parser = argparse.ArgumentParser(
+    try:
+        parser = _parser(argv)
+        parsed = parser.parse_args(argv)
+    except CommandError as error:
+        return _say(error)
+    if parsed.command is None:
+        parser.print_help()
+        return EXIT_ERROR
+    return _reported(lambda: int(importlib.import_module(COMMANDS[parsed.command][0]).run(parsed)), debug=parsed.debug)
+
+
+def _parser(argv: Sequence[str]) -> CommandParser:
+    """Knows the options of the command in ``argv`` alone; others, which are slow to import, are but listed.
+
+    Raises:
+        CommandError: a flag that the command does not have.
+    """
+    parser = CommandParser(
         prog="rl-backend",
         description="A training backend for RL on language models.",
         epilog=EPILOG,
@@ -83,11 +101,8 @@ def _run(argv: Sequence[str]) -> int:
         subparser.add_argument("--debug", action="store_true", help="show the traceback of an error")
         if name == chosen:
             importlib.import_module(module).add_arguments(subparser)
-    parsed = parser.parse_args(argv)
-    if parsed.command is None:
-        parser.print_help()
-        return EXIT_ERROR
-    return _reported(lambda: int(importlib.import_module(COMMANDS[parsed.command][0]).run(parsed)), debug=parsed.debug)
+            subparser.refuse_unknown(argv[argv.index(name) + 1 :])
+    return parser
 
 
 def _refuse_command(name: str) -> NoReturn:
@@ -106,11 +121,15 @@ def _reported(command: Callable[[], int], *, debug: bool) -> int:
         expected = isinstance(error, CommandError) or (errors is not None and isinstance(error, errors.RLBackendError))
         if debug or not expected:
             raise
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_ERROR
+        return _say(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _say(error: Exception) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return EXIT_ERROR
 
 
 def _reader_has_left() -> bool:

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from actors.run.config import TrainingConfig
-from actors.run.lock import RunLock
+from actors.run.lock import RunLock, without_new_folders
 from actors.run.start import find_start
 
 
@@ -19,16 +19,13 @@ def find_run_folder(config: TrainingConfig) -> str:
     """
     start = find_start(config)
     folder = Path(config.run_dir)
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
     has_lock = (folder / ".lock").exists()
-    try:
-        with RunLock(folder):
-            free = shutil.disk_usage(folder).free
-    finally:
-        if folder.is_dir() and not has_lock:
-            (folder / ".lock").unlink(missing_ok=True)
-        for path in made:
-            if path.is_dir():
-                path.rmdir()
+    with without_new_folders(folder):
+        try:
+            with RunLock(folder):
+                free = shutil.disk_usage(folder).free
+        finally:
+            if folder.is_dir() and not has_lock:
+                (folder / ".lock").unlink(missing_ok=True)
     what = ", ".join(start.describe()) or "is free"
     return f"{folder} {what}, {free / 2**30:.1f} GiB of disk left"

@@ -55,6 +55,12 @@ def require_whole_model(option: str, path: str) -> None:
         raise ConfigError.of(option, path, problem)
 
 
+def require_readable_weights(option: str, path: str) -> None:
+    """Raises :class:`CheckpointError` for weight files that are missing or damaged, by their headers."""
+    with _named(option, path):
+        HFReader(path)
+
+
 def find_layout(config: TrainingConfig) -> str:
     """Divides the models over the ranks.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,8 @@ from actors.run.resume import saved_facts
 from actors.run.rl_run import RunResult
 from examples.demo.task import write_task
 from examples.grpo import GRPOConfig
-from rl_backend.contracts import BatchError, ConfigError
+from rl_backend.checkpoint.hf_reader import SINGLE_FILE
+from rl_backend.contracts import BatchError, CheckpointError, ConfigError
 from rl_backend.data.prompts import Prompt, PromptExample, load_tokenizer
 from rl_backend.data.rewards import LoadedReward, RewardScorer
 from tests.support.page import read_page
@@ -240,6 +243,8 @@ def test_an_evaluation_alone_has_options_for_all_sets_that_each_may_replace() ->
     assert [each.pass_threshold for each in mixed.eval_sets.values()] == [0.5, 2.0]
     with pytest.raises(ConfigError, match="--eval-dataset"):
         of_evaluation()
+    with pytest.raises(ConfigError, match=r"^--reward: required field is missing$"):
+        parse_config(EvalConfig, "", ["--model", "m", "--eval-dataset", "x"])
     with pytest.raises(ConfigError, match=r"--rollout\.max_model_len=20: must hold .* 1024; leave it out"):
         of_evaluation("--eval-dataset", "x", "--rollout.max_model_len", "20")
 
@@ -251,7 +256,13 @@ def test_an_evaluation_that_cannot_work_is_refused_before_anything_starts(task: 
         (tmp_path / "run" / name).write_text("{}")
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    shutil.copytree(task / "model", tmp_path / "half")
+    os.truncate(tmp_path / "half" / SINGLE_FILE, (task / "model" / SINGLE_FILE).stat().st_size // 2)
+    (tmp_path / "file").touch()
     for changes, message in (
+        # The folder comes before the model, which may take an hour to fetch.
+        ({"out": str(tmp_path / "file" / "out"), "model": "nowhere"}, r"^EvalConfig\.out='\S+': cannot be written: "),
+        ({"model": str(tmp_path / "half"), "out": str(tmp_path / "new" / "out")}, r"^EvalConfig\.model='\S+': \S+ is trunc"),
         ({"model": str(tmp_path / "run")}, "is a run's folder; give .*run/model"),
         ({"model": str(tmp_path / "adapter")}, "has adapters alone"),
         ({"out": str(tmp_path / "run")}, r"out=.* has evaluation\.json already"),
@@ -259,6 +270,7 @@ def test_an_evaluation_that_cannot_work_is_refused_before_anything_starts(task: 
         ({"eval_dataset": "nothing.jsonl"}, "no such file"),
         ({"max_prompt_tokens": 1}, "max_prompt_tokens=1"),
     ):
-        with pytest.raises((BatchError, ConfigError), match=message):
+        with pytest.raises((BatchError, CheckpointError, ConfigError), match=message):
             evaluate(EvalConfig(**{"model": str(task / "model"), **options, **changes}))
     assert not ray.is_initialized()
+    assert not (tmp_path / "new").exists()

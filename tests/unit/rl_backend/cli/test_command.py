@@ -40,6 +40,27 @@ def test_a_command_that_is_not_there_is_refused_with_the_one_that_was_meant(caps
     assert unknown == "error: train: there is no such command; see rl-backend --help"
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("plan --modle m --ranks 1", "--modle: there is no such flag; did you mean --model?"),
+        ("export --ckeckpoint=c", "--ckeckpoint: there is no such flag; did you mean --checkpoint?"),
+        ("schedule --xyz 3", "--xyz: there is no such flag; see rl-backend schedule --help"),
+        ("parity --referance native", "--referance: there is no such flag; did you mean --reference?"),
+        ("plan --model m", "--ranks: must be given; see rl-backend plan --help"),
+        ("plan --model m --ranks two", "--ranks two: expected a whole number"),
+        ("plan --model m --ranks 1 --backend brigde", "--backend brigde: expected one of native, bridge"),
+        ("export --checkpoint c --out", "--out: needs a value; see rl-backend export --help"),
+        ("report a b", "b: is one argument too many; see rl-backend --help"),
+    ],
+)
+def test_what_a_command_does_not_take_is_refused_in_a_sentence(
+    given: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(given.split()) == 2
+    assert capsys.readouterr() == ("", f"error: {message}\n")
+
+
 @pytest.mark.parametrize("error", [ConfigError.of("tp", 3, "must divide 8"), CommandError("pytest is not installed")])
 def test_an_expected_error_is_one_message_and_its_traceback_is_for_debugging(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
