@@ -175,13 +175,27 @@ def _random_shapes(trial: Mapping[str, Any]) -> str:
         for runtime, accepted in trial["accepted"].items()
     ]
     failed = [
-        f"- {runtime}, seed {seed}, {shape['family']}: {shape[runtime]['error']}"
+        f"- {runtime}, seed {seed}, {shape['family']}: {shape[runtime]['error']}{_to_float64(shape[runtime])}"
         for seed, shape in trial["shapes"].items()
         for runtime in trial["accepted"]
         if shape.get(runtime, {}).get("outcome") == "failed"
     ]
     table = _table(("runtime", "accepted", "mixtures among them", "passed", "refused"), rows)
     return "\n".join([RANDOM, table, *(["Not passed:", "", *failed, ""] if failed else [])])
+
+
+def _to_float64(outcome: Entry) -> str:
+    """How far both sides of a failure are from transformers in float64, where that was measured."""
+    if "to_float64" not in outcome:
+        return ""
+    sides = outcome["to_float64"].values()
+    gradient, norm = (
+        " and ".join(_number(found[figure]) for found in sides) for figure in ("gradient_rel_diff", "max_grad_norm_rel_diff")
+    )
+    return (
+        f". It and transformers in float32 are from transformers in float64: {gradient} in the gradient of the first step, "
+        f"{norm} in the gradient norm of a step"
+    )
 
 
 def _engine_refusals(refusals: Iterable[Entry]) -> str:

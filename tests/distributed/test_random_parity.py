@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import parity_random, report
+from benchmarks.parity_random import TRIALS
 
 
 @pytest.mark.long
@@ -17,7 +18,7 @@ def test_random_shapes_pass_and_a_stopped_run_continues(tmp_path: Path, monkeypa
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     file = tmp_path / "parity.json"
     file.write_text(json.dumps({"pairs": {"kept": True}}))
-    assert parity_random.run_random(1, go_on=False)
+    assert parity_random.run_random(1, go_on=False, trial=TRIALS["decoders"])
     first = shapes(file)
     assert first["accepted"] == first["passed"]
     assert min(first["accepted"].values()) >= 1 and min(first["accepted_mixtures"].values()) >= 1
@@ -26,17 +27,17 @@ def test_random_shapes_pass_and_a_stopped_run_continues(tmp_path: Path, monkeypa
     compared: list[int] = []
     compare = parity_random.compare_shape
 
-    def counted(model: Any, seed: int, runtimes: list[str]) -> dict[str, Any]:
+    def counted(model: Any, seed: int, *arguments: Any) -> dict[str, Any]:
         compared.append(seed)
-        return compare(model, seed, runtimes)
+        return compare(model, seed, *arguments)
 
     monkeypatch.setattr(parity_random, "compare_shape", counted)
-    assert parity_random.run_random(1, go_on=True)
+    assert parity_random.run_random(1, go_on=True, trial=TRIALS["decoders"])
     assert compared == []
     broken = json.loads(file.read_text())
     broken["random_shapes"]["shapes"]["0"]["native"] = {"outcome": "failed", "error": "stopped"}
     file.write_text(json.dumps(broken))
-    assert parity_random.run_random(1, go_on=True)
+    assert parity_random.run_random(1, go_on=True, trial=TRIALS["decoders"])
     assert compared == [0]
     assert shapes(file)["shapes"] == first["shapes"]
 

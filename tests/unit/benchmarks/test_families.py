@@ -42,7 +42,7 @@ def test_every_family_of_the_native_runtime_is_measured() -> None:
 def test_both_models_of_a_family_are_transformers_and_ours(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
     for size in ("small", "timed"):
-        AutoConfig.for_model(family.model_type, **family.settings(size)).save_pretrained(tmp_path / size)  # type: ignore[arg-type]
+        AutoConfig.for_model(family.model_type, **family.settings(size)).save_pretrained(tmp_path / size)
         config = read_hf_config(tmp_path / size)
         assert find_model("auto", config).name == name
         architecture = find_model("auto", config).parse_config(config)
@@ -124,7 +124,20 @@ def test_the_page_numbers_refusals_and_says_of_which_families_they_are() -> None
 
 def test_random_shapes_that_did_not_pass_are_on_the_page() -> None:
     counts = {"native": 2}
-    trial = dict.fromkeys(("accepted", "accepted_mixtures", "passed"), counts) | {"refusals": {"native": {}}}
+    trial: dict[str, Any] = dict.fromkeys(("accepted", "accepted_mixtures", "passed"), counts)
+    trial |= {"refusals": {"native": {}}}
     failed = {"family": "qwen3_next", "native": {"outcome": "failed", "error": "loss (step 7): apart"}}
     shapes = {"0": {"family": "qwen3_next", "native": {"outcome": "passed"}}, "5": failed}
     assert "- native, seed 5, qwen3_next: loss (step 7): apart" in page({"random_shapes": {**trial, "shapes": shapes}})
+
+
+def test_a_shape_that_failed_stands_beside_the_rounding_of_transformers() -> None:
+    apart = {"gradient_rel_diff": 4e-6, "max_loss_rel_diff": 2e-7, "max_grad_norm_rel_diff": 2e-5}
+    near = {"gradient_rel_diff": 3e-6, "max_loss_rel_diff": 1e-7, "max_grad_norm_rel_diff": 9e-6}
+    failed = {"outcome": "failed", "error": "apart", "to_float64": {"runtime": apart, "transformers": near}}
+    counts = {"native": 1}
+    trial: dict[str, Any] = dict.fromkeys(("accepted", "accepted_mixtures", "passed"), counts)
+    trial |= {"refusals": {"native": {}}}
+    text = page({"random_shapes": {**trial, "shapes": {"3": {"family": "qwen3_next", "native": failed}}}})
+    assert "apart. It and transformers in float32 are from transformers in float64: 4e-06 and 3e-06 in the gradient" in text
+    assert "2e-05 and 9e-06 in the gradient norm" in text

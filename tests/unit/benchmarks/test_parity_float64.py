@@ -1,0 +1,73 @@
+"""The steps in float64 that a failed shape is measured by: the same training, with nothing left in float32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.family_models import FAMILIES
+from benchmarks.parity_float64 import distance, float64_steps
+from benchmarks.random_models import RandomModel, write_model
+from rl_backend.lab.parity.config import TRANSFORMERS, ParityConfig, ParitySide, plan_batch
+from rl_backend.lab.parity.record import merge_ranks
+from rl_backend.lab.parity.transformers_side import record_transformers
+
+COMPUTED = ("mm", "bmm", "mul", "rsqrt", "exp", "_softmax", "_log_softmax", "addcdiv_")
+
+
+class Dtypes(TorchDispatchMode):
+    """Dtypes of what each operation gives, from the first embedding on.
+
+    Before it a model is built, with frequencies of rotary embeddings in float32, which are the same on every side.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, set[torch.dtype]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if isinstance(result, torch.Tensor) and (self.found or name == "embedding"):
+            self.found.setdefault(name, set()).add(result.dtype)
+        return result
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> ParityConfig:
+    fields = {**FAMILIES["qwen3_5"].settings("small"), "num_hidden_layers": 2, "vocab_size": 61, "hidden_size": 32}
+    fields["layer_types"] = ["linear_attention", "full_attention"]
+    side = ParitySide(runtime=TRANSFORMERS)
+    return ParityConfig(
+        model=str(write_model(RandomModel("qwen3_5_text", fields), 0, tmp_path_factory.mktemp("float64") / "model")),
+        reference=side,
+        candidate=side,
+        steps=3,
+        num_sequences=4,
+        max_length=20,
+        device="cpu",
+    )
+
+
+def test_it_is_the_training_of_the_sides(config: ParityConfig) -> None:
+    exact = float64_steps(config)
+    side = merge_ranks([record_transformers(config, config.reference)], plan_batch(config, 1))
+    rounding = distance(exact, side)
+    assert 0.0 < rounding["max_loss_rel_diff"] < 1e-6
+    assert 0.0 < rounding["max_grad_norm_rel_diff"] < 1e-5
+    assert 0.0 < rounding["gradient_rel_diff"] < 1e-5
+    faulty = replace(side, grad_norms=[*side.grad_norms[:2], side.grad_norms[2] * 1.001])
+    assert distance(exact, faulty)["max_grad_norm_rel_diff"] == pytest.approx(1e-3, rel=1e-2)
+    assert distance(exact, replace(side, losses=[float("nan")] * 3))["max_loss_rel_diff"] == float("inf")
+
+
+def test_nothing_is_computed_in_float32(config: ParityConfig) -> None:
+    with Dtypes() as dtypes:
+        float64_steps(config.replace(steps=1))
+    kinds = {name: found for name, found in dtypes.found.items() if name in COMPUTED}
+    assert {"mm", "rsqrt", "exp"} <= set(kinds)
+    assert {dtype for found in kinds.values() for dtype in found} == {torch.float64}, kinds
