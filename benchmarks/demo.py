@@ -2,8 +2,7 @@
 
 ``--backend bridge`` writes ``results/demo_bridge.json`` in place of ``results/demo.json``, which is native's. With ``--moe``
 the model is a mixture of experts that is spread over two ranks, and the file ``results/demo_moe.json``. With
-``--router-replay R3`` it is one on a single rank, and the file ``results/demo_R3.json``. ``--model qwen3_5`` is a model with
-recurrent states, and the file ``results/demo_qwen3_5.json``.
+``--router-replay R3`` it is one on a single rank, and the file ``results/demo_R3.json``.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import write_result
-from examples.demo.task import HYBRIDS
 
 
 def run_demo(folder: Path, *options: str) -> dict[str, Any]:
@@ -31,23 +29,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default="native", help="runtime that trains")
     parser.add_argument("--control", action=argparse.BooleanOptionalAction, default=True, help="also with shuffled rewards")
-    parser.add_argument("--model", choices=HYBRIDS, help="a model with recurrent states, on one rank")
     parser.add_argument("--moe", action="store_true", help="a Qwen3-MoE on 2 ranks with ep=2")
-    parser.add_argument("--router-replay", choices=("R2", "R3"), help="with router replay, of a Qwen3-MoE unless --model")
+    parser.add_argument("--router-replay", choices=("R2", "R3"), help="a Qwen3-MoE, with router replay")
     parser.add_argument("--steps", default="120", help="training steps")
     arguments = parser.parse_args()
     options = ["--backend", arguments.backend, "--steps", arguments.steps]
-    name, model = "demo", arguments.model
-    if model:
-        if arguments.moe:
-            parser.error("--moe is a model of its own; leave out --model or --moe")
-        name += f"_{model}"
+    name, model = "demo", None
     if arguments.moe:
         model = "qwen3_moe"
         options += ["--ranks", "2", "--ep", "2"]
         name += "_moe"
     if arguments.router_replay:
-        model = model or "qwen3_moe"
+        model = "qwen3_moe"
         options += ["--router-replay", arguments.router_replay]
         name += f"_{arguments.router_replay}"
     options += ["--model", model] if model else []

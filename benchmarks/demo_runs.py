@@ -1,5 +1,5 @@
 """The demo's task learned in other places than one rank and one engine: pipelines, several ranks and engines, two Ray nodes,
-a submitted job, and with a KL to a reference.
+a submitted job; by models with a recurrent state; and with a KL to a reference.
 
 Each run is a process of its own, of the commands that a user would type, from random weights or from the warm start of the
 first; held-out accuracy before and after, and the largest gap of log-probs to vLLM. ``--only NAME`` measures one anew and
@@ -34,6 +34,8 @@ DEMOS: dict[str, tuple[str, ...]] = {
     "pp2_zbv_mixture": ("--ranks", "2", "--model", "qwen3_moe", *ZBV),
     "bridge_pp2": ("--backend", "bridge", "--ranks", "2", "--pp", "2"),
     "two_ranks_two_engines": ("--ranks", "2", "--engines", "2"),
+    "qwen3_5": ("--model", "qwen3_5"),
+    "qwen3_5_moe_R3": ("--model", "qwen3_5_moe", "--router-replay", "R3"),
 }
 """Options of ``examples.demo``."""
 

@@ -56,6 +56,7 @@ class DemoConfig(RankOptions):
     algorithm: Algorithm = Field(
         default="grpo", description="grpo, ppo, or a recipe: cispo, dapo, dr_grpo, gspo, reinforce_plus_plus, rloo"
     )
+    warm_start_steps: int = Field(default=700, ge=1, description="steps of the supervised warm start")
     steps: int = Field(default=120, ge=1, description="training steps")
     max_staleness: int = Field(default=0, ge=0, description="steps by which samples may be behind; 0: strictly on-policy")
     router_replay: RouterReplayMode = Field(
@@ -90,9 +91,9 @@ def warm_start(config: DemoConfig, task: Path, run_dir: Path) -> Path:
                 "dataset": str(task / "demonstrations.jsonl"),
                 "eval_dataset": str(task / "validation.jsonl"),
                 "run_dir": str(run_dir / "warm_start"),
-                "steps": 700,
+                "steps": config.warm_start_steps,
                 "lr": 2e-3,
-                "lr_warmup_steps": 20,
+                "lr_warmup_steps": min(20, config.warm_start_steps - 1),
                 "lr_decay_style": "linear",
             }
         )

@@ -9,9 +9,12 @@ import pytest
 from tests.support.rank_pool import RankPool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ranks() -> Iterator[RankPool]:
-    """Four ranks that stay; a test takes the first two or all of them."""
+    """Four ranks that stay for all tests of this folder, which take the first two or all of them.
+
+    They have grown to 5 GiB by then, which the tests after them need.
+    """
     pool = RankPool(4, preload=["tests.support.native", "tests.support.bridge_runs"])
     yield pool
     pool.close()

@@ -103,7 +103,6 @@ def compiled_job(model: str, stance: Mapping[str, Any]) -> int:
     from torch._dynamo.utils import counters
 
     set_stance = torch.compiler.set_stance
-    torch.compiler.reset()  # what was compiled in this process before is not compiled again
     counters.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.compiler, "set_stance", lambda *_: set_stance(**stance))
@@ -111,11 +110,20 @@ def compiled_job(model: str, stance: Mapping[str, Any]) -> int:
     return counters["frames"]["total"]
 
 
-def test_nothing_is_compiled(ranks: RankPool, deltanet: Path) -> None:
-    assert ranks.run(compiled_job, str(deltanet), {"stance": "force_eager"}, world_size=1) == [0]
-    for _ in range(2):
-        (compiled,) = ranks.run(compiled_job, str(deltanet), {"force_backend": "eager"}, world_size=1)
-        assert compiled > 0, "Megatron compiles nothing: the stance of the compiler need not be set"
+def compiled_in_a_new_process(model: Path, **stance: str) -> int:
+    """What a process has compiled, or given up to compile, it does not compile again."""
+    pool = RankPool(1, preload=["tests.support.bridge_runs"])
+    try:
+        (compiled,) = pool.run(compiled_job, str(model), stance, world_size=1)
+        return compiled
+    finally:
+        pool.close()
+
+
+def test_nothing_is_compiled(deltanet: Path) -> None:
+    assert compiled_in_a_new_process(deltanet, stance="force_eager") == 0
+    compiled = compiled_in_a_new_process(deltanet, force_backend="eager")
+    assert compiled > 0, "Megatron compiles nothing: the stance of the compiler need not be set"
 
 
 def random_states_job(model: str, without: str | None) -> tuple[int, bool]:
