@@ -33,7 +33,9 @@ def sizes(task: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.shows("verl: main_ppo resumed takes the same steps as an uninterrupted run, PPO (native) and GRPO (bridge)")
+@pytest.mark.shows(
+    "verl: main_ppo resumed takes the same steps as an uninterrupted run, PPO and GRPO; make test-all runs PPO on the bridge"
+)
 @pytest.mark.parametrize(("algorithm", "backend"), [("ppo", "native"), ("ppo", "bridge"), ("grpo", "bridge")])
 def test_a_resumed_run_takes_the_steps_of_the_one_that_went_on(
     tmp_path: Path, algorithm: Algorithm, backend: Backend, monkeypatch: pytest.MonkeyPatch

@@ -24,22 +24,31 @@ RECORDED = ("tests/distributed/", "tests/e2e/", "tests/golden/")
 """Folders whose cases are recorded one by one; of the others, files."""
 LEFT_OUT = {
     "tests/e2e/test_verl_resume.py::test_a_resumed_run_takes_the_steps_of_the_one_that_went_on[ppo-native]": (
-        "eight minutes; the other cases resume PPO and GRPO, and actors of either runtime"
+        "eight minutes; PPO on the bridge, which saves most, stays"
+    ),
+    "tests/e2e/test_verl_resume.py::test_a_resumed_run_takes_the_steps_of_the_one_that_went_on[grpo-bridge]": (
+        "eight minutes; PPO on the bridge resumes an actor as GRPO does, and a critic"
     ),
     "tests/e2e/test_verl_resume.py::test_grpo_replays_routes_on_the_bridge[R2]": (
         "two minutes; R3, whose routes come from vLLM, stays"
     ),
     "tests/e2e/test_verl_ppo.py::test_ppo_trains_actor_and_critic": (
-        "four minutes; a critic on the bridge is in two other cases, an actor on it in those that resume"
+        "four minutes; a critic on the bridge is in two other cases, an actor on it in the one that resumes"
     ),
     "tests/e2e/test_verl_ppo.py::test_ppo_trains_on_both_runtimes_and_leaves_a_checkpoint": (
         "three minutes; adapters of a native actor and of a critic on the bridge stay, and the reference with GRPO"
+    ),
+    "tests/e2e/test_verl_ppo.py::test_grpo_trains_an_adapter_that_vllm_serves[False]": (
+        "three minutes; vLLM serves the adapter that PPO trains in the same way"
     ),
     "tests/e2e/test_verl_ppo.py::test_grpo_trains_an_adapter_that_vllm_serves[True]": (
         "three minutes; adapters that vLLM serves apart stay, and engines of verl merge them in tests/distributed"
     ),
     "tests/e2e/test_verl_sft.py::test_two_native_ranks_train_as_one": (
         "two minutes; the bridge's two ranks stay, and native ranks train as one in tests/distributed"
+    ),
+    "tests/e2e/test_resume.py::test_a_killed_run_of_either_runtime_goes_on_as_if_it_had_not_been[grpo-bridge]": (
+        "two minutes; GRPO stays on the native runtime, and PPO on both"
     ),
     "tests/e2e/test_demo_pipelines.py::test_the_demo_learns_its_task_in_a_pipeline[bridge]": (
         "five minutes; the mixture of experts learns in a native pipeline, and engines serve what the bridge's stages train"
@@ -48,7 +57,7 @@ LEFT_OUT = {
         "five minutes; the mixture of experts learns in the same pipeline"
     ),
     "tests/e2e/test_demo_hybrids.py::test_the_demo_learns_its_task_with_a_recurrent_state[qwen3_5]": (
-        "six minutes; the mixture, which has the same mixers, learns, and benchmarks/results/demo_runs.json has both"
+        "five minutes; the mixture, which has the same mixers, learns, and benchmarks/results/demo_runs.json has both"
     ),
 }
 """Cases that ``make test-all`` has no time for, and why it can do without; whoever names their file runs them."""
