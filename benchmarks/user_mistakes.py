@@ -20,6 +20,7 @@ RUN = {
 }
 """Options of a run that works."""
 
+_SCORED = "--eval-dataset train.jsonl --reward reward.py:compute_score"
 _RL = ("examples.grpo", "examples.ppo", "examples.tenants")
 
 
@@ -128,6 +129,10 @@ MISTAKES = (
     Mistake("a user's mistake", "examples.tenants", {"--users": '{"ann": {}, "bob": {"dataset": "bob.jsonl"}}'}),
     command("a plan of a layout that does not divide", "plan --model model --ranks 3 --tp 3"),
     command("a report of a folder that is no run", "report runs"),
+    command("a flag of a plan that is not there", "plan --modle model --ranks 1"),
+    command("an evaluation without a reward", "eval --model model --eval-dataset train.jsonl"),
+    command("an evaluation that cannot be written", f"eval --model model {_SCORED} --out train.jsonl/out"),
+    command("an evaluation of half a download", f"eval --model half_weights {_SCORED}"),
 )
 
 _REWARD = """
