@@ -38,6 +38,9 @@ def alarmed(data_source, solution_str, ground_truth, extra_info=None):
 def process(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": 1, "pid": os.getpid()}
 
+def shown(data_source, solution_str, ground_truth, extra_info=None, *, prompt):
+    return {"score": 1, "prompt": prompt}
+
 def sleeps(data_source, solution_str, ground_truth, extra_info=None):
     time.sleep(0 if solution_str == "quick" else 600)
     return 1.0

@@ -5,18 +5,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, cast
 
 from rl_backend.contracts import ConfigError
+from rl_backend.data.rewards.result import RewardCall
 from rl_backend.data.rewards.worker import module_at
 
 
 class RewardFunction(Protocol):
     """verl's ``compute_score``: called with keywords; returns a number, or a mapping with a number under ``score``.
 
-    It may be asynchronous (``async def``).
+    It may be asynchronous (``async def``). One that has a parameter ``prompt`` is given the prompt too, which verl does not.
     """
 
     def __call__(
@@ -52,6 +54,15 @@ class LoadedReward:
         parameter = inspect.signature(self.function).parameters.get("ground_truth")
         return parameter is not None and parameter.default is parameter.empty
 
+    @cached_property
+    def takes_prompt(self) -> bool:
+        """Whether the function has a parameter ``prompt``."""
+        return "prompt" in inspect.signature(self.function).parameters
+
+    def keywords(self, call: RewardCall) -> dict[str, Any]:
+        """What the function is called with."""
+        return call.arguments | ({"prompt": call.prompt} if self.takes_prompt else {})
+
     def __str__(self) -> str:
         return f"reward {self.name!r} ({self.spec})" if self.name else f"reward {self.spec}"
 
@@ -84,8 +95,10 @@ def load_reward_function(spec: str, *, field: str = "reward function") -> Reward
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError.of(field, spec, f"{location} has no function {name!r}{_others(module)}")
+    given = {"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": None}
     try:
-        inspect.signature(function).bind(data_source="", solution_str="", ground_truth="", extra_info=None)
+        signature = inspect.signature(function)
+        signature.bind(**given, **({"prompt": ""} if "prompt" in signature.parameters else {}))
     except (TypeError, ValueError) as error:
         raise ConfigError.of(
             field, spec, f"must take (data_source, solution_str, ground_truth, extra_info=None): {error}"

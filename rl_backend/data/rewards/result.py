@@ -18,14 +18,14 @@ type OnFailure = Literal["stop", "zero", "drop"]
 
 @dataclass(frozen=True)
 class RewardCall:
-    """A response to be scored: the arguments of a reward function, and the prompt, for messages.
+    """A response to be scored: the arguments of a reward function, and the prompt.
 
     Attributes:
         data_source: name of the data set.
         solution_str: the response's text.
         ground_truth: what it is compared with.
         extra_info: further facts.
-        prompt: text or chat messages.
+        prompt: text or chat messages, for functions that ask for it and for messages.
     """
 
     data_source: str
@@ -36,7 +36,7 @@ class RewardCall:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Keywords of the function."""
+        """Keywords of every function."""
         return {
             "data_source": self.data_source,
             "solution_str": self.solution_str,

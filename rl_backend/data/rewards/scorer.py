@@ -164,7 +164,7 @@ class RewardScorer:
         reward = self.rewards[index]
         try:
             if not reward.is_async:
-                result = await opened.pool.call(self._pool_of[index], call.arguments)
+                result = await opened.pool.call(self._pool_of[index], reward.keywords(call))
                 return _failure(result) if isinstance(result, Raised) else result
             async with opened.at_once:
                 return await self._call_async(reward, call)
@@ -178,7 +178,7 @@ class RewardScorer:
     async def _call_async(self, reward: LoadedReward, call: RewardCall) -> Any:
         async def guarded() -> Any:
             try:
-                return await reward.function(**call.arguments)  # type: ignore[misc]
+                return await reward.function(**reward.keywords(call))  # type: ignore[misc]
             except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:  # these would end the loop, or us
                 return _failure(Raised(error))
 
@@ -196,7 +196,7 @@ class RewardScorer:
     def _call_here(self, call: RewardCall, index: int) -> _Result | _Failure:
         result: Any
         try:
-            result = self.rewards[index].function(**call.arguments)
+            result = self.rewards[index].function(**self.rewards[index].keywords(call))
         except (Exception, SystemExit) as error:  # noqa: BLE001, as in _outcome
             result = _failure(Raised(error))
         self._check()

@@ -76,6 +76,24 @@ def test_scores_are_in_the_order_of_the_calls(options: dict[str, Any], opened: E
     assert values(rewards.score(calls("dddd"))) == [4]
 
 
+@pytest.mark.shows("rewards: a function that has a parameter for the prompt is given it, text or messages")
+@pytest.mark.parametrize("options", [{}, {"workers": 2}, {"processes": True}], ids=str)
+def test_a_function_that_asks_for_the_prompt_is_given_it(
+    options: dict[str, Any], reward_file: Path, opened: ExitStack
+) -> None:
+    rewards = opened.enter_context(RewardConfig(functions=f"{reward_file}:shown", **options).load())
+    prompts: list[Any] = ["2+2=", [{"role": "user", "content": "2+2?"}]]
+    scores = rewards.score([RewardCall("sums", "4", "4", {}, prompt) for prompt in prompts])
+    assert [score.info["prompt"] for score in scores] == prompts
+
+
+def test_an_asynchronous_function_is_given_the_prompt_too(opened: ExitStack) -> None:
+    async def judge(solution_str: str, prompt: str, **_: Any) -> float:
+        return len(prompt)
+
+    assert values(opened.enter_context(of(judge)).score(calls("4"))) == [len("2+2=")]
+
+
 def test_plain_functions_run_one_after_the_other_in_the_callers_thread_unless_told_otherwise() -> None:
     def reward(**_: Any) -> float:
         return threading.get_ident()
