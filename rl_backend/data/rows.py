@@ -152,7 +152,11 @@ def open_rows(source: Path | str, *, field: str = "dataset", default_split: str 
     path = Path(text).expanduser()
     if path.is_file():
         if path.suffix not in _SUFFIXES:
-            raise ConfigError.of(field, text, "unknown suffix; expected .parquet or .jsonl")
+            problem = (
+                "is neither a .jsonl nor a .parquet file; convert it, or give a folder of its own, which the datasets "
+                "library reads"
+            )
+            raise ConfigError.of(field, text, problem)
         try:
             rows: Rows = JsonLines(path) if path.suffix == ".jsonl" else ParquetRows(path)
         except OSError as error:

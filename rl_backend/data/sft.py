@@ -91,7 +91,8 @@ def load_sft_examples(
         limit = "the model's positions", positions, "shorten them"
 
     def make(index: int) -> tuple[list[TokenSequence], Sequence[Length]]:
-        example, where = read_example(rows, index, data, require_answer=False), rows.where(index)
+        example = read_example(rows, index, data, require_answer=data.answer_column is not None)
+        where = rows.where(index)
         try:
             found = example_tokens(example, tokenizer, data, train_on, where)
         except BatchError as error:

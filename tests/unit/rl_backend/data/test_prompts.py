@@ -271,6 +271,9 @@ def test_folders_of_datasets_are_read_with_their_splits(tmp_path: Path, datasets
 
     assert answers("one") == answers("both") == answers("files") == answers("both::train") == ["train"]
     assert answers("both::test") == answers("files::test", default_split=None) == ["test"]
+    (tmp_path / "table").mkdir()
+    (tmp_path / "table" / "any.csv").write_text("prompt,answer\n2+2=,four\n")
+    assert answers("table") == ["four"]
     assert read_examples(tmp_path / "one") == [PromptExample(ASKED, "train", "one")]
     assert {file.suffix for source in ("one", "both", "files") for file in data_files(tmp_path / source)} == {".arrow"}
     with pytest.raises(ConfigError, match=r"eval_dataset='.*both': has several splits, train, test; name one .*both::train"):

@@ -182,6 +182,18 @@ def test_rows_of_messages_train_their_turns_and_answers_of_their_own_column_alon
         load_sft_examples(write_rows(tmp_path / "a.jsonl", {"prompt": "x"}), tokenizer, 128, 256)
 
 
+def test_of_messages_and_an_answer_the_messages_are_trained_unless_the_column_is_named(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(CHATML)
+    path = write_rows(tmp_path / "train.jsonl", {"messages": CONVERSATION[:2], "answer": "4"})
+    for data, answer in ((DataConfig(), CONVERSATION[1]["content"]), (DataConfig(answer_column="answer"), "4")):
+        ((sequence,),) = load_sft_examples(path, tokenizer, 128, 256, data)
+        trained = sequence.input_ids[sequence.token_fields["loss_mask"].roll(1) > 0]
+        assert tokenizer.decode(trained) == f"{answer}<|im_end|>"
+    write_rows(path, {"messages": CONVERSATION, "gold": "4"}, {"messages": CONVERSATION, "gold": None})
+    with pytest.raises(BatchError, match=r"line 2, field gold: missing or null; .*; name its column with answer_column"):
+        load_sft_examples(path, tokenizer, 128, 256, DataConfig(answer_column="gold"))
+
+
 def test_examples_that_are_too_long_are_refused_filtered_or_cut_with_their_count(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(None)
     rows = [{"prompt": "ab", "answer": "z" * length} for length in (3, 40, 3, 50)]
