@@ -18,6 +18,7 @@ from actors.run import parse_config
 from rl_backend.cli import main as command_line
 from rl_backend.cli.example import EXAMPLES
 from rl_backend.contracts import ConfigError, NativeConfig, ParallelConfig
+from rl_backend.data.prompts import read_examples
 from rl_backend.model.blocks import require_divided
 from tests.mutations.fault import Fault
 from tests.support.claims import ROOT
@@ -71,6 +72,11 @@ def is_signature_of_rewards(block: CodeBlock) -> None:
     assert names["compute_score"](data_source="", solution_str="", ground_truth="", extra_info=None) is None
 
 
+def are_rows_with_answers(block: CodeBlock) -> None:
+    Path("rows.jsonl").write_text(block.text)
+    assert [example.ground_truth for example in read_examples("rows.jsonl")] == ["4"] * 3
+
+
 def is_fault_of_this_tree(block: CodeBlock) -> None:
     fault = eval(block.text, {"Fault": Fault})
     assert (ROOT / fault.file).read_text().count(fault.old) == 1
@@ -99,6 +105,7 @@ OTHER_CHECKS: Sequence[tuple[str, str, Callable[[CodeBlock], None] | None, str]]
     ("docs/checkpoints.md", "runs/mine/checkpoints/", None, "files of a run"),
     ("docs/cluster.md", "--environment", None, "a part of a command that needs a cluster"),
     ("docs/concepts.md", "(token_losses", is_mean_over_tokens, ""),
+    ("docs/data.md", '{"prompt"', are_rows_with_answers, ""),
     ("docs/data.md", "def compute_score", is_signature_of_rewards, ""),
     ("docs/evaluation.md", "model: ", are_options_of("examples.grpo"), ""),
     (
@@ -218,7 +225,7 @@ def check_make(arguments: Sequence[str]) -> None:
 
 def check_extras(arguments: Sequence[str]) -> None:
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for extras in re.findall(r"rl-backend\[(.*?)\]", " ".join(arguments)):
+    for extras in re.findall(r"(?:rl-backend|\.)\[(.*?)\]", " ".join(arguments)):
         assert set(extras.split(",")) <= known.keys()
 
 
