@@ -30,6 +30,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.name is None:
         for name, purpose in EXAMPLES.items():
             print(f"{name:8}{purpose}: {example_file(name)}")
+        recipes = example_file("grpo").parent / "recipes"
+        names = ", ".join(sorted(file.stem for file in recipes.glob("*.json")))
+        print(f"{'recipes':8}for grpo --config, of {names}: {recipes / 'NAME.json'}")
         return 0
     return run_example(arguments.name, arguments.options)
 

@@ -91,3 +91,13 @@ def test_a_reader_that_leaves_ends_a_command_without_a_traceback(arguments: str,
 
 def test_every_example_is_where_its_command_looks() -> None:
     assert all(example_file(name).is_file() for name in EXAMPLES)
+
+
+def test_the_list_of_examples_says_where_each_is_and_where_the_recipes_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["example"]) == 0
+    *examples, recipes = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in examples] == list(EXAMPLES)
+    assert all(Path(line.rpartition(": ")[2]).is_file() for line in examples)
+    names, _, path = recipes.removeprefix("recipes for grpo --config, of ").partition(": ")
+    assert "dapo" in names.split(", ")
+    assert all(Path(path.replace("NAME", name)).is_file() for name in names.split(", "))
