@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rl_backend.cli.example import EXAMPLES, example_file
-from rl_backend.cli.main import EXIT_BROKEN_PIPE, main
+from rl_backend.cli.main import COMMANDS, EXIT_BROKEN_PIPE, main
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -91,6 +92,13 @@ def test_a_reader_that_leaves_ends_a_command_without_a_traceback(arguments: str,
 
 def test_every_example_is_where_its_command_looks() -> None:
     assert all(example_file(name).is_file() for name in EXAMPLES)
+
+
+def test_the_page_lists_every_command() -> None:
+    _, _, table = (ROOT / "docs" / "getting_started.md").read_text().partition("| command | what it does |")
+    rows = table.partition("\n\n")[0].splitlines()
+    listed = [name for row in rows for name in re.findall(r"`([\w-]+)`", row.split("|")[1] if "|" in row else "")]
+    assert sorted(listed) == sorted([*EXAMPLES, *COMMANDS])
 
 
 def test_the_list_of_examples_says_where_each_is_and_where_the_recipes_are(capsys: pytest.CaptureFixture[str]) -> None:
