@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
@@ -180,7 +181,7 @@ def open_session(config: TrainingConfig, phases: Phases | None = None) -> Iterat
     ranks, engines = config.ranks * config.training_groups, config.num_engines
     phases = phases or Phases()
     with ExitStack() as stack:
-        with phases.phase("ray", _ray_is()):
+        with phases.phase("ray", ray_is()):
             stack.enter_context(ray_session(ranks, engines))
         share = share_cluster(ranks, engines, take_turns=not config.batches_ahead)
         runtime = config.runtime_config()
@@ -196,13 +197,14 @@ def open_session(config: TrainingConfig, phases: Phases | None = None) -> Iterat
         if wanted is not None:
             with (
                 phases.phase("engines", f"starting {count(engines, 'vLLM engine')}, each of which loads the model"),
-                _log_of_engines(config.run_dir),
+                log_of_engines(config.run_dir),
             ):
                 rollout = stack.enter_context(RolloutGroup(wanted))
         yield Session(groups, rollout)
 
 
-def _ray_is() -> str:
+def ray_is() -> str:
+    """What a start does about Ray, for its phase."""
     if ray.is_initialized():
         return "running already"
     address = os.environ.get("RAY_ADDRESS")
@@ -210,16 +212,20 @@ def _ray_is() -> str:
 
 
 @contextmanager
-def _log_of_engines(run_dir: str) -> Iterator[None]:
-    """What vLLM says when it does not start is for a file; the error has the sentence."""
+def log_of_engines(folder: str | None) -> Iterator[None]:
+    """What vLLM says when it does not start is for a file in ``folder``; the error has the sentence.
+
+    Args:
+        folder: made if it is missing; None takes one of the system's temporary files.
+    """
     try:
         yield
     except RolloutError as error:
         text = error.details.get("traceback")
         if text is None:
             raise
-        log = Path(run_dir) / ENGINES_LOG
-        with usable_run_dir(run_dir):
+        log = Path(folder or tempfile.mkdtemp(prefix="rl-backend-")) / ENGINES_LOG
+        with usable_run_dir(log.parent):
             log.parent.mkdir(parents=True, exist_ok=True)
             log.write_text(text)
         raise RolloutError(f"{error}; all that vLLM said is in {log}", **error.details) from None

@@ -12,6 +12,8 @@ _BAD_FILE = f"{_FILES}::test_a_wrong_file_is_one_sentence_with_file_and_line"
 _PRINTED = f"{_FILES}::test_the_printed_configuration_is_read_as_the_same"
 _FAILED = "tests/unit/actors/run/test_failed_start.py"
 _CHECK = "tests/unit/rl_backend/cli/test_check_command.py"
+_EVALUATION = "actors/run/evaluation.py"
+_EVALUATED = "tests/unit/actors/run/test_held_out.py::test_an_evaluation_that_cannot_work_is_refused_before_anything_starts"
 _STATUS = "tests/unit/actors/run/test_stop.py::test_the_exit_status_says_what_ended_a_run"
 
 FAULTS = [
@@ -126,5 +128,29 @@ FAULTS = [
         "                pass\n",
         (f"{_FAILED}::test_a_start_that_fails_leaves_a_report_and_not_an_obstacle",),
         "run.json would say that a run goes on which never began",
+    ),
+    Fault(
+        "unknown-flag-named-after-those-that-are-missing",
+        "rl_backend/cli/main.py",
+        "            subparser.refuse_unknown(argv[argv.index(name) + 1 :])\n",
+        "",
+        ("tests/unit/rl_backend/cli/test_command.py::test_what_a_command_does_not_take_is_refused_in_a_sentence",),
+        "--modle would be answered with: --model must be given",
+    ),
+    Fault(
+        "evaluation-finds-out-last-that-it-cannot-write",
+        _EVALUATION,
+        "    require_writable(out, _OUT)\n",
+        "",
+        (_EVALUATED,),
+        "an hour of answers would be lost",
+    ),
+    Fault(
+        "evaluation-leaves-damaged-weights-to-vllm",
+        _EVALUATION,
+        '        require_readable_weights("EvalConfig.model", config.model)\n',
+        "        pass\n",
+        (_EVALUATED,),
+        "half a download would be a traceback of vLLM, a minute later",
     ),
 ]

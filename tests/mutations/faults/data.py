@@ -157,4 +157,12 @@ FAULTS = [
         (_EPOCH,),
         "examples would always have the same neighbours",
     ),
+    Fault(
+        "row-without-its-answer-trained-on-something-else",
+        _SFT,
+        "require_answer=data.answer_column is not None",
+        "require_answer=False",
+        (f"{_EXAMPLES}::test_of_messages_and_an_answer_the_messages_are_trained_unless_the_column_is_named",),
+        "an earlier turn would be trained where the column with the answer is empty",
+    ),
 ]

@@ -47,8 +47,8 @@ FAULTS = [
     Fault(
         "limit-counts-the-wait-for-a-worker",
         _SCORER,
-        "await opened.pool.call(self._pool_of[index], call.arguments)",
-        "await asyncio.wait_for(opened.pool.call(self._pool_of[index], call.arguments), self._limit)",
+        "await opened.pool.call(self._pool_of[index], reward.keywords(call))",
+        "await asyncio.wait_for(opened.pool.call(self._pool_of[index], reward.keywords(call)), self._limit)",
         (f"{_LIMITS}::test_a_call_waits_for_its_turn_without_losing_time",),
         "the last responses of a batch would fail, however quick the function is",
     ),
@@ -116,5 +116,13 @@ FAULTS = [
         "",
         (f"{_REWARDS}::test_what_a_function_caught_is_raised_after_it",),
         "a reward function that catches everything would survive SIGTERM",
+    ),
+    Fault(
+        "prompt-given-in-processes-alone",
+        _SCORER,
+        "self.rewards[index].function(**self.rewards[index].keywords(call))",
+        "self.rewards[index].function(**call.arguments)",
+        (f"{_REWARDS}::test_a_function_that_asks_for_the_prompt_is_given_it",),
+        "a judge would be refused its prompt, or fail, once --reward-workers is left out",
     ),
 ]

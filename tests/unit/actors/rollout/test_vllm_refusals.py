@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,11 +55,24 @@ def test_the_traceback_goes_to_a_file_of_the_run_folder(tmp_path: Path, monkeypa
     monkeypatch.setattr(session, "RolloutGroup", start)
     with (
         pytest.raises(RolloutError, match=rf"does not start; all that vLLM said is in {run_dir}/engines\.log$") as refused,
-        session._log_of_engines(str(run_dir)),
+        session.log_of_engines(str(run_dir)),
     ):
         session.RolloutGroup(RolloutConfig(model_path="m"))
     assert refused.value.__cause__ is None
     assert (run_dir / "engines.log").read_text() == "Traceback: of vLLM"
+
+
+def test_an_evaluation_that_writes_nothing_keeps_the_traceback_in_a_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with (
+        pytest.raises(RolloutError, match=rf"all that vLLM said is in {tmp_path}/\S+/engines\.log$"),
+        session.log_of_engines(None),
+    ):
+        raise RolloutError("engine 0: vLLM does not start", traceback="Traceback: of vLLM")
+    (log,) = tmp_path.rglob("engines.log")
+    assert log.read_text() == "Traceback: of vLLM"
 
 
 def test_engines_take_no_longer_sequences_than_their_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
