@@ -133,6 +133,7 @@ MISTAKES = (
     command("an evaluation without a reward", "eval --model model --eval-dataset train.jsonl"),
     command("an evaluation that cannot be written", f"eval --model model {_SCORED} --out train.jsonl/out"),
     command("an evaluation of half a download", f"eval --model half_weights {_SCORED}"),
+    command("an evaluation on a GPU that is not there", f"eval --model model {_SCORED} --rollout.device cuda"),
 )
 
 _REWARD = """

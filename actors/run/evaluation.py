@@ -23,6 +23,7 @@ from actors.run.held_out import HeldOutResult, answer
 from actors.run.lengths import fitted_lengths
 from actors.run.lock import require_writable, usable_run_dir
 from actors.run.options import Follows, Options
+from actors.run.preflight.machine import require_engines
 from actors.run.preflight.model import require_readable_weights, require_whole_model
 from actors.run.rank_options import resolve_dtype
 from actors.run.rl_config import REWARD_OPTIONS
@@ -145,8 +146,8 @@ def evaluate(config: EvalConfig, rollout: RolloutGroup | None = None) -> dict[st
         ``held_out.jsonl``.
 
     Raises:
-        ConfigError, CheckpointError, BatchError: a file or folder that is missing or cannot be used, before anything is
-            started.
+        ConfigError, CheckpointError, BatchError, UnsupportedError: a file, folder or machine that is missing something or
+            cannot be used, before anything is started.
     """
     if config.out is not None:
         _check_out(config.out)
@@ -155,6 +156,7 @@ def evaluate(config: EvalConfig, rollout: RolloutGroup | None = None) -> dict[st
     _check_model(config)
     if rollout is None:
         require_readable_weights("EvalConfig.model", config.model)
+        require_engines(config.rollout)
     tokenizer, reward = load_tokenizer(config.model), load_scorer(config.rewards)
     load = partial(
         load_prompts,

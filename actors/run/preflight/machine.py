@@ -34,8 +34,7 @@ def find_packages(config: TrainingConfig) -> str:
         require_installed()
         found.append("Megatron")
     if config.num_engines:
-        if importlib.util.find_spec("vllm") is None:
-            raise UnsupportedError("vllm is not installed, which samples responses; pip install 'rl-backend[vllm]'")
+        _require_vllm()
         found.append("vllm")
     return ", ".join(found)
 
@@ -63,7 +62,11 @@ def find_devices(config: TrainingConfig) -> str:
             owner, device, "every rank gets a GPU of this machine; use auto, or hide them with CUDA_VISIBLE_DEVICES="
         )
     if isinstance(config, RLConfig):
-        _check_engines(config, gpus)
+        served = config.rollout.replace(model_path=config.model)
+        on_gpus = _check_engines(served, gpus, beside=ranks if config.batches_ahead else 0)
+        if not on_gpus and config.transport in ("nccl", "cuda_ipc"):
+            problem = "sends from GPU to GPU; on CPUs use auto, shared_memory or gloo"
+            raise ConfigError.of(f"{type(config).__name__}.transport", config.transport, problem)
     return f"{usable_cores()} cores, {gpus} GPUs for {ranks} rank(s) and {engines} engine(s)"
 
 
@@ -72,32 +75,49 @@ def is_on_cluster() -> bool:
     return "RAY_ADDRESS" in os.environ or ray.is_initialized()
 
 
-def _check_engines(config: RLConfig, gpus: int) -> None:
-    engines = config.rollout
+def require_engines(engines: RolloutConfig) -> None:
+    """Checks that this machine can start engines, without any training rank; a cluster's machines are left to Ray.
+
+    Raises:
+        ConfigError: options of devices that are not here, or that do not divide the model.
+        UnsupportedError: vLLM is missing, or cannot serve the model here.
+    """
+    if is_on_cluster():
+        return
+    _require_vllm()
+    gpus = torch.cuda.device_count()
+    if 0 < gpus < engines.num_engines:
+        problem = f"each takes a GPU, and this machine has {gpus}; use at most that"
+        raise ConfigError.of("RolloutConfig.num_engines", engines.num_engines, problem)
+    _check_engines(engines, gpus)
+
+
+def _require_vllm() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        raise UnsupportedError("vllm is not installed, which samples responses; pip install 'rl-backend[vllm]'")
+
+
+def _check_engines(engines: RolloutConfig, gpus: int, *, beside: int = 0) -> bool:
+    """Whether they are on GPUs; ``beside`` processes have cores of their own at the same time."""
     if engines.device == "cuda" and not gpus:
         raise ConfigError.of("RolloutConfig.device", "cuda", "this machine has no GPU that PyTorch sees; use auto or cpu")
     on_gpus = engines.device == "cuda" or (engines.device == "auto" and gpus and engines.cores is None)
     device = "cuda" if on_gpus else "cpu"
     check_engine_device(engines, device)
-    check_served(engines.replace(model_path=config.model), device)
-    if not on_gpus and config.transport in ("nccl", "cuda_ipc"):
-        raise ConfigError.of(
-            f"{type(config).__name__}.transport",
-            config.transport,
-            "sends from GPU to GPU; on CPUs use auto, shared_memory or gloo",
-        )
-    heads, parts = text_config(read_hf_config(config.model)).get("num_attention_heads"), engines.tensor_parallel
+    check_served(engines, device)
+    heads, parts = text_config(read_hf_config(engines.model_path)).get("num_attention_heads"), engines.tensor_parallel
     if isinstance(heads, int) and heads % parts:
         raise ConfigError.of(
             "RolloutConfig.tensor_parallel",
             parts,
-            f"does not divide num_attention_heads={heads} of {config.model}; {nearest(parts, divisors(heads))}",
+            f"does not divide num_attention_heads={heads} of {engines.model_path}; {nearest(parts, divisors(heads))}",
         )
     if not on_gpus:
-        _check_cores(config, engines)
+        _check_cores(engines, beside)
+    return bool(on_gpus)
 
 
-def _check_cores(config: RLConfig, engines: RolloutConfig) -> None:
+def _check_cores(engines: RolloutConfig, beside: int) -> None:
     cores, parts = sorted(os.sched_getaffinity(0)), engines.tensor_parallel
     missing = sorted({core for group in engines.cores or () for core in group} - set(cores))
     if missing:
@@ -108,8 +128,7 @@ def _check_cores(config: RLConfig, engines: RolloutConfig) -> None:
             engines.cores_per_engine,
             f"this machine has {len(cores)} cores; use at most that",
         )
-    ranks = config.ranks * config.training_groups
-    each = cores_each(engines.num_engines + (ranks if config.batches_ahead else 0))
+    each = cores_each(engines.num_engines + beside)
     if engines.cores is None and engines.cores_per_engine is None and each % parts:
         raise ConfigError.of(
             "RolloutConfig.tensor_parallel",

@@ -267,6 +267,10 @@ def test_an_evaluation_that_cannot_work_is_refused_before_anything_starts(task: 
         ({"model": str(tmp_path / "adapter")}, "has adapters alone"),
         ({"out": str(tmp_path / "run")}, r"out=.* has evaluation\.json already"),
         ({"reward": "nowhere:f"}, "cannot import nowhere"),
+        (
+            {"rollout": {"tensor_parallel": 3}},
+            r"tensor_parallel=3: does not divide num_attention_heads=4 .* use 2 or 4",
+        ),
         ({"eval_dataset": "nothing.jsonl"}, "no such file"),
         ({"max_prompt_tokens": 1}, "max_prompt_tokens=1"),
     ):
