@@ -110,7 +110,7 @@ def read_rotary(
         theta = config.positive_float("rope_theta", default_theta)
     else:
         theta = entry.number("rope_theta")
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    kind = _kind(parameters)
     match kind:
         case "default":
             entry.check_fields()
@@ -181,13 +181,20 @@ def _parameters(config: HFConfig) -> tuple[str, Mapping[str, Any]]:
     return next(iter(found.items()), ("rope_parameters", {}))
 
 
+def _kind(parameters: Mapping[str, Any]) -> Any:
+    return parameters.get("rope_type", parameters.get("type", "default"))
+
+
 def _rotated(config: HFConfig, field: str, parameters: Mapping[str, Any], head_dim: int, default_part: float | None) -> int:
     """How many features of a head are rotated, the first."""
-    part = parameters.get("partial_rotary_factor")
+    part, beside = parameters.get("partial_rotary_factor"), config.get("partial_rotary_factor")
     refused: tuple[str, Any] = (field, dict(parameters))
     if part is None:
-        part = config.get("partial_rotary_factor", 1.0 if default_part is None else default_part)
+        part = (1.0 if default_part is None else default_part) if beside is None else beside
         refused = ("partial_rotary_factor", part)
+    elif beside not in (None, part) and _kind(parameters) != "default":
+        # transformers takes the field beside the object where frequencies are scaled, and the one inside where not.
+        config.refuse("partial_rotary_factor", beside, f"{field} says {part!r}; make them the same")
     if default_part is None and part != 1.0:
         config.refuse(*refused, "only a partial_rotary_factor of 1.0 is implemented")
     if not is_finite(part) or not 0.0 < part <= 1.0:

@@ -104,12 +104,13 @@ class ChunkedDeltaRule:
         v = self._chunked(value, self.heads).unflatten(1, (key_heads, -1))
         g, b = (self._chunked(x[..., None], self.heads).unflatten(1, (key_heads, -1)) for x in (decay, beta))
         hidden = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).triu_(1)
-        # The running sum of g, as CUDA can compute it deterministically.
-        total = g.mT.masked_fill(hidden, 0.0).sum(-1)
-        since_start = total.exp()[..., None]
+        # The running sum of g, as CUDA can compute it deterministically. In float64: behind a token that forgets, what is
+        # left between two tokens is a small difference of large sums.
+        total = g.mT.double().masked_fill(hidden, 0.0).sum(-1)
+        since_start = total.to(v.dtype).exp()[..., None]
         last = total[..., -1:]
         # Hidden before the exponential: above the diagonal it may overflow, and infinity times 0 has no gradient.
-        between = (total[..., :, None] - total[..., None, :]).masked_fill(hidden, -torch.inf).exp()
+        between = (total[..., :, None] - total[..., None, :]).to(v.dtype).masked_fill(hidden, -torch.inf).exp()
         # (I + lower)^-1 applied to both; neither the diagonal, of ones, nor what is above it is read.
         lower = k @ k.mT * between * b
         right = torch.cat((b * v, b * since_start * k), dim=-1)
@@ -117,7 +118,7 @@ class ChunkedDeltaRule:
         self.written, self.erased = self._flat(solved).split((self.value_dim, self.key_dim), dim=-1)
         self.attention = self._flat(q @ k.mT * between)
         self.from_state = self._flat(q * since_start)
-        self.to_state = self._flat(k * (last - total).exp()[..., None])
+        self.to_state = self._flat(k * (last - total).to(v.dtype).exp()[..., None])
         self.kept = self._flat(since_start[..., -1:, :])
 
     def outputs(self, initial: Tensor | None = None) -> Tensor:

@@ -25,6 +25,14 @@ FAULTS = [
         "a strong decay would overflow above the diagonal, and gradients be NaN",
     ),
     Fault(
+        "running-sum-in-float32",
+        _RULE,
+        "total = g.mT.double().masked_fill(hidden, 0.0).sum(-1)",
+        "total = g.mT.masked_fill(hidden, 0.0).sum(-1)",
+        (f"{_RULE_TESTS}::test_a_token_that_forgets_costs_no_accuracy_behind_it",),
+        "tokens behind one that forgets would be read with a hundred times the rounding of float32",
+    ),
+    Fault(
         "state-without-decay-between-chunks",
         _RULE,
         "after = torch.baddbmm(state * kept, to_state.mT, news[-1])",

@@ -166,6 +166,7 @@ MIXTURE: dict[str, Any] = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 24,
 }
+SCALED = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.25}
 
 
 def parse(config: dict[str, Any]) -> DecoderSpec:
@@ -221,6 +222,11 @@ def test_a_nested_model_has_the_names_of_released_files() -> None:
         (HF_CONFIG, {"attention_bias": True}, "attention_bias=True"),
         (HF_CONFIG, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         (HF_CONFIG, {"full_attention_interval": 0}, "full_attention_interval=0"),
+        (
+            HF_CONFIG,
+            {"partial_rotary_factor": 0.5, "rope_parameters": SCALED},
+            "partial_rotary_factor=0.5: rope_parameters says 0.25; make them the same",
+        ),
         (MIXTURE, {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]"),
         (MIXTURE, {"norm_topk_prob": False}, "norm_topk_prob=False"),
         (MIXTURE, {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size=None"),

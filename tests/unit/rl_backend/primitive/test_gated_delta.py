@@ -68,6 +68,20 @@ def test_float32_is_as_near_as_its_rounding() -> None:
     torch.testing.assert_close(gated_delta_rule(*leaves, LENGTHS).double(), exact, atol=1e-6, rtol=0)
 
 
+def test_a_token_that_forgets_costs_no_accuracy_behind_it() -> None:
+    """Running sums of its chunk are near -1000 from there on, where float32 has steps of 6e-5."""
+    leaves = inputs(LENGTHS, decay=0.05, dtype=torch.float32)
+    with torch.no_grad():
+        leaves[3][:: CHUNK // 2] = -500.0
+    exact_leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    found, exact = gated_delta_rule(*leaves, LENGTHS), one_by_one(exact_leaves, LENGTHS)
+    torch.testing.assert_close(found.double(), exact, atol=1e-6, rtol=0)
+    mix = torch.randn(exact.shape, generator=torch.Generator().manual_seed(1), dtype=exact.dtype)
+    gradients = torch.autograd.grad((found * mix).sum(), leaves)
+    expected = torch.autograd.grad((exact * mix).sum(), exact_leaves)
+    assert all(float((left - right).norm() / right.norm()) < 1e-6 for left, right in zip(gradients, expected, strict=True))
+
+
 def test_half_precision_is_computed_in_float32() -> None:
     leaves = [leaf.detach().bfloat16() for leaf in inputs(LENGTHS, dtype=torch.float32)]
     found = gated_delta_rule(*leaves, LENGTHS)
