@@ -17,6 +17,7 @@ from actors.rollout.group import RolloutGroup
 from actors.rollout.lengths import more_than, positions_of
 from actors.rollout.placement import with_share
 from actors.run.collect import stop_token_ids
+from actors.run.console import Phases
 from actors.run.eval_sets import EvalDatasets, EvalSet, load_held_out, sets_by_name
 from actors.run.held_out import HeldOutResult, answer
 from actors.run.lengths import fitted_lengths
@@ -27,13 +28,14 @@ from actors.run.preflight.model import require_readable_weights, require_whole_m
 from actors.run.rank_options import resolve_dtype
 from actors.run.rl_config import REWARD_OPTIONS
 from actors.run.scoring import load_scorer
+from actors.run.session import log_of_engines, ray_is
 from rl_backend.checkpoint.durable import replace_text
 from rl_backend.contracts import ConfigError
 from rl_backend.data.config import DataConfig
 from rl_backend.data.hub import local_model
 from rl_backend.data.prompts import load_prompts, load_tokenizer
 from rl_backend.data.rewards import RewardConfig
-from rl_backend.lab.text import json_text
+from rl_backend.lab.text import count, json_text
 
 ANSWERS, RESULTS = "held_out.jsonl", "evaluation.json"
 _OUT = "EvalConfig.out"
@@ -163,14 +165,22 @@ def evaluate(config: EvalConfig, rollout: RolloutGroup | None = None) -> dict[st
         data=config.data,
         require_answer=reward.needs_ground_truth,
     )
-    sets = load_held_out(config.eval_sets, config.eval_sampling, load, stop_token_ids(config.model, tokenizer))
+    phases, engines = Phases(), config.rollout.num_engines
+    with phases.phase("data", f"reading {count(len(config.eval_sets), 'held-out set')}"):
+        sets = load_held_out(config.eval_sets, config.eval_sampling, load, stop_token_ids(config.model, tokenizer))
     with ExitStack() as stack:
         stack.callback(reward.close)
         if rollout is None:
-            stack.enter_context(ray_session(0, config.rollout.num_engines))
-            share = share_cluster(0, config.rollout.num_engines)
-            rollout = stack.enter_context(RolloutGroup(with_share(config.filled("rollout"), share)))
-        results = answer(rollout, sets, tokenizer, reward, seed=config.rollout.seed)
+            with phases.phase("ray", ray_is()):
+                stack.enter_context(ray_session(0, engines))
+            wanted = with_share(config.filled("rollout"), share_cluster(0, engines))
+            with (
+                phases.phase("engines", f"starting {count(engines, 'vLLM engine')}, each of which loads the model"),
+                log_of_engines(config.out),
+            ):
+                rollout = stack.enter_context(RolloutGroup(wanted))
+        with phases.phase("held-out", f"answering {count(sum(len(each.prompts) for each in sets), 'prompt')}"):
+            results = answer(rollout, sets, tokenizer, reward, seed=config.rollout.seed)
     if config.out is not None:
         _write(Path(config.out), config, results, tokenizer)
     return {result.held_out.name: result for result in results}
