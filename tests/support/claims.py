@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
+
+from tests.support.matrix import LEFT_OUT
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "claims.md"
 START, END = "<!-- what works: from tests -->", "<!-- end -->"
+RUN_BY = ("", " (`make test-all`)", " (run by name)")
+"""What a link says of a file: `make test` runs it, `make test-all` alone does, or neither has time for it."""
 
 
-def claims(root: Path = ROOT) -> dict[str, dict[str, bool]]:
-    """Claim -> test files that show it, in order of appearance, and whether they do so in ``make test-all`` alone."""
-    found: dict[str, dict[str, bool]] = defaultdict(dict)
+def claims(root: Path = ROOT) -> dict[str, dict[str, int]]:
+    """Claim -> test files that show it, in order of appearance, and which of :data:`RUN_BY` runs them."""
+    found: dict[str, dict[str, int]] = defaultdict(dict)
     for path in sorted((root / "tests").rglob("test_*.py")):
         tree = ast.parse(path.read_text())
         long_file = any(_is_long(node.value) for node in tree.body if isinstance(node, ast.Assign))
@@ -26,7 +31,8 @@ def claims(root: Path = ROOT) -> dict[str, dict[str, bool]]:
                 long = long_file or any(map(_is_long, filter(_is_mark, node.decorator_list)))
                 for claim in filter(None, map(_claim, node.decorator_list)):
                     name = str(path.relative_to(root))
-                    found[claim][name] = found[claim].get(name, True) and long
+                    run_by = 2 if _is_left_out(name, node) else int(long)
+                    found[claim][name] = min(found[claim].get(name, run_by), run_by)
     return dict(found)
 
 
@@ -36,8 +42,7 @@ def table(root: Path = ROOT) -> str:
     for claim, files in sorted(claims(root).items()):
         area, _, text = claim.partition(": ")
         links = ", ".join(
-            f"[{Path(name).stem.removeprefix('test_')}](../{name}){' (`make test-all`)' if long else ''}"
-            for name, long in files.items()
+            f"[{Path(name).stem.removeprefix('test_')}](../{name}){RUN_BY[run_by]}" for name, run_by in files.items()
         )
         rows.append(f"| {area} | {text} | {links} |")
     return "\n".join(rows)
@@ -48,6 +53,17 @@ def page_with_table() -> str:
     head, rest = PAGE.read_text().split(START)
     _, tail = rest.split(END)
     return f"{head}{START}\n{table()}\n{END}{tail}"
+
+
+def _is_left_out(file: str, test: ast.FunctionDef, left_out: Mapping[str, str] = LEFT_OUT) -> bool:
+    """Whether ``make test-all`` leaves out all cases of a test."""
+    name, cases = f"{file}::{test.name}", 1
+    for decorator in test.decorator_list:
+        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.parametrize":
+            values = decorator.args[1]
+            # Cases that are computed cannot be counted here; none of these tests is left out whole.
+            cases *= len(values.elts) if isinstance(values, ast.List) else len(left_out) + 1
+    return sum(case == name or case.startswith(f"{name}[") for case in left_out) == cases
 
 
 def _is_long(mark: ast.expr) -> bool:

@@ -64,7 +64,7 @@ LEFT_OUT = {
 RULE = (
     "make test runs cases of tests/distributed such that every pair of values that one case has is in a case that runs, and "
     "every test runs with every value of its own parameters, but for tests that name the cases they keep; in make test-all "
-    "every test of tests/distributed has all pairs of its own values, and all other tests have all of their cases"
+    "every test of tests/distributed has all pairs of its own values, and all other tests have all cases but those left out"
 )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.claims import PAGE, ROOT, claims, page_with_table
+from tests.support.claims import PAGE, ROOT, RUN_BY, claims, page_with_table
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -22,6 +22,13 @@ def test_the_table_of_what_works_is_the_one_that_the_tests_make() -> None:
 def test_every_claim_names_its_area() -> None:
     assert claims()
     assert [claim for claim in claims() if ": " not in claim] == []
+
+
+def test_the_table_says_which_command_runs_the_tests_of_a_claim() -> None:
+    found, file = claims(), "tests/e2e/test_verl_ppo.py"
+    texts = ("trains PPO with a critic on the bridge", "trains GRPO with a KL reference and vLLM, and writes a checkpoint")
+    assert [RUN_BY[found[f"verl: main_ppo {text}"][file]] for text in texts] == [" (run by name)", " (`make test-all`)"]
+    assert found["loop: one seed gives the same rewards twice"] == {"tests/e2e/test_resume.py": 0}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
