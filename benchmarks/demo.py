@@ -34,16 +34,15 @@ def main() -> None:
     parser.add_argument("--steps", default="120", help="training steps")
     arguments = parser.parse_args()
     options = ["--backend", arguments.backend, "--steps", arguments.steps]
-    name, model = "demo", None
+    name = "demo"
     if arguments.moe:
-        model = "qwen3_moe"
         options += ["--ranks", "2", "--ep", "2"]
         name += "_moe"
     if arguments.router_replay:
-        model = "qwen3_moe"
         options += ["--router-replay", arguments.router_replay]
         name += f"_{arguments.router_replay}"
-    options += ["--model", model] if model else []
+    if arguments.moe or arguments.router_replay:
+        options += ["--model", "qwen3_moe"]
     name += "" if arguments.backend == "native" else f"_{arguments.backend}"
     with tempfile.TemporaryDirectory() as folder:
         runs = [run_demo(Path(folder) / "demo", *options)]

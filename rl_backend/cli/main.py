@@ -7,13 +7,12 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from typing import NoReturn
 
 from rl_backend import __version__
 from rl_backend.cli.command import CommandError
 from rl_backend.cli.example import EXAMPLES, run_example
-from rl_backend.cli.parser import CommandParser
+from rl_backend.cli.parser import CommandParser, nearest_of
 
 # Sub-command -> (module with add_arguments(parser) and run(arguments) -> exit status, what it does).
 COMMANDS = {
@@ -106,8 +105,7 @@ def _parser(argv: Sequence[str]) -> CommandParser:
 
 
 def _refuse_command(name: str) -> NoReturn:
-    near = get_close_matches(name, [*EXAMPLES, *COMMANDS], n=1)
-    advice = f"did you mean {near[0]}?" if near else "see rl-backend --help"
+    advice = nearest_of(name, [*EXAMPLES, *COMMANDS]) or "see rl-backend --help"
     raise CommandError(f"{name}: there is no such command; {advice}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from itertools import takewhile
 from typing import NoReturn
@@ -56,8 +56,13 @@ class CommandParser(argparse.ArgumentParser):
         help_of = f"see {self.prog} --help"
         if not word.startswith("-"):
             raise CommandError(f"{word}: is one argument too many; {help_of}")
-        near = get_close_matches(word, self._option_string_actions, n=1)
-        raise CommandError(f"{word}: there is no such flag; {f'did you mean {near[0]}?' if near else help_of}")
+        raise CommandError(f"{word}: there is no such flag; {nearest_of(word, self._option_string_actions) or help_of}")
+
+
+def nearest_of(word: str, known: Iterable[str]) -> str:
+    """A question about the name that was meant; empty where none is near."""
+    near = get_close_matches(word, list(known), n=1)
+    return f"did you mean {near[0]}?" if near else ""
 
 
 def _is_number(word: str) -> bool:

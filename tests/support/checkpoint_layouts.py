@@ -78,12 +78,14 @@ HYBRID: dict[Layout, list[Layout]] = {
     native(2, ep=2): [native(4, tp=2, ep=2)],
     bridge(2, tp=2): [native(2, cp=2)],
 }
+"""Of a mixture with recurrent states."""
+
 MORE_OF_HYBRID: dict[Layout, list[Layout]] = {
     native(2, tp=2): [native(1), native(2), native(2, cp=2)],
     native(2, ep=2): [native(2, pp=2)],
     bridge(2, tp=2): [bridge(2, pp=2)],
 }
-"""Of a mixture with recurrent states."""
+"""Of the same, for ``make test-all``."""
 
 
 @dataclass
