@@ -24,7 +24,10 @@ from tests.support import matrix
 ROOT = Path(__file__).parents[1]
 LAST = ("tests/e2e/test_verl_resume.py", "tests/e2e/test_verl_ppo.py")
 """What ``make test-all`` alone runs and takes longest, at the end of the second lane: the first takes as long without it."""
-FIRST = ("tests/unit/tree", "tests/unit/benchmarks", "tests/unit/examples", "tests/unit/rl_backend/cli")
+FIRST = (
+    *("tests/unit/tree", "tests/unit/benchmarks", "tests/unit/examples", "tests/unit/rl_backend/cli"),
+    *("tests/unit/actors", "tests/unit/adapters"),
+)
 """Unit tests at the start of the first lane: the second takes as long without them."""
 LANES = (
     (*FIRST, "tests/e2e", *(f"--ignore={file}" for file in LAST)),

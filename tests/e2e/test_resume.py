@@ -138,7 +138,7 @@ def stop_in_a_step(module: str, options: dict[str, Any], folder: Path, number: i
 @pytest.mark.parametrize(("number", "reason"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
 @pytest.mark.shows(
     "resume: GRPO stopped by Ctrl-C or SIGTERM to its whole process group, as from a terminal, finishes its step and "
-    "continues as if it had not been"
+    "continues as if it had not been; make test-all sends Ctrl-C"
 )
 def test_a_grpo_run_whose_group_was_stopped_goes_on_as_if_it_had_not_been(
     learned: tuple[RunResult, Path], demo_session: Session, tmp_path: Path, number: int, reason: str
@@ -159,7 +159,10 @@ def test_a_grpo_run_whose_group_was_stopped_goes_on_as_if_it_had_not_been(
 
 
 @pytest.mark.long
-@pytest.mark.shows("resume: PPO, and GRPO and PPO on the bridge, continue after kill -9 as if they had not been killed")
+@pytest.mark.shows(
+    "resume: PPO, and GRPO and PPO on the bridge, continue after kill -9 as if they had not been killed; make test-all runs "
+    "PPO on the bridge"
+)
 @pytest.mark.parametrize(("algorithm", "backend"), [("ppo", "native"), ("grpo", "bridge"), ("ppo", "bridge")])
 def test_a_killed_run_of_either_runtime_goes_on_as_if_it_had_not_been(
     task: Path, warm_model: Path, tmp_path: Path, algorithm: Literal["grpo", "ppo"], backend: Literal["native", "bridge"]

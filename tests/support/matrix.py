@@ -48,7 +48,17 @@ LEFT_OUT = {
         "two minutes; the bridge's two ranks stay, and native ranks train as one in tests/distributed"
     ),
     "tests/e2e/test_resume.py::test_a_killed_run_of_either_runtime_goes_on_as_if_it_had_not_been[grpo-bridge]": (
-        "two minutes; GRPO stays on the native runtime, and PPO on both"
+        "two minutes; GRPO stays on the native runtime, and PPO on the bridge"
+    ),
+    "tests/e2e/test_resume.py::test_a_killed_run_of_either_runtime_goes_on_as_if_it_had_not_been[ppo-native]": (
+        "two minutes; GRPO stays on the native runtime, and PPO, which saves more, on the bridge"
+    ),
+    "tests/e2e/test_resume.py::test_a_grpo_run_whose_group_was_stopped_goes_on_as_if_it_had_not_been[15-SIGTERM]": (
+        "a minute and a half; Ctrl-C takes the same way out, and SIGTERM in tests/unit/actors/run/test_terminated.py"
+    ),
+    "tests/distributed/test_checkpoint_kills.py::test_ranks_of_either_runtime_killed_in_a_save_of_either_kind_leave_the_"
+    "checkpoint_before[--backend bridge-every 11]": (
+        "two minutes; the bridge's saves in the background stay, and those that ranks wait for of the native runtime"
     ),
     "tests/e2e/test_demo_pipelines.py::test_the_demo_learns_its_task_in_a_pipeline[bridge]": (
         "five minutes; the mixture of experts learns in a native pipeline, and engines serve what the bridge's stages train"
