@@ -24,7 +24,7 @@ def test_ranks_killed_in_a_save_leave_the_checkpoint_before(tied_model: Path, tm
 @pytest.mark.parametrize(
     ("way", "every"),
     [(("--asynchronous",), 3), (("--backend", "bridge"), 11), (("--backend", "bridge", "--asynchronous"), 9)],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else f"every {value}",
+    ids=["background", "bridge", "bridge in the background"],
 )
 def test_ranks_of_either_runtime_killed_in_a_save_of_either_kind_leave_the_checkpoint_before(
     tied_model: Path, tmp_path: Path, way: tuple[str, ...], every: int

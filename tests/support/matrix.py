@@ -57,7 +57,7 @@ LEFT_OUT = {
         "a minute and a half; Ctrl-C takes the same way out, and SIGTERM in tests/unit/actors/run/test_terminated.py"
     ),
     "tests/distributed/test_checkpoint_kills.py::test_ranks_of_either_runtime_killed_in_a_save_of_either_kind_leave_the_"
-    "checkpoint_before[--backend bridge-every 11]": (
+    "checkpoint_before[bridge]": (
         "two minutes; the bridge's saves in the background stay, and those that ranks wait for of the native runtime"
     ),
     "tests/e2e/test_demo_pipelines.py::test_the_demo_learns_its_task_in_a_pipeline[bridge]": (
