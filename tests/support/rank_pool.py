@@ -65,13 +65,14 @@ class RankPool:
         function: Callable[..., R],
         *args: Any,
         world_size: int = 2,
-        timeout: float = 90.0,
+        timeout: float = 240.0,
         init_group: bool = True,
     ) -> list[R]:
         """Runs ``function(*args)`` on ``world_size`` ranks and returns what each returned, by rank.
 
         Args:
             timeout: seconds; a job that takes longer fails with the stacks of the ranks that hang, and the pool restarts.
+                Long, since processes of the other lane (``tests/lanes.py``) may leave ranks little of a core for a minute.
             init_group: False leaves the process group to the function; ``RANK``, ``WORLD_SIZE`` and so on are set.
 
         Raises:
