@@ -22,18 +22,18 @@ from typing import IO, Any
 from tests.support import matrix
 
 ROOT = Path(__file__).parents[1]
-LAST = ("tests/e2e/test_verl_resume.py", "tests/e2e/test_verl_ppo.py")
-"""What ``make test-all`` alone runs and takes longest, at the end of the second lane: the first takes as long without it."""
+VERL = ("tests/e2e/test_verl_resume.py", "tests/e2e/test_verl_ppo.py")
+"""What ``make test-all`` alone runs and what takes most memory: it runs while the first lane has few engines."""
 FIRST = (
     *("tests/unit/tree", "tests/unit/benchmarks", "tests/unit/examples", "tests/unit/rl_backend/cli"),
     *("tests/unit/actors", "tests/unit/adapters"),
 )
 """Unit tests at the start of the first lane: the second takes as long without them."""
 LANES = (
-    (*FIRST, "tests/e2e", *(f"--ignore={file}" for file in LAST)),
+    (*FIRST, "tests/e2e", *(f"--ignore={file}" for file in VERL)),
     (
-        *("tests/unit", *(f"--ignore={folder}" for folder in FIRST)),
-        *("tests/golden", "tests/gpu", "tests/distributed", *LAST, "--suite"),
+        *(*VERL, "tests/unit", *(f"--ignore={folder}" for folder in FIRST)),
+        *("tests/golden", "tests/gpu", "tests/distributed", "--suite"),
     ),
 )
 """What each lane gives to pytest. The output of the first is shown while it runs, the other's when both have ended.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.matrix import sampled
-from tests.support.native import assert_equal_tensors, assert_near, open_runtime
+from tests.support.native import assert_equal_tensors, assert_near, open_runtime, relative_difference
 from tests.support.qwen3_5 import write_qwen3_5, write_qwen3_next
 from tests.support.rank_pool import RankPool
 from tests.support.tenants import CONFIGS, TenantRun, copied, create, tenants_job, train_tenants
@@ -91,7 +91,11 @@ def test_tenants_train_in_every_layout_as_on_one_rank(
         assert losses == pytest.approx(expected.losses, rel=3e-6)
         for run in found:
             assert run[name].norms == pytest.approx(expected.norms, rel=1e-5)
-            assert_near(run[name].gradients, expected.gradients)
+            assert run[name].gradients.keys() == expected.gradients.keys()
+            for factor, gradient in expected.gradients.items():
+                # The magnitude of a gate is one number, a sum over tokens that cancel: with tp=2 1.2e-5 was measured.
+                tolerance = 2e-5 if gradient.numel() == 1 else 1e-5
+                assert relative_difference(run[name].gradients[factor], gradient) < tolerance, factor
 
 
 @pytest.mark.shows("lora: tenants of a model with recurrent states are the same alone and beside others, to the bit")
