@@ -100,11 +100,13 @@ def test_gated_deltanet_raises_without_the_patch(ranks: RankPool, deltanet: Path
 
 def compiled_job(model: str, stance: Mapping[str, Any]) -> int:
     """How many functions Megatron gives to the compiler in one step."""
+    from torch._dynamo import config
     from torch._dynamo.utils import counters
 
     set_stance = torch.compiler.set_stance
     counters.clear()
-    with pytest.MonkeyPatch.context() as patch:
+    # tests/e2e turns the compiler off in the environment of all processes of a lane.
+    with pytest.MonkeyPatch.context() as patch, config.patch(disable=False):
         patch.setattr(torch.compiler, "set_stance", lambda *_: set_stance(**stance))
         assert error_job(model, {}, "") is None
     return counters["frames"]["total"]
