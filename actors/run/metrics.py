@@ -153,7 +153,8 @@ def _writer_class(name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError.of("metrics_to", name, f"cannot be imported: {error}") from None
+        problem = f"cannot be imported ({error}); give package.module:Class, or one of {', '.join(WRITERS)}"
+        raise ConfigError.of("metrics_to", name, problem) from None
 
 
 class Curves:

@@ -1,6 +1,7 @@
 """Configuration of a runtime: its layout over ranks, and the options of the backend and the model family that it names."""
 
 import importlib
+import math
 import os
 import socket
 from collections.abc import Iterable, Iterator
@@ -41,18 +42,20 @@ class ParallelConfig(BaseConfig):
     def data_parallel_size(self, world_size: int) -> int:
         """``world_size / (tp * pp * cp)``; raises :class:`ConfigError` when that, or the expert layout, does not divide."""
         size = self.model_parallel_size
+        experts = self.ep * self.etp * self.pp
+        both = math.lcm(size, experts)
+        use = " or ".join(str(both * copies) for copies in (world_size // both, world_size // both + 1) if copies)
         if world_size % size:
-            fitting = [size * copies for copies in (world_size // size, world_size // size + 1) if copies]
             raise ConfigError(
                 f"world size {world_size} is not a multiple of tp*pp*cp = {self.tp}*{self.pp}*{self.cp} = {size}; "
-                f"use {' or '.join(map(str, fitting))} ranks",
+                f"use {use} ranks",
                 world_size=world_size,
                 model_parallel_size=size,
             )
-        experts = self.ep * self.etp * self.pp
         if world_size % experts:
             raise ConfigError(
-                f"world size {world_size} is not a multiple of ep*etp*pp = {self.ep}*{self.etp}*{self.pp} = {experts}",
+                f"world size {world_size} is not a multiple of ep*etp*pp = {self.ep}*{self.etp}*{self.pp} = {experts}; "
+                f"use {use} ranks",
                 world_size=world_size,
                 expert_parallel_size=experts,
             )

@@ -15,7 +15,10 @@ SHORT = ("--warm-start-steps", "300", "--steps", "45")
 """The default is 700 and 120 steps, which take a quarter of an hour."""
 
 
-@pytest.mark.shows("loop: GRPO on Qwen3.5, dense or a mixture with R3, learns the demo task; log-prob gap at most 1e-5")
+@pytest.mark.shows(
+    "loop: GRPO on Qwen3.5, dense or a mixture with R3, learns the demo task; log-prob gap at most 1e-5; make test-all runs "
+    "the mixture"
+)
 @pytest.mark.parametrize(
     ("model", "options"), [("qwen3_5", ()), ("qwen3_5_moe", ("--router-replay", "R3"))], ids=["qwen3_5", "qwen3_5_moe R3"]
 )

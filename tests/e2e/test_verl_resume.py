@@ -48,7 +48,9 @@ def test_a_resumed_run_takes_the_steps_of_the_one_that_went_on(
     assert found["largest_relative_difference"] < 1e-4
 
 
-@pytest.mark.shows("verl: main_ppo trains on the bridge with the policy's routes (R2) and vLLM's (R3)")
+@pytest.mark.shows(
+    "verl: main_ppo trains on the bridge with the policy's routes (R2) and vLLM's (R3); make test-all runs R3"
+)
 @pytest.mark.parametrize("mode", ["R2", "R3"])
 def test_grpo_replays_routes_on_the_bridge(tmp_path: Path, mode: Any) -> None:
     write_verl_task(tmp_path / "task", model="qwen3_moe")

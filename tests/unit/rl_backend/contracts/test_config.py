@@ -233,7 +233,7 @@ def test_the_data_parallel_size_follows_from_the_world_size() -> None:
     [
         (ParallelConfig(tp=2, pp=2), 6, r"world size 6 is not a multiple of tp\*pp\*cp = 2\*2\*1 = 4; use 4 or 8 ranks"),
         (ParallelConfig(tp=4), 2, r"world size 2 is not a multiple of tp\*pp\*cp = 4\*1\*1 = 4; use 4 ranks"),
-        (ParallelConfig(ep=4), 6, r"world size 6 is not a multiple of ep\*etp\*pp = 4\*1\*1 = 4"),
+        (ParallelConfig(tp=3, ep=2), 9, r"world size 9 is not a multiple of ep\*etp\*pp = 2\*1\*1 = 2; use 6 or 12 ranks"),
     ],
 )
 def test_a_world_size_that_does_not_divide_is_refused_with_the_arithmetic(
