@@ -23,9 +23,7 @@ def group(ray_cluster: None, tied_model: Path) -> Iterator[TrainGroup]:
 
 
 @pytest.mark.long
-@pytest.mark.shows(
-    "weight sync: Gemma 1 and 3, Granite, Nemotron, OLMo 2, Phi, StarCoder 2 in vLLM: the trainer's log-probs"
-)
+@pytest.mark.shows("weight sync: Gemma 3, Granite, OLMo 2 and Phi are served by vLLM with the trainer's log-probs")
 @pytest.mark.parametrize("family", ["gemma3_text", "granite", "olmo2", "phi"])
 def test_a_pushed_variant_samples_with_the_trainers_log_probs(group: TrainGroup, tmp_path: Path, family: str) -> None:
     # Heads of 32 features, the least on a CPU. vLLM's Phi has neither grouped queries nor an intermediate size of its own.
