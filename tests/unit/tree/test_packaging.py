@@ -107,6 +107,8 @@ def test_every_part_of_the_backend_and_every_room_of_the_actors_has_a_place_in_t
         parts = {f"{package}.{path.parent.name}" for path in (ROOT / package).glob("*/__init__.py")}
         assert parts and parts <= placed
     assert {"actors", "adapters", "examples", "benchmarks"} <= placed
+    (circles,) = [c for c in PROJECT["tool"]["importlinter"]["contracts"] if c["type"] == "acyclic_siblings"]
+    assert set(circles["ancestors"]) == set(PACKAGES)
     (backend,) = [c for c in PROJECT["tool"]["importlinter"]["contracts"] if c["name"].startswith("the backend never")]
     rooms = {f"rl_backend.{path.parent.name}" for path in (ROOT / "rl_backend").glob("*/__init__.py")}
     assert rooms - {"rl_backend.cli"} == set(backend["source_modules"])
@@ -144,6 +146,7 @@ def test_import_contracts_hold_here_and_name_each_violating_import(tmp_path: Pat
         importer = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         imported = statement.split()[-1]
         assert re.search(rf"{re.escape(importer)} -> {re.escape(imported)}\b", broken.stdout), f"{importer} -> {imported}"
+    assert "no circle of imports between files, or between folders BROKEN" in broken.stdout
 
 
 def imports_of_each_file(root: Path) -> dict[str, set[str]]:
