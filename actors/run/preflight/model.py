@@ -16,7 +16,7 @@ from actors.run.rl_config import RLConfig
 from actors.train.model import require_known_end
 from rl_backend.checkpoint.hf_reader import HFReader, read_hf_config
 from rl_backend.checkpoint.kept_weights import describe_kept, find_kept
-from rl_backend.contracts import CheckpointError, ConfigError, RuntimeConfig
+from rl_backend.contracts import CheckpointError, ConfigError, RuntimeConfig, UnsupportedError
 from rl_backend.data.prompts import load_tokenizer
 from rl_backend.lab.text import count
 from rl_backend.model import model_kept_prefixes
@@ -73,7 +73,8 @@ def find_layout(config: TrainingConfig) -> str:
         runtime = runtime_of(config, model)
         if on_cpu and getattr(runtime.backend_cfg, "device", "") == "auto":
             runtime = runtime.replace(backend_cfg=runtime.backend_cfg.replace(device="cpu"))
-        check_config(runtime, config.ranks)
+        with _named(f"{type(config).__name__}.{model.option}", model.path):
+            check_config(runtime, config.ranks)
     return config.describe_ranks()
 
 
@@ -150,8 +151,8 @@ def _require_positions(config: RLConfig, model: RunModel, positions: int) -> Non
 
 @contextmanager
 def _named(option: str, value: str) -> Iterator[None]:
-    """Errors of files begin with the option that named their directory."""
+    """Errors of a model, or of its files, begin with the option that named its directory."""
     try:
         yield
-    except CheckpointError as error:
-        raise CheckpointError(f"{option}={value!r}: {error}", **error.details) from error
+    except (CheckpointError, UnsupportedError) as error:
+        raise type(error)(f"{option}={value!r}: {error.message.removeprefix(f'{value}: ')}", **error.details) from error

@@ -25,6 +25,7 @@ from rl_backend.contracts import ConfigError, RLBackendError
 from tests.support.models import write_tiny
 
 REWARD = "examples.demo.task:compute_score"
+OF_MODEL = r"^GRPOConfig\.model='\S+': "
 
 
 @pytest.fixture(scope="module")
@@ -167,10 +168,10 @@ def test_a_model_directory_that_lacks_something(
 @pytest.mark.parametrize(
     ("backend", "fields", "message"),
     [
-        ("native", {"model_type": "mamba"}, r"model_type='mamba': no registered model family; .*register_model"),
-        ("bridge", {"model_type": "gpt_neox"}, r"no bridge for model_type='gpt_neox' .*backend='native' may"),
-        ("bridge", {"model_type": "own"}, r"transformers has no configuration for model_type='own'"),
-        ("native", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("native", {"model_type": "mamba"}, rf"{OF_MODEL}model_type='mamba': no registered model family; .*register_model"),
+        ("bridge", {"model_type": "gpt_neox"}, rf"{OF_MODEL}Megatron-Bridge has no bridge for model_type='gpt_neox' .* may"),
+        ("bridge", {"model_type": "own"}, rf"{OF_MODEL}transformers has no configuration for model_type='own'"),
+        ("native", {"hidden_act": "gelu"}, rf"{OF_MODEL}config\.json: hidden_act='gelu'"),
         ("native", {"num_hidden_layers": 4, "layer_types": None}, r"GRPOConfig\.model=.* has no tensor model\.layers\.3"),
         ("native", {"intermediate_size": 256}, r"GRPOConfig\.model=.* has shape .*; config.json describes"),
         ("native", {"vocab_size": 1}, r"GRPOConfig\.model=.* has shape"),
