@@ -1,4 +1,4 @@
-"""Every dense family against transformers': log-probs, gradients, names; with every rotary embedding and window."""
+"""Qwen2, Llama, Mistral and Qwen3 against transformers: log-probs, gradients, names; every rotary embedding and window."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_scaled_embedding_is_another_than_the_original(tmp_path: Path) -> None
     assert min(found) > 1e-2
 
 
-@pytest.mark.shows("model: every family is trained, exported bit-equal under Hugging Face names and loaded by transformers")
+@pytest.mark.shows("model: Qwen2, Llama, Mistral and Qwen3 are trained, exported bit-equal and loaded by transformers")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_trained_model_is_saved_for_transformers_with_the_same_log_probs(tmp_path: Path, family: str) -> None:
     path = write(family, tmp_path / "model", rope_parameters=dict(ROTARY["yarn"]))
@@ -142,7 +142,7 @@ def assert_is_saved_for_transformers(path: Path, saved: Path, steps: int) -> Non
     torch.testing.assert_close(native.log_probs, reference.log_probs, atol=1e-5, rtol=0)
 
 
-@pytest.mark.shows("critic: every dense family can have a value head")
+@pytest.mark.shows("critic: Qwen2, Llama, Mistral, Qwen3, Gemma, Phi and StarCoder 2 can have a value head")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_critics_that_equal_transformers_before_and_after_saving(tmp_path: Path, family: str) -> None:
     path = write_critic(tmp_path / "critic", write(family, tmp_path / "model"))

@@ -144,6 +144,7 @@ def test_a_trained_model_is_saved_for_transformers_with_the_same_log_probs(tmp_p
     assert_is_saved_for_transformers(path, tmp_path / "saved", steps=4)
 
 
+@pytest.mark.shows("critic: Qwen2, Llama, Mistral, Qwen3, Gemma, Phi and StarCoder 2 can have a value head")
 @pytest.mark.parametrize("family", ["gemma", "phi", "starcoder2"])
 def test_critics_of_a_variant_equal_transformers_and_need_no_bias_of_the_head(tmp_path: Path, family: str) -> None:
     model = write_variant(family, tmp_path / "model")
