@@ -20,6 +20,7 @@ from actors.sync.push import TransportName
 from actors.train.model import RouterReplayMode
 from rl_backend.contracts import MAY_CHANGE, BatchError, ConfigError, HasEffect
 from rl_backend.data.rewards import RewardConfig, WeightedReward
+from rl_backend.model.blocks import divisors, nearest
 
 _EVALUATES = HasEffect(lambda config: config.eval_dataset, "needs an eval_dataset")
 _WEIGHTS = HasEffect(
@@ -145,16 +146,16 @@ class RLConfig(TrainingConfig):
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
         name = type(self).__name__
-        if self.prompts_per_step % self.updates_per_step:
-            raise ConfigError.of(
-                f"{name}.updates_per_step", self.updates_per_step, f"must divide prompts_per_step={self.prompts_per_step}"
-            )
+        prompts, updates = self.prompts_per_step, self.updates_per_step
+        if prompts % updates:
+            problem = f"must divide prompts_per_step={prompts}; {nearest(updates, divisors(prompts))}"
+            raise ConfigError.of(f"{name}.updates_per_step", updates, problem)
         if self.sequences_per_update < self.data_parallel_size:
             raise ConfigError.of(
                 f"{name}.ranks",
                 self.ranks,
                 f"an update has {self.sequences_per_update} responses; each of {self.data_parallel_size} data-parallel "
-                "ranks needs one",
+                "ranks needs one; use fewer ranks, or more prompts_per_step",
             )
         if not 0 < self.sampling.temperature < math.inf:
             raise ConfigError.of(f"{name}.temperature", self.sampling.temperature, "must be above 0 and finite")

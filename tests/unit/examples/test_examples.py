@@ -93,8 +93,8 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"updates_per_step": 5}, "must divide prompts_per_step=32"),
-        ({"ranks": 300}, "each of 300 data-parallel ranks needs one"),
+        ({"updates_per_step": 5}, "must divide prompts_per_step=32; use 4 or 8$"),
+        ({"ranks": 300}, "each of 300 data-parallel ranks needs one; use fewer ranks, or more prompts_per_step$"),
         ({"max_response_tokens": 20000}, "must hold one sequence"),
         ({"learning_rate": 1.0}, "unknown field"),
         ({"sample_ahead": 1}, "max_staleness=0 is strictly on-policy"),
