@@ -93,7 +93,7 @@ class RolloutConfig(BaseConfig):
         start_timeout: seconds that starting may take.
         sampling_timeout: seconds in which an engine answers one call to sample, all its prompts together. One that does
             not counts as dead and is ended; whoever waits for it, a push as well, gets an ``EngineDeadError``.
-        engine_args: further keyword arguments of ``vllm.EngineArgs``; unknown ones are refused when the engine starts.
+        engine_args: further keyword arguments of ``vllm.EngineArgs``; unknown ones are refused before an engine starts.
     """
 
     model_path: str = Field(min_length=1)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
 
 import ray
 import torch
@@ -105,6 +109,7 @@ def _check_engines(engines: RolloutConfig, gpus: int, *, beside: int = 0) -> boo
     device = "cuda" if on_gpus else "cpu"
     check_engine_device(engines, device)
     check_served(engines, device)
+    _check_arguments(engines)
     heads, parts = text_config(read_hf_config(engines.model_path)).get("num_attention_heads"), engines.tensor_parallel
     if isinstance(heads, int) and heads % parts:
         raise ConfigError.of(
@@ -115,6 +120,26 @@ def _check_engines(engines: RolloutConfig, gpus: int, *, beside: int = 0) -> boo
     if not on_gpus:
         _check_cores(engines, beside)
     return bool(on_gpus)
+
+
+def _check_arguments(engines: RolloutConfig) -> None:
+    known = _vllm_arguments() if engines.engine_args else frozenset()
+    if known and (unknown := sorted(set(engines.engine_args) - known)):
+        near = get_close_matches(unknown[0], known, 1)
+        advice = f"did you mean {near[0]}?" if near else "leave it out"
+        raise ConfigError.of("RolloutConfig.engine_args", unknown, f"vllm.EngineArgs has no such argument; {advice}")
+
+
+@cache
+def _vllm_arguments() -> frozenset[str]:
+    """Fields of ``vllm.EngineArgs`` by its source, which takes long to import; empty where they are not found there."""
+    spec = importlib.util.find_spec("vllm")
+    files = [Path(folder, "engine", "arg_utils.py") for folder in (spec and spec.submodule_search_locations) or ()]
+    statements = (each for file in files if file.is_file() for each in ast.parse(file.read_bytes()).body)
+    (fields,) = [each.body for each in statements if isinstance(each, ast.ClassDef) and each.name == "EngineArgs"] or [[]]
+    return frozenset(
+        each.target.id for each in fields if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    )
 
 
 def _check_cores(engines: RolloutConfig, beside: int) -> None:

@@ -100,6 +100,11 @@ def refusal(config: GRPOConfig) -> str:
             {"rollout.cores_per_engine": 5000},
             r"RolloutConfig\.cores_per_engine=5000: this machine has \d+ cores; use at most",
         ),
+        (
+            {"rollout.engine_args": {"max_num_seq": 8}},
+            r"RolloutConfig\.engine_args=\['max_num_seq'\]: .* mean max_num_seqs\?$",
+        ),
+        ({"rollout.engine_args": {"unheard_of": 1}}, r"vllm\.EngineArgs has no such argument; leave it out$"),
         ({"rollout.cores": [[4999]]}, r"RolloutConfig\.cores=\[4999\]: this process may only use cores"),
         ({"rollout.kv_cache_gib": 1e6}, r"GRPOConfig\.model=.* take \d+\.\d+ GiB, and this machine has .*; use a smaller"),
         ({"lora.rank": 8, "lora.targets": ["q"]}, r"LoRAConfig\.targets='q': no module of this name"),
