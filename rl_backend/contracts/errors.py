@@ -56,6 +56,10 @@ class RewardError(BatchError):
     """A reward function that failed on a response, or on every response of a step."""
 
 
+class EpisodeEndError(RLBackendError):
+    """An episode that is over for a reason that is no mistake, such as a limit; ``details["stop"]`` names the reason."""
+
+
 class HandleError(RLBackendError):
     """A handle that cannot serve the call: another runtime's, closed, or forward-only where gradients are needed."""
 

@@ -1,0 +1,16 @@
+"""Episodes of many turns: environments and tools, and the record of every token exactly as it was sampled."""
+
+from rl_backend.environment.protocol import Environment as Environment
+from rl_backend.environment.protocol import Episode as Episode
+from rl_backend.environment.protocol import Generation as Generation
+from rl_backend.environment.protocol import Limits as Limits
+from rl_backend.environment.protocol import MakeEnvironment as MakeEnvironment
+from rl_backend.environment.protocol import Player as Player
+from rl_backend.environment.protocol import Result as Result
+from rl_backend.environment.protocol import Sampler as Sampler
+from rl_backend.environment.protocol import Segment as Segment
+from rl_backend.environment.protocol import Step as Step
+from rl_backend.environment.protocol import TokenSource as TokenSource
+from rl_backend.environment.protocol import Tool as Tool
+from rl_backend.environment.protocol import ToolCall as ToolCall
+from rl_backend.environment.protocol import Turn as Turn
