@@ -10,10 +10,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from rl_backend.checkpoint.block_fp8 import BlockFactors, find_factors
 from rl_backend.checkpoint.confined import name_problem, require_inside_model
 from rl_backend.checkpoint.nested_names import own_name
 from rl_backend.checkpoint.packed_experts import ExpertPart, expert_parts
-from rl_backend.contracts import CheckpointError, UnsupportedError
+from rl_backend.contracts import CheckpointError, UnsupportedError, quantisation_problem
 from rl_backend.contracts.errors import listed
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -69,7 +70,9 @@ class HFReader:
         config: ``config.json``.
         infos: Hugging Face name -> shape and dtype; of packed experts those of single ones
             (:mod:`rl_backend.checkpoint.packed_experts`), of a text model its own names
-            (:mod:`rl_backend.checkpoint.nested_names`).
+            (:mod:`rl_backend.checkpoint.nested_names`). Weights that are stored in FP8 with factors of their blocks
+            (:mod:`rl_backend.checkpoint.block_fp8`) are float32, and their factors no tensors.
+        dequantised: names of those weights.
 
     Raises:
         CheckpointError: a missing directory, ``config.json`` or weight file, a truncated or corrupt one, or an index that
@@ -83,6 +86,7 @@ class HFReader:
         self._files: dict[str, Path] = {}
         self._stored: dict[str, str] = {}
         self._parts: dict[str, ExpertPart] = {}
+        self._factors: dict[str, BlockFactors] = {}
         index = self.path / WEIGHTS_INDEX
         weight_map = _read_weight_map(index) if index.is_file() else None
         for file in _weight_files(self.path, weight_map):
@@ -97,6 +101,11 @@ class HFReader:
             )
         self._take_own_names()
         self._unpack_experts()
+        self._take_factors()
+
+    @property
+    def dequantised(self) -> frozenset[str]:
+        return frozenset(self._factors)
 
     def read(self, name: str, region: tuple[slice, ...] = ()) -> Tensor:
         """One tensor, or the part of it in ``region``, a slice for each of its first dimensions.
@@ -108,16 +117,27 @@ class HFReader:
         """
         if name not in self._files:
             raise CheckpointError(f"{self.path} has no tensor {name!r}", tensor=name)
+        if name in self._factors:
+            return self._read_dequantised(name, region)
         if name in self._parts:
             part = self._parts[name]
             with _open(self._files[name]) as file:
                 packed = file.get_slice(self._stored.get(part.packed, part.packed))
                 return packed[part.place(region)][0]  # type: ignore[no-any-return]
-        stored = self._stored.get(name, name)
+        if not self.infos[name].shape:
+            with _open(self._files[name]) as file:
+                return file.get_tensor(self._stored.get(name, name))  # type: ignore[no-any-return]
+        return self._read_slice(name, region or (slice(None),))
+
+    def _read_slice(self, name: str, region: tuple[slice, ...]) -> Tensor:
         with _open(self._files[name]) as file:
-            if not self.infos[name].shape:
-                return file.get_tensor(stored)  # type: ignore[no-any-return]
-            return file.get_slice(stored)[region or (slice(None),)]  # type: ignore[no-any-return]
+            return file.get_slice(self._stored.get(name, name))[region]  # type: ignore[no-any-return]
+
+    def _read_dequantised(self, name: str, region: tuple[slice, ...]) -> Tensor:
+        factors = self._factors[name]
+        part = factors.part(self.infos[name].shape, region)
+        stored, of_blocks = self._read_slice(name, part), self._read_slice(factors.name, factors.region(part))
+        return factors.dequantised(stored, of_blocks, part)
 
     def _take_own_names(self) -> None:
         for stored in list(self.infos):
@@ -137,6 +157,12 @@ class HFReader:
                 self.infos[part.name] = StoredTensor(part.shape, stored.dtype)
                 self._files[part.name], self._parts[part.name] = file, part
 
+    def _take_factors(self) -> None:
+        self._factors = find_factors(self.path, self.config, self.infos)
+        for name, factors in self._factors.items():
+            del self.infos[factors.name]
+            self.infos[name] = StoredTensor(self.infos[name].shape, torch.float32)
+
     def _read_header(self, file: Path, weight_map: Mapping[str, str] | None) -> None:
         with _open(file) as opened:
             for name in opened.keys():  # noqa: SIM118 - not a dictionary
@@ -155,18 +181,21 @@ class HFReader:
 
 
 def require_float_weights(path: Path | str) -> None:
-    """Refuses a model whose weights are quantised, from ``config.json`` and the headers of its files.
+    """Refuses a model whose weights are quantised in a way that is not read, from ``config.json`` and its files' headers.
 
     Raises:
         UnsupportedError: names the field or the tensor.
         CheckpointError: as :class:`HFReader`.
     """
     reader, remedy = HFReader(path), "give the directory of the model as it was before, or dequantise it first"
-    for field in ("quantization_config", "quantization", "compression_config"):
-        if reader.config.get(field):
-            raise UnsupportedError(
-                f"{reader.path} is quantised: config.json has {field}={reader.config[field]!r}; {remedy}", field=field
-            )
+    problems = {
+        "quantization_config": quantisation_problem(reader.config),
+        **{field: "it is not read" for field in ("quantization", "compression_config") if reader.config.get(field)},
+    }
+    for field, problem in problems.items():
+        if problem:
+            given = f"config.json has {field}={reader.config[field]!r}"
+            raise UnsupportedError(f"{reader.path} is quantised: {given}; {remedy} ({problem})", field=field)
     for name, stored in reader.infos.items():
         if isinstance(stored.dtype, str) and "weight" in name.rpartition(".")[2]:
             raise UnsupportedError(

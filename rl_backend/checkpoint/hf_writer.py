@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rl_backend.checkpoint.block_fp8 import without_quantisation
 from rl_backend.checkpoint.confined import require_inside_model
 from rl_backend.checkpoint.durable import commit_draft, discard_draft, draft_of, sync_tree
 from rl_backend.checkpoint.hf_reader import SINGLE_FILE, TORCH_DTYPES, WEIGHTS_INDEX, other_files, read_hf_config
@@ -41,7 +42,8 @@ def write_hf_directory(
     """Writes a directory that transformers and vLLM load: weights, and the other files of ``source_dir``.
 
     Weights are written in shards, one tensor at a time as they come: only one is in memory. ``config.json`` gets the
-    dtype of most elements of ``infos``, and is otherwise that of ``source_dir``, with what transformers does not know.
+    dtype of most elements of ``infos``, and is otherwise that of ``source_dir``, with what transformers does not know and
+    without a ``quantization_config``: what was read from FP8 is written as plain numbers.
     Everything goes to a hidden directory beside ``path``, is flushed to the disk, and appears under ``path`` in one rename;
     a failure leaves nothing behind.
 
@@ -91,7 +93,7 @@ def write_hf_directory(
             for name, file in copied.items():
                 (draft / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, draft / name)
-            new_config = _with_usual_dtype(source_config if config is None else config, infos)
+            new_config = _with_usual_dtype(without_quantisation(source_config if config is None else config), infos)
             if new_config == source_config:
                 shutil.copyfile(require_inside_model(source, "config.json"), draft / "config.json")
             else:

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from rl_backend.checkpoint.block_fp8 import plain_dtype
 from rl_backend.checkpoint.hf_reader import TORCH_DTYPES, HFReader
-from rl_backend.contracts import CheckpointError, TensorInfo
+from rl_backend.contracts import CheckpointError, TensorInfo, dtype_from_name
 from rl_backend.contracts.errors import listed
 
 STALE = "they are not trained, so they fit the rest less with every step: drafts by MTP weights are accepted less often"
@@ -19,7 +20,7 @@ class KeptWeights(NamedTuple):
     """Weights to copy.
 
     Attributes:
-        infos: what they are, as their directory stores them.
+        infos: what they are, as their directory stores them; in the model's dtype where it stores them in FP8.
         tensors: (name, tensor on the CPU) of each in the same order, read when it is taken: only one is in memory.
     """
 
@@ -58,11 +59,13 @@ def open_kept(source: Path, kept: Mapping[str, tuple[int, ...]]) -> KeptWeights:
             "directory that the run began from, or a copy of it",
             tensors=others,
         )
-    return KeptWeights(_infos(reader, kept), ((name, reader.read(name)) for name in kept))
+    infos = _infos(reader, kept)
+    tensors = ((info.name, reader.read(info.name).to(dtype_from_name(info.dtype))) for info in infos)
+    return KeptWeights(infos, tensors)
 
 
 def _infos(reader: HFReader, names: Iterable[str]) -> list[TensorInfo]:
-    infos = []
+    infos, dequantised = [], reader.dequantised
     for name in names:
         shape, dtype = reader.infos[name]
         if isinstance(dtype, str) and dtype not in TORCH_DTYPES:
@@ -71,7 +74,10 @@ def _infos(reader: HFReader, names: Iterable[str]) -> list[TensorInfo]:
                 f"has {name} in {dtype}, which is not copied to a saved model; expected {', '.join(TORCH_DTYPES)}",
                 tensor=name,
             )
-        infos.append(TensorInfo.of(name, shape, TORCH_DTYPES[dtype] if isinstance(dtype, str) else dtype))
+        written = TORCH_DTYPES[dtype] if isinstance(dtype, str) else dtype
+        if name in dequantised:
+            written = plain_dtype(reader.config)
+        infos.append(TensorInfo.of(name, shape, written))
     return infos
 
 

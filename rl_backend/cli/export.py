@@ -13,11 +13,12 @@ from tqdm import tqdm
 from actors.run.manifest import RUN_FILE, read_run_checkpoint
 from actors.run.store import CHECKPOINTS, LATEST, RunCheckpoints
 from rl_backend.checkpoint.hf_export import TrainingWeights, export_checkpoint, source_of
+from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.checkpoint.hf_writer import DEFAULT_SHARD_BYTES
 from rl_backend.checkpoint.kept_weights import STALE, describe_kept
 from rl_backend.checkpoint.manifest import MANIFEST_NAME
 from rl_backend.cli.command import CommandError, exit_on_sigterm
-from rl_backend.contracts import CheckpointError
+from rl_backend.contracts import CheckpointError, weight_blocks
 from rl_backend.lab.text import count
 
 EXAMPLE = "runs/grpo/checkpoints/latest"
@@ -70,6 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"{count(manifest.world_size, 'rank')}\nconfiguration and tokenizer from {source}",
             flush=True,
         )
+        if weight_blocks(read_hf_config(source)) is not None:
+            print(f"weights are in FP8 there; here they are {dtype}, and config.json has no quantization_config", flush=True)
         if manifest.kept:
             print(f"also from there, as they are: {describe_kept(manifest.kept)}; {STALE}", flush=True)
     progress = partial(

@@ -29,7 +29,9 @@ from rl_backend.contracts.errors import UnsupportedError as UnsupportedError
 from rl_backend.contracts.errors import WeightCheckError as WeightCheckError
 from rl_backend.contracts.errors import WeightSyncError as WeightSyncError
 from rl_backend.contracts.errors import WeightVersionError as WeightVersionError
+from rl_backend.contracts.hf_config import quantisation_problem as quantisation_problem
 from rl_backend.contracts.hf_config import text_config as text_config
+from rl_backend.contracts.hf_config import weight_blocks as weight_blocks
 from rl_backend.contracts.lora import LORA_FIELD as LORA_FIELD
 from rl_backend.contracts.lora import LoRAConfig as LoRAConfig
 from rl_backend.contracts.lora import LoRAInfo as LoRAInfo

@@ -3,6 +3,18 @@
 from collections.abc import Mapping
 from typing import Any
 
+_FP8: Mapping[str, tuple[Any, ...]] = {
+    "quant_method": ("fp8",),
+    "fmt": ("e4m3", "float8_e4m3fn", None),
+    # Of what is multiplied with the weights, which training does not quantise.
+    "activation_scheme": ("dynamic", None),
+    # What factors were rounded to; they are stored as numbers either way.
+    "scale_fmt": ("ue8m0", "float32", None),
+}
+_BLOCK_SIZE = "weight_block_size"
+_WHICH_WEIGHTS = ("modules_to_not_convert", "ignored_layers")
+"""Which weights are quantised is known from their dtypes."""
+
 
 def text_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """What ``config.json`` says about the language model: ``text_config`` of a model that has other parts too, else all.
@@ -12,3 +24,34 @@ def text_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     nested = hf_config.get("text_config")
     return nested if isinstance(nested, Mapping) else hf_config
+
+
+def weight_blocks(hf_config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of the blocks of weights that are stored in FP8 with a factor for each block.
+
+    So DeepSeek-V3 is published, and models of Qwen and MiniMax. None for weights that are not quantised, and for those that
+    are in another way: see :func:`quantisation_problem`.
+    """
+    given = hf_config.get("quantization_config")
+    if not given or quantisation_problem(hf_config):
+        return None
+    rows, columns = given[_BLOCK_SIZE]
+    return rows, columns
+
+
+def quantisation_problem(hf_config: Mapping[str, Any]) -> str:
+    """What ``quantization_config`` says that is not read here; empty for :func:`weight_blocks` and for plain weights."""
+    given = hf_config.get("quantization_config")
+    if not given:
+        return ""
+    if not isinstance(given, Mapping):
+        return "expected an object"
+    for field, honoured in _FP8.items():
+        if given.get(field) not in honoured:
+            known = " or ".join(repr(value) for value in honoured if value is not None)
+            return f"{field}={given.get(field)!r} is not read; only {known} is"
+    size = given.get(_BLOCK_SIZE)
+    if not isinstance(size, list) or len(size) != 2 or any(type(each) is not int or each < 1 for each in size):
+        return f"{_BLOCK_SIZE}={size!r} is not read; only FP8 with a factor for each block of [rows, columns] is"
+    unknown = sorted(set(given) - {*_FP8, _BLOCK_SIZE, *_WHICH_WEIGHTS})
+    return f"{', '.join(unknown)} is not known in FP8 by blocks" if unknown else ""

@@ -24,7 +24,6 @@ from rl_backend.primitive.router import RouterSettings
 _HONOURED: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0, 0.0),
     "pretraining_tp": (1,),
-    "quantization_config": (),
 }
 
 
@@ -163,6 +162,7 @@ def read_decoder(
         UnsupportedError: a field is missing, inconsistent, or asks for something that this implementation does not do.
     """
     config.require({**_HONOURED, "hidden_act": tuple(activations)})
+    config.require_readable_weights()
     heads, hidden_size = config.positive_int("num_attention_heads"), config.positive_int("hidden_size")
     kv_heads = config.positive_int("num_key_value_heads", heads)
     if heads % kv_heads:

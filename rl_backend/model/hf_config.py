@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, NoReturn
 
-from rl_backend.contracts import UnsupportedError
+from rl_backend.contracts import UnsupportedError, quantisation_problem
 from rl_backend.primitive import rope
 
 
@@ -62,6 +62,12 @@ class HFConfig:
             if value is not None and value not in values:
                 only = f"only {' or '.join(map(repr, values))} is implemented" if values else "it is not implemented"
                 self.refuse(field, value, only)
+
+    def require_readable_weights(self) -> None:
+        """Refuses a ``quantization_config`` of weights that cannot be read as plain numbers."""
+        problem = quantisation_problem(self.fields)
+        if problem:
+            self.refuse("quantization_config", self.fields["quantization_config"], problem)
 
     def refuse(self, field: str, value: Any, reason: str) -> NoReturn:
         """Raises the error."""

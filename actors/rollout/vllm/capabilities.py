@@ -11,7 +11,7 @@ from typing import Any
 
 from actors.rollout.config import RolloutConfig
 from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.contracts import ConfigError, UnsupportedError, text_config
+from rl_backend.contracts import ConfigError, UnsupportedError, text_config, weight_blocks
 from rl_backend.model.blocks import divisors, nearest
 
 type Fields = Mapping[str, Any]
@@ -115,10 +115,18 @@ def check_served(config: RolloutConfig, device: str) -> None:
     Raises:
         CheckpointError: there is no ``config.json``, or it is damaged.
         ConfigError: ``tensor_parallel`` does not divide the heads of gated DeltaNet.
-        UnsupportedError: one of :data:`REFUSALS`.
+        UnsupportedError: one of :data:`REFUSALS`, or weights that are stored in FP8.
     """
     model = read_hf_config(config.model_path)
     kind, fields = str(model.get("model_type")), text_config(model)
+    if weight_blocks(model) is not None:
+        raise UnsupportedError(
+            f"RolloutConfig.model_path={config.model_path!r} has weights in FP8, with which vLLM computes in FP8; pushes "
+            "are of weights as they are trained. Build the model once and save it with save_checkpoint(hf=True), and give "
+            "that directory to trainer and engines",
+            model_type=kind,
+            refused="weights in FP8",
+        )
     for refusal in REFUSALS:
         concerned = not refusal.model_types or kind in refusal.model_types
         if concerned and refusal.device == device and refusal.applies(fields, config):

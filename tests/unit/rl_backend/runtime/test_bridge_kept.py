@@ -11,9 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import MODEL_CONFIGS, UnsupportedError
 from rl_backend.model import MODEL_FAMILIES, QWEN3, register_model
 from tests.support.bridge_runs import open_bridge
+from tests.support.fp8 import write_fp8
 from tests.support.kept_family import require_index, stored_bytes
 from tests.support.models import write_tiny_qwen3
 from tests.support.qwen3_5 import save_text_model, write_qwen3_5
@@ -55,6 +57,15 @@ def test_kept_weights_are_saved_byte_for_byte(source: Path, tmp_path: Path, keep
         runtime.save_checkpoint(handle, tmp_path / "out", hf=True)
     assert stored_bytes(tmp_path / "out") == stored_bytes(source)
     require_index(tmp_path / "out")
+
+
+def test_weights_in_fp8_are_read_as_numbers(untied_model: Path, tmp_path: Path) -> None:
+    plain = write_fp8(untied_model, tmp_path / "fp8", (48, 40), lambda name: name.endswith("_proj.weight"))
+    with open_bridge(tmp_path / "fp8") as runtime:
+        runtime.save_checkpoint(runtime.build_model(), tmp_path / "out", hf=True)
+    saved = HFReader(tmp_path / "out")
+    assert "quantization_config" not in saved.config and saved.infos.keys() == plain.keys()
+    assert all(torch.equal(saved.read(name), expected) for name, expected in plain.items())
 
 
 def test_a_text_model_is_read_under_the_nested_names_that_transformers_saves(tmp_path: Path) -> None:
