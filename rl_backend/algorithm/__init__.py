@@ -17,6 +17,9 @@ from rl_backend.algorithm.aggregation import broadcast_to_tokens as broadcast_to
 from rl_backend.algorithm.aggregation import masked_sum as masked_sum
 from rl_backend.algorithm.aggregation import token_mean_metric as token_mean_metric
 from rl_backend.algorithm.aggregation import zero_masked as zero_masked
+from rl_backend.algorithm.episodes import episode_lengths as episode_lengths
+from rl_backend.algorithm.episodes import episode_rewards as episode_rewards
+from rl_backend.algorithm.episodes import episode_sequences as episode_sequences
 from rl_backend.algorithm.policy import cispo_loss as cispo_loss
 from rl_backend.algorithm.policy import grpo_loss as grpo_loss
 from rl_backend.algorithm.policy import gspo_loss as gspo_loss

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from rl_backend.contracts import BatchError, ConfigError, ModelOutput, PackedBatch
+from rl_backend.contracts import EPISODE_SHARE, BatchError, ConfigError, ModelOutput, PackedBatch
 
 
 def zero_masked(values: Tensor, loss_mask: Tensor) -> Tensor:
@@ -161,6 +161,7 @@ def aggregation_terms(
     mode: str = "token-mean",
     *,
     loss_scale_factor: float | None = None,
+    episode_share: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Numerator and local share of the denominator: both 0-d, only the first with a gradient.
 
@@ -175,6 +176,8 @@ def aggregation_terms(
         seq_lens: (B,) int64 on the CPU.
         mode: tokens, or sequences with the sum or mean of their tokens. A sequence without any selected token counts,
             with loss 0.
+        episode_share: (B,), of :data:`~rl_backend.contracts.EPISODE_SHARE`: the sequences of an episode count as one, whose
+            tokens are those of all of them. None: each sequence is an episode.
         loss_scale_factor: what ``seq-mean-token-sum-norm`` divides by: a constant, for example the longest response.
 
     Raises:
@@ -184,11 +187,12 @@ def aggregation_terms(
     weights = loss_mask.to(token_losses.dtype)
     if mode == "token-mean":
         return masked_sum(token_losses, weights), weights.sum()
-    sequences = token_losses.new_tensor(float(seq_lens.shape[0]))
+    shares = token_losses.new_ones(seq_lens.shape[0]) if episode_share is None else episode_share.to(token_losses)
+    sequences = shares.sum()
     sums = sum_by_sequence(zero_masked(token_losses, weights) * weights, seq_lens)
     if mode == "seq-mean-token-mean":
         count = sum_by_sequence(weights, seq_lens)
-        sums = sums / count.where(count > 0, 1.0)
+        sums = sums / count.where(count > 0, 1.0) * shares
     total = sums.sum()
     return (total / loss_scale_factor if loss_scale_factor is not None else total), sequences
 
@@ -214,7 +218,10 @@ def aggregate_loss(
         BatchError: a denominator is missing from ``data.meta`` or is not positive.
         ConfigError: the mode or the scale factor.
     """
-    total, _ = aggregation_terms(token_losses, loss_mask, data.seq_lens, mode, loss_scale_factor=loss_scale_factor)
+    share = data.sequence_fields.get(EPISODE_SHARE)
+    total, _ = aggregation_terms(
+        token_losses, loss_mask, data.seq_lens, mode, loss_scale_factor=loss_scale_factor, episode_share=share
+    )
     name = "batch_num_tokens" if mode == "token-mean" else "global_batch_size"
     return total / _positive_number(data, name) * _positive_number(data, "dp_size")
 

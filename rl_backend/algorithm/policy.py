@@ -22,7 +22,7 @@ from rl_backend.algorithm.aggregation import (
     zero_masked,
 )
 from rl_backend.algorithm.rewards import check_kl_type, kl_penalty
-from rl_backend.contracts import ConfigError, MetricValue, ModelOutput, PackedBatch
+from rl_backend.contracts import EPISODE_SHARE, ConfigError, MetricValue, ModelOutput, PackedBatch
 
 SURROGATES = ("ppo", "gspo", "cispo")
 
@@ -144,7 +144,12 @@ def policy_loss(
 
     loss = aggregate(token_losses)
     metrics["policy_loss"] = aggregation_terms(
-        token_losses.detach(), loss_mask, data.seq_lens, loss_agg_mode, loss_scale_factor=loss_scale_factor
+        token_losses.detach(),
+        loss_mask,
+        data.seq_lens,
+        loss_agg_mode,
+        loss_scale_factor=loss_scale_factor,
+        episode_share=data.sequence_fields.get(EPISODE_SHARE),
     )
 
     if kl_coef > 0:

@@ -1,4 +1,4 @@
-"""Training sequences from samples, and advantages onto them."""
+"""Training sequences from samples, and advantages onto them and onto episodes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from rl_backend.algorithm import advantages
+from rl_backend.algorithm.aggregation import sum_by_sequence, zero_masked
+from rl_backend.algorithm.episodes import EPISODE, TOKEN_REWARDS, episode_lengths, final_values
 from rl_backend.algorithm.rewards import kl_in_reward, token_rewards
+from rl_backend.algorithm.value import gae_advantages, masked_whiten
 from rl_backend.contracts import TokenSequence
 from rl_backend.data import pack
 
@@ -54,43 +57,92 @@ def with_advantages(
     sequences: Sequence[TokenSequence],
     rewards: Sequence[float],
     advantage: Advantage,
-    group_size: int,
+    group_size: int | None = None,
     *,
+    group_ids: Sequence[int] | None = None,
     kl_coef: float = 0.0,
 ) -> list[TokenSequence]:
     """Adds ``advantages``: a sequence field where all tokens of a response have the same, else a token field.
 
+    Episodes are compared with each other, whatever number of sequences they have; all sequences of one get its advantage.
+
     Args:
-        sequences: those of one prompt next to each other.
-        rewards: one of each sequence.
+        sequences: those of one prompt next to each other; or those of :func:`~rl_backend.algorithm.episode_sequences`.
+        rewards: one of each sequence, or of each episode, with those that have no sequences.
         advantage: the estimator.
-        group_size: sequences of each prompt.
+        group_size: sequences, or episodes, of each prompt.
+        group_ids: in its place, of each sequence or episode the number of its group.
         kl_coef: weight of the KL that is taken off the rewards of tokens; only for ``reinforce_plus_plus``.
     """
+    played = bool(sequences) and EPISODE in sequences[0].sequence_fields
     if advantage not in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
-        values = advantages.ADVANTAGE_ESTIMATORS[advantage](torch.tensor(rewards), group_size=group_size)
+        values = advantages.ADVANTAGE_ESTIMATORS[advantage](
+            torch.tensor(rewards), group_size=group_size, group_ids=group_ids
+        )
+        owners = [int(each.sequence_fields[EPISODE]) for each in sequences] if played else range(len(rewards))
         return [
-            sequence.with_fields(sequence_fields={"advantages": value})
-            for sequence, value in zip(sequences, values, strict=True)
+            sequence.with_fields(sequence_fields={"advantages": values[owner]})
+            for sequence, owner in zip(sequences, owners, strict=True)
         ]
     packed = pack(sequences)
-    mask, seq_lens = packed.token_fields["loss_mask"], packed.seq_lens
+    lengths = episode_lengths(sequences, len(rewards)) if played else packed.seq_lens
+    mask = packed.token_fields["loss_mask"]
     if advantage == "reinforce_plus_plus":
-        of_tokens = rewards_of_tokens(packed.token_fields, seq_lens, rewards, kl_coef)
-        values = advantages.reinforce_plus_plus_advantages(of_tokens, mask, seq_lens)
+        of_tokens = rewards_of_tokens(packed.token_fields, lengths, rewards, kl_coef)
+        values = advantages.reinforce_plus_plus_advantages(of_tokens, mask, lengths)
     else:
-        values = advantages.reinforce_plus_plus_baseline_advantages(rewards, mask, seq_lens, group_size=group_size)
+        values = advantages.reinforce_plus_plus_baseline_advantages(
+            rewards, mask, lengths, group_size=group_size, group_ids=group_ids
+        )
     return with_outputs(sequences, {"advantages": packed.split(values)})
+
+
+def with_episode_gae(
+    sequences: Sequence[TokenSequence],
+    rewards: Sequence[float],
+    *,
+    gamma: float,
+    lam: float,
+    kl_coef: float = 0.0,
+) -> list[TokenSequence]:
+    """Adds ``advantages``, whitened, and ``returns`` of episodes: PPO over turns.
+
+    A step's reward is at the last sampled token of its turn. The estimate goes on from one sequence of an episode to the
+    next, and from an episode that was cut off to the value of the state that it was cut off in.
+
+    Args:
+        sequences: all of a step, of :func:`~rl_backend.algorithm.episode_sequences`, with ``old_values``.
+        rewards: of each episode, with those that have no sequences. What ``token_rewards`` does not add up to is at the
+            episode's last token.
+        gamma, lam: see :func:`~rl_backend.algorithm.gae_advantages`.
+        kl_coef: weight of the KL that is taken off the rewards of tokens.
+    """
+    packed = pack(sequences)
+    fields, mask, lengths = packed.token_fields, packed.token_fields["loss_mask"], episode_lengths(sequences, len(rewards))
+    behind = torch.zeros(len(rewards), dtype=fields["old_values"].dtype)
+    behind[lengths > 0] = final_values(sequences, [each.token_fields["old_values"] for each in sequences])
+    of_tokens = rewards_of_tokens(fields, lengths, rewards, kl_coef)
+    estimates = gae_advantages(of_tokens, fields["old_values"], mask, lengths, gamma, lam, final_values=behind)
+    added = {"advantages": masked_whiten(estimates[0], mask), "returns": estimates[1]}
+    return with_outputs(sequences, {name: packed.split(value) for name, value in added.items()})
 
 
 def rewards_of_tokens(fields: Mapping[str, Tensor], seq_lens: Tensor, rewards: Sequence[float], kl_coef: float) -> Tensor:
     """(T,): each response's reward at its last token, less ``kl_coef`` times the KL to the reference at every token.
 
     Args:
-        fields: packed; ``loss_mask`` and, with ``kl_coef``, ``old_log_probs`` and ``ref_log_probs``.
+        fields: packed; ``loss_mask`` and, with ``kl_coef``, ``old_log_probs`` and ``ref_log_probs``. Of episodes also
+            ``token_rewards``, which stay where they are; the last token gets what is left of the episode's reward.
+        seq_lens: of sequences, or of episodes (:func:`~rl_backend.algorithm.episode_lengths`).
     """
     mask = fields["loss_mask"]
-    of_tokens = token_rewards(torch.tensor(rewards), mask, seq_lens)
+    given = torch.tensor(rewards)
+    if TOKEN_REWARDS in fields:
+        of_turns = zero_masked(fields[TOKEN_REWARDS], mask)
+        left = given - sum_by_sequence(of_turns, seq_lens)
+        of_tokens = of_turns + token_rewards(left, mask, seq_lens)
+    else:
+        of_tokens = token_rewards(given, mask, seq_lens)
     if not kl_coef:
         return of_tokens
     return kl_in_reward(of_tokens, fields["old_log_probs"], fields["ref_log_probs"], mask, kl_coef=kl_coef)

@@ -24,7 +24,7 @@ from rl_backend.algorithm.aggregation import (
     token_vector,
     zero_masked,
 )
-from rl_backend.contracts import BatchError, ConfigError, MetricValue, ModelOutput, PackedBatch
+from rl_backend.contracts import EPISODE_SHARE, BatchError, ConfigError, MetricValue, ModelOutput, PackedBatch
 
 
 def masked_whiten(values: Tensor, loss_mask: Tensor, *, shift_mean: bool = True) -> Tensor:
@@ -61,13 +61,20 @@ def masked_whiten(values: Tensor, loss_mask: Tensor, *, shift_mean: bool = True)
 
 @torch.no_grad()
 def gae_advantages(
-    token_rewards: Tensor, values: Tensor, loss_mask: Tensor, seq_lens: Tensor, gamma: float = 1.0, lam: float = 1.0
+    token_rewards: Tensor,
+    values: Tensor,
+    loss_mask: Tensor,
+    seq_lens: Tensor,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    *,
+    final_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation: ``A_t = delta_t + gamma lam A_next``, ``delta_t = r_t + gamma V_next - V_t``.
 
     ``next`` is the next *selected* token of the same sequence: tokens that the policy did not choose, such as a tool's
-    answer inside a response, are stepped over without discount. After the last selected token the episode is over: both are
-    0. The arithmetic is done in float64.
+    answer inside a response, are stepped over without discount. After the last selected token the episode is over: A_next is
+    0, and V_next too where ``final_values`` says nothing else. The arithmetic is done in float64.
 
     Sources: GAE, https://arxiv.org/abs/1506.02438, equation 16; verl's ``compute_gae_advantage_return``, which whitens the
     advantages too: :func:`~rl_backend.algorithm.value.masked_whiten` does that here.
@@ -79,6 +86,8 @@ def gae_advantages(
         seq_lens: (B,) int64 on the CPU.
         gamma: discount, within [0, 1].
         lam: within [0, 1]; 1 gives the return less the value, 0 the temporal difference.
+        final_values: (B,), V_next of each sequence's last selected token: of the state in which an episode was cut off, and
+            0 where it ended. Source: time limits as cuts, https://arxiv.org/abs/1712.00378. None is 0 for all.
 
     Returns:
         Advantages and returns (``advantages + values``, what the critic learns), (T,) each, in the dtype of ``values``,
@@ -100,6 +109,12 @@ def gae_advantages(
     rewards = _one_row_per_sequence(token_rewards[selected], counts)
     state_values = _one_row_per_sequence(values[selected], counts)
     next_values = torch.nn.functional.pad(state_values[:, 1:], (0, 1))
+    if final_values is not None:
+        if final_values.shape != seq_lens.shape or not bool(torch.isfinite(final_values).all()):
+            problem = f"final_values must be {len(counts)} finite numbers, one for each sequence"
+            raise BatchError(problem, name="final_values")
+        acting = [row for row, count in enumerate(counts) if count]
+        next_values[acting, [counts[row] - 1 for row in acting]] = final_values.to(next_values)[acting]
     deltas = rewards + gamma * next_values - state_values
 
     # Backwards in time, all sequences at once. The padding behind a short sequence is 0 and leaves it unchanged.
@@ -188,6 +203,11 @@ def value_loss(
         squares = torch.maximum(squares, clipped_squares)
     losses = 0.5 * squares
     metrics["value_loss"] = aggregation_terms(
-        losses.detach(), loss_mask, data.seq_lens, loss_agg_mode, loss_scale_factor=loss_scale_factor
+        losses.detach(),
+        loss_mask,
+        data.seq_lens,
+        loss_agg_mode,
+        loss_scale_factor=loss_scale_factor,
+        episode_share=data.sequence_fields.get(EPISODE_SHARE),
     )
     return aggregate_loss(losses, loss_mask, data, loss_agg_mode, loss_scale_factor=loss_scale_factor), metrics

@@ -5,6 +5,7 @@ from rl_backend.contracts.base_config import SAME_CONTENTS as SAME_CONTENTS
 from rl_backend.contracts.base_config import BaseConfig as BaseConfig
 from rl_backend.contracts.base_config import HasEffect as HasEffect
 from rl_backend.contracts.base_config import OnResume as OnResume
+from rl_backend.contracts.batch import EPISODE_SHARE as EPISODE_SHARE
 from rl_backend.contracts.batch import PackedBatch as PackedBatch
 from rl_backend.contracts.batch import TokenSequence as TokenSequence
 from rl_backend.contracts.errors import BatchError as BatchError

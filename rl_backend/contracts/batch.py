@@ -14,6 +14,9 @@ from torch import Tensor
 
 from rl_backend.contracts.errors import BatchError
 
+EPISODE_SHARE = "episode_share"
+"""Sequence field, 0-d floating: the part of its episode that a sequence is. Those of an episode add up to 1."""
+
 
 def _require_rows(kind: str, fields: Mapping[str, Tensor], rows: int) -> None:
     for name, value in fields.items():
@@ -114,7 +117,7 @@ class PackedBatch:
         meta: facts that all tokens share. The runtime reads ``temperature`` (a number; a (B,) sequence field of that name
             takes precedence), ``calculate_entropy`` (bool) and, in a replay, ``routed_experts_layers``. Losses read
             ``batch_num_tokens`` (the sum of ``loss_mask`` over the whole batch of all ranks), ``global_batch_size`` (its
-            sequences) and ``dp_size``.
+            sequences; with the sequence field ``episode_share`` its episodes) and ``dp_size``.
         payload: the caller's own micro-batch object. Never read here; a loss adapter can pass it on.
     """
 

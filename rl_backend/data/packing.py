@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from rl_backend.contracts import BatchError, PackedBatch, TokenSequence
+from rl_backend.contracts import EPISODE_SHARE, BatchError, PackedBatch, TokenSequence
 from rl_backend.contracts.lora import LORA_FIELD
 from rl_backend.data.balance import MicroBatchPlan, plan_micro_batches
 
@@ -174,7 +174,8 @@ def pack_plan(
     """Packs every micro-batch of a plan.
 
     The ``meta`` of each holds the caller's and: ``batch_num_tokens`` (float, sum of the token field ``loss_mask`` over all
-    sequences of all ranks; absent without that field), ``global_batch_size`` (sequences of all ranks), ``dp_size`` and
+    sequences of all ranks; absent without that field), ``global_batch_size`` (sequences of all ranks, or with the
+    sequence field ``episode_share`` their episodes), ``dp_size`` and
     ``num_micro_batches`` (of one rank), and ``tenants``, those facts of each LoRA tenant's own sequences by ``lora_id``. A
     ``batch_num_tokens`` or ``global_batch_size`` of the caller's takes precedence, of several tenants one in ``tenants``:
     gradients that add up over several calls share the denominators of all of them.
@@ -191,7 +192,7 @@ def pack_plan(
     for name in ("dp_size", "num_micro_batches"):
         if name in given:
             raise BatchError(f"meta[{name!r}]={given[name]!r}: set by dispatch, leave it out", name=name)
-    facts: dict[str, Any] = {"global_batch_size": len(sequences)}
+    facts: dict[str, Any] = {"global_batch_size": sum(map(_share, sequences))}
     if LORA_FIELD in sequences[0].sequence_fields:
         facts["tenants"] = _facts_of_tenants(sequences, plan, given)
         given.pop("tenants", None)
@@ -212,6 +213,12 @@ def pack_plan(
     ]
 
 
+def _share(sequence: TokenSequence) -> float:
+    """Of its episode; a sequence by itself is one."""
+    share = sequence.sequence_fields.get(EPISODE_SHARE)
+    return 1 if share is None else share.item()
+
+
 def _facts_of_tenants(
     sequences: Sequence[TokenSequence], plan: MicroBatchPlan, given: Mapping[str, Any]
 ) -> dict[int, dict[str, float]]:
@@ -220,7 +227,7 @@ def _facts_of_tenants(
     ids = [int(sequence.sequence_fields[LORA_FIELD]) for sequence in sequences]
     for key, sequence in zip(ids, sequences, strict=True):
         own = found.setdefault(key, {"global_batch_size": 0, "num_micro_batches": 0})
-        own["global_batch_size"] += 1
+        own["global_batch_size"] += _share(sequence)
         if "loss_mask" in sequence.token_fields:
             own["batch_num_tokens"] = own.get("batch_num_tokens", 0.0) + float(sequence.token_fields["loss_mask"].sum())
     for micro_batch in plan.micro_batches[0]:

@@ -1,0 +1,75 @@
+"""Training on episodes of many turns."""
+
+from __future__ import annotations
+
+from tests.mutations.fault import Fault
+
+_EPISODES = "rl_backend/algorithm/episodes.py"
+_TESTS = "tests/unit/rl_backend/algorithm/test_episodes.py"
+
+FAULTS = [
+    Fault(
+        "episode-fields-not-shifted",
+        _EPISODES,
+        "[*values[1:], 0]",
+        "[*values[:-1], 0]",
+        (f"{_TESTS}::test_every_sampled_token_is_trained_once",),
+        "each token would be trained at the position behind the one that predicts it",
+    ),
+    Fault(
+        "branched-episode-counted-for-each-sequence",
+        _EPISODES,
+        "torch.tensor(count / sum(counts), dtype=torch.float64)",
+        "torch.tensor(1.0, dtype=torch.float64)",
+        (f"{_TESTS}::test_a_branched_episode_is_not_counted_twice",),
+        "an episode would weigh as much as it has branches",
+    ),
+    Fault(
+        "batch-size-counts-sequences-of-episodes",
+        "rl_backend/data/packing.py",
+        "return 1 if share is None else share.item()",
+        "return 1",
+        (f"{_TESTS}::test_a_branched_episode_is_not_counted_twice",),
+        "sequence means would be divided by sequences in place of episodes",
+    ),
+    Fault(
+        "gae-ends-at-a-branch",
+        "rl_backend/algorithm/sequences.py",
+        'estimates = gae_advantages(of_tokens, fields["old_values"], mask, lengths,',
+        'estimates = gae_advantages(of_tokens, fields["old_values"], mask, packed.seq_lens,',
+        (f"{_TESTS}::test_gae_goes_on_over_turns_branches_and_cuts",),
+        "rewards after a branch would not reach the turns before it",
+    ),
+    Fault(
+        "cut-episodes-worth-nothing",
+        "rl_backend/algorithm/value.py",
+        "next_values[acting, [counts[row] - 1 for row in acting]] = final_values.to(next_values)[acting]",
+        "pass",
+        (f"{_TESTS}::test_gae_goes_on_over_turns_branches_and_cuts",),
+        "a limit of turns would look like a failure to the critic",
+    ),
+    Fault(
+        "ended-episodes-bootstrapped",
+        _EPISODES,
+        "values[index][-1] * sequences[index].sequence_fields[CUT].to(values[index])",
+        "values[index][-1]",
+        (f"{_TESTS}::test_gae_goes_on_over_turns_branches_and_cuts",),
+        "an episode that has ended would be worth what the critic expects behind its end",
+    ),
+    Fault(
+        "groups-of-sequences-in-place-of-episodes",
+        "rl_backend/algorithm/sequences.py",
+        "owners = [int(each.sequence_fields[EPISODE]) for each in sequences] if played else range(len(rewards))",
+        "owners = range(len(sequences))",
+        (f"{_TESTS}::test_advantages_compare_episodes",),
+        "sequences would get the advantages of other episodes",
+    ),
+    Fault(
+        "reward-of-a-left-out-turn-lost",
+        _EPISODES,
+        "            if reward:\n",
+        "            if reward and segment.sampled[place]:\n",
+        (f"{_TESTS}::test_the_reward_of_a_turn_that_is_left_out_goes_to_the_turn_before",),
+        "a penalty for a turn that could not be parsed would have no effect",
+    ),
+]
