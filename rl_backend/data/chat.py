@@ -32,6 +32,7 @@ def encode_messages(
     *,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
     """The tokens of a conversation by the tokenizer's chat template::
 
@@ -42,14 +43,19 @@ def encode_messages(
         tokenizer: of Hugging Face, with a chat template; see :func:`~rl_backend.data.prompts.load_tokenizer`.
         chat_template_kwargs: variables of the template, such as ``{"enable_thinking": False}``.
         generation_prompt: ends with what begins the assistant's next turn.
+        tools: JSON schemas of functions that the model may call, as ``{"type": "function", "function": {...}}``.
 
     Raises:
-        ConfigError: the tokenizer has no chat template, or the template does not read one of the variables.
+        ConfigError: the tokenizer has no chat template, or the template does not read one of the variables, or the tools.
         BatchError: the template refuses the messages.
         UnsupportedError: a message with images, video or audio.
     """
     text = render_messages(
-        messages, tokenizer, chat_template_kwargs=chat_template_kwargs, generation_prompt=generation_prompt
+        messages,
+        tokenizer,
+        chat_template_kwargs=chat_template_kwargs,
+        generation_prompt=generation_prompt,
+        tools=tools,
     )
     token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return token_ids
@@ -79,6 +85,7 @@ def render_messages(
     *,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """The text whose tokens :func:`encode_messages` returns; arguments and errors as there."""
     for index, message in enumerate(messages):
@@ -94,9 +101,17 @@ def render_messages(
             variables[unread[0]],
             f"the chat template of {tokenizer.name_or_path} does not read it; it reads {known}",
         )
+    if tools and "tools" not in template_variables(template):
+        raise ConfigError.of(
+            "tools",
+            [tool["function"]["name"] for tool in tools],
+            f"the chat template of {tokenizer.name_or_path} does not read them: the model is not told what it may call; use "
+            "a model whose template does, or describe the tools in a system message",
+        )
     try:
         text: str = tokenizer.apply_chat_template(
             [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,
             tokenize=False,
             add_generation_prompt=generation_prompt,
             **variables,

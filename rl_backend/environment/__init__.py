@@ -1,9 +1,9 @@
 """Episodes of many turns: environments and tools, and the record of every token exactly as it was sampled."""
 
+from rl_backend.environment.limits import Limits as Limits
 from rl_backend.environment.protocol import Environment as Environment
 from rl_backend.environment.protocol import Episode as Episode
 from rl_backend.environment.protocol import Generation as Generation
-from rl_backend.environment.protocol import Limits as Limits
 from rl_backend.environment.protocol import MakeEnvironment as MakeEnvironment
 from rl_backend.environment.protocol import Player as Player
 from rl_backend.environment.protocol import Result as Result

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from functools import cache
+from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 CHATML = (
@@ -101,3 +104,24 @@ def _trained() -> str:
     )
     tokenizer.train_from_iterator(_TEXTS * 4, trainer)
     return str(tokenizer.to_str())
+
+
+def trl_templates() -> dict[str, str]:
+    """The chat templates that TRL ships, by name. TRL itself is not imported."""
+    spec = importlib.util.find_spec("trl")
+    assert spec is not None and spec.submodule_search_locations
+    folder = Path(spec.submodule_search_locations[0]) / "chat_templates"
+    return {file.stem: file.read_text() for file in sorted(folder.glob("*.jinja"))}
+
+
+_MARKERS = re.compile(r"<[|\uff5c][^\s<>{}|\uff5c]+[|\uff5c]?>|<[a-z_]+\|>|\[gMASK\]|<sop>|<(?:start|end)_of_turn>")
+_WRITTEN = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+
+
+def marker_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """A tokenizer whose special tokens are the markers that a template writes."""
+    tokenizer = chat_tokenizer(template)
+    markers = sorted(set(_MARKERS.findall(template)))
+    tokenizer.add_tokens([AddedToken(each, special=True, normalized=False) for each in markers], special_tokens=True)
+    tokenizer.add_tokens([AddedToken(each, special=False, normalized=False) for each in _WRITTEN])
+    return tokenizer

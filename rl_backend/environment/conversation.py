@@ -1,0 +1,184 @@
+"""A conversation as ids: what the model is given next, after each of its turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Literal
+
+from rl_backend.contracts import EpisodeEndError
+from rl_backend.environment.episode import Finish, Message
+from rl_backend.environment.history import History, HistoryCheck, check_history
+from rl_backend.environment.rendering import ChatRenderer, closing_length
+
+type OtherEnd = Literal["replace", "keep"]
+"""What is done with a sampled stop token with which the template does not end a turn: ``replace`` writes the template's own
+end in its place, which begins a new segment; ``keep`` leaves the sampled one in the place of the template's."""
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """How a run's conversations become ids; made by :func:`chat_format`.
+
+    Attributes:
+        renderer: the model's chat template.
+        check: what it does with the past.
+        history: what is done about that.
+        other_end: see :data:`OtherEnd`.
+        stop_token_ids: end a turn.
+    """
+
+    renderer: ChatRenderer
+    check: HistoryCheck
+    history: History
+    other_end: OtherEnd
+    stop_token_ids: Sequence[int]
+
+
+def chat_format(
+    renderer: ChatRenderer,
+    *,
+    history: History | None = None,
+    other_end: OtherEnd = "replace",
+    stop_token_ids: Sequence[int] = (),
+) -> ChatFormat:
+    """Checks a model's template, and how it ends turns.
+
+    Args:
+        history: needed where the template changes the past.
+        stop_token_ids: beside the tokenizer's end-of-text token and those with which the template ends turns.
+
+    Raises:
+        ConfigError: the template cannot be used for several turns, or ``history`` must be chosen.
+    """
+    check = check_history(renderer)
+    chosen = check.choose(history, str(renderer.tokenizer.name_or_path))
+    stops = dict.fromkeys([renderer.tokenizer.eos_token_id, *_ends(renderer, check), *stop_token_ids])
+    return ChatFormat(renderer, check, chosen, other_end, tuple(stops))
+
+
+@dataclass
+class Conversation:
+    """The messages of one episode, and the ids that the model has been given and has sampled.
+
+    Attributes:
+        format: of the run.
+        messages: so far, the model's turns as they were written.
+        token_ids: so far.
+        branches: times that the past was rendered anew.
+    """
+
+    format: ChatFormat
+    messages: list[Message] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    branches: int = 0
+    _text: str = ""
+    _end: int | None = None
+
+    def start(self, messages: Sequence[Message]) -> list[int]:
+        """The ids of a prompt; what was before is forgotten."""
+        self.messages = list(messages)
+        return self._render()
+
+    def start_with_ids(self, token_ids: Sequence[int]) -> list[int]:
+        """A prompt of ids, whose text is not known to the template."""
+        self.messages, self.token_ids = [], list(token_ids)
+        self._text = self.format.renderer.decode(token_ids)
+        return self.token_ids
+
+    def add_turn(self, token_ids: Sequence[int], finish: Finish) -> str:
+        """Adds what the model sampled, and returns its text, without the token that ended it."""
+        self._end = token_ids[-1] if finish == "stop" else None
+        self.token_ids = [*self.token_ids, *token_ids]
+        written = self.format.renderer.decode(token_ids if self._end is None else token_ids[:-1])
+        self._text += written
+        self.messages.append({"role": "assistant", "content": written})
+        return written
+
+    def go_on(self, messages: Sequence[Message], answered: Message | None = None) -> list[int]:
+        """The ids of the next prompt.
+
+        Args:
+            messages: new ones.
+            answered: the model's turn as it was parsed, if ``messages`` begin with results of its calls.
+
+        Raises:
+            BatchError: the template refuses the messages.
+            EpisodeEndError: the template has no place for results of tools behind a turn that ended so.
+        """
+        renderer = self.format.renderer
+        called = [str(call["function"]["name"]) for call in (answered or {}).get("tool_calls", ())]
+        if answered is not None and called and not self.format.check.results_behind_text:
+            self.messages[-1] = answered
+        behind = self._behind(messages, called)
+        self.messages += messages
+        if self.format.history == "branch":
+            whole = renderer.text(self.messages)
+            if whole != self._text + behind.text:
+                self.branches += 1
+                return self._render(whole)
+        self.token_ids = [*(self.token_ids[:-1] if behind.replaces_end else self.token_ids), *behind.token_ids]
+        self._text += behind.text
+        return self.token_ids
+
+    def _render(self, text: str | None = None) -> list[int]:
+        self._text = self.format.renderer.text(self.messages) if text is None else text
+        self.token_ids = self.format.renderer.encode(self._text)
+        return self.token_ids
+
+    def _behind(self, messages: Sequence[Message], called: Sequence[str]) -> _Behind:
+        renderer, check, end = self.format.renderer, self.format.check, self._end
+        if called and end is not None and check.results_behind_calls:
+            text, closing = renderer.behind_calls(called, messages), renderer.calls_end(called, messages)
+            token_ids = renderer.encode(text)
+            # The end of the calls, or the marker that follows them in templates without one.
+            pairs = zip(token_ids, renderer.encode(closing), strict=False)
+            most = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) + 1
+            if end in token_ids[:most]:
+                return _Behind(token_ids[token_ids.index(end) + 1 :], text[text.index(renderer.decode([end])) :])
+        if called and not check.results_behind_text:
+            raise EpisodeEndError(
+                f"a turn that calls tools {'was cut' if end is None else f'ended with {renderer.decode([end])}'}, and the "
+                f"chat template of {renderer.tokenizer.name_or_path} has no place for results behind that",
+                stop="length" if end is None else "parse",
+            )
+        text = renderer.behind(messages)
+        token_ids = renderer.encode(text)
+        if end is None:
+            return _Behind(token_ids, text)
+        length = closing_length(token_ids, end, renderer)
+        if length is not None:
+            return _Behind(token_ids[length:], text)
+        if self.format.other_end == "replace":
+            return _Behind(token_ids, text, replaces_end=True)
+        own = next((place for place, each in enumerate(token_ids) if renderer.is_special(each)), -1)
+        return _Behind(token_ids[own + 1 :], text)
+
+
+@dataclass(frozen=True)
+class _Behind:
+    """What comes behind what the model sampled.
+
+    Attributes:
+        token_ids: behind the sampled ones.
+        text: behind what the model wrote, with the end of its turn.
+        replaces_end: they come in place of the last sampled one.
+    """
+
+    token_ids: list[int]
+    text: str
+    replaces_end: bool = False
+
+
+def _ends(renderer: ChatRenderer, check: HistoryCheck) -> list[int]:
+    """Tokens with which the template ends turns: the first special one behind an answer, and the last of a call's end."""
+    question = {"role": "user", "content": "x"}
+    found = [next((each for each in renderer.encode(renderer.behind([question])) if renderer.is_special(each)), None)]
+    if check.results_behind_calls:
+        tool = str(renderer.tools[0]["function"]["name"])
+        result = {"role": "tool", "content": "x", "name": tool, "tool_call_id": "abcdefgh1"}
+        closing = [each for each in renderer.encode(renderer.calls_end([tool], [result])) if renderer.is_special(each)]
+        behind = [each for each in renderer.encode(renderer.behind_calls([tool], [result])) if renderer.is_special(each)]
+        found.append([*closing[-1:], *behind[:1]][0] if closing or behind else None)
+    return [each for each in found if each is not None]
