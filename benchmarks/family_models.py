@@ -21,6 +21,7 @@ _TIMED_MIXTURE: Fields = {"vocab_size": 8192, "num_hidden_layers": 6}
 """As in :mod:`benchmarks.moe_speed`, experts are what is measured, not the head."""
 
 _ROTARY: Fields = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+_HALF_ROTARY: Fields = {**_ROTARY, "partial_rotary_factor": 0.5}
 _SMALL_MIXERS: Fields = {
     # What every engine of the project takes.
     "head_dim": 64,
@@ -108,6 +109,18 @@ FAMILIES: Mapping[str, Family] = {
         {"sliding_window": None},
         {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64},
         {**_TIMED_MIXTURE, "num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 384},
+    ),
+    "minimax_m2": Family(
+        "minimax_m2",
+        {"tie_word_embeddings": False},
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "rope_parameters": _HALF_ROTARY},
+        {
+            **_TIMED_MIXTURE,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 4,
+            "intermediate_size": 384,
+            "rope_parameters": _HALF_ROTARY,
+        },
     ),
     "qwen3_5": Family("qwen3_5_text", small=_SMALL_MIXERS, timed=_TIMED_MIXERS),
     "qwen3_5_moe": Family(

@@ -75,6 +75,9 @@ def write_model(model: RandomModel, seed: int, directory: Path) -> Path:
                 parameter.uniform_(-3.0, 1.0)
             else:
                 parameter.mul_(3.0)
+        for name, buffer in decoder.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn_like(buffer))
     decoder.save_pretrained(directory)
     return directory
 

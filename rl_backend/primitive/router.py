@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rl_backend.primitive.adapted_linear import padded_product
+from rl_backend.primitive.float32 import KeptInFloat32
 
 _TINY = 1e-20
 """Keeps a sum of sigmoid scores that all underflow from dividing by 0; no other sum is changed by it."""
@@ -53,6 +54,24 @@ class Routing(NamedTuple):
     logits: Tensor
 
 
+class ExpertBias(KeptInFloat32):
+    """Adds to the scores of experts, in the choice; (T, E) -> (T, E).
+
+    A module of its own for the sake of its dtype: it moves by steps that bfloat16 rounds away.
+
+    Attributes:
+        values: (E,), without a gradient.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.zeros(num_experts), requires_grad=False)
+
+    def forward(self, scores: Tensor) -> Tensor:
+        # Here and not by the router: what FSDP gathers for a module is gone after its forward.
+        return scores + self.values.to(scores.dtype)
+
+
 class Router(nn.Module):
     """A linear layer whose outputs choose ``top_k`` of E experts for each token.
 
@@ -60,15 +79,14 @@ class Router(nn.Module):
 
     Attributes:
         weight: (E, hidden_size).
-        expert_bias: (E,), without a gradient; None where the settings have none.
+        expert_bias: None where the settings have none.
     """
 
     def __init__(self, hidden_size: int, settings: RouterSettings) -> None:
         super().__init__()
         self.settings = settings
         self.weight = nn.Parameter(torch.zeros(settings.num_experts, hidden_size))
-        bias = nn.Parameter(torch.zeros(settings.num_experts), requires_grad=False) if settings.expert_bias else None
-        self.expert_bias = bias
+        self.expert_bias = ExpertBias(settings.num_experts) if settings.expert_bias else None
 
     def forward(self, x: Tensor, experts: Tensor | None = None) -> Routing:
         """Routes (T, hidden_size).
@@ -89,7 +107,9 @@ class Router(nn.Module):
 
 
 @torch.no_grad()
-def choose_experts(logits: Tensor, settings: RouterSettings, expert_bias: Tensor | None = None) -> Tensor:
+def choose_experts(
+    logits: Tensor, settings: RouterSettings, expert_bias: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """The ``top_k`` experts with the highest scores, highest first; (T, E) -> (T, top_k) int64.
 
     Scores are those that the weights are made of, so that a bias is added to numbers between 0 and 1; without a bias the
@@ -97,7 +117,7 @@ def choose_experts(logits: Tensor, settings: RouterSettings, expert_bias: Tensor
     """
     scores = logits
     if expert_bias is not None:
-        scores = _scores(logits, settings.score) + expert_bias.to(logits.dtype)
+        scores = expert_bias(_scores(logits, settings.score))
     elif not settings.score_after_top_k:
         # Rounding makes ties of logits that differ, and other implementations break them on the scores.
         scores = _scores(logits, settings.score)

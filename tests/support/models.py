@@ -47,5 +47,8 @@ def write_tiny(model_type: str, path: Path, *, seed: int = 0, max_shard_size: st
                 parameter.copy_(0.2 * torch.randn_like(parameter))
             else:
                 parameter.mul_(4.0)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn_like(buffer))
     model.save_pretrained(path, max_shard_size=max_shard_size)
     return path

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from rl_backend.contracts import WeightName, stored_tensors
 from tests.support.models import write_tiny
 
+MINIMAX_ROTARY: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+"""As ``rotary_dim`` = 16 of the 32 features of a head, a field that transformers ignores."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 48, "norm_topk_prob": True}),
     "qwen3_moe, weights not normalised": ("qwen3_moe", {"num_experts": 4, "norm_topk_prob": False}),
@@ -28,6 +30,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "mixtral",
         {"num_local_experts": 3, "intermediate_size": 48, "sliding_window": 20, "tie_word_embeddings": False},
     ),
+    "minimax_m2": (
+        "minimax_m2",
+        {"num_local_experts": 6, "intermediate_size": 48, "rope_parameters": MINIMAX_ROTARY, "tie_word_embeddings": False},
+    ),
 }
 
 
@@ -35,7 +41,7 @@ def write_moe(model: str, path: Path, **changes: Any) -> Path:
     """One of ``MODELS``, two experts a token and three layers unless it says otherwise."""
     family, settings = MODELS[model]
     base = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 3}
-    if family == "mixtral":
+    if family in ("mixtral", "minimax_m2"):
         base.pop("moe_intermediate_size")
     return write_tiny(family, path, **{**base, **settings, **changes})
 
@@ -44,6 +50,8 @@ def gradients_in_transformers_names(native: nn.Module) -> dict[str, Tensor]:
     """Gradients of a native model under the names and in the shapes that transformers' parameters have in memory."""
     gradients = {}
     for name, parameter in native.named_parameters():
+        if not parameter.requires_grad:
+            continue
         assert parameter.grad is not None, name
         name = name if name == "lm_head.weight" else f"model.{name}"
         gradients[name] = parameter.grad.flatten(1, 2) if name.endswith("experts.gate_up_proj") else parameter.grad

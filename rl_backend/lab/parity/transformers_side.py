@@ -48,7 +48,11 @@ class _Trainer:
         self.device = device
         self.config = config.optimizer
         self.model = _load(config.model, getattr(torch, config.dtype), device, side.options)
-        whole = dict(_load(config.model, torch.float32, device, {}).named_parameters())
+        loaded = _load(config.model, torch.float32, device, {})
+        whole = dict(loaded.named_parameters())
+        stored = loaded.state_dict().keys()
+        # Biases of routers, which no gradient moves.
+        self.buffers = {name: buffer for name, buffer in loaded.named_buffers() if name in stored}
         self.own_name = partial(own_name, read_hf_config(config.model).get("model_type"))
         self.in_files = _path_in_files(self.model, self.own_name)
         self.hf_names = {name: self.in_files(name) for name in whole}
@@ -56,7 +60,7 @@ class _Trainer:
             self.trained, self.frozen = dict(self.model.named_parameters()), dict[str, Tensor]()
         else:
             self.trained = add_peft_adapter(self.model, config.lora, config.seed, self.in_files)
-            self.frozen = {name: parameter.detach() for name, parameter in whole.items()}
+            self.frozen = {name: parameter.detach() for name, parameter in whole.items()} | self.buffers
             whole = {name: parameter.float() for name, parameter in self.trained.items()}
             names = [name for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
             self.hf_names = {name: self.in_files(name.replace(".base_layer", "")) for name in names}
@@ -114,7 +118,9 @@ class _Trainer:
 
     def weights(self) -> dict[str, Tensor]:
         """All of the model and of its adapters."""
-        return {**(self._checkpoint_names(self.frozen) if self.frozen else {}), **self.stored_names(self.masters)}
+        if self.frozen:
+            return {**self._checkpoint_names(self.frozen), **self.stored_names(self.masters)}
+        return self._checkpoint_names({**self.masters, **self.buffers})
 
     def stored_names(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies on the host of what is trained, under the names of files."""

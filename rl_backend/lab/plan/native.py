@@ -151,7 +151,7 @@ def native_memory(
         held, trained = (sum(size.held for size in parameters if size.trained or not only) for only in (False, True))
         # Reduced in the last backward pass of a step, or layer by layer in the only one.
         unreduced = sum(stage.gathered(all_at_once=accumulates, trained=True) for stage in sharded)
-        optimizer = 0 if workload.tenants else 2 * held * MASTER_BYTES + len(parameters) * torch.float32.itemsize
+        optimizer = 2 * trained * MASTER_BYTES + sum(size.trained for size in parameters) * torch.float32.itemsize
         tenant = _tenant(workload.lora, modules_of_rank(modules, stages.adaptable))
         # All stages of the rank if nothing is freed between passes, else the largest: one runs at a time.
         whole = [stage.gathered(all_at_once=not native.reshard_after_forward) for stage in sharded]
@@ -162,7 +162,7 @@ def native_memory(
                 gradients=trained * MASTER_BYTES,
                 optimizer=optimizer,
                 adapters=workload.tenants * tenant.nbytes,
-                undo=held * MASTER_BYTES + optimizer + trained * MASTER_BYTES if native.post_validation else 0,
+                undo=optimizer + 2 * trained * MASTER_BYTES if native.post_validation else 0,
                 unreduced_gradients=unreduced * int(getattr(torch, native.reduce_dtype).itemsize),
                 gathered_parameters=gathered * int(getattr(torch, native.param_dtype).itemsize),
                 logits_chunk=stages.logits_chunk,

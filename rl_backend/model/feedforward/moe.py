@@ -41,12 +41,14 @@ class ExpertNames(NamedTuple):
     Attributes:
         block: the mixture, within a layer.
         gate, up, down: the projections, within one expert.
+        expert_bias: that of the router's choice, within the mixture.
     """
 
     block: str = "mlp"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    expert_bias: str = "gate.e_score_correction_bias"
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,10 @@ class MoESpec(FeedForwardSpec):
             stored = tuple(f"{block}.experts.{expert}.{name}.weight" for expert in experts for name in projections)
             return PackedWeight((len(experts), *shape), stored)
 
-        names: dict[str, WeightName] = {
-            "gate.weight": f"{block}.gate.weight",
+        names: dict[str, WeightName] = {"gate.weight": f"{block}.gate.weight"}
+        if self.router.expert_bias:
+            names["gate.expert_bias.values"] = f"{block}.{self.names.expert_bias}"
+        names |= {
             "experts.gate_up_proj": packed((2,), self.names.gate, self.names.up),
             "experts.down_proj": packed((), self.names.down),
         }
@@ -166,6 +170,8 @@ class MoE(FeedForward):
         if groups.tp_group.size() > 1:
             tensor = TensorParallel(groups.tp_mesh)
             tensor.replicate(self.gate)
+            if self.gate.expert_bias is not None:
+                tensor.replicate(self.gate.expert_bias)
             rank, expert_ranks = groups.tp_group.rank(), groups.expert_group.size()
             self.experts.share = TokenShare(rank, rank // expert_ranks, -(-groups.tp_group.size() // expert_ranks))
             if self.shared_expert is not None:

@@ -75,8 +75,8 @@ def _held_tensors(handle: NativeHandle) -> Iterator[tuple[str, str, Tensor]]:
     for name, parameter in handle.parameters.items():
         yield "model", name, parameter
     if handle.optimizer is not None:
-        state = handle.optimizer.state_tensors()
-        yield from ((f"optimizer.{kind}", name, state[f"{kind}.{name}"]) for name in handle.parameters for kind in _MOMENTS)
+        state, trained = handle.optimizer.state_tensors(), handle.optimizer.parameters
+        yield from ((f"optimizer.{kind}", name, state[f"{kind}.{name}"]) for name in trained for kind in _MOMENTS)
 
 
 def _pieces(handle: NativeHandle, kind: str, name: str, tensor: Tensor) -> Iterator[tuple[str, TensorPieces]]:
@@ -94,9 +94,10 @@ def _pieces(handle: NativeHandle, kind: str, name: str, tensor: Tensor) -> Itera
 
 
 def _step_tensors(handle: NativeHandle) -> Iterator[tuple[str, Tensor]]:
-    """(first Hugging Face name, step count) of each parameter, copies too."""
-    state = handle.trainer("training state").state_tensors()
-    for name in handle.parameters:
+    """(first Hugging Face name, step count) of each parameter that is trained, copies too."""
+    optimizer = handle.trainer("training state")
+    state = optimizer.state_tensors()
+    for name in optimizer.parameters:
         (_, stored), *_ = stored_tensors(handle.weight_names[handle.stage_copies.get(name, name)])
         yield stored, state[f"{_STEP}.{name}"]
 

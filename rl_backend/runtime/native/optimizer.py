@@ -40,7 +40,7 @@ class NativeOptimizer:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101) on float32 masters, with moments sharded as the parameters are.
 
     Args:
-        parameters: name -> parameter of this rank.
+        parameters: name -> parameter of this rank; those without gradients are left as they are.
         weight_names: name -> Hugging Face name or names.
         copies: names of parameters that are updated here, but counted where their original is.
     """
@@ -56,10 +56,10 @@ class NativeOptimizer:
     ) -> None:
         self._config = config
         self._groups = groups
-        self.parameters = parameters
+        self.parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self.schedule = ParameterSchedule(config)
-        self._counted = {name for name, parameter in parameters.items() if owns(parameter)}.difference(copies)
-        param_groups = _param_groups(parameters, weight_names)
+        self._counted = {name for name, parameter in self.parameters.items() if owns(parameter)}.difference(copies)
+        param_groups = _param_groups(self.parameters, weight_names)
         self.adamw = torch.optim.AdamW(param_groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
         self._apply_schedule()
         self._allocate_moments()

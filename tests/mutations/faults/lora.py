@@ -279,7 +279,7 @@ FAULTS = [
     Fault(
         "frozen-model-planned-with-moments",
         "rl_backend/lab/plan/native.py",
-        "        optimizer = 0 if workload.tenants else 2 * held",
+        "        optimizer = 2 * trained",
         "        optimizer = 2 * held",
         ("tests/unit/rl_backend/cli/test_plan_command.py::test_tenants_take_four_numbers_for_each_of_their_parameters",),
         "a plan would count moments that nobody keeps",

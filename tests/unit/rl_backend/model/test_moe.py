@@ -65,9 +65,9 @@ def test_softmax_before_or_after_the_choice_normalised_or_not() -> None:
 def test_a_bias_changes_the_choice_and_not_the_weights() -> None:
     settings = RouterSettings(EXPERTS, 2, score="sigmoid", expert_bias=True)
     router = filled(Router(HIDDEN, settings))
-    assert router.expert_bias is not None and not router.expert_bias.requires_grad
+    assert router.expert_bias is not None and not router.expert_bias.values.requires_grad
     with torch.no_grad():
-        router.expert_bias.copy_(torch.tensor([0.0, 0.0, 0.0, 10.0, 0.0, 0.0]))
+        router.expert_bias.values.copy_(torch.tensor([0.0, 0.0, 0.0, 10.0, 0.0, 0.0]))
     routing = router(tokens())
     assert bool((routing.experts == 3).any(1).all())
     torch.testing.assert_close(routing.weights, routing.logits.sigmoid().gather(1, routing.experts))
@@ -187,7 +187,7 @@ def test_sigmoid_scores_a_bias_scaling_and_a_shared_expert_equal_deepseek_v3() -
     copy_mixture(moe, reference, "shared_experts")
     assert moe.gate.expert_bias is not None
     with torch.no_grad():
-        moe.gate.expert_bias.copy_(bias)
+        moe.gate.expert_bias.values.copy_(bias)
     torch.testing.assert_close(moe(tokens()), reference(tokens()[None])[0])
 
 

@@ -1,0 +1,68 @@
+"""Families that are mixtures of experts over grouped-query attention, with routers of their own kinds."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from rl_backend.model.decoder_spec import DecoderSpec
+from rl_backend.model.families import decoder_family, full_attention, read_decoder, read_router
+from rl_backend.model.feedforward.moe import ExpertNames, MoEOptions, MoESpec
+from rl_backend.model.hf_config import HFConfig
+from rl_backend.model.registry import register_model
+
+_MINIMAX_HONOURED: Mapping[str, tuple[Any, ...]] = {
+    "attention_bias": (False,),
+    "router_jitter_noise": (0, 0.0),
+    # What transformers knows nothing of: released directories say so, and other values are other models.
+    "scoring_func": ("sigmoid",),
+    "use_routing_bias": (True,),
+    "use_qk_norm": (True,),
+    "qk_norm_type": ("per_layer",),
+    "shared_intermediate_size": (0,),
+    "layernorm_full_attention_beta": (1, 1.0),
+    "layernorm_mlp_beta": (1, 1.0),
+}
+
+
+def minimax_m2(config: HFConfig) -> DecoderSpec:
+    """MiniMax-M2: one norm over the queries, or keys, of all heads, a part of each head rotated, sigmoid scores with a bias.
+
+    ``rotary_dim`` says how many features of a head are rotated. transformers ignores it and rotates all of them, unless the
+    rotary parameters have a ``partial_rotary_factor``.
+    """
+    config.require(_MINIMAX_HONOURED)
+    kinds = config.get("attn_type_list")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != 1 for kind in kinds)):
+        config.refuse("attn_type_list", kinds, "only 1, softmax attention, is implemented")
+    windows = full_attention(config)
+    router = replace(read_router(config, normalise=True), score="sigmoid", expert_bias=True, rounded_logits=True)
+    names = ExpertNames("block_sparse_moe", "w1", "w3", "w2", "e_score_correction_bias")
+    mixture = MoESpec(router, config.positive_int("intermediate_size"), names)
+    decoder = read_decoder(
+        config,
+        windows,
+        [mixture] * len(windows),
+        default_theta=5e6,
+        default_rotary_part=_part_of_head(config),
+        qk_norm=True,
+        joint_qk_norm=True,
+    )
+    rotary, rotated = decoder.layers[0].mixer.rotary, config.get("rotary_dim")
+    if rotary is not None and rotated not in (None, rotary.head_dim):
+        config.refuse("rotary_dim", rotated, f"partial_rotary_factor rotates {rotary.head_dim} features; make them the same")
+    return decoder
+
+
+def _part_of_head(config: HFConfig) -> float:
+    """``rotary_dim`` as a part of ``head_dim``; all of it where there is none."""
+    heads = config.positive_int("num_attention_heads")
+    head_dim = config.positive_int("head_dim", max(config.positive_int("hidden_size") // heads, 1))
+    rotated = config.positive_int("rotary_dim", head_dim)
+    if rotated > head_dim or rotated % 2:
+        config.refuse("rotary_dim", rotated, f"expected an even number, at most the {head_dim} features of a head")
+    # Rounded up: 44 * (30 / 44) is below 30.
+    return min(1.0, math.nextafter(rotated / head_dim, 2.0))
+
+
+register_model(decoder_family("minimax_m2", minimax_m2, MoEOptions))
