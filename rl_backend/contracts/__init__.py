@@ -15,6 +15,7 @@ from rl_backend.contracts.errors import ConfigError as ConfigError
 from rl_backend.contracts.errors import EngineDeadError as EngineDeadError
 from rl_backend.contracts.errors import EngineDirtyError as EngineDirtyError
 from rl_backend.contracts.errors import EpisodeEndError as EpisodeEndError
+from rl_backend.contracts.errors import EpisodeFailedError as EpisodeFailedError
 from rl_backend.contracts.errors import ExportInterruptedError as ExportInterruptedError
 from rl_backend.contracts.errors import GroupFailedError as GroupFailedError
 from rl_backend.contracts.errors import HandleError as HandleError

@@ -60,6 +60,10 @@ class EpisodeEndError(RLBackendError):
     """An episode that is over for a reason that is no mistake, such as a limit; ``details["stop"]`` names the reason."""
 
 
+class EpisodeFailedError(RLBackendError):
+    """An episode that failed where ``on_failure="stop"``, or environments that nothing can end."""
+
+
 class HandleError(RLBackendError):
     """A handle that cannot serve the call: another runtime's, closed, or forward-only where gradients are needed."""
 

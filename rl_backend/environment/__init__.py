@@ -1,8 +1,13 @@
 """Episodes of many turns: environments and tools, and the record of every token exactly as it was sampled."""
 
+from rl_backend.environment.episode import Episode as Episode
+from rl_backend.environment.groups import Group as Group
+from rl_backend.environment.groups import GroupTask as GroupTask
+from rl_backend.environment.groups import PlayOptions as PlayOptions
+from rl_backend.environment.groups import play_groups as play_groups
 from rl_backend.environment.limits import Limits as Limits
+from rl_backend.environment.playing import play_episode as play_episode
 from rl_backend.environment.protocol import Environment as Environment
-from rl_backend.environment.protocol import Episode as Episode
 from rl_backend.environment.protocol import Generation as Generation
 from rl_backend.environment.protocol import MakeEnvironment as MakeEnvironment
 from rl_backend.environment.protocol import Player as Player

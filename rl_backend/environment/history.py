@@ -110,9 +110,10 @@ def _results_behind_text(renderer: ChatRenderer, tool: str) -> list[str] | None:
 
 def _results_behind_calls(renderer: ChatRenderer, tool: str) -> list[str] | None:
     """The same with turns given with their calls."""
-    result, changes = _result(tool), []
+    changes: list[str] = []
+    result = _result(tool)
     call = {"id": result["tool_call_id"], "type": "function", "function": {"name": tool, "arguments": {"x": "4"}}}
-    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+    calling: ChatMessage = {"role": "assistant", "content": "", "tool_calls": [call]}
     try:
         rest = renderer.behind_calls([tool], [result])
         renderer.calls_end([tool], [result])
@@ -121,7 +122,7 @@ def _results_behind_calls(renderer: ChatRenderer, tool: str) -> list[str] | None
         prompt = renderer.text([_QUESTION, calling, result])
         if not prompt.startswith(renderer.text([_QUESTION])):
             changes.append("a call of a tool, once its result follows it")
-        before = [_QUESTION, calling, result]
+        before: list[ChatMessage] = [_QUESTION, calling, result]
         _, answer = _answer(renderer, before)
         if not _same(renderer, before, [*before, {"role": "assistant", "content": answer}], answer, [_NEXT]):
             changes.append("a call of a tool, once a question follows its result")

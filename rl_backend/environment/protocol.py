@@ -50,6 +50,10 @@ class TokenSource(Protocol):
         ...
 
 
+type Prompt = Sequence[Message] | Sequence[int]
+"""Messages, or ids as they stand."""
+
+
 @dataclass(frozen=True)
 class Step:
     """What an environment answers to a turn.
@@ -125,6 +129,10 @@ class Sampler(Protocol):
         """Takes the last turn out of training."""
         ...
 
+    def describe(self, message: Message | None, calls: Sequence[ToolCall] = (), given: Sequence[Message] = ()) -> None:
+        """Adds to the last turn what transcripts show of it; nothing here reaches the record of ids."""
+        ...
+
 
 class Player(Protocol):
     """Plays an episode by a loop of its own; raising anything ends this episode alone."""
@@ -156,15 +164,18 @@ class Tool(Protocol):
 
 
 class Environment(Protocol):
-    """One episode, used once. Each method may be plain or asynchronous; plain ones run in a thread."""
+    """One episode, used once. Each method may be plain or asynchronous; plain ones run in a thread.
+
+    A class that derives from this one may leave out ``tools`` and ``close``.
+    """
 
     @property
     def tools(self) -> Sequence[Tool]:
         """What the model may call; their calls are run and answered before :meth:`step` is asked."""
-        ...
+        return ()
 
-    def start(self) -> Sequence[Message] | Sequence[int] | Awaitable[Sequence[Message] | Sequence[int]]:
-        """The first prompt: messages, or ids as they stand."""
+    def start(self) -> Prompt | Awaitable[Prompt]:
+        """The first prompt."""
         ...
 
     def step(self, turn: Turn) -> Step | Awaitable[Step]:
@@ -173,7 +184,7 @@ class Environment(Protocol):
 
     def close(self) -> Awaitable[None] | None:
         """Called once, whatever happened, cancellation too."""
-        ...
+        return None
 
 
 class MakeEnvironment(Protocol):

@@ -87,7 +87,6 @@ class RecordingSampler:
         self._record.leave_out()
 
     def describe(self, message: Message | None, calls: Sequence[ToolCall] = (), given: Sequence[Message] = ()) -> None:
-        """Adds to the last turn what transcripts show of it: nothing here reaches the record of ids."""
         self._turns[-1] = replace(self._turns[-1], message=message, calls=tuple(calls), given=tuple(given))
 
     def end(self, stop: Stop, message: str) -> EpisodeEndError:

@@ -1,0 +1,155 @@
+"""Groups of episodes of the same task, many at once, and what comes of those that fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rl_backend.contracts import EpisodeFailedError
+from rl_backend.data.rewards import OnFailure, score_value
+from rl_backend.environment.calling import Caller
+from rl_backend.environment.episode import Episode
+from rl_backend.environment.limits import Limits
+from rl_backend.environment.playing import play_episode, with_reward, without_reward
+from rl_backend.environment.protocol import Player, TokenSource
+
+FAILED = frozenset({"error", "timeout", "cancelled"})
+"""Reasons that ``on_failure`` is about. A limit of turns or tokens is no failure: the episode is cut."""
+
+
+class Score(Protocol):
+    """Rewards that need all episodes of a group; plain or asynchronous. They are added to those of the episodes."""
+
+    def __call__(self, episodes: Sequence[Episode]) -> Sequence[float] | Awaitable[Sequence[float]]: ...
+
+
+@dataclass(frozen=True)
+class GroupTask:
+    """Episodes to be played.
+
+    Attributes:
+        row: of the data set.
+        seed: for whatever the environments draw: all of the group draw the same.
+        sampling_seeds: one for each episode.
+    """
+
+    row: Mapping[str, Any]
+    seed: int
+    sampling_seeds: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Episodes of the same task.
+
+    Attributes:
+        episodes: to train on, in the order of their seeds; none where the whole group was dropped.
+        dropped: that failed, or whose group is too small without those that did.
+    """
+
+    episodes: Sequence[Episode]
+    dropped: Sequence[Episode] = ()
+
+
+@dataclass(frozen=True)
+class PlayOptions:
+    """How groups are played.
+
+    Attributes:
+        limits: of each episode, and of episodes at once.
+        on_failure: of an episode that raises, hangs or is cancelled: ``stop`` raises, ``zero`` keeps it with a reward of
+            zero, ``drop`` leaves it out.
+        fewest: episodes that a group needs; with fewer left, ``drop`` leaves all of it out.
+        score: of the episodes of a group that did not fail; None without.
+    """
+
+    limits: Limits = field(default_factory=Limits)
+    on_failure: OnFailure = "stop"
+    fewest: int = 2
+    score: Score | None = None
+
+
+async def play_groups(
+    player: Player,
+    tasks: Sequence[GroupTask],
+    source: TokenSource,
+    options: PlayOptions | None = None,
+    *,
+    on_group: Callable[[int, Group], None] = lambda index, group: None,
+) -> list[Group]:
+    """Plays all episodes at once, as many as ``limits.concurrent`` allows, and returns groups in the order of ``tasks``.
+
+    Args:
+        on_group: called with place and group as each ends.
+
+    Raises:
+        EpisodeFailedError: with ``on_failure="stop"``, an episode failed; or environments that nothing can end.
+        ConfigError, RolloutError: what is no single episode's failure.
+        asyncio.CancelledError: after all players have closed what they opened. The same goes for the errors above.
+    """
+    options = options or PlayOptions()
+    at_once = nullcontext() if options.limits.concurrent is None else asyncio.Semaphore(options.limits.concurrent)
+
+    async def group(index: int, task: GroupTask) -> Group:
+        played = await _all_or_none([_one(player, task, each, source, options, at_once) for each in task.sampling_seeds])
+        found = await _judged(played, options)
+        on_group(index, found)
+        return found
+
+    return await _all_or_none([group(index, task) for index, task in enumerate(tasks)])
+
+
+async def _one(
+    player: Player, task: GroupTask, sampling_seed: int, source: TokenSource, options: PlayOptions, at_once: Any
+) -> Episode:
+    async with at_once:
+        episode = await play_episode(
+            player, task.row, source, sampling_seed=sampling_seed, seed=task.seed, limits=options.limits
+        )
+    if episode.stop in FAILED and options.on_failure == "stop":
+        raise EpisodeFailedError(
+            f"an episode ended with {episode.stop} after {len(episode.turns)} turns: {episode.error}; correct it, or set "
+            "on_failure to zero or drop",
+            stop=episode.stop,
+            sampling_seed=sampling_seed,
+        )
+    return episode
+
+
+async def _judged(played: Sequence[Episode], options: PlayOptions) -> Group:
+    whole = [episode.stop not in FAILED for episode in played]
+    scores = iter(await _scores([each for each, good in zip(played, whole, strict=True) if good], options.score))
+    scored = [
+        with_reward(episode, next(scores)) if good else without_reward(episode)
+        for episode, good in zip(played, whole, strict=True)
+    ]
+    if options.on_failure != "drop" or all(whole):
+        return Group(tuple(scored))
+    left = tuple(each for each, good in zip(scored, whole, strict=True) if good)
+    if len(left) < options.fewest:
+        return Group((), tuple(scored))
+    return Group(left, tuple(each for each, good in zip(scored, whole, strict=True) if not good))
+
+
+async def _scores(episodes: Sequence[Episode], score: Score | None) -> list[float]:
+    if score is None or not episodes:
+        return [0.0] * len(episodes)
+    found = [score_value(each) for each in await Caller()(score, tuple(episodes))]
+    if len(found) != len(episodes):
+        raise EpisodeFailedError(f"score returned {len(found)} rewards for {len(episodes)} episodes; expected one for each")
+    return found
+
+
+async def _all_or_none[T](coroutines: Sequence[Awaitable[T]]) -> list[T]:
+    """All results; where one raises, the others are cancelled and have ended before it is raised."""
+    tasks = [asyncio.ensure_future(each) for each in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

@@ -1,0 +1,124 @@
+"""One episode, played to its end: whatever its player does, the caller gets an episode with a reason."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+from rl_backend.contracts import ConfigError, EpisodeEndError, EpisodeFailedError, RolloutError
+from rl_backend.data.rewards.pool import TimeLimitError
+from rl_backend.data.rewards.worker import what_it_raised
+from rl_backend.environment.episode import Episode, Stop
+from rl_backend.environment.limits import Limits
+from rl_backend.environment.protocol import Player, Result, TokenSource
+from rl_backend.environment.sampler import RecordingSampler
+
+CLOSING_SECONDS = 10.0
+"""What a player has for its last words when it is ended from outside."""
+_OF_THE_RUN = (ConfigError, RolloutError, EpisodeFailedError)
+"""Errors that are no single episode's: they end the run."""
+
+
+async def play_episode(
+    player: Player,
+    row: Mapping[str, Any],
+    source: TokenSource,
+    *,
+    sampling_seed: int,
+    seed: int,
+    limits: Limits | None = None,
+) -> Episode:
+    """Plays an episode. What the player raises ends it with ``stop="error"``.
+
+    Args:
+        row: for the player.
+        source: engines.
+        sampling_seed: decides what is sampled, together with prompts and weights.
+        seed: for whatever the environment draws.
+        limits: of turns, tokens and time.
+
+    Raises:
+        ConfigError, RolloutError, EpisodeFailedError: what is no single episode's failure.
+        asyncio.CancelledError: after the player has closed what it opened.
+    """
+    limits = limits or Limits()
+    sampler = RecordingSampler(source, sampling_seed=sampling_seed, seed=seed, limits=limits)
+    begun = time.monotonic()
+    playing = asyncio.ensure_future(_played(player, row, sampler))
+    try:
+        done, _ = await asyncio.wait([playing], timeout=limits.episode_seconds)
+    except asyncio.CancelledError:
+        sampler.end("cancelled", "the episode was cancelled")
+        await _end(playing)
+        raise
+    if done:
+        result = playing.result()
+    else:
+        sampler.end("timeout", f"limits.episode_seconds={limits.episode_seconds:g}")
+        await _end(playing)
+        result = Result(stop="timeout", error=f"limits.episode_seconds={limits.episode_seconds:g}")
+    return _episode(sampler, result, time.monotonic() - begun)
+
+
+def without_reward(episode: Episode) -> Episode:
+    """The episode with a reward of zero, of its tokens too."""
+    segments = [replace(segment, rewards=(0.0,) * len(segment.rewards)) for segment in episode.segments]
+    return replace(episode, segments=tuple(segments), reward=0.0)
+
+
+def with_reward(episode: Episode, value: float) -> Episode:
+    """The episode with ``value`` added to its reward, at its last token."""
+    segments = list(episode.segments)
+    if segments:
+        *before, last = segments[-1].rewards
+        segments[-1] = replace(segments[-1], rewards=(*before, last + value))
+    return replace(episode, segments=tuple(segments), reward=episode.reward + value)
+
+
+async def _played(player: Player, row: Mapping[str, Any], sampler: RecordingSampler) -> Result:
+    try:
+        result = await player(row, sampler)
+    except EpisodeEndError as end:
+        return Result(stop=cast(Stop, end.details["stop"]), error=end.message)
+    except TimeLimitError:
+        return Result(stop="timeout", error="a step took longer than limits.step_seconds")
+    except _OF_THE_RUN:
+        raise
+    except (Exception, SystemExit) as error:  # noqa: BLE001, a user's code may raise anything, and it ends this episode alone
+        return Result(stop="error", error=what_it_raised(error))
+    if not isinstance(result, Result):
+        return Result(stop="error", error=f"the player returned {type(result).__name__}; expected a Result")
+    if not math.isfinite(result.reward):
+        return Result(stop="error", error=f"the player returned a reward of {result.reward}; it must be a finite number")
+    return result
+
+
+async def _end(playing: asyncio.Future[Result]) -> None:
+    """Cancels a player and waits until it has closed what it opened, whoever cancels us meanwhile."""
+    playing.cancel()
+    until = time.monotonic() + CLOSING_SECONDS
+    while not playing.done() and (left := until - time.monotonic()) > 0:
+        try:
+            await asyncio.wait([playing], timeout=left)
+        except asyncio.CancelledError:
+            continue
+    if playing.done() and not playing.cancelled():
+        playing.exception()  # looked at, so that asyncio does not report it as forgotten
+
+
+def _episode(sampler: RecordingSampler, result: Result, seconds: float) -> Episode:
+    metrics = {**sampler.metrics(), "seconds": seconds, "environment_seconds": max(0.0, seconds - sampler.engine_seconds)}
+    episode = Episode(
+        segments=sampler.segments,
+        reward=sum(turn.reward for turn in sampler.turns),
+        metrics={**metrics, **result.metrics},
+        turns=sampler.turns,
+        stop=result.stop,
+        error=result.error,
+        seed=sampler.sampling_seed,
+    )
+    return with_reward(episode, result.reward) if result.reward else episode
