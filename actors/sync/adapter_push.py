@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
+from torch import Tensor
 
 from actors.cluster import prometheus
 from actors.rollout.engines import EngineSet
@@ -148,20 +150,28 @@ def stage_adapter(
     """
     handle = context.handle(tenant)
     assert isinstance(handle, TenantHandle), "lora_id says so"
-    whole = {name: value.cpu() for name, value in context.runtime.export_lora_adapter(handle)}
-    if any(name.endswith(".lora_magnitude_vector") for name in whole):
+    if handle.lora.use_dora:
         raise UnsupportedError(
             f"{handle.name!r} has LoRAConfig.use_dora=True: its change has full rank, and engines take no such adapter; "
             "push base and adapter as one model with WeightSync(..., merged=True)",
             tenant=handle.name,
         )
+    whole: Iterable[tuple[str, Tensor]] = context.runtime.export_lora_adapter(handle)
     if context.rank != 0:
+        deque(whole, maxlen=0)
         return None
-    scales = {name: handle.lora.scale if name.removesuffix(".weight").endswith("_B") else 1.0 for name in whole}
-    packed = PackedFactors.of({name: (value, scales[name]) for name, value in whole.items()}, dtype)
+    if directory is not None:
+        whole = [(name, value.cpu()) for name, value in whole]
+    packed = PackedFactors.pack(handle.saved_shapes, _scaled(whole, handle.lora.scale), dtype)
     sent: PackedFactors | str = packed
     if directory is not None:
         root, key = directory
         sent = str(root / f"{handle.name.replace('/', '_')}@{handle.weight_version}-{key}")
-        write_peft_directory(sent, whole.items(), handle.lora, str(handle.config.hf_path))
+        write_peft_directory(sent, whole, handle.lora, str(handle.config.hf_path))
     return StagedAdapter(handle.weight_version, handle.lora.rank, sent, packed.digest, packed.values.nbytes)
+
+
+def _scaled(factors: Iterable[tuple[str, Tensor]], scale: float) -> Iterator[tuple[str, Tensor, float]]:
+    """Name, values, and by what an engine multiplies each beforehand."""
+    for name, values in factors:
+        yield name, values, scale if name.removesuffix(".weight").endswith("_B") else 1.0

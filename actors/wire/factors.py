@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -38,12 +38,26 @@ class PackedFactors:
     @classmethod
     def of(cls, factors: Mapping[str, tuple[Tensor, float]], dtype: str) -> PackedFactors:
         """Packs float32 factors on the CPU, each multiplied by its scale."""
-        shapes = {name: tuple(factors[name][0].shape) for name in sorted(factors)}
-        flat = torch.empty(sum(map(prod, shapes.values())), dtype=dtype_from_name(dtype))
-        for name, view in _views(flat, shapes).items():
-            factor, scale = factors[name]
-            view.copy_(factor if scale == 1.0 else factor * scale)
-        return cls(shapes, dtype, flat.view(torch.uint8).numpy(), _digest(shapes, flat))
+        shapes = {name: tuple(factor.shape) for name, (factor, _) in factors.items()}
+        return cls.pack(shapes, ((name, *factor) for name, factor in factors.items()), dtype)
+
+    @classmethod
+    def pack(
+        cls, shapes: Mapping[str, tuple[int, ...]], factors: Iterable[tuple[str, Tensor, float]], dtype: str
+    ) -> PackedFactors:
+        """As :meth:`of`, one factor after the other, none of which is held after the next one is taken.
+
+        Args:
+            shapes: of all factors.
+            factors: name, float32 values on any device, and scale of each, in any order.
+        """
+        ordered = {name: tuple(shapes[name]) for name in sorted(shapes)}
+        flat = torch.empty(sum(map(prod, ordered.values())), dtype=dtype_from_name(dtype))
+        places = _views(flat, ordered)
+        for name, factor, scale in factors:
+            torch.mul(factor.cpu(), scale, out=places.pop(name))
+        assert not places, "factors are as many as shapes"
+        return cls(ordered, dtype, flat.view(torch.uint8).numpy(), _digest(ordered, flat))
 
     @property
     def is_intact(self) -> bool:

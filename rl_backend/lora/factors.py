@@ -1,6 +1,6 @@
 """Whole tensors of a tenant, gathered from ranks, by their names in peft's format."""
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 
 import torch
@@ -37,6 +37,18 @@ def whole_tensors(rows: TenantRows, row: Tensor, names: Iterable[str], group: di
             whole = found.setdefault(tensor.name, torch.empty(tensor.size, dtype=view.dtype, device=row.device))
             tensor.cut(whole).copy_(view)
     return {name: found[name] for name in names}
+
+
+def each_whole_tensor(
+    rows: TenantRows, row: Tensor, names: Iterable[str], group: dist.ProcessGroup
+) -> Iterator[tuple[str, Tensor]]:
+    """As :func:`whole_tensors`, copied as they are taken where this rank has all of them. A collective."""
+    if group.size() > 1:
+        yield from whole_tensors(rows, row, names, group).items()
+        return
+    views = {tensor.name: view for tensor, view in rows.views(row)}
+    for name in names:
+        yield name, views[name].clone()
 
 
 def merged_weights(

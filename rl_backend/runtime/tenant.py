@@ -191,7 +191,7 @@ class TenantHandle(GuardedHandle[TenantOptimizer]):
         sizes = (tensor.size for tensor in head_parameters(adaptable.value_head))
         return dict(zip(VALUE_HEAD_WEIGHTS, sizes, strict=True))
 
-    @property
+    @cached_property
     def saved_shapes(self) -> dict[str, tuple[int, ...]]:
         """Of its own tensors, by peft's names."""
         adaptable = self.model.adaptable

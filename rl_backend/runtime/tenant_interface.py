@@ -74,7 +74,10 @@ class TenantAtoms[H: ModelHandle]:
         raise self._no_tenants("get_backend_info")
 
     def export_lora_adapter(self, handle: ModelHandle) -> Iterator[tuple[str, Tensor]]:
-        """Yields (peft's name, whole factor) in one order, float32, at the true rank. A collective over a model replica."""
+        """Yields (peft's name, whole factor) in one order, float32, at the true rank. A collective over a model replica.
+
+        Factors are read as they are taken: take all of them before the tenant's next step.
+        """
         raise self._no_tenants("export_lora_adapter")
 
     def import_lora_adapter(

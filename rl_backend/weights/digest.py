@@ -12,6 +12,9 @@ from torch import Tensor
 BLOCK_BYTES = 1 << 20
 """Of a tensor that are read at one time. What else is done with them finds them in the processor's cache."""
 
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
 _RUN = 2
 """Blocks that a thread takes at one time."""
 
@@ -54,6 +57,14 @@ def block_digest(start: int, block: range) -> bytes:
     """xxh3-64 of the bytes at the addresses ``start + block.start`` to ``start + block.stop``."""
     # Not through NumPy, which takes a tensor's memory for itself: a parameter's could not be offloaded any more.
     return bytes(xxhash.xxh3_64_digest((ctypes.c_char * len(block)).from_address(start + block.start)))
+
+
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Whether two CPU tensors have the same shape, dtype and bytes. torch's own comparison takes three times as long."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    left, right = one.detach().contiguous(), other.detach().contiguous()
+    return bool(_memcmp(left.data_ptr(), right.data_ptr(), left.nbytes) == 0)
 
 
 def join_digests(digests: Iterable[bytes]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from vllm.lora.layers import MergedColumnParallelLinearWithLoRA, VocabParallelEmbeddingWithLoRA
 from vllm.lora.lora_model import LoRAModel
@@ -18,6 +17,7 @@ from vllm.lora.worker_manager import WorkerLoRAManager
 
 from actors.rollout.messages import IN_MEMORY
 from rl_backend.contracts.lora import PEFT_PREFIX, peft_name
+from rl_backend.weights.digest import same_bytes
 
 _kept: dict[str, tuple[int, dict[str, Tensor]]] = {}
 """Path -> rank and factors, in the dtype of the engine."""
@@ -71,11 +71,15 @@ class _Slots(NamedTuple):
         """Inputs and outputs."""
         return self.a[0].shape[2], sum(part.shape[1] for part in self.b)
 
-    def held(self, index: int, rank: int) -> Iterator[tuple[str, Tensor]]:
-        """The factors of the adapter in a slot, under their names; A as often as there are copies."""
+    def held(self, index: int, rank: int) -> Iterator[tuple[str, slice, Tensor]]:
+        """The factors of the adapter in a slot: name, and rows that are held; A as often as there are copies."""
         for part in self.a:
-            yield self.names[0], part[index, :rank]
-        yield self.names[1], torch.cat([part[index, :, :rank] for part in self.b])
+            yield self.names[0], slice(0, rank), part[index, :rank]
+        start = 0
+        for part in self.b:
+            stop = start + part.shape[1]
+            yield self.names[1], slice(start, stop), part[index, :, :rank]
+            start = stop
 
 
 class AdapterSlots:
@@ -83,6 +87,7 @@ class AdapterSlots:
 
     model_runner: Any
     _modules_of_checkpoint: Mapping[str, str] = {}
+    _found_slots: Sequence[_Slots] = ()
 
     @property
     def _manager(self) -> Any:
@@ -92,6 +97,7 @@ class AdapterSlots:
         """Tells what the checkpoint calls its tensors, which is how tenants name the modules that they adapt."""
         mapper = _renames(self.model_runner.get_model())
         modules = [name.removesuffix(".weight") for name in checkpoint]
+        self._found_slots = ()
         self._modules_of_checkpoint = {mapper._map_name(module) if mapper else module: module for module in modules}
 
     def keep_adapter(self, path: str, rank: int, tensors: Mapping[str, Tensor]) -> str:
@@ -132,14 +138,20 @@ class AdapterSlots:
         rank, tensors = _kept[path]
         index = self._manager.lora_index_to_id.index(number)
         for slots in self._slots():
-            for name, held in slots.held(index, rank):
+            for name, rows, held in slots.held(index, rank):
                 kept = tensors.get(name)
-                if not (torch.equal(held.cpu(), kept) if kept is not None else not bool(held.any())):
+                if bool(held.any()) if kept is None else not same_bytes(held.cpu(), kept[rows]):
                     return name
         return ""
 
-    def _slots(self) -> Iterator[_Slots]:
-        """Of every module that takes adapters; without those that vLLM fuses in parts of its own."""
+    def _slots(self) -> Sequence[_Slots]:
+        """Of every module that takes adapters. vLLM makes their memory once, when it loads the model."""
+        if not self._found_slots:
+            self._found_slots = tuple(self._find_slots())
+        return self._found_slots
+
+    def _find_slots(self) -> Iterator[_Slots]:
+        """Without those that vLLM fuses in parts of its own."""
         for name, module in self._manager.modules.items():
             a, b = module.lora_a_stacked, module.lora_b_stacked
             if isinstance(module, VocabParallelEmbeddingWithLoRA):

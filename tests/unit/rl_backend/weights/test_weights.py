@@ -8,7 +8,14 @@ from torch import Tensor
 
 from rl_backend.contracts import TensorInfo, UnsupportedError, WeightCheckError, WeightManifest, dtype_from_name
 from rl_backend.weights.compare import ExpectedWeights, check_manifest, find_mismatches
-from rl_backend.weights.digest import BLOCK_BYTES, block_threads, copy_with_digest, device_checksum, tensor_digest
+from rl_backend.weights.digest import (
+    BLOCK_BYTES,
+    block_threads,
+    copy_with_digest,
+    device_checksum,
+    same_bytes,
+    tensor_digest,
+)
 from rl_backend.weights.finite import has_non_finite, inspect_tensor
 from rl_backend.weights.staging import ALIGNMENT, check_staged, find_intact, plan_layout, read_tensor, write_tensors
 
@@ -175,6 +182,21 @@ def test_tensors_with_bad_values_are_named() -> None:
     with pytest.raises(WeightCheckError, match="engine 1: weights hold NaN or infinity and were not loaded: b, d;") as error:
         check_staged(*staged({"a": torch.ones(2), "b": bad, "c": torch.ones(2), "d": bad}), engine="engine 1")
     assert error.value.details["names"] == ["b", "d"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_are_the_same_where_every_byte_is(dtype: torch.dtype) -> None:
+    tensor = torch.randn(5, 7).to(dtype)
+    tensor[2, 3] = torch.nan
+    wider = torch.zeros(5, 9, dtype=dtype)
+    wider[:, :7] = tensor
+    assert same_bytes(tensor, wider[:, :7]) and same_bytes(tensor[:0], tensor[:0])
+    assert not same_bytes(tensor, tensor.view(7, 5)) and not same_bytes(tensor, tensor.double())
+    for place in ((0, 0), (4, 6)):
+        other = tensor.clone()
+        other[place] = -other[place]
+        assert not same_bytes(tensor, other) and not same_bytes(other, tensor)
+    assert not same_bytes(torch.zeros(2), -torch.zeros(2))
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.uint8, torch.int64])
