@@ -42,13 +42,11 @@ def whole_tensors(rows: TenantRows, row: Tensor, names: Iterable[str], group: di
 def each_whole_tensor(
     rows: TenantRows, row: Tensor, names: Iterable[str], group: dist.ProcessGroup
 ) -> Iterator[tuple[str, Tensor]]:
-    """As :func:`whole_tensors`, copied as they are taken where this rank has all of them. A collective."""
+    """As :func:`whole_tensors`, in which ranks take part at the call; where one has all, it copies what is taken of it."""
     if group.size() > 1:
-        yield from whole_tensors(rows, row, names, group).items()
-        return
+        return iter(whole_tensors(rows, row, names, group).items())
     views = {tensor.name: view for tensor, view in rows.views(row)}
-    for name in names:
-        yield name, views[name].clone()
+    return ((name, views[name].clone()) for name in names)
 
 
 def merged_weights(

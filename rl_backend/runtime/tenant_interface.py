@@ -76,7 +76,7 @@ class TenantAtoms[H: ModelHandle]:
     def export_lora_adapter(self, handle: ModelHandle) -> Iterator[tuple[str, Tensor]]:
         """Yields (peft's name, whole factor) in one order, float32, at the true rank. A collective over a model replica.
 
-        Factors are read as they are taken: take all of them before the tenant's next step.
+        Take all of them before the tenant's next step: a single rank reads each when it is taken.
         """
         raise self._no_tenants("export_lora_adapter")
 

@@ -12,7 +12,7 @@ FAULTS = [
     Fault(
         "pushed-factors-without-the-scale",
         "actors/sync/adapter_push.py",
-        """handle.lora.scale if name.removesuffix(".weight").endswith("_B") else 1.0""",
+        """scale if name.removesuffix(".weight").endswith("_B") else 1.0""",
         "1.0",
         (f"{_STAGED}::test_an_adapter_is_the_same_to_the_bit_through_memory_and_through_a_directory[float32]",),
         "engines would serve another adapter than is trained",
@@ -160,5 +160,23 @@ FAULTS = [
         "    if handle.weight_version < version:\n",
         (f"{_STAGED}::test_the_trainer_computes_log_probs_with_and_without_the_adapter",),
         "a push beside training would be refused for being the version before",
+    ),
+    Fault(
+        "exported-factors-are-the-tenants-memory",
+        "rl_backend/lora/factors.py",
+        "((name, views[name].clone()) for",
+        "((name, views[name]) for",
+        (
+            "tests/unit/rl_backend/runtime/test_lora_peft.py::test_exported_factors_stay_as_they_are_while_the_tenant_trains_on",
+        ),
+        "an adapter that a caller keeps would change with every step",
+    ),
+    Fault(
+        "half-of-what-kernels-read-is-compared",
+        "rl_backend/weights/digest.py",
+        "right.data_ptr(), left.nbytes) == 0)",
+        "right.data_ptr(), left.nbytes // 2) == 0)",
+        ("tests/unit/rl_backend/weights/test_weights.py::test_tensors_are_the_same_where_every_byte_is",),
+        "engines would serve an adapter whose second half is another's",
     ),
 ]

@@ -246,6 +246,18 @@ def test_what_a_tenant_of_experts_exports_is_read_by_peft_beside_packed_experts(
     assert float((transformers_log_probs(loaded) - log_probs(runtime, tenant)).abs().max()) < 1e-5
 
 
+def test_exported_factors_stay_as_they_are_while_the_tenant_trains_on(
+    runtime: NativeRuntime, base: NativeHandle, model: Path
+) -> None:
+    tenant = trained(runtime, base, next(iter(configs_of(model).values())))
+    exported = dict(runtime.export_lora_adapter(tenant))
+    before = {name: factor.clone() for name, factor in exported.items()}
+    tenant.rows.weights.add_(1.0)
+    assert all(torch.equal(exported[name], factor) for name, factor in before.items())
+    now = dict(runtime.export_lora_adapter(tenant))
+    assert not any(torch.equal(now[name], factor) for name, factor in before.items())
+
+
 def test_what_cannot_be_adapted_is_refused_by_name(runtime: NativeRuntime, base: NativeHandle, model: Path) -> None:
     if is_mixture(model):
         with pytest.raises(UnsupportedError, match="use_dora=True with lm_head"):
