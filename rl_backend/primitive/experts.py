@@ -11,8 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from rl_backend.primitive.adapted_experts import RowOwners, TokenShare, adapted_experts, row_owners
 from rl_backend.primitive.adapter_runs import AdapterRun
+from rl_backend.primitive.expert_use import count_sorted
 from rl_backend.primitive.grouped_linear import grouped_linear
-from rl_backend.primitive.router import Routing, count_sorted
+from rl_backend.primitive.router import Routing
 
 
 class ExpertTokens(NamedTuple):

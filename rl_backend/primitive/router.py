@@ -1,13 +1,13 @@
-"""Routers: choosing experts for tokens, weighting what they return, and keeping them evenly used."""
+"""Routers: choosing experts for tokens and weighting what they return."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from rl_backend.contracts import ConfigError
 from rl_backend.primitive.adapted_linear import padded_product
 from rl_backend.primitive.float32 import KeptInFloat32
 
@@ -28,8 +28,14 @@ class RouterSettings:
         normalise: divide the weights of each token by their sum.
         scaling_factor: what the weights are multiplied by at the end.
         expert_bias: add a bias to the scores in the choice, and only there (Wang et al., arXiv 2408.15664). It is no
-            trained parameter; see :func:`rl_backend.primitive.router.balanced_expert_bias`.
+            trained parameter; see :func:`rl_backend.primitive.expert_use.balanced_expert_bias`.
         rounded_logits: compute the logits in the dtype of the tokens, and only what follows in float32.
+        groups: of neighbouring experts; 1 for a choice among all of them.
+        chosen_groups: groups whose experts a token may be sent to: those with the highest sums of their two highest scores
+            (DeepSeek-V3, section 2.1.2).
+
+    Raises:
+        ConfigError: groups that do not share the experts out, or that a token finds too few experts in.
     """
 
     num_experts: int
@@ -40,6 +46,20 @@ class RouterSettings:
     scaling_factor: float = 1.0
     expert_bias: bool = False
     rounded_logits: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_experts % self.groups:
+            raise ConfigError.of("RouterSettings.groups", self.groups, f"does not divide num_experts={self.num_experts}")
+        size = self.num_experts // self.groups
+        if self.groups > 1 and size < 2:
+            raise ConfigError.of("RouterSettings.groups", self.groups, "leaves 1 expert in each, where two are added up")
+        if not 1 <= self.chosen_groups <= self.groups:
+            raise ConfigError.of("RouterSettings.chosen_groups", self.chosen_groups, f"expected 1 to groups={self.groups}")
+        if self.top_k > self.chosen_groups * size:
+            problem = f"chosen_groups={self.chosen_groups} have {self.chosen_groups * size} experts"
+            raise ConfigError.of("RouterSettings.top_k", self.top_k, problem)
 
 
 class Routing(NamedTuple):
@@ -121,7 +141,18 @@ def choose_experts(
     elif not settings.score_after_top_k:
         # Rounding makes ties of logits that differ, and other implementations break them on the scores.
         scores = _scores(logits, settings.score)
+    if settings.chosen_groups < settings.groups:
+        scores = _within_groups(scores, settings)
     return scores.topk(settings.top_k, dim=-1).indices
+
+
+def _within_groups(scores: Tensor, settings: RouterSettings) -> Tensor:
+    """(T, E) scores, of which those outside of the best groups are minus infinity."""
+    grouped = scores.unflatten(1, (settings.groups, -1))
+    best = grouped.topk(2, dim=-1).values.sum(-1).topk(settings.chosen_groups, dim=-1).indices
+    outside = torch.ones(grouped.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, best, False)
+    within: Tensor = grouped.masked_fill(outside[..., None], -torch.inf)
+    return within.flatten(1)
 
 
 def expert_weights(logits: Tensor, experts: Tensor, settings: RouterSettings) -> Tensor:
@@ -137,148 +168,3 @@ def expert_weights(logits: Tensor, experts: Tensor, settings: RouterSettings) ->
 
 def _scores(logits: Tensor, score: Literal["softmax", "sigmoid"]) -> Tensor:
     return logits.softmax(-1) if score == "softmax" else logits.sigmoid()
-
-
-class RouterLossCoefficients(NamedTuple):
-    """Attributes:
-    load_balancing: factor of :func:`load_balancing_loss`.
-    z: factor of :func:`router_z_loss`.
-    """
-
-    load_balancing: float = 0.0
-    z: float = 0.0
-
-
-class ExpertUse(NamedTuple):
-    """Choices of the tokens of a micro-batch, without padding and without a gradient.
-
-    Attributes:
-        counts: (E,) int64, how often each expert was chosen.
-        num_tokens: 0-d int64.
-    """
-
-    counts: Tensor
-    num_tokens: Tensor
-
-
-def expert_use(
-    experts: Tensor,
-    num_experts: int,
-    padding: Tensor | None = None,
-    sum_over_ranks: Callable[[Tensor], object] | None = None,
-) -> ExpertUse:
-    """Counts (T, top_k) choices.
-
-    Args:
-        padding: (T,) bool, tokens that do not count.
-        sum_over_ranks: adds a tensor up, in place, over the ranks that have the other tokens of the micro-batch.
-    """
-    num_tokens = experts.new_full((1,), experts.shape[0])
-    if padding is not None:
-        num_tokens = num_tokens - padding.sum()
-        experts = experts.masked_fill(padding[:, None], num_experts)
-    use = torch.cat((count_sorted(experts.flatten().sort().values, num_experts), num_tokens))
-    if sum_over_ranks is not None:
-        sum_over_ranks(use)
-    return ExpertUse(use[:-1], use[-1])
-
-
-def count_sorted(ordered: Tensor, num_experts: int) -> Tensor:
-    """How often each expert stands in (N,) ascending numbers; (E,) int64. Unlike bincount it never waits for a device."""
-    ends = torch.searchsorted(ordered, torch.arange(num_experts, device=ordered.device), right=True)
-    return ends.diff(prepend=ends.new_zeros(1))
-
-
-def load_balancing_loss(
-    routing: Routing, settings: RouterSettings, padding: Tensor | None = None, use: ExpertUse | None = None
-) -> Tensor:
-    """``E * sum_e f_e * P_e`` over the tokens of a micro-batch; 0-d, 1 when all experts are used alike.
-
-    ``f_e`` is the part of the choices that fell on expert e, without a gradient, and ``P_e`` the mean over tokens of the
-    score of e, scores of a token adding up to 1 (Switch Transformer, Fedus et al., arXiv 2101.03961, equations 4 to 6, for
-    ``top_k`` = 1; for more, as Megatron-Core's ``switch_load_balancing_loss_func``. transformers' ``aux_loss`` takes all
-    layers together and is ``top_k`` times as large).
-
-    Args:
-        padding: (T,) bool, tokens that do not count.
-        use: of the whole micro-batch, where these are only some of its tokens; the loss is then their share, and the shares
-            add up to it.
-    """
-    if use is None:
-        use = expert_use(routing.experts, settings.num_experts, padding)
-    if settings.score == "softmax":
-        scores = routing.logits.softmax(-1)
-    else:
-        sigmoid = routing.logits.sigmoid()
-        scores = sigmoid / (sigmoid.sum(-1, keepdim=True) + 1e-20)
-    fractions = use.counts.to(scores.dtype) / (use.num_tokens * settings.top_k)
-    return settings.num_experts * torch.dot(fractions, _without(padding, scores).sum(0) / use.num_tokens)
-
-
-def router_z_loss(logits: Tensor, padding: Tensor | None = None, use: ExpertUse | None = None) -> Tensor:
-    """``mean over tokens of logsumexp(logits) ** 2`` (ST-MoE, Zoph et al., arXiv 2202.08906, equation 5); (T, E) -> 0-d.
-
-    Args:
-        padding, use: as in :func:`load_balancing_loss`.
-    """
-    squares = _without(padding, logits.logsumexp(-1).square())
-    if use is None:
-        return squares.sum() / (squares.numel() if padding is None else (~padding).sum())
-    return squares.sum() / use.num_tokens
-
-
-def _without(padding: Tensor | None, values: Tensor) -> Tensor:
-    return values if padding is None else values.masked_fill(padding.view(-1, *(1,) * (values.dim() - 1)), 0.0)
-
-
-def with_router_losses(
-    routing: Routing,
-    settings: RouterSettings,
-    coefficients: RouterLossCoefficients,
-    loss_weight: float,
-    padding: Tensor | None = None,
-    sum_over_ranks: Callable[[Tensor], object] | None = None,
-) -> Routing:
-    """The same routing, whose weights bring the gradient of the losses into the backward pass, times ``loss_weight``.
-
-    The value of the loss that is differentiated does not change.
-
-    Args:
-        padding: (T,) bool, tokens that do not count.
-        sum_over_ranks: adds a tensor up, in place, over the ranks that have the other tokens of the micro-batch. The losses
-            are those of all of its tokens, and the gradients of the ranks add up to theirs.
-    """
-    if coefficients == RouterLossCoefficients() or not torch.is_grad_enabled():
-        return routing
-    use = expert_use(routing.experts, settings.num_experts, padding, sum_over_ranks)
-    losses = routing.logits.new_zeros(())
-    if coefficients.load_balancing:
-        losses = losses + coefficients.load_balancing * load_balancing_loss(routing, settings, padding, use)
-    if coefficients.z:
-        losses = losses + coefficients.z * router_z_loss(routing.logits, padding, use)
-    return routing._replace(weights=_WithLoss.apply(routing.weights, loss_weight * losses))
-
-
-def balanced_expert_bias(expert_bias: Tensor, counts: Tensor, rate: float) -> Tensor:
-    """The bias after one step of loss-free balancing: ``b_e + rate * sign(mean count - count_e)``.
-
-    Wang et al., arXiv 2408.15664, algorithm 1.
-
-    Args:
-        expert_bias: (E,).
-        counts: (E,) tokens of the whole batch, of all micro-batches and ranks, that chose each expert.
-        rate: the paper takes 0.001 for sigmoid scores.
-    """
-    counts = counts.to(expert_bias.dtype)
-    return expert_bias + rate * torch.sign(counts.mean() - counts)
-
-
-class _WithLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, loss: Tensor) -> Tensor:
-        return weights.view_as(weights)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, grad.new_ones(())

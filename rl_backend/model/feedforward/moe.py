@@ -17,7 +17,8 @@ from rl_backend.parallel.tensor import TensorParallel, distribute_experts
 from rl_backend.primitive.activation import sigmoid
 from rl_backend.primitive.adapted_experts import TokenShare
 from rl_backend.primitive.experts import SwiGLUExperts
-from rl_backend.primitive.router import Router, RouterLossCoefficients, RouterSettings, Routing, with_router_losses
+from rl_backend.primitive.router import Router, RouterSettings, Routing
+from rl_backend.primitive.router_losses import RouterLossCoefficients, with_router_losses
 
 
 class MoEOptions(ModelOptions):
@@ -27,8 +28,8 @@ class MoEOptions(ModelOptions):
     data-parallel ranks. They act on the gradients; the loss that is reported is the caller's alone.
 
     Attributes:
-        router_aux_loss_coef: of :func:`rl_backend.primitive.router.load_balancing_loss`.
-        router_z_loss_coef: of :func:`rl_backend.primitive.router.router_z_loss`.
+        router_aux_loss_coef: of :func:`rl_backend.primitive.router_losses.load_balancing_loss`.
+        router_z_loss_coef: of :func:`rl_backend.primitive.router_losses.router_z_loss`.
     """
 
     router_aux_loss_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
@@ -42,6 +43,7 @@ class ExpertNames(NamedTuple):
         block: the mixture, within a layer.
         gate, up, down: the projections, within one expert.
         expert_bias: that of the router's choice, within the mixture.
+        shared: the experts that see every token, within the mixture.
     """
 
     block: str = "mlp"
@@ -49,6 +51,7 @@ class ExpertNames(NamedTuple):
     up: str = "up_proj"
     down: str = "down_proj"
     expert_bias: str = "gate.e_score_correction_bias"
+    shared: str = "shared_expert"
 
 
 @dataclass(frozen=True)
@@ -95,10 +98,10 @@ class MoESpec(FeedForwardSpec):
             "experts.down_proj": packed((), self.names.down),
         }
         if self.shared_intermediate_size:
-            shared = linear_names(("gate_proj", "up_proj", "down_proj"), f"{block}.shared_expert", bias=False)
+            shared = linear_names(("gate_proj", "up_proj", "down_proj"), f"{block}.{self.names.shared}", bias=False)
             names |= {f"shared_expert.{name}": stored for name, stored in shared.items()}
         if self.shared_gate:
-            names["shared_expert_gate.weight"] = f"{block}.shared_expert_gate.weight"
+            names["shared_expert_gate.weight"] = f"{block}.{self.names.shared}_gate.weight"
         return names
 
     def check_layout(self, parallel: ParallelConfig) -> None:

@@ -95,15 +95,15 @@ FAULTS = [
     ),
     Fault(
         "expert-bias-fills-full-experts",
-        "rl_backend/primitive/router.py",
-        "expert_bias + rate * torch.sign(counts.mean() - counts)",
-        "expert_bias + rate * torch.sign(counts - counts.mean())",
+        "rl_backend/primitive/expert_use.py",
+        "torch.sign(counts.sum() - counts.numel() * counts)",
+        "torch.sign(counts.numel() * counts - counts.sum())",
         (f"{_MOE_TESTS}::test_loss_free_balancing_lowers_the_bias_of_experts_with_more_than_the_mean",),
         "full experts would be filled further",
     ),
     Fault(
         "balancing-loss-counts-padding",
-        "rl_backend/primitive/router.py",
+        "rl_backend/primitive/router_losses.py",
         "torch.dot(fractions, _without(padding, scores).sum(0) / use.num_tokens)",
         "torch.dot(fractions, scores.sum(0) / use.num_tokens)",
         (f"{_MOE_TESTS}::test_padding_does_not_count_in_the_losses",),
@@ -111,7 +111,7 @@ FAULTS = [
     ),
     Fault(
         "balancing-loss-of-one-ranks-tokens",
-        "rl_backend/primitive/router.py",
+        "rl_backend/primitive/expert_use.py",
         "        sum_over_ranks(use)\n",
         "        pass\n",
         (
@@ -122,7 +122,7 @@ FAULTS = [
     ),
     Fault(
         "router-losses-not-in-the-gradient",
-        "rl_backend/primitive/router.py",
+        "rl_backend/primitive/router_losses.py",
         "return grad, grad.new_ones(())",
         "return grad, grad.new_zeros(())",
         (f"{_MOE_TESTS}::test_router_losses_enter_the_gradients_and_not_the_output",),
