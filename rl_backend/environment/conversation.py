@@ -58,12 +58,18 @@ def chat_format(
     return ChatFormat(renderer, check, chosen, other_end, tuple(stops))
 
 
+def id_format(renderer: ChatRenderer, stop_token_ids: Sequence[int] = ()) -> ChatFormat:
+    """For episodes of ids alone, whose tokenizer needs no chat template."""
+    stops = dict.fromkeys([renderer.tokenizer.eos_token_id, *stop_token_ids])
+    return ChatFormat(renderer, HistoryCheck(), "keep", "replace", tuple(stops))
+
+
 @dataclass
 class Conversation:
     """The messages of one episode, and the ids that the model has been given and has sampled.
 
     Attributes:
-        format: of the run.
+        format: of the run; that of ids until there are messages.
         messages: so far, the model's turns as they were written.
         token_ids: so far.
         branches: times that the past was rendered anew.

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from rl_backend.contracts import ConfigError, EpisodeEndError, EpisodeFailedError, RolloutError
+from rl_backend.contracts import ConfigError, EpisodeEndError, EpisodeFailedError, RewardError, RolloutError
 from rl_backend.data.rewards.pool import TimeLimitError
 from rl_backend.data.rewards.worker import what_it_raised
 from rl_backend.environment.episode import Episode, Stop
@@ -19,7 +19,7 @@ from rl_backend.environment.sampler import RecordingSampler
 
 CLOSING_SECONDS = 10.0
 """What a player has for its last words when it is ended from outside."""
-_OF_THE_RUN = (ConfigError, RolloutError, EpisodeFailedError)
+_OF_THE_RUN = (ConfigError, RolloutError, EpisodeFailedError, RewardError)
 """Errors that are no single episode's: they end the run."""
 
 
@@ -42,7 +42,7 @@ async def play_episode(
         limits: of turns, tokens and time.
 
     Raises:
-        ConfigError, RolloutError, EpisodeFailedError: what is no single episode's failure.
+        ConfigError, RolloutError, EpisodeFailedError, RewardError: what is no single episode's failure.
         asyncio.CancelledError: after the player has closed what it opened.
     """
     limits = limits or Limits()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -71,13 +71,33 @@ def load_reward_function(spec: str, *, field: str = "reward function") -> Reward
     """Imports a reward function and checks that it can be called as verl calls it.
 
     Args:
+        spec, field: see :func:`load_callable`.
+
+    Raises:
+        ConfigError: it cannot be loaded, or does not take the four arguments.
+    """
+    function = load_callable(spec, field=field)
+    given = {"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": None}
+    try:
+        signature = inspect.signature(function)
+        signature.bind(**given, **({"prompt": ""} if "prompt" in signature.parameters else {}))
+    except (TypeError, ValueError) as error:
+        raise ConfigError.of(
+            field, spec, f"must take (data_source, solution_str, ground_truth, extra_info=None): {error}"
+        ) from None
+    return cast(RewardFunction, function)
+
+
+def load_callable(spec: str, *, field: str) -> Callable[..., Any]:
+    """Imports what a user names.
+
+    Args:
         spec: ``package.module:function``, or ``path/to/file.py:function``. A function of a file is known under a module
             name that other processes do not have: send them ``spec``, not the function.
         field: the option that names it, for messages.
 
     Raises:
-        ConfigError: the spec, the module or the function does not exist, importing fails, or the function does not take
-            the four arguments.
+        ConfigError: the spec, the module or the function does not exist, or importing fails.
     """
     location, separator, name = spec.rpartition(":")
     if not (separator and location and name):
@@ -95,15 +115,7 @@ def load_reward_function(spec: str, *, field: str = "reward function") -> Reward
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError.of(field, spec, f"{location} has no function {name!r}{_others(module)}")
-    given = {"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": None}
-    try:
-        signature = inspect.signature(function)
-        signature.bind(**given, **({"prompt": ""} if "prompt" in signature.parameters else {}))
-    except (TypeError, ValueError) as error:
-        raise ConfigError.of(
-            field, spec, f"must take (data_source, solution_str, ground_truth, extra_info=None): {error}"
-        ) from None
-    return cast(RewardFunction, function)
+    return cast(Callable[..., Any], function)
 
 
 def _others(module: ModuleType) -> str:

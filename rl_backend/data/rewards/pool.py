@@ -12,10 +12,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 from rl_backend.contracts import RewardError
-from rl_backend.data.rewards.loading import LoadedReward
 
 MOST_LEFT_BEHIND = 64
 """Threads with calls that did not end in time. Each holds memory, and what its call holds."""
@@ -33,18 +32,39 @@ class Raised:
     problem: str = ""
 
 
+class Callee(Protocol):
+    """A function, and the name by which another process finds it: ``package.module:function`` or ``file.py:function``."""
+
+    @property
+    def function(self) -> Callable[..., Any]: ...
+    @property
+    def spec(self) -> str: ...
+
+
 class WorkerPool:
     """Calls plain functions from an event loop.
 
     Args:
-        rewards: the functions, which calls name by their index.
+        functions: which calls name by their index.
         size: calls at once.
         processes: each worker is a process, which the limit of time ends; else a thread, which it leaves behind.
         limit: seconds of a call; None is endless.
+        calls, option: what the functions are, and the option that asks for processes, for messages.
     """
 
-    def __init__(self, rewards: Sequence[LoadedReward], *, size: int, processes: bool, limit: float | None) -> None:
-        self._rewards = rewards
+    def __init__(
+        self,
+        functions: Sequence[Callee],
+        *,
+        size: int,
+        processes: bool,
+        limit: float | None,
+        calls: str = "reward functions",
+        option: str = "reward_processes",
+    ) -> None:
+        self._functions = functions
+        self._calls = calls
+        self._option = option
         self._processes = processes
         self._limit = limit
         self._free = asyncio.Semaphore(size)
@@ -83,8 +103,8 @@ class WorkerPool:
 
     async def _start(self) -> _Thread | _Process:
         if not self._processes:
-            return _Thread([reward.function for reward in self._rewards])
-        process = _Process([reward.spec for reward in self._rewards])
+            return _Thread([each.function for each in self._functions])
+        process = _Process([each.spec for each in self._functions])
         self._started.add(process)
         loaded = await asyncio.wrap_future(process.ready)
         if isinstance(loaded, Raised) and loaded.error is not None:
@@ -99,8 +119,8 @@ class WorkerPool:
         self._left_behind = [each for each in [*self._left_behind, worker] if each.is_alive()]
         if len(self._left_behind) > MOST_LEFT_BEHIND:
             raise RewardError(
-                f"{len(self._left_behind)} calls of reward functions did not end in time and still go on in threads, which "
-                "cannot be ended; set reward_processes, or have the function limit its own time"
+                f"{len(self._left_behind)} calls of {self._calls} did not end in time and still go on in threads, which "
+                f"cannot be ended; set {self._option}, or have the function limit its own time"
             )
 
 
@@ -170,7 +190,9 @@ class _Process:
         except (EOFError, OSError):
             loaded, problem = False, f"it ended with status {self._process.wait()}"
         if not loaded:
-            raise RewardError(f"reward_processes=True: a process cannot load {', '.join(specs)}: {problem}")
+            raise RewardError(
+                f"a process cannot load {', '.join(specs)}: {problem}; have importing it need nothing of the run"
+            )
 
     def _ask(self, request: tuple[int, dict[str, Any]]) -> Any:
         try:

@@ -1,0 +1,87 @@
+"""A reward function as an environment: the answer is scored, after as many calls of tools as the model makes before it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl_backend.contracts import BatchError
+from rl_backend.data.config import DataConfig
+from rl_backend.data.prompts import as_messages, encode_prompt
+from rl_backend.data.rewards import RewardCall, RewardScorer
+from rl_backend.environment.episode import Turn
+from rl_backend.environment.protocol import MakeEnvironment, Prompt, Step, Tool
+
+
+def answering(
+    scorer: RewardScorer, tokenizer: Any, data: DataConfig | None = None, tools: Sequence[Tool] = ()
+) -> MakeEnvironment:
+    """Makes environments of rows whose answer a reward function scores.
+
+    Without tools an episode has one turn, and its prompt has the ids that rollouts of one turn have. With tools it goes on
+    until a turn calls none.
+
+    Args:
+        scorer: of the reward functions.
+        tokenizer: of the model.
+        data: how prompts become messages.
+        tools: what the model may call; rows must then be messages, or text that ``data`` makes one of.
+    """
+    scoring = threading.Lock()
+
+    def make(row: Mapping[str, Any], seed: int) -> AnswerEnvironment:
+        del seed  # nothing is drawn
+        return AnswerEnvironment(row, scorer, scoring, tokenizer, data or DataConfig(), tools)
+
+    return make
+
+
+class AnswerEnvironment:
+    """See :func:`answering`.
+
+    Args:
+        row: with ``prompt``, and as reward functions take them ``ground_truth``, ``data_source`` and ``extra_info``.
+        scoring: held while functions are called that the caller's thread must call one after the other.
+    """
+
+    def __init__(
+        self,
+        row: Mapping[str, Any],
+        scorer: RewardScorer,
+        scoring: threading.Lock,
+        tokenizer: Any,
+        data: DataConfig,
+        tools: Sequence[Tool],
+    ) -> None:
+        self.tools = tuple(tools)
+        self._row = row
+        self._scorer = scorer
+        self._scoring = scoring
+        self._tokenizer = tokenizer
+        self._data = data
+
+    def start(self) -> Prompt:
+        prompt = self._row["prompt"]
+        if not self.tools:
+            return encode_prompt(prompt, self._tokenizer, self._data)
+        messages = as_messages(prompt, self._data, "prompt")
+        if messages is None:
+            raise BatchError("a prompt of text, which is continued as it stands; with tools set text_prompts to message")
+        return messages
+
+    def step(self, turn: Turn) -> Step:
+        if turn.calls:
+            return Step()
+        row = self._row
+        text = self._tokenizer.decode(list(turn.token_ids), skip_special_tokens=True)
+        call = RewardCall(row.get("data_source", ""), text, row.get("ground_truth"), row.get("extra_info"), row["prompt"])
+        asked = self._scorer.begin([call])
+        with self._scoring:
+            (score,) = asked.result()
+        if score.dropped:
+            raise BatchError("; ".join(score.failures))
+        return Step(reward=score.value, done=True, metrics=dict(score.numbers))
+
+    def close(self) -> None:
+        """Nothing is open: the scorer is the run's."""

@@ -1,0 +1,196 @@
+"""Tools: functions that a model may call, with schemas from their signatures, in processes of their own."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from rl_backend.contracts import ConfigError, EpisodeFailedError, RewardError
+from rl_backend.data.rewards.loading import load_callable
+from rl_backend.data.rewards.pool import Raised, WorkerPool
+from rl_backend.environment.protocol import Tool
+
+type Where = Literal["processes", "threads"]
+"""Where plain functions run: in processes of their own, which a limit of time ends and which share no memory, or in threads
+of this one, if that is asked for."""
+
+
+class ArgumentsError(Exception):
+    """Arguments that do not fit a tool's schema."""
+
+
+def tool_schema(tool: Tool) -> dict[str, Any]:
+    """As chat templates take it."""
+    function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
+    return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True)
+class ToolFunction:
+    """A function and how another process finds it.
+
+    Attributes:
+        function: plain, with annotated parameters and a docstring.
+        spec: ``package.module:function`` or ``path/file.py:function``.
+    """
+
+    function: Callable[..., Any]
+    spec: str
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    @cached_property
+    def description(self) -> str:
+        """The docstring up to its sections."""
+        return re.split(r"\n\s*(?:Args|Returns|Raises):", inspect.getdoc(self.function) or "")[0].strip()
+
+    @cached_property
+    def arguments(self) -> type[BaseModel]:
+        """The arguments, by the signature; descriptions from ``Args:`` in the docstring."""
+        fields: dict[str, Any] = {}
+        told = dict(
+            re.findall(r"^[ \t]+(\w+)(?:[ \t]*\([^)]*\))?:[ \t]*(.+)$", inspect.getdoc(self.function) or "", re.MULTILINE)
+        )
+        for name, each in inspect.signature(self.function, eval_str=True).parameters.items():
+            if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD, each.POSITIONAL_ONLY):
+                raise ConfigError.of(
+                    "tools", self.spec, f"parameter {each} cannot be given by name; give it a name of its own"
+                )
+            kind = Any if each.annotation is each.empty else each.annotation
+            default = ... if each.default is each.empty else each.default
+            fields[name] = (kind, Field(default=default, description=told.get(name)))
+        return create_model(self.name, __config__=ConfigDict(extra="forbid"), **fields)
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        schema = self.arguments.model_json_schema()
+        return {"type": "object", "properties": {}, **_without_titles(schema)}
+
+    def checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Values of the types that the function asks for; raises :class:`ArgumentsError`."""
+        try:
+            model = self.arguments.model_validate(dict(arguments))
+        except ValidationError as error:
+            problems = (f"{'.'.join(map(str, each['loc'])) or self.name}: {each['msg']}" for each in error.errors())
+            raise ArgumentsError("; ".join(problems)) from None
+        return {name: getattr(model, name) for name in self.arguments.model_fields}
+
+
+def tool_function(function: str | Callable[..., Any]) -> ToolFunction:
+    """Finds a function, or how a process can find it.
+
+    Args:
+        function: by name, ``package.module:function`` or ``path/file.py:function``; or itself, of a module.
+
+    Raises:
+        ConfigError: there is none, it is asynchronous, or a process cannot find it.
+    """
+    if isinstance(function, str):
+        made = ToolFunction(load_callable(function, field="tools"), function)
+    else:
+        spec = f"{function.__module__}:{function.__qualname__}"
+        if function.__module__ == "__main__":
+            spec = f"{getattr(sys.modules['__main__'], '__file__', None)}:{function.__qualname__}"
+        elif "<" in spec or getattr(sys.modules.get(function.__module__), function.__qualname__, None) is not function:
+            problem = "a process cannot find it by this name; define it at the top of a module, or run tools in threads"
+            raise ConfigError.of("tools", spec, problem)
+        made = ToolFunction(function, spec)
+    if inspect.iscoroutinefunction(made.function):
+        raise ConfigError.of(
+            "tools", made.spec, "is asynchronous; make it plain (def), or give your environment a Tool of its own"
+        )
+    made.arguments  # noqa: B018, a signature that cannot be used is refused now
+    return made
+
+
+class ToolPool:
+    """Functions as tools, and the workers that call them. Close it when no episode is played any more.
+
+    Args:
+        functions: see :func:`tool_function`; in threads any plain function.
+        where: see :data:`Where`.
+        workers: calls at once, of all episodes together.
+        call_seconds: limit of a call; a process that is too slow is ended, a thread is left behind. None is endless.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[str | Callable[..., Any]],
+        *,
+        where: Where = "processes",
+        workers: int = 4,
+        call_seconds: float | None = 30.0,
+    ) -> None:
+        found = [
+            ToolFunction(each, getattr(each, "__qualname__", "tool"))
+            if where == "threads" and not isinstance(each, str) and not inspect.iscoroutinefunction(each)
+            else tool_function(each)
+            for each in functions
+        ]
+        names = [each.name for each in found]
+        if len(set(names)) < len(names):
+            raise ConfigError.of("tools", names, "two have the same name")
+        self._pool = WorkerPool(
+            found,
+            size=workers,
+            processes=where == "processes",
+            limit=call_seconds,
+            calls="tools",
+            option="where='processes'",
+        )
+        self.tools: tuple[Tool, ...] = tuple(PooledTool(each, index, self._pool) for index, each in enumerate(found))
+
+    def close(self) -> None:
+        """Ends all processes."""
+        self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class PooledTool:
+    """A :class:`~rl_backend.environment.protocol.Tool` that a pool's workers call."""
+
+    def __init__(self, function: ToolFunction, index: int, pool: WorkerPool) -> None:
+        self._function = function
+        self._index = index
+        self._pool = pool
+        self.name = function.name
+        self.description = function.description
+        self.parameters: Mapping[str, Any] = function.parameters
+
+    async def __call__(self, arguments: Mapping[str, Any]) -> str:
+        checked = self._function.checked(arguments)
+        try:
+            result = await self._pool.call(self._index, checked)
+        except RewardError as error:
+            raise EpisodeFailedError(error.message) from error
+        if isinstance(result, Raised):
+            if result.error is not None:
+                raise result.error
+            raise RuntimeError(result.problem.removeprefix("raised "))
+        return result if isinstance(result, str) else json.dumps(result, default=repr)
+
+
+def _without_titles(schema: Any) -> Any:
+    """JSON schemas of pydantic name every field twice."""
+    if isinstance(schema, dict):
+        return {
+            key: _without_titles(value)
+            for key, value in schema.items()
+            if not (key in ("title", "additionalProperties") and not isinstance(value, dict))
+        }
+    return [_without_titles(each) for each in schema] if isinstance(schema, list) else schema
