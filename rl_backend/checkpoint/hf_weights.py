@@ -1,6 +1,6 @@
 """Filling a model from a Hugging Face directory: a rank reads the parts of tensors that it keeps."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -8,7 +8,7 @@ from torch import nn
 
 from rl_backend.checkpoint.hf_reader import FLOAT_DTYPES, HFReader
 from rl_backend.checkpoint.kept_weights import find_kept
-from rl_backend.contracts import VALUE_HEAD_WEIGHTS, CheckpointError, WeightName, stored_names, stored_tensors
+from rl_backend.contracts import VALUE_HEAD_WEIGHTS, CheckpointError, CopiedWeight, WeightName, stored_names, stored_tensors
 from rl_backend.contracts.errors import listed
 from rl_backend.parallel.shards import local_region, local_tensor
 
@@ -60,7 +60,7 @@ def load_weights(
     with torch.no_grad():
         for name, parameter in parameters.items():
             local, region = local_tensor(parameter), local_region(parameter)
-            for index, stored in stored_tensors(weight_names[name]):
+            for index, stored in _read_tensors(weight_names[name]):
                 places = list(zip(index, region, strict=False))
                 if all(part.start <= place < part.stop for place, part in places):
                     target = local[tuple(place - part.start for place, part in places)]
@@ -71,13 +71,19 @@ def load_weights(
     return found
 
 
+def _read_tensors(name: WeightName) -> Iterator[tuple[tuple[int, ...], str]]:
+    """As :func:`stored_tensors`, without copies."""
+    return stored_tensors(name.name if isinstance(name, CopiedWeight) else name)
+
+
 def _check_tied_head(reader: HFReader, parameters: Mapping[str, nn.Parameter], names: Mapping[str, WeightName]) -> None:
     """A stored head that is not read must be the embeddings; each rank compares its own rows.
 
     transformers unties one that differs without a word, and vLLM drops it: neither is what the other computes.
     """
-    for name, embeddings in names.items():
-        if not isinstance(embeddings, str) or not embeddings.endswith("embed_tokens.weight"):
+    for name, stored in names.items():
+        (_, embeddings), *_ = _read_tensors(stored)
+        if not embeddings.endswith("embed_tokens.weight"):
             continue
         local, (rows, *columns) = local_tensor(parameters[name]), local_region(parameters[name])
         chunks = range(rows.start, rows.stop, _TIED_ROWS) if local.numel() else ()

@@ -63,6 +63,7 @@ from rl_backend.contracts.runtime_config import ParallelConfig as ParallelConfig
 from rl_backend.contracts.runtime_config import Registry as Registry
 from rl_backend.contracts.runtime_config import RuntimeConfig as RuntimeConfig
 from rl_backend.contracts.weights import UNVERSIONED as UNVERSIONED
+from rl_backend.contracts.weights import CopiedWeight as CopiedWeight
 from rl_backend.contracts.weights import PackedWeight as PackedWeight
 from rl_backend.contracts.weights import TensorInfo as TensorInfo
 from rl_backend.contracts.weights import WeightManifest as WeightManifest

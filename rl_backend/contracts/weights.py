@@ -40,7 +40,22 @@ class PackedWeight:
             )
 
 
-type WeightName = str | PackedWeight
+@dataclass(frozen=True)
+class CopiedWeight:
+    """A parameter that a directory holds several times, as of embeddings that a layer for multi-token prediction has again.
+
+    It is read from the first and written to all: what is saved has equal copies, whatever was read.
+
+    Attributes:
+        name: Hugging Face name.
+        copies: further ones.
+    """
+
+    name: str
+    copies: tuple[str, ...]
+
+
+type WeightName = str | PackedWeight | CopiedWeight
 """A parameter's Hugging Face name, or names."""
 
 
@@ -48,6 +63,8 @@ def stored_tensors(name: WeightName) -> Iterator[tuple[tuple[int, ...], str]]:
     """(index into the parameter's first dimensions, Hugging Face name) of each tensor that a parameter holds."""
     if isinstance(name, str):
         yield (), name
+    elif isinstance(name, CopiedWeight):
+        yield from (((), stored) for stored in (name.name, *name.copies))
     else:
         yield from zip(itertools.product(*map(range, name.shape)), name.names, strict=True)
 

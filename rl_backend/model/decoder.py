@@ -1,6 +1,7 @@
 """A decoder: a stack of layers between embeddings and a head, on packed micro-batches."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -16,10 +17,12 @@ from rl_backend.model.activation_checkpointing import checkpoint_layers
 from rl_backend.model.blocks import Mixer, Rotation, RouterInput
 from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.input import BuildSettings, ModelInput, ModelStage
+from rl_backend.model.multi_token import MultiTokenPrediction
 from rl_backend.parallel.fsdp import apply_fsdp
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.tensor import TensorParallel
 from rl_backend.primitive.adapter_runs import AdapterRun, adapters_at_work
+from rl_backend.primitive.added_loss import with_added_loss
 from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.log_prob import NextToken, next_token_log_probs
 from rl_backend.primitive.rope import Rotary, rotary_cos_sin
@@ -91,6 +94,21 @@ class DecoderLayer(nn.Module):
         yield from (self.get_submodule(name) for name in self.decoder.norms if name is not None)
 
 
+class _Rotations:
+    """Cosines and sines of a micro-batch, each computed when a layer first asks."""
+
+    def __init__(self, position_ids: Tensor, dtype: torch.dtype) -> None:
+        self._position_ids, self._dtype = position_ids, dtype
+        self._known: dict[Rotary, Rotation] = {}
+
+    def of(self, rotary: Rotary | None) -> Rotation | None:
+        if rotary is None:
+            return None
+        if rotary not in self._known:
+            self._known[rotary] = rotary_cos_sin(self._position_ids, rotary, self._dtype)
+        return self._known[rotary]
+
+
 class Decoder(nn.Module):
     """The whole model, or a stage of it.
 
@@ -113,6 +131,14 @@ class Decoder(nn.Module):
         self.score = ValueHead(spec.hidden_size) if stage.last and settings.head == "values" else None
         self.lm_head = self._make_head() if has_language_head and not tied else None
         self.tied_head = self._make_head() if has_language_head and tied and not stage.first else None
+        self.mtp = self._make_mtp(settings.options) if has_language_head else None
+
+    def _make_mtp(self, options: ModelOptions) -> MultiTokenPrediction | None:
+        spec = self.spec
+        if spec.mtp is None or not spec.mtp.is_trained:
+            return None
+        one_more = replace(spec, layers=(*spec.layers, spec.mtp.layer))
+        return MultiTokenPrediction(spec.hidden_size, spec.norm, DecoderLayer(one_more, spec.num_layers, options))
 
     def _make_head(self) -> nn.Linear:
         return nn.Linear(self.spec.hidden_size, self.spec.vocab_size, bias=self.spec.head_bias)
@@ -130,13 +156,11 @@ class Decoder(nn.Module):
             BatchError: a sequence longer than ``max_length``, or a token outside the vocabulary (on a CPU).
         """
         hidden = self._embed(inputs)
-        rotations: dict[Rotary | None, Rotation | None] = {None: None}
+        rotations = _Rotations(inputs.position_ids, hidden.dtype)
         for layer in self.each_layer():
-            if layer.rotary is not None and layer.rotary not in rotations:
-                rotations[layer.rotary] = rotary_cos_sin(inputs.position_ids, layer.rotary, hidden.dtype)
             experts = None if inputs.routes is None or layer.place is None else inputs.routes[:, layer.place]
             router = RouterInput(inputs.router_loss_weight, inputs.padding, experts)
-            hidden = layer(hidden, rotations[layer.rotary], inputs.segments, router, inputs.adapters)
+            hidden = layer(hidden, rotations.of(layer.rotary), inputs.segments, router, inputs.adapters)
         if self.norm is None:
             return hidden
         hidden = self.norm(hidden)
@@ -155,7 +179,34 @@ class Decoder(nn.Module):
             calculate_entropy=inputs.calculate_entropy,
             adapters=inputs.adapters,
         )
+        if self.mtp is not None and torch.is_grad_enabled():
+            log_probs = with_added_loss(log_probs, self._mtp_loss(self.mtp, hidden, inputs, rotations, head))
         return ModelOutput(log_probs=log_probs, entropy=entropy, values=values)
+
+    def _mtp_loss(
+        self, mtp: MultiTokenPrediction, hidden: Tensor, inputs: ModelInput, rotations: "_Rotations", head: nn.Module
+    ) -> Tensor:
+        """Of this rank's tokens, with all of its factors; see :class:`~rl_backend.model.multi_token.MTPOptions`."""
+        spec, second, layer = self.spec.mtp, inputs.second, cast(DecoderLayer, mtp.layer)
+        assert spec is not None, "a model with such a layer has one"
+        assert second is not None, "the runtime gives it in every pass"
+        # The last token of a sequence has no next one, and nothing attends to what is made of it.
+        embedding, weight = self._look_up(inputs.labels.clamp(min=0)), cast(Tensor, head.weight)
+        bias: Tensor | None = head.bias if isinstance(head, nn.Linear) else None
+        if spec.training == "detached":
+            hidden, embedding, weight = hidden.detach(), embedding.detach(), weight.detach()
+            bias = None if bias is None else bias.detach()
+        router = RouterInput(inputs.router_loss_weight, inputs.padding)
+        predicted = mtp(hidden, embedding, rotations.of(layer.rotary), inputs.segments, router)
+        log_probs, _ = self.next_token_log_probs(
+            predicted,
+            weight,
+            second.labels,
+            bias=bias,
+            temperature=1.0 / self.spec.logit_scale,
+            chunk_tokens=self.log_prob_chunk_tokens,
+        )
+        return -log_probs.sum() * (spec.loss_weight * inputs.router_loss_weight / max(second.total, 1))
 
     def _values(self, hidden: Tensor, inputs: ModelInput) -> Tensor | None:
         """(T,), where they are wanted: of the model's head and of those of tenants."""
@@ -184,11 +235,16 @@ class Decoder(nn.Module):
                     f"input_ids reach from {smallest} to {largest}; the vocabulary has {self.spec.vocab_size} tokens"
                 )
         with adapters_at_work(inputs.adapters):
-            hidden: Tensor = self.embed_tokens(inputs.input_ids)
-        if self.spec.embedding_scale != 1.0:
-            hidden = hidden * torch.tensor(self.spec.embedding_scale, dtype=hidden.dtype).item()
+            hidden = self._look_up(inputs.input_ids)
         # Above a frozen embedding something has to ask for the gradients of adapters.
         return hidden.requires_grad_() if inputs.adapters and torch.is_grad_enabled() else hidden
+
+    def _look_up(self, input_ids: Tensor) -> Tensor:
+        assert self.embed_tokens is not None, "asked of a stage that has them"
+        hidden: Tensor = self.embed_tokens(input_ids)
+        if self.spec.embedding_scale == 1.0:
+            return hidden
+        return hidden * torch.tensor(self.spec.embedding_scale, dtype=hidden.dtype).item()
 
     def split_ends(self, tensor: TensorParallel) -> None:
         """Splits the vocabulary of embeddings and head; each rank has norms and a value head for its own tokens."""
@@ -215,7 +271,11 @@ def parallelize(module: nn.Module, groups: ParallelGroups, config: NativeConfig)
     """
     if not isinstance(module, Decoder):
         raise TypeError(f"parallelize got a {type(module).__name__}; expected Decoder")
+    units: list[nn.Module] = list(module.each_layer())
     layers = list(module.each_layer())
+    if module.mtp is not None:
+        units.append(module.mtp)
+        layers.append(cast(DecoderLayer, module.mtp.layer))
     experts: list[nn.Module] = []
     for layer in layers:
         layer.mixer.choose_kernels(groups, config)
@@ -227,6 +287,8 @@ def parallelize(module: nn.Module, groups: ParallelGroups, config: NativeConfig)
         for layer in layers:
             for norm in layer.each_norm():
                 tensor.replicate(norm)
+        if module.mtp is not None:
+            module.mtp.replicate_own(tensor)
     if config.activation_checkpointing == "full":
-        checkpoint_layers(layers)
-    apply_fsdp(module, layers, groups, config, experts=experts)
+        checkpoint_layers(units)
+    apply_fsdp(module, units, groups, config, experts=experts)

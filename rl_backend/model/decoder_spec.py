@@ -1,9 +1,19 @@
 """Everything that tells one decoder from another, as a value."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rl_backend.contracts import VALUE_HEAD_WEIGHTS, ConfigError, Head, ParallelConfig, RoutedLayers, WeightName
+from rl_backend.contracts import (
+    VALUE_HEAD_WEIGHTS,
+    ConfigError,
+    CopiedWeight,
+    Head,
+    ModelOptions,
+    ParallelConfig,
+    RoutedLayers,
+    WeightName,
+)
 from rl_backend.model.blocks import CacheBytes, LayerNorms, LayerSpec
+from rl_backend.model.multi_token import MTPOptions, MTPSpec
 from rl_backend.primitive.norm import NormSpec
 
 PRE_NORMS = LayerNorms()
@@ -29,6 +39,7 @@ class DecoderSpec:
         logit_scale: factor of the logits.
         head_bias: whether the language-model head has a bias.
         prefix: of the Hugging Face names of all parameters but those of the head.
+        mtp: a layer for multi-token prediction beside the others; None without one.
 
     Raises:
         ConfigError: a bias of a head that is the embedding.
@@ -48,6 +59,7 @@ class DecoderSpec:
     logit_scale: float = 1.0
     head_bias: bool = False
     prefix: str = "model"
+    mtp: MTPSpec | None = None
 
     def __post_init__(self) -> None:
         if self.head_bias and self.tie_word_embeddings:
@@ -70,6 +82,24 @@ class DecoderSpec:
         }
         return RoutedLayers(*routers.pop(), self.sparse) if len(routers) == 1 else None
 
+    def configured(self, options: ModelOptions) -> "DecoderSpec":
+        """With what the family's options say.
+
+        Raises:
+            ConfigError: multi-token prediction of a model that has no layer for it.
+        """
+        if not isinstance(options, MTPOptions) or options.mtp == "keep":
+            return self
+        if self.mtp is None:
+            raise ConfigError.of(
+                "NativeConfig.model_cfg.mtp", options.mtp, "config.json describes no such layer; leave it out, or use 'keep'"
+            )
+        return replace(self, mtp=replace(self.mtp, training=options.mtp, loss_weight=options.mtp_loss_weight))
+
+    def kept_prefixes(self) -> tuple[str, ...]:
+        """See ``ModelFamily.kept_weights``; those that are trained after all are not kept."""
+        return () if self.mtp is None else (f"{self.mtp.names.module}.",)
+
     def cache_bytes(self, num_tokens: int, itemsize: int) -> CacheBytes | None:
         """As :meth:`~rl_backend.model.blocks.MixerSpec.cache_bytes`, of all layers."""
         found = [layer.mixer.cache_bytes(num_tokens, itemsize) for layer in self.layers]
@@ -85,20 +115,32 @@ class DecoderSpec:
         """
         names: dict[str, WeightName] = {"embed_tokens.weight": f"{self.prefix}.embed_tokens.weight"}
         for index, layer in enumerate(self.layers):
-            module, stored = f"layers.{index}", f"{self.prefix}.layers.{index}"
-            mixer = layer.mixer.weight_names(stored)
-            names |= self._norm_names(self.norms.before_mixer, module, stored)
-            names |= {f"{module}.{layer.mixer.module}.{name}": value for name, value in mixer.items()}
-            names |= self._norm_names(self.norms.after_mixer, module, stored)
-            names |= self._norm_names(self.norms.before_feed_forward, module, stored)
-            names |= {f"{module}.mlp.{name}": value for name, value in layer.feed_forward.weight_names(stored).items()}
-            names |= self._norm_names(self.norms.after_feed_forward, module, stored)
+            names |= self._layer_names(layer, f"layers.{index}", f"{self.prefix}.layers.{index}")
         names |= {f"norm.{name}": f"{self.prefix}.{self.final_norm}.{name}" for name in self.norm.parameters}
         if head == "values":
             names |= {name: name for name in VALUE_HEAD_WEIGHTS}
         elif not self.tie_word_embeddings:
             names |= {name: name for name in ("lm_head.weight", "lm_head.bias")[: 1 + self.head_bias]}
-        return names
+        return names if head == "values" else self._with_mtp(names)
+
+    def _layer_names(self, layer: LayerSpec, module: str, stored: str) -> dict[str, WeightName]:
+        mixer = layer.mixer.weight_names(stored)
+        names = self._norm_names(self.norms.before_mixer, module, stored)
+        names |= {f"{module}.{layer.mixer.module}.{name}": value for name, value in mixer.items()}
+        names |= self._norm_names(self.norms.after_mixer, module, stored)
+        names |= self._norm_names(self.norms.before_feed_forward, module, stored)
+        names |= {f"{module}.mlp.{name}": value for name, value in layer.feed_forward.weight_names(stored).items()}
+        return names | self._norm_names(self.norms.after_feed_forward, module, stored)
+
+    def _with_mtp(self, names: dict[str, WeightName]) -> dict[str, WeightName]:
+        if self.mtp is None or not self.mtp.is_trained:
+            return names
+        for parameter, copies in self.mtp.copies(tied=self.tie_word_embeddings).items():
+            original = names[parameter]
+            assert isinstance(original, str), "embeddings and head are one tensor each"
+            names[parameter] = CopiedWeight(original, copies) if copies else original
+        own = self.mtp.own_weight_names(self.norm) | self._layer_names(self.mtp.layer, "layer", self.mtp.names.layer)
+        return names | {f"mtp.{name}": value for name, value in own.items()}
 
     def _norm_names(self, norm: str | None, module: str, stored: str) -> dict[str, WeightName]:
         parameters = () if norm is None else self.norm.parameters
@@ -106,8 +148,17 @@ class DecoderSpec:
 
     def check_layout(self, parallel: ParallelConfig) -> None:
         """Raises :class:`~rl_backend.contracts.ConfigError` for sizes that do not divide the model."""
-        for block in dict.fromkeys(block for blocks in zip(*self.layers, strict=True) for block in blocks):
+        trained = self.mtp if self.mtp is not None and self.mtp.is_trained else None
+        layers = self.layers if trained is None else (*self.layers, trained.layer)
+        for block in dict.fromkeys(block for blocks in zip(*layers, strict=True) for block in blocks):
             block.check_layout(parallel)
+        if trained is not None and parallel.pp > 1:
+            raise ConfigError.of(
+                "ParallelConfig.pp",
+                parallel.pp,
+                f"multi-token prediction (model_cfg.mtp={trained.training!r}) needs embeddings and head on one stage; use "
+                "pp=1, or mtp='keep'",
+            )
         for name, size in (("ep", parallel.ep), ("etp", parallel.etp)):
             if size > 1 and not any(self.sparse):
                 raise ConfigError.of(f"ParallelConfig.{name}", size, "this model has no experts; use 1")

@@ -65,6 +65,8 @@ def decoder_family(
         stage_copies=STAGE_COPIES,
         check_layout=DecoderSpec.check_layout,
         routed_layers=lambda decoder: decoder.routed_layers,
+        kept_weights=DecoderSpec.kept_prefixes,
+        configured=DecoderSpec.configured,
     )
 
 

@@ -8,6 +8,19 @@ import torch
 from rl_backend.contracts import Head, ModelOptions
 from rl_backend.primitive.adapter_runs import AdapterRun
 from rl_backend.primitive.attention import Segments
+from rl_backend.primitive.log_prob import IGNORE_LABEL
+
+
+class SecondTokens(NamedTuple):
+    """What multi-token prediction is trained on.
+
+    Attributes:
+        labels: as ``ModelInput.labels``, the token after the next, -100 at each sequence's last two positions.
+        total: how many of them there are in the whole micro-batch.
+    """
+
+    labels: torch.Tensor
+    total: int
 
 
 class ModelInput(NamedTuple):
@@ -31,6 +44,7 @@ class ModelInput(NamedTuple):
         adapters: which adapters work on which of the T tokens.
         heads: the outputs that are wanted; empty asks for those of the model's own head. Tenants with a head of their own
             have values, and rows with values have no log-probs, which are 0 then, as are values of the others.
+        second: the tokens after the next; None in a pass that trains nothing on them.
         hidden: (rows, hidden_size), the output of the pipeline stage before; None for the first.
     """
 
@@ -46,7 +60,14 @@ class ModelInput(NamedTuple):
     routes: torch.Tensor | None = None
     adapters: Sequence[AdapterRun] = ()
     heads: Sequence[Head] = ()
+    second: SecondTokens | None = None
     hidden: torch.Tensor | None = None
+
+
+def second_labels(labels: torch.Tensor) -> torch.Tensor:
+    """``SecondTokens.labels`` of all tokens of a micro-batch from their ``labels``: none is of another sequence."""
+    following = torch.cat((labels[1:], labels.new_full((1,), IGNORE_LABEL)))
+    return following.masked_fill(labels == IGNORE_LABEL, IGNORE_LABEL)
 
 
 class ModelStage(NamedTuple):

@@ -32,6 +32,8 @@ class ModelFamily:
         options_type: type of ``NativeConfig.model_cfg``.
         parse_config: Hugging Face ``config.json`` as a dictionary -> the family's own architecture description; raises
             :class:`~rl_backend.contracts.UnsupportedError` that names a field it cannot honour.
+        configured: (architecture, options of ``options_type``) -> the architecture with what these change in it; None where
+            they change nothing.
         build: (architecture, settings) -> module on the current default device (``meta`` when the runtime builds it), in
             float32, whose ``forward(ModelInput)`` returns a :class:`~rl_backend.contracts.ModelOutput`: ``log_probs`` and,
             on request, ``entropy``; with ``head="values"``, ``values`` alone. A stage that is not the last returns the
@@ -74,10 +76,16 @@ class ModelFamily:
     routed_layers: Callable[[Any], RoutedLayers | None] | None = None
     stored_buffers: tuple[str, ...] = ()
     kept_weights: Callable[[Any], tuple[str, ...]] | None = None
+    configured: Callable[[Any, ModelOptions], Any] | None = None
 
     def positions(self, architecture: Any, hf_config: Mapping[str, Any]) -> int | None:
         """The longest sequence, in tokens; None where nothing limits it."""
         return self.max_length(architecture) if self.max_length is not None else _max_position_embeddings(hf_config)
+
+    def architecture(self, hf_config: Mapping[str, Any], options: ModelOptions | None) -> Any:
+        """What ``config.json`` and the family's options say together; None takes the options' defaults."""
+        parsed = self.parse_config(hf_config)
+        return parsed if self.configured is None else self.configured(parsed, options or self.options_type())
 
     def kept_prefixes(self, architecture: Any) -> tuple[str, ...]:
         """``kept_weights`` of an architecture; none of a family without."""

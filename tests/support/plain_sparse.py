@@ -28,7 +28,7 @@ def scores(query: Tensor, key: Tensor, weight: Tensor) -> list[Tensor]:
 def choices(rows: list[Tensor], top_k: int) -> list[list[int]]:
     """The ``top_k`` keys of each query, of equal scores those with the lowest numbers; ascending."""
     return [
-        sorted(sorted(range(len(row)), key=lambda s, row=row: (-float(row[s]), s))[:top_k])
+        sorted(sorted(range(len(row)), key=lambda s, row=row: (-row[s].item(), s))[:top_k])
         for row in rows  # type: ignore[misc]
     ]
 
@@ -53,7 +53,7 @@ def divergence(rows: list[Tensor], query: Tensor, key: Tensor, chosen: list[list
         attended = torch.stack(heads).sum(0).detach()
         attended = attended / attended.sum()
         log_of_scores = rows[t][keys] - torch.logsumexp(rows[t][keys], 0)
-        total = total + sum(p * (math.log(float(p)) - log_of_scores[i]) for i, p in enumerate(attended) if float(p) > 0)
+        total = total + sum(p * (math.log(p.item()) - log_of_scores[i]) for i, p in enumerate(attended) if p.item() > 0)
     return total
 
 

@@ -12,6 +12,7 @@ from rl_backend.lora.modules import AdaptedModule, value_head
 from rl_backend.model.blocks import FeedForward, Mixer
 from rl_backend.model.decoder import Decoder
 from rl_backend.model.feedforward.moe import MoE, MoEOptions
+from rl_backend.model.multi_token import MTPOptions
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import chunk
 from rl_backend.parallel.tensor import LinearPart
@@ -71,6 +72,8 @@ def _coupled_by(options: ModelOptions | None) -> str:
     for name in ("router_aux_loss_coef", "router_z_loss_coef") if isinstance(options, MoEOptions) else ():
         if getattr(options, name):
             return f"NativeConfig.model_cfg.{name}={getattr(options, name)}"
+    if isinstance(options, MTPOptions) and options.mtp != "keep":
+        return f"NativeConfig.model_cfg.mtp={options.mtp!r}"
     return ""
 
 

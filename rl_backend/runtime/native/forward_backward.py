@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rl_backend.contracts import ForwardResult, Head, ModelOutput, PackedBatch, RoutedLayers
 from rl_backend.model import ModelInput
+from rl_backend.model.input import SecondTokens, second_labels
 from rl_backend.parallel import fsdp
 from rl_backend.parallel.context import TokenLayout, gather_outputs, lay_out_tokens
 from rl_backend.parallel.groups import ParallelGroups
@@ -65,6 +66,7 @@ def lay_out(
     """
     seq_lens = tuple(batch.seq_lens.tolist())
     routes = None if replayed is None else routes_to_replay(batch, replayed)
+    second, count = second_labels(batch.labels), sum(max(length - 2, 0) for length in seq_lens)
     common = {
         "longest": max(seq_lens),
         "calculate_entropy": bool(batch.meta.get("calculate_entropy", False)),
@@ -81,6 +83,7 @@ def lay_out(
             padding=None,
             routes=routes,
             adapters=runs(seq_lens),
+            second=SecondTokens(second, count),
             **common,
         )
         return RankBatch(inputs, None)
@@ -101,6 +104,7 @@ def lay_out(
         padding=_own_tokens(layout.padding, groups),
         routes=_own_tokens(None if routes is None else layout.take(routes, -1), groups),
         adapters=runs(layout.sequence_rows),
+        second=SecondTokens(layout.take(second, -100), count),
         **common,
     )
     return RankBatch(inputs, layout)

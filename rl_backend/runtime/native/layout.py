@@ -60,7 +60,7 @@ def describe_model(hf_path: Path | str, native: NativeConfig, head: Head) -> Mod
     family.require_head(head)
     options = native.model_cfg if native.model_cfg is not None else family.options_type()
     settings = BuildSettings(options, head, native.log_prob_chunk_tokens)
-    return ModelDescription(family, family.parse_config(hf_config), hf_config, settings)
+    return ModelDescription(family, family.architecture(hf_config, options), hf_config, settings)
 
 
 def schedule_name(config: NativeConfig) -> str | None:
@@ -122,7 +122,7 @@ def check_config(config: RuntimeConfig) -> None:
     native = config.options(NativeConfig)
     hf_config = read_hf_config(config.hf_path)
     family = find_model(native.model, hf_config)
-    check_model_layout(family, family.parse_config(hf_config), native)
+    check_model_layout(family, family.architecture(hf_config, native.model_cfg), native)
 
 
 def check_weights(config: RuntimeConfig, head: Head) -> None:

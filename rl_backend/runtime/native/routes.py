@@ -1,6 +1,6 @@
 """Routes of a pass: replayed from the batch, or kept from every router and put together."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_backend.contracts import PackedBatch, RoutedLayers, UnsupportedError
+from rl_backend.model.multi_token import MultiTokenPrediction
 from rl_backend.parallel.context import TokenLayout
 from rl_backend.primitive.router import Router, Routing
 from rl_backend.runtime.native.handle import NativeHandle
@@ -80,9 +81,7 @@ class PassRoutes:
 def _routers_of_stages(handle: NativeHandle, layers: RoutedLayers) -> dict[int, list[Router]]:
     """The routers of each of this rank's stages, in the order of its layers."""
     modules: Mapping[int, nn.Module] = handle.stages or {0: handle.model}
-    routers = {
-        stage: [module for module in model.modules() if isinstance(module, Router)] for stage, model in modules.items()
-    }
+    routers = {stage: list(_routers(model)) for stage, model in modules.items()}
     expected = len(_places_on_ranks(handle, layers)[handle.groups.pp_group.rank()])
     found = sum(map(len, routers.values()))
     if found != expected:
@@ -92,6 +91,12 @@ def _routers_of_stages(handle: NativeHandle, layers: RoutedLayers) -> dict[int, 
             family=handle.family.name,
         )
     return routers
+
+
+def _routers(model: nn.Module) -> Iterator[Router]:
+    """Those of its layers; a layer for multi-token prediction routes for itself."""
+    drafting = {each for module in model.modules() if isinstance(module, MultiTokenPrediction) for each in module.modules()}
+    yield from (module for module in model.modules() if isinstance(module, Router) and module not in drafting)
 
 
 def _require_routes(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -157,7 +157,7 @@ FAULTS = [
     Fault(
         "recomputation-ignored",
         "rl_backend/model/decoder.py",
-        '    if config.activation_checkpointing == "full":\n        checkpoint_layers(layers)\n',
+        '    if config.activation_checkpointing == "full":\n        checkpoint_layers(units)\n',
         "",
         ("tests/distributed/test_native_pipelines.py::test_every_layer_is_recomputed_once[1f1b]",),
         "activation_checkpointing would be accepted and ignored",

@@ -98,8 +98,8 @@ FAULTS = [
     Fault(
         "embeddings-not-scaled",
         _DECODER,
-        "        if self.spec.embedding_scale != 1.0:\n",
-        "        if self.spec.embedding_scale == 0.0:\n",
+        "        if self.spec.embedding_scale == 1.0:\n",
+        "        if self.spec.embedding_scale != 0.0:\n",
         (f"{_EQUAL}[gemma]",),
         "Gemma's tokens would hardly be seen beside what blocks add",
     ),

@@ -1,0 +1,60 @@
+"""Multi-token prediction: what is predicted from what, what moves, and what is saved."""
+
+from __future__ import annotations
+
+from tests.mutations.fault import Fault
+
+_TESTS = "tests/unit/rl_backend/model/test_multi_token.py"
+_PLAIN = (f"{_TESTS}::test_gradients_equal_those_of_a_plain_version",)
+_SAVED = (f"{_TESTS}::test_it_is_trained_and_saved_under_the_names_of_the_directory",)
+
+FAULTS = [
+    Fault(
+        "second-labels-cross-a-boundary",
+        "rl_backend/model/input.py",
+        "    return following.masked_fill(labels == IGNORE_LABEL, IGNORE_LABEL)\n",
+        "    return following\n",
+        _PLAIN,
+        "the last token of a sequence would predict one of the next sequence",
+    ),
+    Fault(
+        "state-before-embedding",
+        "rl_backend/model/multi_token.py",
+        "(self.embedding_norm(embedding), self.hidden_norm(hidden))",
+        "(self.hidden_norm(hidden), self.embedding_norm(embedding))",
+        _PLAIN,
+        "the order of the paper is not that of released weights",
+    ),
+    Fault(
+        "detached-head-is-moved",
+        "rl_backend/model/decoder.py",
+        "embedding.detach(), weight.detach()",
+        "embedding.detach(), weight",
+        (f"{_TESTS}::test_detached_it_leaves_the_models_gradients_as_they_are_without_it",),
+        "RL would pull the head towards what a draft wants",
+    ),
+    Fault(
+        "draft-loss-at-the-samples-temperature",
+        "rl_backend/model/decoder.py",
+        "            temperature=1.0 / self.spec.logit_scale,\n",
+        "            temperature=inputs.temperature / self.spec.logit_scale * 0.7,\n",
+        _PLAIN,
+        "the layer would be trained for another temperature",
+    ),
+    Fault(
+        "mean-over-all-tokens",
+        "rl_backend/runtime/native/forward_backward.py",
+        "sum(max(length - 2, 0) for length in seq_lens)",
+        "sum(seq_lens)",
+        _PLAIN,
+        "the weight of the loss would depend on how long sequences are",
+    ),
+    Fault(
+        "copies-read-again",
+        "rl_backend/checkpoint/hf_weights.py",
+        "    return stored_tensors(name.name if isinstance(name, CopiedWeight) else name)\n",
+        "    return stored_tensors(name)\n",
+        (f"{_TESTS}::test_a_directory_with_other_copies_is_read_as_its_originals",),
+        "stale copies would take the place of trained embeddings",
+    ),
+]

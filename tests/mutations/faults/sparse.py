@@ -1,0 +1,71 @@
+"""Sparse attention: what an indexer chooses, attention to it, and the indexer's loss."""
+
+from __future__ import annotations
+
+from tests.mutations.fault import Fault
+
+_INDEXER = "rl_backend/primitive/indexer.py"
+_ATTENTION = "rl_backend/primitive/sparse_attention.py"
+_MODULE = "rl_backend/model/mixers/indexer.py"
+_TESTS = "tests/unit/rl_backend/primitive/test_sparse_attention.py"
+_FORMULAS = (f"{_TESTS}::test_packed_sequences_equal_the_formulas_one_by_one",)
+_ITSELF = (f"{_TESTS}::test_the_module_equals_the_formulas_and_lets_nothing_flow_back",)
+
+FAULTS = [
+    Fault(
+        "ties-go-to-the-last-keys",
+        _INDEXER,
+        "(at_edge & (at_edge.cumsum(-1) <= room))",
+        "(at_edge & (at_edge.flip(-1).cumsum(-1).flip(-1) <= room))",
+        (f"{_TESTS}::test_ties_are_broken_by_the_lowest_number_whatever_comes_later",),
+        "a token that is appended would change what earlier ones attend to",
+    ),
+    Fault(
+        "later-keys-are-scored",
+        _INDEXER,
+        ".masked_fill(~block.visible, -torch.inf), top_k)",
+        ", top_k)",
+        _FORMULAS,
+        "the future would take places among the chosen keys",
+    ),
+    Fault(
+        "scores-without-relu",
+        _INDEXER,
+        "terms.key.to(dtype)).relu()",
+        "terms.key.to(dtype))",
+        _FORMULAS,
+        "heads that oppose a key would cancel those that ask for it",
+    ),
+    Fault(
+        "target-is-not-a-distribution",
+        _ATTENTION,
+        "            target /= target.sum(-1, keepdim=True)\n",
+        "",
+        _FORMULAS,
+        "the loss would grow with the number of heads",
+    ),
+    Fault(
+        "loss-over-all-keys-in-both-stages",
+        _ATTENTION,
+        "            if chosen is not None:\n                mask = mask & ",
+        "            if False:\n                mask = mask & ",
+        _FORMULAS,
+        "the sparse stage would teach the indexer about keys that nothing attends to",
+    ),
+    Fault(
+        "indexer-teaches-the-model",
+        _MODULE,
+        "        x, latent = x.detach(), latent.detach()\n",
+        "",
+        _ITSELF,
+        "the loss of the indexer would move the model, which learns from its own loss alone",
+    ),
+    Fault(
+        "neighbours-rotated-as-halves",
+        _MODULE,
+        "        if self.spec.interleaved:\n",
+        "        if False:\n",
+        _ITSELF,
+        "GLM-5 would choose other keys than it was trained to",
+    ),
+]
