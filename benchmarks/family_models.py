@@ -22,6 +22,13 @@ _TIMED_MIXTURE: Fields = {"vocab_size": 8192, "num_hidden_layers": 6}
 
 _ROTARY: Fields = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
 _HALF_ROTARY: Fields = {**_ROTARY, "partial_rotary_factor": 0.5}
+_SHORT_YARN: Fields = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
 _SMALL_MIXERS: Fields = {
     # What every engine of the project takes.
     "head_dim": 64,
@@ -109,6 +116,25 @@ FAMILIES: Mapping[str, Family] = {
         {"sliding_window": None},
         {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64},
         {**_TIMED_MIXTURE, "num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 384},
+    ),
+    "gpt_oss": Family(
+        "gpt_oss",
+        {"tie_word_embeddings": False},
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 64,
+            "sliding_window": 20,
+            "rope_parameters": _SHORT_YARN,
+        },
+        {
+            **_TIMED_MIXTURE,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 4,
+            "intermediate_size": 384,
+            "sliding_window": 128,
+            "rope_parameters": _SHORT_YARN,
+        },
     ),
     "minimax_m2": Family(
         "minimax_m2",

@@ -68,8 +68,10 @@ def write_model(model: RandomModel, seed: int, directory: Path) -> Path:
         for name, parameter in decoder.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.add_(0.1 * torch.randn_like(parameter))
-            elif name.endswith(("dt_bias", ".bias")):
+            elif name.endswith(("dt_bias", "proj_bias", ".bias")):
                 parameter.copy_(0.2 * torch.randn_like(parameter))
+            elif name.endswith(".sinks"):
+                parameter.normal_()
             elif name.endswith("A_log"):
                 # States neither vanish within a token nor stay for ever.
                 parameter.uniform_(-3.0, 1.0)

@@ -37,6 +37,7 @@ class AttentionDifferences(TypedDict, total=False):
     scale: float
     output_name: str
     output_gate: bool
+    sinks: bool
 
 
 class DenseOptions(ModelOptions):

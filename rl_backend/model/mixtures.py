@@ -6,10 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from rl_backend.model.decoder_spec import DecoderSpec
-from rl_backend.model.families import decoder_family, full_attention, read_decoder, read_router
+from rl_backend.model.families import decoder_family, full_attention, read_decoder, read_layer_types, read_router
+from rl_backend.model.feedforward.clamped_moe import ClampedMoESpec
 from rl_backend.model.feedforward.moe import ExpertNames, MoEOptions, MoESpec
 from rl_backend.model.hf_config import HFConfig
 from rl_backend.model.registry import register_model
+from rl_backend.primitive.clamped_experts import LIMIT
+from rl_backend.primitive.norm import NormSpec
 
 _MINIMAX_HONOURED: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
@@ -54,6 +57,50 @@ def minimax_m2(config: HFConfig) -> DecoderSpec:
     return decoder
 
 
+def gpt_oss(config: HFConfig) -> DecoderSpec:
+    """gpt-oss (arXiv 2508.10925): attention sinks, windows in every second layer, biases everywhere, clamped gates.
+
+    Without ``rope_parameters``, transformers takes those of the published models.
+    """
+    config.require({"swiglu_limit": (LIMIT,), "router_jitter_noise": (0, 0.0)})
+    top_k, other = config.positive_int("num_experts_per_tok", 4), config.get("experts_per_token")
+    if other not in (None, top_k):
+        config.refuse("experts_per_token", other, f"num_experts_per_tok is {top_k}; make them the same")
+    layers, window = range(config.positive_int("num_hidden_layers")), config.positive_int("sliding_window", 128)
+    kinds = read_layer_types(config, {"full_attention", "sliding_attention"})
+    kinds = kinds or tuple("full_attention" if layer % 2 else "sliding_attention" for layer in layers)
+    bias = config.flag("attention_bias", True)
+    router = replace(read_router(config, normalise=False), score_after_top_k=True, bias=True, rounded_logits=True)
+    mixture = ClampedMoESpec(router, config.positive_int("intermediate_size"), ExpertNames(router="router"))
+    return read_decoder(
+        _with_published_rotary(config),
+        [window if kind == "sliding_attention" else None for kind in kinds],
+        [mixture] * len(layers),
+        norm=NormSpec(config.positive_float("rms_norm_eps", 1e-5)),
+        default_head_dim=64,
+        default_theta=150000.0,
+        qkv_bias=bias,
+        output_bias=bias,
+        sinks=True,
+    )
+
+
+_PUBLISHED_ROTARY: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def _with_published_rotary(config: HFConfig) -> HFConfig:
+    if config.get("rope_parameters") is not None or config.get("rope_scaling") is not None:
+        return config
+    return HFConfig({**config.fields, "rope_parameters": _PUBLISHED_ROTARY}, config.family)
+
+
 def _part_of_head(config: HFConfig) -> float:
     """``rotary_dim`` as a part of ``head_dim``; all of it where there is none."""
     heads = config.positive_int("num_attention_heads")
@@ -65,4 +112,8 @@ def _part_of_head(config: HFConfig) -> float:
     return min(1.0, math.nextafter(rotated / head_dim, 2.0))
 
 
-register_model(decoder_family("minimax_m2", minimax_m2, MoEOptions))
+for family in (
+    decoder_family("gpt_oss", gpt_oss, MoEOptions),
+    decoder_family("minimax_m2", minimax_m2, MoEOptions),
+):
+    register_model(family)

@@ -119,7 +119,14 @@ def _ranges(starts: Tensor, lens: Tensor) -> Tensor:
 
 
 def attend_over_ranks(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None, *, group: dist.ProcessGroup
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    window: int | None,
+    sinks: Tensor | None = None,
+    *,
+    group: dist.ProcessGroup,
 ) -> Tensor:
     """:func:`~rl_backend.primitive.attention.packed_attention` of this rank's queries, from the keys and values of N tokens
     on each of the context-parallel ranks.
@@ -135,7 +142,7 @@ def attend_over_ranks(
     gathered = all_gather(torch.stack((key, value), dim=1), group, sum_gradients=True)
     selected_key, selected_value = gathered.index_select(0, segments.key_index).unbind(1)
     del gathered  # not needed by the backward pass
-    return packed_attention(query, selected_key, selected_value, segments, window)
+    return packed_attention(query, selected_key, selected_value, segments, window, sinks)
 
 
 def gather_outputs(local: Tensor, layout: TokenLayout, group: dist.ProcessGroup) -> Tensor:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from rl_backend.parallel.collectives import all_gather, all_reduce, reduce_scatter, sum_over
 from rl_backend.parallel.shards import chunk
 from rl_backend.primitive.adapter_runs import AdapterRun
+from rl_backend.primitive.experts import Experts
 from rl_backend.primitive.log_prob import NextToken, VocabularyShard, next_token_log_probs
 from rl_backend.primitive.norm import RMSNorm
 from rl_backend.primitive.value_head import values_of_tenants
@@ -195,14 +196,16 @@ def vocabulary_shard(group: dist.ProcessGroup, start: int, vocab_size: int) -> V
     return VocabularyShard(start, vocab_size, largest, sum_over(group))
 
 
-def distribute_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Splits packed experts over the ranks of ``mesh``, which is ep, or ep by etp.
-
-    Of all parameters, dimension 0 numbers the experts and dimension 2 their intermediate features.
-    """
-    for name in _names(experts):
-        _distribute(experts, name, mesh, [Shard(dim) for dim in (0, 2)[: mesh.ndim]])
-    compute_on_local(experts, {})
+def distribute_experts(experts: Experts, mesh: DeviceMesh) -> None:
+    """Splits packed experts over the ranks of ``mesh``, which is ep, or ep by etp."""
+    # What the parts of an expert return is added up, and what it adds itself must be in the sum once.
+    counted, views = float(mesh.ndim == 1 or mesh.get_local_rank(1) == 0), dict[str, View]()
+    for name, dim in experts.intermediate_dims.items():
+        placements = [Shard(0), Replicate() if dim is None else Shard(dim)]
+        _distribute(experts, name, mesh, placements[: mesh.ndim])
+        if dim is None and mesh.ndim > 1:
+            views[name] = lambda parameter: parameter * counted
+    compute_on_local(experts, views)
 
 
 def compute_on_local(module: nn.Module, views: Mapping[str, View], *, partial: bool = True) -> None:

@@ -16,8 +16,8 @@ from rl_backend.primitive.blocked_attention import blocked_attention
 _WINDOWED_BLOCK = 512
 _VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
-type Attend = Callable[[Tensor, Tensor, Tensor, Segments, int | None], Tensor]
-"""(query, key, value, segments, window) -> (N, heads, head_dim), from the keys of this rank's own tokens."""
+type Attend = Callable[[Tensor, Tensor, Tensor, Segments, int | None, Tensor | None], Tensor]
+"""(query, key, value, segments, window, sinks) -> (N, heads, head_dim), from the keys of this rank's own tokens."""
 
 
 class Segments(NamedTuple):
@@ -47,14 +47,17 @@ class Segments(NamedTuple):
         return cls(lengths, lengths, cu_seqlens, cu_seqlens)
 
 
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None = None) -> Tensor:
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """Softmax attention, causal inside each segment, scaled by ``head_dim ** -0.5``.
 
     A query sees the keys of its segment up to its own: the causal mask is aligned to the last query and the last key.
 
     bfloat16 and float16 on CUDA take the variable-length flash kernel, float32 and float64 on a CPU the blocked form, which
     is faster there than SDPA's; everything else takes one SDPA call for each run of neighbouring segments of equal length.
-    Nothing is ever padded.
+    With sinks, which the flash kernel does not take, everything but the blocked form takes SDPA with a mask, block by block.
+    No sequence is ever padded.
 
     Args:
         query: (N, heads, head_dim), where N is the sum of ``segments.query_lens``.
@@ -62,31 +65,48 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segmen
             ``heads`` is a multiple of ``kv_heads`` (grouped-query attention).
         window: tokens that a token sees, itself included; None for all before it (sliding-window attention as in Mistral 7B,
             arXiv 2310.06825).
+        sinks: (heads,), one more score for each query of a head, of a key whose value is 0 (attention sinks as in gpt-oss,
+            arXiv 2508.10925); None without. They have gradients.
 
     Returns:
         (N, heads, head_dim)
     """
     if query.is_meta:
-        on_meta: Tensor = _MetaAttention.apply(query, key, value)
+        on_meta: Tensor = _MetaAttention.apply(query, key, value, sinks)
         return on_meta
     if window is not None and window >= max(segments.key_lens):
         window = None
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and sinks is None:
         return _varlen(query, key, value, segments, window)
     if window is None:
-        return _whole(query, key, value, segments.query_lens, segments.key_lens)
-    return _windowed_and_whole(query, key, value, segments.query_lens, segments.key_lens, window)
+        return _whole(query, key, value, segments.query_lens, segments.key_lens, sinks)
+    return _windowed_and_whole(query, key, value, segments.query_lens, segments.key_lens, window, sinks)
 
 
-def _whole(query: Tensor, key: Tensor, value: Tensor, query_lens: Sequence[int], key_lens: Sequence[int]) -> Tensor:
+def _whole(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_lens: Sequence[int],
+    key_lens: Sequence[int],
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Without a flash kernel and without a window."""
     if query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64):
-        return blocked_attention(query, key, value, query_lens, key_lens)
+        return blocked_attention(query, key, value, query_lens, key_lens, sinks)
+    if sinks is not None:
+        return windowed_attention(query, key, value, query_lens, key_lens, max(key_lens), sinks)
     return _by_runs(query, key, value, query_lens, key_lens)
 
 
 def _windowed_and_whole(
-    query: Tensor, key: Tensor, value: Tensor, query_lens: Sequence[int], key_lens: Sequence[int], window: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_lens: Sequence[int],
+    key_lens: Sequence[int],
+    window: int,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Only segments with more keys than the window pay for it; the others are attended together."""
     queries = query.split(list(query_lens))
@@ -98,7 +118,10 @@ def _windowed_and_whole(
             continue
         q, k, v = (torch.cat([rows[index] for index in chosen]) for rows in (queries, keys, values))
         q_lens, k_lens = ([lengths[index] for index in chosen] for lengths in (query_lens, key_lens))
-        rows = windowed_attention(q, k, v, q_lens, k_lens, window) if windowed else _whole(q, k, v, q_lens, k_lens)
+        if windowed:
+            rows = windowed_attention(q, k, v, q_lens, k_lens, window, sinks)
+        else:
+            rows = _whole(q, k, v, q_lens, k_lens, sinks)
         for index, row in zip(chosen, rows.split(q_lens), strict=True):
             attended[index] = row
     return torch.cat(attended)
@@ -143,12 +166,18 @@ def _repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def windowed_attention(
-    query: Tensor, key: Tensor, value: Tensor, query_lens: Sequence[int], key_lens: Sequence[int], window: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_lens: Sequence[int],
+    key_lens: Sequence[int],
+    window: int,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Packed attention of each token to the last ``window`` tokens of its segment, itself included.
 
-    Shapes as in :func:`~rl_backend.primitive.attention.packed_attention`. Each block of queries is multiplied with the keys
-    that some of its queries see, so that work and memory grow with the window and not with the square of the length.
+    Arguments as in :func:`~rl_backend.primitive.attention.packed_attention`. Each block of queries is multiplied with the
+    keys that some of its queries see, so that work and memory grow with the window and not with the square of the length.
     """
     heads = query.shape[1]
     if query.is_cuda and key.shape[1] != heads:
@@ -159,15 +188,13 @@ def windowed_attention(
     for queries, keys in zip(query_lens, key_lens, strict=True):
         for start in range(keys - queries, keys, _WINDOWED_BLOCK):
             stop, first = min(start + _WINDOWED_BLOCK, keys), max(0, start - window + 1)
-            outputs.append(
-                F.scaled_dot_product_attention(
-                    _batched(query[query_origin : query_origin + stop - start], stop - start),
-                    _batched(key[key_origin + first : key_origin + stop], stop - first),
-                    _batched(value[key_origin + first : key_origin + stop], stop - first),
-                    attn_mask=_visible(start, stop, first, window, query.device),
-                    enable_gqa=key.shape[1] != heads,
-                )
-            )
+            q = _batched(query[query_origin : query_origin + stop - start], stop - start)
+            k, v = (_batched(x[key_origin + first : key_origin + stop], stop - first) for x in (key, value))
+            mask = _visible(start, stop, first, window, query.device)
+            if sinks is not None:
+                k, v, mask = _with_sinks(k, v, mask, sinks.to(query.dtype))
+            gqa = key.shape[1] != heads
+            outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa))
             query_origin += stop - start
         key_origin += keys
     return torch.cat([rows.squeeze(0).transpose(0, 1) for rows in outputs])
@@ -185,19 +212,34 @@ def _visible(start: int, stop: int, first: int, window: int, device: torch.devic
     return (distance >= 0) & (distance < window)
 
 
+def _with_sinks(key: Tensor, value: Tensor, visible: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values with one more, of zeros, and what to add to the scores: the sinks for that key.
+
+    Args:
+        key, value: (1, kv_heads, keys, head_dim).
+        visible: (queries, keys).
+        sinks: (heads,).
+    """
+    hidden = torch.zeros(visible.shape, dtype=sinks.dtype, device=sinks.device).masked_fill_(~visible, -torch.inf)
+    queries, heads = visible.shape[0], sinks.shape[0]
+    added = torch.cat((hidden.expand(heads, -1, -1), sinks[:, None, None].expand(-1, queries, 1)), dim=-1)
+    return F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1)), added[None]
+
+
 class _MetaAttention(torch.autograd.Function):
     """Keeps its inputs, its output and a float32 log-sum-exp per query and head, as flash attention (Dao et al., arXiv
     2205.14135) and :func:`~rl_backend.primitive.blocked_attention.blocked_attention` do.
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:2], dtype=torch.float32))
+        ctx.save_for_backward(query, key, value, sinks, out, query.new_empty(query.shape[:2], dtype=torch.float32))
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value, *_ = ctx.saved_tensors
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        query, key, value, sinks, *_ = ctx.saved_tensors
+        of_sinks = None if sinks is None else torch.empty_like(sinks)
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), of_sinks

@@ -14,22 +14,33 @@ _BATCHED_SCORES = 2**19
 
 
 def blocked_attention(
-    query: Tensor, key: Tensor, value: Tensor, query_lens: Sequence[int], key_lens: Sequence[int]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_lens: Sequence[int],
+    key_lens: Sequence[int],
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Packed causal attention; shapes as in :func:`~rl_backend.primitive.attention.packed_attention`.
+    """Packed causal attention; arguments as in :func:`~rl_backend.primitive.attention.packed_attention`.
 
     Each block of queries is multiplied with the keys up to its own end, which is half the work of a full square, and the
     backward pass computes the probabilities again from the saved log-sum-exp (Dao et al., 2022). Segments of at most one
     block of queries are computed together with those of equal lengths.
     """
-    attended: Tensor = _BlockedAttention.apply(query, key, value, tuple(query_lens), tuple(key_lens))
+    attended: Tensor = _BlockedAttention.apply(query, key, value, tuple(query_lens), tuple(key_lens), sinks)
     return attended
 
 
 class _BlockedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, query_lens: tuple[int, ...], key_lens: tuple[int, ...]
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        query_lens: tuple[int, ...],
+        key_lens: tuple[int, ...],
+        sinks: Tensor | None,
     ) -> Tensor:
         order = _order_by_length(query_lens, key_lens)
         query, key, value = order.queries.sort(query), order.keys.sort(key), order.keys.sort(value)
@@ -39,22 +50,28 @@ class _BlockedAttention(torch.autograd.Function):
             scores = block.scores(query, key)
             block.diagonal(scores).add_(block.minus_infinity)
             largest = scores.amax(-1, keepdim=True)
+            if sinks is not None:
+                sink = block.gather(_of_rows(sinks, query))
+                largest = torch.maximum(largest, sink)
             weights = scores.sub_(largest).exp_()
             total = weights.sum(-1, keepdim=True)
+            if sinks is not None:
+                total += (sink - largest).exp_()
             block.scatter(out, torch.bmm(weights, block.keys(value)).div_(total))
             log_sums.append(total.log_().add_(largest))
-        ctx.save_for_backward(query, key, value, out, *log_sums)
+        ctx.save_for_backward(query, key, value, out, sinks, *log_sums)
         ctx.order = order
         return order.queries.restore(out)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        query, key, value, out, *log_sums = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, Tensor | None]:
+        query, key, value, out, sinks, *log_sums = ctx.saved_tensors
         grad = ctx.order.queries.sort(grad)
         grad_query = torch.empty_like(out)
         grad_key, grad_value = (key.new_zeros(key.shape[1], key.shape[0], key.shape[2]) for _ in range(2))
         projection = (grad * out).sum(-1, keepdim=True)
+        grad_of_sinks = torch.empty_like(projection)
         for block, log_sum in zip(_blocks(query, key, ctx.order.segments), log_sums, strict=True):
             probabilities = block.scores(query, key).sub_(log_sum)
             # Hidden scores may exceed the log-sum-exp by any amount, so they are zeroed before the exponential and after.
@@ -63,11 +80,22 @@ class _BlockedAttention(torch.autograd.Function):
             grad_block = block.gather(grad)
             block.add_to_keys(grad_value, torch.bmm(probabilities.transpose(1, 2), grad_block))
             grad_scores = torch.bmm(grad_block, block.keys(value).transpose(1, 2))
-            grad_scores.sub_(block.gather(projection)).mul_(probabilities)
+            projected = block.gather(projection)
+            grad_scores.sub_(projected).mul_(probabilities)
             block.scatter(grad_query, torch.bmm(grad_scores, block.keys(key)).mul_(block.scale))
             block.add_to_keys(grad_key, torch.bmm(grad_scores.transpose(1, 2), block.gather(query).mul_(block.scale)))
+            if sinks is not None:
+                # As of a score whose value is 0.
+                of_sink = block.gather(_of_rows(sinks, query)).sub_(log_sum).exp_()
+                block.scatter(grad_of_sinks, of_sink.mul_(projected).neg_())
         grad_key, grad_value = (ctx.order.keys.restore(x.transpose(0, 1)) for x in (grad_key, grad_value))
-        return ctx.order.queries.restore(grad_query), grad_key, grad_value, None, None
+        grad_sinks = None if sinks is None else grad_of_sinks.sum((0, 2))
+        return ctx.order.queries.restore(grad_query), grad_key, grad_value, None, None, grad_sinks
+
+
+def _of_rows(sinks: Tensor, query: Tensor) -> Tensor:
+    """(heads,) -> (T, heads, 1), a view."""
+    return sinks[None, :, None].expand(query.shape[0], -1, 1)
 
 
 class _Rows(NamedTuple):

@@ -1,8 +1,9 @@
 """The experts of a mixture, all in two packed weights, and the way of tokens to them and back."""
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -121,31 +122,51 @@ def _sum_copies(rows: Tensor, places: Tensor) -> Tensor:
     return copies if places.shape[1] == 1 else copies.view(*places.shape, *rows.shape[1:]).sum(1)
 
 
-class SwiGLUExperts(nn.Module):
-    """E gated feed-forward blocks, ``down(silu(gate(x)) * up(x))``, on the tokens that a router gave them.
+class Experts(nn.Module, ABC):
+    """E feed-forward blocks on the tokens that a router gave them.
+
+    Attributes:
+        intermediate_dims: parameter -> its dimension of intermediate features, which ranks may share out; None for one
+            that is added to what an expert returns. Dimension 0 numbers the experts.
+        dispatch: brings tokens to the experts; replace it where they are on several ranks.
+        first_expert: of this rank among those of all.
+        share: this rank's tokens among those of adapters.
+    """
+
+    intermediate_dims: ClassVar[Mapping[str, int | None]]
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.dispatch: Dispatch = partial(dispatch_on_one_rank, num_experts=num_experts)
+        self.first_expert = 0
+        self.share = TokenShare()
+
+    @abstractmethod
+    def forward(self, x: Tensor, routing: Routing) -> Tensor:
+        """(T, hidden_size) -> (T, hidden_size): the weighted sum of what each token's experts return."""
+
+
+class SwiGLUExperts(Experts):
+    """Gated blocks, ``down(silu(gate(x)) * up(x))``.
 
     Attributes:
         gate_up_proj: (E, 2, intermediate_size, hidden_size): ``[e, 0]`` is the gate of expert e, ``[e, 1]`` its
             up-projection. Experts and intermediate features are dimensions of their own, so that each can be sharded.
         down_proj: (E, hidden_size, intermediate_size).
-        dispatch: brings tokens to the experts; replace it where they are on several ranks.
         names: for each expert of all ranks, Hugging Face names of gate, up and down, where adapters may work beside the
             frozen experts; else None.
-        first_expert: of this rank among those of all.
-        share: this rank's tokens among those of adapters.
     """
 
+    intermediate_dims: ClassVar[Mapping[str, int | None]] = {"gate_up_proj": 2, "down_proj": 2}
+
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
-        super().__init__()
+        super().__init__(num_experts)
         self.gate_up_proj = nn.Parameter(torch.zeros(num_experts, 2, intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(torch.zeros(num_experts, hidden_size, intermediate_size))
-        self.dispatch: Dispatch = partial(dispatch_on_one_rank, num_experts=num_experts)
         self.names: Sequence[Sequence[str]] | None = None
-        self.first_expert = 0
-        self.share = TokenShare()
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """(T, hidden_size) -> (T, hidden_size): the weighted sum of what each token's experts return."""
+        """As the base class."""
         if self.names is not None:
             return self._adapted(x, routing, self.names[self.first_expert :])
         tokens = self.dispatch(x, routing, None)

@@ -30,6 +30,7 @@ class RouterSettings:
         expert_bias: add a bias to the scores in the choice, and only there (Wang et al., arXiv 2408.15664). It is no
             trained parameter; see :func:`rl_backend.primitive.expert_use.balanced_expert_bias`.
         rounded_logits: compute the logits in the dtype of the tokens, and only what follows in float32.
+        bias: the logits have a bias, which is trained.
         groups: of neighbouring experts; 1 for a choice among all of them.
         chosen_groups: groups whose experts a token may be sent to: those with the highest sums of their two highest scores
             (DeepSeek-V3, section 2.1.2).
@@ -46,6 +47,7 @@ class RouterSettings:
     scaling_factor: float = 1.0
     expert_bias: bool = False
     rounded_logits: bool = False
+    bias: bool = False
     groups: int = 1
     chosen_groups: int = 1
 
@@ -99,6 +101,7 @@ class Router(nn.Module):
 
     Attributes:
         weight: (E, hidden_size).
+        bias: (E,), of the logits; None where the settings have none.
         expert_bias: None where the settings have none.
     """
 
@@ -106,6 +109,7 @@ class Router(nn.Module):
         super().__init__()
         self.settings = settings
         self.weight = nn.Parameter(torch.zeros(settings.num_experts, hidden_size))
+        self.bias = nn.Parameter(torch.zeros(settings.num_experts)) if settings.bias else None
         self.expert_bias = ExpertBias(settings.num_experts) if settings.expert_bias else None
 
     def forward(self, x: Tensor, experts: Tensor | None = None) -> Routing:
@@ -117,7 +121,8 @@ class Router(nn.Module):
         """
         dtype = torch.promote_types(x.dtype, torch.float32)
         factors = x.dtype if self.settings.rounded_logits else dtype
-        logits = padded_product(x.to(factors), self.weight.to(factors).t()).to(dtype)
+        logits = padded_product(x.to(factors), self.weight.to(factors).t())
+        logits = (logits if self.bias is None else logits + self.bias.to(factors)).to(dtype)
         chosen = choose_experts(logits, self.settings, self.expert_bias)
         experts = chosen if experts is None else torch.where(experts < 0, chosen, experts)
         return Routing(experts, expert_weights(logits, experts, self.settings), logits)

@@ -35,7 +35,7 @@ LAYOUTS: Mapping[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 SIZES: Mapping[str, Any] = {"num_hidden_layers": 4, "vocab_size": 131}
 """A vocabulary that tp does not divide."""
-MODELS = ("minimax_m2",)
+MODELS = ("minimax_m2", "gpt_oss")
 
 
 class OnOneRank:
@@ -61,7 +61,9 @@ def one_rank(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> OnOne
     return OnOneRank(ranks, tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.shows("runtime: MiniMax-M2 with dp, tp, cp, ep, etp and pp trains as on one rank: losses, gradients to 1e-5")
+@pytest.mark.shows(
+    "runtime: MiniMax-M2, gpt-oss with dp, tp, cp, ep, etp and pp trains as on one rank: losses, gradients to 1e-5"
+)
 @pytest.mark.parametrize(
     "layout", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS]
 )
@@ -77,7 +79,11 @@ def test_every_schedule_trains_as_one_rank(one_rank: OnOneRank, model: str, sche
     one_rank.check(model, 2, {"pp": 2, "vpp": STAGES_PER_RANK[schedule]}, {"pipeline_schedule": schedule})
 
 
-@pytest.mark.parametrize(("model", "saver", "loader"), [("minimax_m2", native(4, tp=2, ep=2), native(2, pp=2))], ids=str)
+@pytest.mark.parametrize(
+    ("model", "saver", "loader"),
+    [("minimax_m2", native(4, tp=2, ep=2), native(2, pp=2)), ("gpt_oss", native(4, ep=2, etp=2), native(2, tp=2))],
+    ids=str,
+)
 def test_a_mixture_continues_in_another_layout(
     ranks: RankPool, tmp_path: Path, model: str, saver: Layout, loader: Layout
 ) -> None:
@@ -115,7 +121,9 @@ def refusal_job(model: str) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize(("model", "named"), [("minimax_m2", "GPTModelProvider with special layers")])
+@pytest.mark.parametrize(
+    ("model", "named"), [("minimax_m2", "GPTModelProvider with special layers"), ("gpt_oss", "Transformer Engine")]
+)
 def test_the_bridge_refuses_what_it_does_not_compute(ranks: RankPool, one_rank: OnOneRank, model: str, named: str) -> None:
     (message,) = ranks.run(refusal_job, str(one_rank.path(model)), world_size=1)
     assert named in message

@@ -43,8 +43,10 @@ def write_tiny(model_type: str, path: Path, *, seed: int = 0, max_shard_size: st
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.add_(0.1 * torch.randn_like(parameter))
-            elif name.endswith(".bias"):
+            elif name.endswith((".bias", "proj_bias")):
                 parameter.copy_(0.2 * torch.randn_like(parameter))
+            elif name.endswith(".sinks"):
+                parameter.normal_()
             else:
                 parameter.mul_(4.0)
         for name, buffer in model.named_buffers():

@@ -17,6 +17,13 @@ from tests.support.models import write_tiny
 
 MINIMAX_ROTARY: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 """As ``rotary_dim`` = 16 of the 32 features of a head, a field that transformers ignores."""
+GPT_OSS_ROTARY: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "truncate": False,
+    "original_max_position_embeddings": 32,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 48, "norm_topk_prob": True}),
     "qwen3_moe, weights not normalised": ("qwen3_moe", {"num_experts": 4, "norm_topk_prob": False}),
@@ -36,12 +43,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+PACKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "num_local_experts": 6,
+            "intermediate_size": 48,
+            "sliding_window": 20,
+            "rope_parameters": GPT_OSS_ROTARY,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+"""As ``MODELS``, with one tensor for all experts in directories as in memory."""
+
 
 def write_moe(model: str, path: Path, **changes: Any) -> Path:
-    """One of ``MODELS``, two experts a token and three layers unless it says otherwise."""
-    family, settings = MODELS[model]
+    """One of ``MODELS`` or ``PACKED``, two experts a token and three layers unless it says otherwise."""
+    family, settings = {**MODELS, **PACKED}[model]
     base = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 3}
-    if family in ("mixtral", "minimax_m2"):
+    if family in ("mixtral", "minimax_m2", "gpt_oss"):
         base.pop("moe_intermediate_size")
     return write_tiny(family, path, **{**base, **settings, **changes})
 

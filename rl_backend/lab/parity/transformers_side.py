@@ -169,7 +169,7 @@ def _prefixes(name: str) -> list[str]:
 
 def _decay_groups(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> list[dict[str, object]]:
     """As Megatron-Core: biases and parameters of one dimension are not decayed."""
-    exempt = {name for name, value in parameters.items() if name.endswith(".bias") or value.dim() == 1}
+    exempt = {name for name, value in parameters.items() if name.endswith((".bias", "_bias")) or value.dim() == 1}
     return [
         {"params": [parameters[name] for name in parameters if (name in exempt) == without], "weight_decay": decay}
         for without, decay in ((False, config.weight_decay), (True, 0.0))

@@ -16,7 +16,7 @@ from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.tensor import TensorParallel, distribute_experts
 from rl_backend.primitive.activation import sigmoid
 from rl_backend.primitive.adapted_experts import TokenShare
-from rl_backend.primitive.experts import SwiGLUExperts
+from rl_backend.primitive.experts import Experts, SwiGLUExperts
 from rl_backend.primitive.router import Router, RouterSettings, Routing
 from rl_backend.primitive.router_losses import RouterLossCoefficients, with_router_losses
 
@@ -44,6 +44,7 @@ class ExpertNames(NamedTuple):
         gate, up, down: the projections, within one expert.
         expert_bias: that of the router's choice, within the mixture.
         shared: the experts that see every token, within the mixture.
+        router: within the mixture.
     """
 
     block: str = "mlp"
@@ -52,6 +53,7 @@ class ExpertNames(NamedTuple):
     down: str = "down_proj"
     expert_bias: str = "gate.e_score_correction_bias"
     shared: str = "shared_expert"
+    router: str = "gate"
 
 
 @dataclass(frozen=True)
@@ -80,23 +82,33 @@ class MoESpec(FeedForwardSpec):
             shared_intermediate_size=self.shared_intermediate_size,
             shared_gate=self.shared_gate,
             coefficients=coefficients,
+            experts=self.build_experts(hidden_size),
         )
 
-    def weight_names(self, layer: str) -> Mapping[str, WeightName]:
+    def build_experts(self, hidden_size: int) -> Experts:
+        """The experts that a router chooses between."""
+        return SwiGLUExperts(self.router.num_experts, hidden_size, self.intermediate_size)
+
+    def expert_names(self, block: str) -> Mapping[str, WeightName]:
         """A directory has a tensor for each projection of each expert, the module two packed parameters."""
-        block, experts = f"{layer}.{self.names.block}", range(self.router.num_experts)
+        experts = range(self.router.num_experts)
 
         def packed(shape: tuple[int, ...], *projections: str) -> PackedWeight:
-            stored = tuple(f"{block}.experts.{expert}.{name}.weight" for expert in experts for name in projections)
+            stored = tuple(f"{block}.{expert}.{name}.weight" for expert in experts for name in projections)
             return PackedWeight((len(experts), *shape), stored)
 
-        names: dict[str, WeightName] = {"gate.weight": f"{block}.gate.weight"}
+        return {
+            "gate_up_proj": packed((2,), self.names.gate, self.names.up),
+            "down_proj": packed((), self.names.down),
+        }
+
+    def weight_names(self, layer: str) -> Mapping[str, WeightName]:
+        block = f"{layer}.{self.names.block}"
+        router = linear_names((self.names.router,), block, bias=self.router.bias)
+        names = dict(zip(linear_names(("gate",), "", bias=self.router.bias), router.values(), strict=True))
         if self.router.expert_bias:
             names["gate.expert_bias.values"] = f"{block}.{self.names.expert_bias}"
-        names |= {
-            "experts.gate_up_proj": packed((2,), self.names.gate, self.names.up),
-            "experts.down_proj": packed((), self.names.down),
-        }
+        names |= {f"experts.{name}": stored for name, stored in self.expert_names(f"{block}.experts").items()}
         if self.shared_intermediate_size:
             shared = linear_names(("gate_proj", "up_proj", "down_proj"), f"{block}.{self.names.shared}", bias=False)
             names |= {f"shared_expert.{name}": stored for name, stored in shared.items()}
@@ -120,6 +132,7 @@ class MoE(FeedForward):
             section 3.2); 0 for none.
         shared_gate: multiply their output by ``sigmoid(x @ shared_expert_gate)``, as Qwen2-MoE does.
         coefficients: of the router's losses.
+        experts: those to choose between; None for SwiGLU.
 
     Attributes:
         sum_over_ranks: adds a tensor up, in place, over the ranks that share the tokens of a micro-batch, for the router's
@@ -135,12 +148,13 @@ class MoE(FeedForward):
         shared_intermediate_size: int = 0,
         shared_gate: bool = False,
         coefficients: RouterLossCoefficients = RouterLossCoefficients(),  # noqa: B008 - immutable
+        experts: Experts | None = None,
     ) -> None:
         super().__init__()
         self.coefficients = coefficients
         self.sum_over_ranks: Callable[[Tensor], object] | None = None
         self.gate = Router(hidden_size, router)
-        self.experts = SwiGLUExperts(router.num_experts, hidden_size, intermediate_size)
+        self.experts = experts or SwiGLUExperts(router.num_experts, hidden_size, intermediate_size)
         self.shared_expert = SwiGLU(hidden_size, shared_intermediate_size) if shared_intermediate_size else None
         self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False) if shared_gate else None
 

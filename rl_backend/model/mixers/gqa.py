@@ -58,6 +58,7 @@ class GQASpec(MixerSpec):
     scale: float | None = None
     output_name: str = "o_proj"
     output_gate: bool = False
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         if self.joint_qk_norm and not self.qk_norm:
@@ -73,8 +74,8 @@ class GQASpec(MixerSpec):
         names = linear_names(("q_proj", "k_proj", "v_proj"), block, bias=self.qkv_bias)
         output = linear_names((self.output_name,), block, bias=self.output_bias)
         names |= dict(zip(linear_names(("o_proj",), block, bias=self.output_bias), output.values(), strict=True))
-        norms = ("q_norm.weight", "k_norm.weight") if self.qk_norm else ()
-        return names | {norm: f"{block}.{norm}" for norm in norms}
+        others = (*(("q_norm.weight", "k_norm.weight") if self.qk_norm else ()), *(("sinks",) if self.sinks else ()))
+        return names | {name: f"{block}.{name}" for name in others}
 
     def cache_bytes(self, num_tokens: int, itemsize: int) -> CacheBytes:
         seen = num_tokens if self.window is None else min(num_tokens, self.window)
@@ -109,6 +110,7 @@ class GroupedQueryAttention(Mixer):
         self.q_norm, self.k_norm = (
             RMSNorm(size, norm.eps, from_one=norm.from_one) if spec.qk_norm else None for size in sizes
         )
+        self.sinks = nn.Parameter(torch.zeros(spec.num_heads)) if spec.sinks else None
 
     def forward(self, x: Tensor, rotation: Rotation | None, segments: Segments) -> Tensor:
         assert rotation is not None, "GQASpec has a rotary embedding"
@@ -122,7 +124,7 @@ class GroupedQueryAttention(Mixer):
         query, key = self._rotate(query, rotation), self._rotate(key, rotation)
         if self.spec.scale is not None:
             query = query * (self.spec.scale * self.spec.head_dim**0.5)
-        attended = self.attend(query, key, value, segments, self.spec.window)
+        attended = self.attend(query, key, value, segments, self.spec.window, self.sinks)
         outputs = attended.flatten(1) if gate is None else attended.flatten(1) * sigmoid(gate)
         return self.o_proj(outputs)  # type: ignore[no-any-return]
 
@@ -155,4 +157,6 @@ class GroupedQueryAttention(Mixer):
                 tensor.norm_over_heads(norm, heads)
             elif norm is not None:
                 tensor.replicate(norm)
+        if self.sinks is not None:
+            tensor.rows(self)
         tensor.row(self.o_proj)

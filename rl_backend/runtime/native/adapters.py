@@ -19,6 +19,7 @@ from rl_backend.parallel.tensor import LinearPart
 from rl_backend.primitive.adapted_ends import adapted_embedding
 from rl_backend.primitive.adapted_linear import adapted_linear
 from rl_backend.primitive.adapter_runs import adapters_at_work, runs_at_work, runs_of_share
+from rl_backend.primitive.clamped_experts import ClampedExperts
 from rl_backend.primitive.experts import SwiGLUExperts
 from rl_backend.runtime.adaptable import Adaptable, SumGroups
 
@@ -26,7 +27,9 @@ from rl_backend.runtime.adaptable import Adaptable, SumGroups
 def attach_adapters(module: nn.Module, weight_names: Mapping[str, WeightName]) -> None:
     """Lets adapters work beside every layer that can have them. Replaces their ``forward``, before they are laid out."""
     for place, block in module.named_modules():
-        if isinstance(block, MoE):
+        if isinstance(block, ClampedExperts):
+            block.beside_adapters = True
+        elif isinstance(block, MoE) and isinstance(block.experts, SwiGLUExperts):
             gate_up, down = (weight_names[f"{place}.experts.{name}"] for name in ("gate_up_proj", "down_proj"))
             assert isinstance(gate_up, PackedWeight), "as in MoESpec.weight_names"
             assert isinstance(down, PackedWeight), "as in MoESpec.weight_names"

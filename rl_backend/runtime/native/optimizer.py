@@ -29,11 +29,15 @@ type Rates = list[tuple[float, float]]
 def is_decayed(name: WeightName, parameter: Tensor) -> bool:
     """Whether weight decay applies: not to biases and not to tensors of one dimension (Megatron-Core's rule).
 
+    Biases of experts that are one tensor for all of them are biases.
+
     Args:
         name: Hugging Face name, or names of the tensors packed in the parameter, which count one by one.
     """
     packed = len(name.shape) if isinstance(name, PackedWeight) else 0
-    return parameter.dim() - packed != 1 and not any(stored.endswith(".bias") for _, stored in stored_tensors(name))
+    return parameter.dim() - packed != 1 and not any(
+        stored.endswith((".bias", "_bias")) for _, stored in stored_tensors(name)
+    )
 
 
 class NativeOptimizer:

@@ -155,8 +155,8 @@ FAULTS = [
     Fault(
         "window-one-token-short",
         "rl_backend/primitive/attention.py",
-        "windowed_attention(q, k, v, q_lens, k_lens, window) if windowed",
-        "windowed_attention(q, k, v, q_lens, k_lens, max(window - 1, 1)) if windowed",
+        "windowed_attention(q, k, v, q_lens, k_lens, window, sinks)",
+        "windowed_attention(q, k, v, q_lens, k_lens, max(window - 1, 1), sinks)",
         ("tests/unit/rl_backend/primitive/test_attention.py::test_a_window_hides_all_but_the_last_tokens",),
         "Mistral would forget its oldest token",
     ),

@@ -8,16 +8,52 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from rl_backend.contracts import UnsupportedError
 from rl_backend.model import find_model
 from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.feedforward.moe import MoESpec
 from rl_backend.model.mixers.gqa import GQASpec
+from rl_backend.primitive.clamped_experts import LIMIT, ClampedExperts
+from rl_backend.primitive.rope import YarnScaling
+from rl_backend.primitive.router import Routing
 from tests.support.families import load_native, random_sequences, run_native
 from tests.support.moe import MINIMAX_ROTARY, write_moe
+from tests.unit.rl_backend.model.test_families import assert_equals_transformers, assert_is_saved_for_transformers
 
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "initial_context_length": 4096,
+        "intermediate_size": 2880,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 201088,
+    },
     "MiniMax-M2": {
         "model_type": "minimax_m2",
         "attn_type_list": [1] * 62,
@@ -72,6 +108,20 @@ def test_a_published_minimax_m2_is_read_with_its_rotary_features() -> None:
     assert blocks(parse("MiniMax-M2", head_dim=44, rotary_dim=30))[0].rotary.head_dim == 30
 
 
+def test_a_published_gpt_oss_is_read_with_its_windows_and_angles() -> None:
+    decoder = parse("gpt-oss-20b")
+    near, whole = blocks(decoder, 0)[0], blocks(decoder, 1)[0]
+    assert (near.window, whole.window) == (128, None) and near.sinks and near.qkv_bias and near.output_bias
+    assert isinstance(near.rotary.scaling, YarnScaling) and not near.rotary.scaling.truncate
+    assert near.rotary.scaling.attention_factor == pytest.approx(1.3466, abs=1e-4)
+    assert decoder.max_length == 131072
+    router = blocks(decoder)[1].router
+    assert (router.top_k, router.score_after_top_k, router.bias) == (4, True, True)
+    names = decoder.weight_names("log_probs")
+    assert names["layers.23.mlp.gate.bias"] == "model.layers.23.mlp.router.bias"
+    assert names["layers.23.mlp.experts.down_proj_bias"] == "model.layers.23.mlp.experts.down_proj_bias"
+
+
 @pytest.mark.shows("model: rotary_dim of MiniMax-M2, which transformers ignores, says how many features of a head rotate")
 def test_rotary_dim_is_the_part_that_the_rotary_parameters_may_say(tmp_path: Path) -> None:
     """The reference, which equals transformers, has the part in its rotary parameters."""
@@ -87,9 +137,62 @@ def test_rotary_dim_is_the_part_that_the_rotary_parameters_may_say(tmp_path: Pat
     assert float((part - all_).abs().max()) > 0.01
 
 
+OTHERS: dict[str, dict[str, Any]] = {
+    "windows and whole attention": {},
+    "one head of keys, no biases": {"num_key_value_heads": 1, "attention_bias": False},
+    "windows everywhere": {"layer_types": ["sliding_attention"] * 3, "sliding_window": 5},
+    "tied, other angles": {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+}
+
+
+@pytest.mark.shows("model: gpt-oss equals transformers' log-probs and gradients to 1e-5, sinks, windows and biases included")
+@pytest.mark.parametrize("case", OTHERS)
+def test_gpt_oss_equals_transformers(tmp_path: Path, case: str) -> None:
+    assert_equals_transformers(write_moe("gpt_oss", tmp_path / "model", **OTHERS[case]))
+
+
+@pytest.mark.shows("model: gpt-oss is trained, exported bit-equal and loaded by transformers")
+def test_a_trained_gpt_oss_is_saved_for_transformers_with_the_same_log_probs(tmp_path: Path) -> None:
+    assert_is_saved_for_transformers(write_moe("gpt_oss", tmp_path / "model"), tmp_path / "saved", steps=3)
+
+
+def test_gates_are_clamped_as_in_transformers() -> None:
+    """Values on both sides of every limit, hidden and intermediate features of different numbers."""
+    num_experts, hidden, intermediate, tokens = 5, 12, 20, 40
+    config = AutoConfig.for_model(
+        "gpt_oss", num_local_experts=num_experts, hidden_size=hidden, intermediate_size=intermediate
+    )
+    config._experts_implementation = "eager"
+    reference, found = GptOssExperts(config).double(), ClampedExperts(num_experts, hidden, intermediate).double()
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in found.named_parameters():
+        with torch.no_grad():
+            parameter.copy_(1.5 * torch.randn(parameter.shape, generator=generator))
+            reference.get_parameter(name).copy_(parameter)
+    chosen = torch.rand(tokens, num_experts, generator=generator).topk(2).indices
+    chosen[chosen == 3] = 4  # an expert without tokens, and tokens with one expert twice
+    weights = torch.rand(tokens, 2, generator=generator).double()
+    x = torch.randn(tokens, hidden, generator=generator).double()
+    results = []
+    for experts in (reference, found):
+        inputs = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        if experts is reference:
+            out = experts(inputs[0], chosen, inputs[1])
+        else:
+            out = experts(inputs[0], Routing(chosen, inputs[1], torch.empty(0)))
+        gradients = torch.autograd.grad(out.square().sum(), (*inputs, *experts.parameters()))
+        results.append((out, *gradients))
+    torch.testing.assert_close(results[1], results[0])
+    gates = x @ found.gate_up_proj[0] + found.gate_up_proj_bias[0]
+    assert bool((gates > LIMIT).any()) and bool((gates < -LIMIT).any())
+
+
 @pytest.mark.parametrize(
     ("model", "field", "value", "reason"),
     [
+        ("gpt-oss-20b", "swiglu_limit", 5.0, "only 7.0 is implemented"),
+        ("gpt-oss-20b", "experts_per_token", 2, "num_experts_per_tok is 4; make them the same"),
+        ("gpt-oss-20b", "hidden_act", "gelu", "only 'silu' is implemented"),
         ("MiniMax-M2", "scoring_func", "softmax", "only 'sigmoid' is implemented"),
         ("MiniMax-M2", "attn_type_list", [0] + [1] * 61, "only 1, softmax attention, is implemented"),
         ("MiniMax-M2", "use_qk_norm", False, "only True is implemented"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -108,10 +108,10 @@ def test_segments_that_fit_into_the_window_do_not_pay_for_it(monkeypatch: pytest
     original = attention.windowed_attention
 
     def windowed(
-        query: Tensor, key: Tensor, value: Tensor, query_lens: Sequence[int], key_lens: Sequence[int], window: int
+        query: Tensor, key: Tensor, value: Tensor, query_lens: Sequence[int], key_lens: Sequence[int], *others: Any
     ) -> Tensor:
         seen.extend(key_lens)
-        return original(query, key, value, query_lens, key_lens, window)
+        return original(query, key, value, query_lens, key_lens, *others)
 
     monkeypatch.setattr(attention, "windowed_attention", windowed)
     packed_attention(*make_qkv(4, 2, lengths), segments_of(lengths), 64)
