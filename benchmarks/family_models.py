@@ -48,6 +48,14 @@ _TIMED_MIXERS: Fields = {
 }
 _SMALL_EXPERTS: Fields = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _TIMED_EXPERTS: Fields = {**_TIMED_MIXTURE, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 384}
+_SMALL_ROUTED: Fields = {"n_routed_experts": 8, "moe_intermediate_size": 64, "first_k_dense_replace": 1}
+_TIMED_ROUTED: Fields = {
+    **_TIMED_MIXTURE,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 384,
+    "first_k_dense_replace": 1,
+}
 _SMALL_SHARED: Fields = {**_SMALL_EXPERTS, "shared_expert_intermediate_size": 64}
 _TIMED_SHARED: Fields = {**_TIMED_EXPERTS, "shared_expert_intermediate_size": 384}
 
@@ -116,6 +124,12 @@ FAMILIES: Mapping[str, Family] = {
         {"sliding_window": None},
         {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64},
         {**_TIMED_MIXTURE, "num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 384},
+    ),
+    "glm4_moe": Family(
+        "glm4_moe",
+        {"attention_bias": True, "use_qk_norm": True, "tie_word_embeddings": False, "rope_parameters": _HALF_ROTARY},
+        {**_SMALL_ROUTED, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4},
+        _TIMED_ROUTED,
     ),
     "gpt_oss": Family(
         "gpt_oss",

@@ -35,7 +35,7 @@ LAYOUTS: Mapping[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 SIZES: Mapping[str, Any] = {"num_hidden_layers": 4, "vocab_size": 131}
 """A vocabulary that tp does not divide."""
-MODELS = ("minimax_m2", "gpt_oss")
+MODELS = ("glm4_moe", "gpt_oss", "minimax_m2")
 
 
 class OnOneRank:
@@ -62,7 +62,7 @@ def one_rank(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> OnOne
 
 
 @pytest.mark.shows(
-    "runtime: MiniMax-M2, gpt-oss with dp, tp, cp, ep, etp and pp trains as on one rank: losses, gradients to 1e-5"
+    "runtime: GLM-4.5, gpt-oss, MiniMax-M2 with dp, tp, cp, ep, etp and pp trains as on one rank: losses, gradients to 1e-5"
 )
 @pytest.mark.parametrize(
     "layout", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS]
@@ -81,7 +81,11 @@ def test_every_schedule_trains_as_one_rank(one_rank: OnOneRank, model: str, sche
 
 @pytest.mark.parametrize(
     ("model", "saver", "loader"),
-    [("minimax_m2", native(4, tp=2, ep=2), native(2, pp=2)), ("gpt_oss", native(4, ep=2, etp=2), native(2, tp=2))],
+    [
+        ("minimax_m2", native(4, tp=2, ep=2), native(2, pp=2)),
+        ("gpt_oss", native(4, ep=2, etp=2), native(2, tp=2)),
+        ("glm4_moe", native(2, pp=2), native(4, tp=2, cp=2, ep=2)),
+    ],
     ids=str,
 )
 def test_a_mixture_continues_in_another_layout(

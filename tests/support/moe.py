@@ -37,6 +37,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "mixtral",
         {"num_local_experts": 3, "intermediate_size": 48, "sliding_window": 20, "tie_word_embeddings": False},
     ),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 4,
+            "routed_scaling_factor": 1.5,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "glm4_moe, no biases, no norms, two shared experts": (
+        "glm4_moe",
+        {"n_routed_experts": 5, "n_shared_experts": 2, "first_k_dense_replace": 2, "norm_topk_prob": False},
+    ),
     "minimax_m2": (
         "minimax_m2",
         {"num_local_experts": 6, "intermediate_size": 48, "rope_parameters": MINIMAX_ROTARY, "tie_word_embeddings": False},
@@ -74,7 +91,7 @@ def gradients_in_transformers_names(native: nn.Module) -> dict[str, Tensor]:
         if not parameter.requires_grad:
             continue
         assert parameter.grad is not None, name
-        name = name if name == "lm_head.weight" else f"model.{name}"
+        name = name if name == "lm_head.weight" else f"model.{name}".replace(".shared_expert.", ".shared_experts.")
         gradients[name] = parameter.grad.flatten(1, 2) if name.endswith("experts.gate_up_proj") else parameter.grad
     return gradients
 

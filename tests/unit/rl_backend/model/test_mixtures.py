@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
@@ -21,9 +22,39 @@ from rl_backend.primitive.rope import YarnScaling
 from rl_backend.primitive.router import Routing
 from tests.support.families import load_native, random_sequences, run_native
 from tests.support.moe import MINIMAX_ROTARY, write_moe
+from tests.support.native import open_runtime
 from tests.unit.rl_backend.model.test_families import assert_equals_transformers, assert_is_saved_for_transformers
 
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "GLM-4.5": {
+        "model_type": "glm4_moe",
+        "attention_bias": True,
+        "first_k_dense_replace": 3,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 131072,
+        "moe_intermediate_size": 1536,
+        "n_group": 1,
+        "n_routed_experts": 160,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 96,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 92,
+        "num_key_value_heads": 8,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "routed_scaling_factor": 2.5,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "use_qk_norm": True,
+        "vocab_size": 151552,
+    },
     "gpt-oss-20b": {
         "model_type": "gpt_oss",
         "attention_bias": True,
@@ -108,6 +139,32 @@ def test_a_published_minimax_m2_is_read_with_its_rotary_features() -> None:
     assert blocks(parse("MiniMax-M2", head_dim=44, rotary_dim=30))[0].rotary.head_dim == 30
 
 
+def test_a_published_glm_is_read_with_its_dense_layers_and_half_of_a_head() -> None:
+    decoder = parse("GLM-4.5")
+    mixer, mixture = blocks(decoder)
+    assert decoder.sparse == (False,) * 3 + (True,) * 89
+    assert (mixer.head_dim, mixer.rotary.head_dim) == (128, 64)
+    assert mixer.qk_norm and not mixer.joint_qk_norm and mixer.qkv_bias and not mixer.output_bias
+    assert (mixture.router.num_experts, mixture.router.scaling_factor, mixture.shared_intermediate_size) == (160, 2.5, 1536)
+    family = find_model("auto", PUBLISHED["GLM-4.5"])
+    assert family.kept_prefixes(decoder) == ("model.layers.92.",)
+    plain = blocks(parse("GLM-4.5", use_qk_norm=None, attention_bias=None))[0]
+    assert not plain.qk_norm and not plain.qkv_bias
+
+
+@pytest.mark.shows("model: the layer of GLM-4.5 for multi-token prediction is kept byte for byte in a saved model")
+def test_the_layer_for_multi_token_prediction_is_kept(tmp_path: Path) -> None:
+    path = write_moe("glm4_moe", tmp_path / "model", max_shard_size="1GB")
+    tensors = load_file(path / "model.safetensors")
+    kept = {f"model.layers.3.{name}": torch.randn(5, 7).bfloat16() for name in ("eh_proj.weight", "enorm.weight")}
+    save_file({**tensors, **kept}, path / "model.safetensors", metadata={"format": "pt"})
+    with open_runtime(path) as runtime:
+        runtime.save_checkpoint(runtime.build_model(), tmp_path / "saved", hf=True)
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == {*tensors, *kept}
+    assert all(torch.equal(saved[name], tensor) for name, tensor in kept.items())
+
+
 def test_a_published_gpt_oss_is_read_with_its_windows_and_angles() -> None:
     decoder = parse("gpt-oss-20b")
     near, whole = blocks(decoder, 0)[0], blocks(decoder, 1)[0]
@@ -190,6 +247,8 @@ def test_gates_are_clamped_as_in_transformers() -> None:
 @pytest.mark.parametrize(
     ("model", "field", "value", "reason"),
     [
+        ("GLM-4.5", "scoring_func", "softmax", "only 'sigmoid' is implemented"),
+        ("GLM-4.5", "topk_group", 2, "there are n_group=1"),
         ("gpt-oss-20b", "swiglu_limit", 5.0, "only 7.0 is implemented"),
         ("gpt-oss-20b", "experts_per_token", 2, "num_experts_per_tok is 4; make them the same"),
         ("gpt-oss-20b", "hidden_act", "gelu", "only 'silu' is implemented"),

@@ -47,7 +47,7 @@ HF_CONFIG: dict[str, Any] = {
 }
 
 
-@pytest.mark.shows("model: Qwen3-MoE and Mixtral equal transformers' log-probs and gradients to 1e-5")
+@pytest.mark.shows("model: Qwen3-MoE, Mixtral, GLM-4.5 and MiniMax-M2 equal transformers' log-probs and gradients to 1e-5")
 @pytest.mark.parametrize("model", MODELS)
 def test_log_probs_and_gradients_equal_transformers(tmp_path: Path, model: str) -> None:
     path = write_moe(model, tmp_path / "model")
@@ -78,7 +78,7 @@ def test_an_expert_without_tokens_has_a_gradient_of_zeros(tmp_path: Path) -> Non
 
 
 @pytest.mark.shows("model: mixtures of experts are trained, saved in Hugging Face tensors and loaded by transformers")
-@pytest.mark.parametrize("model", ["qwen3_moe, dense layers between", "mixtral"])
+@pytest.mark.parametrize("model", ["qwen3_moe, dense layers between", "mixtral", "glm4_moe", "minimax_m2"])
 def test_a_trained_model_is_saved_for_transformers_with_the_same_log_probs(tmp_path: Path, model: str) -> None:
     path = write_moe(model, tmp_path / "model")
     with open_runtime(path) as runtime:
