@@ -12,6 +12,7 @@ from tests.support.bridge_state import write_tiny_mixture
 from tests.support.models import write_tiny_qwen3
 from tests.support.rank_pool import RankPool
 from tests.support.tenant_events import EVENTS, OPENS, STEPS, WATCHED, watched_state
+from tests.support.tenant_layouts import BRIDGE, NATIVE
 
 SEEDS = (0, 1)
 TIMEOUT_SECONDS = 400.0
@@ -22,44 +23,32 @@ class Layout(NamedTuple):
 
     Attributes:
         model: ``dense`` or ``mixture``.
-        world_size: ranks.
-        settings: of the runtime's configuration.
+        name: of the layout in :mod:`tests.support.tenant_layouts`.
     """
 
     model: str
     backend: str
     name: str
-    world_size: int
-    settings: Mapping[str, Any]
 
     @property
     def title(self) -> str:
         return f"{self.model}, {self.backend}, {self.name}"
 
+    @property
+    def size_and_settings(self) -> tuple[int, Mapping[str, Any]]:
+        """Ranks, and settings of the runtime's configuration."""
+        return {"native": NATIVE, "bridge": BRIDGE}[self.backend][self.name]
 
-def _parallel(**sizes: int) -> dict[str, Any]:
-    return {"parallel": sizes}
 
-
-LAYOUTS = (
-    Layout("dense", "native", "one rank", 1, {}),
-    Layout("dense", "native", "dp2", 2, {}),
-    Layout("dense", "native", "dp2 recomputed", 2, {"activation_checkpointing": "full"}),
-    Layout("dense", "native", "tp2", 2, _parallel(tp=2)),
-    Layout("dense", "native", "cp2", 2, _parallel(cp=2)),
-    Layout("dense", "native", "pp2", 2, _parallel(pp=2)),
-    Layout("dense", "native", "pp2 zbv", 2, {**_parallel(pp=2, vpp=2), "pipeline_schedule": "zbv"}),
-    Layout("dense", "native", "dp2 tp2", 4, _parallel(tp=2)),
-    Layout("dense", "bridge", "one rank", 1, {}),
-    Layout("dense", "bridge", "dp2", 2, {}),
-    Layout("dense", "bridge", "tp2", 2, _parallel(tp=2)),
-    Layout("dense", "bridge", "pp2", 2, _parallel(pp=2)),
-    Layout("mixture", "native", "one rank", 1, {}),
-    Layout("mixture", "native", "dp2", 2, {}),
-    Layout("mixture", "native", "ep2", 2, _parallel(ep=2)),
-    Layout("mixture", "native", "tp2", 2, _parallel(tp=2)),
-    Layout("mixture", "native", "pp2", 2, _parallel(pp=2)),
-)
+_DENSE = ("one rank", "dp2", "dp2 recomputed", "tp2", "tp4", "cp2", "pp2", "pp2 zb-h1", "pp2 zbv", "dp2 tp2")
+NAMES: Mapping[tuple[str, str], Sequence[str]] = {
+    ("dense", "native"): _DENSE,
+    ("dense", "bridge"): ("one rank", "dp2", "tp2", "pp2", "pp2 vpp2"),
+    ("mixture", "native"): ("one rank", "dp2", "ep2", "tp2", "tp2 etp2", "pp2"),
+    ("mixture", "bridge"): ("one rank", "dp2", "ep2", "tp2 ep2", "tp2 etp2", "pp2"),
+}
+"""(model, backend) -> names of layouts. Four tensor-parallel ranks are more than the model has KV heads."""
+LAYOUTS = [Layout(*kind, name) for kind, names in NAMES.items() for name in names]
 CHANGES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "dense": {WATCHED: {"dropout": 0.1}},
     "mixture": {
@@ -82,8 +71,9 @@ def isolation_trials(folder: Path) -> dict[str, Any]:
     violations: dict[str, list[str]] = {}
     with closing(RankPool(4, preload=["tests.support.tenant_events"])) as ranks:
         for layout in LAYOUTS:
-            arguments = (str(models[layout.model]), layout.backend, layout.settings, CHANGES[layout.model], SEEDS)
-            found = ranks.run(differences, *arguments, world_size=layout.world_size, timeout=TIMEOUT_SECONDS)
+            world_size, settings = layout.size_and_settings
+            arguments = (str(models[layout.model]), layout.backend, settings, CHANGES[layout.model], SEEDS)
+            found = ranks.run(differences, *arguments, world_size=world_size, timeout=TIMEOUT_SECONDS)
             for event, seed in found[0]:
                 differs = sorted({part for rank in found for part in rank[event, seed]})
                 if differs:

@@ -43,6 +43,7 @@ BRIDGE: Layouts = {
     "dp2": (2, {}),
     "tp2": (2, {"parallel": {"tp": 2}}),
     "pp2": (2, {"parallel": {"pp": 2}}),
+    "pp2 vpp2": (2, {"parallel": {"pp": 2, "vpp": 2}}),
     "ep2": (2, {"parallel": {"ep": 2}}),
     "tp2 etp2": (2, {"parallel": {"tp": 2, "etp": 2}}),
     "tp2 ep2": (2, {"parallel": {"tp": 2, "ep": 2}}),
