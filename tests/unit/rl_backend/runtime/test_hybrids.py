@@ -49,8 +49,9 @@ def test_a_critic_of_a_released_directory_has_transformers_values(dense: Path, t
             if path != written:
                 train_with(squared_error, runtime, critic, 2)
                 runtime.save_checkpoint(critic, path, hf=True)
+            # Values of 4.5, of which either side is 9e-6 from float64.
             torch.testing.assert_close(
-                values_of(runtime, critic), transformers_values(path, sequences_of()), atol=1e-5, rtol=0
+                values_of(runtime, critic), transformers_values(path, sequences_of()), atol=1e-5, rtol=1e-5
             )
 
 
