@@ -50,6 +50,7 @@ class LayerSizes(NamedTuple):
 
     Attributes:
         num_experts: 0 for a dense model.
+        model_type: of the text model; empty where it is not known.
         shared_expert_size: features inside of the expert of all tokens.
         linear_num_key_heads: of gated DeltaNet; each has the same number of value heads.
     """
@@ -61,6 +62,11 @@ class LayerSizes(NamedTuple):
     num_experts: int
     shared_expert_size: int | None = None
     linear_num_key_heads: int | None = None
+    model_type: str = ""
+
+
+_WHOLE_WITHOUT_TRANSFORMER_ENGINE = frozenset({"deepseek_v3", "glm4_moe_lite", "gpt_oss"})
+"""``model_type`` of models whose gradients, with Megatron's own layers, differ between tp=2 and one rank."""
 
 
 def check_config(config: RuntimeConfig) -> None:
@@ -83,6 +89,7 @@ def check_config(config: RuntimeConfig) -> None:
         num_experts=next(filter(None, experts), 0),
         shared_expert_size=_size(text, "shared_expert_intermediate_size"),
         linear_num_key_heads=_size(text, "linear_num_key_heads"),
+        model_type=str(text.get("model_type", "")),
     )
     # Ranks may run on other machines than this process, with kernels that it cannot see.
     require_layout(options, sizes, transformer_engine=options.device != "cpu")
@@ -102,6 +109,7 @@ def require_layout(options: BridgeConfig, sizes: LayerSizes, *, transformer_engi
             else "Megatron's own attention has no context parallelism (it asserts cp=1), only Transformer Engine's has"
         )
         raise ConfigError.of("BridgeConfig.parallel.cp", parallel.cp, f"{reason}; use 1")
+    _require_whole(parallel.tp, sizes.model_type, transformer_engine=transformer_engine)
     if not sizes.num_experts:
         for name in ("ep", "etp"):
             if getattr(parallel, name) != 1:
@@ -123,6 +131,16 @@ def require_layout(options: BridgeConfig, sizes: LayerSizes, *, transformer_engi
     query_groups = sizes.num_key_value_heads
     if query_groups and not (transformer_engine and parallel.tp % query_groups == 0):
         _require_divided("tp", parallel.tp, "num_key_value_heads", query_groups)
+
+
+def _require_whole(tp: int, model_type: str, *, transformer_engine: bool) -> None:
+    reason = ""
+    if model_type == "minimax_m2":
+        reason = "Megatron-Bridge's norm over all heads adds up squares over the ranks, but not their gradients"
+    elif model_type in _WHOLE_WITHOUT_TRANSFORMER_ENGINE and not transformer_engine:
+        reason = "Megatron's own layers give other gradients on several ranks, only Transformer Engine's may not"
+    if tp > 1 and reason:
+        raise ConfigError.of("BridgeConfig.parallel.tp", tp, f"{model_type}: {reason}; use 1, or backend='native'")
 
 
 def _require_divided(size: str, ranks: int, name: str, number: int | None) -> None:

@@ -66,9 +66,7 @@ def lay_out(handle: BridgeHandle, request: PassRequest) -> list[LaidOut]:
     groups, provider = handle.groups, handle.provider
     multiple = groups.parallel.tp if provider.sequence_parallel else 1
     mark_padding = provider.num_moe_experts is not None and (
-        provider.moe_router_load_balancing_type != "none"
-        or provider.moe_z_loss_coeff is not None
-        or provider.moe_router_enable_expert_bias
+        provider.moe_router_load_balancing_type != "none" or provider.moe_z_loss_coeff is not None
     )
     lay_out_batch = lay_out_packed if handle.packs_sequences else lay_out_padded
     found = []

@@ -191,8 +191,7 @@ def build_handle(
     # It draws a bar for every load and export.
     model_bridge._with_progress_tracking = lambda tasks, *_, **__: iter(tasks)
 
-    if has_deltanet(provider):
-        set_mappings(model_bridge, hf_config["model_type"], local_layers=not transformer_engine)
+    set_mappings(model_bridge, hf_config["model_type"], local_layers=not transformer_engine)
 
     def load(chunks: list[nn.Module]) -> list[nn.Module]:
         keep_decay_in_float32(chunks)

@@ -18,6 +18,7 @@ from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import VALUE_HEAD_WEIGHTS, CheckpointError, Head, UnsupportedError
 from rl_backend.runtime.bridge.batch import CriticOutputLayer
 from rl_backend.runtime.bridge.conversion import hf_names, unconverted
+from rl_backend.runtime.bridge.families import complete_provider, require_same_routing
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.text_models import text_model_config
 
@@ -181,6 +182,7 @@ def _require_same_model(hf_config: Any, provider: Any) -> None:
         hf_config: transformers' configuration.
         provider: what Megatron-Bridge made of it.
     """
+    complete_provider(hf_config, provider)
     rope: dict[str, Any] = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if rope.get("partial_rotary_factor") is not None:
@@ -191,11 +193,14 @@ def _require_same_model(hf_config: Any, provider: Any) -> None:
         for name, default in _YARN_DEFAULTS.items():
             if getattr(provider, name) is None:
                 setattr(provider, name, default)
+    latent = bool(provider.multi_latent_attention)
     known = {
         "default": True,
-        "linear": True,
-        "yarn": provider.position_embedding_type == "yarn" and rope.get("attention_factor") is None,
-        "llama3": provider.rope_scaling
+        "linear": not latent,
+        "yarn": (_is_yarn_of_latents(rope) if latent else provider.position_embedding_type == "yarn")
+        and rope.get("attention_factor") is None,
+        "llama3": not latent
+        and provider.rope_scaling
         and (rope.get("low_freq_factor"), rope.get("high_freq_factor"), rope.get("original_max_position_embeddings"))
         == (1.0, 4.0, 8192),
     }
@@ -215,6 +220,7 @@ def _require_same_model(hf_config: Any, provider: Any) -> None:
             sliding_window=window,
         )
     _require_experts_everywhere(hf_config, provider)
+    require_same_routing(hf_config, provider)
     if getattr(hf_config, "norm_topk_prob", None) is False and not provider.moe_router_pre_softmax:
         raise UnsupportedError(
             "config.json has norm_topk_prob=False, which Megatron-Bridge does not pass on: the weights of a token's experts "
@@ -223,6 +229,11 @@ def _require_same_model(hf_config: Any, provider: Any) -> None:
         )
     if getattr(provider, "use_mup", False):
         raise UnsupportedError("the model scales its logits (MuP); the bridge runtime does not")
+
+
+def _is_yarn_of_latents(rope: Mapping[str, Any]) -> bool:
+    """Whether Megatron's latent attention has all of a YaRN embedding; of two scales transformers takes both or none."""
+    return bool(rope.get("mscale")) == bool(rope.get("mscale_all_dim")) and rope.get("truncate") is not False
 
 
 def _require_experts_everywhere(hf_config: Any, provider: Any) -> None:

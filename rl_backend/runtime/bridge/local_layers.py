@@ -3,10 +3,13 @@
 import copy
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
+from megatron.bridge.models.conversion.param_mapping import AutoMapping
 from megatron.bridge.models.gpt_provider import default_layer_spec
+from megatron.bridge.models.minimax_m2.minimax_m2_provider import FullDimKNorm, FullDimQNorm, minimax_m2_layer_spec
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
     get_linear_attention_pattern,
     get_transformer_block_with_experimental_attention_variant_spec,
@@ -14,6 +17,7 @@ from megatron.core.models.gpt.experimental_attention_variant_module_specs import
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_decoder_layer_specs
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -23,6 +27,7 @@ from torch import Tensor, nn
 
 from rl_backend.contracts import UnsupportedError
 from rl_backend.runtime.bridge.deltanet import has_deltanet
+from rl_backend.runtime.bridge.latent_attention import LatentCoreAttention
 from rl_backend.runtime.bridge_config import NEEDS_TRANSFORMER_ENGINE
 
 LOCAL_LAYERS: Mapping[str, Any] = {
@@ -56,6 +61,16 @@ class RMSNormFromOne(SequenceParallelRMSNorm):
         return F.rms_norm(x.float(), list(self.normalized_shape), 1.0 + self.weight.float(), self.eps).to(x.dtype)
 
 
+class CopyingRowParallelLinear(RowParallelLinear):
+    """Its output is a tensor of its own: Megatron adds the bias of an expert in place, to the result of a function that
+    needs it in the backward pass.
+    """
+
+    def forward(self, input_: Tensor) -> Any:
+        output, bias = super().forward(input_)
+        return output.clone(), bias
+
+
 def use_local_layers(provider: Any) -> None:
     """Sets the layers of a model provider.
 
@@ -63,8 +78,8 @@ def use_local_layers(provider: Any) -> None:
         UnsupportedError: the model has layers or norms that need Transformer Engine.
     """
     with_deltanet = has_deltanet(provider)
-    usual = get_transformer_block_with_experimental_attention_variant_spec if with_deltanet else default_layer_spec
-    if provider.transformer_layer_spec is not usual:
+    of_all_heads = provider.transformer_layer_spec is minimax_m2_layer_spec
+    if not of_all_heads and not _is_usual(provider.transformer_layer_spec, with_deltanet=with_deltanet):
         raise UnsupportedError(
             f"Megatron-Bridge builds {type(provider).__name__} with special layers, which need Transformer Engine: CUDA "
             "and the package transformer-engine"
@@ -80,6 +95,18 @@ def use_local_layers(provider: Any) -> None:
             "package transformer-engine) in models without gated DeltaNet; the native runtime may serve the model"
         )
     norm = RMSNormFromOne if provider.layernorm_zero_centered_gamma else SequenceParallelRMSNorm
+    replaced: dict[Any, Any] = {WrappedTorchNorm: norm}
+    if provider.multi_latent_attention:
+        if provider.q_lora_rank is None:
+            raise UnsupportedError(
+                "latent attention without compressed queries (q_lora_rank=None) needs Transformer Engine: CUDA and the "
+                "package transformer-engine; the native runtime may serve the model"
+            )
+        replaced[DotProductAttention] = LatentCoreAttention
+    if provider.add_bias_linear and provider.num_moe_experts is not None:
+        # Megatron-Bridge knows by its name how a module is split over ranks.
+        AutoMapping.register_module_type(CopyingRowParallelLinear.__name__, "row")
+        replaced[RowParallelLinear] = CopyingRowParallelLinear
 
     def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
         if with_deltanet:
@@ -88,9 +115,22 @@ def use_local_layers(provider: Any) -> None:
             spec = get_gpt_decoder_block_spec(
                 config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
             )
-        return _replace(spec, WrappedTorchNorm, norm)
+        for layer in spec.layer_specs if of_all_heads else ():
+            attention = layer.submodules.self_attention
+            attention.submodules = dataclasses.replace(
+                attention.submodules, q_layernorm=FullDimQNorm, k_layernorm=FullDimKNorm
+            )
+        return _replace(spec, replaced)
 
     provider.transformer_layer_spec = layer_spec
+
+
+def _is_usual(layer_spec: Any, *, with_deltanet: bool) -> bool:
+    """Whether Megatron-Bridge builds a model of layers that Megatron has without Transformer Engine too."""
+    if with_deltanet:
+        return layer_spec is get_transformer_block_with_experimental_attention_variant_spec
+    of_blocks = isinstance(layer_spec, partial) and layer_spec.func is get_gpt_decoder_block_spec
+    return of_blocks or layer_spec is default_layer_spec
 
 
 def _block_with_deltanet(config: Any, vp_stage: int | None) -> TransformerBlockSubmodules:
@@ -120,13 +160,16 @@ def _block_with_deltanet(config: Any, vp_stage: int | None) -> TransformerBlockS
     return TransformerBlockSubmodules(layer_specs=[layers[number] for number in numbers], layer_norm=WrappedTorchNorm)
 
 
-def _replace(spec: Any, old: object, new: object) -> Any:
-    """``spec`` with ``new`` for every ``old``, however deep."""
-    if spec is old:
-        return new
+def _replace(spec: Any, replaced: Mapping[Any, Any]) -> Any:
+    """``spec`` with every key of ``replaced`` exchanged for its value, however deep."""
+    if isinstance(spec, type):
+        return replaced.get(spec, spec)
     if isinstance(spec, list):
-        return [_replace(each, old, new) for each in spec]
+        return [_replace(each, replaced) for each in spec]
+    if isinstance(spec, partial):
+        keywords = {name: _replace(value, replaced) for name, value in spec.keywords.items()}
+        return partial(spec.func, *(_replace(each, replaced) for each in spec.args), **keywords)
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
         values = {each.name: getattr(spec, each.name) for each in dataclasses.fields(spec)}
-        return dataclasses.replace(spec, **{name: _replace(value, old, new) for name, value in values.items()})
+        return dataclasses.replace(spec, **{name: _replace(value, replaced) for name, value in values.items()})
     return spec

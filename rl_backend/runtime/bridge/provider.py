@@ -47,6 +47,7 @@ def make_provider(
         num_experts=provider.num_moe_experts or 0,
         shared_expert_size=provider.moe_shared_expert_intermediate_size,
         linear_num_key_heads=provider.linear_num_key_heads if has_deltanet(provider) else None,
+        model_type=bridge.hf_pretrained.config.model_type,
     )
     require_layout(options, sizes, transformer_engine=transformer_engine)
     settings = _settings(options, provider, groups.device, head)

@@ -85,6 +85,8 @@ def connect_routers(models: Sequence[nn.Module], provider: Any, groups: BridgeGr
         routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
         for router in routers:
             router.router_replay = LayerRoutes(router.layer_number)
+            # Megatron's count of loads fails on a mask of padding, and it would move the bias before a step is taken.
+            router.enable_expert_bias, router.frozen_expert_bias = False, True
         chunks.append(tuple(router.router_replay for router in routers))
     mine = tuple(each.layer_number - 1 for chunk in chunks for each in chunk)
     found: list[tuple[int, ...]] = [()] * groups.pg.pp.size()
