@@ -19,7 +19,10 @@ type Fields = Mapping[str, Any]
 
 DELTANET_TYPES = frozenset({"qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"})
 """``model_type`` of models that mix attention with gated DeltaNet, whose sequences have a recurrent state."""
-_MLA_TYPES = frozenset({"deepseek_v3", "kimi_k2", "glm4_moe_lite"})
+SPARSE_TYPES = frozenset({"deepseek_v32", "glm_moe_dsa"})
+"""``model_type`` of models whose latent attention reads the tokens that an indexer chooses."""
+LATENT_TYPES = frozenset({"deepseek_v3", "kimi_k2", "glm4_moe_lite"}) | SPARSE_TYPES
+"""``model_type`` of models with latent attention."""
 _MLA_HEADS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
 
@@ -44,9 +47,8 @@ class Refusal:
     applies: Callable[[Fields, RolloutConfig], bool] = lambda fields, config: True
 
 
-def _has_plain_rope(fields: Fields, config: RolloutConfig) -> bool:
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    return (rope.get("rope_type") or rope.get("type") or "default") == "default"
+def _reads_fewer_tokens(fields: Fields, config: RolloutConfig) -> bool:
+    return int(fields.get("index_topk") or 0) < config.max_model_len
 
 
 def _has_other_mla_heads(fields: Fields, config: RolloutConfig) -> bool:
@@ -63,34 +65,21 @@ REFUSALS = (
         lambda fields, config: config.dtype != "bfloat16",
     ),
     Refusal(
-        frozenset({"deepseek_v32", "glm_moe_dsa"}),
+        SPARSE_TYPES,
         "cpu",
-        "sparse attention",
-        'the engine does not start: "Sparse Attention is not supported on CPU."',
-        "use engines on a GPU",
+        "sparse attention over fewer tokens (index_topk) than a sequence may have (max_model_len)",
+        'the engine does not start: "Sparse Attention is not supported on CPU."; up to index_topk tokens dense attention is '
+        "the same, and is served",
+        "use max_model_len of at most index_topk, or engines on a GPU",
+        _reads_fewer_tokens,
     ),
     Refusal(
-        _MLA_TYPES,
+        LATENT_TYPES,
         "cpu",
         "latent attention with other sizes than kv_lora_rank=512 and qk_rope_head_dim=64",
         'the engine does not start: "Head dimension 96 is not supported by MLA" for a rank of 32',
         "use a model of those sizes, or engines on a GPU",
         _has_other_mla_heads,
-    ),
-    Refusal(
-        _MLA_TYPES,
-        "cpu",
-        "latent attention with plain rotary embeddings",
-        "log-probs differ from transformers' by 2.3e-2 in the mean and 0.13 at most in float32, where YaRN has 2.4e-7",
-        "use engines on a GPU",
-        _has_plain_rope,
-    ),
-    Refusal(
-        frozenset({"minimax_m2"}),
-        "cpu",
-        "a router with sigmoid scores",
-        "the first prompt ends with an assertion of CPURouter, which knows a softmax without groups alone",
-        "use engines on a GPU",
     ),
     Refusal(
         frozenset(),
@@ -107,6 +96,11 @@ REFUSALS = (
 def has_deltanet(config: Mapping[str, Any]) -> bool:
     """Whether ``config.json`` is of a model with gated DeltaNet."""
     return config.get("model_type") in DELTANET_TYPES
+
+
+def has_latent_attention(config: Mapping[str, Any]) -> bool:
+    """Whether ``config.json`` is of a model with latent attention."""
+    return config.get("model_type") in LATENT_TYPES
 
 
 def check_served(config: RolloutConfig, device: str) -> None:

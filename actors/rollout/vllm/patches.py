@@ -6,6 +6,11 @@ but not these copies:
 * ``lm_head`` tied to the embedding has a packed copy of its own; only the embedding module is loaded, so the copy stays old;
 * a mixture-of-experts layer packs its experts only while its ``moe_kernel`` is unset, that is, once.
 
+Rotary embeddings of latent attention are views of three dimensions, which the CPU's kernel takes for others of two.
+
+The CPU's router knows sigmoid scores only for experts in groups. An update asks every loader of a weight for its name, on
+every device.
+
 With adapters on, vLLM chooses Triton's kernels for experts, which a CPU lacks, even where no expert has an adapter.
 
 An engine of several workers has the first of them serve a store, which torch binds to all interfaces of the machine.
@@ -21,14 +26,17 @@ import importlib
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
 
 
@@ -60,6 +68,57 @@ def packing_embeddings_again(model: nn.Module) -> Iterator[None]:
     for module in modules:
         if "cpu_linear" not in vars(module):
             module.quant_method.process_weights_after_loading(module)
+
+
+def rotate_views_outside_the_kernel() -> None:
+    """From now on a CPU rotates (tokens, heads, features) in torch; rows of all heads together stay with its kernel.
+
+    It comes before a model is built: layers keep the function that they find.
+    """
+    if not current_platform.is_cpu():
+        return
+    in_kernel = RotaryEmbedding.forward_cpu
+
+    @wraps(in_kernel)
+    def forward_cpu(
+        rotary: Any, positions: Tensor, query: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        forward = in_kernel if query.dim() == positions.dim() + 1 else type(rotary).forward_native
+        rotated: tuple[Tensor, Tensor | None] = forward(rotary, positions, query, key)
+        return rotated
+
+    RotaryEmbedding.forward_cpu = forward_cpu
+
+
+def route_by_sigmoid_without_groups() -> None:
+    """From now on routers with sigmoid scores of a CPU that are made without groups have one, of all experts."""
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    make = CPURouter.__init__
+
+    @wraps(make)
+    def make_with_group(router: Any, *args: Any, **kwargs: Any) -> None:
+        make(router, *args, **kwargs)
+        if router.scoring_func == "sigmoid" and not router.use_grouped_topk and router.custom_routing_function is None:
+            router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
+
+    CPURouter.__init__ = make_with_group
+
+
+def name_weight_loaders() -> None:
+    """From now on an update may meet loaders of weights without a name (partial functions: MiniMax-M2's norms)."""
+    find = layerwise._get_weight_loader
+
+    @wraps(find)
+    def find_named(tensor: Tensor) -> Any:
+        loader = find(tensor)
+        if not hasattr(loader, "__name__"):
+            loader.__name__ = type(loader).__name__
+        return loader
+
+    layerwise._get_weight_loader = find_named
 
 
 def keep_adapters_from_experts() -> None:

@@ -17,7 +17,8 @@ from pydantic import ValidationError
 from actors.cluster.meeting import use_interface
 from actors.cluster.placement import thread_environment
 from actors.rollout.config import OWN_ARGUMENTS, RolloutConfig
-from actors.rollout.vllm.capabilities import check_served, has_deltanet
+from actors.rollout.vllm.capabilities import check_served, has_deltanet, has_latent_attention
+from actors.rollout.vllm.served_config import config_folder
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import ConfigError, RLBackendError, RolloutError, UnsupportedError
 from rl_backend.contracts.lora import ENGINE_RANKS, engine_slots
@@ -126,12 +127,17 @@ def start_vllm(config: RolloutConfig, device: str) -> Any:
         arguments["kv_cache_memory_bytes"] = int((config.kv_cache_gib or 1.0) * _GIB)
         # States are cached where a piece of a prompt ends. Other models gain nothing from pieces here.
         arguments["enable_chunked_prefill"] = has_deltanet(model) and config.prefix_caching
+        if has_latent_attention(model):
+            # The one that vLLM prefers on machines with AMX takes bfloat16 alone, and drops a weight that an update needs.
+            arguments.setdefault("attention_backend", "CPU_MLA")
     else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
         arguments["enable_sleep_mode"] = config.sleep_mode
         if config.kv_cache_gib is not None:
             arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * _GIB)
-    with _refused_in_words(config.model_path):
+    with _refused_in_words(config.model_path), config_folder(model) as folder:
+        if folder is not None:
+            arguments.setdefault("hf_config_path", folder)
         llm = _make_llm(config, device, arguments)
         _check_states(llm)
     return llm

@@ -1,7 +1,8 @@
 """The receiving end of staged weights in vLLM's worker processes, in vLLM's own weight-transfer interface.
 
 vLLM imports this module because its configuration names :class:`WorkerExtension`, before it makes a model; the import
-registers the engines, keeps the workers' stores to themselves, and lets a CPU serve gated DeltaNet.
+registers the engines, keeps the workers' stores to themselves, and lets a CPU serve gated DeltaNet, latent attention and
+routers with sigmoid scores.
 """
 
 from __future__ import annotations
@@ -28,10 +29,14 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from actors.rollout.vllm.adapters import AdapterSlots
 from actors.rollout.vllm.deltanet import serve_every_deltanet
 from actors.rollout.vllm.expected import EngineParameters
+from actors.rollout.vllm.gpt_oss import load_through_loaders
 from actors.rollout.vllm.patches import (
     bind_stores_to_their_address,
+    name_weight_loaders,
     packing_embeddings_again,
     packing_experts_again,
+    rotate_views_outside_the_kernel,
+    route_by_sigmoid_without_groups,
     turn_generators_back,
 )
 from actors.wire.segment import map_segment
@@ -167,4 +172,8 @@ if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, SwitchingWeightTransferEngine)
     bind_stores_to_their_address()
     serve_every_deltanet()
+    rotate_views_outside_the_kernel()
+    route_by_sigmoid_without_groups()
+    load_through_loaders()
+    name_weight_loaders()
     turn_generators_back()

@@ -29,13 +29,11 @@ def write_config(path: Path, model_type: str, **fields: Any) -> str:
     ("model_type", "fields", "dtype", "what"),
     [
         ("gpt_oss", {}, "float32", "dtypes other than bfloat16"),
-        ("glm_moe_dsa", {}, "bfloat16", "sparse attention"),
-        ("deepseek_v32", {}, "float32", "sparse attention"),
+        ("glm_moe_dsa", MLA, "bfloat16", "sparse attention"),
+        ("deepseek_v32", {**MLA, "index_topk": 2047}, "float32", "sparse attention"),
+        ("deepseek_v32", {**MLA, "index_topk": 2048, "kv_lora_rank": 256}, "float32", "kv_lora_rank=512"),
         ("deepseek_v3", {**MLA, "kv_lora_rank": 32}, "float32", "kv_lora_rank=512"),
-        ("deepseek_v3", {**MLA, **PLAIN}, "float32", "plain rotary"),
-        ("kimi_k2", {**MLA, "rope_parameters": None}, "float32", "plain rotary"),
-        ("glm4_moe_lite", {**MLA, **PLAIN}, "bfloat16", "plain rotary"),
-        ("minimax_m2", {}, "float32", "sigmoid scores"),
+        ("glm4_moe_lite", {**MLA, "qk_rope_head_dim": 32}, "bfloat16", "qk_rope_head_dim=64"),
     ],
 )
 def test_what_a_cpu_cannot_serve(tmp_path: Path, model_type: str, fields: Any, dtype: Any, what: str) -> None:
@@ -50,6 +48,10 @@ def test_what_a_cpu_cannot_serve(tmp_path: Path, model_type: str, fields: Any, d
     [
         ("gpt_oss", {}, "bfloat16"),
         ("deepseek_v3", MLA, "float32"),
+        ("deepseek_v3", {**MLA, **PLAIN}, "float32"),
+        ("kimi_k2", {**MLA, "rope_parameters": None}, "bfloat16"),
+        ("deepseek_v32", {**MLA, "index_topk": 2048}, "float32"),
+        ("minimax_m2", {}, "float32"),
         ("deepseek_v3", {**MLA, "rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 40.0}}, "float32"),
         *(
             (each, {"linear_key_head_dim": 96}, dtype)
