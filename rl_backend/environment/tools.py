@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import re
@@ -14,6 +15,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from rl_backend.contracts import ConfigError, EpisodeFailedError, RewardError
+from rl_backend.data.rewards.event_loop import EventLoop
 from rl_backend.data.rewards.loading import load_callable
 from rl_backend.data.rewards.pool import Raised, WorkerPool
 from rl_backend.environment.protocol import Tool
@@ -140,6 +142,8 @@ class ToolPool:
         names = [each.name for each in found]
         if len(set(names)) < len(names):
             raise ConfigError.of("tools", names, "two have the same name")
+        # A loop of its own, because the loops of batches of episodes come and go.
+        self._loop = EventLoop()
         self._pool = WorkerPool(
             found,
             size=workers,
@@ -148,10 +152,13 @@ class ToolPool:
             calls="tools",
             option="where='processes'",
         )
-        self.tools: tuple[Tool, ...] = tuple(PooledTool(each, index, self._pool) for index, each in enumerate(found))
+        self.tools: tuple[Tool, ...] = tuple(
+            PooledTool(each, index, self._pool, self._loop) for index, each in enumerate(found)
+        )
 
     def close(self) -> None:
         """Ends all processes."""
+        self._loop.close()
         self._pool.close()
 
     def __enter__(self) -> Self:
@@ -164,10 +171,11 @@ class ToolPool:
 class PooledTool:
     """A :class:`~rl_backend.environment.protocol.Tool` that a pool's workers call."""
 
-    def __init__(self, function: ToolFunction, index: int, pool: WorkerPool) -> None:
+    def __init__(self, function: ToolFunction, index: int, pool: WorkerPool, loop: EventLoop) -> None:
         self._function = function
         self._index = index
         self._pool = pool
+        self._loop = loop
         self.name = function.name
         self.description = function.description
         self.parameters: Mapping[str, Any] = function.parameters
@@ -175,7 +183,7 @@ class PooledTool:
     async def __call__(self, arguments: Mapping[str, Any]) -> str:
         checked = self._function.checked(arguments)
         try:
-            result = await self._pool.call(self._index, checked)
+            result = await asyncio.wrap_future(self._loop.run(self._pool.call(self._index, checked)))
         except RewardError as error:
             raise EpisodeFailedError(error.message) from error
         if isinstance(result, Raised):

@@ -109,6 +109,19 @@ def test_every_attempt_is_answered(pool: ToolPool) -> None:
     assert answers[7:] == ["Error: the tool took too long", "Error: no more calls are allowed"]
 
 
+def test_a_pool_serves_one_event_loop_after_the_other() -> None:
+    def here(x: int) -> int:
+        time.sleep(0.01)
+        return x
+
+    async def many() -> list[str]:
+        return await asyncio.gather(*[pool.tools[0]({"x": each}) for each in range(8)])
+
+    with ToolPool([here], where="threads", workers=2) as pool:
+        for _ in range(2):
+            assert asyncio.run(many()) == [str(each) for each in range(8)]
+
+
 def test_threads_of_this_process_only_if_asked() -> None:
     def here() -> str:
         return f"{os.getpid()} {threading.current_thread() is threading.main_thread()}"
