@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".libraries"
 COOKBOOK = ("tinker-cookbook==0.6.1", "tinker==0.38.0", "chz", "termcolor", "blobfile", "pyqwest", "pyrage")
-VERIFIERS = ("verifiers==0.4.0",)
+VERIFIERS = ("verifiers[openenv]==0.4.0",)
 
 
 def cookbook() -> Path:
