@@ -22,5 +22,5 @@ def test_vllms_parsers_read_calls_and_hide_no_broken_one() -> None:
     assert parse("It is 4.").attempts == () and parse("It is 4.").content == "It is 4."
     with pytest.raises(ConfigError, match=r"tool_format='nobody': vLLM has no such parser; it has .*hermes"):
         vllm_parser("nobody", tokenizer)
-    with pytest.raises(ConfigError, match=r"tool_format='kimi_k2': does not take this model's tokenizer"):
-        vllm_parser("kimi_k2", tokenizer)
+    with pytest.raises(ConfigError, match=r"tool_format='deepseek_v3': does not take this model's tokenizer"):
+        vllm_parser("deepseek_v3", tokenizer)
