@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -29,6 +29,8 @@ class AdapterReceiver(WeightReceiver):
         self._kept: dict[int, AdapterVersion] = {}
         self._loaded: dict[int, AdapterVersion] = {}
         """Those in vLLM's slots, the one not used for longest first."""
+        self._dropped: set[AdapterVersion] = set()
+        """Those that requests still sample with."""
 
     def push_adapter(self, adapter: AdapterVersion, factors: PackedFactors | str, digest: str) -> None:
         """Checks an adapter, keeps it, and loads it beside the others; everything serves on.
@@ -69,13 +71,16 @@ class AdapterReceiver(WeightReceiver):
         Raises:
             WeightCheckError: what the kernels read is not what was kept.
         """
-        if adapter.number not in self._kept:
-            raise RolloutError(f"{self._name} does not have {adapter.name}: push it", engine=self._name)
+        self._loop.call(self._load_adapter, adapter)
+
+    def _load_adapter(self, adapter: AdapterVersion) -> None:
+        self._require_kept(adapter)
         if adapter.number in self._loaded:
             self._loaded[adapter.number] = self._loaded.pop(adapter.number)
             return
+        in_use = {each.number for each in self._loop.adapters(running=True)}
         while len(self._loaded) > self._config.max_adapters:
-            self._unload(next(iter(self._loaded)))
+            self._unload(next(number for number in self._loaded if number not in in_use))
         self._loaded[adapter.number] = adapter
         try:
             self._vllm_call(self._llm.llm_engine.add_lora, lora_request(adapter))
@@ -91,7 +96,14 @@ class AdapterReceiver(WeightReceiver):
             raise
 
     def drop_adapter(self, adapter: AdapterVersion) -> None:
-        """Forgets an adapter. Calls that sample with it have been served: an engine serves one after the other."""
+        """Forgets an adapter, once no request that was made before samples with it."""
+        self._loop.call(self._drop_adapter, adapter)
+
+    def _drop_adapter(self, adapter: AdapterVersion) -> None:
+        if adapter in self._loop.adapters(running=False):
+            self._dropped.add(adapter)
+            return
+        self._dropped.discard(adapter)
         if adapter.number in self._loaded:
             self._unload(adapter.number)
         if self._kept.pop(adapter.number, None) is not None:
@@ -104,17 +116,25 @@ class AdapterReceiver(WeightReceiver):
         for adapter in loaded:
             self._during_update(self.load_adapter, adapter)
 
-    def _batches(self, adapters: Sequence[AdapterVersion | None]) -> Iterator[list[int]]:
-        """Requests of no more adapters than are served at one time, by index; their adapters are loaded when it is their
-        turn. One batch of all requests where there is room for all adapters.
+    def _take_slot(self, adapter: AdapterVersion) -> bool:
+        """Loads an adapter for a request, where running ones leave a slot beside the one that pushes need. On the loop's
+        thread.
         """
-        different = [adapter for adapter in dict.fromkeys(adapters) if adapter is not None]
-        most = max(self._config.max_adapters, 1)
-        for start in range(0, max(len(different), 1), most):
-            part = different[start : start + most]
-            for adapter in part:
-                self.load_adapter(adapter)
-            yield [index for index, adapter in enumerate(adapters) if adapter in part or (adapter is None and not start)]
+        self._require_kept(adapter)
+        in_use = self._loop.adapters(running=True)
+        if adapter not in in_use and len(in_use) >= self._config.max_adapters:
+            return False
+        self.load_adapter(adapter)
+        return True
+
+    def _leave_slot(self, adapter: AdapterVersion) -> None:
+        """After a request that sampled with it."""
+        if adapter in self._dropped:
+            self._drop_adapter(adapter)
+
+    def _require_kept(self, adapter: AdapterVersion) -> None:
+        if adapter.number not in self._kept:
+            raise RolloutError(f"{self._name} does not have {adapter.name}: push it", engine=self._name)
 
     def _require_version(self, adapter: AdapterVersion | None, required: int | None) -> None:
         version = self._version if adapter is None else adapter.version

@@ -89,6 +89,10 @@ class RolloutConfig(BaseConfig):
         max_adapter_rank: largest rank of an adapter.
         sleep_mode: allow ``sleep()`` and ``wake_up()``; CUDA only.
         require_push: refuse to sample until weights have been pushed.
+        turns_at_push: what a push of weights does to turns of episodes that are being sampled. ``finish``: it waits for
+            their end, so a turn has one weight version. ``pause``: they stop between two tokens, keep what they have sampled
+            and continue with the new weights; all keys and values are computed anew, and each token has its own version.
+            Either way turns that have not begun wait for the push.
         seed: seed of the engines' own generator, used by requests without a seed of their own.
         start_timeout: seconds that starting may take.
         sampling_timeout: seconds in which an engine answers one call to sample, all its prompts together. One that does
@@ -119,6 +123,7 @@ class RolloutConfig(BaseConfig):
     max_adapter_rank: Annotated[int, MAY_CHANGE] = Field(default=16, ge=1, le=MAX_ADAPTER_RANK)
     sleep_mode: Annotated[bool, MAY_CHANGE] = False
     require_push: bool = False
+    turns_at_push: Literal["finish", "pause"] = "finish"
     seed: int = Field(default=0, ge=0)
     start_timeout: Annotated[float, MAY_CHANGE] = Field(default=600.0, gt=0)
     sampling_timeout: Annotated[float, MAY_CHANGE] = Field(default=3600.0, gt=0)
@@ -171,6 +176,13 @@ class RolloutConfig(BaseConfig):
         return self
 
     def _check_routes(self) -> None:
+        if self.turns_at_push == "pause":
+            raise ConfigError.of(
+                "RolloutConfig.turns_at_push",
+                "pause",
+                "a turn would have routes of several weight versions, which no replay takes; use 'finish', or "
+                "return_routed_experts=False",
+            )
         for name, reason in _WITHOUT_ROUTES.items():
             if self.engine_args.get(name) not in (None, 1):
                 raise ConfigError.of(

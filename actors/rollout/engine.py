@@ -6,18 +6,19 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import ray
 import torch
 
 from actors.cluster import prometheus
-from actors.rollout.adapters import AdapterReceiver, lora_request
 from actors.rollout.config import RolloutConfig, SamplingConfig
+from actors.rollout.jobs import Finished, Job, Stepper
 from actors.rollout.messages import AdapterVersion, EngineInfo, Generated, Request, Response
 from actors.rollout.placement import NodePlace, choose_cores
 from actors.rollout.sample import ExpertIds, pack_routes
+from actors.rollout.turn_server import TurnServer
 from actors.rollout.vllm.expected import EngineParameters, expected_weights
 from actors.rollout.vllm.process import prepare_process, start_vllm
 from actors.wire.segment import host_identity, remove_stale_segments
@@ -31,7 +32,7 @@ from rl_backend.trace.recorder import TraceBatch, recorder, span
 from rl_backend.weights.compare import ExpectedWeights
 
 
-class RolloutEngine(AdapterReceiver):
+class RolloutEngine(TurnServer):
     """vLLM in this process. Made by :class:`~actors.rollout.group.RolloutGroup` as a Ray actor.
 
     Args:
@@ -44,7 +45,6 @@ class RolloutEngine(AdapterReceiver):
     def __init__(self, config: RolloutConfig, engine: int, device: str, require_push: bool) -> None:
         super().__init__(config, engine, device)
         self._require_push = require_push
-        self._moe_layers: tuple[int, ...] = ()
 
     def node(self) -> str:
         """Id of the Ray node that this engine has landed on."""
@@ -61,11 +61,17 @@ class RolloutEngine(AdapterReceiver):
         if self._device == "cpu":
             self._cores = choose_cores(self._config, self._engine, place)
         prepare_process(self._device, self._cores, self._config.tensor_parallel)
-        self._llm = start_vllm(self._config, self._device)
+        self._loop.start(self, self._start_vllm)
         self._expected = self._expected_weights()
         if self._config.return_routed_experts:
             self._moe_layers = tuple(self._vllm_call(self._llm.collective_rpc, "moe_layers")[0])
         return self.describe()
+
+    def _start_vllm(self) -> Stepper:
+        self._llm = start_vllm(self._config, self._device)
+        from actors.rollout.vllm.stepper import VllmStepper
+
+        return VllmStepper(self._llm)
 
     def describe(self) -> EngineInfo:
         """Facts about the engine."""
@@ -110,38 +116,10 @@ class RolloutEngine(AdapterReceiver):
         chosen = adapters or [None] * len(requests)
         for adapter in dict.fromkeys(chosen):
             self._require_version(adapter, require_version)
-        from vllm import SamplingParams, TokensPrompt
-
-        params = [
-            SamplingParams(
-                n=request.n,
-                seed=request.seed,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                min_p=sampling.min_p,
-                max_tokens=sampling.max_new_tokens,
-                stop_token_ids=list(sampling.stop_token_ids),
-                ignore_eos=True,
-                logprobs=0 if sampling.log_probs else None,
-                flat_logprobs=sampling.log_probs,
-                stop=list(sampling.stop_strings),
-                detokenize=bool(sampling.stop_strings),
-                skip_special_tokens=False,
-            )
-            for request in requests
-        ]
-        prompts = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in requests]
         versions = [self._version if adapter is None else adapter.version for adapter in chosen]
         with _observed(self._engine, max(versions, default=self._version), requests) as report:
-            outputs: dict[int, Any] = {}
-            for part in self._batches(chosen):
-                loras = [lora_request(chosen[index]) for index in part] if adapters else None
-                own_prompts, own_params = [prompts[index] for index in part], [params[index] for index in part]
-                found = self._vllm_call(self._llm.generate, own_prompts, own_params, use_tqdm=False, lora_request=loras)
-                outputs |= zip(part, found, strict=True)
-            answers = [outputs[index] for index in range(len(requests))]
-            responses = [[Response.of(completion) for completion in output.outputs] for output in answers]
+            answers = self._sample(requests, sampling, chosen)
+            responses = [[Response.of(each.completion.output) for each in answer] for answer in answers]
             routes = self._routes(requests, answers)
             report(responses)
         return Generated(versions, responses, routes)
@@ -173,7 +151,8 @@ class RolloutEngine(AdapterReceiver):
         """Frees the GPU's memory: level 1 keeps the weights in host memory, level 2 drops them."""
         self._check_sleep_mode()
         self._check_clean()
-        self._unload_all()
+        self._loop.hold()
+        self._loop.call(self._unload_all)
         self._vllm_call(self._llm.sleep, level=level)
         self._state = "asleep"
         if level == 2:
@@ -184,14 +163,26 @@ class RolloutEngine(AdapterReceiver):
         self._check_sleep_mode()
         self._vllm_call(self._llm.wake_up)
         self._state = "serving"
+        self._loop.release()
 
-    def _routes(self, requests: Sequence[Request], outputs: Sequence[Any]) -> ExpertIds | None:
-        if not self._config.return_routed_experts or not outputs:
+    def _sample(
+        self, requests: Sequence[Request], sampling: SamplingConfig, adapters: Sequence[AdapterVersion | None]
+    ) -> list[list[Finished]]:
+        """All responses of each request. Requests of one adapter begin together: there may be more adapters than slots."""
+        places = {adapter: place for place, adapter in enumerate(dict.fromkeys(adapters))}
+        order = sorted(range(len(requests)), key=lambda index: places[adapters[index]] if adapters[index] else -1)
+        jobs = [[Job(replace(requests[index], n=1), sampling, adapters[index])] * requests[index].n for index in order]
+        finished = iter(self._loop.run([job for of_request in jobs for job in of_request]))
+        found = {index: [next(finished) for _ in range(requests[index].n)] for index in order}
+        return [found[index] for index in range(len(requests))]
+
+    def _routes(self, requests: Sequence[Request], answers: Sequence[Sequence[Finished]]) -> ExpertIds | None:
+        if not self._config.return_routed_experts or not answers:
             return None
         answered = [
-            (completion, len(request.prompt_ids) + len(completion.token_ids))
-            for request, output in zip(requests, outputs, strict=True)
-            for completion in output.outputs
+            (each.completion.output, len(request.prompt_ids) + len(each.completion.output.token_ids))
+            for request, answer in zip(requests, answers, strict=True)
+            for each in answer
         ]
         completions, lengths = zip(*answered, strict=True)
         return pack_routes(completions, lengths, self._moe_layers, self._name)
@@ -218,14 +209,7 @@ class RolloutEngine(AdapterReceiver):
         if self._state != "serving":
             why = {"paused": "a weight update is in progress", "asleep": "it sleeps; wake_up() first"}[self._state]
             raise RolloutError(f"{self._name} does not sample now: {why}", engine=self._name, state=self._state)
-        if self._lacks_weights:
-            raise RolloutError(
-                f"{self._name} has no weights of the trainer yet (UNVERSIONED): push before sampling", engine=self._name
-            )
-
-    @property
-    def _lacks_weights(self) -> bool:
-        return self._require_push and self._version == UNVERSIONED
+        self._check_weights()
 
     def _check_sleep_mode(self) -> None:
         if not self._config.sleep_mode or self._device == "cpu":

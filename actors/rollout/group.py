@@ -10,7 +10,6 @@ from typing import Any, Self
 import ray
 
 from actors.cluster.watch import ray_is_usable
-from actors.rollout.adapter_group import AdapterGroup
 from actors.rollout.calls import PendingSamples, SamplingCalls, collect
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.engine import RolloutEngine
@@ -20,13 +19,15 @@ from actors.rollout.messages import EngineInfo
 from actors.rollout.placement import EnginePlacement, places_on_nodes
 from actors.rollout.requests import check_prompts, requests_of, shares_of
 from actors.rollout.sample import Sample
+from actors.rollout.turn_group import TurnGroup
+from actors.rollout.turn_server import CONCURRENCY_GROUPS
 from rl_backend.contracts import ConfigError, EngineDeadError, RLBackendError, RolloutError
 
 CLOSE_SECONDS = 2.0
 """How long an engine that is ended may take to free its shared memory; one that is sampling does not answer."""
 
 
-class RolloutGroup(AdapterGroup):
+class RolloutGroup(TurnGroup):
     """Starts ``config.num_engines`` engines, each a Ray actor, and samples over all of them.
 
     An engine that dies raises :class:`~rl_backend.contracts.EngineDeadError` once, in the call that it was serving, and one
@@ -211,6 +212,7 @@ class RolloutGroup(AdapterGroup):
     def close(self) -> None:
         """Ends every engine."""
         self._closed = True
+        self._end_turns(RolloutError("the rollout group is closed"))
         actors = list(self._actors.values())
         self._actors.clear()
         if ray_is_usable():
@@ -253,8 +255,9 @@ class RolloutGroup(AdapterGroup):
             raise RolloutError(f"the rollout group was closed while {', '.join(names.values())} started")
 
     def _make_actor(self, engine: int) -> Any:
-        actor = ray.remote(self.engine_class).options(**self._placement.options(engine))
-        return actor.remote(self.config, engine, self._placement.device, self._require_push)
+        actor = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(self.engine_class)
+        options = self._placement.options(engine)
+        return actor.options(**options).remote(self.config, engine, self._placement.device, self._require_push)
 
     def _note_call(self, actors: dict[int, Any], engine: int, outcome: Any) -> None:
         self._note(engine, actors[engine], outcome)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
 
-from actors.rollout.sample import ExpertIds
+from actors.rollout.config import SamplingConfig
+from actors.rollout.sample import ExpertIds, VersionSpan
 
 type EngineState = Literal["serving", "paused", "dirty", "asleep"]
 
@@ -110,6 +111,42 @@ class Response:
         flat = completion.logprobs
         log_probs = [] if flat is None else [flat.logprobs[start] for start in flat.start_indices]
         return cls(list(completion.token_ids), log_probs, "stop" if completion.finish_reason == "stop" else "length")
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """A turn that is asked for.
+
+    Attributes:
+        key: of the asking process; its answer has it.
+        request, sampling, adapter, require_version: as :meth:`~actors.rollout.engine.RolloutEngine.generate` takes them, of
+            one response.
+    """
+
+    key: int
+    request: Request
+    sampling: SamplingConfig
+    adapter: AdapterVersion | None = None
+    require_version: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnAnswer:
+    """What came of a turn.
+
+    Attributes:
+        finish: ``abort`` where it was given up; what had been sampled by then is here.
+        spans: versions of the weights, or of the adapter, that sampled its tokens.
+        cached_tokens: of the prompt, which were not computed.
+        routes: (prompt and response tokens - 1, MoE layers, top_k) where engines return them and a token was sampled.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish: Literal["stop", "length", "abort"]
+    spans: tuple[VersionSpan, ...]
+    cached_tokens: int
+    routes: ExpertIds | None
 
 
 class Generated(NamedTuple):

@@ -37,21 +37,24 @@ def check_prompts(
             "engines find them in text and have no tokenizer; set RolloutConfig.load_tokenizer",
         )
     for index, prompt in enumerate(prompts):
-        if not 0 < len(prompt) < info.max_model_len:
-            raise BatchError(
-                f"prompt {index} has {len(prompt)} tokens; expected 1 to {info.max_model_len - 1} "
-                f"(max_model_len={info.max_model_len} holds prompt and response)",
-                prompt=index,
-            )
-        if min(prompt) < 0 or max(prompt) >= info.vocab_size:
-            raise BatchError(
-                f"prompt {index} has token ids from {min(prompt)} to {max(prompt)}; expected 0 to {info.vocab_size - 1}",
-                prompt=index,
-            )
+        if problem := prompt_problem(prompt, info.max_model_len, info.vocab_size):
+            raise BatchError(f"prompt {index} {problem}", prompt=index)
     if seeds is not None and len(seeds) != len(prompts) * sampling.n:
         raise BatchError(
             f"{len(seeds)} seeds for {len(prompts)} prompts with n={sampling.n}; expected {len(prompts) * sampling.n}"
         )
+
+
+def prompt_problem(prompt: Sequence[int], max_model_len: int, vocab_size: int) -> str:
+    """Why no engine could answer a prompt, as a predicate; empty where one could."""
+    if not 0 < len(prompt) < max_model_len:
+        return (
+            f"has {len(prompt)} tokens; expected 1 to {max_model_len - 1} "
+            f"(max_model_len={max_model_len} holds prompt and response)"
+        )
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        return f"has token ids from {min(prompt)} to {max(prompt)}; expected 0 to {vocab_size - 1}"
+    return ""
 
 
 def requests_of(prompt: int, prompts: Sequence[Sequence[int]], n: int, seeds: Sequence[int] | None) -> list[Request]:

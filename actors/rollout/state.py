@@ -2,7 +2,7 @@
 
 The engine is a small state machine. ``generate`` is served only in state ``serving``; an update goes ``verify`` ->
 ``load`` -> ``resume``, and between the last two the engine is ``paused``. A failure after the first load leaves it
-``dirty`` for good.
+``dirty`` for good. Turns of episodes wait where ``generate`` is refused, but for a dirty engine.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from actors.rollout.config import RolloutConfig
 from actors.rollout.messages import EngineState
+from actors.rollout.step_loop import StepLoop
 from rl_backend.contracts import UNVERSIONED, EngineDeadError, EngineDirtyError, RolloutError
 
 
@@ -34,14 +35,17 @@ class VllmInProcess:
         self._state: EngineState = "serving"
         self._version = UNVERSIONED
         self._failure = ""
+        self._loop = StepLoop(self._name)
 
     def _check_clean(self) -> None:
         if self._state == "dirty":
-            raise EngineDirtyError(
-                f"{self._name} is dirty: a weight update failed after it had begun ({self._failure}); restart it and push "
-                "again",
-                engine=self._name,
-            )
+            raise self._dirty_error()
+
+    def _dirty_error(self) -> EngineDirtyError:
+        return EngineDirtyError(
+            f"{self._name} is dirty: a weight update failed after it had begun ({self._failure}); restart it and push again",
+            engine=self._name,
+        )
 
     def _check_updatable(self) -> None:
         self._check_clean()
@@ -52,6 +56,7 @@ class VllmInProcess:
         """The first failure is kept: those after it follow from it."""
         if self._state != "dirty":
             self._state, self._failure = "dirty", failure
+            self._loop.close(self._dirty_error())
 
     def _during_update(self, call: Any, *args: Any) -> None:
         self._check_clean()
@@ -66,6 +71,10 @@ class VllmInProcess:
             ) from error
 
     def _vllm_call(self, call: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls something of vLLM on its own thread, between two steps."""
+        return self._loop.call(self._guarded, call, *args, **kwargs)
+
+    def _guarded(self, call: Any, *args: Any, **kwargs: Any) -> Any:
         from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
 
         try:

@@ -138,9 +138,16 @@ class WeightReceiver(VllmInProcess):
         self.finish_update(version)
         return time.perf_counter() - started
 
+    def hold_turns(self) -> None:
+        """Begins no turn until :meth:`resume`, and returns when those in flight have ended or paused, as
+        ``RolloutConfig.turns_at_push`` says. Turns with an adapter end first in either case: the base changes under it.
+        """
+        self._check_updatable()
+        self._loop.hold()
+
     def begin_update(self) -> None:
         """Stops serving, empties the prefix cache and starts vLLM's weight update. Streaming transports call it directly."""
-        self._check_updatable()
+        self.hold_turns()
         self._state = "paused"
         with span("begin update", "weights"):
             self._during_update(self._start_weight_update)
@@ -171,9 +178,11 @@ class WeightReceiver(VllmInProcess):
         self._check_manifest(manifest)
 
     def resume(self) -> None:
-        """Serves again after an update; every engine has acknowledged by now."""
+        """Serves again after an update, or after :meth:`hold_turns` alone; every engine has acknowledged by now."""
         if self._state == "paused":
             self._state = "serving"
+        if self._state == "serving":
+            self._loop.release()
 
     def _check_manifest(self, manifest: WeightManifest) -> None:
         self._check_updatable()

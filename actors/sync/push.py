@@ -189,8 +189,9 @@ class WeightSync:
             segments, manifest = staged.segments, staged.manifest.replace(kept=plan.kept)
             raise_failures(rollout.call("verify", manifest, each=lambda engine: (segments[engine], staged.key)))
         with rollout.updating():
+            held = self._hold_turns(rollout, clock)
             with clock.phase("load"):
-                outcomes = rollout.call("load", plan.version)
+                outcomes = held | rollout.call("load", plan.version)
             with clock.phase("resume"):
                 return self._resume(outcomes, rollout)
 
@@ -199,10 +200,19 @@ class WeightSync:
     ) -> tuple[int, ...]:
         raise_failures(rollout.call("check_manifest", plan.manifest))
         with rollout.updating():
+            held = self._hold_turns(rollout, clock)
             with clock.phase("stream"):
-                outcomes = transport.stream(plan, self._train, rollout)
+                outcomes = held | transport.stream(plan, self._train, rollout)
             with clock.phase("resume"):
                 return self._resume(outcomes, rollout)
+
+    def _hold_turns(self, rollout: EngineSet, clock: PushClock) -> dict[int, RLBackendError]:
+        """Waits for turns of episodes, which take as long as they take; the errors of engines that are lost meanwhile."""
+        if not self._rollout.serves_turns:
+            return {}
+        with clock.phase("turns"):
+            held = rollout.call("hold_turns", timeout=rollout.config.sampling_timeout)
+        return {engine: error for engine, error in held.items() if isinstance(error, RLBackendError)}
 
     def _resume(self, outcomes: dict[int, Any], rollout: EngineSet) -> tuple[int, ...]:
         """Every engine has answered: those that loaded serve again; raises when one did not."""

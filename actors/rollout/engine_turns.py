@@ -1,0 +1,147 @@
+"""Turns of episodes that one engine has been asked for, and the thread that waits for its answers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ray
+
+from actors.rollout.calls import outcome_of
+from actors.rollout.config import SamplingConfig
+from actors.rollout.messages import AdapterVersion, Request, TurnAnswer, TurnRequest
+from rl_backend.contracts import EngineDeadError, RLBackendError, RolloutError
+
+ANSWER_SECONDS = 30.0
+"""How long an engine lets a call wait that asks for answers, where there are none."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    future: Future[TurnAnswer]
+    since: float
+
+
+class EngineTurns:
+    """The turns of one engine's process, from the first to its end.
+
+    Args:
+        name: of the engine.
+        actor: its Ray handle.
+        limit: seconds for one turn, after which the engine counts as dead.
+        lose: told of the error by which the engine is lost.
+    """
+
+    def __init__(self, name: str, actor: Any, limit: float, lose: Callable[[RLBackendError], None]) -> None:
+        self._name = name
+        self.actor = actor
+        self._limit = limit
+        self._lose = lose
+        self._keys = itertools.count()
+        self._changed = threading.Condition()
+        self._asked: dict[int, _Asked] = {}
+        self._ended: RLBackendError | None = None
+        self._thread = threading.Thread(target=self._wait_for_answers, name=f"turns of {name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def in_flight(self) -> int:
+        """Turns that are not answered."""
+        return len(self._asked)
+
+    def ask(
+        self, request: Request, sampling: SamplingConfig, adapter: AdapterVersion | None, require_version: int | None
+    ) -> Future[TurnAnswer]:
+        """Asks for a turn. Cancelling the future gives the turn up."""
+        future: Future[TurnAnswer] = Future()
+        key = next(self._keys)
+        with self._changed:
+            if self._ended is not None:
+                future.set_exception(self._ended)
+                return future
+            self._asked[key] = _Asked(future, time.monotonic())
+            self._changed.notify()
+        future.add_done_callback(partial(self._give_up_cancelled, key))
+        self.actor.start_turns.remote([TurnRequest(key, request, sampling, adapter, require_version)])
+        return future
+
+    def give_up(self) -> None:
+        """Ends every turn in flight; each is answered with what there is of it."""
+        self.actor.give_up_turns.remote(list(self._asked))
+
+    def end(self, error: RLBackendError) -> None:
+        """Fails every turn in flight, and all that are asked for from now on."""
+        with self._changed:
+            self._ended = self._ended or error
+            asked, self._asked = self._asked, {}
+            self._changed.notify()
+        for each in asked.values():
+            _set(each.future, error)
+
+    def _give_up_cancelled(self, key: int, future: Future[TurnAnswer]) -> None:
+        if future.cancelled() and self._ended is None:
+            self.actor.give_up_turns.remote([key])
+
+    def _wait_for_answers(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._asked or self._ended is not None)
+                if self._ended is not None:
+                    return
+            try:
+                answers = self._next_answers()
+            except RLBackendError as error:
+                self._lose(error)
+                self.end(error)
+                return
+            except Exception as error:  # noqa: BLE001 Ray has been shut down
+                self.end(RolloutError(f"{self._name} cannot be asked any more: {type(error).__name__}: {error}"))
+                return
+            self._take(answers)
+
+    def _next_answers(self) -> Iterable[tuple[int, TurnAnswer | RLBackendError]]:
+        reference = self.actor.take_turns.remote(ANSWER_SECONDS)
+        while not ray.wait([reference], timeout=self._seconds_left())[0]:
+            if self._ended is not None:
+                return ()
+            if self._seconds_left() <= 0:
+                raise EngineDeadError(
+                    f"{self._name} has not answered a turn for {self._limit:g} s (RolloutConfig.sampling_timeout): its "
+                    "process hangs and is ended; restart it, or raise the limit if its turns may take longer",
+                    engine=self._name,
+                    sampling_timeout=self._limit,
+                )
+        outcome = outcome_of(reference, self._name)
+        if isinstance(outcome, RLBackendError):
+            raise outcome
+        answers: Iterable[tuple[int, TurnAnswer | RLBackendError]] = outcome
+        return answers
+
+    def _seconds_left(self) -> float:
+        """Until the oldest turn has taken too long."""
+        with self._changed:
+            oldest = min((each.since for each in self._asked.values()), default=math.inf)
+        return min(max(oldest + self._limit - time.monotonic(), 0.0), ANSWER_SECONDS)
+
+    def _take(self, answers: Iterable[tuple[int, TurnAnswer | RLBackendError]]) -> None:
+        for key, answer in answers:
+            with self._changed:
+                asked = self._asked.pop(key, None)
+            if asked is not None:
+                _set(asked.future, answer)
+
+
+def _set(future: Future[TurnAnswer], answer: TurnAnswer | RLBackendError) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    if isinstance(answer, RLBackendError):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)
