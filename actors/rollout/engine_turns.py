@@ -42,6 +42,10 @@ class EngineTurns:
     def __init__(self, name: str, actor: Any, limit: float, lose: Callable[[RLBackendError], None]) -> None:
         self._name = name
         self.actor = actor
+        # See turn_server.CONCURRENCY_GROUPS.
+        self._start_turns = actor.start_turns.options(concurrency_group="turns")
+        self._give_up_turns = actor.give_up_turns.options(concurrency_group="turns")
+        self._take_turns = actor.take_turns.options(concurrency_group="answers")
         self._limit = limit
         self._lose = lose
         self._keys = itertools.count()
@@ -69,12 +73,12 @@ class EngineTurns:
             self._asked[key] = _Asked(future, time.monotonic())
             self._changed.notify()
         future.add_done_callback(partial(self._give_up_cancelled, key))
-        self.actor.start_turns.remote([TurnRequest(key, request, sampling, adapter, require_version)])
+        self._start_turns.remote([TurnRequest(key, request, sampling, adapter, require_version)])
         return future
 
     def give_up(self) -> None:
         """Ends every turn in flight; each is answered with what there is of it."""
-        self.actor.give_up_turns.remote(list(self._asked))
+        self._give_up_turns.remote(list(self._asked))
 
     def end(self, error: RLBackendError) -> None:
         """Fails every turn in flight, and all that are asked for from now on."""
@@ -87,7 +91,7 @@ class EngineTurns:
 
     def _give_up_cancelled(self, key: int, future: Future[TurnAnswer]) -> None:
         if future.cancelled() and self._ended is None:
-            self.actor.give_up_turns.remote([key])
+            self._give_up_turns.remote([key])
 
     def _wait_for_answers(self) -> None:
         while True:
@@ -107,7 +111,7 @@ class EngineTurns:
             self._take(answers)
 
     def _next_answers(self) -> Iterable[tuple[int, TurnAnswer | RLBackendError]]:
-        reference = self.actor.take_turns.remote(ANSWER_SECONDS)
+        reference = self._take_turns.remote(ANSWER_SECONDS)
         while not ray.wait([reference], timeout=self._seconds_left())[0]:
             if self._ended is not None:
                 return ()

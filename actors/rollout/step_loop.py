@@ -29,6 +29,8 @@ class _Entry:
     def note(self, sampled: int) -> None:
         """Tokens since the last note are of the present version."""
         tokens = sampled - sum(span.tokens for span in self.spans)
+        if tokens and self.spans and self.spans[-1].version == self.version:
+            tokens += self.spans.pop().tokens
         if tokens:
             self.spans.append(VersionSpan(self.version, tokens))
 
@@ -119,6 +121,7 @@ class StepLoop:
             self._begin()
             if self._may_step:
                 self._step()
+                self._begin()
             self._settle_hold()
 
     @property

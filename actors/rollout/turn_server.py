@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-import ray
-
 from actors.cluster import prometheus
 from actors.rollout.adapters import AdapterReceiver
 from actors.rollout.config import RolloutConfig
@@ -25,7 +23,7 @@ from rl_backend.contracts import (
 )
 
 CONCURRENCY_GROUPS = {"turns": 1, "answers": 1}
-"""Of an engine's actor: turns come in while a call that samples or a push is served, and while answers are waited for."""
+"""Of an engine's actor: turns come in, and answers are waited for, while a call that samples or a push is served."""
 _MOST_ANSWERS = 256
 
 
@@ -40,7 +38,6 @@ class TurnServer(AdapterReceiver):
         self._keys: dict[int, int] = {}
         """The asking process's key -> the loop's, of turns that are not answered."""
 
-    @ray.method(concurrency_group="turns")
     def start_turns(self, turns: Sequence[TurnRequest]) -> None:
         """Asks for turns. Whatever is wrong with one is its own answer."""
         pausable = self._config.turns_at_push == "pause"
@@ -52,12 +49,10 @@ class TurnServer(AdapterReceiver):
             self._keys[turn.key] = key
             result.add_done_callback(partial(self._answer, turn))
 
-    @ray.method(concurrency_group="turns")
     def give_up_turns(self, keys: Iterable[int]) -> None:
         """Ends turns: each is answered with what there is of it. Those that are answered already are passed over."""
         self._loop.give_up([self._keys[key] for key in keys if key in self._keys])
 
-    @ray.method(concurrency_group="answers")
     def take_turns(self, seconds: float) -> list[tuple[int, TurnAnswer | RLBackendError]]:
         """Key and answer, or error, of turns that have ended; waits for the first. None within ``seconds``: empty."""
         answers = []

@@ -19,9 +19,9 @@ class PushReport:
         version: the weight version that every engine of ``engines`` now serves.
         nbytes: bytes of the weights, sent to each engine.
         seconds: of each phase: ``plan``, ``stage``, ``verify``, ``load``, ``resume`` (``stream`` in place of ``stage``,
-            ``verify`` and ``load`` where weights are streamed), and ``total``; ``turns``, until those of episodes had ended or
-            paused, once any has been asked for. Through shared memory, ``stage`` is also the
-            time in which engines check what is staged already, and ``verify`` what is left of that. A LoRA tenant has
+            ``verify`` and ``load`` where weights are streamed), and ``total``. Through shared memory, ``stage`` is also the
+            time in which engines check what is staged already, and ``verify`` what is left of that. Where turns of episodes
+            have been asked for, ``turns`` is the time until those in flight had ended or paused. A LoRA tenant has
             ``stage``, ``load`` with all checks, ``probe`` and ``switch``.
         transport: the one used; of a tenant ``object_store`` or ``directory``.
         engines: numbers of the engines that were updated.

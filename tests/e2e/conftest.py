@@ -30,7 +30,7 @@ from examples.demo.__main__ import DemoConfig, demo_settings, reinforce, warm_st
 from examples.demo.task import write_task
 from rl_backend.contracts import NativeConfig, OptimizerConfig, RuntimeConfig
 from tests.support.deltanet_engines import DeltaNetEngines
-from tests.support.engines import AdapterGroupOfFaults
+from tests.support.engines import AdapterGroupOfFaults, GroupOfTurns
 from tests.support.rollout import ReferenceTrainer
 from tests.support.served_tenants import CONFIGS, ServedTenants
 
@@ -56,7 +56,7 @@ def ray_cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def rollout_pair(ray_cluster: None, tied_model: Path) -> Iterator[RolloutGroup]:
-    """Two engines of the tied model, whose engine steps are as short as a prompt may be."""
+    """Two engines of the tied model, whose engine steps are as short as a prompt may be, and so are blocks of the cache."""
     config = RolloutConfig(
         model_path=str(tied_model),
         num_engines=2,
@@ -65,8 +65,9 @@ def rollout_pair(ray_cluster: None, tied_model: Path) -> Iterator[RolloutGroup]:
         max_model_len=384,
         max_num_batched_tokens=384,
         kv_cache_gib=0.25,
+        engine_args={"block_size": 32},
     )
-    with RolloutGroup(config) as group:
+    with GroupOfTurns(config) as group:
         yield group
 
 

@@ -85,6 +85,17 @@ class GroupWithoutVllm(RolloutGroup):
     engine_class = EngineWithoutVllm
 
 
+class EngineOfTurns(RolloutEngine):
+    """An engine that can be told anew what a push does to turns."""
+
+    def set_turns_at_push(self, value: str) -> None:
+        self._config = self._config.replace(turns_at_push=value)
+
+
+class GroupOfTurns(RolloutGroup):
+    engine_class = EngineOfTurns
+
+
 class MendableEngine(RolloutEngine):
     """An engine that need not be restarted after an update that began and got no weights."""
 

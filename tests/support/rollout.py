@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -65,6 +66,10 @@ class ReferenceTrainer:
                     yield name.replace("down_proj", f"{expert}.down_proj.weight"), weight
             else:
                 yield name, tensor
+
+    def copy_of_model(self) -> torch.nn.Module:
+        """As it is now."""
+        return copy.deepcopy(self.model)
 
     def advance(self, scale: float = 0.1) -> None:
         """Moves every parameter far enough that old weights would show, and advances the version."""

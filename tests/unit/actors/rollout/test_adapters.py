@@ -84,16 +84,49 @@ def test_the_adapter_not_used_for_longest_gives_way_and_comes_back(engine: Adapt
         engine.load_adapter(adapters[1])
 
 
-def test_a_batch_of_more_adapters_than_slots_is_served_in_parts(engine: AdapterReceiver) -> None:
-    adapters = [version(name, number) for number, name in enumerate("abcde", 1)]
-    keep(engine, *adapters)
-    wanted = [adapters[0], None, adapters[3], adapters[0], adapters[4], adapters[1], None]
-    served = []
-    for part in engine._batches(wanted):
-        assert {wanted[index].number for index in part if wanted[index] is not None} <= engine._llm.held  # type: ignore[union-attr]
-        served.append(part)
-    assert served == [[0, 1, 2, 3, 6], [4, 5]]
-    assert list(engine._batches([None, None])) == [[0, 1]]
+@pytest.fixture
+def in_use(engine: AdapterReceiver, monkeypatch: pytest.MonkeyPatch) -> dict[bool, set[AdapterVersion]]:
+    """Adapters of the requests that run (True), and of all (False)."""
+    adapters: dict[bool, set[AdapterVersion]] = {True: set(), False: set()}
+    monkeypatch.setattr(engine._loop, "adapters", lambda *, running: adapters[running])
+    return adapters
+
+
+def test_requests_wait_for_a_slot_that_no_running_one_needs(
+    engine: AdapterReceiver, in_use: dict[bool, set[AdapterVersion]]
+) -> None:
+    a, b, c, d = (version(name, number) for number, name in enumerate("abcd", 1))
+    keep(engine, a, b, c, d)
+    for adapter in (a, b):
+        assert engine._take_slot(adapter)
+        in_use[True].add(adapter)
+    assert engine._take_slot(a)
+    assert not engine._take_slot(c) and engine._llm.held == {1, 2}
+    for pushed in (c, d):  # a push has a slot of its own, in which versions give way to each other
+        engine.load_adapter(pushed)
+        assert engine._llm.held == {1, 2, pushed.number}
+    in_use[True].remove(a)
+    assert engine._take_slot(c) and engine._llm.held == {2, 3, 4}
+
+
+def test_an_adapter_is_dropped_when_the_last_request_that_samples_with_it_has_left(
+    engine: AdapterReceiver, in_use: dict[bool, set[AdapterVersion]]
+) -> None:
+    old, new = version("a", 1), version("a", 2, of_tenant=2)
+    keep(engine, old, new)
+    in_use[False].add(old)
+    for adapter in (old, new):
+        assert engine._take_slot(adapter)
+    engine.drop_adapter(old)
+    engine._leave_slot(old)
+    assert engine._llm.held == {1, 2}
+    in_use[False].clear()
+    engine._leave_slot(new)
+    assert engine._llm.held == {1, 2}
+    engine._leave_slot(old)
+    assert engine._llm.held == {2} and engine._llm.kept == {new.path}
+    with pytest.raises(RolloutError, match="engine 0 does not have a@1#1: push it"):
+        engine._take_slot(old)
 
 
 def test_what_the_kernels_do_not_hold_is_not_served(engine: AdapterReceiver) -> None:

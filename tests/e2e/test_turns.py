@@ -1,0 +1,234 @@
+"""Turns of episodes from running engines: as they come, over pushes, and what they are worth to the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from actors.rollout.config import SamplingConfig
+from actors.rollout.group import RolloutGroup
+from actors.rollout.sample import Sample, VersionSpan
+from actors.rollout.tokens import RolloutTokens
+from actors.sync.push import WeightSync
+from rl_backend.contracts import BatchError, WeightVersionError
+from rl_backend.environment.protocol import Generation
+from tests.support.rollout import ReferenceTrainer
+
+TOLERANCE = 1e-5
+PROMPTS = [[5, 6, 7], list(range(20, 60)), [9], [100, 90, 80, 70], list(range(3, 120))]
+LONG = 300
+
+
+@pytest.fixture
+def group(rollout_pair: RolloutGroup, rollout_sync: WeightSync) -> Iterator[RolloutGroup]:
+    """The engines, serving the trainer's weights; turns finish before a push."""
+    rollout_sync.push()
+    yield rollout_pair
+    rollout_pair.call("set_turns_at_push", "finish")
+
+
+@pytest.fixture
+def tokens(group: RolloutGroup) -> RolloutTokens:
+    return RolloutTokens(group)
+
+
+async def ask(tokens: RolloutTokens, prompt: Sequence[int], seed: int, most: int, stop: Sequence[int] = ()) -> Generation:
+    return await tokens.generate(prompt, seed=seed, stop_token_ids=stop, max_tokens=most)
+
+
+def as_sample(prompt: Sequence[int], turn: Generation) -> Sample:
+    """For the reference trainer."""
+    span = VersionSpan(turn.versions[0], len(turn.token_ids))
+    return Sample(0, 0, list(prompt), list(turn.token_ids), list(turn.log_probs), "length", (span,), 0)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)
+
+
+async def in_the_middle(group: RolloutGroup, turns: Sequence[Awaitable[Generation]], then: Callable[[], Any]) -> Any:
+    """Calls something in a thread when engines sample some turns and none has ended; the turns, and its result."""
+    running = [asyncio.ensure_future(turn) for turn in turns]
+    await until(lambda: sum(group.turns_in_flight.values()) == len(turns))
+    await asyncio.sleep(0.1)
+    assert not any(turn.done() for turn in running)
+    result = await asyncio.to_thread(then)
+    return await asyncio.gather(*running), result
+
+
+@pytest.mark.shows("turns: tokens are those of one generate call with the same seeds, whoever else is served")
+def test_turns_that_come_one_by_one_are_the_samples_of_one_call(group: RolloutGroup, tokens: RolloutTokens) -> None:
+    prompts, seeds = PROMPTS * 2, list(range(10))
+    samples = group.generate(prompts, SamplingConfig(max_new_tokens=8), seeds=seeds)
+
+    async def staggered() -> list[Generation]:
+        async def later(index: int) -> Generation:
+            await asyncio.sleep(0.02 * (index % 4))
+            return await ask(tokens, prompts[index], seeds[index], 8)
+
+        return await asyncio.gather(*map(later, range(10)))
+
+    turns = asyncio.run(staggered())
+    assert [list(turn.token_ids) for turn in turns] == [sample.response_ids for sample in samples]
+    assert [list(turn.versions) for turn in turns] == [sample.weight_versions for sample in samples]
+    gaps = [
+        abs(a - b) for turn, s in zip(turns, samples, strict=True) for a, b in zip(turn.log_probs, s.log_probs, strict=True)
+    ]
+    assert max(gaps) <= TOLERANCE
+    assert {turn.finish for turn in turns} == {"length"}
+    stop = samples[0].response_ids[2]
+    stopped = asyncio.run(ask(tokens, prompts[0], 0, 8, [stop]))
+    assert (
+        stopped.finish == "stop" and stopped.token_ids == samples[0].response_ids[: samples[0].response_ids.index(stop) + 1]
+    )
+
+
+def test_a_short_turn_is_answered_while_longer_ones_and_a_call_that_samples_go_on(
+    group: RolloutGroup, tokens: RolloutTokens
+) -> None:
+    async def overtake() -> None:
+        long = [asyncio.ensure_future(ask(tokens, [5, 6], seed, LONG)) for seed in range(2)]
+        await until(lambda: sum(group.turns_in_flight.values()) == 2)
+        call = group.submit(PROMPTS, SamplingConfig(max_new_tokens=200))
+        short = await ask(tokens, [7, 8], 3, 2)
+        assert len(short.token_ids) == 2
+        assert not call.done() and not any(turn.done() for turn in long)
+        assert [len(turn.token_ids) for turn in await asyncio.gather(*long)] == [LONG, LONG]
+        assert len(call.result()) == len(PROMPTS)
+
+    asyncio.run(overtake())
+
+
+def test_turns_are_cancelled_or_given_up_and_the_others_go_on(group: RolloutGroup, tokens: RolloutTokens) -> None:
+    async def give_up() -> None:
+        whole = await ask(tokens, [5, 6], 1, LONG)
+        cancelled, stays = (asyncio.ensure_future(ask(tokens, [5, 6], seed, LONG)) for seed in (0, 1))
+        await until(lambda: sum(group.turns_in_flight.values()) == 2)
+        cancelled.cancel()
+        assert (await stays).token_ids == whole.token_ids
+        assert cancelled.cancelled()
+        await until(lambda: not sum(group.turns_in_flight.values()))
+        (given_up,), _ = await in_the_middle(group, [ask(tokens, [5, 6], 1, LONG)], tokens.give_up)
+        assert given_up.finish == "abort" and 0 < len(given_up.token_ids) < LONG
+        assert given_up.token_ids == whole.token_ids[: len(given_up.token_ids)]
+        assert len(given_up.log_probs) == len(given_up.versions) == len(given_up.token_ids)
+
+    asyncio.run(give_up())
+
+
+def test_a_turn_that_no_engine_can_answer_fails_alone(group: RolloutGroup, tokens: RolloutTokens) -> None:
+    async def mixed() -> list[Any]:
+        prompts = ([5, 6], [7] * 384, [5, 128], [], [8])
+        return await asyncio.gather(*(ask(tokens, prompt, 1, 3) for prompt in prompts), return_exceptions=True)
+
+    good, long, unknown, empty, other = asyncio.run(mixed())
+    assert len(good.token_ids) == len(other.token_ids) == 3
+    for error, message in ((long, "has 384 tokens"), (unknown, "token ids from 5 to 128"), (empty, "has 0 tokens")):
+        assert isinstance(error, BatchError) and message in str(error)
+    tokens.require_version = 10**6
+    with pytest.raises(WeightVersionError, match="version 1000000 is required"):
+        asyncio.run(ask(tokens, [5], 1, 1))
+
+
+@pytest.mark.shows(
+    "turns: log-probs over all turns of a conversation are the trainer's to 1e-5, with its beginning from the prefix cache"
+)
+def test_log_probs_of_later_turns_are_the_trainers_with_their_beginnings_from_the_cache(
+    group: RolloutGroup, rollout_trainer: ReferenceTrainer, tokens: RolloutTokens
+) -> None:
+    async def converse(number: int) -> list[Sample]:
+        prompt, samples = [3 + (7 * number + each) % 120 for each in range(40 + number)], []
+        for turn in range(4):
+            answer = await ask(tokens, prompt, 100 * number + turn, 30)
+            samples.append(as_sample(prompt, answer))
+            prompt = [*prompt, *answer.token_ids, 5 + number, 9, 11]
+        return samples
+
+    async def all_of_them() -> list[list[Sample]]:
+        return await asyncio.gather(*map(converse, range(6)))
+
+    samples = [sample for each in asyncio.run(all_of_them()) for sample in each]
+    assert max(rollout_trainer.gaps(samples)) <= TOLERANCE
+    assert 0.5 < tokens.cached_share < 1
+
+
+async def push_in_mid_turn(
+    group: RolloutGroup, tokens: RolloutTokens, sync: WeightSync
+) -> tuple[list[Generation], Generation, dict[str, float]]:
+    """Two turns, one on each engine, a push in the middle of them, and a turn that is asked for during the push."""
+    late: list[asyncio.Task[Generation]] = []
+    loop = asyncio.get_running_loop()
+
+    def push() -> dict[str, float]:
+        loop.call_soon_threadsafe(lambda: late.append(asyncio.ensure_future(ask_during_the_push())))
+        return sync.push().seconds
+
+    async def ask_during_the_push() -> Generation:
+        await asyncio.sleep(0.02)
+        return await ask(tokens, [44, 45], 3, 4)
+
+    turns, seconds = await in_the_middle(group, [ask(tokens, [5, 6, number], number, LONG) for number in range(2)], push)
+    return turns, await late[0], seconds
+
+
+@pytest.mark.shows("turns: a push in mid-turn, the turns finish first: all their tokens are of the weights before")
+def test_a_push_waits_for_turns_and_later_ones_have_its_weights(
+    group: RolloutGroup, rollout_trainer: ReferenceTrainer, rollout_sync: WeightSync, tokens: RolloutTokens
+) -> None:
+    async def expected() -> list[Generation]:
+        return await asyncio.gather(*(ask(tokens, [5, 6, number], number, LONG) for number in range(2)))
+
+    whole = asyncio.run(expected())
+    before = rollout_trainer.source.version
+    rollout_trainer.advance()
+    turns, late, seconds = asyncio.run(push_in_mid_turn(group, tokens, rollout_sync))
+    assert [turn.token_ids for turn in turns] == [turn.token_ids for turn in whole]
+    assert {version for turn in turns for version in turn.versions} == {before}
+    assert seconds["turns"] > 0
+    after = asyncio.run(ask(tokens, [44, 45], 3, 4))
+    assert set(after.versions) == {before + 1}
+    if set(late.versions) == {before + 1}:
+        assert late.token_ids == after.token_ids
+    assert rollout_trainer.mean_gap([as_sample([44, 45], after)]) <= TOLERANCE
+
+
+@pytest.mark.shows("turns: a push in mid-turn, the turns pause: tokens before it keep version and log-probs, those after it are "
+                   "the new weights', computed anew over all tokens before them, to 1e-5")  # fmt: skip
+def test_a_push_pauses_turns_which_continue_with_its_weights(
+    group: RolloutGroup, rollout_trainer: ReferenceTrainer, rollout_sync: WeightSync, tokens: RolloutTokens
+) -> None:
+    group.call("set_turns_at_push", "pause")
+    before = rollout_trainer.source.version
+    old = ReferenceTrainer.__new__(ReferenceTrainer)
+    old.model = rollout_trainer.copy_of_model()
+    rollout_trainer.advance()
+    turns, late, _ = asyncio.run(push_in_mid_turn(group, tokens, rollout_sync))
+    for number, turn in enumerate(turns):
+        kept = list(turn.versions).count(before)
+        assert list(turn.versions) == [before] * kept + [before + 1] * (LONG - kept) and 0 < kept < LONG
+        prompt, ids, log_probs = [5, 6, number], list(turn.token_ids), list(turn.log_probs)
+        for trainer, start, end in ((old, 0, kept), (rollout_trainer, kept, LONG)):
+            part = Generation(ids[start:end], log_probs[start:end], "length", turn.versions[start:end])
+            assert max(trainer.gaps([as_sample([*prompt, *ids[:start]], part)])) <= TOLERANCE
+    assert set(late.versions) <= {before, before + 1}
+
+
+def test_turns_that_pause_for_the_same_weights_are_what_they_are_without_a_push(
+    group: RolloutGroup, rollout_sync: WeightSync, tokens: RolloutTokens
+) -> None:
+    group.call("set_turns_at_push", "pause")
+
+    async def expected() -> list[Generation]:
+        return await asyncio.gather(*(ask(tokens, [5, 6, number], number, LONG) for number in range(2)))
+
+    whole = asyncio.run(expected())
+    turns, late, seconds = asyncio.run(push_in_mid_turn(group, tokens, rollout_sync))
+    assert [turn.token_ids for turn in turns] == [turn.token_ids for turn in whole]
+    assert len(late.token_ids) == 4 and len(set(turns[0].versions)) == 1 and "turns" in seconds

@@ -1,0 +1,219 @@
+"""The step loop of an engine, with a stand-in for vLLM."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from actors.rollout.jobs import Finished
+from actors.rollout.messages import AdapterVersion
+from actors.rollout.step_loop import StepLoop
+from tests.support.stepping import BAD_SEED, FATAL_SEED, CountingStepper, ServedVersion, job
+
+SOON = 10.0
+
+
+@pytest.fixture
+def stepper() -> CountingStepper:
+    return CountingStepper(room=4)
+
+
+@pytest.fixture
+def host() -> ServedVersion:
+    return ServedVersion()
+
+
+@pytest.fixture
+def loop(stepper: CountingStepper, host: ServedVersion) -> Iterator[StepLoop]:
+    host.loop = made = StepLoop("engine 0")
+    made.start(host, lambda: stepper)
+    yield made
+    stepper.allow(1)
+    made.stop()
+
+
+def submit(loop: StepLoop, *jobs: Any) -> list[Future[Finished]]:
+    return list(loop.submit(jobs).values())
+
+
+def tokens(result: Future[Finished]) -> list[int]:
+    return list(result.result(SOON).completion.output.token_ids)
+
+
+def versions(result: Future[Finished]) -> list[tuple[int, int]]:
+    return [tuple(span) for span in result.result(SOON).spans]
+
+
+def hold(loop: StepLoop, stepper: CountingStepper, steps: int) -> None:
+    """Asks for a hold in the middle of a step, and allows so many steps, that one included."""
+    with ThreadPoolExecutor(1) as threads:
+        held = threads.submit(loop.hold)
+        wait_until(lambda: not loop._commands.empty())
+        assert stepper.waits and not held.done()
+        stepper.allow(steps)
+        held.result(SOON)
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.shows("turns: each is answered when it has ended, whatever still runs, and is what it is alone")
+def test_a_request_is_answered_when_it_has_ended_whatever_else_runs(loop: StepLoop, stepper: CountingStepper) -> None:
+    (long,) = submit(loop, job(100, 50))
+    stepper.take(2)
+    short, middle = submit(loop, job(200, 3), job(300, 5))
+    stepper.allow(4)  # one of them waits already, without the new requests
+    assert tokens(short) == [200, 201, 202]
+    assert not middle.done() and not long.done()
+    stepper.allow(60)
+    assert tokens(middle) == list(range(300, 305))
+    assert tokens(long) == list(range(100, 150))
+    assert versions(long) == [(1, 50)]
+    assert len(stepper.threads) == 1 and threading.get_ident() not in stepper.threads
+
+
+def test_no_more_run_than_there_is_room_for(loop: StepLoop, stepper: CountingStepper) -> None:
+    results = submit(loop, *(job(10 * number, 3) for number in range(11)))
+    stepper.allow(20)
+    assert [tokens(result)[0] for result in results] == [10 * number for number in range(11)]
+    assert stepper.most_at_once == 4
+
+
+@pytest.mark.shows("turns: a bad request fails alone")
+def test_a_bad_request_fails_alone(loop: StepLoop, stepper: CountingStepper, host: ServedVersion) -> None:
+    good, bad, other = submit(loop, job(1, 2), job(BAD_SEED, 2), job(5, 2))
+    with pytest.raises(ValueError, match="a bad request"):
+        bad.result(SOON)
+    stepper.allow(3)
+    assert (tokens(good), tokens(other)) == ([1, 2], [5, 6])
+    assert len(host.left) == 3
+
+
+def test_a_step_that_fails_fails_those_that_run_and_no_later_ones(loop: StepLoop, stepper: CountingStepper) -> None:
+    fatal, neighbour = submit(loop, job(FATAL_SEED, 2), job(1, 2))
+    stepper.allow(1)
+    for result in (fatal, neighbour):
+        with pytest.raises(RuntimeError, match="a step failed: the model fell over"):
+            result.result(SOON)
+    stepper.allow(2)
+    assert tokens(submit(loop, job(7, 2))[0]) == [7, 8]
+    assert not stepper.tokens
+
+
+@pytest.mark.shows("turns: one that is given up is answered at once with what it had sampled; the others continue")
+def test_requests_are_given_up_with_what_they_have(loop: StepLoop, stepper: CountingStepper) -> None:
+    asked = loop.submit([job(100, 9), job(200, 3), *(job(300 + number, 3) for number in range(3))])
+    stepper.take(1)
+    first, *_, last = asked
+    loop.give_up([first, last, 12345])
+    stepper.allow(1)
+    given_up, stays, *_, unbegun = asked.values()
+    assert tokens(given_up) == [100, 101] and given_up.result().completion.output.finish_reason == "abort"
+    assert versions(given_up) == [(1, 2)]
+    assert unbegun.result(SOON) == ((None, 0), ())
+    stepper.allow(5)
+    assert tokens(stays) == [200, 201, 202]
+    loop.give_up(asked)
+    assert loop.call(lambda: not stepper.tokens)
+
+
+@pytest.mark.shows(
+    "turns: a push waits for those in flight, or pauses them and keeps their tokens; the version is each token's"
+)
+def test_a_hold_lets_requests_end_and_begins_no_other(loop: StepLoop, stepper: CountingStepper, host: ServedVersion) -> None:
+    (running,) = submit(loop, job(100, 4))
+    stepper.take(1)
+    hold(loop, stepper, steps=3)
+    assert tokens(running) == [100, 101, 102, 103] and not stepper.forgotten
+    (later,) = submit(loop, job(200, 2))
+    stepper.allow(5)
+    loop.hold()
+    assert loop.call(lambda: stepper.steps) == 4
+    assert not later.done()
+    host.version = 2
+    loop.release()
+    assert versions(later) == [(2, 2)]
+
+
+def test_a_hold_pauses_requests_between_two_tokens_and_each_token_has_its_version(
+    loop: StepLoop, stepper: CountingStepper, host: ServedVersion
+) -> None:
+    adapter = AdapterVersion("tenant", 7, 1, 8)
+    paused, whole = submit(loop, job(100, 7, pausable=True), job(200, 4, adapter=adapter))
+    stepper.take(2)
+    hold(loop, stepper, steps=2)
+    assert stepper.forgotten == 1 and whole.done() and not paused.done()
+    host.version = 2
+    loop.release()
+    stepper.take(1)
+    hold(loop, stepper, steps=1)
+    loop.release()
+    wait_until(lambda: stepper.waits)
+    host.version = 5
+    hold(loop, stepper, steps=1)
+    host.version = 3
+    loop.release()
+    assert tokens(paused) == list(range(100, 107))
+    assert versions(paused) == [(1, 4), (2, 3)]
+    assert versions(whole) == [(7, 4)]
+    assert stepper.forgotten == 2
+
+
+def test_a_request_that_is_given_up_while_it_pauses_has_what_it_had(loop: StepLoop, stepper: CountingStepper) -> None:
+    asked = loop.submit([job(100, 6, pausable=True)])
+    stepper.take(2)
+    hold(loop, stepper, steps=1)
+    loop.give_up(asked)
+    (result,) = asked.values()
+    assert tokens(result) == [100, 101, 102] and versions(result) == [(1, 3)]
+
+
+def test_what_is_closed_answers_everything_with_the_error_until_it_is_released(
+    loop: StepLoop, stepper: CountingStepper
+) -> None:
+    results = submit(loop, *(job(100, 6) for _ in range(6)))
+    stepper.take(1)
+    stepper.allow(1)
+    loop.close(KeyError("dirty"))
+    results += submit(loop, job(1, 1))
+    for result in results:
+        with pytest.raises(KeyError, match="dirty"):
+            result.result(SOON)
+    loop.hold()
+    loop.release()
+    stepper.allow(2)
+    assert tokens(submit(loop, job(1, 1))[0]) == [1]
+
+
+def test_adapters_beyond_the_slots_wait_in_order_and_others_pass_them(loop: StepLoop, stepper: CountingStepper) -> None:
+    a, b, c = (AdapterVersion(name, 1, number, 8) for number, name in enumerate("abc", 1))
+    stepper.room = 100
+    first, second, third, again, plain = submit(
+        loop, job(0, 5, adapter=a), job(10, 5, adapter=b), job(20, 2, adapter=c), job(30, 2, adapter=a), job(40, 2)
+    )
+    stepper.allow(3)
+    assert tokens(plain) == [40, 41]
+    assert loop.call(lambda: len(loop.adapters(running=True))) == 2
+    assert not third.done() and not again.done()
+    stepper.allow(20)
+    assert [len(tokens(each)) for each in (first, second, third, again)] == [5, 5, 2, 2]
+
+
+def test_all_wait_for_each_other_in_a_call_that_waits_and_an_error_gives_up_the_rest(
+    loop: StepLoop, stepper: CountingStepper
+) -> None:
+    stepper.allow(3)
+    assert [each.completion.output.token_ids for each in loop.run([job(1, 1), job(5, 2)])] == [[1], [5, 6]]
+    with pytest.raises(ValueError, match="a bad request"):
+        loop.run([job(BAD_SEED, 1), job(1, 100)])
+    stepper.allow(2)
+    wait_until(lambda: not stepper.tokens)
