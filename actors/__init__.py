@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from actors.rollout.group import RolloutGroup as RolloutGroup
     from actors.rollout.sample import Sample as Sample
     from actors.rollout.sample import sample_seeds as sample_seeds
+    from actors.rollout.tokens import RolloutTokens as RolloutTokens
     from actors.run.folder import RunFolder as RunFolder
     from actors.run.preflight import preflight as preflight
     from actors.run.rl_run import RLRun as RLRun
@@ -41,6 +42,7 @@ _MODULES = {
     "RankContext": "actors.train.context",
     "RolloutConfig": "actors.rollout.config",
     "RolloutGroup": "actors.rollout.group",
+    "RolloutTokens": "actors.rollout.tokens",
     "Run": "actors.run.run",
     "RunCheckpoints": "actors.run.store",
     "RunFolder": "actors.run.folder",
@@ -65,6 +67,7 @@ __all__ = [
     "RankContext",
     "RolloutConfig",
     "RolloutGroup",
+    "RolloutTokens",
     "Run",
     "RunCheckpoints",
     "RunFolder",

@@ -33,7 +33,7 @@ def loop(stepper: CountingStepper, host: ServedVersion) -> Iterator[StepLoop]:
     host.loop = made = StepLoop("engine 0")
     made.start(host, lambda: stepper)
     yield made
-    stepper.allow(1)
+    stepper.allow(1000)
     made.stop()
 
 
@@ -49,14 +49,21 @@ def versions(result: Future[Finished]) -> list[tuple[int, int]]:
     return [tuple(span) for span in result.result(SOON).spans]
 
 
-def hold(loop: StepLoop, stepper: CountingStepper, steps: int) -> None:
-    """Asks for a hold in the middle of a step, and allows so many steps, that one included."""
+def in_mid_step(
+    loop: StepLoop,
+    stepper: CountingStepper,
+    steps: int,
+    ask: Callable[[], None],
+    meanwhile: Callable[[], None] = lambda: None,
+) -> None:
+    """Asks the loop for something in the middle of a step, and allows so many steps, that one included."""
     with ThreadPoolExecutor(1) as threads:
-        held = threads.submit(loop.hold)
+        asked = threads.submit(ask)
         wait_until(lambda: not loop._commands.empty())
-        assert stepper.waits and not held.done()
+        assert stepper.waits and not asked.done()
+        meanwhile()
         stepper.allow(steps)
-        held.result(SOON)
+        asked.result(SOON)
 
 
 def wait_until(true: Callable[[], bool]) -> None:
@@ -132,16 +139,16 @@ def test_requests_are_given_up_with_what_they_have(loop: StepLoop, stepper: Coun
 def test_a_hold_lets_requests_end_and_begins_no_other(loop: StepLoop, stepper: CountingStepper, host: ServedVersion) -> None:
     (running,) = submit(loop, job(100, 4))
     stepper.take(1)
-    hold(loop, stepper, steps=3)
+    later: list[Future[Finished]] = []
+    in_mid_step(loop, stepper, 3, loop.hold, meanwhile=lambda: later.extend(submit(loop, job(200, 6))))
     assert tokens(running) == [100, 101, 102, 103] and not stepper.forgotten
-    (later,) = submit(loop, job(200, 2))
-    stepper.allow(5)
+    later += submit(loop, job(300, 2))
+    stepper.allow(9)
     loop.hold()
     assert loop.call(lambda: stepper.steps) == 4
-    assert not later.done()
     host.version = 2
     loop.release()
-    assert versions(later) == [(2, 2)]
+    assert [versions(each) for each in later] == [[(2, 6)], [(2, 2)]]
 
 
 def test_a_hold_pauses_requests_between_two_tokens_and_each_token_has_its_version(
@@ -150,16 +157,16 @@ def test_a_hold_pauses_requests_between_two_tokens_and_each_token_has_its_versio
     adapter = AdapterVersion("tenant", 7, 1, 8)
     paused, whole = submit(loop, job(100, 7, pausable=True), job(200, 4, adapter=adapter))
     stepper.take(2)
-    hold(loop, stepper, steps=2)
+    in_mid_step(loop, stepper, 2, loop.hold)
     assert stepper.forgotten == 1 and whole.done() and not paused.done()
     host.version = 2
     loop.release()
     stepper.take(1)
-    hold(loop, stepper, steps=1)
+    in_mid_step(loop, stepper, 1, loop.hold)
     loop.release()
     wait_until(lambda: stepper.waits)
     host.version = 5
-    hold(loop, stepper, steps=1)
+    in_mid_step(loop, stepper, 1, loop.hold)
     host.version = 3
     loop.release()
     assert tokens(paused) == list(range(100, 107))
@@ -171,7 +178,7 @@ def test_a_hold_pauses_requests_between_two_tokens_and_each_token_has_its_versio
 def test_a_request_that_is_given_up_while_it_pauses_has_what_it_had(loop: StepLoop, stepper: CountingStepper) -> None:
     asked = loop.submit([job(100, 6, pausable=True)])
     stepper.take(2)
-    hold(loop, stepper, steps=1)
+    in_mid_step(loop, stepper, 1, loop.hold)
     loop.give_up(asked)
     (result,) = asked.values()
     assert tokens(result) == [100, 101, 102] and versions(result) == [(1, 3)]
@@ -182,8 +189,7 @@ def test_what_is_closed_answers_everything_with_the_error_until_it_is_released(
 ) -> None:
     results = submit(loop, *(job(100, 6) for _ in range(6)))
     stepper.take(1)
-    stepper.allow(1)
-    loop.close(KeyError("dirty"))
+    in_mid_step(loop, stepper, 1, lambda: loop.close(KeyError("dirty")))
     results += submit(loop, job(1, 1))
     for result in results:
         with pytest.raises(KeyError, match="dirty"):
@@ -200,9 +206,9 @@ def test_adapters_beyond_the_slots_wait_in_order_and_others_pass_them(loop: Step
     first, second, third, again, plain = submit(
         loop, job(0, 5, adapter=a), job(10, 5, adapter=b), job(20, 2, adapter=c), job(30, 2, adapter=a), job(40, 2)
     )
-    stepper.allow(3)
+    stepper.take(3)
     assert tokens(plain) == [40, 41]
-    assert loop.call(lambda: len(loop.adapters(running=True))) == 2
+    assert loop.adapters(running=True) == {a, b} and loop.adapters(running=False) == {a, b, c}
     assert not third.done() and not again.done()
     stepper.allow(20)
     assert [len(tokens(each)) for each in (first, second, third, again)] == [5, 5, 2, 2]
