@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,7 @@ import torch
 
 from actors import HandleRef, Loss, RankContext, RolloutConfig, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
 from actors.rollout.engine import RolloutEngine
+from actors.rollout.tokens import RolloutTokens
 from rl_backend.cli.main import main
 from rl_backend.contracts import BatchError, NativeConfig, OptimizerConfig, RuntimeConfig, TokenSequence, UnsupportedError
 from rl_backend.primitive.router import Router
@@ -21,6 +23,7 @@ from rl_backend.runtime.native.handle import NativeHandle
 from tests.support.models import write_tiny
 from tests.support.native import open_runtime, train
 from tests.support.sft_batches import random_token_sequences
+from tests.support.turns import converse
 
 PAGE = Path(__file__).parents[2] / "docs" / "router_replay.md"
 PROMPTS = [[5, 6, 7], list(range(20, 80)), [100, 90, 80, 70]]
@@ -218,6 +221,8 @@ def test_a_trainer_sends_tokens_where_vllm_sent_them(
             step()
             version = sync.push().version
             samples = rollout.generate(PROMPTS, SamplingConfig(n=2, max_new_tokens=24))
+            # The second turn has most of its prompt from the cache.
+            samples += asyncio.run(converse(RolloutTokens(rollout), list(range(3, 103)) * 2, 1, turns=2, most=8))
             assert {sample.routes.weight_version for sample in samples if sample.routes} == {version}
             sequences = [
                 sample.with_routes(TokenSequence.from_prompt_and_response(sample.prompt_ids, sample.response_ids))

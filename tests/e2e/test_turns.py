@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import os
+import signal
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 
 from actors.rollout.config import SamplingConfig
 from actors.rollout.group import RolloutGroup
-from actors.rollout.sample import Sample, VersionSpan
+from actors.rollout.sample import Sample
 from actors.rollout.tokens import RolloutTokens
 from actors.sync.push import WeightSync
-from rl_backend.contracts import BatchError, WeightVersionError
+from rl_backend.contracts import BatchError, EngineDeadError, WeightVersionError
 from rl_backend.environment.protocol import Generation
 from tests.support.rollout import ReferenceTrainer
+from tests.support.turns import as_sample, ask, converse, until_in_flight
 
 TOLERANCE = 1e-5
 PROMPTS = [[5, 6, 7], list(range(20, 60)), [9], [100, 90, 80, 70], list(range(3, 120))]
@@ -36,27 +38,10 @@ def tokens(group: RolloutGroup) -> RolloutTokens:
     return RolloutTokens(group)
 
 
-async def ask(tokens: RolloutTokens, prompt: Sequence[int], seed: int, most: int, stop: Sequence[int] = ()) -> Generation:
-    return await tokens.generate(prompt, seed=seed, stop_token_ids=stop, max_tokens=most)
-
-
-def as_sample(prompt: Sequence[int], turn: Generation) -> Sample:
-    """For the reference trainer."""
-    span = VersionSpan(turn.versions[0], len(turn.token_ids))
-    return Sample(0, 0, list(prompt), list(turn.token_ids), list(turn.log_probs), "length", (span,), 0)
-
-
-async def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.005)
-
-
 async def in_the_middle(group: RolloutGroup, turns: Sequence[Awaitable[Generation]], then: Callable[[], Any]) -> Any:
     """Calls something in a thread when engines sample some turns and none has ended; the turns, and its result."""
     running = [asyncio.ensure_future(turn) for turn in turns]
-    await until(lambda: sum(group.turns_in_flight.values()) == len(turns))
+    await until_in_flight(group, len(turns))
     await asyncio.sleep(0.1)
     assert not any(turn.done() for turn in running)
     result = await asyncio.to_thread(then)
@@ -92,7 +77,7 @@ def test_a_short_turn_is_answered_while_longer_ones_and_a_call_that_samples_go_o
 ) -> None:
     async def overtake() -> None:
         long = [asyncio.ensure_future(ask(tokens, [5, 6], seed, LONG)) for seed in range(2)]
-        await until(lambda: sum(group.turns_in_flight.values()) == 2)
+        await until_in_flight(group, 2)
         call = group.submit(PROMPTS, SamplingConfig(max_new_tokens=200))
         short = await ask(tokens, [7, 8], 3, 2)
         assert len(short.token_ids) == 2
@@ -107,11 +92,11 @@ def test_turns_are_cancelled_or_given_up_and_the_others_go_on(group: RolloutGrou
     async def give_up() -> None:
         whole = await ask(tokens, [5, 6], 1, LONG)
         cancelled, stays = (asyncio.ensure_future(ask(tokens, [5, 6], seed, LONG)) for seed in (0, 1))
-        await until(lambda: sum(group.turns_in_flight.values()) == 2)
+        await until_in_flight(group, 2)
         cancelled.cancel()
         assert (await stays).token_ids == whole.token_ids
         assert cancelled.cancelled()
-        await until(lambda: not sum(group.turns_in_flight.values()))
+        await until_in_flight(group, 0)
         (given_up,), _ = await in_the_middle(group, [ask(tokens, [5, 6], 1, LONG)], tokens.give_up)
         assert given_up.finish == "abort" and 0 < len(given_up.token_ids) < LONG
         assert given_up.token_ids == whole.token_ids[: len(given_up.token_ids)]
@@ -140,16 +125,11 @@ def test_a_turn_that_no_engine_can_answer_fails_alone(group: RolloutGroup, token
 def test_log_probs_of_later_turns_are_the_trainers_with_their_beginnings_from_the_cache(
     group: RolloutGroup, rollout_trainer: ReferenceTrainer, tokens: RolloutTokens
 ) -> None:
-    async def converse(number: int) -> list[Sample]:
-        prompt, samples = [3 + (7 * number + each) % 120 for each in range(40 + number)], []
-        for turn in range(4):
-            answer = await ask(tokens, prompt, 100 * number + turn, 30)
-            samples.append(as_sample(prompt, answer))
-            prompt = [*prompt, *answer.token_ids, 5 + number, 9, 11]
-        return samples
-
     async def all_of_them() -> list[list[Sample]]:
-        return await asyncio.gather(*map(converse, range(6)))
+        prompts = [[3 + (7 * number + each) % 120 for each in range(40 + number)] for number in range(6)]
+        return await asyncio.gather(
+            *(converse(tokens, prompt, seed, turns=4, most=30) for seed, prompt in enumerate(prompts))
+        )
 
     samples = [sample for each in asyncio.run(all_of_them()) for sample in each]
     assert max(rollout_trainer.gaps(samples)) <= TOLERANCE
@@ -231,3 +211,37 @@ def test_turns_that_pause_for_the_same_weights_are_what_they_are_without_a_push(
     turns, late, seconds = asyncio.run(push_in_mid_turn(group, tokens, rollout_sync))
     assert [turn.token_ids for turn in turns] == [turn.token_ids for turn in whole]
     assert len(late.token_ids) == 4 and len(set(turns[0].versions)) == 1 and "turns" in seconds
+
+
+@pytest.mark.shows(
+    "turns: kill -9 of an engine in mid-episode: its turns are asked again of another, with the same tokens; others go on"
+)
+def test_turns_of_an_engine_that_dies_are_asked_again_of_another(
+    group: RolloutGroup, rollout_sync: WeightSync, tokens: RolloutTokens
+) -> None:
+    prompts = [[5, 6, number] for number in range(4)]
+    expected = group.generate(prompts, SamplingConfig(max_new_tokens=LONG), seeds=range(4))
+    strict = RolloutTokens(group, retries=0)
+
+    async def play() -> list[Any]:
+        turns = [ask(source, prompts[seed], seed, LONG) for source in (tokens, strict) for seed in range(4)]
+        running = [asyncio.ensure_future(turn) for turn in turns]
+        await until_in_flight(group, 8)
+        assert set(group.turns_in_flight.values()) == {4}
+        os.kill(group.infos[1].pid, signal.SIGKILL)
+        return await asyncio.gather(*running, return_exceptions=True)
+
+    turns = asyncio.run(play())
+    whole = [sample.response_ids for sample in expected]
+    assert [turn.token_ids for turn in turns[:4]] == whole
+    lost = [index for index, turn in enumerate(turns[4:]) if isinstance(turn, Exception)]
+    assert len(lost) == 2
+    for index, turn in enumerate(turns[4:]):
+        if index in lost:
+            assert isinstance(turn, EngineDeadError) and "engine 1 is dead: its process ended" in str(turn)
+        else:
+            assert turn.token_ids == whole[index]
+    assert group.engines == (0,)
+    group.restart(1)
+    rollout_sync.push()
+    assert asyncio.run(ask(tokens, prompts[0], 0, LONG)).token_ids == whole[0]

@@ -1,0 +1,81 @@
+"""Turns of LoRA tenants: each finishes on the version that it began with, and later ones have what was pushed since."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from actors.rollout.config import SamplingConfig
+from actors.rollout.tokens import RolloutTokens
+from rl_backend.contracts import RolloutError
+from rl_backend.environment.protocol import Generation
+from tests.support.served_tenants import LONG, TOLERANCE, ServedTenants
+from tests.support.turns import as_sample, ask, until, until_in_flight
+
+TURN = 40
+
+
+@pytest.fixture
+def served(served_tenants: ServedTenants) -> ServedTenants:
+    """As :meth:`ServedTenants.make_ready`."""
+    served_tenants.make_ready()
+    return served_tenants
+
+
+@pytest.mark.shows(
+    "turns: of LoRA tenants, beside each other: each finishes on its version, bit for bit, whatever is pushed"
+)
+def test_turns_of_tenants_finish_on_their_versions_and_later_ones_have_the_new(served: ServedTenants) -> None:
+    rollout, before = served.rollout, served.versions()
+    names: list[str | None] = [*served.syncs, None]
+    sources = {name: RolloutTokens(rollout, adapter=name) for name in names}
+    options = SamplingConfig(max_new_tokens=TURN)
+    expected = {
+        name: rollout.generate([LONG] * 2, options, seeds=[index, index + 10], adapter=name)
+        for index, name in enumerate(names)
+    }
+
+    async def play() -> dict[str | None, list[Generation]]:
+        turns = {
+            name: [asyncio.ensure_future(ask(source, LONG, seed, TURN)) for seed in (index, index + 10)]
+            for index, (name, source) in enumerate(sources.items())
+        }
+        await until_in_flight(rollout, 8)
+        served.step("narrow", 70)
+        await asyncio.to_thread(served.syncs["narrow"].push)
+        return {name: await asyncio.gather(*each) for name, each in turns.items()}
+
+    turns = asyncio.run(play())
+    for name, each in turns.items():
+        assert [turn.token_ids for turn in each] == [sample.response_ids for sample in expected[name]], name
+        for turn, sample in zip(each, expected[name], strict=True):
+            assert list(turn.versions) == sample.weight_versions
+            assert turn.log_probs == pytest.approx(sample.log_probs, abs=TOLERANCE)
+    after = asyncio.run(ask(sources["narrow"], LONG, 0, TURN))
+    assert set(after.versions) == {served.versions()["narrow"]} != {before["narrow"]}
+    assert after.token_ids != turns["narrow"][0].token_ids
+    assert served.gap(served.tenants["narrow"], [as_sample(LONG, after)]) < TOLERANCE
+
+    async def only_present_versions_are_loaded() -> None:
+        numbers = {adapter.number for adapter in rollout.adapters.values()}
+        await until(lambda: all(slots <= numbers for slots, _ in rollout.call("slots").values()))
+
+    asyncio.run(only_present_versions_are_loaded())
+    with pytest.raises(RolloutError, match="adapter='nobody' has not been pushed"):
+        asyncio.run(ask(RolloutTokens(rollout, adapter="nobody"), [5], 1, 1))
+
+
+def test_a_push_of_the_base_waits_for_the_turns_of_tenants(served: ServedTenants) -> None:
+    source = RolloutTokens(served.rollout, adapter="wide")
+    expected = served.rollout.generate([LONG], SamplingConfig(max_new_tokens=TURN), seeds=[1], adapter="wide")
+
+    async def play() -> Generation:
+        turn = asyncio.ensure_future(ask(source, LONG, 1, TURN))
+        await until_in_flight(served.rollout, 1)
+        await asyncio.to_thread(served.push_base)
+        assert turn.done()
+        return await turn
+
+    assert asyncio.run(play()).token_ids == expected[0].response_ids
+    assert asyncio.run(ask(source, LONG, 1, TURN)).token_ids == expected[0].response_ids

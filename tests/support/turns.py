@@ -1,0 +1,47 @@
+"""Turns of episodes, asked of running engines."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from actors.rollout.group import RolloutGroup
+from actors.rollout.sample import Routes, Sample, VersionSpan
+from actors.rollout.tokens import RolloutTokens
+from rl_backend.environment.protocol import Generation
+
+
+async def ask(tokens: RolloutTokens, prompt: Sequence[int], seed: int, most: int, stop: Sequence[int] = ()) -> Generation:
+    """A turn of at most ``most`` tokens."""
+    return await tokens.generate(prompt, seed=seed, stop_token_ids=stop, max_tokens=most)
+
+
+def as_sample(prompt: Sequence[int], turn: Generation) -> Sample:
+    """A turn of one weight version as the sample that a call gives."""
+    span = VersionSpan(turn.versions[0], len(turn.token_ids))
+    routes = None if turn.routes is None else Routes(turn.routes, span.version)
+    return Sample(0, 0, list(prompt), list(turn.token_ids), list(turn.log_probs), "length", (span,), 0, routes)
+
+
+async def converse(tokens: RolloutTokens, prompt: Sequence[int], seed: int, turns: int, most: int) -> list[Sample]:
+    """Turns, each of which begins with those before and three tokens more."""
+    samples = []
+    for turn in range(turns):
+        answer = await ask(tokens, prompt, 100 * seed + turn, most)
+        samples.append(as_sample(prompt, answer))
+        prompt = [*prompt, *answer.token_ids, 5 + seed, 9, 11]
+    return samples
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Waits for something without blocking the loop."""
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)
+
+
+async def until_in_flight(group: RolloutGroup, turns: int) -> None:
+    """Waits until engines have so many turns."""
+    await until(lambda: sum(group.turns_in_flight.values()) == turns)
