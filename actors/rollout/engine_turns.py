@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 
+from actors.cluster.watch import ray_is_usable
 from actors.rollout.calls import outcome_of
 from actors.rollout.config import SamplingConfig
 from actors.rollout.messages import AdapterVersion, Request, TurnAnswer, TurnRequest
@@ -102,10 +103,11 @@ class EngineTurns:
             try:
                 answers = self._next_answers()
             except RLBackendError as error:
-                self._lose(error)
+                if self._ended is None:
+                    self._lose(error)
                 self.end(error)
                 return
-            except Exception as error:  # noqa: BLE001 Ray has been shut down
+            except Exception as error:  # noqa: BLE001 Ray raises errors of any type while it shuts down
                 self.end(RolloutError(f"{self._name} cannot be asked any more: {type(error).__name__}: {error}"))
                 return
             self._take(answers)
@@ -115,6 +117,8 @@ class EngineTurns:
         while not ray.wait([reference], timeout=self._seconds_left())[0]:
             if self._ended is not None:
                 return ()
+            if not ray_is_usable():
+                raise RolloutError(f"{self._name} cannot be asked any more: Ray has been shut down", engine=self._name)
             if self._seconds_left() <= 0:
                 raise EngineDeadError(
                     f"{self._name} has not answered a turn for {self._limit:g} s (RolloutConfig.sampling_timeout): its "

@@ -52,11 +52,11 @@ class VllmInProcess:
         if self._state == "asleep":
             raise RolloutError(f"{self._name} sleeps and cannot take weights: wake_up() first", engine=self._name)
 
-    def _make_dirty(self, failure: str) -> None:
-        """The first failure is kept: those after it follow from it."""
+    def _make_dirty(self, failure: str, error: Exception | None = None) -> None:
+        """The first failure is kept: those after it follow from it. Requests get ``error``, or that the engine is dirty."""
         if self._state != "dirty":
             self._state, self._failure = "dirty", failure
-            self._loop.close(self._dirty_error())
+            self._loop.close(error or self._dirty_error())
 
     def _during_update(self, call: Any, *args: Any) -> None:
         self._check_clean()
@@ -75,10 +75,20 @@ class VllmInProcess:
         return self._loop.call(self._guarded, call, *args, **kwargs)
 
     def _guarded(self, call: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
-
         try:
             return call(*args, **kwargs)
-        except VllmEngineDeadError as error:
-            self._make_dirty(f"a vLLM process ended: {error}")
-            raise EngineDeadError(f"{self._name}: a vLLM process ended ({error}); restart it", engine=self._name) from error
+        except Exception as error:
+            found = self.failed(error)
+            if found is error:
+                raise
+            raise found from error
+
+    def failed(self, error: Exception) -> Exception:
+        """What to tell a caller of an error that vLLM has raised: itself, unless one of its processes has ended."""
+        from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
+
+        if not isinstance(error, VllmEngineDeadError):
+            return error
+        dead = EngineDeadError(f"{self._name}: a vLLM process ended ({error}); restart it", engine=self._name)
+        self._make_dirty(f"a vLLM process ended: {error}", dead)
+        return dead

@@ -17,7 +17,6 @@ from actors.rollout.sample import ExpertIds, pack_routes
 from rl_backend.contracts import (
     UNVERSIONED,
     BatchError,
-    EngineDeadError,
     RLBackendError,
     RolloutError,
 )
@@ -89,15 +88,6 @@ class TurnServer(AdapterReceiver):
         """As :class:`~actors.rollout.jobs.Host`."""
         if job.adapter is not None:
             self._leave_slot(job.adapter)
-
-    def failed(self, error: Exception) -> Exception:
-        """As :class:`~actors.rollout.jobs.Host`."""
-        from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
-
-        if isinstance(error, VllmEngineDeadError):
-            self._make_dirty(f"a vLLM process ended: {error}")
-            return EngineDeadError(f"{self._name}: a vLLM process ended ({error}); restart it", engine=self._name)
-        return error
 
     def _answer(self, turn: TurnRequest, result: Future[Finished]) -> None:
         del self._keys[turn.key]

@@ -178,9 +178,13 @@ class WeightReceiver(VllmInProcess):
         self._check_manifest(manifest)
 
     def resume(self) -> None:
-        """Serves again after an update, or after :meth:`hold_turns` alone; every engine has acknowledged by now."""
+        """Serves again after an update; every engine has acknowledged by now."""
         if self._state == "paused":
             self._state = "serving"
+        self.release_turns()
+
+    def release_turns(self) -> None:
+        """After :meth:`hold_turns`, unless an update has begun since."""
         if self._state == "serving":
             self._loop.release()
 

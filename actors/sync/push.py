@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -188,10 +190,9 @@ class WeightSync:
         with clock.phase("verify"):
             segments, manifest = staged.segments, staged.manifest.replace(kept=plan.kept)
             raise_failures(rollout.call("verify", manifest, each=lambda engine: (segments[engine], staged.key)))
-        with rollout.updating():
-            held = self._hold_turns(rollout, clock)
+        with rollout.updating(), self._turns_held(rollout, clock) as lost:
             with clock.phase("load"):
-                outcomes = held | rollout.call("load", plan.version)
+                outcomes = lost | rollout.call("load", plan.version)
             with clock.phase("resume"):
                 return self._resume(outcomes, rollout)
 
@@ -199,20 +200,29 @@ class WeightSync:
         self, transport: StreamingTransport, plan: PushPlan, rollout: EngineSet, clock: PushClock
     ) -> tuple[int, ...]:
         raise_failures(rollout.call("check_manifest", plan.manifest))
-        with rollout.updating():
-            held = self._hold_turns(rollout, clock)
+        with rollout.updating(), self._turns_held(rollout, clock) as lost:
             with clock.phase("stream"):
-                outcomes = held | transport.stream(plan, self._train, rollout)
+                outcomes = lost | transport.stream(plan, self._train, rollout)
             with clock.phase("resume"):
                 return self._resume(outcomes, rollout)
 
-    def _hold_turns(self, rollout: EngineSet, clock: PushClock) -> dict[int, RLBackendError]:
-        """Waits for turns of episodes, which take as long as they take; the errors of engines that are lost meanwhile."""
+    @contextmanager
+    def _turns_held(self, rollout: EngineSet, clock: PushClock) -> Iterator[dict[int, RLBackendError]]:
+        """Waits for turns of episodes, which take as long as they take; the errors of engines that are lost meanwhile.
+
+        :meth:`_resume` lets them continue; so does an error in the body, where no update has begun.
+        """
         if not self._rollout.serves_turns:
-            return {}
-        with clock.phase("turns"):
-            held = rollout.call("hold_turns", timeout=rollout.config.sampling_timeout)
-        return {engine: error for engine, error in held.items() if isinstance(error, RLBackendError)}
+            yield {}
+            return
+        try:
+            with clock.phase("turns"):
+                held = rollout.call("hold_turns", timeout=rollout.config.sampling_timeout)
+            yield {engine: error for engine, error in held.items() if isinstance(error, RLBackendError)}
+        except BaseException:
+            if rollout.engines:
+                rollout.call("release_turns")
+            raise
 
     def _resume(self, outcomes: dict[int, Any], rollout: EngineSet) -> tuple[int, ...]:
         """Every engine has answered: those that loaded serve again; raises when one did not."""

@@ -119,7 +119,7 @@ def test_a_turn_whose_engine_is_lost_is_asked_again_of_another(error: RLBackendE
     engines.errors = {0: [error]}
     with pytest.raises(type(error)):
         ask(source(engines, retries=0))
-    engines.engines = (0,)
+    engines.errors, engines.engines = {0: [error]}, (0,)
     with pytest.raises(type(error)):
         ask(source(engines, retries=9))
 
