@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.fault import Fault
 
-_ENGINE = "actors/rollout/engine.py"
+_STEPPER = "actors/rollout/vllm/stepper.py"
 _CONFIG = "actors/rollout/config.py"
 _SAMPLED = "tests/e2e/test_rollout.py"
 _KEPT = f"{_SAMPLED}::test_log_probs_of_kept_tokens_are_renormalised"
@@ -15,24 +15,24 @@ _HELD_OUT = "tests/unit/actors/run/test_held_out.py"
 FAULTS = [
     Fault(
         "top-p-not-passed-on",
-        _ENGINE,
-        "                top_p=sampling.top_p,\n",
+        _STEPPER,
+        "        top_p=sampling.top_p,\n",
         "",
         (_KEPT,),
         "top_p would be accepted and ignored",
     ),
     Fault(
         "min-p-not-passed-on",
-        _ENGINE,
-        "                min_p=sampling.min_p,\n",
+        _STEPPER,
+        "        min_p=sampling.min_p,\n",
         "",
         (_KEPT,),
         "min_p would be accepted and ignored",
     ),
     Fault(
         "engines-sample-at-temperature-1",
-        _ENGINE,
-        "                temperature=sampling.temperature,\n",
+        _STEPPER,
+        "        temperature=sampling.temperature,\n",
         "",
         (f"{_SAMPLED}::test_log_probs_are_those_of_the_distribution_sampled_from",),
         "training would compare log-probs of two temperatures",
@@ -47,8 +47,8 @@ FAULTS = [
     ),
     Fault(
         "stop-tokens-not-passed-on",
-        _ENGINE,
-        "                stop_token_ids=list(sampling.stop_token_ids),\n",
+        _STEPPER,
+        "        stop_token_ids=list(sampling.stop_token_ids),\n",
         "",
         (f"{_SAMPLED}::test_a_stop_token_ends_a_response_and_belongs_to_it",),
         "every response would be as long as the limit",
