@@ -4,18 +4,21 @@ DeepSeek-V3 (arXiv 2412.19437, section 3.3.2) is published so: beside a weight o
 like it with ``_scale_inv`` behind, which has a number for each block of 128 x 128 elements. The weight is the product.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rl_backend.contracts import CheckpointError, dtype_from_name, text_config, weight_blocks
+from rl_backend.contracts import CheckpointError, dtype_from_name, stores_mxfp4, text_config, weight_blocks
 
 _SUFFIX = "_scale_inv"
 _STORED_AS = ("F8_E4M3",)
 _FACTORS_STORED_AS = (torch.float32, torch.bfloat16, "F8_E8M0")
+
+
+type ReadSlice = Callable[[str, tuple[slice, ...]], Tensor]
 
 
 class BlockFactors(NamedTuple):
@@ -24,18 +27,31 @@ class BlockFactors(NamedTuple):
     Attributes:
         name: of the tensor that they are.
         rows, columns: of a block of the weight. The last block of a dimension may be smaller.
+        weight: its name.
+        shape: of the weight.
     """
 
     name: str
     rows: int
     columns: int
+    weight: str
+    shape: tuple[int, ...]
 
-    def part(self, shape: tuple[int, ...], region: tuple[slice, ...]) -> tuple[slice, slice]:
-        """Where ``region``, a slice for each of the first dimensions, begins and ends in a weight of ``shape``."""
-        rows, columns = (
-            slice(*each.indices(size)[:2]) for each, size in zip((*region, slice(None), slice(None)), shape, strict=False)
-        )
-        return rows, columns
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """Names of tensors that are none of the model's."""
+        return (self.name,)
+
+    def read(self, read: ReadSlice, region: tuple[slice, ...]) -> Tensor:
+        """The part of the weight in ``region``, a slice for each of its first dimensions, float32.
+
+        Args:
+            read: (name of a stored tensor, region) -> that part of it.
+        """
+        whole = zip((*region, slice(None), slice(None)), self.shape, strict=False)
+        rows, columns = (slice(*each.indices(size)[:2]) for each, size in whole)
+        part = rows, columns
+        return self.dequantised(read(self.weight, part), read(self.name, self.region(part)), part)
 
     def region(self, part: tuple[slice, slice]) -> tuple[slice, slice]:
         """The factors of the blocks that a part of the weight touches."""
@@ -95,7 +111,7 @@ def find_factors(
                 f"{blocks[0]} x {blocks[1]} of {weight}, which has shape {held[0]}",
                 tensor=name,
             )
-        found[weight] = BlockFactors(name, *blocks)
+        found[weight] = BlockFactors(name, *blocks, weight, held[0])
     return found
 
 
@@ -107,6 +123,6 @@ def plain_dtype(config: Mapping[str, Any]) -> torch.dtype:
 
 def without_quantisation(config: Mapping[str, Any]) -> dict[str, Any]:
     """``config.json`` of the same model whose weights are written as plain numbers."""
-    if weight_blocks(config) is None:
+    if weight_blocks(config) is None and not stores_mxfp4(config):
         return dict(config)
     return {name: value for name, value in config.items() if name != "quantization_config"}

@@ -16,6 +16,7 @@ from rl_backend.checkpoint.hf_reader import other_files, read_hf_config
 from rl_backend.checkpoint.hf_writer import DEFAULT_SHARD_BYTES, critic_config, write_hf_directory
 from rl_backend.checkpoint.kept_weights import describe_kept, open_kept
 from rl_backend.checkpoint.manifest import read_manifest
+from rl_backend.checkpoint.mxfp4 import in_mxfp4, mxfp4_infos
 from rl_backend.checkpoint.state_files import TensorsReader, require_written
 from rl_backend.checkpoint.stored_metadata import METADATA_FILE
 from rl_backend.checkpoint.training_state import raise_interrupt
@@ -144,6 +145,7 @@ def export_checkpoint(
     source: Path | str,
     *,
     dtype: torch.dtype,
+    mxfp4: bool = False,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
@@ -156,6 +158,7 @@ def export_checkpoint(
         out: must not exist; its parent must.
         source: from :func:`source_of`.
         dtype: of trained weights, as in :meth:`TrainingWeights.infos`. Checkpoints have float32 masters.
+        mxfp4: write experts in MXFP4 (:mod:`rl_backend.checkpoint.mxfp4`), as gpt-oss is published.
         max_shard_bytes: largest size of one file; a larger tensor gets its own file.
         progress: told the bytes of each tensor that is read.
 
@@ -169,9 +172,18 @@ def export_checkpoint(
             progress(tensor.nbytes)
 
     config = critic_config(read_hf_config(source)) if weights.manifest.head == "values" else None
-    kept = weights.manifest.kept
+    infos, found = weights.infos(dtype), tensors()
+    if mxfp4:
+        infos, found = mxfp4_infos(infos), in_mxfp4(found)
     write_hf_directory(
-        out, weights.infos(dtype), tensors(), source, config=config, kept=kept, max_shard_bytes=max_shard_bytes
+        out,
+        infos,
+        found,
+        source,
+        config=config,
+        mxfp4=mxfp4,
+        kept=weights.manifest.kept,
+        max_shard_bytes=max_shard_bytes,
     )
 
 

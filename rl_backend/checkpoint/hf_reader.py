@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rl_backend.checkpoint.block_fp8 import BlockFactors, find_factors
 from rl_backend.checkpoint.confined import name_problem, require_inside_model
+from rl_backend.checkpoint.mxfp4 import MXFP4Weight, find_mxfp4
 from rl_backend.checkpoint.nested_names import own_name
 from rl_backend.checkpoint.packed_experts import ExpertPart, expert_parts
 from rl_backend.contracts import CheckpointError, UnsupportedError, quantisation_problem
@@ -70,8 +71,8 @@ class HFReader:
         config: ``config.json``.
         infos: Hugging Face name -> shape and dtype; of packed experts those of single ones
             (:mod:`rl_backend.checkpoint.packed_experts`), of a text model its own names
-            (:mod:`rl_backend.checkpoint.nested_names`). Weights that are stored in FP8 with factors of their blocks
-            (:mod:`rl_backend.checkpoint.block_fp8`) are float32, and their factors no tensors.
+            (:mod:`rl_backend.checkpoint.nested_names`). Weights that are stored in FP8 with factors of their blocks, or in
+            MXFP4 (:mod:`rl_backend.checkpoint.block_fp8`, ``mxfp4``), are float32, and their factors no tensors.
         dequantised: names of those weights.
 
     Raises:
@@ -86,7 +87,7 @@ class HFReader:
         self._files: dict[str, Path] = {}
         self._stored: dict[str, str] = {}
         self._parts: dict[str, ExpertPart] = {}
-        self._factors: dict[str, BlockFactors] = {}
+        self._quantised: dict[str, BlockFactors | MXFP4Weight] = {}
         index = self.path / WEIGHTS_INDEX
         weight_map = _read_weight_map(index) if index.is_file() else None
         for file in _weight_files(self.path, weight_map):
@@ -101,11 +102,11 @@ class HFReader:
             )
         self._take_own_names()
         self._unpack_experts()
-        self._take_factors()
+        self._take_quantised()
 
     @property
     def dequantised(self) -> frozenset[str]:
-        return frozenset(self._factors)
+        return frozenset(self._quantised)
 
     def read(self, name: str, region: tuple[slice, ...] = ()) -> Tensor:
         """One tensor, or the part of it in ``region``, a slice for each of its first dimensions.
@@ -117,8 +118,8 @@ class HFReader:
         """
         if name not in self._files:
             raise CheckpointError(f"{self.path} has no tensor {name!r}", tensor=name)
-        if name in self._factors:
-            return self._read_dequantised(name, region)
+        if name in self._quantised:
+            return self._quantised[name].read(self._read_slice, region)
         if name in self._parts:
             part = self._parts[name]
             with _open(self._files[name]) as file:
@@ -132,12 +133,6 @@ class HFReader:
     def _read_slice(self, name: str, region: tuple[slice, ...]) -> Tensor:
         with _open(self._files[name]) as file:
             return file.get_slice(self._stored.get(name, name))[region]  # type: ignore[no-any-return]
-
-    def _read_dequantised(self, name: str, region: tuple[slice, ...]) -> Tensor:
-        factors = self._factors[name]
-        part = factors.part(self.infos[name].shape, region)
-        stored, of_blocks = self._read_slice(name, part), self._read_slice(factors.name, factors.region(part))
-        return factors.dequantised(stored, of_blocks, part)
 
     def _take_own_names(self) -> None:
         for stored in list(self.infos):
@@ -157,11 +152,14 @@ class HFReader:
                 self.infos[part.name] = StoredTensor(part.shape, stored.dtype)
                 self._files[part.name], self._parts[part.name] = file, part
 
-    def _take_factors(self) -> None:
-        self._factors = find_factors(self.path, self.config, self.infos)
-        for name, factors in self._factors.items():
-            del self.infos[factors.name]
-            self.infos[name] = StoredTensor(self.infos[name].shape, torch.float32)
+    def _take_quantised(self) -> None:
+        for find in (find_factors, find_mxfp4):
+            self._quantised |= find(self.path, self.config, self.infos)
+        for name, weight in self._quantised.items():
+            self._files.setdefault(name, self._files[weight.stored[0]])
+            for stored in weight.stored:
+                del self.infos[stored]
+            self.infos[name] = StoredTensor(weight.shape, torch.float32)
 
     def _read_header(self, file: Path, weight_map: Mapping[str, str] | None) -> None:
         with _open(file) as opened:

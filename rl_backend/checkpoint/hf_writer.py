@@ -17,6 +17,7 @@ from rl_backend.checkpoint.confined import require_inside_model
 from rl_backend.checkpoint.durable import commit_draft, discard_draft, draft_of, sync_tree
 from rl_backend.checkpoint.hf_reader import SINGLE_FILE, TORCH_DTYPES, WEIGHTS_INDEX, other_files, read_hf_config
 from rl_backend.checkpoint.kept_weights import open_kept
+from rl_backend.checkpoint.mxfp4 import mxfp4_config
 from rl_backend.contracts import CheckpointError, TensorInfo, dtype_from_name, name_of_dtype, text_config
 
 _DTYPES = {name_of_dtype(dtype): name for name, dtype in TORCH_DTYPES.items()}
@@ -36,6 +37,7 @@ def write_hf_directory(
     source_dir: Path | str,
     *,
     config: Mapping[str, object] | None = None,
+    mxfp4: bool = False,
     kept: Mapping[str, tuple[int, ...]] | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
@@ -43,7 +45,7 @@ def write_hf_directory(
 
     Weights are written in shards, one tensor at a time as they come: only one is in memory. ``config.json`` gets the
     dtype of most elements of ``infos``, and is otherwise that of ``source_dir``, with what transformers does not know and
-    without a ``quantization_config``: what was read from FP8 is written as plain numbers.
+    without a ``quantization_config``, unless ``mxfp4``: what was read from FP8 or MXFP4 is written as plain numbers.
     Everything goes to a hidden directory beside ``path``, is flushed to the disk, and appears under ``path`` in one rename;
     a failure leaves nothing behind.
 
@@ -55,6 +57,7 @@ def write_hf_directory(
             generation settings, model card and code are copied, and nothing else: see
             :func:`~rl_backend.checkpoint.hf_reader.other_files`.
         config: written to ``config.json`` in place of that of ``source_dir``.
+        mxfp4: ``tensors`` have experts in MXFP4, from :func:`~rl_backend.checkpoint.mxfp4.in_mxfp4`.
         kept: name -> shape of tensors of ``source_dir`` that are copied byte for byte beside ``tensors``.
         max_shard_bytes: largest size of one file; a larger tensor gets its own file.
 
@@ -93,7 +96,8 @@ def write_hf_directory(
             for name, file in copied.items():
                 (draft / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, draft / name)
-            new_config = _with_usual_dtype(without_quantisation(source_config if config is None else config), infos)
+            described = (mxfp4_config if mxfp4 else without_quantisation)(source_config if config is None else config)
+            new_config = _with_usual_dtype(described, infos)
             if new_config == source_config:
                 shutil.copyfile(require_inside_model(source, "config.json"), draft / "config.json")
             else:
@@ -111,7 +115,8 @@ def write_hf_directory(
 def _with_usual_dtype(config: Mapping[str, object], infos: Sequence[TensorInfo]) -> dict[str, object]:
     elements: Counter[str] = Counter()
     for info in infos:
-        elements[info.dtype] += info.num_elements
+        if dtype_from_name(info.dtype).is_floating_point:
+            elements[info.dtype] += info.num_elements
     usual = elements.most_common(1)[0][0]
 
     def changed(part: Mapping[str, object]) -> dict[str, object]:

@@ -17,12 +17,15 @@ from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.checkpoint.hf_writer import DEFAULT_SHARD_BYTES
 from rl_backend.checkpoint.kept_weights import STALE, describe_kept
 from rl_backend.checkpoint.manifest import MANIFEST_NAME
+from rl_backend.checkpoint.mxfp4 import mxfp4_infos
 from rl_backend.cli.command import CommandError, exit_on_sigterm
-from rl_backend.contracts import CheckpointError, weight_blocks
+from rl_backend.contracts import CheckpointError, stores_mxfp4, weight_blocks
 from rl_backend.lab.text import count
 
 EXAMPLE = "runs/grpo/checkpoints/latest"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MXFP4 = "mxfp4"
+"""Of the experts of gpt-oss; the other weights are bfloat16 then."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--checkpoint", type=Path, required=True, metavar="DIR", help="of one model, or a step-... directory of a run")
     add("--name", metavar="MODEL", help="which model of a run's checkpoint, for example policy")
     add("--out", type=Path, required=True, metavar="DIR", help="the new directory; must not exist")
-    add("--dtype", choices=DTYPES, help="of the weights (default: the param_dtype of the run; float32 loses nothing)")
+    add(
+        "--dtype",
+        choices=(*DTYPES, MXFP4),
+        help="of the weights (default: the param_dtype of the run; float32 loses nothing; mxfp4: experts of gpt-oss as they "
+        "are published, the rest bfloat16)",
+    )
     add("--shard-size", type=int, default=DEFAULT_SHARD_BYTES, metavar="BYTES", help="of the largest file (default 5 GiB)")
     add(
         "--source",
@@ -62,7 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(f"--out {out}: is inside of the checkpoint; choose a directory elsewhere")
     source = source_of(weights, arguments.source)
     dtype = arguments.dtype or _run_dtype(weights)
-    sizes = [info.nbytes for info in weights.infos(DTYPES[dtype])]
+    mxfp4, plain = dtype == MXFP4, DTYPES.get(dtype, torch.bfloat16)
+    infos = weights.infos(plain)
+    written = mxfp4_infos(infos) if mxfp4 else infos
     manifest = weights.manifest
     if not arguments.json:
         print(
@@ -71,8 +81,12 @@ def run(arguments: argparse.Namespace) -> int:
             f"{count(manifest.world_size, 'rank')}\nconfiguration and tokenizer from {source}",
             flush=True,
         )
-        if weight_blocks(read_hf_config(source)) is not None:
-            print(f"weights are in FP8 there; here they are {dtype}, and config.json has no quantization_config", flush=True)
+        config = read_hf_config(source)
+        if weight_blocks(config) is not None or (stores_mxfp4(config) and not mxfp4):
+            kind = "MXFP4" if stores_mxfp4(config) else "FP8"
+            print(
+                f"weights are in {kind} there; here they are {dtype}, and config.json has no quantization_config", flush=True
+            )
         if manifest.kept:
             print(f"also from there, as they are: {describe_kept(manifest.kept)}; {STALE}", flush=True)
     progress = partial(
@@ -86,9 +100,15 @@ def run(arguments: argparse.Namespace) -> int:
     with exit_on_sigterm():
         with progress(desc=f"verifying {len(manifest.files)} files", total=stored) as bar:
             weights.verify(bar.update)
-        with progress(desc=f"writing {len(sizes)} tensors in {dtype}", total=sum(sizes)) as bar:
+        with progress(desc=f"writing {len(written)} tensors in {dtype}", total=sum(info.nbytes for info in infos)) as bar:
             export_checkpoint(
-                weights, out, source, dtype=DTYPES[dtype], max_shard_bytes=arguments.shard_size, progress=bar.update
+                weights,
+                out,
+                source,
+                dtype=plain,
+                mxfp4=mxfp4,
+                max_shard_bytes=arguments.shard_size,
+                progress=bar.update,
             )
     files = len(list(out.glob("*.safetensors")))
     if arguments.json:
@@ -100,9 +120,9 @@ def run(arguments: argparse.Namespace) -> int:
             "head": manifest.head,
             "weight_version": manifest.weight_version,
             "dtype": dtype,
-            "tensors": len(sizes),
+            "tensors": len(written),
             "kept_tensors": len(manifest.kept),
-            "bytes": sum(sizes),
+            "bytes": sum(info.nbytes for info in written),
             "files": files,
             "seconds": round(time.monotonic() - began, 3),
         }

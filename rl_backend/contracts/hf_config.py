@@ -11,6 +11,7 @@ _FP8: Mapping[str, tuple[Any, ...]] = {
     # What factors were rounded to; they are stored as numbers either way.
     "scale_fmt": ("ue8m0", "float32", None),
 }
+_MXFP4 = "mxfp4"
 _BLOCK_SIZE = "weight_block_size"
 _WHICH_WEIGHTS = ("modules_to_not_convert", "ignored_layers")
 """Which weights are quantised is known from their dtypes."""
@@ -33,19 +34,31 @@ def weight_blocks(hf_config: Mapping[str, Any]) -> tuple[int, int] | None:
     are in another way: see :func:`quantisation_problem`.
     """
     given = hf_config.get("quantization_config")
-    if not given or quantisation_problem(hf_config):
+    if not given or quantisation_problem(hf_config) or stores_mxfp4(hf_config):
         return None
     rows, columns = given[_BLOCK_SIZE]
     return rows, columns
 
 
+def stores_mxfp4(hf_config: Mapping[str, Any]) -> bool:
+    """Whether experts are stored in MXFP4, as gpt-oss is published."""
+    given = hf_config.get("quantization_config")
+    return isinstance(given, Mapping) and given.get("quant_method") == _MXFP4 and not quantisation_problem(hf_config)
+
+
 def quantisation_problem(hf_config: Mapping[str, Any]) -> str:
-    """What ``quantization_config`` says that is not read here; empty for :func:`weight_blocks` and for plain weights."""
+    """What ``quantization_config`` says that is not read here; empty for plain weights.
+
+    Empty too for what :func:`weight_blocks` and :func:`stores_mxfp4` tell.
+    """
     given = hf_config.get("quantization_config")
     if not given:
         return ""
     if not isinstance(given, Mapping):
         return "expected an object"
+    if given.get("quant_method") == _MXFP4:
+        unknown = sorted(set(given) - {"quant_method", *_WHICH_WEIGHTS})
+        return f"{', '.join(unknown)} is not known in MXFP4" if unknown else ""
     for field, honoured in _FP8.items():
         if given.get(field) not in honoured:
             known = " or ".join(repr(value) for value in honoured if value is not None)

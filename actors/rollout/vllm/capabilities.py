@@ -11,7 +11,7 @@ from typing import Any
 
 from actors.rollout.config import RolloutConfig
 from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.contracts import ConfigError, UnsupportedError, text_config, weight_blocks
+from rl_backend.contracts import ConfigError, UnsupportedError, stores_mxfp4, text_config, weight_blocks
 from rl_backend.model.blocks import divisors, nearest
 
 type Fields = Mapping[str, Any]
@@ -109,17 +109,18 @@ def check_served(config: RolloutConfig, device: str) -> None:
     Raises:
         CheckpointError: there is no ``config.json``, or it is damaged.
         ConfigError: ``tensor_parallel`` does not divide the heads of gated DeltaNet.
-        UnsupportedError: one of :data:`REFUSALS`, or weights that are stored in FP8.
+        UnsupportedError: one of :data:`REFUSALS`, or weights that are stored in FP8 or MXFP4.
     """
     model = read_hf_config(config.model_path)
     kind, fields = str(model.get("model_type")), text_config(model)
-    if weight_blocks(model) is not None:
+    stored = "FP8" if weight_blocks(model) is not None else "MXFP4" if stores_mxfp4(model) else ""
+    if stored:
         raise UnsupportedError(
-            f"RolloutConfig.model_path={config.model_path!r} has weights in FP8, with which vLLM computes in FP8; pushes "
+            f"RolloutConfig.model_path={config.model_path!r} has weights in {stored}, which vLLM computes in too; pushes "
             "are of weights as they are trained. Build the model once and save it with save_checkpoint(hf=True), and give "
             "that directory to trainer and engines",
             model_type=kind,
-            refused="weights in FP8",
+            refused=f"weights in {stored}",
         )
     for refusal in REFUSALS:
         concerned = not refusal.model_types or kind in refusal.model_types

@@ -27,8 +27,8 @@ FAULTS = [
     Fault(
         "quantization-config-of-plain-weights",
         "rl_backend/checkpoint/hf_writer.py",
-        "_with_usual_dtype(without_quantisation(source_config if config is None else config), infos)",
-        "_with_usual_dtype(source_config if config is None else config, infos)",
+        "(mxfp4_config if mxfp4 else without_quantisation)(source_config if config is None else config)",
+        "dict(source_config if config is None else config)",
         (f"{_TESTS}::test_a_model_in_fp8_is_built_saved_and_read_again",),
         "engines would look for FP8 in a saved model, which has none",
     ),

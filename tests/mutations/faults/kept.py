@@ -46,8 +46,8 @@ FAULTS = [
     Fault(
         "usual-dtype-counts-what-is-kept",
         _WRITER,
-        "_with_usual_dtype(without_quantisation(source_config if config is None else config), infos)",
-        "_with_usual_dtype(source_config if config is None else config, kept_infos or infos)",
+        "_with_usual_dtype(described, infos)",
+        "_with_usual_dtype(described, kept_infos or infos)",
         (f"{_KEPT}::test_a_model_that_is_saved_before_it_is_trained_is_its_source_byte_for_byte",),
         "a large vision tower would decide the dtype of the language model",
     ),

@@ -1,0 +1,164 @@
+"""Experts in MXFP4, as gpt-oss is published: 32 numbers of four bits with one power of two, read and written.
+
+OCP Microscaling Formats 1.0, sections 5.3 and 6.3. Beside each other stand ``X_blocks``, (experts, outputs, inputs / 32, 16)
+bytes with two numbers each, the first in the low half, and ``X_scales``, (experts, outputs, inputs / 32) exponents. The
+weight ``X`` is (experts, inputs, outputs).
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rl_backend.checkpoint.block_fp8 import ReadSlice
+from rl_backend.contracts import CheckpointError, TensorInfo, stores_mxfp4
+
+_BLOCK = 32
+_BIAS = 127
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_EXPERTS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_LARGEST_EXPONENT = 2
+"""Of a magnitude: 6 is 1.5 * 2 ** 2."""
+_TO_THE_LOWER = (0.25, 1.25, 2.5, 5.0)
+_TO_THE_HIGHER = (0.75, 1.75, 3.5)
+"""What lies in the middle between two magnitudes goes to the one whose last bit is 0."""
+
+
+class MXFP4Weight(NamedTuple):
+    """A weight that is stored in MXFP4.
+
+    Attributes:
+        name: of the weight.
+        shape: (experts, inputs, outputs).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def stored(self) -> tuple[str, str]:
+        """Names of the tensors that it is stored as."""
+        return self.name + _BLOCKS, self.name + _SCALES
+
+    def read(self, read: ReadSlice, region: tuple[slice, ...]) -> Tensor:
+        """The part of the weight in ``region``, float32.
+
+        Args:
+            read: (name of a stored tensor, region) -> that part of it.
+        """
+        whole = (*region, *(slice(None),) * (3 - len(region)))
+        experts, inputs, outputs = (slice(*each.indices(size)[:2]) for each, size in zip(whole, self.shape, strict=True))
+        touched = slice(inputs.start // _BLOCK, -(-inputs.stop // _BLOCK))
+        blocks, scales = (read(name, (experts, outputs, touched)) for name in self.stored)
+        first = inputs.start - touched.start * _BLOCK
+        return dequantised(blocks, scales)[:, first : first + inputs.stop - inputs.start]
+
+
+def find_mxfp4(
+    directory: Path, config: Mapping[str, Any], stored: Mapping[str, tuple[tuple[int, ...], torch.dtype | str]]
+) -> dict[str, MXFP4Weight]:
+    """Name -> weight in MXFP4; empty where ``config.json`` does not say that there are any.
+
+    Args:
+        stored: name -> (shape, dtype) of all tensors of the directory.
+
+    Raises:
+        CheckpointError: blocks without exponents, exponents without blocks, or of shapes that do not fit each other.
+    """
+    found: dict[str, MXFP4Weight] = {}
+    if not stores_mxfp4(config):
+        return found
+    names = {name.removesuffix(end) for name in stored for end in (_BLOCKS, _SCALES) if name.endswith(end)}
+    for name in sorted(names):
+        blocks, scales = (stored.get(name + end) for end in (_BLOCKS, _SCALES))
+        fits = blocks is not None and scales is not None and len(blocks[0]) == 4 and blocks[0][3] * 2 == _BLOCK
+        if blocks is None or scales is None or not fits or blocks[0][:3] != scales[0] or {blocks[1], scales[1]} != {"U8"}:
+            has = " and ".join("none" if part is None else f"{part[1]} of shape {part[0]}" for part in (blocks, scales))
+            raise CheckpointError.at(
+                directory,
+                f"has {has} as {name}{_BLOCKS} and {name}{_SCALES}; expected U8 of shape (experts, outputs, inputs / "
+                f"{_BLOCK}, {_BLOCK // 2}) and of the same without the last number; fetch the model again",
+                tensor=name,
+            )
+        experts, outputs, count, _ = blocks[0]
+        found[name] = MXFP4Weight(name, (experts, count * _BLOCK, outputs))
+    return found
+
+
+def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
+    """(experts, outputs, inputs / 32, 16) and (experts, outputs, inputs / 32) -> (experts, inputs, outputs) float32."""
+    values = torch.tensor((*_MAGNITUDES, *(-each for each in _MAGNITUDES)))
+    numbers = torch.stack((blocks & 0xF, blocks >> 4), dim=-1).flatten(-2)
+    scaled = torch.ldexp(values[numbers.int()], (scales.int() - _BIAS)[..., None])
+    return scaled.flatten(-2).transpose(1, 2)
+
+
+def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks and exponents of an (experts, inputs, outputs) weight whose inputs are a multiple of 32.
+
+    The exponent of a block is that of its largest number, less 2; what exceeds 6 times that power of two becomes 6 times
+    it, and other numbers the nearest. What was read from MXFP4 has the same numbers again.
+    """
+    grouped = weight.transpose(1, 2).to(torch.float32).unflatten(-1, (-1, _BLOCK))
+    largest = grouped.abs().amax(-1)
+    # frexp's mantissas are below 1.
+    exponents = (torch.frexp(largest).exponent - 1 - _LARGEST_EXPONENT).clamp(-_BIAS, _BIAS)
+    exponents = torch.where(largest == 0.0, -_BIAS, exponents)
+    scaled = torch.ldexp(grouped, -exponents[..., None])
+    higher = torch.nextafter(torch.tensor(_TO_THE_HIGHER), torch.zeros(()))
+    bounds = torch.cat((torch.tensor(_TO_THE_LOWER), higher)).sort().values
+    numbers = torch.bucketize(scaled.abs().contiguous(), bounds) + 8 * torch.signbit(scaled)
+    low, high = numbers.to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+    return low | (high << 4), (exponents + _BIAS).to(torch.uint8)
+
+
+def mxfp4_infos(infos: Iterable[TensorInfo]) -> list[TensorInfo]:
+    """What :func:`in_mxfp4` makes of tensors like these.
+
+    Raises:
+        CheckpointError: a model without experts in the layout of gpt-oss, or whose features do not come in blocks of 32.
+    """
+    made, any_of_experts = list[TensorInfo](), False
+    for info in infos:
+        if not _is_quantised(info.name, info.shape):
+            made.append(info)
+            continue
+        any_of_experts = True
+        experts, inputs, outputs = info.shape
+        if inputs % _BLOCK:
+            raise CheckpointError(
+                f"{info.name} has {inputs} inputs, which do not come in blocks of {_BLOCK}: it cannot be written in MXFP4; "
+                "write bfloat16",
+                tensor=info.name,
+            )
+        shape = (experts, outputs, inputs // _BLOCK)
+        made.append(TensorInfo.of(info.name + _BLOCKS, (*shape, _BLOCK // 2), torch.uint8))
+        made.append(TensorInfo.of(info.name + _SCALES, shape, torch.uint8))
+    if not any_of_experts:
+        raise CheckpointError("the model has no experts in the layout of gpt-oss, which alone are written in MXFP4")
+    return made
+
+
+def in_mxfp4(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The same tensors, experts in MXFP4."""
+    for name, tensor in tensors:
+        if _is_quantised(name, tuple(tensor.shape)):
+            blocks, scales = quantised(tensor)
+            yield from ((name + _BLOCKS, blocks), (name + _SCALES, scales))
+        else:
+            yield name, tensor
+
+
+def mxfp4_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config.json`` of the same model with experts in MXFP4."""
+    if stores_mxfp4(config):
+        return dict(config)
+    others = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    return {**config, "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": others}}
+
+
+def _is_quantised(name: str, shape: tuple[int, ...]) -> bool:
+    return name.endswith(_EXPERTS) and len(shape) == 3

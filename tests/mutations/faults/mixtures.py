@@ -1,0 +1,74 @@
+"""Faults in mixtures of other kinds: sinks, clamped gates, biases, MXFP4."""
+
+from tests.mutations.fault import Fault
+
+_SINKS = "tests/unit/rl_backend/primitive/test_attention_sinks.py"
+_MIXTURES = "tests/unit/rl_backend/model/test_mixtures.py"
+_MXFP4 = "tests/unit/rl_backend/checkpoint/test_mxfp4.py"
+
+FAULTS = [
+    Fault(
+        "gradient-of-sinks-with-the-wrong-sign",
+        "rl_backend/primitive/blocked_attention.py",
+        "of_sink.mul_(projected).neg_()",
+        "of_sink.mul_(projected)",
+        (f"{_SINKS}::test_a_sink_takes_its_share_of_the_softmax",),
+        "sinks would move away from what lowers the loss",
+    ),
+    Fault(
+        "sinks-left-out-of-windows",
+        "rl_backend/primitive/attention.py",
+        "            if sinks is not None:\n                k, v, mask",
+        "            if False:\n                k, v, mask",
+        (f"{_SINKS}::test_a_sink_takes_its_share_of_the_softmax",),
+        "every second layer of gpt-oss would pay attention that it should drop",
+    ),
+    Fault(
+        "gates-clamped-from-below-too",
+        "rl_backend/primitive/clamped_experts.py",
+        "        gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)\n",
+        "        gate, up = gate.clamp(-LIMIT, LIMIT), up.clamp(-LIMIT, LIMIT)\n",
+        (f"{_MIXTURES}::test_gates_are_clamped_as_in_transformers",),
+        "experts would compute something else where gates are far below 0",
+    ),
+    Fault(
+        "bias-of-experts-counted-by-every-part",
+        "rl_backend/parallel/tensor.py",
+        "    counted, views = float(mesh.ndim == 1 or mesh.get_local_rank(1) == 0), dict[str, View]()\n",
+        "    counted, views = 1.0, dict[str, View]()\n",
+        ("tests/distributed/test_mixtures.py::test_a_mixture_continues_in_another_layout",),
+        "with etp=2 the bias of what an expert returns would count twice",
+    ),
+    Fault(
+        "bias-of-a-choice-in-bfloat16",
+        "rl_backend/primitive/router.py",
+        "class ExpertBias(KeptInFloat32):\n",
+        "class ExpertBias(nn.Module):\n",
+        ("tests/distributed/test_mixtures.py::test_biases_of_routers_stay_in_float32",),
+        "an engine would choose other experts than the trainer",
+    ),
+    Fault(
+        "rotary-dim-ignored",
+        "rl_backend/model/mixtures.py",
+        "        default_rotary_part=_part_of_head(config),\n",
+        "        default_rotary_part=1.0,\n",
+        (f"{_MIXTURES}::test_a_published_minimax_m2_is_read_with_its_rotary_features",),
+        "MiniMax-M2 would rotate whole heads, as in transformers",
+    ),
+    Fault(
+        "high-half-of-a-byte-first",
+        "rl_backend/checkpoint/mxfp4.py",
+        "torch.stack((blocks & 0xF, blocks >> 4), dim=-1)",
+        "torch.stack((blocks >> 4, blocks & 0xF), dim=-1)",
+        (f"{_MXFP4}::test_mxfp4_is_read_as_transformers_reads_it",),
+        "neighbouring inputs of every expert would be exchanged",
+    ),
+    Fault(
+        "ties-to-the-larger",
+        "rl_backend/checkpoint/mxfp4.py",
+        "_TO_THE_LOWER = (0.25, 1.25, 2.5, 5.0)\n_TO_THE_HIGHER = (0.75, 1.75, 3.5)\n",
+        "_TO_THE_LOWER = (0.25,)\n_TO_THE_HIGHER = (0.75, 1.25, 1.75, 2.5, 3.5, 5.0)\n",
+        (f"{_MXFP4}::test_numbers_are_rounded_to_the_nearest_and_ties_to_even",),
+        "weights would grow a little with every export",
+    ),
+]
