@@ -6,6 +6,7 @@ needs the token of an episode that is being played, which only the process that 
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,19 +31,21 @@ class Session:
 
     Attributes:
         sampler: of the episode.
+        loop: in which the episode is played, and the sampler is asked.
         turns: prompt and turn of each request, in the order of the answers.
         ended: why the sampler gave no further turn.
         failed: what the engines or the record raised.
     """
 
     sampler: Sampler
+    loop: asyncio.AbstractEventLoop
     turns: list[tuple[list[int], Turn]] = field(default_factory=list)
     ended: EpisodeEndError | None = None
     failed: Exception | None = None
 
 
 class TokenEndpoint:
-    """Listens on a free port of 127.0.0.1 while it is open.
+    """Listens on a free port of 127.0.0.1 while it is open, in a loop of its own: those of episodes come and go.
 
     Args:
         context_tokens: of the engines, for the client's own check.
@@ -73,8 +76,8 @@ class TokenEndpoint:
 
     @contextmanager
     def session(self, sampler: Sampler) -> Iterator[tuple[str, Session]]:
-        """An episode's token, which is of no use afterwards."""
-        token, session = secrets.token_urlsafe(32), Session(sampler)
+        """The token of the episode that the running loop plays. It is of no use afterwards."""
+        token, session = secrets.token_urlsafe(32), Session(sampler, asyncio.get_running_loop())
         self._sessions[token] = session
         try:
             yield token, session
@@ -105,7 +108,8 @@ class TokenEndpoint:
         prompt = [int(each) for each in body["token_ids"]]
         try:
             stops = list(dict.fromkeys([*(asked.get("stop_token_ids") or ()), *self._stop_token_ids]))
-            turn = await session.sampler.sample(prompt, stop_token_ids=stops, max_tokens=asked.get("max_tokens"))
+            sampling = session.sampler.sample(prompt, stop_token_ids=stops, max_tokens=asked.get("max_tokens"))
+            turn = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(sampling, session.loop))
         except EpisodeEndError as end:
             session.ended = end
             return _refused(end.message)

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
-import multiprocessing
-import os
-import subprocess
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, Self
 
-from adapters.verifiers.child import KEY_VARIABLE
 from adapters.verifiers.endpoint import Session, TokenEndpoint
+from adapters.verifiers.process import VerifiersProcess
 from adapters.verifiers.settings import VerifiersSettings
 from rl_backend.contracts import BatchError, ConfigError, EpisodeFailedError
+from rl_backend.data.rewards.event_loop import EventLoop
 from rl_backend.environment.protocol import Result, Sampler
-
-_CHILD = Path(__file__).with_name("child.py")
-_ENDING_SECONDS = 5.0
-_PLUGINS = Path(__file__).with_name("plugins")
 
 
 class VerifiersPlayer:
@@ -32,120 +23,88 @@ class VerifiersPlayer:
     What is trained is what our sampler recorded, by the ids of each request; the branches that verifiers reports are
     compared with it, and an episode in which they differ is an error. An environment of several agents is refused.
 
-    It belongs to the event loop in which it is opened::
+    It is opened by the first episode, or by ``open``, and serves one event loop after the other::
 
-        async with VerifiersPlayer(settings, context_tokens=2048) as player:
-            groups = await play_groups(player, tasks, source)
+        player = VerifiersPlayer(VerifiersSettings(...), context_tokens=2048)
 
     Args:
         settings: of the environment.
         context_tokens: of the engines.
-
-    Attributes:
-        tasks: their names; a row names one by ``{"task": index}``.
     """
 
     def __init__(self, settings: VerifiersSettings, *, context_tokens: int) -> None:
         self._settings = settings
         self._endpoint = TokenEndpoint(context_tokens, settings.stop_token_ids)
         self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
-        self.tasks: Sequence[str] = ()
+        self._waiting: dict[int, Future[dict[str, Any]]] = {}
+        self._opening = threading.Lock()
+        self._loop: EventLoop | None = None
+        self._child: VerifiersProcess | None = None
 
-    async def __aenter__(self) -> VerifiersPlayer:
-        await self._endpoint.open()
-        try:
-            await self._start()
-        except BaseException:
-            await self.__aexit__()
-            raise
+    @property
+    def tasks(self) -> Sequence[str]:
+        """Names of the environment's tasks; a row names one by ``{"task": index}``. Opens the player."""
+        return self.open()._opened().tasks
+
+    def open(self) -> Self:
+        """Starts the process, and waits until it is ready.
+
+        Raises:
+            ConfigError: it cannot be started, or verifiers cannot load the environment.
+        """
+        with self._opening:
+            if self._child is None:
+                self._loop = EventLoop()
+                try:
+                    self._loop.run(self._endpoint.open()).result()
+                    self._child = VerifiersProcess(self._settings, self._endpoint.url, self._settle, self._lose)
+                except BaseException:
+                    self._end()
+                    raise
         return self
 
-    async def __aexit__(self, *error: object) -> None:
-        if self._process is not None:
-            await asyncio.to_thread(self._end, self._process)
-        await self._endpoint.close()
+    def close(self) -> None:
+        """Ends the process."""
+        with self._opening:
+            self._end()
 
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
-        """Lets the environment end what it serves, for a while."""
-        with suppress(EpisodeFailedError, subprocess.TimeoutExpired):
-            self._send({"end": True})
-            process.wait(_ENDING_SECONDS)
-        process.kill()
-        process.wait()
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     async def __call__(self, row: Mapping[str, Any], sampler: Sampler) -> Result:
+        child = (await asyncio.to_thread(self.open))._opened()
         task = row.get("task")
-        if not isinstance(task, int) or not 0 <= task < len(self.tasks):
+        if not isinstance(task, int) or not 0 <= task < len(child.tasks):
             raise ConfigError.of(
-                "task", task, f"expected the number of a task of the environment, 0 to {len(self.tasks) - 1}"
+                "task", task, f"expected the number of a task of the environment, 0 to {len(child.tasks) - 1}"
             )
         number = next(self._numbers)
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        answer = self._waiting[number] = Future()
         with self._endpoint.session(sampler) as (token, session):
             try:
-                self._send({"play": number, "task": task, "token": token})
-                played = await answer
+                child.send({"play": number, "task": task, "token": token})
+                played = await asyncio.wrap_future(answer)
             except asyncio.CancelledError:
-                self._send({"cancel": number})
+                child.send({"cancel": number})
                 raise
             finally:
                 del self._waiting[number]
         return _result(played, session)
 
-    async def _start(self) -> None:
-        ours, theirs = multiprocessing.Pipe()
-        with theirs:
-            command = [self._settings.python, "-P", str(_CHILD), str(theirs.fileno())]
-            # A key of our own: verifiers then reads no settings of its makers' services.
-            environment = {**os.environ, KEY_VARIABLE: "unused", "HF_HUB_OFFLINE": "1"}
-            try:
-                self._process = subprocess.Popen(
-                    command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=environment, process_group=0
-                )
-            except OSError as error:
-                raise ConfigError.of("python", self._settings.python, f"cannot be run: {error}") from None
-        self._connection = ours
-        self._send(
-            {
-                "environment": self._settings.configured(),
-                "renderer": self._settings.renderer,
-                "tokenizer": str(Path(self._settings.tokenizer).resolve()),
-                "path": [*self._settings.path, str(_PLUGINS)],
-                "most_tasks": self._settings.most_tasks,
-                "base_url": self._endpoint.url,
-            }
-        )
-        try:
-            async with asyncio.timeout(self._settings.start_seconds):
-                ready = await asyncio.to_thread(_received, ours)
-        except TimeoutError:
-            seconds = self._settings.start_seconds
-            raise ConfigError.of("start_seconds", seconds, "the environment was not ready by then; raise it") from None
-        if ready is None or not ready["ready"]:
-            problem = "its process ended; see its output above" if ready is None else ready["problem"]
-            raise ConfigError.of("environment", self._settings.environment, f"verifiers cannot load it: {problem}")
-        self.tasks = ready["tasks"]
-        threading.Thread(target=self._read, args=(ours, asyncio.get_running_loop()), name="verifiers", daemon=True).start()
+    def _opened(self) -> VerifiersProcess:
+        assert self._child is not None  # see open
+        return self._child
 
-    def _send(self, message: Mapping[str, Any]) -> None:
-        assert self._connection is not None
-        try:
-            self._connection.send_bytes(json.dumps(message).encode())
-        except (OSError, ValueError) as error:
-            raise EpisodeFailedError(f"the process of verifiers has ended: {error}; see its output above") from error
-
-    def _read(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
-        while not loop.is_closed():
-            message = _received(connection)
-            if loop.is_closed():
-                return
-            if message is None:
-                loop.call_soon_threadsafe(self._lose)
-                return
-            loop.call_soon_threadsafe(self._settle, message)
+    def _end(self) -> None:
+        child, self._child, loop, self._loop = self._child, None, self._loop, None
+        if child is not None:
+            child.end()
+        if loop is not None:
+            loop.run(self._endpoint.close()).result()
+            loop.close()
 
     def _settle(self, message: dict[str, Any]) -> None:
         waiting = self._waiting.get(message["played"])
@@ -153,18 +112,9 @@ class VerifiersPlayer:
             waiting.set_result(message)
 
     def _lose(self) -> None:
-        for waiting in self._waiting.values():
+        for waiting in list(self._waiting.values()):
             if not waiting.done():
                 waiting.set_exception(EpisodeFailedError("the process of verifiers ended; see its output above"))
-
-
-def _received(connection: Connection) -> dict[str, Any] | None:
-    """A message; None once the other side has ended."""
-    try:
-        message: dict[str, Any] = json.loads(connection.recv_bytes())
-    except (EOFError, OSError):
-        return None
-    return message
 
 
 def _result(played: Mapping[str, Any], session: Session) -> Result:

@@ -72,13 +72,11 @@ def guesses(*written: str) -> WrittenSource:
 
 
 def played(settings: VerifiersSettings, source: Any, size: int = 3, **options: Any) -> list[Group]:
-    async def play() -> list[Group]:
-        async with VerifiersPlayer(settings, context_tokens=CONTEXT) as player:
-            assert len(player.tasks) == 2
-            tasks = [GroupTask({"task": task}, task, range(size)) for task in (0, 1)]
-            return await play_groups(player, tasks, source, PlayOptions(**options))
-
-    return asyncio.run(play())
+    """Each task in an event loop of its own, as a run has one for each batch."""
+    with VerifiersPlayer(settings, context_tokens=CONTEXT) as player:
+        assert len(player.tasks) == 2
+        batches = [[GroupTask({"task": task}, task, range(size))] for task in (0, 1)]
+        return [asyncio.run(play_groups(player, batch, source, PlayOptions(**options)))[0] for batch in batches]
 
 
 def trained(episode: Episode) -> list[str]:
@@ -113,14 +111,10 @@ def test_episodes_end_alone(settings: VerifiersSettings) -> None:
 
 
 def test_an_environment_that_cannot_be_loaded_is_refused(settings: VerifiersSettings) -> None:
-    async def opened(settings: VerifiersSettings) -> None:
-        async with VerifiersPlayer(settings, context_tokens=CONTEXT):
-            pass
-
     with pytest.raises(ConfigError, match=r"verifiers cannot load it: ModuleNotFoundError: taskset 'nothing' not found"):
-        asyncio.run(opened(settings.replace(environment={"taskset": {"id": "nothing"}})))
+        VerifiersPlayer(settings.replace(environment={"taskset": {"id": "nothing"}}), context_tokens=CONTEXT).open()
     with pytest.raises(ConfigError, match=r"python='/no/python': cannot be run"):
-        asyncio.run(opened(settings.replace(python="/no/python")))
+        VerifiersPlayer(settings.replace(python="/no/python"), context_tokens=CONTEXT).open()
 
 
 def test_settings_travel_as_json(settings: VerifiersSettings) -> None:

@@ -25,6 +25,7 @@ async def player(row: Mapping[str, Any], sampler: Sampler) -> Result:
             sampled = await sampler.sample(prompt, max_tokens=4)
             what = row.get("turns", {}).get(sampled.token_ids)
             if what == "raise":
+                sampler.reward(0.5)
                 raise ValueError("no such door")
             if what == "hang":
                 await asyncio.Event().wait()
@@ -82,6 +83,18 @@ def test_two_hundred_episodes_of_which_four_fail() -> None:
         whole = {each.seed: comparable(each) for each in single}
         assert group.episodes
         assert all(comparable(each) == whole[each.seed] for each in group.episodes)
+
+
+def test_an_episode_that_hangs_ends_at_its_limit() -> None:
+    async def hangs(row: Mapping[str, Any], sampler: Sampler) -> Result:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def play() -> Episode:
+        playing = play_episode(hangs, {}, RandomSource(), sampling_seed=1, seed=1, limits=Limits(episode_seconds=0.05))
+        return await asyncio.wait_for(playing, 5)
+
+    assert asyncio.run(play()).stop == "timeout"
 
 
 def test_rewards_of_turns_and_of_the_episode_lie_at_their_tokens() -> None:

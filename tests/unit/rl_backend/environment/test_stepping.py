@@ -10,6 +10,7 @@ import pytest
 
 from rl_backend.contracts import ConfigError
 from rl_backend.environment import Environment, Episode, Limits, Step, Turn, play_episode
+from rl_backend.environment.sampler import RecordingSampler
 from rl_backend.environment.stepping import StepOptions, SteppedPlayer
 from tests.support.chat_templates import THINKING, chat_tokenizer
 from tests.support.token_sources import WrittenSource
@@ -146,6 +147,28 @@ def test_closing_outlasts_a_cancellation(blocks: bool) -> None:
 
     asyncio.run(interrupted())
     assert Guess.made[0].closed == (not blocks)
+
+
+def test_closing_outlasts_those_who_cancel_the_player_again() -> None:
+    class Slow(Guess):
+        async def step(self, turn: Turn) -> Any:
+            await asyncio.sleep(60)
+
+        async def close(self) -> None:  # type: ignore[override]
+            await asyncio.sleep(0.05)
+            self.closed += 1
+
+    async def interrupted() -> None:
+        sampler = RecordingSampler(written("3"), sampling_seed=1, seed=1, limits=Limits())
+        task = asyncio.ensure_future(SteppedPlayer(Slow, TOKENIZER)({}, sampler))
+        for _ in range(3):
+            await asyncio.sleep(0.01 if Guess.made and Guess.made[0].threads else 0.1)
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(interrupted())
+    assert Guess.made[0].closed == 1
 
 
 def test_a_close_that_fails_is_told_of() -> None:

@@ -1,0 +1,114 @@
+"""The process that has verifiers, and the thread that listens to it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from adapters.verifiers.child import KEY_VARIABLE
+from adapters.verifiers.settings import VerifiersSettings
+from rl_backend.contracts import ConfigError, EpisodeFailedError
+
+_CHILD = Path(__file__).with_name("child.py")
+_PLUGINS = Path(__file__).with_name("plugins")
+_ENDING_SECONDS = 5.0
+
+
+class VerifiersProcess:
+    """``child.py`` in the Python that has verifiers.
+
+    Args:
+        settings: of the environment.
+        url: of the endpoint.
+        settle: is given what it answers.
+        lose: called when it has ended.
+
+    Attributes:
+        tasks: names of the environment's tasks.
+    """
+
+    def __init__(
+        self,
+        settings: VerifiersSettings,
+        url: str,
+        settle: Callable[[dict[str, Any]], None],
+        lose: Callable[[], None],
+    ) -> None:
+        ours, theirs = multiprocessing.Pipe()
+        with theirs:
+            command = [settings.python, "-P", str(_CHILD), str(theirs.fileno())]
+            # A key of our own: verifiers then reads no settings of its makers' services.
+            environment = {**os.environ, KEY_VARIABLE: "unused", "HF_HUB_OFFLINE": "1"}
+            try:
+                self._process = subprocess.Popen(
+                    command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=environment, process_group=0
+                )
+            except OSError as error:
+                raise ConfigError.of("python", settings.python, f"cannot be run: {error}") from None
+        self._connection = ours
+        self._sending = threading.Lock()
+        try:
+            self.tasks: Sequence[str] = self._ready(settings, url)
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            raise
+        threading.Thread(target=self._read, args=(settle, lose), name="verifiers", daemon=True).start()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        try:
+            with self._sending:
+                self._connection.send_bytes(json.dumps(message).encode())
+        except (OSError, ValueError) as error:
+            raise EpisodeFailedError(f"the process of verifiers has ended: {error}; see its output above") from error
+
+    def end(self) -> None:
+        """Lets the environment end what it serves, for a while."""
+        with suppress(EpisodeFailedError, subprocess.TimeoutExpired):
+            self.send({"end": True})
+            self._process.wait(_ENDING_SECONDS)
+        self._process.kill()
+        self._process.wait()
+
+    def _ready(self, settings: VerifiersSettings, url: str) -> Sequence[str]:
+        self.send(
+            {
+                "environment": settings.configured(),
+                "renderer": settings.renderer,
+                "tokenizer": str(Path(settings.tokenizer).resolve()),
+                "path": [*settings.path, str(_PLUGINS)],
+                "most_tasks": settings.most_tasks,
+                "base_url": url,
+            }
+        )
+        if not self._connection.poll(settings.start_seconds):
+            problem = "the environment was not ready by then; raise it"
+            raise ConfigError.of("start_seconds", settings.start_seconds, problem)
+        ready = received(self._connection)
+        if ready is None or not ready["ready"]:
+            problem = "its process ended; see its output above" if ready is None else ready["problem"]
+            raise ConfigError.of("environment", settings.environment, f"verifiers cannot load it: {problem}")
+        tasks: Sequence[str] = ready["tasks"]
+        return tasks
+
+    def _read(self, settle: Callable[[dict[str, Any]], None], lose: Callable[[], None]) -> None:
+        while (message := received(self._connection)) is not None:
+            settle(message)
+        lose()
+
+
+def received(connection: Connection) -> dict[str, Any] | None:
+    """A message; None once the other side has ended."""
+    try:
+        message: dict[str, Any] = json.loads(connection.recv_bytes())
+    except (EOFError, OSError):
+        return None
+    return message
