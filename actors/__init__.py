@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from actors.rollout.sample import Sample as Sample
     from actors.rollout.sample import sample_seeds as sample_seeds
     from actors.rollout.tokens import RolloutTokens as RolloutTokens
+    from actors.run.episode_run import EpisodeRun as EpisodeRun
     from actors.run.folder import RunFolder as RunFolder
     from actors.run.preflight import preflight as preflight
     from actors.run.rl_run import RLRun as RLRun
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "Canary": "actors.sync.canary",
+    "EpisodeRun": "actors.run.episode_run",
     "GroupFuture": "actors.train.operations",
     "HandleRef": "actors.train.context",
     "Loss": "actors.train.loss",
@@ -59,6 +61,7 @@ _MODULES = {
 
 __all__ = [
     "Canary",
+    "EpisodeRun",
     "GroupFuture",
     "HandleRef",
     "Loss",

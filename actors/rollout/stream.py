@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +26,7 @@ DRAWN_SAMPLES = "drawn_samples.pt"
 
 
 @dataclass(frozen=True)
-class SampledBatch:
+class DrawnBatch[P, S]:
     """Samples, prompt by prompt, ``n`` of each; ``prompts`` has one entry for each sample. The first ``number`` is 1.
 
     Attributes:
@@ -34,9 +34,13 @@ class SampledBatch:
     """
 
     number: int
-    prompts: list[Prompt]
-    samples: list[Sample]
+    prompts: list[P]
+    samples: list[S]
     seconds: float = 0.0
+
+
+SampledBatch = DrawnBatch[Prompt, Sample]
+"""Responses of engines to prompts."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +56,13 @@ class StreamPosition:
     drawn: Sequence[Sequence[Sample]] = ()
 
 
-class SampleStream:
-    """Samples one batch of prompts after the other.
+class BatchStream[P, S]:
+    """Samples one batch of prompts after the other. A kind of stream says how, in :meth:`_draw`.
 
     Args:
-        rollout: samples.
         batches: prompts of each batch.
-        sampling: how.
-        seed: with the number of the batch it fixes every sample, apart from the weights.
         ahead: batches begun before :meth:`next` asks for them. At 0 a batch is begun by :meth:`next`, with the weights of
             that moment.
-        adapter: the LoRA tenant that samples; None for the weights alone.
         on_sampled: called with each batch as soon as it is sampled, in the thread that samples.
         start: the :attr:`position` that an earlier stream was at. Prompts up to there are passed over, and what it had drawn
             is not drawn again.
@@ -70,33 +70,25 @@ class SampleStream:
 
     def __init__(
         self,
-        rollout: RolloutGroup,
-        batches: Iterator[list[Prompt]],
-        sampling: SamplingConfig,
+        batches: Iterator[list[P]],
         *,
-        seed: int,
         ahead: int,
-        adapter: str | None = None,
         start: StreamPosition | None = None,
-        on_sampled: Callable[[SampledBatch], None] = lambda _: None,
+        on_sampled: Callable[[DrawnBatch[P, S]], None] = lambda _: None,
     ) -> None:
-        self._rollout = rollout
         self._batches = batches
-        self._sampling = sampling
-        self._seed = seed
         self._ahead = ahead
-        self._adapter = adapter
         self._on_sampled = on_sampled
         self._taken = self._begun = 0
         self._one_at_a_time = ThreadPoolExecutor(1, thread_name_prefix="sample-stream")
-        self._waiting: deque[Future[SampledBatch]] = deque()
+        self._waiting: deque[Future[DrawnBatch[P, S]]] = deque()
         self._may_begin = threading.Event()
         self._may_begin.set()
         self._sampling_now = threading.Lock()
         if start is not None:
             self._go_to(start)
 
-    def next(self, more: int | None = None) -> SampledBatch:
+    def next(self, more: int | None = None) -> DrawnBatch[P, S]:
         """The next batch; waits for it, and raises what :meth:`~actors.rollout.group.RolloutGroup.generate` raises.
 
         Args:
@@ -115,12 +107,12 @@ class SampleStream:
     @property
     def position(self) -> StreamPosition:
         """For a stream that continues from here; it samples again what is being sampled now."""
-        drawn: list[list[Sample]] = []
+        drawn: list[list[S]] = []
         for batch in self._waiting:
             if not batch.done() or batch.exception() is not None:
                 break
             drawn.append(batch.result().samples)
-        return StreamPosition(self._taken, drawn)
+        return StreamPosition(self._taken, self._kept(drawn))
 
     @contextmanager
     def between_batches(self) -> Iterator[None]:
@@ -152,32 +144,83 @@ class SampleStream:
         self._taken = self._begun = position.taken
         for samples in position.drawn:
             self._begun += 1
-            batch: Future[SampledBatch] = Future()
-            batch.set_result(_answered(self._begun, next(self._batches), samples))
+            batch: Future[DrawnBatch[P, S]] = Future()
+            batch.set_result(self._restored(self._begun, next(self._batches), samples))
             self._waiting.append(batch)
 
     def _begin(self) -> None:
         self._begun += 1
         self._waiting.append(self._one_at_a_time.submit(self._sample, self._begun, next(self._batches)))
 
-    def _sample(self, number: int, prompts: list[Prompt]) -> SampledBatch:
+    def _sample(self, number: int, prompts: list[P]) -> DrawnBatch[P, S]:
         self._may_begin.wait()
         with self._sampling_now:
             started = time.perf_counter()
-            samples = self._rollout.generate(
-                [prompt.token_ids for prompt in prompts],
-                self._sampling,
-                seeds=sample_seeds(self._seed, number, len(prompts), self._sampling.n),
-                adapter=self._adapter,
-            )
-            seconds = time.perf_counter() - started
-        batch = _answered(number, prompts, samples, seconds)
+            batch = self._draw(number, prompts)
+            batch = replace(batch, seconds=time.perf_counter() - started)
         self._on_sampled(batch)
         return batch
 
+    def _draw(self, number: int, prompts: list[P]) -> DrawnBatch[P, S]:
+        """Samples a batch."""
+        raise NotImplementedError
 
-def _answered(number: int, prompts: Sequence[Prompt], samples: Sequence[Sample], seconds: float = 0.0) -> SampledBatch:
-    return SampledBatch(number, [prompts[sample.prompt_index] for sample in samples], list(samples), seconds)
+    def _kept(self, drawn: Sequence[Sequence[S]]) -> Sequence[Sequence[Sample]]:
+        """Of the batches that are drawn ahead, what a checkpoint keeps; what it does not keep is drawn again."""
+        return ()
+
+    def _restored(self, number: int, prompts: list[P], samples: Sequence[Sample]) -> DrawnBatch[P, S]:
+        """A batch of what a checkpoint has kept."""
+        raise NotImplementedError
+
+
+class SampleStream(BatchStream[Prompt, Sample]):
+    """Responses of engines to prompts.
+
+    Args:
+        rollout: samples.
+        sampling: how.
+        seed: with the number of the batch it fixes every sample, apart from the weights.
+        adapter: the LoRA tenant that samples; None for the weights alone.
+        batches, ahead, start, on_sampled: see :class:`BatchStream`.
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutGroup,
+        batches: Iterator[list[Prompt]],
+        sampling: SamplingConfig,
+        *,
+        seed: int,
+        ahead: int,
+        adapter: str | None = None,
+        start: StreamPosition | None = None,
+        on_sampled: Callable[[SampledBatch], None] = lambda _: None,
+    ) -> None:
+        self._rollout = rollout
+        self._sampling = sampling
+        self._seed = seed
+        self._adapter = adapter
+        super().__init__(batches, ahead=ahead, start=start, on_sampled=on_sampled)
+
+    def _draw(self, number: int, prompts: list[Prompt]) -> SampledBatch:
+        samples = self._rollout.generate(
+            [prompt.token_ids for prompt in prompts],
+            self._sampling,
+            seeds=sample_seeds(self._seed, number, len(prompts), self._sampling.n),
+            adapter=self._adapter,
+        )
+        return _answered(number, prompts, samples)
+
+    def _kept(self, drawn: Sequence[Sequence[Sample]]) -> Sequence[Sequence[Sample]]:
+        return drawn
+
+    def _restored(self, number: int, prompts: list[Prompt], samples: Sequence[Sample]) -> SampledBatch:
+        return _answered(number, prompts, samples)
+
+
+def _answered(number: int, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> SampledBatch:
+    return SampledBatch(number, [prompts[sample.prompt_index] for sample in samples], list(samples))
 
 
 def save_drawn(batches: Sequence[Sequence[Sample]], directory: Path) -> None:

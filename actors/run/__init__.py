@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from actors.run.config import TrainingConfig as TrainingConfig
     from actors.run.console import Phases as Phases
     from actors.run.console import announce as announce
+    from actors.run.episode_collect import EpisodeBatch as EpisodeBatch
+    from actors.run.episode_config import EpisodeConfig as EpisodeConfig
     from actors.run.eval_sets import EvalSet as EvalSet
     from actors.run.evaluation import EvalConfig as EvalConfig
     from actors.run.evaluation import evaluate as evaluate
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
     from actors.run.metrics import MetricsWriter as MetricsWriter
     from actors.run.options import Follows as Follows
     from actors.run.policy_options import PolicyLoss as PolicyLoss
+    from actors.run.result import RunResult as RunResult
     from actors.run.rl_config import RLConfig as RLConfig
-    from actors.run.rl_run import RunResult as RunResult
     from actors.run.run import OnStep as OnStep
     from actors.run.start import RunFinishedError as RunFinishedError
     from actors.run.stop import StopRequest as StopRequest
@@ -36,11 +38,14 @@ if TYPE_CHECKING:
     from rl_backend.algorithm.sequences import rewards_of_tokens as rewards_of_tokens
     from rl_backend.algorithm.sequences import to_sequences as to_sequences
     from rl_backend.algorithm.sequences import with_advantages as with_advantages
+    from rl_backend.algorithm.sequences import with_episode_gae as with_episode_gae
     from rl_backend.algorithm.sequences import with_outputs as with_outputs
     from rl_backend.lab.report.page import write_report as write_report
 
 _MODULES = {
     "Advantage": "rl_backend.algorithm.sequences",
+    "EpisodeBatch": "actors.run.episode_collect",
+    "EpisodeConfig": "actors.run.episode_config",
     "EvalConfig": "actors.run.evaluation",
     "EvalSet": "actors.run.eval_sets",
     "Follows": "actors.run.options",
@@ -53,7 +58,7 @@ _MODULES = {
     "RLConfig": "actors.run.rl_config",
     "RunFinishedError": "actors.run.start",
     "RunModel": "actors.run.config",
-    "RunResult": "actors.run.rl_run",
+    "RunResult": "actors.run.result",
     "StopRequest": "actors.run.stop",
     "TrainingBatch": "actors.run.collect",
     "TrainingConfig": "actors.run.config",
@@ -66,12 +71,15 @@ _MODULES = {
     "to_sequences": "rl_backend.algorithm.sequences",
     "update_metrics": "actors.train.model",
     "with_advantages": "rl_backend.algorithm.sequences",
+    "with_episode_gae": "rl_backend.algorithm.sequences",
     "with_outputs": "rl_backend.algorithm.sequences",
     "write_report": "rl_backend.lab.report.page",
 }
 
 __all__ = [
     "Advantage",
+    "EpisodeBatch",
+    "EpisodeConfig",
     "EvalConfig",
     "EvalSet",
     "Follows",
@@ -97,6 +105,7 @@ __all__ = [
     "to_sequences",
     "update_metrics",
     "with_advantages",
+    "with_episode_gae",
     "with_outputs",
     "write_report",
 ]

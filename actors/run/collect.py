@@ -18,10 +18,11 @@ from actors.run.eval_sets import HeldOutSet, load_held_out
 from actors.run.rl_config import RLConfig
 from actors.run.scoring import begin_scoring, load_scorer
 from actors.run.state import read_object
+from actors.run.versions import VersionedCollector
 from actors.run.vital_signs import sample_metrics
 from actors.train.model import require_experts, require_known_end
 from rl_backend.algorithm import groups_with_signal
-from rl_backend.contracts import ConfigError, RewardError, WeightVersionError
+from rl_backend.contracts import ConfigError, RewardError
 from rl_backend.data.chat import turn_end
 from rl_backend.data.prompts import Prompt, as_messages, endless_batches, load_prompts, load_tokenizer
 from rl_backend.data.rewards import RewardScorer, Score, Scoring, reward_metrics
@@ -150,7 +151,7 @@ class _Group:
         return [score.value for score in self.scores]
 
 
-class BatchCollector:
+class BatchCollector(VersionedCollector):
     """Takes batches from the stream until there is enough to train on.
 
     Args:
@@ -171,23 +172,12 @@ class BatchCollector:
         batches_with_signal: int | None = None,
         earlier: Mapping[str, Any] | None = None,
     ) -> None:
+        super().__init__(config, earlier)
         self._config = config
         self._stream = stream
         self._inputs = inputs
         self._batches_with_signal = batches_with_signal
-        self._step_of_version: dict[int, int] = dict((earlier or {}).get("step_of_version", []))
         self._scoring: dict[int, Scoring] = {}
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """What a run that continues after this step takes over; pushes as far back as samples may be."""
-        oldest = max(self._step_of_version.values()) - self._config.batches_ahead
-        pushes = [[version, step] for version, step in self._step_of_version.items() if step >= oldest]
-        return {"step_of_version": pushes}
-
-    def pushed(self, version: int, step: int) -> None:
-        """Engines sample with the weights that ``step`` made from now on; step 0 is the start."""
-        self._step_of_version[version] = step
 
     def sampled(self, batch: SampledBatch) -> None:
         """Begins to score a batch, from the stream's thread and before it is asked for."""
@@ -260,7 +250,7 @@ class BatchCollector:
             metrics["groups_dropped"] = groups_dropped
         samples = [sample for group in chosen for sample in group.samples]
         if config.batches_ahead:
-            ages = [self._age_of(sample, step) for sample in samples]
+            ages = [self._age_of(_versions(sample), step) for sample in samples]
             metrics |= {"staleness_mean": statistics.fmean(ages), "staleness_max": max(ages), "samples_dropped": dropped}
         if self._batches_with_signal is not None:
             metrics |= {"batches_sampled": taken, "groups_without_signal": len(without_signal)}
@@ -275,17 +265,7 @@ class BatchCollector:
 
     def _age(self, batch: SampledBatch, step: int) -> int:
         """Training steps between a batch's oldest weights and those that ``step`` begins with."""
-        age = max(self._age_of(sample, step) for sample in batch.samples)
-        if age > self._config.batches_ahead:
-            raise WeightVersionError(
-                f"step {step}: a sample's weights are {age} steps old; sampling {self._config.batches_ahead} batches ahead "
-                "explains fewer: an engine missed a push",
-                age=age,
-            )
-        return age
-
-    def _age_of(self, sample: Sample, step: int) -> int:
-        return step - 1 - min(self._step_of_version[span.version] for span in sample.version_spans)
+        return self._require_explained(max(self._age_of(_versions(sample), step) for sample in batch.samples), step)
 
     def _score(self, batch: SampledBatch) -> Iterator[_Group]:
         if batch.number not in self._scoring:  # of a run that continues, or of another stream
@@ -297,3 +277,7 @@ class BatchCollector:
         for start in range(0, len(scores), size):
             rows = slice(start, start + size)
             yield _Group(batch.prompts[rows], batch.samples[rows], scores[rows])
+
+
+def _versions(sample: Sample) -> Iterator[int]:
+    return (span.version for span in sample.version_spans)

@@ -132,6 +132,7 @@ class HeldOutSet:
     """Prompts that are not trained on.
 
     Attributes:
+        prompts: of class :class:`~rl_backend.data.prompts.Prompt`; of episodes, the rows that they are played with.
         sampling: how they are answered.
         pass_at: each k of pass@k.
         pass_threshold: a response passes whose reward is at least this.
@@ -139,7 +140,7 @@ class HeldOutSet:
     """
 
     name: str
-    prompts: Sequence[Prompt]
+    prompts: Sequence[Any]
     sampling: SamplingConfig
     pass_at: tuple[int, ...]
     pass_threshold: float = 1.0

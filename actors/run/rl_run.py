@@ -6,20 +6,23 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from actors.rollout.group import RolloutGroup
-from actors.rollout.stream import SampleStream, StreamPosition
+from actors.rollout.stream import BatchStream, SampleStream, StreamPosition
 from actors.run.collect import BatchCollector, TrainingBatch, load_inputs
 from actors.run.console import say, say_facts
+from actors.run.eval_sets import HeldOutSet
 from actors.run.held_out import HeldOutResult, answer
+from actors.run.result import RunResult as RunResult
 from actors.run.rl_config import RLConfig
 from actors.run.run import OnStep, Run
+from actors.run.sampled_config import SampledConfig
 from actors.run.saver import stream_position
 from actors.run.scoring import describe
 from actors.run.session import Session
 from actors.run.stop import StopRequest
+from actors.run.versions import VersionedCollector
 from actors.sync.push import WeightSync
 from actors.sync.report import PushReport
 from actors.train.model import GroupModel
@@ -27,64 +30,13 @@ from rl_backend.contracts import RLBackendError
 from rl_backend.lab.text import count, duration
 
 
-@dataclass(frozen=True)
-class RunResult:
-    """What a run has come to.
-
-    Attributes:
-        held_out_reward_before: mean reward of the responses to the first held-out set, which are greedy unless it says
-            otherwise; None without one.
-        held_out_reward_after: the same after the last step.
-        max_log_prob_gap: largest mean in a step of the difference between trainer and engine, in nats; with stale samples
-            also between new weights and old.
-        seconds: of the whole run, from the beginning of the command; of a run that was resumed, of all its parts.
-        start_seconds: of them, until the first step began.
-        step_seconds: of them, in training steps.
-        held_out_before: estimates of all held-out sets, by their names as metrics.
-        held_out_after: the same after the last step.
+class SampledRun[C: SampledConfig](Run[C]):
+    """A run whose engines sample, and get the policy's weights after every step: what :class:`RLRun` and
+    :class:`~actors.run.episode_run.EpisodeRun` have in common.
     """
 
-    held_out_reward_before: float | None
-    held_out_reward_after: float | None
-    max_log_prob_gap: float
-    seconds: float
-    start_seconds: float
-    step_seconds: float
-    held_out_before: Mapping[str, float] = field(default_factory=dict)
-    held_out_after: Mapping[str, float] = field(default_factory=dict)
-
-
-class RLRun(Run[RLConfig]):
-    """A run that samples: batches of prompts are answered by engines, scored, and trained on::
-
-        with RLRun(config) as run:
-            policy = run.build_model("policy")
-            run.begin("Mine", {"policy": policy})
-            for step in run.steps():
-                batch = run.collect()
-                ...  # updates of the policy
-                run.lap("train")
-                run.push()
-                run.end_step(batch.metrics | update_metrics(updates))
-            run.save_model(policy)
-            result = run.finish()
-
-    Attributes:
-        inputs: tokenizer, reward functions and prompts.
-    """
-
-    def __init__(
-        self,
-        config: RLConfig,
-        session: Session | None = None,
-        on_step: OnStep | None = None,
-        *,
-        label: str = "",
-        stop: StopRequest | None = None,
-    ) -> None:
-        super().__init__(config, session, on_step, label=label, stop=stop)
-        with self.phase("data", f"reading {config.dataset}"):
-            self.inputs = load_inputs(self.config)
+    _stream: BatchStream[Any, Any]
+    _collector: VersionedCollector
 
     def begin(
         self,
@@ -99,7 +51,7 @@ class RLRun(Run[RLConfig]):
         Args:
             batches_with_signal: dynamic sampling, see :class:`~actors.run.collect.BatchCollector`.
         """
-        config, inputs, start, rollout = self.config, self.inputs, self.start, self._rollout
+        config, start = self.config, self.start
         earlier = start.state("log")
         # Checkpoints of the version before call the held-out reward an accuracy.
         self._reward_before: float | None = earlier.get("held_out_reward_before", earlier.get("accuracy_before"))
@@ -111,44 +63,23 @@ class RLRun(Run[RLConfig]):
         policy = next(iter(trained.values()))
         self._publish = self._publisher(policy)
         self._adapter = policy.handle.name if config.pushes_adapters else None
-        self._stack.callback(inputs.reward.close)
-        self._stream = self._stack.enter_context(
-            SampleStream(
-                rollout,
-                inputs.batches,
-                inputs.sampling,
-                seed=config.seed,
-                ahead=config.batches_ahead,
-                adapter=self._adapter,
-                start=stream_position(start),
-                on_sampled=lambda batch: self._collector.sampled(batch),
-            )
-        )
-        self._collector = BatchCollector(
-            config, self._stream, inputs, batches_with_signal=batches_with_signal, earlier=start.state("collector")
-        )
+        self._open_stream(batches_with_signal)
         with self.phase("push", "the first weights to the engines"):
             pushed = self._push(start.step)
         self._before: Mapping[str, float] = earlier.get("held_out_before", {})
         self._after: Mapping[str, float] = earlier.get("held_out_after", {})
         results: list[HeldOutResult] = []
-        if start.checkpoint is None and inputs.held_out:
-            prompts = sum(len(held_out.prompts) for held_out in inputs.held_out)
+        if start.checkpoint is None and self._held_out_sets:
+            prompts = sum(len(held_out.prompts) for held_out in self._held_out_sets)
             with self.phase("held-out", f"answering {count(prompts, 'prompt')}"):
                 results, metrics = self._evaluate(0)
             self._reward_before, self._before = self._reward, self._after
             self.folder.log_start(metrics)
         facts = [*config.facts(), *facts, f"weights by {pushed.transport}", *start.describe()]
-        say_facts(f"{self.label}{title}", [f"{len(inputs.prompts)} prompts", *inputs.notes, *facts])
+        say_facts(f"{self.label}{title}", [*self._data_facts, *facts])
         self._say_held_out("before", results)
         self._start_seconds: float = earlier.get("start_seconds", 0.0) + time.monotonic() - self._began
         self._steps_started = time.monotonic() - self._step_seconds
-
-    def collect(self) -> TrainingBatch:
-        """The step's samples with their rewards: phases ``sample`` and ``reward``."""
-        self._batch = self._collector.collect(self._step, self._clock)
-        self._say_failures(f"step {self._step}", self._batch.failures)
-        return self._batch
 
     def push(self) -> PushReport:
         """Sends the policy's weights to the engines, between two batches: phases ``wait_for_samples`` and ``sync``."""
@@ -207,7 +138,7 @@ class RLRun(Run[RLConfig]):
         Raises:
             RLBackendError: the log-prob gap is not a number: trainer or engines compute wrong numbers.
         """
-        config, step, batch, clock = self.config, self._step, self._batch, self._clock
+        config, step, clock = self.config, self._step, self._clock
         gap = metrics.get("log_prob_gap", 0.0)
         if not math.isfinite(gap):
             raise RLBackendError(f"step {step}: the log-prob gap between trainer and vLLM is {gap}")
@@ -221,9 +152,7 @@ class RLRun(Run[RLConfig]):
                 if len(results) > 1 or results[0].held_out.sampling.n > 1:
                     self._say_held_out(f"after step {step}", results)
         self.folder.log(step, metrics | clock.seconds | {"weight_version": self._version}, self._warnings)
-        logged = slice(config.samples_logged)
-        lines = describe(batch.samples[logged], batch.prompts[logged], batch.scores[logged], self.inputs.tokenizer)
-        self.folder.log_samples(step, lines)
+        self._log_samples(step)
         return metrics
 
     def _state(self) -> dict[str, Any]:
@@ -239,20 +168,41 @@ class RLRun(Run[RLConfig]):
         }
         return {"log": log, "collector": self._collector.state}
 
+    @property
+    def _tokenizer(self) -> Any:
+        raise NotImplementedError
+
+    @property
+    def _data_facts(self) -> Sequence[str]:
+        """Of the data, for the first line."""
+        raise NotImplementedError
+
+    @property
+    def _held_out_sets(self) -> Sequence[HeldOutSet]:
+        raise NotImplementedError
+
+    def _open_stream(self, batches_with_signal: int | None) -> None:
+        """Makes ``_stream`` and ``_collector``."""
+        raise NotImplementedError
+
+    def _answer_held_out(self) -> list[HeldOutResult]:
+        raise NotImplementedError
+
+    def _log_samples(self, step: int) -> None:
+        """Lines of the step's samples."""
+        raise NotImplementedError
+
     def _position(self) -> StreamPosition:
         return self._stream.position
 
     def _evaluate(self, step: int) -> tuple[list[HeldOutResult], dict[str, float]]:
         """Answers the held-out sets, if any; results, and what they come to as metrics."""
-        inputs = self.inputs
-        if not inputs.held_out:
+        if not self._held_out_sets:
             return [], {}
-        results = answer(
-            self._rollout, inputs.held_out, inputs.tokenizer, inputs.reward, seed=self.config.seed, adapter=self._adapter
-        )
+        results = self._answer_held_out()
         for result in results:
             self._say_failures(f"held-out set {result.held_out.name}", result.failures)
-            self.folder.log_held_out(step, result.lines(inputs.tokenizer))
+            self.folder.log_held_out(step, result.lines(self._tokenizer))
         self._reward = results[0].reward
         self._after = {name: value for result in results for name, value in result.metrics.items()}
         return results, {"held_out_reward": self._reward, **self._after}
@@ -264,3 +214,87 @@ class RLRun(Run[RLConfig]):
     def _say_failures(self, where: str, failures: Sequence[str]) -> None:
         if failures:
             say(f"{self.label}{where}: {count(len(failures), 'call')} of reward functions failed, such as: {failures[0]}")
+
+
+class RLRun(SampledRun[RLConfig]):
+    """A run that samples: batches of prompts are answered by engines, scored, and trained on::
+
+        with RLRun(config) as run:
+            policy = run.build_model("policy")
+            run.begin("Mine", {"policy": policy})
+            for step in run.steps():
+                batch = run.collect()
+                ...  # updates of the policy
+                run.lap("train")
+                run.push()
+                run.end_step(batch.metrics | update_metrics(updates))
+            run.save_model(policy)
+            result = run.finish()
+
+    Attributes:
+        inputs: tokenizer, reward functions and prompts.
+    """
+
+    _collector: BatchCollector
+
+    def __init__(
+        self,
+        config: RLConfig,
+        session: Session | None = None,
+        on_step: OnStep | None = None,
+        *,
+        label: str = "",
+        stop: StopRequest | None = None,
+    ) -> None:
+        super().__init__(config, session, on_step, label=label, stop=stop)
+        with self.phase("data", f"reading {config.dataset}"):
+            self.inputs = load_inputs(self.config)
+
+    def collect(self) -> TrainingBatch:
+        """The step's samples with their rewards: phases ``sample`` and ``reward``."""
+        self._batch = self._collector.collect(self._step, self._clock)
+        self._say_failures(f"step {self._step}", self._batch.failures)
+        return self._batch
+
+    @property
+    def _tokenizer(self) -> Any:
+        return self.inputs.tokenizer
+
+    @property
+    def _data_facts(self) -> Sequence[str]:
+        return [f"{len(self.inputs.prompts)} prompts", *self.inputs.notes]
+
+    @property
+    def _held_out_sets(self) -> Sequence[HeldOutSet]:
+        return self.inputs.held_out
+
+    def _open_stream(self, batches_with_signal: int | None) -> None:
+        config, inputs, start = self.config, self.inputs, self.start
+        self._stack.callback(inputs.reward.close)
+        collector: BatchCollector
+        stream = self._stack.enter_context(
+            SampleStream(
+                self._rollout,
+                inputs.batches,
+                inputs.sampling,
+                seed=config.seed,
+                ahead=config.batches_ahead,
+                adapter=self._adapter,
+                start=stream_position(start),
+                on_sampled=lambda batch: collector.sampled(batch),
+            )
+        )
+        earlier = start.state("collector")
+        collector = BatchCollector(config, stream, inputs, batches_with_signal=batches_with_signal, earlier=earlier)
+        self._stream, self._collector = stream, collector
+
+    def _answer_held_out(self) -> list[HeldOutResult]:
+        inputs, config = self.inputs, self.config
+        return answer(
+            self._rollout, inputs.held_out, inputs.tokenizer, inputs.reward, seed=config.seed, adapter=self._adapter
+        )
+
+    def _log_samples(self, step: int) -> None:
+        batch, logged = self._batch, slice(self.config.samples_logged)
+        lines = describe(batch.samples[logged], batch.prompts[logged], batch.scores[logged], self._tokenizer)
+        self.folder.log_samples(step, lines)

@@ -23,6 +23,10 @@ EPISODE = "episode"
 CUT = "episode_cut"
 """Sequence field, 0-d bool: the episode was cut off, and its last state has a value."""
 
+IN_ORDER = "episode_in_order"
+"""Sequence field, 0-d bool: sequence after sequence, the episode's tokens are in the order in which they were sampled. They
+are not where it came back to a history that it had left."""
+
 TOKEN_REWARDS = "token_rewards"
 
 CUTS: frozenset[str] = frozenset({"turns", "tokens", "context", "length", "tool_calls", "timeout", "cancelled"})
@@ -44,9 +48,18 @@ class SampledSegment(Protocol):
     def routes(self) -> Any: ...
 
 
-class PlayedEpisode(Protocol):
-    """As :class:`~rl_backend.environment.Episode` is."""
+class SampledTurn(Protocol):
+    """As :class:`~rl_backend.environment.Turn` is."""
 
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+
+class PlayedEpisode(Protocol):
+    """As :class:`~rl_backend.environment.Episode` is; without ``turns``, segments are in the order of time."""
+
+    @property
+    def turns(self) -> Sequence[SampledTurn]: ...
     @property
     def segments(self) -> Sequence[SampledSegment]: ...
     @property
@@ -90,7 +103,7 @@ def episode_sequences(
         segments = [segment for segment in episode.segments if any(segment.sampled)]
         counts = [sum(map(bool, segment.sampled)) for segment in segments]
         cut = is_cut(episode)
-        rewards = _at_sampled_tokens(segments)
+        rewards, in_order = _at_sampled_tokens(segments), _in_order(segments, episode.turns)
         for segment, count, own in zip(segments, counts, rewards, strict=True):
             fields = _token_fields(segment, own, where)
             if cut and truncated != "keep":
@@ -103,6 +116,7 @@ def episode_sequences(
                 EPISODE: torch.tensor(index),
                 # With a reward of 0 the cut is the end: nothing is expected behind it.
                 CUT: torch.tensor(cut and truncated == "keep"),
+                IN_ORDER: torch.tensor(in_order),
                 EPISODE_SHARE: torch.tensor(count / sum(counts), dtype=torch.float64),
             }
             found.append(TokenSequence(torch.tensor(segment.token_ids, dtype=torch.int64), fields, of_episode))
@@ -120,7 +134,8 @@ def episode_lengths(sequences: Sequence[TokenSequence], episodes: int | None = N
         episodes: their number, with those that have no sequences, which have length 0; None counts those that have.
 
     Raises:
-        BatchError: sequences without the field ``episode``, or in another order.
+        BatchError: sequences without the field ``episode``, or in another order; or an episode that came back to a history
+            that it had left, whose tokens are not in the order of time.
     """
     order = [_episode_of(sequence, index) for index, sequence in enumerate(sequences)]
     runs = [number for number, _ in groupby(order)]
@@ -130,6 +145,14 @@ def episode_lengths(sequences: Sequence[TokenSequence], episodes: int | None = N
             "episode_sequences made them",
             name=EPISODE,
         )
+    for number, sequence in zip(order, sequences, strict=True):
+        if not bool(sequence.sequence_fields[IN_ORDER]):
+            raise BatchError(
+                f"episode {number} came back to a history that it had left, so its sequences are not in the order of time, "
+                "which estimates over tokens (gae, reinforce_plus_plus) need; use grpo, dr_grpo or rloo, or begin a new "
+                "history in place of an earlier one",
+                name=IN_ORDER,
+            )
     lengths = dict.fromkeys(runs if episodes is None else range(episodes), 0)
     for number, sequence in zip(order, sequences, strict=True):
         if number not in lengths:
@@ -184,6 +207,18 @@ def _episode_of(sequence: TokenSequence, index: int) -> int:
     if EPISODE not in sequence.sequence_fields:
         raise BatchError(f"sequence {index} has no sequence field {EPISODE!r}; make it with episode_sequences", name=EPISODE)
     return int(sequence.sequence_fields[EPISODE])
+
+
+def _in_order(segments: Sequence[SampledSegment], turns: Sequence[SampledTurn]) -> bool:
+    """Whether the segments' sampled tokens are those of the turns, one after the other; some turns may be left out."""
+    flat = [
+        token for segment in segments for token, sampled in zip(segment.token_ids, segment.sampled, strict=True) if sampled
+    ]
+    place = 0
+    for turn in turns:
+        if flat[place : place + len(turn.token_ids)] == list(turn.token_ids):
+            place += len(turn.token_ids)
+    return not turns or place == len(flat)
 
 
 def _at_sampled_tokens(segments: Sequence[SampledSegment]) -> list[list[float]]:

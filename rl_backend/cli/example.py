@@ -17,6 +17,7 @@ EXAMPLES = {
     "ppo": "PPO: actor, critic, optional reference, vLLM",
     "sft": "supervised fine-tuning",
     "eval": "an evaluation alone: a model answers held-out prompts in vLLM",
+    "episodes": "episodes of many turns with environments and tools: GRPO or PPO",
     "tenants": "several users at once, each with a LoRA adapter over one model",
 }
 
@@ -29,10 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.name is None:
         for name, purpose in EXAMPLES.items():
-            print(f"{name:8}{purpose}: {example_file(name)}")
+            print(f"{name:9}{purpose}: {example_file(name)}")
         recipes = example_file("grpo").parent / "recipes"
         names = ", ".join(sorted(file.stem for file in recipes.glob("*.json")))
-        print(f"{'recipes':8}for grpo --config, of {names}: {recipes / 'NAME.json'}")
+        print(f"{'recipes':9}for grpo --config, of {names}: {recipes / 'NAME.json'}")
         return 0
     return run_example(arguments.name, arguments.options)
 

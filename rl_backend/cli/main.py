@@ -21,6 +21,7 @@ COMMANDS = {
     "schedule": ("rl_backend.cli.schedule", "say what a pipeline schedule costs in idle time and activations, and draw it"),
     "plan": ("rl_backend.cli.plan", "say what a model takes on each rank, whether it fits a device, and which layout does"),
     "check": ("rl_backend.cli.check", "say what refuses a run, from its options, model, data and this machine, in seconds"),
+    "episode": ("rl_backend.cli.episode", "show an episode of an environment, played by the model before training"),
     "export": ("rl_backend.cli.export", "write a Hugging Face directory from a training checkpoint"),
     "example": ("rl_backend.cli.example", "run an example script, or say where it is, to be copied"),
     "report": ("rl_backend.cli.report", "make report.html of a run folder again"),

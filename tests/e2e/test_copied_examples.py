@@ -67,7 +67,7 @@ def test_a_copied_example_runs_against_the_installed_package(
 ) -> None:
     listed = run(installed, tmp_path, "-m", "rl_backend.cli", "example")
     files = {line.split()[0]: Path(line.rsplit(": ", 1)[1]) for line in listed.splitlines()}
-    assert set(files) == {"eval", "grpo", "ppo", "recipes", "sft", "tenants"}
+    assert set(files) == {"episodes", "eval", "grpo", "ppo", "recipes", "sft", "tenants"}
     assert all(file.is_relative_to(installed) for file in files.values())
     shutil.copy(files["grpo"], tmp_path / "my_loop.py")
     (tmp_path / "my_reward.py").write_text(REWARD)

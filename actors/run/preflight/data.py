@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from actors.run.collect import load_inputs
 from actors.run.config import TrainingConfig
+from actors.run.episode_config import EpisodeConfig
+from actors.run.episode_inputs import load_episode_inputs
+from actors.run.eval_sets import HeldOutSet
 from actors.run.rl_config import RLConfig
 
 
@@ -13,8 +18,14 @@ def find_data(config: TrainingConfig) -> str:
     Raises:
         ConfigError, BatchError: data or reward functions that cannot be used.
     """
+    if isinstance(config, EpisodeConfig):
+        episodes = load_episode_inputs(config)
+        return f"{len(episodes.rows)} rows{_held_out(episodes.held_out)}, {config.task}"
     if not isinstance(config, RLConfig):
         return config.read_data()
     inputs = load_inputs(config)
-    held_out = "".join(f", {len(each.prompts)} held out in {each.name}" for each in inputs.held_out)
-    return f"{len(inputs.prompts)} prompts{held_out}, reward {config.reward}"
+    return f"{len(inputs.prompts)} prompts{_held_out(inputs.held_out)}, reward {config.reward}"
+
+
+def _held_out(sets: Sequence[HeldOutSet]) -> str:
+    return "".join(f", {len(each.prompts)} held out in {each.name}" for each in sets)

@@ -16,7 +16,7 @@ from actors.cluster.placement import cores_each, gpus_each, usable_cores
 from actors.rollout.config import RolloutConfig, check_engine_device
 from actors.rollout.vllm.capabilities import check_served
 from actors.run.config import TrainingConfig
-from actors.run.rl_config import RLConfig
+from actors.run.sampled_config import SampledConfig
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import ConfigError, UnsupportedError, text_config
 from rl_backend.model.blocks import divisors, nearest
@@ -65,7 +65,7 @@ def find_devices(config: TrainingConfig) -> str:
         raise ConfigError.of(
             owner, device, "every rank gets a GPU of this machine; use auto, or hide them with CUDA_VISIBLE_DEVICES="
         )
-    if isinstance(config, RLConfig):
+    if isinstance(config, SampledConfig):
         served = config.rollout.replace(model_path=config.model)
         on_gpus = _check_engines(served, gpus, beside=ranks if config.batches_ahead else 0)
         if not on_gpus and config.transport in ("nccl", "cuda_ipc"):

@@ -10,7 +10,7 @@ from actors.run.config import RunModel, TrainingConfig
 from actors.run.options import has
 from actors.run.preflight.machine import OF_A_CLUSTER, is_on_cluster
 from actors.run.preflight.model import find_layout, runtime_of
-from actors.run.rl_config import RLConfig
+from actors.run.sampled_config import SampledConfig
 from rl_backend.contracts import BatchError, ConfigError, NativeConfig, RLBackendError, UnsupportedError
 from rl_backend.lab.doctor.machine import read_memory
 from rl_backend.lab.plan import Workload, make_plan
@@ -91,7 +91,7 @@ def _bytes(config: TrainingConfig, plans: dict[RunModel, Plan], gpus: int, *, he
         groups = [size + work for size, work in zip(groups, passes, strict=True)]
     if gpus:
         return max(groups)
-    if not isinstance(config, RLConfig):
+    if not isinstance(config, SampledConfig):
         return sum(groups)
     engine = next(iter(plans.values())).sync_bytes + int((config.rollout.kv_cache_gib or 1.0) * GIB)
     return sum(groups) + config.num_engines * engine

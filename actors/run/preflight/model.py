@@ -11,8 +11,9 @@ import torch
 
 from actors.rollout.lengths import more_than, positions_of
 from actors.run.config import RunModel, TrainingConfig
+from actors.run.episode_config import EpisodeConfig
 from actors.run.preflight.machine import is_on_cluster
-from actors.run.rl_config import RLConfig
+from actors.run.sampled_config import SampledConfig
 from actors.train.model import require_known_end
 from rl_backend.checkpoint.hf_reader import HFReader, read_hf_config
 from rl_backend.checkpoint.kept_weights import describe_kept, find_kept
@@ -110,7 +111,7 @@ def find_lengths(config: TrainingConfig) -> str:
         if positions is None:
             continue
         known.append(positions)
-        if isinstance(config, RLConfig):
+        if isinstance(config, SampledConfig):
             _require_positions(config, model, positions)
     has = f"the model has {min(known)} positions" if known else "nothing limits the model"
     return has if longest is None else f"sequences of up to {longest} tokens, {has}"
@@ -133,9 +134,11 @@ def runtime_of(config: TrainingConfig, model: RunModel) -> RuntimeConfig:
     return config.train if model.path == config.model else config.train.replace(hf_path=model.path)
 
 
-def _require_positions(config: RLConfig, model: RunModel, positions: int) -> None:
+def _require_positions(config: SampledConfig, model: RunModel, positions: int) -> None:
     name, longest, response = type(config).__name__, config.longest_sequence, config.sampling.max_new_tokens
     has = f"{model.path} has {positions} positions for prompt and response together"
+    if isinstance(config, EpisodeConfig) and longest > positions:
+        raise ConfigError.of(f"{name}.max_episode_tokens", longest, f"{has}; use at most {positions}")
     if response >= positions:
         raise ConfigError.of(f"{name}.max_response_tokens", response, f"{has}; use at most {positions - 1}")
     if longest > positions:

@@ -13,7 +13,7 @@ from rl_backend.lab.report.run_data import Sample
 from rl_backend.lab.text import as_number, short
 
 PROMPTS, RESPONSES, CHARACTERS = 6, 3, 1500
-TEXTS = ("prompt", "response", "reward", "step")
+TEXTS = ("prompt", "response", "reward", "step", "turns", "segments")
 
 
 def draw_samples(kind: str, first: Sequence[Sample], last: Sequence[Sample]) -> Markup:
@@ -93,7 +93,40 @@ def _response(sample: Sample, middle: float | None) -> dict[str, Any]:
         if name not in TEXTS and not isinstance(value, dict) and not (isinstance(value, list) and len(value) > 8)
     )
     side = "" if middle is None or reward is None else " good" if reward > middle else " bad"
-    return {"reward": reward, "side": side, "facts": facts, "text": str(sample.get("response", ""))}
+    return {
+        "reward": reward,
+        "side": side,
+        "facts": facts,
+        "text": str(sample.get("response", "")),
+        "segments": _segments(sample),
+        "turns": _turns(sample),
+    }
+
+
+def _segments(sample: Sample) -> list[list[tuple[str, bool]]]:
+    """Of an episode: text and whether it was trained, piece by piece; the whole history, as a sequence has it."""
+    segments = sample.get("segments")
+    return [
+        [(str(piece[0]), bool(piece[1])) for piece in segment if isinstance(piece, list) and len(piece) == 2]
+        for segment in (segments if isinstance(segments, list) else ())
+        if isinstance(segment, list)
+    ]
+
+
+def _turns(sample: Sample) -> list[str]:
+    """Of an episode: what its tools were asked and answered, and what turns were rewarded with."""
+    turns = sample.get("turns")
+    found = []
+    for number, turn in enumerate((each for each in turns if isinstance(each, dict)) if isinstance(turns, list) else (), 1):
+        calls = turn.get("calls")
+        for call in calls if isinstance(calls, list) else ():
+            if isinstance(call, dict):
+                asked = f"{call.get('name') or '?'}({_plain(call.get('arguments'))})"
+                found.append(f"turn {number}: {asked} → {call.get('status')}: {call.get('answer')}")
+        reward = as_number(turn.get("reward"))
+        if reward:
+            found.append(f"turn {number}: reward {short(reward)}")
+    return found
 
 
 def _reward_info(sample: Sample) -> Iterator[tuple[str, Any]]:

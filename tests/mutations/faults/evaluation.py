@@ -99,7 +99,7 @@ FAULTS = [
     ),
     Fault(
         "longer-held-out-responses-do-not-count",
-        "actors/run/rl_config.py",
+        "actors/run/sampled_config.py",
         "for each in (self.sampling, *self.eval_sampling.values()))\n        return self.max_prompt_tokens",
         "for each in (self.sampling,))\n        return self.max_prompt_tokens",
         (_SAMPLED,),

@@ -46,8 +46,8 @@ FAULTS = [
     Fault(
         "prompts-may-fill-all-positions-twice",
         f"{_PREFLIGHT}/model.py",
-        "    if longest > positions:\n",
-        "    if longest > 2 * positions:\n",
+        "\n    if longest > positions:\n",
+        "\n    if longest > 2 * positions:\n",
         (f"{_OPTIONS}[max_prompt_tokens max_response_tokens-]",),
         "a prompt and its response would not fit together, which an engine says in its own words",
     ),

@@ -216,7 +216,7 @@ FAULTS = [
     ),
     Fault(
         "importance-cap-without-weights",
-        "actors/run/rl_config.py",
+        "actors/run/sampled_config.py",
         "    lambda config: config.importance_options(),\n",
         "    lambda config: True,\n",
         (_REFUSED,),

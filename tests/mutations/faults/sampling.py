@@ -55,7 +55,7 @@ FAULTS = [
     ),
     Fault(
         "cuts-weighed-by-importance",
-        "actors/run/rl_config.py",
+        "actors/run/sampled_config.py",
         "        for cut in self.sampling.cuts if self.importance_options() else ():\n",
         "        for cut in ():\n",
         (_REFUSED,),
@@ -79,7 +79,7 @@ FAULTS = [
     ),
     Fault(
         "stop-strings-of-held-out-sets-without-a-tokenizer",
-        "actors/run/rl_config.py",
+        "actors/run/sampled_config.py",
         "any(each.stop_strings for each in (config.sampling, *config.eval_sampling.values()))",
         "any(each.stop_strings for each in (config.sampling,))",
         (f"{_HELD_OUT}::test_one_response_is_greedy_and_several_are_sampled_as_in_training",),

@@ -195,9 +195,9 @@ FAULTS = [
     ),
     Fault(
         "staleness-of-the-newest-token",
-        "actors/run/collect.py",
-        "return step - 1 - min(self._step_of_version[span.version] for span in sample.version_spans)",
-        "return step - 1 - max(self._step_of_version[span.version] for span in sample.version_spans)",
+        "actors/run/versions.py",
+        "return step - 1 - min(self._step_of_version[version] for version in versions)",
+        "return step - 1 - max(self._step_of_version[version] for version in versions)",
         ("tests/unit/actors/run/test_collect.py::test_a_sample_of_several_versions_is_as_old_as_its_oldest_token",),
         "responses that began with old weights would count as fresh",
     ),

@@ -35,6 +35,7 @@ RUN_BY = {
     "docs/algorithms.md": "tests/unit/rl_backend/algorithm/test_algorithm_page.py",
     "docs/checkpoints.md": "tests/unit/tree/test_documentation.py",
     "docs/data.md": "tests/unit/rl_backend/data/test_prompts.py",
+    "docs/environments.md": "tests/unit/examples/test_episodes.py",
     "docs/first_hour.md": "tests/e2e/test_first_hour.py",
     "docs/layouts.md": "tests/unit/tree/test_code_blocks.py",
     "docs/lora.md": "tests/unit/tree/test_documentation.py",

@@ -65,7 +65,7 @@ def test_the_wheel_holds_three_typed_packages_the_licence_and_the_command(tmp_pa
     carried = {name.partition("/share/rl_backend/examples/")[2] for name in names} - {""}
     recipes = {f"recipes/{file.name}" for file in (source / "examples" / "recipes").glob("*.json")}
     assert len(recipes) == 6
-    assert carried == {"eval.py", "grpo.py", "ppo.py", "sft.py", "tenants.py", *recipes}
+    assert carried == {"episodes.py", "eval.py", "grpo.py", "ppo.py", "sft.py", "tenants.py", *recipes}
 
 
 def test_every_sub_package_is_a_package_that_setuptools_finds() -> None:

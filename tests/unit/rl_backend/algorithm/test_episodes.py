@@ -23,6 +23,7 @@ from rl_backend.algorithm.episodes import Truncated, episode_parts, final_values
 from rl_backend.algorithm.sequences import with_advantages, with_episode_gae, with_outputs
 from rl_backend.contracts import EPISODE_SHARE, BatchError, ConfigError, ModelOutput, TokenSequence
 from rl_backend.data import pack, prepare_micro_batches
+from rl_backend.environment import Turn
 from tests.support.episodes import episode, segment
 
 HELD = episode(segment([("given", [1, 2]), ("sampled", [3, 4]), ("given", [5]), ("sampled", [6, 7, 8])], rewards=[0.5, 1.0]))
@@ -135,6 +136,24 @@ def test_gae_goes_on_over_turns_branches_and_cuts() -> None:
         # What a group's score, or a run, adds to the turns' rewards is at the end.
         assert estimated(played, [4.5])[1] == pytest.approx(by_hand(0.0, [0, 0.5, 0, 0, 4.0]), rel=1e-6)
     assert estimated(HELD) == estimated(BRANCHED)
+
+
+def test_an_episode_that_came_back_to_an_earlier_history_is_refused_where_the_order_of_time_counts() -> None:
+    def turn(*token_ids: int) -> Turn:
+        return Turn(None, token_ids, [0.0] * len(token_ids), "stop")
+
+    back = replace(
+        episode(
+            segment([("given", [1]), ("sampled", [2]), ("given", [9]), ("sampled", [5])]),
+            segment([("given", [7]), ("sampled", [3, 4])]),
+        ),
+        turns=[turn(2), turn(3, 4), turn(5)],
+    )
+    assert len(with_advantages(episode_sequences([back, OTHER]), [1.0, 0.0], "grpo", 2)) == 3
+    with pytest.raises(BatchError, match="episode 1 came back to a history that it had left"):
+        with_advantages(episode_sequences([OTHER, back]), [1.0, 0.0], "reinforce_plus_plus", 2)
+    left_out = [turn(2), turn(6), turn(5), turn(3, 4)]
+    assert episode_lengths(episode_sequences([replace(back, turns=left_out)])).tolist() == [7]
 
 
 def test_reinforce_plus_plus_steps_over_branches() -> None:

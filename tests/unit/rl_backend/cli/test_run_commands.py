@@ -106,6 +106,6 @@ def test_the_list_of_examples_says_where_each_is_and_where_the_recipes_are(capsy
     *examples, recipes = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in examples] == list(EXAMPLES)
     assert all(Path(line.rpartition(": ")[2]).is_file() for line in examples)
-    names, _, path = recipes.removeprefix("recipes for grpo --config, of ").partition(": ")
+    names, _, path = recipes.removeprefix("recipes  for grpo --config, of ").partition(": ")
     assert "dapo" in names.split(", ")
     assert all(Path(path.replace("NAME", name)).is_file() for name in names.split(", "))

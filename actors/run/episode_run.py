@@ -1,0 +1,132 @@
+"""A run whose samples are episodes of many turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from actors.rollout.config import SamplingConfig
+from actors.rollout.tokens import RolloutTokens
+from actors.run.episode_collect import EpisodeBatch, EpisodeCollector
+from actors.run.episode_config import EpisodeConfig
+from actors.run.episode_inputs import load_episode_inputs
+from actors.run.episode_stream import EpisodeStream
+from actors.run.eval_sets import HeldOutSet
+from actors.run.held_out import HeldOutResult
+from actors.run.held_out_episodes import play_held_out
+from actors.run.rl_run import SampledRun
+from actors.run.run import OnStep
+from actors.run.saver import stream_position
+from actors.run.session import Session
+from actors.run.stop import StopRequest
+from actors.run.transcripts import describe_episodes
+from rl_backend.contracts import ConfigError
+from rl_backend.environment.groups import PlayOptions
+
+
+class EpisodeRun(SampledRun[EpisodeConfig]):
+    """A run that plays groups of episodes, and trains on them::
+
+        with EpisodeRun(config) as run:
+            policy = run.build_model("policy")
+            run.begin("Mine", {"policy": policy})
+            for step in run.steps():
+                batch = run.collect()
+                sequences = episode_sequences(batch.episodes, truncated=config.truncated)
+                ...  # updates of the policy, of config.parts(sequences, batch.groups)
+                run.lap("train")
+                run.push()
+                run.end_step(batch.metrics | update_metrics(updates))
+            run.save_model(policy)
+            result = run.finish()
+
+    Args:
+        config, session, on_step, label, stop: see :class:`~actors.run.run.Run`.
+
+    Attributes:
+        inputs: tokenizer, player and rows.
+    """
+
+    _collector: EpisodeCollector
+
+    def __init__(
+        self,
+        config: EpisodeConfig,
+        session: Session | None = None,
+        on_step: OnStep | None = None,
+        *,
+        label: str = "",
+        stop: StopRequest | None = None,
+    ) -> None:
+        super().__init__(config, session, on_step, label=label, stop=stop)
+        with self.phase("data", f"reading {config.dataset}, and {config.task}"):
+            self.inputs = load_episode_inputs(self.config)
+
+    def collect(self) -> EpisodeBatch:
+        """The step's episodes: the phase ``sample``."""
+        self._batch = self._collector.collect(self._step, self._clock)
+        self._say_failures(f"step {self._step}", self._batch.failures)
+        return self._batch
+
+    @property
+    def _tokenizer(self) -> Any:
+        return self.inputs.tokenizer
+
+    @property
+    def _data_facts(self) -> Sequence[str]:
+        return [f"{len(self.inputs.rows)} rows", self.config.task, *self.inputs.notes]
+
+    @property
+    def _held_out_sets(self) -> Sequence[HeldOutSet]:
+        return self.inputs.held_out
+
+    def _open_stream(self, batches_with_signal: int | None) -> None:
+        if batches_with_signal is not None:
+            problem = "episodes are not sampled anew for groups of equal rewards; leave it out"
+            raise ConfigError.of("batches_with_signal", batches_with_signal, problem)
+        config = self.config
+        options = PlayOptions(config.filled("limits"), config.on_episode_failure, config.least_episodes, self.inputs.score)
+        self._stream = stream = self._stack.enter_context(
+            EpisodeStream(
+                self.inputs.player,
+                self._source(config.sampling),
+                options,
+                self.inputs.batches,
+                n=config.sampling.n,
+                seed=config.seed,
+                ahead=config.batches_ahead,
+                during_episodes=config.push_during_episodes,
+                start=stream_position(self.start),
+            )
+        )
+        self._collector = EpisodeCollector(config, stream, earlier=self.start.state("collector"))
+
+    def _source(self, sampling: SamplingConfig) -> RolloutTokens:
+        return RolloutTokens(self._rollout, turn_sampling(sampling), adapter=self._adapter)
+
+    def _answer_held_out(self) -> list[HeldOutResult]:
+        limits = self.config.filled("limits")
+        return [
+            play_held_out(
+                held_out,
+                self.inputs.player,
+                self._source(held_out.sampling),
+                limits.replace(turn_tokens=held_out.sampling.max_new_tokens),
+                seed=self.config.seed,
+                index=index,
+                score=self.inputs.score,
+            )
+            for index, held_out in enumerate(self.inputs.held_out)
+        ]
+
+    def _log_samples(self, step: int) -> None:
+        batch, most, tokenizer = self._batch, self.config.samples_logged, self._tokenizer
+        lines = describe_episodes(batch.episodes[:most], tokenizer)
+        left = max(most - len(lines), 0)
+        self.folder.log_samples(step, [*lines, *describe_episodes(batch.dropped[:left], tokenizer, dropped=True)])
+
+
+def turn_sampling(sampling: SamplingConfig) -> SamplingConfig:
+    """How turns are sampled; lengths and stop tokens come with each turn."""
+    names = ("temperature", "top_p", "top_k", "min_p", "stop_strings")
+    return SamplingConfig(**{name: getattr(sampling, name) for name in names if sampling.is_set(name)})

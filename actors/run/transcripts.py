@@ -1,0 +1,85 @@
+"""Episodes as lines of ``samples.jsonl`` and ``held_out.jsonl``: turns, calls of tools, rewards, and what was trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Any
+
+from rl_backend.environment import Episode, Segment, ToolCall, Turn
+
+STATUS_OK = "ok"
+
+
+def describe_episodes(episodes: Iterable[Episode], tokenizer: Any, *, dropped: bool = False) -> list[dict[str, Any]]:
+    """A line for each episode.
+
+    ``prompt`` is its first prompt and ``response`` what follows in its last segment. ``turns`` has for each turn the
+    messages before it (``given``), what the model wrote (``text``), its ``calls``, ``reward`` and ``finish``. ``segments``
+    has for each sequence its pieces of text, as ``[text, trained]``.
+    """
+    return [_line(episode, tokenizer, dropped) for episode in episodes]
+
+
+def _line(episode: Episode, tokenizer: Any, dropped: bool) -> dict[str, Any]:
+    pieces = [_pieces(segment, tokenizer) for segment in episode.segments]
+    first = pieces[0][0][0] if pieces else ""
+    last = pieces[-1] if pieces else []
+    return {
+        "prompt": first,
+        "response": "".join(text for text, _ in (last[1:] if len(pieces) == 1 else last)),
+        "reward": episode.reward,
+        "stop": episode.stop,
+        **({"error": episode.error} if episode.error else {}),
+        **({"dropped": True} if dropped else {}),
+        "version_spans": _version_spans(episode),
+        "turns": [_turn(turn, tokenizer) for turn in episode.turns],
+        "segments": pieces,
+        "metrics": dict(episode.metrics),
+    }
+
+
+def _turn(turn: Turn, tokenizer: Any) -> dict[str, Any]:
+    return {
+        "given": [{"role": str(each.get("role", "")), "content": _text(each.get("content"))} for each in turn.given],
+        "text": tokenizer.decode(list(turn.token_ids)),
+        "calls": [_call(call) for call in turn.calls],
+        "reward": turn.reward,
+        "finish": turn.finish,
+    }
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    written = {"raw": call.raw} if call.status != STATUS_OK else {}
+    return {"name": call.name, "arguments": dict(call.arguments), "status": call.status, "answer": call.answer, **written}
+
+
+def _pieces(segment: Segment, tokenizer: Any) -> list[list[Any]]:
+    """Consecutive tokens that were trained or not, each run decoded by itself; the first was given."""
+    runs = groupby(zip(segment.token_ids, segment.sampled, strict=True), key=lambda pair: bool(pair[1]))
+    return [[tokenizer.decode([token for token, _ in run]), trained] for trained, run in runs]
+
+
+def _version_spans(episode: Episode) -> list[list[int]]:
+    versions = (version for turn in episode.turns for version in turn.versions)
+    return [[version, len(list(run))] for version, run in groupby(versions)]
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else "" if content is None else str(content)
+
+
+def transcript(episode: Episode, tokenizer: Any) -> str:
+    """An episode for people: what the model was given, what it wrote, its calls and rewards."""
+    (line,) = describe_episodes([episode], tokenizer)
+    shown = []
+    for number, turn in enumerate(line["turns"], 1):
+        shown += [f"{each['role']}: {each['content']}" for each in turn["given"]]
+        shown.append(f"model, turn {number} ({turn['finish']}, reward {turn['reward']:g}): {turn['text']}")
+        shown += [
+            f"  {each['name'] or '?'}({each['arguments']}) -> {each['status']}: {each['answer']}" for each in turn["calls"]
+        ]
+    reason = f": {episode.error}" if episode.error else ""
+    shown.append(f"ended: {episode.stop}{reason}; reward {episode.reward:g} in {len(episode.turns)} turns")
+    trained = "".join(f"[{text}]" if chosen else text for segment in line["segments"] for text, chosen in segment)
+    return "\n".join([*shown, f"trained tokens in brackets: {trained}"])

@@ -1,0 +1,31 @@
+"""``rl-backend episode``: an episode that the model plays before training."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "The options are those of `rl-backend episodes`; nothing is trained. It shows what the model is given and writes, "
+        "its calls of tools with their answers, the rewards, and which tokens would be trained."
+    )
+    parser.add_argument("row", type=int, help="number of the row that is played, from 0")
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="of the run, as `rl-backend episodes` takes them")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the episode.
+
+    Raises:
+        ConfigError: options that a run would be refused for.
+    """
+    from actors.run.command_line import parse_config
+    from actors.run.show_episode import show_episode
+    from rl_backend.cli.check import config_type
+    from rl_backend.cli.example import import_from_here
+
+    import_from_here()  # as the run would
+    config = parse_config(config_type("episodes"), "An episode played before training.", arguments.options)
+    print(show_episode(config, arguments.row))
+    return 0
