@@ -56,6 +56,43 @@ _TIMED_ROUTED: Fields = {
     "moe_intermediate_size": 384,
     "first_k_dense_replace": 1,
 }
+_SMALL_LATENTS: Fields = {
+    # The only sizes of latents that vLLM's CPU build has, and as many experts as Megatron's groups choose alike.
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+    # Where all implementations agree about the norms of latents.
+    "rms_norm_eps": 1e-6,
+}
+_TIMED_LATENTS: Fields = {
+    **_TIMED_MIXTURE,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 192,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "moe_intermediate_size": 384,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+}
+_GROUPS: Fields = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "tie_word_embeddings": False}
+_YARN: Fields = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 _SMALL_SHARED: Fields = {**_SMALL_EXPERTS, "shared_expert_intermediate_size": 64}
 _TIMED_SHARED: Fields = {**_TIMED_EXPERTS, "shared_expert_intermediate_size": 384}
 
@@ -161,6 +198,12 @@ FAMILIES: Mapping[str, Family] = {
             "intermediate_size": 384,
             "rope_parameters": _HALF_ROTARY,
         },
+    ),
+    "deepseek_v3": Family(
+        "deepseek_v3", _GROUPS, {**_SMALL_LATENTS, "rope_parameters": _YARN}, _TIMED_LATENTS, without=_NO_HEAD_DIM
+    ),
+    "glm4_moe_lite": Family(
+        "glm4_moe_lite", {"tie_word_embeddings": False}, _SMALL_LATENTS, _TIMED_LATENTS, without=_NO_HEAD_DIM
     ),
     "qwen3_5": Family("qwen3_5_text", small=_SMALL_MIXERS, timed=_TIMED_MIXERS),
     "qwen3_5_moe": Family(

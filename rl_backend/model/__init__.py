@@ -1,5 +1,6 @@
 """Models by kind of block. Importing this package registers the built-in families."""
 
+from rl_backend.model import deepseek as deepseek
 from rl_backend.model import mixtures as mixtures
 from rl_backend.model import qwen3_5 as qwen3_5
 from rl_backend.model import variants as variants

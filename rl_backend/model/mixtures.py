@@ -8,7 +8,7 @@ from typing import Any
 from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.families import decoder_family, full_attention, read_decoder, read_layer_types, read_router
 from rl_backend.model.feedforward.clamped_moe import ClampedMoESpec
-from rl_backend.model.feedforward.moe import ExpertNames, MoEOptions, MoESpec
+from rl_backend.model.feedforward.moe import BiasedMoEOptions, ExpertNames, MoEOptions, MoESpec
 from rl_backend.model.hf_config import HFConfig
 from rl_backend.model.registry import register_model
 from rl_backend.model.sigmoid_mixtures import after_dense_layers, read_sigmoid_mixture
@@ -135,8 +135,8 @@ def _part_of_head(config: HFConfig) -> float:
 
 
 for family in (
-    replace(decoder_family("glm4_moe", glm4_moe, MoEOptions), kept_weights=_layer_after_the_last),
+    replace(decoder_family("glm4_moe", glm4_moe, BiasedMoEOptions), kept_weights=_layer_after_the_last),
     decoder_family("gpt_oss", gpt_oss, MoEOptions),
-    decoder_family("minimax_m2", minimax_m2, MoEOptions),
+    decoder_family("minimax_m2", minimax_m2, BiasedMoEOptions),
 ):
     register_model(family)

@@ -138,11 +138,18 @@ def attend_over_ranks(
     while it selects from what it gathered; half of them stay until the backward pass, unless the layer is computed
     again.
     """
-    assert segments.key_index is not None, "lay_out_tokens makes one for more than one rank"
-    gathered = all_gather(torch.stack((key, value), dim=1), group, sum_gradients=True)
-    selected_key, selected_value = gathered.index_select(0, segments.key_index).unbind(1)
-    del gathered  # not needed by the backward pass
+    both = gather_keys(torch.cat((key, value), dim=-1), segments, group)
+    selected_key, selected_value = both.split((key.shape[-1], value.shape[-1]), dim=-1)
     return packed_attention(query, selected_key, selected_value, segments, window, sinks)
+
+
+def gather_keys(rows: Tensor, segments: Segments, group: dist.ProcessGroup) -> Tensor:
+    """(N, ...) of every context-parallel rank -> (M, ...), those of the keys of this rank's segments.
+
+    The backward pass adds gradients of a row up over the ranks.
+    """
+    assert segments.key_index is not None, "lay_out_tokens makes one for more than one rank"
+    return all_gather(rows, group, sum_gradients=True).index_select(0, segments.key_index)
 
 
 def gather_outputs(local: Tensor, layout: TokenLayout, group: dist.ProcessGroup) -> Tensor:

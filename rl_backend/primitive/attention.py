@@ -17,7 +17,7 @@ _WINDOWED_BLOCK = 512
 _VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 type Attend = Callable[[Tensor, Tensor, Tensor, Segments, int | None, Tensor | None], Tensor]
-"""(query, key, value, segments, window, sinks) -> (N, heads, head_dim), from the keys of this rank's own tokens."""
+"""(query, key, value, segments, window, sinks) -> (N, heads, value_dim), from the keys of this rank's own tokens."""
 
 
 class Segments(NamedTuple):
@@ -61,15 +61,15 @@ def packed_attention(
 
     Args:
         query: (N, heads, head_dim), where N is the sum of ``segments.query_lens``.
-        key, value: (M, kv_heads, head_dim), where M is the sum of ``segments.key_lens``: what ``segments.key_index`` names;
-            ``heads`` is a multiple of ``kv_heads`` (grouped-query attention).
+        key, value: (M, kv_heads, head_dim) and (M, kv_heads, value_dim), where M is the sum of ``segments.key_lens``: what
+            ``segments.key_index`` names; ``heads`` is a multiple of ``kv_heads`` (grouped-query attention).
         window: tokens that a token sees, itself included; None for all before it (sliding-window attention as in Mistral 7B,
             arXiv 2310.06825).
         sinks: (heads,), one more score for each query of a head, of a key whose value is 0 (attention sinks as in gpt-oss,
             arXiv 2508.10925); None without. They have gradients.
 
     Returns:
-        (N, heads, head_dim)
+        (N, heads, value_dim)
     """
     if query.is_meta:
         on_meta: Tensor = _MetaAttention.apply(query, key, value, sinks)
@@ -136,9 +136,14 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, windo
         else:
             key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
     longest_query, longest_key = max(segments.query_lens), max(segments.key_lens)
+    # It also takes keys and values of one width only: zeros change neither scores nor the features that are kept.
+    key_dim, value_dim = query.shape[-1], value.shape[-1]
+    if key_dim != value_dim:
+        options["scale"] = key_dim**-0.5
+        query, key, value = (F.pad(x, (0, max(key_dim, value_dim) - x.shape[-1])) for x in (query, key, value))
     attended = varlen_attn(query, key, value, segments.cu_queries, segments.cu_keys, longest_query, longest_key, **options)
     assert isinstance(attended, Tensor), "the log-sum-exp was not asked for"
-    return attended
+    return attended if key_dim == value_dim else attended[..., :value_dim]
 
 
 def _by_runs(query: Tensor, key: Tensor, value: Tensor, query_lens: Sequence[int], key_lens: Sequence[int]) -> Tensor:
@@ -233,7 +238,7 @@ class _MetaAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        out = query.new_empty(*query.shape[:2], value.shape[-1])
         ctx.save_for_backward(query, key, value, sinks, out, query.new_empty(query.shape[:2], dtype=torch.float32))
         return out
 

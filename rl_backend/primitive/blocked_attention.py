@@ -44,7 +44,7 @@ class _BlockedAttention(torch.autograd.Function):
     ) -> Tensor:
         order = _order_by_length(query_lens, key_lens)
         query, key, value = order.queries.sort(query), order.keys.sort(key), order.keys.sort(value)
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        out = query.new_empty(*query.shape[:2], value.shape[-1])
         log_sums = []
         for block in _blocks(query, key, order.segments):
             scores = block.scores(query, key)
@@ -68,8 +68,8 @@ class _BlockedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, Tensor | None]:
         query, key, value, out, sinks, *log_sums = ctx.saved_tensors
         grad = ctx.order.queries.sort(grad)
-        grad_query = torch.empty_like(out)
-        grad_key, grad_value = (key.new_zeros(key.shape[1], key.shape[0], key.shape[2]) for _ in range(2))
+        grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
+        grad_key, grad_value = (x.new_zeros(x.shape[1], x.shape[0], x.shape[2]) for x in (key, value))
         projection = (grad * out).sum(-1, keepdim=True)
         grad_of_sinks = torch.empty_like(projection)
         for block, log_sum in zip(_blocks(query, key, ctx.order.segments), log_sums, strict=True):

@@ -47,16 +47,15 @@ def count_sorted(ordered: Tensor, num_experts: int) -> Tensor:
     return ends.diff(prepend=ends.new_zeros(1))
 
 
-def balanced_expert_bias(expert_bias: Tensor, counts: Tensor, rate: float) -> Tensor:
-    """The bias after one step of loss-free balancing: ``b_e + rate * sign(mean count - count_e)``.
+def expert_bias_step(counts: Tensor, rate: float) -> Tensor:
+    """What one step of loss-free balancing adds to a bias: ``rate * sign(mean count - count_e)``; (E,) float32.
 
     Wang et al., arXiv 2408.15664, algorithm 1.
 
     Args:
-        expert_bias: (E,).
         counts: (E,) int64, tokens of the whole batch, of all micro-batches and ranks, that chose each expert.
         rate: the paper takes 0.001 for sigmoid scores.
     """
     # Whole numbers: a mean is rounded, and then no expert may have exactly as many as it.
     below_mean = torch.sign(counts.sum() - counts.numel() * counts)
-    return expert_bias + rate * below_mean.to(expert_bias.dtype)
+    return rate * below_mean.to(torch.float32)

@@ -86,13 +86,14 @@ class YarnScaling:
 
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
     """``0.1 ln(factor) + 1`` (YaRN, equation 22), or with both ``mscale`` the quotient that DeepSeek-V2 made of it."""
-
-    def temperature(scale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
-
     if mscale and mscale_all_dim:
-        return temperature(mscale) / temperature(mscale_all_dim)
-    return temperature(1.0)
+        return yarn_temperature(factor, mscale) / yarn_temperature(factor, mscale_all_dim)
+    return yarn_temperature(factor)
+
+
+def yarn_temperature(factor: float, mscale: float = 1.0) -> float:
+    """``0.1 mscale ln(factor) + 1``, and 1 where nothing is divided."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 type RotaryScaling = LinearScaling | Llama3Scaling | YarnScaling

@@ -28,7 +28,7 @@ class RouterSettings:
         normalise: divide the weights of each token by their sum.
         scaling_factor: what the weights are multiplied by at the end.
         expert_bias: add a bias to the scores in the choice, and only there (Wang et al., arXiv 2408.15664). It is no
-            trained parameter; see :func:`rl_backend.primitive.expert_use.balanced_expert_bias`.
+            trained parameter; see :func:`rl_backend.primitive.expert_use.expert_bias_step`.
         rounded_logits: compute the logits in the dtype of the tokens, and only what follows in float32.
         bias: the logits have a bias, which is trained.
         groups: of neighbouring experts; 1 for a choice among all of them.

@@ -22,18 +22,33 @@ from rl_backend.primitive.router_losses import RouterLossCoefficients, with_rout
 
 
 class MoEOptions(ModelOptions):
-    """Losses of the routers, off by default. Coefficients in ``config.json`` are not read.
+    """Losses of the routers, off by default, and whether routers are trained. Coefficients in ``config.json`` are not read.
 
-    Each is added for every mixture of experts and averaged over the micro-batches of a ``forward_backward`` and the
+    Each loss is added for every mixture of experts and averaged over the micro-batches of a ``forward_backward`` and the
     data-parallel ranks. They act on the gradients; the loss that is reported is the caller's alone.
 
     Attributes:
+        freeze_router: leave the weights of routers as they are.
         router_aux_loss_coef: of :func:`rl_backend.primitive.router_losses.load_balancing_loss`.
         router_z_loss_coef: of :func:`rl_backend.primitive.router_losses.router_z_loss`.
     """
 
     router_aux_loss_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     router_z_loss_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    freeze_router: bool = False
+
+
+class BiasedMoEOptions(MoEOptions):
+    """Of routers with a bias.
+
+    Attributes:
+        expert_bias_rate: what loss-free balancing adds to the bias of an expert that the tokens of a step chose less often
+            than the mean, and takes from that of one they chose more often; see :mod:`rl_backend.runtime.native.balance`.
+            0, the default, leaves biases as they are, as RL does: every push would change what engines route. DeepSeek-V3
+            was pre-trained with 0.001.
+    """
+
+    expert_bias_rate: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
 
 
 class ExpertNames(NamedTuple):
@@ -83,6 +98,7 @@ class MoESpec(FeedForwardSpec):
             shared_gate=self.shared_gate,
             coefficients=coefficients,
             experts=self.build_experts(hidden_size),
+            freeze_router=isinstance(options, MoEOptions) and options.freeze_router,
         )
 
     def build_experts(self, hidden_size: int) -> Experts:
@@ -133,6 +149,7 @@ class MoE(FeedForward):
         shared_gate: multiply their output by ``sigmoid(x @ shared_expert_gate)``, as Qwen2-MoE does.
         coefficients: of the router's losses.
         experts: those to choose between; None for SwiGLU.
+        freeze_router: leave the router's weights as they are.
 
     Attributes:
         sum_over_ranks: adds a tensor up, in place, over the ranks that share the tokens of a micro-batch, for the router's
@@ -149,11 +166,15 @@ class MoE(FeedForward):
         shared_gate: bool = False,
         coefficients: RouterLossCoefficients = RouterLossCoefficients(),  # noqa: B008 - immutable
         experts: Experts | None = None,
+        freeze_router: bool = False,
     ) -> None:
         super().__init__()
         self.coefficients = coefficients
         self.sum_over_ranks: Callable[[Tensor], object] | None = None
         self.gate = Router(hidden_size, router)
+        for parameter in (self.gate.weight, self.gate.bias):
+            if parameter is not None:
+                parameter.requires_grad_(not freeze_router)
         self.experts = experts or SwiGLUExperts(router.num_experts, hidden_size, intermediate_size)
         self.shared_expert = SwiGLU(hidden_size, shared_intermediate_size) if shared_intermediate_size else None
         self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False) if shared_gate else None

@@ -13,6 +13,7 @@ from rl_backend.contracts import (
     VALUE_HEAD_WEIGHTS,
     ConfigError,
     Head,
+    ModelOptions,
     NativeConfig,
     PackedWeight,
     RuntimeConfig,
@@ -22,12 +23,14 @@ from rl_backend.contracts import (
     text_config,
 )
 from rl_backend.model import BuildSettings, ModelFamily, ModelStage
+from rl_backend.model.feedforward.moe import BiasedMoEOptions
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.primitive.deferred import put_off_in_linear_layers
 from rl_backend.primitive.float32 import parameters_in_float32, round_parameters
 from rl_backend.runtime.interface import Runtime
 from rl_backend.runtime.native import layout
 from rl_backend.runtime.native.adapters import adaptable_modules, attach_adapters
+from rl_backend.runtime.native.balance import ExpertBalance
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.optimizer import NativeOptimizer
 
@@ -113,8 +116,20 @@ def build_handle(
         else None,
         optimizer=None
         if forward_only
-        else NativeOptimizer(native.optimizer, parameters, names, groups, copies=stage_copies),
+        else NativeOptimizer(
+            native.optimizer,
+            parameters,
+            names,
+            groups,
+            copies=stage_copies,
+            balance=_balance(stages or {0: model}, settings.options, groups),
+        ),
     )
+
+
+def _balance(stages: Mapping[int, nn.Module], options: ModelOptions, groups: ParallelGroups) -> ExpertBalance | None:
+    rate = options.expert_bias_rate if isinstance(options, BiasedMoEOptions) else 0.0
+    return ExpertBalance(stages, rate, groups) if rate else None
 
 
 def build_module(

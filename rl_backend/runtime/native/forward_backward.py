@@ -17,6 +17,7 @@ from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.primitive.adapter_runs import AdapterRun
 from rl_backend.primitive.attention import Segments
 from rl_backend.runtime.engine import PassRequest
+from rl_backend.runtime.native.balance import PassLoads
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.routes import PassRoutes
 from rl_backend.runtime.pass_results import PassResults
@@ -125,13 +126,15 @@ def run_micro_batches(handle: NativeHandle, request: PassRequest) -> ForwardResu
     """
     data, forward_only = request.data, request.forward_only
     routes = PassRoutes(handle, request.router_replay)
+    loads = handle.pass_loads(forward_only=forward_only)
     results = PassResults(request, handle.groups.dp_group, handle.has_outputs)
     with abandoned_on_error(handle, forward_only):
         for index in range(len(data)):
             if not forward_only:
                 keep_gathered = not handle.options.reshard_after_forward
                 fsdp.set_gradient_sync(handle.model, index == len(data) - 1, keep_gathered=keep_gathered)
-            _run_one(handle, request, index, routes, results)
+            _run_one(handle, request, index, routes, loads, results)
+    loads.commit()
     return results.result(routes.outputs(data))
 
 
@@ -148,7 +151,9 @@ def abandoned_on_error(handle: NativeHandle, forward_only: bool) -> Generator[No
     fsdp.reshard(handle.model)
 
 
-def _run_one(handle: NativeHandle, request: PassRequest, index: int, routes: PassRoutes, results: PassResults) -> None:
+def _run_one(
+    handle: NativeHandle, request: PassRequest, index: int, routes: PassRoutes, loads: PassLoads, results: PassResults
+) -> None:
     # A function of its own, so that nothing of a micro-batch outlives it.
     device = handle.groups.device
     batch = request.data[index].to(device)
@@ -156,7 +161,7 @@ def _run_one(handle: NativeHandle, request: PassRequest, index: int, routes: Pas
     with torch.set_grad_enabled(not request.forward_only), device_span(device, "forward", "micro_batch", **work):
         runs = partial(request.runs, index, batch)
         rank_batch = lay_out(batch, handle.groups, len(request.data), routes.replayed, runs, request.heads)
-        with routes.forward(index, 0, rank_batch.layout):
+        with routes.forward(index, 0, rank_batch.layout), loads.forward(0, rank_batch.inputs.padding):
             output = handle.model(rank_batch.inputs)
         loss = results.add(index, batch, rank_batch.outputs(output, handle.groups))
     if not request.forward_only:

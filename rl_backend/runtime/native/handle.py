@@ -14,6 +14,7 @@ from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import local_tensor
 from rl_backend.pipeline.catalog import require_micro_batches
 from rl_backend.runtime.engine import GuardedHandle
+from rl_backend.runtime.native.balance import PassLoads
 from rl_backend.runtime.native.layout import TensorLayout, schedule_name
 from rl_backend.runtime.native.optimizer import NativeOptimizer, PendingStep
 
@@ -116,11 +117,17 @@ class NativeHandle(GuardedHandle[NativeOptimizer]):
     def options(self) -> contracts.NativeConfig:
         return self.config.options(contracts.NativeConfig)
 
+    def pass_loads(self, *, forward_only: bool) -> PassLoads:
+        """What a pass that begins adds to the counts by which biases of routers move."""
+        return PassLoads(None if forward_only or self.optimizer is None else self.optimizer.balance)
+
     def drop_gradients(self) -> None:
         """See the base class; also those that no rank has reduced yet."""
         for parameter in self.parameters.values():
             parameter.grad = None
         fsdp.drop_unreduced_gradients(self.model)
+        if self.optimizer is not None and self.optimizer.balance is not None:
+            self.optimizer.balance.drop()
         self.offload.forget("grad")
 
     def require_schedulable(self, num_micro_batches: int, *, forward_only: bool) -> None:

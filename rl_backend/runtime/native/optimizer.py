@@ -1,7 +1,7 @@
 """AdamW over this rank's shards: clipping, the non-finite check, weight-decay groups, and steps that wait for no other."""
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import local_tensor, owns
 from rl_backend.runtime.gradient_statistics import judge, rank_statistics
 from rl_backend.runtime.lr_schedule import ParameterSchedule
+from rl_backend.runtime.native.balance import BiasMove, ExpertBalance
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class NativeOptimizer:
         parameters: name -> parameter of this rank; those without gradients are left as they are.
         weight_names: name -> Hugging Face name or names.
         copies: names of parameters that are updated here, but counted where their original is.
+        balance: moves biases of routers in every step; None leaves them as they are.
     """
 
     def __init__(
@@ -57,7 +59,9 @@ class NativeOptimizer:
         groups: ParallelGroups,
         *,
         copies: Collection[str] = (),
+        balance: ExpertBalance | None = None,
     ) -> None:
+        self.balance = balance
         self._config = config
         self._groups = groups
         self.parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
@@ -73,9 +77,14 @@ class NativeOptimizer:
         gradients it raises :class:`HandleError`.
         """
         self.require_gradients(handle_name)
+        moves = self.take_moves()
         result = self.judge(all_gather(self.statistics(), self._groups.world_group, sum_gradients=False))
-        self.apply(result, handle_name)
+        self.apply(result, handle_name, moves)
         return result
+
+    def take_moves(self) -> Sequence[BiasMove]:
+        """As :meth:`ExpertBalance.take`."""
+        return () if self.balance is None else self.balance.take()
 
     def require_gradients(self, handle_name: str) -> None:
         """Raises :class:`HandleError` when no parameter has one."""
@@ -102,8 +111,12 @@ class NativeOptimizer:
         """Whether gradients are scaled down before the step."""
         return result.ok and self._clip_coefficient(result) < 1.0
 
-    def apply(self, result: StepResult, handle_name: str) -> None:
-        """Clips and steps, or logs why there is no step."""
+    def apply(self, result: StepResult, handle_name: str, moves: Sequence[BiasMove]) -> None:
+        """Clips and steps, or logs why there is no step.
+
+        Args:
+            moves: of :meth:`take_moves`.
+        """
         gradients = {name: local_tensor(p.grad) for name, p in self.parameters.items() if p.grad is not None}
         if not result.ok:
             bad = [name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]
@@ -117,6 +130,8 @@ class NativeOptimizer:
         if self.clips(result):
             torch._foreach_mul_(list(gradients.values()), self._clip_coefficient(result))
         self.adamw.step()
+        for move in moves:
+            move.bias.add_(move.step)
 
     def _clip_coefficient(self, result: StepResult) -> float:
         if self._config.clip_grad <= 0:
@@ -187,7 +202,7 @@ class PendingStep:
     Qi et al., arXiv 2401.10241, section 4: a rank whose own gradients call for neither clipping nor a skip steps at once and
     continues with the next pass; when the global norm calls for another, the step is taken back and taken again. Theirs is
     undone by arithmetic, this one from a copy, to the last bit. Making it is a collective over ``group`` that waits for
-    nobody.
+    nobody, and where biases of routers move one over the ranks of this stage.
 
     Args:
         optimizer: with gradients, which the step keeps: the caller may drop them, and set other learning rates.
@@ -205,6 +220,7 @@ class PendingStep:
         self._handle_name = handle_name
         self._gradients: Gradients = {parameter: parameter.grad for parameter in optimizer.parameters.values()}
         self._rates = _rates(optimizer)
+        self._moves = optimizer.take_moves()
         self._backup: list[Tensor] = []
         self._mine = optimizer.statistics().cpu()
         self._rows = self._mine.new_empty(group.size(), self._mine.shape[1])
@@ -214,7 +230,7 @@ class PendingStep:
         self.is_taken = self._is_plain(own)
         if self.is_taken:
             self._backup = [tensor.clone() for tensor in self._changed()]
-            optimizer.apply(own, handle_name)
+            optimizer.apply(own, handle_name, self._moves)
 
     def settle(self) -> StepResult:
         """Waits for the global norm, and if it calls for it takes the step back and again. Changes this rank only."""
@@ -228,10 +244,11 @@ class PendingStep:
                 try:
                     if self.is_taken:
                         torch._foreach_copy_(self._changed(), self._backup)
-                    self._optimizer.apply(self.result, self._handle_name)
+                    self._optimizer.apply(self.result, self._handle_name, self._moves)
                 finally:
                     self._set(*now)
             self._backup.clear()
+            self._moves = ()
             self._gradients.clear()
         return self.result
 
@@ -247,7 +264,8 @@ class PendingStep:
         """What a step changes on this rank."""
         stepped = [parameter for parameter, gradient in self._gradients.items() if gradient is not None]
         state = self._optimizer.adamw.state
-        return [local_tensor(tensor) for parameter in stepped for tensor in (parameter, *state[parameter].values())]
+        changed = [local_tensor(tensor) for parameter in stepped for tensor in (parameter, *state[parameter].values())]
+        return [*changed, *(move.bias for move in self._moves)]
 
     def _set(self, gradients: Gradients, rates: Rates) -> None:
         for parameter, gradient in gradients.items():

@@ -75,6 +75,7 @@ class PipelinePass:
         if trains:
             for stage in handle.stages.values():
                 fsdp.reduce_gradients(stage)
+            self._work.loads.commit()
             add_gradients_of_copies(handle.parameters, handle.stage_copies, handle.groups.pp_group)
 
     def result(self) -> ForwardResult:
@@ -102,6 +103,7 @@ class _Stages:
         self._schedule = schedule
         self._data = [batch.to(handle.groups.device) for batch in request.data]
         self.routes = routes = PassRoutes(handle, request.router_replay)
+        self.loads = handle.pass_loads(forward_only=request.forward_only)
         self._rank_batches = [
             lay_out(
                 batch, handle.groups, len(self._data), routes.replayed, partial(request.runs, index, batch), request.heads
@@ -112,7 +114,8 @@ class _Stages:
 
     def forward(self, stage: int, micro_batch: int, hidden: Tensor | None) -> Tensor | None:
         rank_batch = self._rank_batches[micro_batch]
-        with self.routes.forward(micro_batch, stage, rank_batch.layout):
+        padding = rank_batch.inputs.padding
+        with self.routes.forward(micro_batch, stage, rank_batch.layout), self.loads.forward(stage, padding):
             output: Tensor | ModelOutput = self._handle.stages[stage](rank_batch.inputs._replace(hidden=hidden))
         if isinstance(output, Tensor):
             return output

@@ -83,8 +83,8 @@ FAULTS = [
     Fault(
         "context-gradients-of-keys-not-reduced",
         "rl_backend/parallel/context.py",
-        "gathered = all_gather(torch.stack((key, value), dim=1), group, sum_gradients=True)",
-        "gathered = all_gather(torch.stack((key, value), dim=1), group, sum_gradients=False)",
+        "return all_gather(rows, group, sum_gradients=True).index_select(0, segments.key_index)",
+        "return all_gather(rows, group, sum_gradients=False).index_select(0, segments.key_index)",
         (f"{_CONTEXT}[grouped queries-2]",),
         "keys would be trained by this rank's queries alone",
     ),

@@ -1,0 +1,100 @@
+"""DeepSeek-V3, Kimi-K2 and GLM-4.7-Flash: latent attention, and mixtures of experts behind a few dense layers.
+
+The layer for multi-token prediction of a released directory is kept as it is, and grows stale as the model learns.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from rl_backend.model.decoder_spec import DecoderSpec
+from rl_backend.model.families import decoder_family, full_attention, read_decoder
+from rl_backend.model.feedforward.moe import BiasedMoEOptions
+from rl_backend.model.hf_config import HFConfig
+from rl_backend.model.mixers.mla import MLASpec
+from rl_backend.model.registry import ModelFamily, register_model
+from rl_backend.model.sigmoid_mixtures import after_dense_layers, read_sigmoid_mixture
+from rl_backend.primitive.rope import Rotary, YarnScaling, yarn_temperature
+
+_HONOURED: Mapping[str, tuple[Any, ...]] = {
+    "mlp_bias": (False,),
+    "num_nextn_predict_layers": (0, 1),
+}
+_LATENT_EPS = 1e-6
+"""Of the norms of latents, in DeepSeek's code and in transformers, whatever ``rms_norm_eps`` says. vLLM and Megatron take
+``rms_norm_eps``, which is the same number in DeepSeek-V3 and Kimi-K2."""
+
+
+def deepseek_v3(config: HFConfig) -> DecoderSpec:
+    """DeepSeek-V3 and R1 (arXiv 2412.19437)."""
+    return _latent_decoder(config, default_groups=(8, 4), default_dense=3)
+
+
+def glm4_moe_lite(config: HFConfig) -> DecoderSpec:
+    """GLM-4.7-Flash: DeepSeek-V3 with other sizes; ``mlp_layer_types`` names the dense layers."""
+    return _latent_decoder(config, default_groups=(1, 1), default_dense=1)
+
+
+def _latent_decoder(config: HFConfig, *, default_groups: tuple[int, int], default_dense: int) -> DecoderSpec:
+    config.require(_HONOURED)
+    heads, rotated = config.positive_int("num_attention_heads"), config.positive_int("qk_rope_head_dim", 64)
+    mixture = read_sigmoid_mixture(config, default_groups=default_groups)
+    kv_heads, head_dim = config.get("num_key_value_heads", heads), config.get("head_dim", rotated)
+    if kv_heads != heads:
+        config.refuse("num_key_value_heads", kv_heads, f"all num_attention_heads={heads} have keys of their own")
+    if head_dim != rotated:
+        config.refuse("head_dim", head_dim, f"stands for what is rotated here; leave it out, or make it {rotated}")
+    decoder = read_decoder(
+        # What is rotated is all that is read of a head.
+        HFConfig({**config.fields, "head_dim": rotated}, config.family),
+        full_attention(config),
+        after_dense_layers(config, mixture, default_dense=default_dense),
+        default_theta=10000.0,
+    )
+    rotary = decoder.layers[0].mixer.rotary
+    assert rotary is not None, "of read_decoder"
+    mixer = _read_mla(config, heads, rotary)
+    return replace(decoder, layers=tuple(layer._replace(mixer=mixer) for layer in decoder.layers))
+
+
+def _read_mla(config: HFConfig, heads: int, rotary: Rotary) -> MLASpec:
+    plain = config.positive_int("qk_nope_head_dim")
+    key_dim = plain + rotary.head_dim
+    config.require({"qk_head_dim": (key_dim,)})
+    rank = None if config.get("q_lora_rank") is None else config.positive_int("q_lora_rank")
+    return MLASpec(
+        num_heads=heads,
+        query_rank=rank,
+        kv_rank=config.positive_int("kv_lora_rank"),
+        plain_dim=plain,
+        value_dim=config.positive_int("v_head_dim"),
+        rotary=rotary,
+        interleaved=config.flag("rope_interleave", True),
+        scale=key_dim**-0.5 * _temperature(config, rotary) ** 2,
+        latent_eps=_LATENT_EPS,
+        bias=config.flag("attention_bias"),
+    )
+
+
+def _temperature(config: HFConfig, rotary: Rotary) -> float:
+    """What DeepSeek's YaRN multiplies queries by, and keys; ``mscale_all_dim`` is checked with the rotary embedding."""
+    parameters = config.get("rope_parameters", config.get("rope_scaling", {}))
+    if not isinstance(rotary.scaling, YarnScaling) or not parameters.get("mscale_all_dim"):
+        return 1.0
+    return yarn_temperature(rotary.scaling.factor, float(parameters["mscale_all_dim"]))
+
+
+def _latent_family(name: str, read: Callable[[HFConfig], DecoderSpec]) -> ModelFamily:
+    def kept(decoder: DecoderSpec) -> tuple[str, ...]:
+        """Layers for multi-token prediction are numbered behind the others."""
+        return (f"{decoder.prefix}.layers.{decoder.num_layers}.",)
+
+    return replace(decoder_family(name, read, BiasedMoEOptions), kept_weights=kept)
+
+
+for family in (
+    _latent_family("deepseek_v3", deepseek_v3),
+    _latent_family("kimi_k2", deepseek_v3),
+    _latent_family("glm4_moe_lite", glm4_moe_lite),
+):
+    register_model(family)

@@ -1,0 +1,173 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): one latent for keys and values of all heads."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rl_backend.contracts import ParallelConfig, WeightName
+from rl_backend.model.blocks import CacheBytes, Mixer, MixerSpec, Rotation, linear_names, require_divided
+from rl_backend.parallel.collectives import all_gather
+from rl_backend.parallel.context import attend_over_ranks, gather_keys
+from rl_backend.parallel.groups import ParallelGroups
+from rl_backend.parallel.tensor import TensorParallel
+from rl_backend.primitive.adapter_runs import runs_at_work
+from rl_backend.primitive.attention import Segments, packed_attention
+from rl_backend.primitive.norm import NormSpec, RMSNorm
+from rl_backend.primitive.rope import Rotary, apply_rotary
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLASpec(MixerSpec):
+    """Attributes:
+    num_heads: any number.
+    query_rank: features of the latent that queries are made of; None makes them of the hidden state.
+    kv_rank: features of the latent that keys and values of all heads are made of.
+    plain_dim: features of a head's query and key that are not rotated.
+    value_dim: features of a head's value.
+    rotary: of the other features of queries and keys, the last; all heads have these of the key in common.
+    interleaved: whether the two features of a pair that is rotated are neighbours, or half of them apart.
+    scale: factor of the scores.
+    latent_eps: of the norms of both latents.
+    bias: whether the projections to latents and of the output have biases.
+    """
+
+    num_heads: int
+    query_rank: int | None
+    kv_rank: int
+    plain_dim: int
+    value_dim: int
+    rotary: Rotary
+    interleaved: bool
+    scale: float
+    latent_eps: float
+    bias: bool = False
+
+    @property
+    def key_dim(self) -> int:
+        return self.plain_dim + self.rotary.head_dim
+
+    def build(self, hidden_size: int, norm: NormSpec) -> Mixer:
+        return LatentAttention(self, hidden_size)
+
+    def weight_names(self, layer: str) -> Mapping[str, WeightName]:
+        block = f"{layer}.self_attn"
+        if self.query_rank is None:
+            names = linear_names(("q_proj",), block, bias=False)
+        else:
+            names = linear_names(("q_a_proj",), block, bias=self.bias)
+            names |= linear_names(("q_a_layernorm", "q_b_proj"), block, bias=False)
+        names |= linear_names(("kv_a_proj_with_mqa",), block, bias=self.bias)
+        names |= linear_names(("kv_a_layernorm", "kv_b_proj"), block, bias=False)
+        return names | linear_names(("o_proj",), block, bias=self.bias)
+
+    def cache_bytes(self, num_tokens: int, itemsize: int) -> CacheBytes:
+        """Latents and the rotated features of keys: engines make keys and values of them in the attention."""
+        return CacheBytes(tokens=num_tokens * (self.kv_rank + self.rotary.head_dim) * itemsize)
+
+    def check_layout(self, parallel: ParallelConfig) -> None:
+        require_divided("tp", parallel.tp, "num_attention_heads", self.num_heads)
+
+
+class LatentAttention(Mixer):
+    """The module of a :class:`MLASpec`; (T, hidden_size) -> (T, hidden_size).
+
+        c_q = norm(q_a(x))              c_kv, r = kv_a(x)
+        q, q_r = q_b(c_q)               k, v = kv_b(norm(c_kv))
+        out = o_proj(attention([q, rotate(q_r)], [k, rotate(r)], v))
+
+    Keys and values are made of the latents before the attention. The absorbed form, which attends to latents, multiplies
+    ``kv_rank`` features for every score where this one multiplies ``plain_dim``: it pays for one query against many keys.
+    """
+
+    def __init__(self, spec: MLASpec, hidden_size: int) -> None:
+        super().__init__()
+        self.spec = spec
+        queries = spec.num_heads * spec.key_dim
+        if spec.query_rank is None:
+            self.q_proj = nn.Linear(hidden_size, queries, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(hidden_size, spec.query_rank, bias=spec.bias)
+            self.q_a_layernorm = RMSNorm(spec.query_rank, spec.latent_eps)
+            self.q_b_proj = nn.Linear(spec.query_rank, queries, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(hidden_size, spec.kv_rank + spec.rotary.head_dim, bias=spec.bias)
+        self.kv_a_layernorm = RMSNorm(spec.kv_rank, spec.latent_eps)
+        self.kv_b_proj = nn.Linear(spec.kv_rank, spec.num_heads * (spec.plain_dim + spec.value_dim), bias=False)
+        self.o_proj = nn.Linear(spec.num_heads * spec.value_dim, hidden_size, bias=spec.bias)
+        self._tp_group: dist.ProcessGroup | None = None
+        self._cp_group: dist.ProcessGroup | None = None
+
+    def forward(self, x: Tensor, rotation: Rotation | None, segments: Segments) -> Tensor:
+        assert rotation is not None, "MLASpec has a rotary embedding"
+        query = self._queries(x, rotation)
+        latent, rotated = self._latents(x, rotation)
+        attended = self._attend(query, latent, rotated, segments)
+        return self.o_proj(attended.flatten(1))  # type: ignore[no-any-return]
+
+    def _queries(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """(N, heads of this rank, key_dim), scaled."""
+        spec = self.spec
+        if spec.query_rank is None:
+            projected = self.q_proj(self._of_all_tokens(x))
+        else:
+            projected = self.q_b_proj(self._of_all_tokens(self.q_a_layernorm(self.q_a_proj(x))))
+        plain, rotated = projected.unflatten(-1, (-1, spec.key_dim)).split((spec.plain_dim, spec.rotary.head_dim), dim=-1)
+        # Attention scales by the root of the width.
+        query: Tensor = torch.cat((plain, self._rotate(rotated, rotation)), dim=-1) * (spec.scale * spec.key_dim**0.5)
+        return query
+
+    def _latents(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """What keys and values are made of: (N, kv_rank), normalised, and (N, rotated features)."""
+        latent, rotated = self.kv_a_proj_with_mqa(x).split((self.spec.kv_rank, self.spec.rotary.head_dim), dim=-1)
+        both = self._of_all_tokens(torch.cat((self.kv_a_layernorm(latent), rotated), dim=-1))
+        latent, rotated = both.split((self.spec.kv_rank, self.spec.rotary.head_dim), dim=-1)
+        return latent, self._rotate(rotated[:, None], rotation)[:, 0]
+
+    def _attend(self, query: Tensor, latent: Tensor, rotated: Tensor, segments: Segments) -> Tensor:
+        if self._cp_group is None:
+            return packed_attention(query, *self._keys_and_values(latent, rotated), segments)
+        if runs_at_work():
+            # An adapter of kv_b_proj works on rows of this rank.
+            key, value = self._keys_and_values(latent, rotated)
+            return attend_over_ranks(query, key, value, segments, None, group=self._cp_group)
+        shared = gather_keys(torch.cat((latent, rotated), dim=-1), segments, self._cp_group)
+        latent, rotated = shared.split((self.spec.kv_rank, self.spec.rotary.head_dim), dim=-1)
+        return packed_attention(query, *self._keys_and_values(latent, rotated), segments)
+
+    def _keys_and_values(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+        """(M, heads of this rank, key_dim) and (M, heads of this rank, value_dim)."""
+        heads = self.kv_b_proj(latent).unflatten(-1, (-1, self.spec.plain_dim + self.spec.value_dim))
+        plain, value = heads.split((self.spec.plain_dim, self.spec.value_dim), dim=-1)
+        return torch.cat((plain, rotated[:, None].expand(-1, plain.shape[1], -1)), dim=-1), value
+
+    def _rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        if self.spec.interleaved:
+            # Queries and keys alike, so that their products stay what they are.
+            x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return apply_rotary(x, *rotation)
+
+    def _of_all_tokens(self, x: Tensor) -> Tensor:
+        """(N / tp, ...) -> (N, ...)."""
+        return x if self._tp_group is None else all_gather(x, self._tp_group, sum_gradients=True)
+
+    def split(self, groups: ParallelGroups) -> None:
+        """Tensor parallelism splits the heads, and each rank makes latents of its own tokens; context parallelism gathers
+        latents, which are smaller than keys and values, before every attention."""
+        if groups.cp_group.size() > 1:
+            self._cp_group = groups.cp_group
+        if groups.tp_group.size() == 1:
+            return
+        self._tp_group = groups.tp_group
+        tensor = TensorParallel(groups.tp_mesh)
+        if self.spec.query_rank is None:
+            tensor.column(self.q_proj)
+        else:
+            tensor.replicate_for_own_tokens(self.q_a_proj)
+            tensor.replicate(self.q_a_layernorm)
+            tensor.column(self.q_b_proj)
+        tensor.replicate_for_own_tokens(self.kv_a_proj_with_mqa)
+        tensor.replicate(self.kv_a_layernorm)
+        tensor.column(self.kv_b_proj)
+        tensor.row(self.o_proj)
