@@ -44,11 +44,19 @@ SPEED = """\
 Native training over transformers with fused AdamW, tokens per second: sequences of equal length, and of mixed ones (packed
 against padded). Medians of interleaved steps in float32 on a CPU; the workloads are those of `benchmarks/train_speed.py`.
 """
-RANDOM = """\
+RANDOM = {
+    "random_shapes": """\
 ## Random shapes
 Odd shapes of stacks with gated DeltaNet (heads, sizes, kinds of layers, vocabularies), drawn by seed and compared with
 transformers.
-"""
+""",
+    "random_latents": """\
+### Latent attention and grouped routers
+The same for stacks of latent attention (heads, ranks, widths of keys and values, rotary embeddings) and of mixtures behind
+routers with groups.
+""",
+}
+"""Section of the results -> what it is."""
 ENGINES = """\
 ## What vLLM cannot serve
 Refused by name before an engine starts, with what happens otherwise.
@@ -86,7 +94,7 @@ def page(results: Mapping[str, Any]) -> str:
     entries: dict[str, Entry] = {name: results.get(name, {}) for name in FAMILIES}
     refusals = Refusals()
     sections = [_parity(entries, refusals), _layouts(entries, refusals), _push(entries, refusals), _speed(entries)]
-    sections.append(_random_shapes(results["random_shapes"]) if "random_shapes" in results else "")
+    sections += [_random_shapes(title, results[section]) for section, title in RANDOM.items() if section in results]
     sections.append(_engine_refusals(results["engine_refusals"]) if "engine_refusals" in results else "")
     sections.append("\n".join(["## Refusals", *refusals.lines(), ""]) if refusals.lines() else "")
     return "\n".join([HEAD, *filter(None, sections)])
@@ -163,7 +171,7 @@ def _speed(entries: Mapping[str, Entry]) -> str:
     return SPEED + "\n" + _table(("family", "equal lengths", "mixed lengths"), rows) if rows else ""
 
 
-def _random_shapes(trial: Mapping[str, Any]) -> str:
+def _random_shapes(title: str, trial: Mapping[str, Any]) -> str:
     rows = [
         (
             runtime,
@@ -181,7 +189,7 @@ def _random_shapes(trial: Mapping[str, Any]) -> str:
         if shape.get(runtime, {}).get("outcome") == "failed"
     ]
     table = _table(("runtime", "accepted", "mixtures among them", "passed", "refused"), rows)
-    return "\n".join([RANDOM, table, *(["Not passed:", "", *failed, ""] if failed else [])])
+    return "\n".join([title, table, *(["Not passed:", "", *failed, ""] if failed else [])])
 
 
 def _to_float64(outcome: Entry) -> str:

@@ -3,7 +3,7 @@
 Writes ``pairs`` of ``results/parity.json``: for each pair the largest relative difference of the loss and of the gradient
 norm over the first 5 and over all steps, the first divergence (null when there is none), by how much the loss fell, and
 bfloat16 beside float32. A pair with a layout that a runtime refuses holds the refusal. ``--random N`` writes
-``random_shapes`` (with ``--of hybrids``, of ``results/families.json``), ``--lora`` writes ``lora``. All write after every
+``random_shapes`` (with ``--of``, sections of ``results/families.json``), ``--lora`` writes ``lora``. All write after every
 comparison; ``--continue`` takes up a run that was stopped.
 """
 
@@ -239,7 +239,11 @@ def main() -> int:
     """Exit status 1 when two sides differ by more than the tolerances, or one failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--random", type=int, metavar="N", help="odd shapes instead, until each runtime has accepted N")
-    parser.add_argument("--of", choices=tuple(TRIALS), help="shapes of --random: decoders (default), or stacks of DeltaNet")
+    parser.add_argument(
+        "--of",
+        choices=tuple(TRIALS),
+        help="shapes of --random: decoders (default), or stacks of DeltaNet or of latent attention",
+    )
     parser.add_argument("--lora", action="store_true", help="LoRA tenants of one batch against peft, one by one, instead")
     parser.add_argument("--only", default="", help="pairs whose name contains this; the others in the file stay")
     parser.add_argument("--continue", action="store_true", dest="go_on", help="keep what the file has and run the rest")

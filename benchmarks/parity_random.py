@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from benchmarks.forked_ranks import start_forked_rank
 from benchmarks.parity_float64 import distance, float64_steps
 from benchmarks.random_hybrids import draw_hybrid
+from benchmarks.random_latents import draw_latent
 from benchmarks.random_models import RandomModel, draw, write_model
 from benchmarks.report import machine, read_result, update_result
 from rl_backend.contracts import ConfigError, RLBackendError, UnsupportedError
@@ -36,21 +37,24 @@ class Trial(NamedTuple):
 
     Attributes:
         draw: seed -> shape.
-        result: stem of the file whose ``random_shapes`` has the outcomes.
+        result: stem of the file that has the outcomes.
         required: runtimes that have to accept so many shapes; each shape is tried on the others too.
         lengths: tokens of the shortest and of the longest sequence of a batch.
+        section: of the file.
     """
 
     draw: Callable[[int], RandomModel]
     result: str
     required: tuple[str, ...] = RUNTIMES
     lengths: tuple[int, int] = (2, 48)
+    section: str = "random_shapes"
 
 
 TRIALS: Mapping[str, Trial] = {
     "decoders": Trial(draw, "parity"),
     # Lengths beyond two chunks of 64, and one token alone.
     "hybrids": Trial(draw_hybrid, "families", lengths=(1, 150)),
+    "latents": Trial(draw_latent, "families", ("native",), (1, 150), "random_latents"),
 }
 
 
@@ -61,7 +65,7 @@ def run_random(count: int, *, go_on: bool, trial: Trial) -> bool:
         count: accepted shapes for each required runtime.
         go_on: keeps what the file has passed or refused, and tries again what failed.
     """
-    earlier: dict[str, Any] = read_result(trial.result).get("random_shapes", {}).get("shapes", {}) if go_on else {}
+    earlier: dict[str, Any] = read_result(trial.result).get(trial.section, {}).get("shapes", {}) if go_on else {}
     further = [runtime for runtime in RUNTIMES if runtime not in trial.required]
     shapes: dict[str, dict[str, Any]] = {}
     for seed in itertools.count():
@@ -78,10 +82,10 @@ def run_random(count: int, *, go_on: bool, trial: Trial) -> bool:
         if wanted:
             # A run that is stopped here loses nothing of an earlier one.
             later = {name: shape for name, shape in earlier.items() if int(name) > seed}
-            update_result(trial.result, {"random_shapes": _summary({**shapes, **later})})
+            update_result(trial.result, {trial.section: _summary({**shapes, **later})})
             print(f"{seed} {model.family}: " + ", ".join(f"{name} {_in_words(shape[name])}" for name in wanted), flush=True)
     summary = _summary(shapes)
-    print(update_result(trial.result, {"random_shapes": summary}))
+    print(update_result(trial.result, {trial.section: summary}))
     return bool(summary["passed"] == summary["accepted"])
 
 

@@ -17,6 +17,7 @@ from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.norm import NormSpec
 from rl_backend.primitive.rope import Rotary
 from rl_backend.primitive.router import RouterSettings
+from rl_backend.primitive.router_losses import RowSequences
 
 type Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of a micro-batch's positions; see :func:`~rl_backend.primitive.rope.rotary_cos_sin`."""
@@ -29,11 +30,13 @@ class RouterInput(NamedTuple):
         loss_weight: factor of the router's losses of these tokens.
         padding: (T,) bool, tokens that do not count in the router's losses.
         experts: (T, top_k), experts chosen elsewhere; see :meth:`~rl_backend.primitive.router.Router.forward`.
+        sequences: which sequence of the micro-batch each token is from; None where there is one.
     """
 
     loss_weight: float = 1.0
     padding: Tensor | None = None
     experts: Tensor | None = None
+    sequences: RowSequences | None = None
 
 
 class CacheBytes(NamedTuple):

@@ -159,7 +159,7 @@ class Decoder(nn.Module):
         rotations = _Rotations(inputs.position_ids, hidden.dtype)
         for layer in self.each_layer():
             experts = None if inputs.routes is None or layer.place is None else inputs.routes[:, layer.place]
-            router = RouterInput(inputs.router_loss_weight, inputs.padding, experts)
+            router = RouterInput(inputs.router_loss_weight, inputs.padding, experts, inputs.sequences)
             hidden = layer(hidden, rotations.of(layer.rotary), inputs.segments, router, inputs.adapters)
         if self.norm is None:
             return hidden
@@ -196,7 +196,7 @@ class Decoder(nn.Module):
         if spec.training == "detached":
             hidden, embedding, weight = hidden.detach(), embedding.detach(), weight.detach()
             bias = None if bias is None else bias.detach()
-        router = RouterInput(inputs.router_loss_weight, inputs.padding)
+        router = RouterInput(inputs.router_loss_weight, inputs.padding, sequences=inputs.sequences)
         predicted = mtp(hidden, embedding, rotations.of(layer.rotary), inputs.segments, router)
         log_probs, _ = self.next_token_log_probs(
             predicted,

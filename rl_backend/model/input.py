@@ -9,6 +9,7 @@ from rl_backend.contracts import Head, ModelOptions
 from rl_backend.primitive.adapter_runs import AdapterRun
 from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.log_prob import IGNORE_LABEL
+from rl_backend.primitive.router_losses import RowSequences
 
 
 class SecondTokens(NamedTuple):
@@ -44,6 +45,7 @@ class ModelInput(NamedTuple):
         adapters: which adapters work on which of the T tokens.
         heads: the outputs that are wanted; empty asks for those of the model's own head. Tenants with a head of their own
             have values, and rows with values have no log-probs, which are 0 then, as are values of the others.
+        sequences: which sequence each row between this rank's blocks is from; None where there is one.
         second: the tokens after the next; None in a pass that trains nothing on them.
         hidden: (rows, hidden_size), the output of the pipeline stage before; None for the first.
     """
@@ -60,6 +62,7 @@ class ModelInput(NamedTuple):
     routes: torch.Tensor | None = None
     adapters: Sequence[AdapterRun] = ()
     heads: Sequence[Head] = ()
+    sequences: RowSequences | None = None
     second: SecondTokens | None = None
     hidden: torch.Tensor | None = None
 

@@ -15,10 +15,22 @@ class RouterLossCoefficients(NamedTuple):
     """Attributes:
     load_balancing: factor of :func:`load_balancing_loss`.
     z: factor of :func:`router_z_loss`.
+    sequence: factor of :func:`sequence_balancing_loss`.
     """
 
     load_balancing: float = 0.0
     z: float = 0.0
+    sequence: float = 0.0
+
+
+class RowSequences(NamedTuple):
+    """Attributes:
+    of_rows: (T,) int64, which sequence of the micro-batch each token is from; any number for padding.
+    number: of sequences in the micro-batch, on all ranks.
+    """
+
+    of_rows: Tensor
+    number: int
 
 
 def load_balancing_loss(
@@ -38,13 +50,51 @@ def load_balancing_loss(
     """
     if use is None:
         use = expert_use(routing.experts, settings.num_experts, padding)
-    if settings.score == "softmax":
-        scores = routing.logits.softmax(-1)
-    else:
-        sigmoid = routing.logits.sigmoid()
-        scores = sigmoid / (sigmoid.sum(-1, keepdim=True) + 1e-20)
+    scores = _shares(routing.logits, settings)
     fractions = use.counts.to(scores.dtype) / (use.num_tokens * settings.top_k)
     return settings.num_experts * torch.dot(fractions, _without(padding, scores).sum(0) / use.num_tokens)
+
+
+def _shares(logits: Tensor, settings: RouterSettings) -> Tensor:
+    """Scores of each token, which add up to 1."""
+    if settings.score == "softmax":
+        return logits.softmax(-1)
+    sigmoid = logits.sigmoid()
+    return sigmoid / (sigmoid.sum(-1, keepdim=True) + 1e-20)
+
+
+def sequence_balancing_loss(
+    logits: Tensor,
+    settings: RouterSettings,
+    sequences: RowSequences,
+    padding: Tensor | None = None,
+    sum_over_ranks: Callable[[Tensor], object] | None = None,
+) -> Tensor:
+    """The mean over sequences of ``E * sum_e f_e * P_e`` within each (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20).
+
+    ``f_e`` is the part of the sequence's ``top_k`` highest scores that are of expert e, without the bias and the groups of
+    the choice, and ``P_e`` the mean of its score, scores of a token adding up to 1.
+
+    Args:
+        logits: (T, E).
+        padding: (T,) bool, tokens that do not count.
+        sum_over_ranks: adds a tensor up, in place, over the ranks that have the other tokens of the micro-batch. The loss is
+            then the share of these tokens, and the shares add up to it.
+    """
+    num_experts = settings.num_experts
+    rows = sequences.of_rows.clamp(0, sequences.number - 1)
+    counted = torch.ones_like(rows) if padding is None else (~padding).to(rows.dtype)
+    highest = logits.detach().topk(settings.top_k, dim=-1).indices + rows[:, None] * num_experts
+    counts = rows.new_zeros(sequences.number * (num_experts + 1))
+    counts.scatter_add_(0, highest.flatten(), counted.repeat_interleave(settings.top_k))
+    counts.scatter_add_(0, rows + sequences.number * num_experts, counted)
+    if sum_over_ranks is not None:
+        sum_over_ranks(counts)
+    of_experts, lengths = counts.split((sequences.number * num_experts, sequences.number))
+    shares = _shares(logits, settings)
+    of_rows, lengths_of_rows = of_experts.view(-1, num_experts)[rows].to(shares.dtype), lengths[rows].to(shares.dtype)
+    losses = (shares * of_rows).sum(-1) * num_experts / (settings.top_k * lengths_of_rows.square())
+    return _without(padding, losses).sum() / sequences.number
 
 
 def router_z_loss(logits: Tensor, padding: Tensor | None = None, use: ExpertUse | None = None) -> Tensor:
@@ -70,6 +120,7 @@ def with_router_losses(
     loss_weight: float,
     padding: Tensor | None = None,
     sum_over_ranks: Callable[[Tensor], object] | None = None,
+    sequences: RowSequences | None = None,
 ) -> Routing:
     """The same routing, whose weights bring the gradient of the losses into the backward pass, times ``loss_weight``.
 
@@ -79,6 +130,7 @@ def with_router_losses(
         padding: (T,) bool, tokens that do not count.
         sum_over_ranks: adds a tensor up, in place, over the ranks that have the other tokens of the micro-batch. The losses
             are those of all of its tokens, and the gradients of the ranks add up to theirs.
+        sequences: which sequence each token is from; None for a micro-batch of one.
     """
     if coefficients == RouterLossCoefficients() or not torch.is_grad_enabled():
         return routing
@@ -88,6 +140,10 @@ def with_router_losses(
         losses = losses + coefficients.load_balancing * load_balancing_loss(routing, settings, padding, use)
     if coefficients.z:
         losses = losses + coefficients.z * router_z_loss(routing.logits, padding, use)
+    if coefficients.sequence:
+        sequences = sequences or RowSequences(routing.experts.new_zeros(routing.experts.shape[0]), 1)
+        balance = sequence_balancing_loss(routing.logits, settings, sequences, padding, sum_over_ranks)
+        losses = losses + coefficients.sequence * balance
     return routing._replace(weights=_WithLoss.apply(routing.weights, loss_weight * losses))
 
 

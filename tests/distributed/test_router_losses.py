@@ -18,7 +18,10 @@ PIPELINES = {
     2: [("auto", {"pp": 2}), ("zbv", {"pp": 2, "vpp": 2}), ("interleaved-1f1b", {"pp": 2, "vpp": 2})],
     4: [("zbv", {"pp": 2, "vpp": 2, "tp": 2}), ("auto", {"pp": 2, "ep": 2})],
 }
-LOSSES: dict[str, Any] = {"model": "qwen3_moe", "model_cfg": {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.2}}
+LOSSES: dict[str, Any] = {
+    "model": "qwen3_moe",
+    "model_cfg": {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.2, "router_sequence_loss_coef": 0.3},
+}
 ROUTER = "model.layers.1.mlp.gate.weight"
 
 

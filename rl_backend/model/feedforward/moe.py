@@ -31,10 +31,12 @@ class MoEOptions(ModelOptions):
         freeze_router: leave the weights of routers as they are.
         router_aux_loss_coef: of :func:`rl_backend.primitive.router_losses.load_balancing_loss`.
         router_z_loss_coef: of :func:`rl_backend.primitive.router_losses.router_z_loss`.
+        router_sequence_loss_coef: of :func:`rl_backend.primitive.router_losses.sequence_balancing_loss`.
     """
 
     router_aux_loss_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     router_z_loss_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    router_sequence_loss_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     freeze_router: bool = False
 
 
@@ -89,7 +91,9 @@ class MoESpec(FeedForwardSpec):
     def build(self, hidden_size: int, options: ModelOptions) -> FeedForward:
         coefficients = RouterLossCoefficients()
         if isinstance(options, MoEOptions):
-            coefficients = RouterLossCoefficients(options.router_aux_loss_coef, options.router_z_loss_coef)
+            coefficients = RouterLossCoefficients(
+                options.router_aux_loss_coef, options.router_z_loss_coef, options.router_sequence_loss_coef
+            )
         return MoE(
             hidden_size,
             self.intermediate_size,
@@ -193,7 +197,13 @@ class MoE(FeedForward):
         """Chooses experts for (T, hidden_size), or takes those of ``router``, and weights them."""
         routing: Routing = self.gate(x, router.experts)
         return with_router_losses(
-            routing, self.gate.settings, self.coefficients, router.loss_weight, router.padding, self.sum_over_ranks
+            routing,
+            self.gate.settings,
+            self.coefficients,
+            router.loss_weight,
+            router.padding,
+            self.sum_over_ranks,
+            router.sequences,
         )
 
     def split(self, groups: ParallelGroups) -> Sequence[nn.Module]:

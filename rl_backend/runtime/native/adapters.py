@@ -72,7 +72,8 @@ def adaptable_modules(
 
 
 def _coupled_by(options: ModelOptions | None) -> str:
-    for name in ("router_aux_loss_coef", "router_z_loss_coef") if isinstance(options, MoEOptions) else ():
+    losses = ("router_aux_loss_coef", "router_z_loss_coef", "router_sequence_loss_coef")
+    for name in losses if isinstance(options, MoEOptions) else ():
         if getattr(options, name):
             return f"NativeConfig.model_cfg.{name}={getattr(options, name)}"
     if isinstance(options, MTPOptions) and options.mtp != "keep":

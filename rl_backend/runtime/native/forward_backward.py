@@ -16,6 +16,7 @@ from rl_backend.parallel.context import TokenLayout, gather_outputs, lay_out_tok
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.primitive.adapter_runs import AdapterRun
 from rl_backend.primitive.attention import Segments
+from rl_backend.primitive.router_losses import RowSequences
 from rl_backend.runtime.engine import PassRequest
 from rl_backend.runtime.native.balance import PassLoads
 from rl_backend.runtime.native.handle import NativeHandle
@@ -83,6 +84,7 @@ def lay_out(
             temperature=batch.temperature,
             padding=None,
             routes=routes,
+            sequences=RowSequences(batch.sequence_ids, len(seq_lens)),
             adapters=runs(seq_lens),
             second=SecondTokens(second, count),
             **common,
@@ -104,6 +106,7 @@ def lay_out(
         temperature=layout.take(temperature, 1.0) if isinstance(temperature, Tensor) else temperature,
         padding=_own_tokens(layout.padding, groups),
         routes=_own_tokens(None if routes is None else layout.take(routes, -1), groups),
+        sequences=RowSequences(_share(layout.take(batch.sequence_ids, 0), groups), len(seq_lens)),
         adapters=runs(layout.sequence_rows),
         second=SecondTokens(layout.take(second, -100), count),
         **common,
@@ -112,9 +115,12 @@ def lay_out(
 
 
 def _own_tokens(rows: Tensor | None, groups: ParallelGroups) -> Tensor | None:
+    """As :func:`_share`, of rows that there may be."""
+    return None if rows is None else _share(rows, groups)
+
+
+def _share(rows: Tensor, groups: ParallelGroups) -> Tensor:
     """The rows between blocks, where tensor-parallel ranks share the tokens out."""
-    if rows is None:
-        return None
     return torch.tensor_split(rows, groups.tp_group.size())[groups.tp_group.rank()]
 
 
