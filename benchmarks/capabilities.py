@@ -53,7 +53,7 @@ transformers.
     "random_latents": """\
 ### Latent attention and grouped routers
 The same for stacks of latent attention (heads, ranks, widths of keys and values, rotary embeddings) and of mixtures behind
-routers with groups.
+routers with groups. Where two groups are equal to a token but for rounding, sides that agree in the first step part later.
 """,
 }
 """Section of the results -> what it is."""
