@@ -72,7 +72,7 @@ FAULTS = [
         _BALANCE,
         "        self.drop()\n        moves = []",
         "        moves = []",
-        (f"{_MOVES}::test_twenty_steps_equal_transformers_with_a_plain_rule",),
+        (f"{_MOVES}::test_a_step_uses_up_the_choices_that_it_counted",),
         "biases would follow the load of all steps together",
     ),
     Fault(

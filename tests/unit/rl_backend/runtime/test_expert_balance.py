@@ -130,6 +130,22 @@ def test_forward_only_passes_recomputation_and_dropped_gradients_do_not_count(mo
     assert len(found[0]) == 2 and all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
+def test_a_step_uses_up_the_choices_that_it_counted(model: Path) -> None:
+    """Gradients stay until they are dropped, but the second step moves biases by the second pass alone."""
+    found = []
+    with open_runtime(model, **BALANCED) as runtime:
+        for drops in (True, False):
+            handle = runtime.build_model()
+            step(runtime, handle, seed=0)
+            if drops:
+                runtime.zero_grad(handle)
+            # Two tokens, whose experts are no likeness of those before.
+            runtime.forward_backward(handle, micro_batches([[4]], seed=1), token_loss)
+            runtime.optimizer_step(handle)
+            found.append(biases(handle))
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
 @pytest.mark.shows("model: a refused step leaves biases of routers as they were, and its tokens do not count later")
 def test_a_refused_step_moves_no_bias(model: Path) -> None:
     with open_runtime(model, **BALANCED) as runtime:
