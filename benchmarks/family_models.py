@@ -220,6 +220,9 @@ FAMILIES: Mapping[str, Family] = {
 }
 """Name in ``results/families.json`` -> family. Qwen3.5 is its text model, as transformers writes it."""
 
+SAME_CODE: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
+"""Families that transformers has no class of, and the one whose code they are; they are not measured again."""
+
 
 def write_small(family: Family, directory: Path) -> Path:
     """About 1M random parameters of which none has a value that hides a fault."""
