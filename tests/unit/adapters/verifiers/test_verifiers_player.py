@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import subprocess
-import time
-import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,33 +14,18 @@ from rl_backend.contracts import ConfigError
 from rl_backend.environment import Episode, Group, GroupTask, Limits, PlayOptions, play_groups
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.libraries import verifiers
+from tests.support.openenv_game import served_game
 from tests.support.token_sources import WrittenSource
 
 TOKENIZER = chat_tokenizer(CHATML)
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
 CONTEXT = 2048
-SERVER = Path(__file__).resolve().parents[3] / "support" / "openenv_server.py"
 
 
 @pytest.fixture(scope="module")
 def game() -> Iterator[str]:
-    python = verifiers()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = subprocess.Popen([str(python), str(SERVER), str(port)], stdin=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(600):
-            try:
-                urllib.request.urlopen(f"{url}/schema", timeout=5)
-                break
-            except OSError:
-                time.sleep(0.1)
+    with served_game() as url:
         yield url
-    finally:
-        server.kill()
-        server.wait()
 
 
 @pytest.fixture(scope="module")
