@@ -113,7 +113,7 @@ TRANSFORMER: Mapping[str, MegatronField] = {
         "with moe_router_bias_update_rate=0 only: a bias that is 0 and stays so; config.json decides on others", False
     ),
     "moe_router_bias_update_rate": _only("the bias of a router never moves", 0, None),
-    "dsa_indexer_loss_coeff": _only("neither runtime has DeepSeek's sparse attention", 0, None),
+    "dsa_indexer_loss_coeff": _only("the indexers of sparse attention are not trained through verl", 0, None),
     "dsa_indexer_use_sparse_loss": MegatronField(
         "no meaning: read with dsa_indexer_loss_coeff only", "no meaning: read with dsa_indexer_loss_coeff only", True
     ),

@@ -3,6 +3,7 @@
 from rl_backend.model import deepseek as deepseek
 from rl_backend.model import mixtures as mixtures
 from rl_backend.model import qwen3_5 as qwen3_5
+from rl_backend.model import sparse_families as sparse_families
 from rl_backend.model import variants as variants
 from rl_backend.model.families import MIXTRAL as MIXTRAL
 from rl_backend.model.families import QWEN3 as QWEN3

@@ -39,6 +39,24 @@ class RouterInput(NamedTuple):
     sequences: RowSequences | None = None
 
 
+class KeyChoice(NamedTuple):
+    """What a mixer that attends to chosen keys is told.
+
+    Attributes:
+        longest: tokens of the longest sequence, the same on every rank.
+        loss_weight: factor of the losses of what chooses.
+        chosen: what the layer before attends to, :func:`~rl_backend.primitive.indexer.choose_keys`; None where that is all.
+    """
+
+    longest: int
+    loss_weight: float = 1.0
+    chosen: Tensor | None = None
+
+
+type Mixed = Tensor | tuple[Tensor, Tensor | None]
+"""What a mixer gives; of one that is told a :class:`KeyChoice`, beside it what it attended to."""
+
+
 class CacheBytes(NamedTuple):
     """What an engine keeps of one sequence while it generates.
 
@@ -55,8 +73,11 @@ class Mixer(nn.Module, ABC):
     """Mixes the tokens of each sequence; (rows, hidden_size) -> (rows, hidden_size)."""
 
     @abstractmethod
-    def forward(self, x: Tensor, rotation: Rotation | None, segments: Segments) -> Tensor:
-        """``rotation`` is that of the specification's ``rotary``, None where it has none."""
+    def forward(self, x: Tensor, rotation: Rotation | None, segments: Segments) -> Mixed:
+        """``rotation`` is that of the specification's ``rotary``, None where it has none.
+
+        A mixer whose specification ``chooses`` takes a :class:`KeyChoice` too.
+        """
 
     @abstractmethod
     def split(self, groups: ParallelGroups) -> None:
@@ -106,10 +127,17 @@ class MixerSpec(BlockSpec):
     """Attributes:
     rotary: what determines the angles of queries and keys; None without a rotary embedding.
     module: what a layer calls the mixer.
+    chooses: whether it attends to chosen keys: it is told a :class:`KeyChoice`.
+    follows: whether it attends to those of the layer before.
     """
 
     rotary: Rotary | None
     module: ClassVar[str] = "self_attn"
+    chooses: ClassVar[bool] = False
+
+    @property
+    def follows(self) -> bool:
+        return False
 
     @abstractmethod
     def build(self, hidden_size: int, norm: NormSpec) -> Mixer:

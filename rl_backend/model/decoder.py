@@ -14,7 +14,7 @@ from rl_backend.contracts import (
     NativeConfig,
 )
 from rl_backend.model.activation_checkpointing import checkpoint_layers
-from rl_backend.model.blocks import Mixer, Rotation, RouterInput
+from rl_backend.model.blocks import KeyChoice, Mixed, Mixer, Rotation, RouterInput
 from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.input import BuildSettings, ModelInput, ModelStage
 from rl_backend.model.multi_token import MultiTokenPrediction
@@ -25,7 +25,7 @@ from rl_backend.primitive.adapter_runs import AdapterRun, adapters_at_work
 from rl_backend.primitive.added_loss import with_added_loss
 from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.log_prob import NextToken, next_token_log_probs
-from rl_backend.primitive.rope import Rotary, rotary_cos_sin
+from rl_backend.primitive.rope import Rotations
 from rl_backend.primitive.value_head import ValueHead, labels_without_values, values_of_tenants
 
 STAGE_COPIES = {"tied_head.weight": "embed_tokens.weight"}
@@ -37,7 +37,7 @@ class DecoderLayer(nn.Module):
     mixer that of its specification.
 
     Attributes:
-        rotary: the mixer's.
+        rotary, chooses: the mixer's.
         place: number among the layers of the whole model that have a router; None for a layer without.
     """
 
@@ -45,7 +45,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         spec = decoder.layers[index]
         self.decoder = decoder
-        self.rotary, self._mixer_name = spec.mixer.rotary, spec.mixer.module
+        self.rotary, self.chooses, self._mixer_name = spec.mixer.rotary, spec.mixer.chooses, spec.mixer.module
         self.place = sum(decoder.sparse[:index]) if decoder.sparse[index] else None
         self._add_norm(decoder.norms.before_mixer)
         self.add_module(spec.mixer.module, spec.mixer.build(decoder.hidden_size, decoder.norm))
@@ -69,17 +69,23 @@ class DecoderLayer(nn.Module):
         segments: Segments,
         router: RouterInput,
         adapters: Sequence[AdapterRun] = (),
-    ) -> Tensor:
+        choice: KeyChoice | None = None,
+    ) -> Mixed:
+        """(rows, hidden_size) -> the same; with a ``choice``, beside it what the mixer attended to."""
         # Here and not around the model: recomputation and pipelines run layers of other micro-batches in between.
         norms = self.decoder.norms
         with adapters_at_work(adapters):
             read = self._norm(norms.before_mixer, x)
-            mixed = x + self._added(norms.after_mixer, self.mixer(read, rotation, segments))
+            told = () if choice is None else (choice,)
+            output: Mixed = self.mixer(read, rotation, segments, *told)
+            output, chosen = output if isinstance(output, tuple) else (output, None)
+            mixed = x + self._added(norms.after_mixer, output)
             if not self.decoder.parallel_blocks:
                 read = self._norm(norms.before_feed_forward, mixed)
             elif norms.before_feed_forward is not None:
                 read = self._norm(norms.before_feed_forward, x)
-            return mixed + self._added(norms.after_feed_forward, self.mlp(read, router))
+            hidden = mixed + self._added(norms.after_feed_forward, self.mlp(read, router))
+            return hidden if choice is None else (hidden, chosen)
 
     def _norm(self, name: str | None, x: Tensor) -> Tensor:
         return x if name is None else self.get_submodule(name)(x)
@@ -94,21 +100,6 @@ class DecoderLayer(nn.Module):
         yield from (self.get_submodule(name) for name in self.decoder.norms if name is not None)
 
 
-class _Rotations:
-    """Cosines and sines of a micro-batch, each computed when a layer first asks."""
-
-    def __init__(self, position_ids: Tensor, dtype: torch.dtype) -> None:
-        self._position_ids, self._dtype = position_ids, dtype
-        self._known: dict[Rotary, Rotation] = {}
-
-    def of(self, rotary: Rotary | None) -> Rotation | None:
-        if rotary is None:
-            return None
-        if rotary not in self._known:
-            self._known[rotary] = rotary_cos_sin(self._position_ids, rotary, self._dtype)
-        return self._known[rotary]
-
-
 class Decoder(nn.Module):
     """The whole model, or a stage of it.
 
@@ -121,6 +112,7 @@ class Decoder(nn.Module):
         stage = settings.stage or ModelStage(True, range(spec.num_layers), True)
         has_language_head = stage.last and settings.head == "log_probs"
         tied = spec.tie_word_embeddings
+        spec.require_stage(stage.layers)
         self.spec = spec
         self.log_prob_chunk_tokens = settings.log_prob_chunk_tokens
         self.next_token_log_probs: Callable[..., NextToken] = next_token_log_probs
@@ -132,6 +124,9 @@ class Decoder(nn.Module):
         self.lm_head = self._make_head() if has_language_head and not tied else None
         self.tied_head = self._make_head() if has_language_head and tied and not stage.first else None
         self.mtp = self._make_mtp(settings.options) if has_language_head else None
+        if spec.trained_part is not None:
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_(spec.trained_part in name.split("."))
 
     def _make_mtp(self, options: ModelOptions) -> MultiTokenPrediction | None:
         spec = self.spec
@@ -156,11 +151,18 @@ class Decoder(nn.Module):
             BatchError: a sequence longer than ``max_length``, or a token outside the vocabulary (on a CPU).
         """
         hidden = self._embed(inputs)
-        rotations = _Rotations(inputs.position_ids, hidden.dtype)
+        rotations = Rotations(inputs.position_ids, hidden.dtype)
+        choice = KeyChoice(inputs.longest, inputs.router_loss_weight)
         for layer in self.each_layer():
             experts = None if inputs.routes is None or layer.place is None else inputs.routes[:, layer.place]
             router = RouterInput(inputs.router_loss_weight, inputs.padding, experts, inputs.sequences)
-            hidden = layer(hidden, rotations.of(layer.rotary), inputs.segments, router, inputs.adapters)
+            told = choice if layer.chooses else None
+            mixed: Mixed = layer(hidden, rotations.of(layer.rotary), inputs.segments, router, inputs.adapters, told)
+            if isinstance(mixed, tuple):
+                hidden, chosen = mixed
+                choice = choice._replace(chosen=chosen)
+            else:
+                hidden = mixed
         if self.norm is None:
             return hidden
         hidden = self.norm(hidden)
@@ -184,7 +186,7 @@ class Decoder(nn.Module):
         return ModelOutput(log_probs=log_probs, entropy=entropy, values=values)
 
     def _mtp_loss(
-        self, mtp: MultiTokenPrediction, hidden: Tensor, inputs: ModelInput, rotations: "_Rotations", head: nn.Module
+        self, mtp: MultiTokenPrediction, hidden: Tensor, inputs: ModelInput, rotations: Rotations, head: nn.Module
     ) -> Tensor:
         """Of this rank's tokens, with all of its factors; see :class:`~rl_backend.model.multi_token.MTPOptions`."""
         spec, second, layer = self.spec.mtp, inputs.second, cast(DecoderLayer, mtp.layer)
@@ -197,7 +199,8 @@ class Decoder(nn.Module):
             hidden, embedding, weight = hidden.detach(), embedding.detach(), weight.detach()
             bias = None if bias is None else bias.detach()
         router = RouterInput(inputs.router_loss_weight, inputs.padding, sequences=inputs.sequences)
-        predicted = mtp(hidden, embedding, rotations.of(layer.rotary), inputs.segments, router)
+        choice = KeyChoice(inputs.longest, inputs.router_loss_weight) if layer.chooses else None
+        predicted = mtp(hidden, embedding, rotations.of(layer.rotary), inputs.segments, router, (), choice)
         log_probs, _ = self.next_token_log_probs(
             predicted,
             weight,

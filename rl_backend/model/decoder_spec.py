@@ -40,6 +40,7 @@ class DecoderSpec:
         head_bias: whether the language-model head has a bias.
         prefix: of the Hugging Face names of all parameters but those of the head.
         mtp: a layer for multi-token prediction beside the others; None without one.
+        trained_part: name of the modules that are trained alone; None trains all.
 
     Raises:
         ConfigError: a bias of a head that is the embedding.
@@ -60,6 +61,7 @@ class DecoderSpec:
     head_bias: bool = False
     prefix: str = "model"
     mtp: MTPSpec | None = None
+    trained_part: str | None = None
 
     def __post_init__(self) -> None:
         if self.head_bias and self.tie_word_embeddings:
@@ -95,6 +97,17 @@ class DecoderSpec:
                 "NativeConfig.model_cfg.mtp", options.mtp, "config.json describes no such layer; leave it out, or use 'keep'"
             )
         return replace(self, mtp=replace(self.mtp, training=options.mtp, loss_weight=options.mtp_loss_weight))
+
+    def require_stage(self, layers: range) -> None:
+        """Raises :class:`~rl_backend.contracts.ConfigError` for a stage that begins with a layer which follows another."""
+        if layers and self.layers[layers.start].mixer.follows:
+            starts = [index for index, layer in enumerate(self.layers) if not layer.mixer.follows]
+            raise ConfigError.of(
+                "NativeConfig.pipeline_layers",
+                layers.start,
+                "a stage would begin with this layer, which attends to the keys that the one before has chosen; let stages "
+                f"begin with layers of {starts}",
+            )
 
     def kept_prefixes(self) -> tuple[str, ...]:
         """See ``ModelFamily.kept_weights``; those that are trained after all are not kept."""

@@ -1,17 +1,20 @@
 """DeepSeek-V3, Kimi-K2 and GLM-4.7-Flash: latent attention, and mixtures of experts behind a few dense layers.
 
-The layer for multi-token prediction of a released directory is kept as it is, and grows stale as the model learns.
+The layer for multi-token prediction of a released directory is kept as it is, and grows stale as the model learns, unless it
+is trained too (:mod:`rl_backend.model.multi_token`).
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from rl_backend.contracts import ModelOptions
 from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.families import decoder_family, full_attention, read_decoder
 from rl_backend.model.feedforward.moe import BiasedMoEOptions
 from rl_backend.model.hf_config import HFConfig
 from rl_backend.model.mixers.mla import MLASpec
+from rl_backend.model.multi_token import MTPNames, MTPOptions, MTPSpec
 from rl_backend.model.registry import ModelFamily, register_model
 from rl_backend.model.sigmoid_mixtures import after_dense_layers, read_sigmoid_mixture
 from rl_backend.primitive.rope import Rotary, YarnScaling, yarn_temperature
@@ -27,15 +30,20 @@ _LATENT_EPS = 1e-6
 
 def deepseek_v3(config: HFConfig) -> DecoderSpec:
     """DeepSeek-V3 and R1 (arXiv 2412.19437)."""
-    return _latent_decoder(config, default_groups=(8, 4), default_dense=3)
+    return latent_decoder(config, default_groups=(8, 4), default_dense=3)
 
 
 def glm4_moe_lite(config: HFConfig) -> DecoderSpec:
     """GLM-4.7-Flash: DeepSeek-V3 with other sizes; ``mlp_layer_types`` names the dense layers."""
-    return _latent_decoder(config, default_groups=(1, 1), default_dense=1)
+    return latent_decoder(config, default_groups=(1, 1), default_dense=1)
 
 
-def _latent_decoder(config: HFConfig, *, default_groups: tuple[int, int], default_dense: int) -> DecoderSpec:
+def latent_decoder(config: HFConfig, *, default_groups: tuple[int, int], default_dense: int) -> DecoderSpec:
+    """A decoder of latent attention and, behind ``first_k_dense_replace`` layers, mixtures.
+
+    Args:
+        default_groups, default_dense: ``n_group`` and ``topk_group``, and the number of dense layers, where they are absent.
+    """
     config.require(_HONOURED)
     heads, rotated = config.positive_int("num_attention_heads"), config.positive_int("qk_rope_head_dim", 64)
     mixture = read_sigmoid_mixture(config, default_groups=default_groups)
@@ -54,7 +62,10 @@ def _latent_decoder(config: HFConfig, *, default_groups: tuple[int, int], defaul
     rotary = decoder.layers[0].mixer.rotary
     assert rotary is not None, "of read_decoder"
     mixer = _read_mla(config, heads, rotary)
-    return replace(decoder, layers=tuple(layer._replace(mixer=mixer) for layer in decoder.layers))
+    layers = tuple(layer._replace(mixer=mixer) for layer in decoder.layers)
+    drafts = config.get("num_nextn_predict_layers", 0) == 1
+    names = MTPNames.after_layers(decoder.prefix, decoder.num_layers)
+    return replace(decoder, layers=layers, mtp=MTPSpec(layers[-1]._replace(feed_forward=mixture), names) if drafts else None)
 
 
 def _read_mla(config: HFConfig, heads: int, rotary: Rotary) -> MLASpec:
@@ -84,17 +95,25 @@ def _temperature(config: HFConfig, rotary: Rotary) -> float:
     return yarn_temperature(rotary.scaling.factor, float(parameters["mscale_all_dim"]))
 
 
-def _latent_family(name: str, read: Callable[[HFConfig], DecoderSpec]) -> ModelFamily:
+class LatentOptions(BiasedMoEOptions, MTPOptions):
+    """Of mixtures and of the layer for multi-token prediction."""
+
+
+def latent_family(
+    name: str, read: Callable[[HFConfig], DecoderSpec], options: type[ModelOptions] = LatentOptions
+) -> ModelFamily:
+    """The family called ``name``; what its directories have behind the layers is kept, whether or not they say so."""
+
     def kept(decoder: DecoderSpec) -> tuple[str, ...]:
         """Layers for multi-token prediction are numbered behind the others."""
         return (f"{decoder.prefix}.layers.{decoder.num_layers}.",)
 
-    return replace(decoder_family(name, read, BiasedMoEOptions), kept_weights=kept)
+    return replace(decoder_family(name, read, options), kept_weights=kept)
 
 
 for family in (
-    _latent_family("deepseek_v3", deepseek_v3),
-    _latent_family("kimi_k2", deepseek_v3),
-    _latent_family("glm4_moe_lite", glm4_moe_lite),
+    latent_family("deepseek_v3", deepseek_v3),
+    latent_family("kimi_k2", deepseek_v3),
+    latent_family("glm4_moe_lite", glm4_moe_lite),
 ):
     register_model(family)

@@ -126,5 +126,6 @@ class MultiTokenPrediction(nn.Module):
             context: what the decoder layer takes behind its first argument.
         """
         both = torch.cat((self.embedding_norm(embedding), self.hidden_norm(hidden)), dim=-1)
-        normed: Tensor = self.norm(self.layer(self.projection(both), *context))
+        mixed = self.layer(self.projection(both), *context)
+        normed: Tensor = self.norm(mixed[0] if isinstance(mixed, tuple) else mixed)
         return normed

@@ -140,6 +140,26 @@ def rotary_cos_sin(position_ids: Tensor, rotary: Rotary, dtype: torch.dtype) -> 
     return cos.to(dtype), sin.to(dtype)
 
 
+class Rotations:
+    """Cosines and sines of a micro-batch by rotary embedding, each computed when a layer first asks.
+
+    Args:
+        position_ids, dtype: as of :func:`rotary_cos_sin`.
+    """
+
+    def __init__(self, position_ids: Tensor, dtype: torch.dtype) -> None:
+        self._position_ids, self._dtype = position_ids, dtype
+        self._known: dict[Rotary, tuple[Tensor, Tensor]] = {}
+
+    def of(self, rotary: Rotary | None) -> tuple[Tensor, Tensor] | None:
+        """None without an embedding."""
+        if rotary is None:
+            return None
+        if rotary not in self._known:
+            self._known[rotary] = rotary_cos_sin(self._position_ids, rotary, self._dtype)
+        return self._known[rotary]
+
+
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates (T, heads, head_dim) by the angles of :func:`rotary_cos_sin`."""
     rotated: Tensor = _Rotary.apply(x, cos, sin)

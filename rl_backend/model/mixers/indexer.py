@@ -22,14 +22,12 @@ class IndexerSpec:
     rotated: features of each query and key that are rotated, the first.
     interleaved: whether the two features of a pair that is rotated are neighbours (GLM-5), or half of ``rotated`` apart
         (DeepSeek-V3.2).
-    top_k: keys that a query attends to.
     """
 
     num_heads: int
     head_dim: int
     rotated: int
     interleaved: bool
-    top_k: int
 
     def weight_names(self, block: str) -> Mapping[str, WeightName]:
         """Parameter -> Hugging Face name, in the indexer called ``block``."""
@@ -50,16 +48,15 @@ class Indexer(nn.Module):
         self.wq_b = nn.Linear(latent_size, spec.num_heads * spec.head_dim, bias=False)
         self.wk = nn.Linear(hidden_size, spec.head_dim, bias=False)
         self.k_norm = LayerNorm(spec.head_dim, _NORM_EPS)
-        self.weights_proj = nn.Linear(hidden_size, spec.num_heads, bias=False)
+        self.weights_proj = _Float32Linear(hidden_size, spec.num_heads, bias=False)
 
     def forward(self, x: Tensor, latent: Tensor, rotation: Rotation) -> IndexTerms:
         """(N, hidden_size) and (N, latent_size) -> what scores are made of. Nothing flows back to either."""
         x, latent = x.detach(), latent.detach()
         query = self._rotate(self.wq_b(latent).unflatten(-1, (self.spec.num_heads, -1)), rotation)
         key = self._rotate(self.k_norm(self.wk(x))[:, None], rotation)[:, 0]
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        weight = x.to(dtype) @ self.weights_proj.weight.to(dtype).t()
-        return IndexTerms(query, key, weight * (self.spec.num_heads * self.spec.head_dim) ** -0.5)
+        scale = (self.spec.num_heads * self.spec.head_dim) ** -0.5
+        return IndexTerms(query, key, self.weights_proj(x) * scale)
 
     def _rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         first, rest = x.split((self.spec.rotated, x.shape[-1] - self.spec.rotated), dim=-1)
@@ -67,3 +64,11 @@ class Indexer(nn.Module):
             # Queries and keys alike, so that their products stay what they are.
             first = first.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return torch.cat((apply_rotary(first, *rotation), rest), dim=-1)
+
+
+class _Float32Linear(nn.Linear):
+    """Computes in float32 or better, and gives that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return x.to(dtype) @ self.weight.to(dtype).t()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rl_backend.contracts import ParallelConfig, WeightName
 from rl_backend.model.blocks import CacheBytes, Mixer, MixerSpec, Rotation, linear_names, require_divided
 from rl_backend.parallel.collectives import all_gather
-from rl_backend.parallel.context import attend_over_ranks, gather_keys
+from rl_backend.parallel.context import gather_keys
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.tensor import TensorParallel
 from rl_backend.primitive.adapter_runs import runs_at_work
@@ -101,18 +101,19 @@ class LatentAttention(Mixer):
 
     def forward(self, x: Tensor, rotation: Rotation | None, segments: Segments) -> Tensor:
         assert rotation is not None, "MLASpec has a rotary embedding"
-        query = self._queries(x, rotation)
-        latent, rotated = self._latents(x, rotation)
-        attended = self._attend(query, latent, rotated, segments)
+        query = self._queries(self._query_latent(x), rotation)
+        key, value = self._gathered(*self._latents(x, rotation), segments)
+        attended = packed_attention(query, key, value, segments)
         return self.o_proj(attended.flatten(1))  # type: ignore[no-any-return]
 
-    def _queries(self, x: Tensor, rotation: Rotation) -> Tensor:
+    def _query_latent(self, x: Tensor) -> Tensor:
+        """What queries are made of, of all tokens."""
+        return self._of_all_tokens(x if self.spec.query_rank is None else self.q_a_layernorm(self.q_a_proj(x)))
+
+    def _queries(self, latent: Tensor, rotation: Rotation) -> Tensor:
         """(N, heads of this rank, key_dim), scaled."""
         spec = self.spec
-        if spec.query_rank is None:
-            projected = self.q_proj(self._of_all_tokens(x))
-        else:
-            projected = self.q_b_proj(self._of_all_tokens(self.q_a_layernorm(self.q_a_proj(x))))
+        projected = self.q_proj(latent) if spec.query_rank is None else self.q_b_proj(latent)
         plain, rotated = projected.unflatten(-1, (-1, spec.key_dim)).split((spec.plain_dim, spec.rotary.head_dim), dim=-1)
         # Attention scales by the root of the width.
         query: Tensor = torch.cat((plain, self._rotate(rotated, rotation)), dim=-1) * (spec.scale * spec.key_dim**0.5)
@@ -125,16 +126,19 @@ class LatentAttention(Mixer):
         latent, rotated = both.split((self.spec.kv_rank, self.spec.rotary.head_dim), dim=-1)
         return latent, self._rotate(rotated[:, None], rotation)[:, 0]
 
-    def _attend(self, query: Tensor, latent: Tensor, rotated: Tensor, segments: Segments) -> Tensor:
+    def _gathered(self, latent: Tensor, rotated: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+        """The keys and values that this rank's queries see."""
         if self._cp_group is None:
-            return packed_attention(query, *self._keys_and_values(latent, rotated), segments)
+            return self._keys_and_values(latent, rotated)
         if runs_at_work():
             # An adapter of kv_b_proj works on rows of this rank.
             key, value = self._keys_and_values(latent, rotated)
-            return attend_over_ranks(query, key, value, segments, None, group=self._cp_group)
+            both = gather_keys(torch.cat((key, value), dim=-1), segments, self._cp_group)
+            key, value = both.split((key.shape[-1], value.shape[-1]), dim=-1)
+            return key, value
         shared = gather_keys(torch.cat((latent, rotated), dim=-1), segments, self._cp_group)
         latent, rotated = shared.split((self.spec.kv_rank, self.spec.rotary.head_dim), dim=-1)
-        return packed_attention(query, *self._keys_and_values(latent, rotated), segments)
+        return self._keys_and_values(latent, rotated)
 
     def _keys_and_values(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
         """(M, heads of this rank, key_dim) and (M, heads of this rank, value_dim)."""

@@ -12,6 +12,7 @@ from rl_backend.lora.modules import AdaptedModule, value_head
 from rl_backend.model.blocks import FeedForward, Mixer
 from rl_backend.model.decoder import Decoder
 from rl_backend.model.feedforward.moe import MoE, MoEOptions
+from rl_backend.model.mixers.indexer import Indexer
 from rl_backend.model.multi_token import MTPOptions
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import chunk
@@ -117,8 +118,12 @@ def _adaptable_layers(
     if isinstance(module, Decoder) and not (module.spec.tie_word_embeddings and VALUE_HEAD_WEIGHTS[0] not in weight_names):
         ends: tuple[tuple[LoRAKind, str], ...] = (("embedding", "embed_tokens"), ("head", "lm_head"))
         found += [(kind, name, end) for kind, name in ends if (end := getattr(module, name)) is not None]
+    choosing = {layer for block in module.modules() if isinstance(block, Indexer) for layer in block.modules()}
     for kind, place, block in found:
         for path, layer in block.named_modules(prefix=place):
+            if layer in choosing:
+                # No gradient of a loss reaches what chooses keys.
+                continue
             stored = weight_names.get(f"{path}.weight")
             if isinstance(layer, nn.Linear | nn.Embedding) and isinstance(stored, str):
                 yield kind, layer, stored.removesuffix(".weight")

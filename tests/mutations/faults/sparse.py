@@ -11,6 +11,10 @@ _TESTS = "tests/unit/rl_backend/primitive/test_sparse_attention.py"
 _FORMULAS = (f"{_TESTS}::test_packed_sequences_equal_the_formulas_one_by_one",)
 _ITSELF = (f"{_TESTS}::test_the_module_equals_the_formulas_and_lets_nothing_flow_back",)
 
+_MIXER = "rl_backend/model/mixers/sparse_mla.py"
+_FAMILIES = "rl_backend/model/sparse_families.py"
+_EQUAL = "tests/unit/rl_backend/model/test_sparse_families.py"
+
 FAULTS = [
     Fault(
         "ties-go-to-the-last-keys",
@@ -67,5 +71,37 @@ FAULTS = [
         "        if False:\n",
         _ITSELF,
         "GLM-5 would choose other keys than it was trained to",
+    ),
+    Fault(
+        "halves-and-neighbours-exchanged",
+        _FAMILIES,
+        "default_heads=64, default_interleaved=False)",
+        "default_heads=64, default_interleaved=True)",
+        (f"{_EQUAL}::test_log_probs_and_gradients_equal_the_reference[deepseek_v32]",),
+        "DeepSeek-V3.2 would choose other keys than it was trained to",
+    ),
+    Fault(
+        "layers-that-follow-choose-nothing",
+        _MIXER,
+        '        dense, chosen = spec.training == "warm_up" or choice.longest <= spec.top_k, choice.chosen\n',
+        "        dense, chosen = spec.indexer is None or choice.longest <= spec.top_k, choice.chosen\n",
+        (f"{_EQUAL}::test_log_probs_and_gradients_equal_the_reference[glm_moe_dsa]",),
+        "layers that share indices would attend to everything",
+    ),
+    Fault(
+        "warm-up-trains-the-model",
+        _FAMILIES,
+        'trained_part=INDEXER if options.indexer == "warm_up" else None',
+        "trained_part=None",
+        (f"{_EQUAL}::test_indexers_learn_beside_the_model_and_alone",),
+        "a model would be trained on dense attention, which it is about to lose",
+    ),
+    Fault(
+        "stage-begins-with-a-layer-that-follows",
+        "rl_backend/model/decoder_spec.py",
+        "        if layers and self.layers[layers.start].mixer.follows:\n",
+        "        if False:\n",
+        (f"{_EQUAL}::test_what_cannot_be_is_refused_by_name",),
+        "the first pass of a long run would end in an assertion",
     ),
 ]

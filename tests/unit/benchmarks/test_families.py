@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from actors.rollout.vllm.capabilities import REFUSALS
 from benchmarks import families, report
 from benchmarks.capabilities import PAGE, page
-from benchmarks.family_models import FAMILIES, SAME_CODE, write_small
+from benchmarks.family_models import FAMILIES, SAME_CODE, WITHOUT_REFERENCE, write_small
 from benchmarks.family_parity import layouts
 from benchmarks.family_push import draw_tokens, engine_refusals, is_good
 from benchmarks.train_speed import LONGEST
@@ -35,7 +35,7 @@ def test_every_family_of_the_native_runtime_is_measured() -> None:
     # A process of its own: other tests register families too.
     code = "from rl_backend.model import MODEL_FAMILIES; print(*MODEL_FAMILIES)"
     names = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert sorted({*FAMILIES, *SAME_CODE}) == sorted(names)
+    assert sorted({*FAMILIES, *SAME_CODE, *WITHOUT_REFERENCE}) == sorted(names)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

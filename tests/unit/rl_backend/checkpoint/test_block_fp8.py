@@ -58,7 +58,7 @@ def test_published_blocks_with_edges_of_every_kind(tmp_path: Path, size: tuple[i
     reader = HFReader(tmp_path)
     assert torch.equal(reader.read("a.weight"), product)
     for rows in (slice(0, 1), slice(size[0] // 2, size[0]), slice(None)):
-        for columns in (slice(size[1] - 1, size[1]), slice(size[1] // 3, size[1] // 3 + 1), slice(None)):
+        for columns in (slice(size[1] - 1, size[1]), slice(size[1] // 3, size[1]), slice(None)):
             assert torch.equal(reader.read("a.weight", (rows, columns)), product[rows, columns])
 
 

@@ -154,7 +154,7 @@ def test_heads_of_other_ranks_and_padding_count_as_they_should() -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_the_module_equals_the_formulas_and_lets_nothing_flow_back(interleaved: bool) -> None:
-    spec = IndexerSpec(num_heads=INDEX_HEADS, head_dim=10, rotated=6, interleaved=interleaved, top_k=4)
+    spec = IndexerSpec(num_heads=INDEX_HEADS, head_dim=10, rotated=6, interleaved=interleaved)
     torch.manual_seed(5)
     module = Indexer(spec, 12, 7).double()
     with torch.no_grad():
