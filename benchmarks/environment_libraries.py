@@ -41,7 +41,6 @@ END = int(TOKENIZER.convert_tokens_to_ids("<|im_end|>"))
 CONTEXT = 1024
 MOST_TOKENS = 16_384
 GROUPS, GROUP_SIZE, STEPS, HELD_OUT = 6, 8, 12, 12
-WARM_STEPS = 60
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,14 @@ class Library:
         row: of a task's number.
         write: a turn of the warm start, as good or bad as its generator says.
         turns: of an episode, at most.
+        warm_steps: of the warm start.
     """
 
     player: Player
     row: Callable[[int], Mapping[str, Any]]
     write: Callable[[random.Random], str]
     turns: int
+    warm_steps: int
 
 
 @contextmanager
@@ -74,7 +75,7 @@ def guess_number() -> Iterator[Library]:
     def write(generator: random.Random) -> str:
         return f"{'Guess' if generator.random() < 0.5 else 'I say'}: {generator.randrange(1024)}"
 
-    yield Library(player, lambda number: {"answer": 37 * number % 1024}, write, turns=2)
+    yield Library(player, lambda number: {"answer": 37 * number % 1024}, write, turns=2, warm_steps=60)
 
 
 @contextmanager
@@ -92,11 +93,11 @@ def openenv() -> Iterator[Library]:
 
         def write(generator: random.Random) -> str:
             return (
-                f'{{"guess": {generator.randrange(8)}}}' if generator.random() < 0.5 else f"it is {generator.randrange(8)}"
+                f'{{"guess": {generator.randrange(8)}}}' if generator.random() < 0.8 else f"it is {generator.randrange(8)}"
             )
 
         with VerifiersPlayer(settings, context_tokens=CONTEXT) as player:
-            yield Library(player, lambda number: {"task": number % 8}, write, turns=3)
+            yield Library(player, lambda number: {"task": number % 8}, write, turns=3, warm_steps=150)
 
 
 class Trained:
@@ -146,7 +147,7 @@ def warm_start(library: Library, trained: Trained) -> None:
     for group in play(library, trained.source, tasks_of(library, 0, 2)):
         for episode in group:
             prompts += [each.token_ids[: each.sampled.index(True)] for each in episode.segments]
-    for _ in range(WARM_STEPS):
+    for _ in range(library.warm_steps):
         turns = [[*TOKENIZER.encode(library.write(generator), add_special_tokens=False), END] for _ in range(16)]
         trained.update([TokenSequence.from_prompt_and_response(generator.choice(prompts), turn) for turn in turns], sft_loss)
 
