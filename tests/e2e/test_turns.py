@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from actors.sync.push import WeightSync
 from rl_backend.contracts import BatchError, EngineDeadError, WeightVersionError
 from rl_backend.environment.protocol import Generation
 from tests.support.rollout import ReferenceTrainer
-from tests.support.turns import as_sample, ask, converse, until_in_flight
+from tests.support.turns import as_sample, ask, converse, in_the_middle, part_of, until_in_flight
 
 TOLERANCE = 1e-5
 PROMPTS = [[5, 6, 7], list(range(20, 60)), [9], [100, 90, 80, 70], list(range(3, 120))]
@@ -36,16 +36,6 @@ def group(rollout_pair: RolloutGroup, rollout_sync: WeightSync) -> Iterator[Roll
 @pytest.fixture
 def tokens(group: RolloutGroup) -> RolloutTokens:
     return RolloutTokens(group)
-
-
-async def in_the_middle(group: RolloutGroup, turns: Sequence[Awaitable[Generation]], then: Callable[[], Any]) -> Any:
-    """Calls something in a thread when engines sample some turns and none has ended; the turns, and its result."""
-    running = [asyncio.ensure_future(turn) for turn in turns]
-    await until_in_flight(group, len(turns))
-    await asyncio.sleep(0.1)
-    assert not any(turn.done() for turn in running)
-    result = await asyncio.to_thread(then)
-    return await asyncio.gather(*running), result
 
 
 @pytest.mark.shows("turns: tokens are those of one generate call with the same seeds, whoever else is served")
@@ -192,10 +182,9 @@ def test_a_push_pauses_turns_which_continue_with_its_weights(
     for number, turn in enumerate(turns):
         kept = list(turn.versions).count(before)
         assert list(turn.versions) == [before] * kept + [before + 1] * (LONG - kept) and 0 < kept < LONG
-        prompt, ids, log_probs = [5, 6, number], list(turn.token_ids), list(turn.log_probs)
-        for trainer, start, end in ((old, 0, kept), (rollout_trainer, kept, LONG)):
-            part = Generation(ids[start:end], log_probs[start:end], "length", turn.versions[start:end])
-            assert max(trainer.gaps([as_sample([*prompt, *ids[:start]], part)])) <= TOLERANCE
+        prompt = [5, 6, number]
+        assert max(old.gaps([part_of(turn, prompt, 0, kept)])) <= TOLERANCE
+        assert max(rollout_trainer.gaps([part_of(turn, prompt, kept, LONG)])) <= TOLERANCE
     assert set(late.versions) <= {before, before + 1}
 
 

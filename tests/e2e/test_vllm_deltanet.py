@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import re
 import sys
 
@@ -9,9 +11,11 @@ import pytest
 import torch
 
 from actors.rollout.config import SamplingConfig
+from actors.rollout.tokens import RolloutTokens
 from actors.sync.push import WeightSync
 from rl_backend.contracts import NativeConfig, RLBackendError, RuntimeConfig, WeightCheckError
 from rl_backend.contracts.lora import LoRAConfig
+from rl_backend.environment import Generation
 from rl_backend.lab.plan import Workload, make_plan
 from tests.support.deltanet_engines import (
     LONG,
@@ -25,6 +29,7 @@ from tests.support.deltanet_engines import (
     push_factors,
     random_adapter,
 )
+from tests.support.turns import ask, in_the_middle, part_of
 
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 DELTANET = tuple(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"))
@@ -190,3 +195,26 @@ def test_vllm_alone_does_not_serve_float32(deltanet_engines: DeltaNetEngines) ->
     config = config_of("next", deltanet_engines.model("next"), load_format="auto")
     with pytest.raises(RLBackendError), GroupOfVllmAlone(config) as rollout:
         rollout.generate(PROMPTS, SAMPLING)
+
+
+def test_turns_pause_for_a_push_and_go_on_with_states_of_its_weights(deltanet_engines: DeltaNetEngines) -> None:
+    served = deltanet_engines.served("dense")
+    served.push()
+    served.rollout.call("set_turns_at_push", "pause")
+    old, before = copy.copy(served.trainer), served.trainer.source.version
+    old.model = served.trainer.copy_of_model()
+    served.trainer.advance(0.3)
+
+    async def play() -> Generation:
+        (turn,), _ = await in_the_middle(
+            served.rollout, [ask(RolloutTokens(served.rollout), LONG, 1, 200)], served.sync.push
+        )
+        assert isinstance(turn, Generation)
+        return turn
+
+    turn = asyncio.run(play())
+    served.rollout.call("set_turns_at_push", "finish")
+    kept = list(turn.versions).count(before)
+    assert 0 < kept < 200 and set(turn.versions[kept:]) == {before + 1}
+    assert max(old.gaps([part_of(turn, LONG, 0, kept)])) <= 1e-5
+    assert max(served.trainer.gaps([part_of(turn, LONG, kept, 200)])) <= 1e-5

@@ -24,7 +24,7 @@ from actors.rollout.sample import Sample
 from actors.sync.push import WeightSync
 from actors.wire.factors import PackedFactors
 from rl_backend.contracts.lora import peft_name
-from tests.support.engines import slot_bytes
+from tests.support.engines import EngineOfTurns, slot_bytes
 from tests.support.qwen3_5 import write_qwen3_5, write_qwen3_next
 from tests.support.rollout import ReferenceTrainer
 
@@ -42,7 +42,7 @@ _SPREAD = 0.08
 """Of the weights of linear modules."""
 
 
-class DeltaNetEngine(RolloutEngine):
+class DeltaNetEngine(EngineOfTurns):
     """An engine in which what keeps old states out can be left out."""
 
     def leave_out(self, what: str) -> None:

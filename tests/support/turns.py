@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from actors.rollout.group import RolloutGroup
 from actors.rollout.sample import Routes, Sample, VersionSpan
@@ -22,6 +23,12 @@ def as_sample(prompt: Sequence[int], turn: Generation) -> Sample:
     span = VersionSpan(turn.versions[0], len(turn.token_ids))
     routes = None if turn.routes is None else Routes(turn.routes, span.version)
     return Sample(0, 0, list(prompt), list(turn.token_ids), list(turn.log_probs), "length", (span,), 0, routes)
+
+
+def part_of(turn: Generation, prompt: Sequence[int], start: int, end: int) -> Sample:
+    """The tokens of a turn from ``start`` to ``end``, which have one version, as a sample behind those before them."""
+    part = Generation(turn.token_ids[start:end], turn.log_probs[start:end], "length", turn.versions[start:end])
+    return as_sample([*prompt, *turn.token_ids[:start]], part)
 
 
 async def converse(tokens: RolloutTokens, prompt: Sequence[int], seed: int, turns: int, most: int) -> list[Sample]:
@@ -45,3 +52,13 @@ async def until(true: Callable[[], bool]) -> None:
 async def until_in_flight(group: RolloutGroup, turns: int) -> None:
     """Waits until engines have so many turns."""
     await until(lambda: sum(group.turns_in_flight.values()) == turns)
+
+
+async def in_the_middle(group: RolloutGroup, turns: Sequence[Awaitable[Generation]], then: Callable[[], Any]) -> Any:
+    """Calls something in a thread when engines sample some turns and none has ended; the turns, and its result."""
+    running = [asyncio.ensure_future(turn) for turn in turns]
+    await until_in_flight(group, len(turns))
+    await asyncio.sleep(0.1)
+    assert not any(turn.done() for turn in running)
+    result = await asyncio.to_thread(then)
+    return await asyncio.gather(*running), result
