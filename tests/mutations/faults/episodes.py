@@ -6,6 +6,7 @@ from tests.mutations.fault import Fault
 
 _EPISODES = "rl_backend/algorithm/episodes.py"
 _TESTS = "tests/unit/rl_backend/algorithm/test_episodes.py"
+_COLLECTED = "tests/unit/actors/run/test_episode_collect.py"
 
 FAULTS = [
     Fault(
@@ -71,5 +72,37 @@ FAULTS = [
         "            if reward and segment.sampled[place]:\n",
         (f"{_TESTS}::test_the_reward_of_a_turn_that_is_left_out_goes_to_the_turn_before",),
         "a penalty for a turn that could not be parsed would have no effect",
+    ),
+    Fault(
+        "groups-of-episodes-mixed-up",
+        "actors/run/episode_collect.py",
+        "groups=[number for number, group in enumerate(groups) for _ in group]",
+        "groups=[number for group in groups for number, _ in enumerate(group)]",
+        (f"{_COLLECTED}::test_a_batch_has_groups_of_episodes_in_the_order_of_their_rows",),
+        "episodes of different tasks would be compared with each other",
+    ),
+    Fault(
+        "episodes-of-every-batch-alike",
+        "actors/run/episode_stream.py",
+        "[sample_seed(seed, number, index, sample) for sample in range(n)]",
+        "[sample_seed(seed, number, index, 0) for sample in range(n)]",
+        (f"{_COLLECTED}::test_a_batch_has_groups_of_episodes_in_the_order_of_their_rows",),
+        "all episodes of a group would be the same",
+    ),
+    Fault(
+        "environments-left-open",
+        "actors/run/episode_stream.py",
+        "                loop.call_soon_threadsafe(task.cancel)\n",
+        "                pass\n",
+        (f"{_COLLECTED}::test_a_run_that_ends_closes_its_environments",),
+        "a run that is interrupted would leave what environments have opened",
+    ),
+    Fault(
+        "transcripts-mark-what-was-given",
+        "actors/run/transcripts.py",
+        "key=lambda pair: bool(pair[1])",
+        "key=lambda pair: not pair[1]",
+        (f"{_COLLECTED}::test_a_transcript_says_what_was_trained",),
+        "the report would mark prompts as trained",
     ),
 ]

@@ -78,6 +78,7 @@ def test_a_batch_has_groups_of_episodes_in_the_order_of_their_rows() -> None:
     assert [row["task"] for row in batch.rows] == [0] * 4 + [1] * 4 + [2] * 4
     assert batch.rewards == [episode.reward for episode in batch.episodes]
     assert batch.rewards == pytest.approx([episode.turns[0].token_ids[0] / 100 for episode in batch.episodes])
+    assert len({episode.turns[0].token_ids for episode in batch.episodes[:4]}) > 1
     assert batch.metrics["turns"] == 2 and batch.metrics["segments"] == 1 and batch.metrics["stop/done"] == 1
     assert 0 < batch.metrics["episode/won"] < 1 and batch.metrics["reward_std"] > 0
     assert 0 <= batch.metrics["environment_share"] <= 1
