@@ -48,7 +48,7 @@ def options(task: Task, folder: Path, name: str, given: Sequence[str]) -> list[s
     held_out = {"path": str(shared / "held_out.jsonl"), "n": 2, "temperature": 1.0}
     return [
         *("--model", str(shared / "warm"), "--dataset", str(shared / "train.jsonl")),
-        *("--eval-dataset", json.dumps({task: held_out}), "--run-dir", str(folder / name)),
+        *("--eval-dataset", json.dumps({task: held_out}), "--run-dir", str(folder / "runs" / name)),
         *("--environment", f"{episodes.__file__}:{ENVIRONMENTS[task]}", "--dtype", "float32"),
         *("--prompts-per-step", "16", "--samples-per-prompt", "16", "--max-response-tokens", "16"),
         *("--max-episode-tokens", "96", "--max-turns", "4", "--lr", "3e-4", "--lr-warmup-steps", "5", *given),
@@ -120,7 +120,7 @@ def run(name: str, folder: Path) -> dict[str, Any]:
         imitate(folder / task / "model", folder / task / "demonstrations.jsonl", folder / task / "warm", WARM_STEPS[task])
     command = (sys.executable, "-m", "benchmarks.environment_examples", "--child", *options(task, folder, name, given))
     subprocess.run(command, check=True, timeout=SECONDS, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return {**described(folder / name), "options": list(given), "machine": machine()}
+    return {**described(folder / "runs" / name), "options": list(given), "machine": machine()}
 
 
 def described(folder: Path) -> dict[str, Any]:
