@@ -95,6 +95,7 @@ TRANSFORMER = Overrides(
             for name in ("granularity", "method", "num_layers", "modules")
         },
         "moe_token_dispatcher_type": "the runtime: all-to-all, which takes another number of tokens on every rank",
+        "moe_router_bias_update_rate": "BridgeConfig.expert_bias_rate",
         "distribute_saved_activations": f"{_PARALLEL}.tp: with sequence parallelism each rank keeps its part of them",
         "persist_layer_norm": "the layers: these models have RMSNorm, whose kernels are chosen without it",
     },
@@ -238,6 +239,8 @@ class BridgeConfig(BackendConfig):
             first ``recompute_num_layers`` layers of each stage.
         recompute_modules: for ``selective``; None takes Megatron's default, the core of attention.
         log_prob_chunk_tokens: tokens whose full-vocabulary logits exist at one time.
+        expert_bias_rate: what loss-free balancing moves the biases of routers by in a step, by the native runtime's rule; 0
+            leaves them as they are, whatever Megatron-Bridge gives a family.
         override_transformer_config: fields of the model provider (Megatron's ``TransformerConfig`` and more).
         override_ddp_config: fields of ``DistributedDataParallelConfig``.
         override_optimizer_config: fields of Megatron's ``OptimizerConfig``.
@@ -250,6 +253,7 @@ class BridgeConfig(BackendConfig):
     recompute_num_layers: Annotated[int | None, Field(ge=1), MAY_CHANGE, _read_by("full")] = None
     recompute_modules: Annotated[tuple[str, ...] | None, MAY_CHANGE, _read_by("selective")] = None
     log_prob_chunk_tokens: Annotated[int, MAY_CHANGE] = Field(default=1024, ge=1)
+    expert_bias_rate: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     override_transformer_config: dict[str, Any] = Field(default_factory=dict)
     override_ddp_config: dict[str, Any] = Field(default_factory=dict)
     override_optimizer_config: dict[str, Any] = Field(default_factory=dict)

@@ -47,7 +47,7 @@ class Conversion:
     @property
     def in_float32(self) -> bool:
         """Whether Megatron computes with the parameter in float32, whatever the dtype of the rest."""
-        return self.tasks[0].global_param_name.rpartition(".")[2] in FLOAT32_PARAMETERS
+        return self.tasks[0].global_param_name.rpartition(".")[2] in (*FLOAT32_PARAMETERS, "expert_bias")
 
     def __str__(self) -> str:
         first, *others = self.shapes

@@ -14,6 +14,7 @@ from torch import Tensor
 from rl_backend.contracts import ForwardResult
 from rl_backend.parallel.collectives import all_gather_into
 from rl_backend.primitive.attention import Segments
+from rl_backend.runtime.bridge.balance import PassLoads
 from rl_backend.runtime.bridge.batch import LaidOut, as_model_output, lay_out_packed, lay_out_padded
 from rl_backend.runtime.bridge.conversion import hf_names
 from rl_backend.runtime.bridge.handle import BridgeHandle
@@ -47,9 +48,10 @@ def run_micro_batches(
     results = PassResults(request, groups.dp_group, groups.has_outputs)
     schedule = get_forward_backward_func(pp_size=pp, vp_size=vpp if vpp > 1 else None)
     iterators = [iter(enumerate(laid_out)) for _ in handle.chunks]
+    loads = handle.pass_loads(forward_only=request.forward_only)
     with PassRoutes(handle.routers, groups, request.router_replay) as routes:
         schedule(
-            forward_step_func=_forward_step(handle, len(data), results, observe, routes),
+            forward_step_func=_forward_step(handle, len(data), results, observe, routes, loads),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=list(handle.chunks) if len(handle.chunks) > 1 else handle.chunks[0],
             num_microbatches=len(data),
@@ -58,6 +60,7 @@ def run_micro_batches(
             micro_batch_size=max(each.shape[0] for each in laid_out),
             forward_only=request.forward_only,
         )
+    loads.commit()
     return results.result(routes.outputs(data))
 
 
@@ -92,7 +95,12 @@ def _chunk_inputs(handle: BridgeHandle, chunk: Any, laid_out: LaidOut) -> Mappin
 
 
 def _forward_step(
-    handle: BridgeHandle, num_micro_batches: int, results: PassResults, observe: Observe, routes: PassRoutes
+    handle: BridgeHandle,
+    num_micro_batches: int,
+    results: PassResults,
+    observe: Observe,
+    routes: PassRoutes,
+    loads: PassLoads,
 ) -> Callable[[Iterator[tuple[int, LaidOut]], Any], tuple[Tensor, ComputeLoss]]:
     """What Megatron's schedules call for each micro-batch and model chunk."""
 
@@ -105,6 +113,7 @@ def _forward_step(
             device_span(handle.groups.device, "forward", "micro_batch", **work),
             observe(index, number, laid_out),
             routes.forward(index, number, laid_out),
+            loads.forward(number, laid_out),
             handle.adapters[number].forward(laid_out) if handle.adapters else nullcontext(),
         ):
             output = chunk(

@@ -23,6 +23,7 @@ from rl_backend.contracts import (
 from rl_backend.contracts.operations import Part
 from rl_backend.model import model_kept_prefixes
 from rl_backend.runtime.bridge.adapters import attach_adapters
+from rl_backend.runtime.bridge.balance import ExpertBalance, PassLoads
 from rl_backend.runtime.bridge.batch import OutputProcessor
 from rl_backend.runtime.bridge.conversion import WeightConverter
 from rl_backend.runtime.bridge.deltanet import has_deltanet, keep_decay_in_float32
@@ -109,8 +110,15 @@ class BridgeHandle(GuardedHandle[BridgeOptimizer]):
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         # Of the masters; those of the model are in the buffers.
-        self.trainer("zero_grad").megatron.zero_grad()
+        optimizer = self.trainer("zero_grad")
+        optimizer.megatron.zero_grad()
+        if optimizer.balance is not None:
+            optimizer.balance.drop()
         self.has_gradients = False
+
+    def pass_loads(self, *, forward_only: bool) -> PassLoads:
+        """What a pass that begins adds to the counts by which biases of routers move."""
+        return PassLoads(None if forward_only or self.optimizer is None else self.optimizer.balance)
 
     def step(self) -> StepResult:
         return self.trainer("optimizer_step").step(self.name, has_gradients=self.has_gradients)
@@ -214,10 +222,12 @@ def build_handle(
         # Megatron computes activations again in training alone, and tenants train through the chunks of a frozen model.
         chunk.train(adaptable or not forward_only)
     optimizer = None
-    if not forward_only:
-        optimizer = BridgeOptimizer(options, chunks, groups, vocab_size=provider.vocab_size)
-        _connect(provider, chunks, ddp_config)
     models = unwrap_model(list(chunks))
+    if not forward_only:
+        rate = options.expert_bias_rate
+        balance = ExpertBalance(models, rate, groups) if rate else None
+        optimizer = BridgeOptimizer(options, chunks, groups, vocab_size=provider.vocab_size, balance=balance)
+        _connect(provider, chunks, ddp_config)
     # Megatron's interleaved schedule takes micro-batches in groups.
     interleaved = groups.parallel.vpp > 1
     multiple = (provider.microbatch_group_size_per_vp_stage or groups.parallel.pp) if interleaved else 1

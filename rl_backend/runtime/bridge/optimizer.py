@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rl_backend.contracts import HandleError, OptimizerConfig, StepResult
 from rl_backend.parallel.collectives import all_gather
+from rl_backend.runtime.bridge.balance import ExpertBalance
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.provider import override
 from rl_backend.runtime.bridge_config import SAME_IN_MEGATRON, BridgeConfig
@@ -36,13 +37,23 @@ class BridgeOptimizer:
     Args:
         chunks: the model's stages on this rank.
         vocab_size: tokens of the model. Rows beyond it pad the vocabulary and are no part of the gradient.
+        balance: moves biases of routers in every step; None leaves them as they are.
 
     Attributes:
         megatron: the ``MegatronOptimizer``, whose shards over all ranks make up the model once.
         scheduler: its ``OptimizerParamScheduler``, counting optimizer steps.
     """
 
-    def __init__(self, options: BridgeConfig, chunks: Sequence[Any], groups: BridgeGroups, *, vocab_size: int) -> None:
+    def __init__(
+        self,
+        options: BridgeConfig,
+        chunks: Sequence[Any],
+        groups: BridgeGroups,
+        *,
+        vocab_size: int,
+        balance: ExpertBalance | None,
+    ) -> None:
+        self.balance = balance
         self._config = options.optimizer
         self._groups = groups
         self.megatron = get_megatron_optimizer(_megatron_config(options), list(chunks), use_gloo_process_groups=False)
@@ -64,6 +75,8 @@ class BridgeOptimizer:
                 f"optimizer_step on {handle_name!r} without gradients; call forward_backward first", handle=handle_name
             )
         result = self._judge(found_not_finite=bool(self.megatron.prepare_grads()))
+        if self.balance is not None:
+            self.balance.step(taken=result.ok)
         if not result.ok:
             logger.warning("optimizer step of %r skipped: the gradient norm is %s", handle_name, result.grad_norm)
             return result

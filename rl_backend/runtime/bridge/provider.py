@@ -106,7 +106,7 @@ def _settings(options: BridgeConfig, provider: Any, device: torch.device, head: 
     if provider.num_moe_experts is not None:
         # A policy gradient is not the place for a balancing loss that nobody asked for.
         settings |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_router_dtype": "fp32"}
-        # Megatron would move the bias in forward_backward, before the step is known to be taken.
+        # Megatron-Bridge gives some families 1e-3; ExpertBalance moves biases in its place.
         settings["moe_router_bias_update_rate"] = 0.0
     return settings
 
@@ -136,7 +136,7 @@ def attention_backend(name: str) -> AttnBackend:
 
 
 def check_overrides_of_model(options: BridgeConfig, provider: Any, *, transformer_engine: bool) -> None:
-    """Refuses overrides that this model or device would ignore.
+    """Refuses overrides, and a rate of biases, that this model or device would ignore.
 
     Args:
         provider: Megatron-Bridge's of the model, before anything is set.
@@ -157,6 +157,10 @@ def check_overrides_of_model(options: BridgeConfig, provider: Any, *, transforme
             )
         if name.startswith("moe_") and provider.num_moe_experts is None:
             raise ConfigError.of(field, value, "this model has no experts, so Megatron would ignore it")
+    if options.expert_bias_rate and not provider.moe_router_enable_expert_bias:
+        raise ConfigError.of(
+            "BridgeConfig.expert_bias_rate", options.expert_bias_rate, "routers of this model have no bias; leave it out"
+        )
     name = "apply_wd_to_qk_layernorm"
     value = options.override_optimizer_config.get(name)
     if value and not provider.qk_layernorm:

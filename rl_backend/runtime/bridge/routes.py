@@ -28,6 +28,7 @@ class LayerRoutes(MegatronReplay):
         layer_number: Megatron's, from 1 on.
         replayed: (rows, top_k) experts to take, -1 in the rows for which the router chooses; None where it chooses for all.
         recorded: what it chose last, (rows, top_k) int64, while ``recording``.
+        observe: is given (rows, top_k) experts that were taken; None where nobody asks.
     """
 
     def __init__(self, layer_number: int) -> None:
@@ -35,6 +36,7 @@ class LayerRoutes(MegatronReplay):
         self.replayed: Tensor | None = None
         self.recorded: Tensor | None = None
         self.recording = False
+        self.observe: Callable[[Tensor], None] | None = None
 
     def get_replay_topk(
         self,
@@ -52,6 +54,8 @@ class LayerRoutes(MegatronReplay):
             values = scores.gather(1, experts)
         if self.recording:
             self.recorded = experts
+        if self.observe is not None:
+            self.observe(experts)
         return values, experts
 
 
@@ -85,7 +89,7 @@ def connect_routers(models: Sequence[nn.Module], provider: Any, groups: BridgeGr
         routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
         for router in routers:
             router.router_replay = LayerRoutes(router.layer_number)
-            # Megatron's count of loads fails on a mask of padding, and it would move the bias before a step is taken.
+            # See ExpertBalance, which moves biases instead.
             router.enable_expert_bias, router.frozen_expert_bias = False, True
         chunks.append(tuple(router.router_replay for router in routers))
     mine = tuple(each.layer_number - 1 for chunk in chunks for each in chunk)
