@@ -10,11 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.contracts import UnsupportedError
 from tests.distributed.test_checkpoint_layouts import check
 from tests.distributed.test_native_layouts import Run, assert_same, run_layout
 from tests.distributed.test_native_pipelines import STAGES_PER_RANK
-from tests.support.bridge_runs import open_bridge
 from tests.support.checkpoint_layouts import Layout, load_in, native, save_in
 from tests.support.moe import write_moe
 from tests.support.native import micro_batches, open_runtime, token_loss
@@ -117,17 +115,3 @@ def test_biases_of_routers_stay_in_float32(ranks: RankPool, one_rank: OnOneRank)
         assert in_float32 == biases.keys() and len(biases) == 4
         assert all(torch.equal(value, stored[name]) for name, value in biases.items())
         assert loss == found[0][2]
-
-
-def refusal_job(model: str) -> str:
-    with pytest.raises(UnsupportedError) as refused, open_bridge(model, {}) as runtime:
-        runtime.build_model()
-    return str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("model", "named"), [("minimax_m2", "GPTModelProvider with special layers"), ("gpt_oss", "Transformer Engine")]
-)
-def test_the_bridge_refuses_what_it_does_not_compute(ranks: RankPool, one_rank: OnOneRank, model: str, named: str) -> None:
-    (message,) = ranks.run(refusal_job, str(one_rank.path(model)), world_size=1)
-    assert named in message
