@@ -19,11 +19,11 @@ ODD = "deepseek_v3, YaRN, one latent, values wider than keys"
 LAYOUTS: Mapping[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "tp2 cp2 ep2": ("deepseek_v3", {"tp": 2, "cp": 2, "ep": 2}, {"activation_checkpointing": "full"}),
     "pp2 zbv ep2": ("deepseek_v3", {"pp": 2, "vpp": 2, "ep": 2}, {"pipeline_schedule": "zbv"}),
-    "dp4": ("deepseek_v3", {}, {}),
+    "dp4": ("kimi_k2", {}, {}),
     "tp4": ("glm4_moe_lite", {"tp": 4}, {}),
     # Heads that only cp does not have to share out.
     "cp4 ep4": (ODD, {"cp": 4, "ep": 4}, {}),
-    "ep2 etp2": ("kimi_k2", {"ep": 2, "etp": 2}, {}),
+    "ep2 etp2": ("deepseek_v3", {"ep": 2, "etp": 2}, {}),
     "tp2 etp2": ("deepseek_v3, biases, half-split, tied", {"tp": 2, "etp": 2}, {}),
     "pp2 tp2": ("deepseek_v3, biases, half-split, tied", {"pp": 2, "tp": 2}, {}),
     "pp2 cp2": (ODD, {"pp": 2, "cp": 2}, {"pipeline_schedule": "zb-h1"}),
