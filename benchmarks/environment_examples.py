@@ -34,10 +34,10 @@ RESULT, PART = "environments", "examples"
 SECONDS = 3600.0
 WARM_STEPS: Mapping[Task, int] = {"calculator": 1500, "guess": 700}
 RUNS: Mapping[str, tuple[Task, tuple[str, ...]]] = {
-    "calculator": ("calculator", ("--steps", "30")),
-    "calculator_ppo": ("calculator", ("--steps", "40", "--algorithm", "ppo", "--critic-lr", "1e-3")),
-    "calculator_shuffled": ("calculator", ("--steps", "30", "--shuffle-rewards")),
-    "guess": ("guess", ("--steps", "160")),
+    "calculator": ("calculator", ("--steps", "30", "--lr", "3e-4")),
+    "calculator_ppo": ("calculator", ("--steps", "40", "--lr", "3e-4", "--algorithm", "ppo", "--critic-lr", "1e-3")),
+    "calculator_shuffled": ("calculator", ("--steps", "30", "--lr", "3e-4", "--shuffle-rewards")),
+    "guess": ("guess", ("--steps", "140", "--lr", "1e-3")),
 }
 ENVIRONMENTS: Mapping[Task, str] = {"calculator": "Calculator", "guess": "GuessingGame"}
 
@@ -51,7 +51,7 @@ def options(task: Task, folder: Path, name: str, given: Sequence[str]) -> list[s
         *("--eval-dataset", json.dumps({task: held_out}), "--run-dir", str(folder / "runs" / name)),
         *("--environment", f"{episodes.__file__}:{ENVIRONMENTS[task]}", "--dtype", "float32"),
         *("--prompts-per-step", "16", "--samples-per-prompt", "16", "--max-response-tokens", "16"),
-        *("--max-episode-tokens", "96", "--max-turns", "4", "--lr", "3e-4", "--lr-warmup-steps", "5", *given),
+        *("--max-episode-tokens", "96", "--max-turns", "4", "--lr-warmup-steps", "5", *given),
     ]
 
 
