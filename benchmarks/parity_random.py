@@ -15,6 +15,7 @@ from benchmarks.forked_ranks import start_forked_rank
 from benchmarks.parity_float64 import distance, float64_steps
 from benchmarks.random_hybrids import draw_hybrid
 from benchmarks.random_latents import draw_latent
+from benchmarks.random_mixtures import draw_mixture
 from benchmarks.random_models import RandomModel, draw, write_model
 from benchmarks.report import machine, read_result, update_result
 from rl_backend.contracts import ConfigError, RLBackendError, UnsupportedError
@@ -55,6 +56,8 @@ TRIALS: Mapping[str, Trial] = {
     # Lengths beyond two chunks of 64, and one token alone.
     "hybrids": Trial(draw_hybrid, "families", lengths=(1, 150)),
     "latents": Trial(draw_latent, "families", ("native",), (1, 150), "random_latents"),
+    # A third of each family; sequences longer and shorter than windows.
+    "mixtures": Trial(draw_mixture, "families", ("native",), (1, 100), "random_mixtures"),
 }
 
 
