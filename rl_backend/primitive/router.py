@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_backend.contracts import ConfigError
+from rl_backend.primitive.activation import sigmoid
 from rl_backend.primitive.adapted_linear import padded_product
 from rl_backend.primitive.float32 import KeptInFloat32
 
@@ -172,4 +173,4 @@ def expert_weights(logits: Tensor, experts: Tensor, settings: RouterSettings) ->
 
 
 def _scores(logits: Tensor, score: Literal["softmax", "sigmoid"]) -> Tensor:
-    return logits.softmax(-1) if score == "softmax" else logits.sigmoid()
+    return logits.softmax(-1) if score == "softmax" else sigmoid(logits)
