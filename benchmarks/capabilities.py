@@ -55,6 +55,10 @@ transformers.
 The same for stacks of latent attention (heads, ranks, widths of keys and values, rotary embeddings) and of mixtures behind
 routers with groups. Where two groups are equal to a token but for rounding, sides that agree in the first step part later.
 """,
+    "random_mixtures": """\
+### GLM-4.5, gpt-oss and MiniMax-M2
+The same for these, 30 of each: heads, parts of them that rotate, windows, groups, experts of one width and blocks of another.
+""",
 }
 """Section of the results -> what it is."""
 ENGINES = """\
