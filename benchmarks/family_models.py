@@ -174,7 +174,8 @@ FAMILIES: Mapping[str, Family] = {
         {
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
-            "intermediate_size": 64,
+            # Not half the hidden state, by which Megatron-Bridge would take experts for their transposes.
+            "intermediate_size": 96,
             "sliding_window": 20,
             "rope_parameters": _SHORT_YARN,
         },
