@@ -57,7 +57,7 @@ routers with groups. Where two groups are equal to a token but for rounding, sid
 """,
     "random_mixtures": """\
 ### GLM-4.5, gpt-oss and MiniMax-M2
-The same for these, 30 of each: heads, parts of them that rotate, windows, groups, experts of one width and blocks of another.
+The same for these, 30 of each: heads, parts of them that rotate, windows, groups, widths of experts and of dense blocks.
 """,
 }
 """Section of the results -> what it is."""
