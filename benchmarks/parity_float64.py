@@ -44,7 +44,7 @@ def float64_steps(config: ParityConfig) -> Steps:
         optimizer.zero_grad()
         loss = 0.0
         for batch in batches:
-            with _Widened():
+            with Widened():
                 log_probs = [_log_probs(model, sequence) for sequence in batch.split(batch.input_ids)]
                 part, _ = sft_loss(ModelOutput(log_probs=torch.cat(log_probs)), batch)
                 part.backward()
@@ -66,7 +66,7 @@ def distance(exact: Steps, found: SideRecord) -> dict[str, float]:
     }
 
 
-class _Widened(TorchFunctionMode):
+class Widened(TorchFunctionMode):
     """Models compute norms and recurrences in float32 whatever their dtype is; here these are float64 too."""
 
     def __torch_function__(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from benchmarks.parity_float64 import Widened
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.checkpoint.hf_weights import load_weights
 from rl_backend.contracts import Head, ModelOutput, PackedBatch
@@ -72,3 +75,39 @@ def run_transformers(model: nn.Module, sequences: Sequence[Tensor], temperature:
         log_probs += [distribution[:-1].gather(1, sequence[1:, None]).squeeze(1), last]
         entropies += [-(distribution.exp() * distribution).sum(-1)[:-1], last]
     return ModelOutput(log_probs=torch.cat(log_probs), entropy=torch.cat(entropies))
+
+
+def mixed_outputs(model: nn.Module, sequences: Sequence[Tensor], mix: Tensor) -> Tensor:
+    """transformers' log-probs and entropy, weighted by (2, T) numbers and added up."""
+    outputs = run_transformers(model, sequences, 0.8)
+    return (outputs.log_probs * mix[0]).sum() + (outputs.entropy * mix[1]).sum()
+
+
+class Float64Gradients:
+    """Gradients of transformers in float64, which say whose rounding it is when two float32 sides differ by more than 1e-5.
+
+    Args:
+        path: of the model.
+        run: from a model to what is differentiated.
+    """
+
+    def __init__(self, path: Path, run: Callable[[nn.Module], Tensor]) -> None:
+        self._path, self._run = path, run
+
+    @cached_property
+    def by_name(self) -> dict[str, Tensor]:
+        options: Any = {"dtype": torch.float64, "experts_implementation": "eager"}
+        model = AutoModelForCausalLM.from_pretrained(self._path, **options)
+        with Widened():
+            self._run(model).backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    def assert_close(self, name: str, found: Tensor, reference: Tensor) -> None:
+        """Within 1e-5 of the largest element; or both rounded, and ``found`` at most three times as far from float64."""
+        scale, difference = float(reference.abs().max()), float((found - reference).abs().max())
+        if difference <= 1e-5 * scale:
+            return
+        exact = self.by_name[name]
+        ours, theirs = (float((side - exact).abs().max()) for side in (found, reference))
+        said = f"{name}: of {scale:.2e}, differ by {difference:.2e}; from float64 {ours:.2e}, transformers {theirs:.2e}"
+        assert ours < 2e-5 * scale and ours < 3 * theirs, said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,15 @@ from transformers import AutoModelForTokenClassification
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.model import find_model
 from tests.support.critic import transformers_values, write_critic
-from tests.support.families import load_native, load_transformers, random_sequences, run_native, run_transformers
+from tests.support.families import (
+    Float64Gradients,
+    load_native,
+    load_transformers,
+    mixed_outputs,
+    random_sequences,
+    run_native,
+    run_transformers,
+)
 from tests.support.models import write_tiny
 from tests.support.native import micro_batches, open_runtime, token_loss
 
@@ -72,13 +81,10 @@ def assert_equals_transformers(path: Path) -> None:
     names = family.weight_names(family.parse_config(config), "log_probs")
     expected = dict(reference.named_parameters())
     assert set(names.values()) == set(expected)
+    exact = Float64Gradients(path, partial(mixed_outputs, sequences=sequences, mix=mix))
     for name, parameter in native.named_parameters():
         assert torch.equal(parameter, expected[names[name]])
-        gradient = expected[names[name]].grad
-        scale = float(gradient.abs().max())
-        torch.testing.assert_close(
-            parameter.grad, gradient, atol=1e-5 * scale, rtol=0, msg=lambda message, name=name: f"{name}: {message}"
-        )
+        exact.assert_close(names[name], parameter.grad, expected[names[name]].grad)
 
 
 @pytest.mark.shows("model: Qwen2, Llama, Mistral and Qwen3 equal transformers' log-probs and gradients to 1e-5")
