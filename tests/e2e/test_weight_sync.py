@@ -71,7 +71,8 @@ def test_a_push_reaches_every_engine_and_samples_carry_its_version(
     assert report.transport == "shared_memory"
     assert report.engines == (0, 1)
     assert report.nbytes == sum(tensor.nbytes for _, tensor in trainer.named_weights())
-    assert set(report.seconds) == {"plan", "stage", "verify", "load", "resume", "total"}
+    # With "turns" where a test before has asked these engines for turns of episodes.
+    assert set(report.seconds) - {"turns"} == {"plan", "stage", "verify", "load", "resume", "total"}
     assert_serves(group, trainer, report.version)
 
 
