@@ -37,6 +37,9 @@ MODELS: dict[ModelName, str] = {
     "qwen3_moe": "a Qwen3-MoE of 2M random weights, 0.6M at work on a token,",
     "qwen3_5": "a Qwen3.5 of 0.8M random weights",
     "qwen3_5_moe": "a Qwen3.5-MoE of 1.7M random weights, 0.8M at work on a token,",
+    "deepseek_v3": "a DeepSeek-V3 of random weights",
+    "glm4_moe": "a GLM-4.5 of random weights",
+    "minimax_m2": "a MiniMax-M2 of random weights",
 }
 
 
@@ -51,7 +54,8 @@ class DemoConfig(RankOptions):
     run_dir: str = Field(default="runs/demo", description="folder for everything; an earlier demo in it is replaced")
     model: ModelName = Field(
         default="qwen3",
-        description="qwen3; qwen3_5, layers with a recurrent state; qwen3_moe or qwen3_5_moe, mixtures of 8 experts",
+        description="qwen3; qwen3_5, layers with a recurrent state; mixtures of 8 experts: qwen3_moe, qwen3_5_moe, "
+        "deepseek_v3, glm4_moe, minimax_m2",
     )
     algorithm: Algorithm = Field(
         default="grpo", description="grpo, ppo, or a recipe: cispo, dapo, dr_grpo, gspo, reinforce_plus_plus, rloo"

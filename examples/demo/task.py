@@ -18,21 +18,69 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-type ModelName = Literal["qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"]
+type ModelName = Literal["qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "minimax_m2"]
 
 MODEL_TYPES: Mapping[ModelName, str] = {
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3_moe",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "deepseek_v3": "deepseek_v3",
+    "glm4_moe": "glm4_moe",
+    "minimax_m2": "minimax_m2",
 }
 """transformers' names. Those of Qwen3.5 are of its text model, without a vision tower."""
 
-MIXTURES: tuple[ModelName, ...] = ("qwen3_moe", "qwen3_5_moe")
+MIXTURES: tuple[ModelName, ...] = ("qwen3_moe", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "minimax_m2")
 """Models with experts."""
 
 HYBRIDS: tuple[ModelName, ...] = ("qwen3_5", "qwen3_5_moe")
 """Models whose layers have gated DeltaNet, but for every fourth, or the last of fewer, which has gated attention."""
+
+EXPERTS: Mapping[ModelName, Mapping[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192, "norm_topk_prob": True},
+    "qwen3_5_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+    },
+    "deepseek_v3": {
+        # The sizes of latents that vLLM's kernels have.
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "head_dim": 64,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "q_lora_rank": 64,
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 96,
+        "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": False,
+    },
+    "glm4_moe": {
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "tie_word_embeddings": False,
+    },
+    "minimax_m2": {
+        "intermediate_size": 192,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+}
+"""Fields of mixtures that differ from those of all models."""
 
 PAD, END = "<pad>", "<end>"
 CHARACTERS = "0123456789+="
@@ -100,7 +148,8 @@ def write_jsonl(path: Path, answers: list[tuple[tuple[int, int], str]]) -> None:
 def write_model(path: Path, seed: int, model: ModelName, num_layers: int) -> None:
     """Random weights and a tokenizer with a token per character.
 
-    Dense models have 0.6M (Qwen3) or 0.8M parameters (Qwen3.5); mixtures have about as many at work on a token.
+    Dense models have 0.6M (Qwen3) or 0.8M parameters (Qwen3.5); mixtures have about as many at work on a token, and
+    DeepSeek-V3, whose latents have their released sizes, 1.3M.
     """
     tokenizer = character_tokenizer()
     config = AutoConfig.for_model(MODEL_TYPES[model], **model_fields(model, num_layers, tokenizer))
@@ -130,12 +179,7 @@ def model_fields(model: ModelName, num_layers: int, tokenizer: PreTrainedTokeniz
         fields["intermediate_size"] = 384
     if hybrid:
         fields |= mixer_fields(num_layers)
-    if model == "qwen3_moe":
-        fields |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192, "norm_topk_prob": True}
-    if model == "qwen3_5_moe":
-        fields |= {"num_experts": 8, "num_experts_per_tok": 2}
-        fields |= {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
-    return fields
+    return {**fields, **EXPERTS.get(model, {})}
 
 
 def mixer_fields(num_layers: int) -> dict[str, Any]:
