@@ -5,6 +5,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+LATENT_EPS = 1e-6
+"""Of the norms of latents, in DeepSeek's code, in transformers and in the native runtime."""
+
 
 class LatentCoreAttention(nn.Module):
     """Causal attention whose keys and values have different sizes, which Megatron's own ``DotProductAttention`` refuses.

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from rl_backend.contracts import UnsupportedError
 from rl_backend.runtime.bridge.deltanet import has_deltanet
-from rl_backend.runtime.bridge.latent_attention import LatentCoreAttention
+from rl_backend.runtime.bridge.latent_attention import LATENT_EPS, LatentCoreAttention
 from rl_backend.runtime.bridge_config import NEEDS_TRANSFORMER_ENGINE
 
 LOCAL_LAYERS: Mapping[str, Any] = {
@@ -52,6 +52,13 @@ class SequenceParallelRMSNorm(nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
+
+
+class LatentNorm(SequenceParallelRMSNorm):
+    """Of the latents of queries, and of keys and values, with DeepSeek's epsilon whatever ``rms_norm_eps`` says."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__(config, hidden_size, LATENT_EPS)
 
 
 class RMSNormFromOne(SequenceParallelRMSNorm):
@@ -108,6 +115,10 @@ def use_local_layers(provider: Any) -> None:
         AutoMapping.register_module_type(CopyingRowParallelLinear.__name__, "row")
         replaced[RowParallelLinear] = CopyingRowParallelLinear
 
+    norms: dict[str, Any] = {"q_layernorm": FullDimQNorm, "k_layernorm": FullDimKNorm} if of_all_heads else {}
+    if provider.multi_latent_attention:
+        norms = {"q_layernorm": LatentNorm, "kv_layernorm": LatentNorm}
+
     def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
         if with_deltanet:
             spec = _block_with_deltanet(config, vp_stage)
@@ -115,11 +126,9 @@ def use_local_layers(provider: Any) -> None:
             spec = get_gpt_decoder_block_spec(
                 config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
             )
-        for layer in spec.layer_specs if of_all_heads else ():
+        for layer in spec.layer_specs if norms else ():
             attention = layer.submodules.self_attention
-            attention.submodules = dataclasses.replace(
-                attention.submodules, q_layernorm=FullDimQNorm, k_layernorm=FullDimKNorm
-            )
+            attention.submodules = dataclasses.replace(attention.submodules, **norms)
         return _replace(spec, replaced)
 
     provider.transformer_layer_spec = layer_spec

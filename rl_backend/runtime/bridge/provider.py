@@ -10,10 +10,11 @@ from megatron.bridge import AutoBridge
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.core.transformer.enums import AttnBackend
 
-from rl_backend.contracts import ConfigError, Head, RuntimeConfig
+from rl_backend.contracts import ConfigError, Head, RuntimeConfig, UnsupportedError
 from rl_backend.runtime.bridge.deltanet import has_deltanet, require_deltanet_kernels
 from rl_backend.runtime.bridge.groups import BridgeGroups
 from rl_backend.runtime.bridge.installed import has_transformer_engine
+from rl_backend.runtime.bridge.latent_attention import LATENT_EPS
 from rl_backend.runtime.bridge.loading import read_provider
 from rl_backend.runtime.bridge.local_layers import LOCAL_LAYERS, use_local_layers
 from rl_backend.runtime.bridge_checks import LayerSizes, require_layout
@@ -59,6 +60,12 @@ def make_provider(
     require_deltanet_kernels(options, provider, groups.device)
     if not transformer_engine:
         use_local_layers(provider)
+    elif provider.multi_latent_attention and provider.layernorm_epsilon != LATENT_EPS:
+        raise UnsupportedError(
+            f"config.json has rms_norm_eps={provider.layernorm_epsilon}: Transformer Engine's layers give it to the norms "
+            f"of latents too, which the model has with {LATENT_EPS}; the native runtime may serve it",
+            rms_norm_eps=provider.layernorm_epsilon,
+        )
     elif provider.deterministic_mode:
         require_deterministic_kernels()
     try:
