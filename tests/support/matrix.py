@@ -69,11 +69,8 @@ LEFT_OUT = {
     "tests/e2e/test_demo_hybrids.py::test_the_demo_learns_its_task_with_a_recurrent_state[qwen3_5]": (
         "five minutes; the mixture, which has the same mixers, learns, and benchmarks/results/demo_runs.json has both"
     ),
-    "tests/e2e/test_demo_mixtures.py::test_the_demo_learns_its_task_with_sigmoid_routers[glm4_moe]": (
-        "four minutes; DeepSeek-V3, whose router has groups too, stays"
-    ),
     "tests/e2e/test_demo_mixtures.py::test_the_demo_learns_its_task_with_sigmoid_routers[minimax_m2]": (
-        "four minutes; DeepSeek-V3, whose router has groups too, stays"
+        "four minutes; GLM-4.5, whose router has a bias too, stays"
     ),
 }
 """Cases that ``make test-all`` has no time for, and why it can do without; whoever names their file runs them."""
