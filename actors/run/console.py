@@ -87,6 +87,11 @@ def say(line: str) -> None:
         sys.stdout.flush()
 
 
+def warn(problem: str, label: str = "") -> None:
+    """Prints a warning, with the label of the run that it is about."""
+    say(f"{label}warning: {problem}")
+
+
 def say_facts(title: str, facts: Iterable[str]) -> None:
     """Prints ``title: fact, fact, ...`` in as many lines as it takes; a fact is never divided."""
     line, lines = f"{title}:", []

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from actors.rollout.config import SamplingConfig
 from actors.rollout.tokens import RolloutTokens
+from actors.run.console import warn
 from actors.run.episode_collect import EpisodeBatch, EpisodeCollector
 from actors.run.episode_config import EpisodeConfig
 from actors.run.episode_inputs import load_episode_inputs
@@ -21,6 +23,7 @@ from actors.run.session import Session
 from actors.run.stop import StopRequest
 from actors.run.transcripts import describe_episodes
 from rl_backend.contracts import ConfigError
+from rl_backend.environment import Limits
 from rl_backend.environment.groups import PlayOptions
 
 
@@ -85,12 +88,11 @@ class EpisodeRun(SampledRun[EpisodeConfig]):
             problem = "episodes are not sampled anew for groups of equal rewards; leave it out"
             raise ConfigError.of("batches_with_signal", batches_with_signal, problem)
         config = self.config
-        options = PlayOptions(config.filled("limits"), config.on_episode_failure, config.least_episodes, self.inputs.score)
         self._stream = stream = self._stack.enter_context(
             EpisodeStream(
                 self.inputs.player,
                 self._source(config.sampling),
-                options,
+                self._play_options(config.filled("limits")),
                 self.inputs.batches,
                 n=config.sampling.n,
                 seed=config.seed,
@@ -111,13 +113,16 @@ class EpisodeRun(SampledRun[EpisodeConfig]):
                 held_out,
                 self.inputs.player,
                 self._source(held_out.sampling),
-                limits.replace(turn_tokens=held_out.sampling.max_new_tokens),
+                self._play_options(limits.replace(turn_tokens=held_out.sampling.max_new_tokens)),
                 seed=self.config.seed,
                 index=index,
-                score=self.inputs.score,
             )
             for index, held_out in enumerate(self.inputs.held_out)
         ]
+
+    def _play_options(self, limits: Limits) -> PlayOptions:
+        config, warned = self.config, partial(warn, label=self.label)
+        return PlayOptions(limits, config.on_episode_failure, config.least_episodes, self.inputs.score, warned)
 
     def _log_samples(self, step: int) -> None:
         batch, most, tokenizer = self._batch, self.config.samples_logged, self._tokenizer

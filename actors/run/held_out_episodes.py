@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from actors.run.episode_stream import group_tasks
@@ -12,9 +12,8 @@ from actors.run.eval_sets import HeldOutSet
 from actors.run.held_out import HeldOutResult
 from actors.run.transcripts import describe_episodes
 from rl_backend.data.rewards import Score
-from rl_backend.environment import Episode, Limits, TokenSource
+from rl_backend.environment import Episode, TokenSource
 from rl_backend.environment.groups import FAILED, PlayOptions, play_groups
-from rl_backend.environment.groups import Score as ScoreOfGroup
 from rl_backend.environment.protocol import Player
 
 
@@ -37,20 +36,20 @@ def play_held_out(
     held_out: HeldOutSet,
     player: Player,
     source: TokenSource,
-    limits: Limits,
+    options: PlayOptions,
     *,
     seed: int,
     index: int,
-    score: ScoreOfGroup | None = None,
 ) -> HeldOutEpisodes:
     """Plays every row of a set. Seeds are the same at every step, so that weights alone differ.
 
     Args:
+        options: for this set, but an episode that fails counts as zero.
         index: of the set.
     """
     # Steps of training are counted from 1, so its episodes have other seeds.
     tasks = group_tasks(held_out.prompts, -1 - index, held_out.sampling.n, seed)
-    groups = asyncio.run(play_groups(player, tasks, source, PlayOptions(limits, "zero", score=score)))
+    groups = asyncio.run(play_groups(player, tasks, source, replace(options, on_failure="zero")))
     episodes = [episode for group in groups for episode in group.episodes]
     scores = [
         Score(episode.reward, failures=(f"{episode.stop}: {episode.error}",) if episode.stop in FAILED else ())

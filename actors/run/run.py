@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Self
 from actors.rollout.stream import StreamPosition
 from actors.run.clock import Clock
 from actors.run.config import LoRAOptions, TrainingConfig
-from actors.run.console import Phases, StepLines, command_began, say, say_facts
+from actors.run.console import Phases, StepLines, command_began, say, say_facts, warn
 from actors.run.folder import RunFolder
 from actors.run.lock import RunLock, usable_run_dir
 from actors.run.preflight import check_start
@@ -219,7 +219,7 @@ class Run[C: TrainingConfig]:
         logged = self._log(measured)
         self._lines.end(self._step, logged, self._clock.seconds)
         for warning in self._warnings:
-            say(f"{self.label}warning: {warning}")
+            warn(warning, self.label)
         self._saver.commit(self._step, self._whole_state(), self._position())
         if self._on_step:
             self._on_step(self._step, logged)

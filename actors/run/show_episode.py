@@ -10,7 +10,7 @@ from actors.cluster.session import ray_session
 from actors.rollout.group import RolloutGroup
 from actors.rollout.placement import with_share
 from actors.rollout.tokens import RolloutTokens
-from actors.run.console import Phases
+from actors.run.console import Phases, warn
 from actors.run.episode_config import EpisodeConfig
 from actors.run.episode_inputs import load_episode_inputs
 from actors.run.episode_run import turn_sampling
@@ -49,7 +49,7 @@ def show_episode(config: EpisodeConfig, row: int = 0, rollout: RolloutGroup | No
                 rollout = stack.enter_context(RolloutGroup(with_share(wanted, share_cluster(0, 1))))
         source = RolloutTokens(rollout, turn_sampling(config.sampling))
         tasks = group_tasks([inputs.rows[row]], 0, 1, config.seed)
-        options = PlayOptions(config.filled("limits"), "zero", score=inputs.score)
+        options = PlayOptions(config.filled("limits"), "zero", score=inputs.score, on_blocked=warn)
         with phases.phase("episode", f"row {row} of {config.dataset}"):
             (group,) = asyncio.run(play_groups(inputs.player, tasks, source, options))
     return transcript(group.episodes[0], inputs.tokenizer)

@@ -10,6 +10,7 @@ from typing import Any
 
 from rl_backend.contracts import EpisodeFailedError
 from rl_backend.data.rewards.pool import MOST_LEFT_BEHIND, TimeLimitError
+from rl_backend.environment.watchdog import task_name
 
 
 class Caller:
@@ -31,13 +32,13 @@ class Caller:
         thread: threading.Thread | None = None
         call: asyncio.Future[Any]
         if inspect.iscoroutinefunction(function):
-            call = asyncio.ensure_future(function(*arguments))
+            call = asyncio.create_task(function(*arguments), name=task_name(function))
         else:
             thread, call = _in_thread(function, arguments)
         result = await self._wait(call, seconds, thread)
         if not inspect.isawaitable(result):
             return result
-        return await self._wait(asyncio.ensure_future(_awaited(result)), seconds, None)
+        return await self._wait(asyncio.create_task(_awaited(result), name=task_name(function)), seconds, None)
 
     async def _wait(self, call: asyncio.Future[Any], seconds: float | None, thread: threading.Thread | None) -> Any:
         try:

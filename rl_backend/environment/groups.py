@@ -15,6 +15,7 @@ from rl_backend.environment.episode import Episode
 from rl_backend.environment.limits import Limits
 from rl_backend.environment.playing import play_episode, with_reward, without_reward
 from rl_backend.environment.protocol import Player, TokenSource
+from rl_backend.environment.watchdog import logger, watched_loop
 
 FAILED = frozenset({"error", "timeout", "cancelled"})
 """Reasons that ``on_failure`` is about. A limit of turns or tokens is no failure: the episode is cut."""
@@ -64,12 +65,14 @@ class PlayOptions:
             zero, ``drop`` leaves it out.
         fewest: episodes that a group needs; with fewer left, ``drop`` leaves all of it out.
         score: of the episodes of a group that did not fail; None without.
+        on_blocked: told, in a thread, which environment or player blocks the event loop, and for how long already.
     """
 
     limits: Limits = field(default_factory=Limits)
     on_failure: OnFailure = "stop"
     fewest: int = 2
     score: Score | None = None
+    on_blocked: Callable[[str], None] = logger.warning
 
 
 async def play_groups(
@@ -99,7 +102,8 @@ async def play_groups(
         on_group(index, found)
         return found
 
-    return await _all_or_none([group(index, task) for index, task in enumerate(tasks)])
+    with watched_loop(options.on_blocked):
+        return await _all_or_none([group(index, task) for index, task in enumerate(tasks)])
 
 
 async def _one(

@@ -16,6 +16,7 @@ from rl_backend.environment.episode import Episode, Stop
 from rl_backend.environment.limits import Limits
 from rl_backend.environment.protocol import Player, Result, TokenSource
 from rl_backend.environment.sampler import RecordingSampler
+from rl_backend.environment.watchdog import task_name
 
 CLOSING_SECONDS = 10.0
 """What a player has for its last words when it is ended from outside."""
@@ -48,7 +49,7 @@ async def play_episode(
     limits = limits or Limits()
     sampler = RecordingSampler(source, sampling_seed=sampling_seed, seed=seed, limits=limits)
     begun = time.monotonic()
-    playing = asyncio.ensure_future(_played(player, row, sampler))
+    playing = asyncio.create_task(_played(player, row, sampler), name=task_name(player))
     try:
         done, _ = await asyncio.wait([playing], timeout=limits.episode_seconds)
     except asyncio.CancelledError:

@@ -12,6 +12,7 @@ _CONVERSATION = f"{_TESTS}/test_conversation.py"
 _PLAYING = f"{_TESTS}/test_playing.py"
 _STEPPING = f"{_TESTS}/test_stepping.py"
 _TOOLS = f"{_TESTS}/test_tools.py"
+_WATCHDOG = f"{_TESTS}/test_watchdog.py"
 
 FAULTS = [
     Fault(
@@ -118,6 +119,22 @@ FAULTS = [
         "asyncio.wait([playing])",
         (f"{_PLAYING}::test_an_episode_that_hangs_ends_at_its_limit",),
         "one environment that hangs would stop the run",
+    ),
+    Fault(
+        "blocked-loop-unseen",
+        f"{_ENVIRONMENT}/groups.py",
+        "    with watched_loop(options.on_blocked):\n",
+        "    with nullcontext():\n",
+        (f"{_WATCHDOG}::test_a_player_that_blocks_is_named",),
+        "one blocking step would stop all episodes, and nothing would say so",
+    ),
+    Fault(
+        "blocker-without-a-name",
+        f"{_ENVIRONMENT}/calling.py",
+        "            call = asyncio.create_task(function(*arguments), name=task_name(function))\n",
+        "            call = asyncio.create_task(function(*arguments))\n",
+        (f"{_WATCHDOG}::test_an_asynchronous_step_that_blocks_is_named",),
+        "of many environments nobody would know which one blocks",
     ),
     Fault(
         "close-left-out-after-a-cancellation",

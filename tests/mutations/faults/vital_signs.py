@@ -69,7 +69,7 @@ FAULTS = [
     Fault(
         "warnings-are-logged-and-not-printed",
         "actors/run/run.py",
-        """            say(f"{self.label}warning: {warning}")\n""",
+        """            warn(warning, self.label)\n""",
         "            pass\n",
         (f"{_TESTS}::test_a_run_prints_and_logs_warnings_and_measures_speed_and_memory",),
         "nobody who watches a run would see that it learns nothing",

@@ -21,7 +21,7 @@ from actors.run.eval_sets import HeldOutSet
 from actors.run.held_out_episodes import play_held_out
 from actors.run.transcripts import describe_episodes, transcript
 from rl_backend.contracts import ConfigError, EpisodeFailedError, WeightVersionError
-from rl_backend.environment import Limits, Result, Sampler
+from rl_backend.environment import Result, Sampler
 from rl_backend.environment.groups import PlayOptions
 from tests.support.token_sources import RandomSource
 
@@ -148,7 +148,7 @@ def test_a_transcript_says_what_was_trained() -> None:
 
 def test_held_out_episodes_have_estimates_and_lines() -> None:
     held_out = HeldOutSet("tasks", [{"task": each} for each in range(3)], SamplingConfig(n=2), (1, 2), 0.2)
-    results = [play_held_out(held_out, player, RandomSource(version=1), Limits(), seed=1, index=0) for _ in range(2)]
+    results = [play_held_out(held_out, player, RandomSource(version=1), PlayOptions(), seed=1, index=0) for _ in range(2)]
     assert [replace(each, metrics={}) for each in results[0].episodes] == [
         replace(each, metrics={}) for each in results[1].episodes
     ]
@@ -157,17 +157,17 @@ def test_held_out_episodes_have_estimates_and_lines() -> None:
     lines = results[0].lines(Tokens())
     assert len(lines) == 6 and lines[0]["set"] == "tasks"
     failing = replace(held_out, prompts=[{"task": 1, "fails": 1}])
-    failed = play_held_out(failing, player, RandomSource(version=1), Limits(), seed=1, index=0)
+    failed = play_held_out(failing, player, RandomSource(version=1), PlayOptions(), seed=1, index=0)
     assert failed.reward == 0 and len(failed.failures) == 2
 
 
 @pytest.mark.shows("episodes: environments are closed when a run ends in the middle of them")
 def test_a_run_that_ends_closes_its_environments() -> None:
     config = settings(max_staleness=1)
-    collector = collector_of(config, hangs=True)
-    stream = collector._stream
+    source = RandomSource(version=1)
+    stream = collector_of(config, source, hangs=True)._stream
     stream._begin()
-    while stream._playing is None:
+    while len(source.prompts) < 12:
         time.sleep(0.01)
     CLOSED.clear()
     stream.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
