@@ -32,12 +32,13 @@ from rl_backend.environment import Generation
 
 RESULT, PART = "environments", "examples"
 SECONDS = 3600.0
-WARM_STEPS: Mapping[Task, int] = {"calculator": 1500, "guess": 700}
+WARM_STEPS: Mapping[Task, int] = {"calculator": 1500, "guess": 500}
 RUNS: Mapping[str, tuple[Task, tuple[str, ...]]] = {
     "calculator": ("calculator", ("--steps", "30", "--lr", "3e-4")),
     "calculator_ppo": ("calculator", ("--steps", "40", "--lr", "3e-4", "--algorithm", "ppo", "--critic-lr", "1e-3")),
     "calculator_shuffled": ("calculator", ("--steps", "30", "--lr", "3e-4", "--shuffle-rewards")),
-    "guess": ("guess", ("--steps", "140", "--lr", "1e-3")),
+    "guess": ("guess", ("--steps", "30", "--lr", "5e-4")),
+    "guess_shuffled": ("guess", ("--steps", "30", "--lr", "5e-4", "--shuffle-rewards")),
 }
 ENVIRONMENTS: Mapping[Task, str] = {"calculator": "Calculator", "guess": "GuessingGame"}
 

@@ -21,7 +21,7 @@ type Task = Literal["guess", "calculator"]
 END, PAD = "<|end|>", "<|pad|>"
 ROLES = ("<|user|>", "<|assistant|>", "<|tool|>")
 CALL = ('<tool_call>{"name": "calculate", "arguments": {"expression": "', '"}}</tool_call>')
-HIGH, TURNS = 15, 4
+HIGH, TURNS = 14, 4
 HELD_OUT, ROWS, DEMONSTRATIONS = 128, 512, 3000
 # Tools are read and not listed: the model knows the only one from its demonstrations.
 _TEMPLATE = (
@@ -100,15 +100,15 @@ def _said(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def _guess(generator: random.Random, bounds_ignored: float = 0.3) -> tuple[list[Any], list[Any]]:
-    """Guesses within the bounds that are known, but some anywhere."""
+def _guess(generator: random.Random, halves: float = 0.3) -> tuple[list[Any], list[Any]]:
+    """Some halve the range that is left, which finds every number; the others guess anywhere."""
 
     def played() -> Iterator[dict[str, str]]:
         number, low, high = generator.randint(0, HIGH), 0, HIGH
+        careful = generator.random() < halves
         yield _said("user", "?")
         for turn in range(TURNS):
-            ignored = generator.random() < bounds_ignored
-            guess = generator.randint(0, HIGH) if ignored else generator.randint(low, high)
+            guess = (low + high) // 2 if careful else generator.randint(0, HIGH)
             yield _said("assistant", f"{guess:02d}")
             if guess == number or turn == TURNS - 1:
                 return
