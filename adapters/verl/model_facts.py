@@ -8,8 +8,10 @@ from typing import Any
 
 _HYBRIDS = frozenset({"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"})
 """Model types with gated DeltaNet in most layers and gated attention in the others."""
-_FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", *_HYBRIDS})
-"""Model types of which it is known what they have of ``_ABSENT``: none of it, but for hybrids."""
+_ROUTED = frozenset({"glm4_moe", "gpt_oss", "minimax_m2"})
+"""Model types whose routers, or whose attention and experts, have parts that no other family has."""
+_FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", *_HYBRIDS, *_ROUTED})
+"""Model types of which it is known what they have of ``_ABSENT``: none of it, but for hybrids and ``_ROUTED``."""
 
 _ABSENT: Mapping[str, Any] = {
     **dict.fromkeys(
@@ -135,6 +137,8 @@ def _sizes(config: Any, has_experts: bool) -> dict[str, Any]:
         found["num_moe_experts"] = next(filter(None, (getattr(config, name, None) for name in names)), None)
         found["moe_router_topk"] = getattr(config, "num_experts_per_tok", None)
         found["moe_ffn_hidden_size"] = getattr(config, "moe_intermediate_size", None)
+        if getattr(config, "model_type", None) in ("gpt_oss", "minimax_m2"):
+            found["moe_ffn_hidden_size"] = found["ffn_hidden_size"]
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -143,6 +147,8 @@ def _structure(config: Any, has_experts: bool) -> dict[str, Any]:
     if kind not in _FAMILIES:
         return {}
     found = {**_ABSENT, "gated_linear_unit": True, "qk_layernorm": kind in ("qwen3", "qwen3_moe", *_HYBRIDS)}
+    if kind in _ROUTED:
+        return {**found, **_of_routed(config)}
     if kind in _HYBRIDS:
         found |= _of_hybrid(config)
     biased = bool(getattr(config, "attention_bias", False))
@@ -177,3 +183,39 @@ def _of_hybrid(config: Any) -> dict[str, Any]:
         "moe_shared_expert_gate": shared is not None,
         "moe_shared_expert_intermediate_size": shared,
     }
+
+
+def _of_routed(config: Any) -> dict[str, Any]:
+    """What GLM-4.5, gpt-oss and MiniMax-M2 have of ``_ABSENT``, and how they route."""
+    sigmoid = {"moe_router_score_function": "sigmoid", "moe_router_pre_softmax": False, "add_bias_linear": False}
+    match config.model_type:
+        case "glm4_moe":
+            dense, shared = config.first_k_dense_replace, config.n_shared_experts or 0
+            found = {
+                **sigmoid,
+                "add_qkv_bias": bool(config.attention_bias),
+                "qk_layernorm": bool(config.use_qk_norm),
+                "moe_layer_freq": [int(layer >= dense) for layer in range(config.num_hidden_layers)],
+                "moe_router_num_groups": config.n_group,
+                "moe_router_group_topk": config.topk_group,
+                "moe_router_topk_scaling_factor": config.routed_scaling_factor,
+                "moe_shared_expert_intermediate_size": config.moe_intermediate_size * shared or None,
+            }
+        case "minimax_m2":
+            found = {**sigmoid, "add_qkv_bias": False, "qk_layernorm": True, "moe_layer_freq": 1, "window_size": None}
+        case _:
+            windows = [int(kind == "sliding_attention") for kind in config.layer_types]
+            alternating = [int(not layer % 2) for layer in range(len(windows))]
+            found = {
+                "activation_func_clamp_value": float(getattr(config, "swiglu_limit", 7.0)),
+                "add_bias_linear": True,
+                "glu_linear_offset": 1.0,
+                "moe_layer_freq": 1,
+                "moe_router_pre_softmax": False,
+                "qk_layernorm": False,
+                "softmax_type": "learnable",
+                # The token itself is not counted.
+                "window_size": (config.sliding_window - 1, 0),
+                "window_attn_skip_freq": 2 if windows == alternating else windows,
+            }
+    return found
