@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.family_models import FAMILIES
+from benchmarks.parity_random import FROM_FLOAT64, MOST_OVER_TRANSFORMERS
 from benchmarks.report import read_result
 
 PAGE = Path(__file__).parents[1] / "docs" / "capabilities.md"
@@ -61,6 +62,12 @@ The same for these, 30 of each: heads, parts of them that rotate, windows, group
 """,
 }
 """Section of the results -> what it is."""
+ROUNDING = f"""\
+Rounding parts a shape from transformers where it is at most {MOST_OVER_TRANSFORMERS:.0f} times as far from transformers in
+float64 as transformers in float32 is, and within {FROM_FLOAT64["max_loss_rel_diff"]:.0e} of its losses and
+{FROM_FLOAT64["gradient_rel_diff"]:.0e} of the gradient of the first step. Not passed:
+"""
+_WORDS = {"failed": "failed", "rounding": "parted by rounding"}
 ENGINES = """\
 ## What vLLM cannot serve
 Refused by name before an engine starts, with what happens otherwise.
@@ -182,18 +189,20 @@ def _random_shapes(title: str, trial: Mapping[str, Any]) -> str:
             str(accepted),
             str(trial["accepted_mixtures"][runtime]),
             str(trial["passed"][runtime]),
+            str(trial.get("parted_by_rounding", {}).get(runtime, 0)),
             str(len(trial["refusals"][runtime])),
         )
         for runtime, accepted in trial["accepted"].items()
     ]
     failed = [
-        f"- {runtime}, seed {seed}, {shape['family']}: {shape[runtime]['error']}{_to_float64(shape[runtime])}"
+        f"- {_WORDS[shape[runtime]['outcome']]}: {runtime}, seed {seed}, {shape['family']}: {shape[runtime]['error']}"
+        f"{_to_float64(shape[runtime])}"
         for seed, shape in trial["shapes"].items()
         for runtime in trial["accepted"]
-        if shape.get(runtime, {}).get("outcome") == "failed"
+        if shape.get(runtime, {}).get("outcome") in _WORDS
     ]
-    table = _table(("runtime", "accepted", "mixtures among them", "passed", "refused"), rows)
-    return "\n".join([title, table, *(["Not passed:", "", *failed, ""] if failed else [])])
+    table = _table(("runtime", "accepted", "mixtures among them", "passed", "parted by rounding", "refused"), rows)
+    return "\n".join([title, table, *([ROUNDING, *failed, ""] if failed else [])])
 
 
 def _to_float64(outcome: Entry) -> str:

@@ -127,8 +127,12 @@ def test_random_shapes_that_did_not_pass_are_on_the_page() -> None:
     trial: dict[str, Any] = dict.fromkeys(("accepted", "accepted_mixtures", "passed"), counts)
     trial |= {"refusals": {"native": {}}}
     failed = {"family": "qwen3_next", "native": {"outcome": "failed", "error": "loss (step 7): apart"}}
-    shapes = {"0": {"family": "qwen3_next", "native": {"outcome": "passed"}}, "5": failed}
-    assert "- native, seed 5, qwen3_next: loss (step 7): apart" in page({"random_shapes": {**trial, "shapes": shapes}})
+    rounded = {"family": "qwen3_next", "native": {"outcome": "rounding", "error": "loss (step 9): apart"}}
+    shapes = {"0": {"family": "qwen3_next", "native": {"outcome": "passed"}}, "5": failed, "6": rounded}
+    text = page({"random_shapes": {**trial, "parted_by_rounding": {"native": 1}, "shapes": shapes}})
+    assert "- failed: native, seed 5, qwen3_next: loss (step 7): apart" in text
+    assert "- parted by rounding: native, seed 6, qwen3_next: loss (step 9): apart" in text
+    assert "| native | 2 | 2 | 2 | 1 | 0 |" in text
 
 
 def test_a_shape_that_failed_stands_beside_the_rounding_of_transformers() -> None:

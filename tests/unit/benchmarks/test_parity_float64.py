@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.family_models import FAMILIES
 from benchmarks.parity_float64 import distance, float64_steps
+from benchmarks.parity_random import is_rounding
 from benchmarks.random_models import RandomModel, write_model
 from rl_backend.lab.parity.config import TRANSFORMERS, ParityConfig, ParitySide, plan_batch
 from rl_backend.lab.parity.record import merge_ranks
@@ -71,3 +72,21 @@ def test_nothing_is_computed_in_float32(config: ParityConfig) -> None:
     kinds = {name: found for name, found in dtypes.found.items() if name in COMPUTED}
     assert {"mm", "rsqrt", "exp"} <= set(kinds)
     assert {dtype for found in kinds.values() for dtype in found} == {torch.float64}, kinds
+
+
+@pytest.mark.parametrize(
+    ("figure", "runtime", "transformers", "rounding"),
+    [
+        ("max_loss_rel_diff", 1.0e-5, 1.6e-5, True),
+        ("max_loss_rel_diff", 4.9e-5, 1.6e-5, False),
+        ("max_loss_rel_diff", 1.1e-4, 1.0e-4, False),
+        ("gradient_rel_diff", 1.1e-5, 1.0e-5, False),
+        ("max_grad_norm_rel_diff", None, 1e-4, False),
+        ("max_grad_norm_rel_diff", 1e-4, None, False),
+    ],
+)
+def test_rounding_is_what_transformers_has_too_within_bounds(
+    figure: str, runtime: float | None, transformers: float | None, rounding: bool
+) -> None:
+    same: dict[str, float | None] = {"gradient_rel_diff": 1e-6, "max_loss_rel_diff": 1e-6, "max_grad_norm_rel_diff": 1e-5}
+    assert is_rounding({**same, figure: runtime}, {**same, figure: transformers}) is rounding
