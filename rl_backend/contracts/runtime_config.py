@@ -114,6 +114,10 @@ _PIPELINE = HasEffect(
     lambda config: config.parallel.pp > 1, "with parallel.pp=1 all ranks end a step together; set it to False"
 )
 
+_ROUNDED = HasEffect(
+    lambda config: config.param_dtype != "float32", "with param_dtype='float32' all is computed in float32; leave it out"
+)
+
 type PipelineSchedule = Literal["auto", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zbv", "dualpipev"]
 
 
@@ -140,6 +144,8 @@ class NativeConfig(BackendConfig):
     Attributes:
         device: ``auto`` takes CUDA when there is a device.
         param_dtype: dtype of parameters in forward and backward; the optimizer always works on float32 masters.
+        head_in_float32: with another ``param_dtype``, the last norm and the head compute in float32, with their parameters
+            as the optimizer has them.
         reduce_dtype: dtype in which gradients are accumulated and reduced over ranks.
         activation_checkpointing: ``full`` recomputes each layer in the backward pass.
         reshard_after_forward: free gathered parameters between forward and backward.
@@ -157,6 +163,7 @@ class NativeConfig(BackendConfig):
 
     device: Annotated[Literal["auto", "cpu", "cuda"], MAY_CHANGE] = "auto"
     param_dtype: Literal["float32", "bfloat16"] = "float32"
+    head_in_float32: Annotated[bool, _ROUNDED] = False
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     activation_checkpointing: Annotated[Literal["none", "full"], MAY_CHANGE] = "none"
     reshard_after_forward: Annotated[bool, MAY_CHANGE] = True

@@ -1,29 +1,25 @@
 """A decoder: a stack of layers between embeddings and a head, on packed micro-batches."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from rl_backend.contracts import (
-    BatchError,
-    ModelOptions,
-    ModelOutput,
-    NativeConfig,
-)
+from rl_backend.contracts import BatchError, ModelOptions, ModelOutput, NativeConfig
 from rl_backend.model.activation_checkpointing import checkpoint_layers
-from rl_backend.model.blocks import KeyChoice, Mixed, Mixer, Rotation, RouterInput
+from rl_backend.model.blocks import KeyChoice, Mixed, RouterInput
+from rl_backend.model.decoder_layer import DecoderLayer
 from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.input import BuildSettings, ModelInput, ModelStage
 from rl_backend.model.multi_token import MultiTokenPrediction
 from rl_backend.parallel.fsdp import apply_fsdp
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.tensor import TensorParallel
-from rl_backend.primitive.adapter_runs import AdapterRun, adapters_at_work
+from rl_backend.primitive.adapter_runs import adapters_at_work
 from rl_backend.primitive.added_loss import with_added_loss
-from rl_backend.primitive.attention import Segments
+from rl_backend.primitive.float32 import EndsInFloat32
 from rl_backend.primitive.log_prob import NextToken, next_token_log_probs
 from rl_backend.primitive.rope import Rotations
 from rl_backend.primitive.value_head import ValueHead, labels_without_values, values_of_tenants
@@ -32,83 +28,18 @@ STAGE_COPIES = {"tied_head.weight": "embed_tokens.weight"}
 """See :attr:`~rl_backend.model.ModelFamily.stage_copies`."""
 
 
-class DecoderLayer(nn.Module):
-    """A mixer and a feed-forward block, added to the residual stream; norms have the names of ``DecoderSpec.norms``, and the
-    mixer that of its specification.
-
-    Attributes:
-        rotary, chooses: the mixer's.
-        place: number among the layers of the whole model that have a router; None for a layer without.
-    """
-
-    def __init__(self, decoder: DecoderSpec, index: int, options: ModelOptions) -> None:
-        super().__init__()
-        spec = decoder.layers[index]
-        self.decoder = decoder
-        self.rotary, self.chooses, self._mixer_name = spec.mixer.rotary, spec.mixer.chooses, spec.mixer.module
-        self.place = sum(decoder.sparse[:index]) if decoder.sparse[index] else None
-        self._add_norm(decoder.norms.before_mixer)
-        self.add_module(spec.mixer.module, spec.mixer.build(decoder.hidden_size, decoder.norm))
-        self._add_norm(decoder.norms.after_mixer)
-        self._add_norm(decoder.norms.before_feed_forward)
-        self.mlp = spec.feed_forward.build(decoder.hidden_size, options)
-        self._add_norm(decoder.norms.after_feed_forward)
-
-    @property
-    def mixer(self) -> Mixer:
-        return cast(Mixer, self.get_submodule(self._mixer_name))
-
-    def _add_norm(self, name: str | None) -> None:
-        if name is not None:
-            self.add_module(name, self.decoder.norm.build(self.decoder.hidden_size))
-
-    def forward(
-        self,
-        x: Tensor,
-        rotation: Rotation | None,
-        segments: Segments,
-        router: RouterInput,
-        adapters: Sequence[AdapterRun] = (),
-        choice: KeyChoice | None = None,
-    ) -> Mixed:
-        """(rows, hidden_size) -> the same; with a ``choice``, beside it what the mixer attended to."""
-        # Here and not around the model: recomputation and pipelines run layers of other micro-batches in between.
-        norms = self.decoder.norms
-        with adapters_at_work(adapters):
-            read = self._norm(norms.before_mixer, x)
-            told = () if choice is None else (choice,)
-            output: Mixed = self.mixer(read, rotation, segments, *told)
-            output, chosen = output if isinstance(output, tuple) else (output, None)
-            mixed = x + self._added(norms.after_mixer, output)
-            if not self.decoder.parallel_blocks:
-                read = self._norm(norms.before_feed_forward, mixed)
-            elif norms.before_feed_forward is not None:
-                read = self._norm(norms.before_feed_forward, x)
-            hidden = mixed + self._added(norms.after_feed_forward, self.mlp(read, router))
-            return hidden if choice is None else (hidden, chosen)
-
-    def _norm(self, name: str | None, x: Tensor) -> Tensor:
-        return x if name is None else self.get_submodule(name)(x)
-
-    def _added(self, norm: str | None, output: Tensor) -> Tensor:
-        """What a block with this ``output`` adds to the residual stream."""
-        normed, scale = self._norm(norm, output), self.decoder.residual_scale
-        return normed if scale == 1.0 else normed * scale
-
-    def each_norm(self) -> Iterator[nn.Module]:
-        """Those around the blocks."""
-        yield from (self.get_submodule(name) for name in self.decoder.norms if name is not None)
-
-
-class Decoder(nn.Module):
+class Decoder(EndsInFloat32):
     """The whole model, or a stage of it.
 
     Keeps no buffers, so a copy built on the meta device needs its parameters and nothing else. Every token is trained:
     unlike in transformers, ``pad_token_id`` has no part in it, because padding never reaches a model.
     """
 
+    end_names = ("embed_tokens", "norm", "score", "lm_head", "tied_head")
+
     def __init__(self, spec: DecoderSpec, settings: BuildSettings) -> None:
         super().__init__()
+        self.layer_dtype = settings.layer_dtype
         stage = settings.stage or ModelStage(True, range(spec.num_layers), True)
         has_language_head = stage.last and settings.head == "log_probs"
         tied = spec.tie_word_embeddings
@@ -165,7 +96,7 @@ class Decoder(nn.Module):
                 hidden = mixed
         if self.norm is None:
             return hidden
-        hidden = self.norm(hidden)
+        hidden = self.norm(hidden if self.layer_dtype is None else hidden.to(torch.float32))
         values = self._values(hidden, inputs)
         if self.score is not None or "log_probs" not in (inputs.heads or ("log_probs",)):
             return ModelOutput(values=values)
@@ -200,9 +131,10 @@ class Decoder(nn.Module):
             bias = None if bias is None else bias.detach()
         router = RouterInput(inputs.router_loss_weight, inputs.padding, sequences=inputs.sequences)
         choice = KeyChoice(inputs.longest, inputs.router_loss_weight) if layer.chooses else None
-        predicted = mtp(hidden, embedding, rotations.of(layer.rotary), inputs.segments, router, (), choice)
+        rotation = rotations.of(layer.rotary)
+        predicted = mtp(hidden.to(embedding.dtype), embedding, rotation, inputs.segments, router, (), choice)
         log_probs, _ = self.next_token_log_probs(
-            predicted,
+            predicted.to(weight.dtype),
             weight,
             second.labels,
             bias=bias,
@@ -245,6 +177,8 @@ class Decoder(nn.Module):
     def _look_up(self, input_ids: Tensor) -> Tensor:
         assert self.embed_tokens is not None, "asked of a stage that has them"
         hidden: Tensor = self.embed_tokens(input_ids)
+        if self.layer_dtype is not None:
+            hidden = hidden.to(self.layer_dtype)
         if self.spec.embedding_scale == 1.0:
             return hidden
         return hidden * torch.tensor(self.spec.embedding_scale, dtype=hidden.dtype).item()

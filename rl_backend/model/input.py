@@ -95,9 +95,11 @@ class BuildSettings(NamedTuple):
         head: one of the family's ``heads``.
         log_prob_chunk_tokens: as in :class:`~rl_backend.contracts.NativeConfig`.
         stage: the part to build; None builds the whole model.
+        layer_dtype: as of :class:`~rl_backend.primitive.float32.EndsInFloat32`.
     """
 
     options: ModelOptions
     head: Head
     log_prob_chunk_tokens: int
     stage: ModelStage | None = None
+    layer_dtype: torch.dtype | None = None

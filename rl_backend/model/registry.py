@@ -55,6 +55,8 @@ class ModelFamily:
         routed_layers: architecture -> its layers with experts, where models take ``ModelInput.routes`` and route with one
             :class:`~rl_backend.primitive.router.Router` in each of them, in the order of their modules. It returns None for
             an architecture without such layers.
+        float32_head: whether ``build`` makes a :class:`~rl_backend.primitive.float32.EndsInFloat32` that honours
+            ``BuildSettings.layer_dtype``; else ``NativeConfig.head_in_float32`` is refused.
         stored_buffers: endings of Hugging Face names that directories hold and no parameter has; they are not read.
         kept_weights: architecture -> beginnings of Hugging Face names of weights that directories may hold and nothing here
             trains or computes with, such as a vision tower beside a language model. They are not read, and a saved model
@@ -74,6 +76,7 @@ class ModelFamily:
     stage_copies: Mapping[str, str] = field(default_factory=dict)
     check_layout: Callable[[Any, ParallelConfig], None] | None = None
     routed_layers: Callable[[Any], RoutedLayers | None] | None = None
+    float32_head: bool = False
     stored_buffers: tuple[str, ...] = ()
     kept_weights: Callable[[Any], tuple[str, ...]] | None = None
     configured: Callable[[Any, ModelOptions], Any] | None = None

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from rl_backend.contracts import NativeConfig
 from rl_backend.parallel.groups import ParallelGroups
-from rl_backend.primitive.float32 import KeptInFloat32
+from rl_backend.primitive.float32 import KeptInFloat32, kept_ends
 
 
 def apply_fsdp(
@@ -29,7 +29,8 @@ def apply_fsdp(
     """Shards the parameters of ``experts``, of each layer, and then what is left in ``root``, over data parallelism.
 
     Parameters stay in their dtype (float32 masters) and are gathered in ``config.param_dtype``, those of
-    :class:`~rl_backend.primitive.float32.KeptInFloat32` by themselves and as they are; gradients are reduced in
+    :class:`~rl_backend.primitive.float32.KeptInFloat32` by themselves and as they are, and so those of ``root`` where it
+    :func:`keeps its ends <rl_backend.primitive.float32.kept_ends>`; gradients are reduced in
     ``config.reduce_dtype``: averaged over the data-parallel ranks, and added up over ranks that see parts of the same data.
     In one process and without a change of dtype, the model is left as it is: FSDP would only copy every parameter and
     gradient to and fro.
@@ -45,9 +46,10 @@ def apply_fsdp(
         return
     rounded = param_dtype.itemsize < torch.float32.itemsize
     unrounded = [part for part in root.modules() if rounded and isinstance(part, KeptInFloat32)]
+    as_they_are = [*unrounded, root] if kept_ends(root) else unrounded
     for module in (*experts, *unrounded, *layers, root):
         mesh = groups.edp_mesh if module in experts else groups.fsdp_mesh
-        dtype = torch.float32 if module in unrounded else param_dtype
+        dtype = torch.float32 if module in as_they_are else param_dtype
         fully_shard(
             module,
             mesh=mesh,

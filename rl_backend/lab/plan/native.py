@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import (
@@ -22,14 +21,14 @@ from rl_backend.contracts import (
 from rl_backend.contracts.lora import ENGINE_RANKS, LoRAConfig, engine_slots
 from rl_backend.lab.plan.activations import StageMemory, measure_stage, most_in_flight
 from rl_backend.lab.plan.memory import RankMemory, Workload
+from rl_backend.lab.plan.sizes import ShardedStage
 from rl_backend.lora.modules import AdaptedModule, modules_of_rank, select_modules
 from rl_backend.lora.rows import TenantRows, factors_of, lay_out_row
 from rl_backend.model import ModelStage
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.imagined import META, imagined_rank
-from rl_backend.parallel.shards import local_tensor
 from rl_backend.pipeline import Action, Kind, make_schedule
-from rl_backend.primitive.float32 import parameters_in_float32
+from rl_backend.primitive.float32 import round_parameters
 from rl_backend.primitive.tiles import logits_chunk_bytes
 from rl_backend.runtime.export_stream import plan_buckets
 from rl_backend.runtime.native.adapters import held_modules
@@ -38,76 +37,6 @@ from rl_backend.runtime.native.layout import ModelDescription, algorithm, descri
 
 MASTER_BYTES = torch.float32.itemsize
 """Of a parameter that is trained, its gradient, and each of Adam's two moments."""
-
-
-class ParameterSize(NamedTuple):
-    """Elements of one parameter.
-
-    Attributes:
-        held: what this rank keeps of it.
-        computed: what this rank computes with, of a parameter that tensor or expert parallelism splits: its part.
-        whole: shape on all ranks together.
-        trained: whether it has a gradient.
-        in_float32: it is computed with in float32, whatever the dtype of the rest.
-    """
-
-    held: int
-    computed: int
-    whole: tuple[int, ...]
-    trained: bool
-    in_float32: bool
-
-
-@dataclass(frozen=True)
-class ShardedStage:
-    """Parameters of a stage, or of a model without stages, on one rank.
-
-    Attributes:
-        parameters: by name.
-        units: name -> names of the parameters that FSDP gathers with that module; those of the root under "". Empty where
-            nothing is sharded.
-    """
-
-    parameters: Mapping[str, ParameterSize]
-    units: Mapping[str, Sequence[str]]
-
-    @classmethod
-    def of(cls, sharded: nn.Module, plain: nn.Module) -> Self:
-        """Args:
-        sharded: as the runtime builds it.
-        plain: the same without FSDP.
-        """
-        computed = {name: local_tensor(value).numel() for name, value in plain.named_parameters()}
-        in_float32 = parameters_in_float32(plain)
-        parameters = {
-            name: ParameterSize(
-                local_tensor(value).numel(), computed[name], tuple(value.shape), value.requires_grad, name in in_float32
-            )
-            for name, value in sharded.named_parameters()
-        }
-        modules = [name for name, module in sharded.named_modules() if isinstance(module, FSDPModule)]
-        units: dict[str, list[str]] = {module: [] for module in modules}
-        for name in parameters if units else ():
-            units[max((unit for unit in units if not unit or name.startswith(f"{unit}.")), key=len)].append(name)
-        return cls(parameters, units)
-
-    def gathered(self, *, all_at_once: bool, trained: bool = False) -> int:
-        """Elements of whole parameters that exist at one time.
-
-        Args:
-            all_at_once: nothing is freed between forward and backward. Otherwise two layers are there, the one that
-                computes and the one that is fetched ahead, and the parameters outside of layers.
-            trained: count those that have gradients only.
-        """
-        sizes = {
-            unit: sum(self.parameters[name].computed for name in names if self.parameters[name].trained or not trained)
-            for unit, names in self.units.items()
-        }
-        if all_at_once:
-            return sum(sizes.values())
-        layers = [unit for unit in sizes if unit and not any(unit.startswith(f"{other}.") for other in sizes if other)]
-        whole = [sum(size for unit, size in sizes.items() if f"{unit}.".startswith(f"{layer}.")) for layer in layers]
-        return sizes.get("", 0) + 2 * max(whole, default=0)
 
 
 @dataclass(frozen=True)
@@ -143,28 +72,29 @@ def native_memory(
     kinds = {name: module.kind for rank in ranks for name, module in rank.adaptable.items()}
     modules = select_modules(workload.lora, kinds) if workload.tenants else ()
     # A model that is not trained is kept as it is computed with.
-    itemsize = int(getattr(torch, native.param_dtype).itemsize) if workload.tenants else MASTER_BYTES
+    param_dtype: torch.dtype = getattr(torch, native.param_dtype)
+    kept_dtype = param_dtype if workload.tenants else torch.float32
     found = []
     for stages, passes in zip(ranks, actions, strict=True):
         sharded = list(stages.sharded.values())
         parameters = [size for stage in sharded for size in stage.parameters.values()]
-        held, trained = (sum(size.held for size in parameters if size.trained or not only) for only in (False, True))
+        trained = sum(size.held for size in parameters if size.trained)
         # Reduced in the last backward pass of a step, or layer by layer in the only one.
         unreduced = sum(stage.gathered(all_at_once=accumulates, trained=True) for stage in sharded)
         optimizer = 2 * trained * MASTER_BYTES + sum(size.trained for size in parameters) * torch.float32.itemsize
         tenant = _tenant(workload.lora, modules_of_rank(modules, stages.adaptable))
         # All stages of the rank if nothing is freed between passes, else the largest: one runs at a time.
-        whole = [stage.gathered(all_at_once=not native.reshard_after_forward) for stage in sharded]
+        whole = [stage.gathered_bytes(param_dtype, all_at_once=not native.reshard_after_forward) for stage in sharded]
         gathered = max(whole) if native.reshard_after_forward else sum(whole)
         found.append(
             RankMemory(
-                weights=held * itemsize,
+                weights=sum(stage.held_bytes(kept_dtype) for stage in sharded),
                 gradients=trained * MASTER_BYTES,
                 optimizer=optimizer,
                 adapters=workload.tenants * tenant.nbytes,
                 undo=optimizer + 2 * trained * MASTER_BYTES if native.post_validation else 0,
                 unreduced_gradients=unreduced * int(getattr(torch, native.reduce_dtype).itemsize),
-                gathered_parameters=gathered * int(getattr(torch, native.param_dtype).itemsize),
+                gathered_parameters=gathered,
                 logits_chunk=stages.logits_chunk,
                 sync_bucket=bucket,
                 **vars(most_in_flight(passes, stages.measured)),
@@ -203,12 +133,12 @@ def rank_stages(
         mine = dist.new_group([dist.get_rank()])
         assert isinstance(mine, dist.ProcessGroup), "this rank is in it"
         alone = replace(groups, world_group=mine)
-        as_they_are = native.replace(param_dtype="float32", reduce_dtype="float32")
+        as_they_are = native.replace(param_dtype="float32", reduce_dtype="float32", head_in_float32=False)
         for number, part in parts.items():
             plain = _build(model, part, as_they_are, alone, names)
             sharded[number] = ShardedStage.of(_build(model, part, native, groups, names), plain)
             # What FSDP would do to its parameters.
-            plain = plain.to(getattr(torch, native.param_dtype))
+            round_parameters(plain, getattr(torch, native.param_dtype))
             hidden_size = None if part is None or part.first else text_config(model.hf_config)["hidden_size"]
             tenant = None
             if names is not None:

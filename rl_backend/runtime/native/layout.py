@@ -59,7 +59,8 @@ def describe_model(hf_path: Path | str, native: NativeConfig, head: Head) -> Mod
     family = find_model(native.model, hf_config)
     family.require_head(head)
     options = native.model_cfg if native.model_cfg is not None else family.options_type()
-    settings = BuildSettings(options, head, native.log_prob_chunk_tokens)
+    layer_dtype = getattr(torch, native.param_dtype) if native.head_in_float32 else None
+    settings = BuildSettings(options, head, native.log_prob_chunk_tokens, layer_dtype=layer_dtype)
     return ModelDescription(family, family.architecture(hf_config, options), hf_config, settings)
 
 
@@ -145,8 +146,17 @@ def check_weights(config: RuntimeConfig, head: Head) -> None:
 
 
 def check_model_layout(family: ModelFamily, architecture: Any, native: NativeConfig) -> None:
-    """Raises :class:`ConfigError` for a layout that the family does not have, or whose sizes do not divide the model."""
+    """Raises :class:`ConfigError` for a layout or a head in float32 that the family does not have, or whose sizes do not
+    divide the model.
+    """
     algorithm(native)
+    if native.head_in_float32 and not family.float32_head:
+        raise ConfigError.of(
+            "NativeConfig.head_in_float32",
+            native.head_in_float32,
+            f"model family {family.name!r} computes its head in param_dtype; use False, or keep its ends in float32 and say "
+            "so with ModelFamily.float32_head",
+        )
     if family.check_layout is None:
         _require_one(family, native.parallel, native.parallel.model_dump(), "check_layout")
     else:

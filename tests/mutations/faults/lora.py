@@ -62,7 +62,7 @@ FAULTS = [
     ),
     Fault(
         "adapters-of-an-outer-context-in-recomputation",
-        "rl_backend/model/decoder.py",
+        "rl_backend/model/decoder_layer.py",
         "        with adapters_at_work(adapters):\n",
         "        with adapters_at_work(adapters if torch.is_grad_enabled() else ()):\n",
         (f"{_LAYOUTS}[native-dp2 recomputed]", f"{_PEFT}::test_peft_loads_what_a_tenant_exports"),

@@ -46,7 +46,7 @@ FAULTS = [
     ),
     Fault(
         "blocks-added-unscaled",
-        _DECODER,
+        "rl_backend/model/decoder_layer.py",
         "return normed if scale == 1.0 else normed * scale",
         "return normed",
         (f"{_EQUAL}[granite]",),
@@ -113,7 +113,7 @@ FAULTS = [
     ),
     Fault(
         "parallel-blocks-one-after-the-other",
-        _DECODER,
+        "rl_backend/model/decoder_layer.py",
         "            if not self.decoder.parallel_blocks:\n",
         "            if not self.decoder.parallel_blocks or norms.before_feed_forward is None:\n",
         (f"{_EQUAL}[phi]",),
