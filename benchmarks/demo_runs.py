@@ -36,8 +36,9 @@ DEMOS: dict[str, tuple[str, ...]] = {
     "two_ranks_two_engines": ("--ranks", "2", "--engines", "2"),
     "qwen3_5": ("--model", "qwen3_5"),
     "qwen3_5_moe_R3": ("--model", "qwen3_5_moe", "--router-replay", "R3"),
+    "deepseek_v3_R3": ("--model", "deepseek_v3", "--router-replay", "R3", "--steps", "120"),
 }
-"""Options of ``examples.demo``."""
+"""Options of ``examples.demo``, whose ``STEPS`` they may replace."""
 
 
 def run_demo(options: Sequence[str], folder: Path) -> dict[str, Any]:

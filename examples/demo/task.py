@@ -61,6 +61,8 @@ EXPERTS: Mapping[ModelName, Mapping[str, Any]] = {
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 96,
         "routed_scaling_factor": 1.0,
+        # Without a norm of queries and keys, weights of 0.02 would make scores that hardly differ, and it learns slowly.
+        "initializer_range": 0.05,
         "tie_word_embeddings": False,
     },
     "glm4_moe": {

@@ -11,14 +11,16 @@ from tests.support.demos import run_demo
 pytestmark = pytest.mark.long
 
 LEARNED = 0.9
+STEPS = {"glm4_moe": 80, "minimax_m2": 80, "deepseek_v3": 120}
 
 
 @pytest.mark.shows(
-    "loop: GRPO on GLM-4.5 and MiniMax-M2 with R3 learns the demo task; gap at most 1e-5; make test-all runs GLM-4.5"
+    "loop: GRPO on GLM-4.5, MiniMax-M2 and DeepSeek-V3 with R3 learns the demo task; gap at most 1e-5; make test-all runs "
+    "GLM-4.5"
 )
-@pytest.mark.parametrize("model", ["glm4_moe", "minimax_m2"])
+@pytest.mark.parametrize("model", STEPS)
 def test_the_demo_learns_its_task_with_sigmoid_routers(model: str, tmp_path: Path) -> None:
-    summary = run_demo(tmp_path / "demo", "--model", model, "--steps", "80", "--router-replay", "R3")
+    summary = run_demo(tmp_path / "demo", "--model", model, "--steps", str(STEPS[model]), "--router-replay", "R3")
     assert summary["model"] == model
     assert summary["accuracy_before"] < LEARNED <= summary["accuracy_after"]
     assert summary["max_log_prob_gap"] <= 1e-5
