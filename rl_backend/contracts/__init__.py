@@ -35,6 +35,9 @@ from rl_backend.contracts.hf_config import quantisation_problem as quantisation_
 from rl_backend.contracts.hf_config import stores_mxfp4 as stores_mxfp4
 from rl_backend.contracts.hf_config import text_config as text_config
 from rl_backend.contracts.hf_config import weight_blocks as weight_blocks
+from rl_backend.contracts.indexed_keys import IndexedLayers as IndexedLayers
+from rl_backend.contracts.indexed_keys import check_keys as check_keys
+from rl_backend.contracts.indexed_keys import key_fields as key_fields
 from rl_backend.contracts.lora import LORA_FIELD as LORA_FIELD
 from rl_backend.contracts.lora import LoRAConfig as LoRAConfig
 from rl_backend.contracts.lora import LoRAInfo as LoRAInfo

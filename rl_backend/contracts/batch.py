@@ -112,7 +112,8 @@ class PackedBatch:
         input_ids: (T,) int64.
         seq_lens: (B,) int64 on the CPU, each >= 1, with sum T.
         token_fields: name -> (T, ...) tensor. In a replay of routes the runtime reads ``routed_experts`` and
-            ``routed_experts_mask``; :mod:`rl_backend.contracts.routed_experts` says what they hold.
+            ``routed_experts_mask``; :mod:`rl_backend.contracts.routed_experts` says what they hold. Where it is there,
+            ``indexed_keys`` is read in every pass; see :mod:`rl_backend.contracts.indexed_keys`.
         sequence_fields: name -> (B, ...) tensor.
         meta: facts that all tokens share. The runtime reads ``temperature`` (a number; a (B,) sequence field of that name
             takes precedence), ``calculate_entropy`` (bool) and, in a replay, ``routed_experts_layers``. Losses read

@@ -46,11 +46,14 @@ class KeyChoice(NamedTuple):
         longest: tokens of the longest sequence, the same on every rank.
         loss_weight: factor of the losses of what chooses.
         chosen: what the layer before attends to, :func:`~rl_backend.primitive.indexer.choose_keys`; None where that is all.
+        recorded: what this layer must attend to, of the same kind; rows of -1 alone for the tokens for which it chooses.
+            None where it chooses for all.
     """
 
     longest: int
     loss_weight: float = 1.0
     chosen: Tensor | None = None
+    recorded: Tensor | None = None
 
 
 type Mixed = Tensor | tuple[Tensor, Tensor | None]
@@ -138,6 +141,11 @@ class MixerSpec(BlockSpec):
     @property
     def follows(self) -> bool:
         return False
+
+    @property
+    def chosen_keys(self) -> int | None:
+        """How many keys it chooses for a query; None where it chooses none."""
+        return None
 
     @abstractmethod
     def build(self, hidden_size: int, norm: NormSpec) -> Mixer:

@@ -87,7 +87,8 @@ class Decoder(EndsInFloat32):
         for layer in self.each_layer():
             experts = None if inputs.routes is None or layer.place is None else inputs.routes[:, layer.place]
             router = RouterInput(inputs.router_loss_weight, inputs.padding, experts, inputs.sequences)
-            told = choice if layer.chooses else None
+            recorded = None if inputs.keys is None or layer.key_place is None else inputs.keys[:, layer.key_place]
+            told = choice._replace(recorded=recorded) if layer.chooses else None
             mixed: Mixed = layer(hidden, rotations.of(layer.rotary), inputs.segments, router, inputs.adapters, told)
             if isinstance(mixed, tuple):
                 hidden, chosen = mixed

@@ -19,6 +19,7 @@ class DecoderLayer(nn.Module):
     Attributes:
         rotary, chooses: the mixer's.
         place: number among the layers of the whole model that have a router; None for a layer without.
+        key_place: number among those that choose keys; None for a layer that chooses none.
     """
 
     def __init__(self, decoder: DecoderSpec, index: int, options: ModelOptions) -> None:
@@ -27,6 +28,8 @@ class DecoderLayer(nn.Module):
         self.decoder = decoder
         self.rotary, self.chooses, self._mixer_name = spec.mixer.rotary, spec.mixer.chooses, spec.mixer.module
         self.place = sum(decoder.sparse[:index]) if decoder.sparse[index] else None
+        indexed = decoder.indexed_layers
+        self.key_place = indexed.layers.index(index) if indexed is not None and index in indexed.layers else None
         self._add_norm(decoder.norms.before_mixer)
         self.add_module(spec.mixer.module, spec.mixer.build(decoder.hidden_size, decoder.norm))
         self._add_norm(decoder.norms.after_mixer)

@@ -7,6 +7,7 @@ from rl_backend.contracts import (
     ConfigError,
     CopiedWeight,
     Head,
+    IndexedLayers,
     ModelOptions,
     ParallelConfig,
     RoutedLayers,
@@ -83,6 +84,12 @@ class DecoderSpec:
             (router.num_experts, router.top_k) for layer in self.layers if (router := layer.feed_forward.router) is not None
         }
         return RoutedLayers(*routers.pop(), self.sparse) if len(routers) == 1 else None
+
+    @property
+    def indexed_layers(self) -> IndexedLayers | None:
+        """None where no layer chooses keys."""
+        chosen = {index: keys for index, layer in enumerate(self.layers) if (keys := layer.mixer.chosen_keys) is not None}
+        return IndexedLayers(next(iter(chosen.values())), tuple(chosen)) if len({*chosen.values()}) == 1 else None
 
     def configured(self, options: ModelOptions) -> "DecoderSpec":
         """With what the family's options say.

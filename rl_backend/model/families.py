@@ -66,6 +66,7 @@ def decoder_family(
         stage_copies=STAGE_COPIES,
         check_layout=DecoderSpec.check_layout,
         routed_layers=lambda decoder: decoder.routed_layers,
+        indexed_layers=lambda decoder: decoder.indexed_layers,
         float32_head=True,
         kept_weights=DecoderSpec.kept_prefixes,
         configured=DecoderSpec.configured,

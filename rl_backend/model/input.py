@@ -42,6 +42,8 @@ class ModelInput(NamedTuple):
             -100.
         routes: (rows, layers with experts of the whole model, top_k) integers, the experts that the routers must take; -1
             for the rows for which they choose. None where they choose for all.
+        keys: (T, layers with an indexer of the whole model, top_k) integers, the keys that these layers must attend to, by
+            their places in the sequence; -1 alone for the tokens for which they choose. None where they choose for all.
         adapters: which adapters work on which of the T tokens.
         heads: the outputs that are wanted; empty asks for those of the model's own head. Tenants with a head of their own
             have values, and rows with values have no log-probs, which are 0 then, as are values of the others.
@@ -60,6 +62,7 @@ class ModelInput(NamedTuple):
     router_loss_weight: float = 1.0
     padding: torch.Tensor | None = None
     routes: torch.Tensor | None = None
+    keys: torch.Tensor | None = None
     adapters: Sequence[AdapterRun] = ()
     heads: Sequence[Head] = ()
     sequences: RowSequences | None = None

@@ -9,6 +9,7 @@ from torch import nn
 from rl_backend.contracts import (
     MODEL_CONFIGS,
     Head,
+    IndexedLayers,
     ModelOptions,
     NativeConfig,
     ParallelConfig,
@@ -55,6 +56,8 @@ class ModelFamily:
         routed_layers: architecture -> its layers with experts, where models take ``ModelInput.routes`` and route with one
             :class:`~rl_backend.primitive.router.Router` in each of them, in the order of their modules. It returns None for
             an architecture without such layers.
+        indexed_layers: architecture -> its layers that choose keys, where models take ``ModelInput.keys``; None for an
+            architecture without such layers.
         float32_head: whether ``build`` makes a :class:`~rl_backend.primitive.float32.EndsInFloat32` that honours
             ``BuildSettings.layer_dtype``; else ``NativeConfig.head_in_float32`` is refused.
         stored_buffers: endings of Hugging Face names that directories hold and no parameter has; they are not read.
@@ -76,6 +79,7 @@ class ModelFamily:
     stage_copies: Mapping[str, str] = field(default_factory=dict)
     check_layout: Callable[[Any, ParallelConfig], None] | None = None
     routed_layers: Callable[[Any], RoutedLayers | None] | None = None
+    indexed_layers: Callable[[Any], IndexedLayers | None] | None = None
     float32_head: bool = False
     stored_buffers: tuple[str, ...] = ()
     kept_weights: Callable[[Any], tuple[str, ...]] | None = None

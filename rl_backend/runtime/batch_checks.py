@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.contracts import BatchError, PackedBatch, check_routes
+from rl_backend.contracts import BatchError, PackedBatch, check_keys, check_routes
+from rl_backend.contracts.indexed_keys import KEYS
 from rl_backend.contracts.routed_experts import ROUTES, ROUTES_MASK
 from rl_backend.runtime.engine import GuardedHandle, PassRequest
 
@@ -38,8 +39,8 @@ def problem_on_rank(handle: GuardedHandle, request: PassRequest) -> BatchError |
     """What is wrong with this rank's micro-batches by themselves.
 
     No micro-batches; one over ``max_tokens_per_micro_batch``; a sequence over ``max_length``; a token outside the
-    vocabulary; a temperature that is not positive; routes that :func:`~rl_backend.contracts.check_routes` refuses; sequences
-    that no LoRA tenant of the pass has.
+    vocabulary; a temperature that is not positive; routes that :func:`~rl_backend.contracts.check_routes` refuses, or
+    recorded keys that :func:`~rl_backend.contracts.check_keys` refuses; sequences that no LoRA tenant of the pass has.
     """
     data, vocab_size, max_length = request.data, handle.vocab_size, handle.max_length
     max_tokens = handle.config.max_tokens_per_micro_batch
@@ -74,12 +75,13 @@ def problem_on_rank(handle: GuardedHandle, request: PassRequest) -> BatchError |
         if isinstance(temperature, Tensor) and not bool((temperature > 0).all()):
             lowest = float(temperature.min())
             return BatchError(f"micro-batch {index}: temperature {lowest}; it must be above 0", micro_batch=index)
-    if request.router_replay == "replay" and handle.routed_layers is not None:
-        for index, batch in enumerate(data):
-            try:
+    for index, batch in enumerate(data):
+        try:
+            check_keys(batch, handle.indexed_layers)
+            if request.router_replay == "replay" and handle.routed_layers is not None:
                 check_routes(batch, handle.routed_layers)
-            except BatchError as error:
-                return _of_micro_batch(index, error)
+        except BatchError as error:
+            return _of_micro_batch(index, error)
     return None if request.adapters is None else request.adapters.problem(data)
 
 
@@ -87,9 +89,9 @@ def checksum(data: Sequence[PackedBatch]) -> int:
     """Of what the ranks of a replica must have in common."""
     found = 0
     for batch in data:
-        routes = [batch.token_fields[name] for name in (ROUTES, ROUTES_MASK) if name in batch.token_fields]
-        for tensor in (batch.seq_lens, batch.input_ids, *routes):
-            # Bytes, because numpy lacks types that routes may have before they are refused.
+        recorded = [batch.token_fields[name] for name in (ROUTES, ROUTES_MASK, KEYS) if name in batch.token_fields]
+        for tensor in (batch.seq_lens, batch.input_ids, *recorded):
+            # Bytes, because numpy lacks types that these may have before they are refused.
             found = zlib.crc32(tensor.cpu().contiguous().view(torch.uint8).numpy(), found)
     return found
 

@@ -141,6 +141,11 @@ class GuardedHandle[O: ScheduledOptimizer](contracts.ModelHandle):
     def routed_layers(self) -> contracts.RoutedLayers | None:
         """Its layers with experts; None where routes cannot be replayed."""
 
+    @property
+    def indexed_layers(self) -> contracts.IndexedLayers | None:
+        """Its layers that choose keys; None where recorded keys cannot be replayed."""
+        return None
+
     @abstractmethod
     def roots(self) -> Iterable[nn.Module]:
         """The modules that the model consists of on this rank."""

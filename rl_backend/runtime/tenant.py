@@ -17,6 +17,7 @@ from rl_backend.contracts import (
     ConfigError,
     HandleError,
     Head,
+    IndexedLayers,
     OptimizerConfig,
     RoutedLayers,
     StepResult,
@@ -158,6 +159,10 @@ class TenantHandle(GuardedHandle[TenantOptimizer]):
     @property
     def routed_layers(self) -> RoutedLayers | None:
         return self.model.routed_layers
+
+    @property
+    def indexed_layers(self) -> IndexedLayers | None:
+        return self.model.indexed_layers
 
     def roots(self) -> Iterable[nn.Module]:
         return ()

@@ -57,6 +57,10 @@ class SparseMLASpec(MLASpec):
     def follows(self) -> bool:
         return self.indexer is None
 
+    @property
+    def chosen_keys(self) -> int | None:
+        return None if self.follows or self.training == "warm_up" else self.top_k
+
     def build(self, hidden_size: int, norm: NormSpec) -> Mixer:
         return SparseLatentAttention(self, hidden_size)
 
@@ -88,7 +92,8 @@ class SparseMLASpec(MLASpec):
 class SparseLatentAttention(LatentAttention):
     """The module of a :class:`SparseMLASpec`; (T, hidden_size) -> (T, hidden_size), and what was attended to.
 
-    Where ``top_k`` covers the longest sequence of a micro-batch it is latent attention, and nothing is chosen.
+    Where ``top_k`` covers the longest sequence of a micro-batch it is latent attention, and nothing is chosen, unless there
+    are recorded choices.
     """
 
     def __init__(self, spec: SparseMLASpec, hidden_size: int) -> None:
@@ -106,7 +111,10 @@ class SparseLatentAttention(LatentAttention):
         spec, from_latent = self.sparse, self._query_latent(x)
         query = self._queries(from_latent, rotation)
         key, value = self._gathered(*self._latents(x, rotation), segments)
-        dense, chosen = spec.training == "warm_up" or choice.longest <= spec.top_k, choice.chosen
+        recorded, chosen = None if self.indexer is None else choice.recorded, choice.chosen
+        # What follows a layer with recorded keys attends to these too.
+        covered = choice.longest <= spec.top_k and recorded is None and chosen is None
+        dense = spec.training == "warm_up" or covered
         trains = spec.training != "frozen" and torch.is_grad_enabled()
         terms: IndexTerms | None = None
         if self.indexer is not None and (trains or not dense):
@@ -114,6 +122,8 @@ class SparseLatentAttention(LatentAttention):
             if self._cp_group is not None:
                 terms = terms._replace(key=gather_keys(terms.key, segments, self._cp_group))
             chosen = None if dense else choose_keys(terms, segments, spec.top_k)
+            if recorded is not None and chosen is not None:
+                chosen = torch.where(recorded.amax(-1, keepdim=True) < 0, chosen, recorded.to(chosen.dtype))
         scale = spec.key_dim**-0.5
         if dense:
             attended, chosen = packed_attention(query, key, value, segments), None

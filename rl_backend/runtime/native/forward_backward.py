@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts import ForwardResult, Head, ModelOutput, PackedBatch, RoutedLayers
+from rl_backend.contracts.indexed_keys import KEYS
 from rl_backend.model import ModelInput
 from rl_backend.model.input import SecondTokens, second_labels
 from rl_backend.parallel import fsdp
@@ -68,6 +69,7 @@ def lay_out(
     """
     seq_lens = tuple(batch.seq_lens.tolist())
     routes = None if replayed is None else routes_to_replay(batch, replayed)
+    keys = batch.token_fields.get(KEYS)
     second, count = second_labels(batch.labels), sum(max(length - 2, 0) for length in seq_lens)
     common = {
         "longest": max(seq_lens),
@@ -84,6 +86,7 @@ def lay_out(
             temperature=batch.temperature,
             padding=None,
             routes=routes,
+            keys=keys,
             sequences=RowSequences(batch.sequence_ids, len(seq_lens)),
             adapters=runs(seq_lens),
             second=SecondTokens(second, count),
@@ -106,6 +109,7 @@ def lay_out(
         temperature=layout.take(temperature, 1.0) if isinstance(temperature, Tensor) else temperature,
         padding=_own_tokens(layout.padding, groups),
         routes=_own_tokens(None if routes is None else layout.take(routes, -1), groups),
+        keys=None if keys is None else layout.take(keys, -1),
         sequences=RowSequences(_share(layout.take(batch.sequence_ids, 0), groups), len(seq_lens)),
         adapters=runs(layout.sequence_rows),
         second=SecondTokens(layout.take(second, -100), count),

@@ -101,6 +101,10 @@ class NativeHandle(GuardedHandle[NativeOptimizer]):
         return None if self.family.routed_layers is None else self.family.routed_layers(self.architecture)
 
     @property
+    def indexed_layers(self) -> contracts.IndexedLayers | None:
+        return None if self.family.indexed_layers is None else self.family.indexed_layers(self.architecture)
+
+    @property
     def weights(self) -> tuple[contracts.TensorInfo, ...]:
         return tuple(
             contracts.TensorInfo.of(stored, layout.shards.shape[len(index) :], layout.dtype)

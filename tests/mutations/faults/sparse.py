@@ -13,6 +13,7 @@ _ITSELF = (f"{_TESTS}::test_the_module_equals_the_formulas_and_lets_nothing_flow
 
 _MIXER = "rl_backend/model/mixers/sparse_mla.py"
 _FAMILIES = "rl_backend/model/sparse_families.py"
+_RECORDED = "tests/unit/rl_backend/model/test_indexed_keys.py"
 _EQUAL = "tests/unit/rl_backend/model/test_sparse_families.py"
 
 FAULTS = [
@@ -103,5 +104,29 @@ FAULTS = [
         "        if False:\n",
         (f"{_EQUAL}::test_what_cannot_be_is_refused_by_name",),
         "the first pass of a long run would end in an assertion",
+    ),
+    Fault(
+        "recorded-keys-of-the-first-layer",
+        "rl_backend/model/decoder.py",
+        "inputs.keys[:, layer.key_place]",
+        "inputs.keys[:, 0]",
+        (f"{_RECORDED}::test_recorded_keys_are_attended_to",),
+        "every layer would attend to the keys that the first one has chosen",
+    ),
+    Fault(
+        "recorded-keys-where-there-are-none",
+        "rl_backend/model/mixers/sparse_mla.py",
+        "torch.where(recorded.amax(-1, keepdim=True) < 0, chosen, recorded.to(chosen.dtype))",
+        "recorded.to(chosen.dtype)",
+        (f"{_RECORDED}::test_tokens_without_recorded_keys_choose_for_themselves",),
+        "the last sampled token would attend to nothing",
+    ),
+    Fault(
+        "recorded-keys-of-the-future",
+        "rl_backend/contracts/indexed_keys.py",
+        "ordered[..., -1] > places,",
+        "ordered[..., -1] > places + 1,",
+        (f"{_RECORDED}::test_keys_that_are_not_ones_of_the_model_are_refused",),
+        "indices that are off by one would be trained with",
     ),
 ]
