@@ -147,7 +147,7 @@ FAULTS = [
     Fault(
         "parameters-stay-in-float32",
         "rl_backend/parallel/fsdp.py",
-        "dtype = torch.float32 if module in unrounded else param_dtype",
+        "dtype = torch.float32 if module in as_they_are else param_dtype",
         "dtype = torch.float32",
         (
             "tests/unit/rl_backend/runtime/test_native_runtime.py::test_a_forward_only_handle_gives_the_outputs_of_a_trained_one_beside_it",

@@ -86,7 +86,7 @@ FAULTS = [
     Fault(
         "checksum-without-routes",
         "rl_backend/runtime/batch_checks.py",
-        "for tensor in (batch.seq_lens, batch.input_ids, *routes):",
+        "for tensor in (batch.seq_lens, batch.input_ids, *recorded):",
         "for tensor in (batch.seq_lens, batch.input_ids):",
         (f"{_REPLAY}::test_ranks_with_different_routes_are_refused_before_they_compute[native]",),
         "ranks of one model would route differently",
