@@ -9,7 +9,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
 
-.PHONY: help setup demo check test test-all mutate bench gpu-check doctor
+.PHONY: help setup demo check test test-all mutate bench libraries gpu-check doctor
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo 'make test-all                  the same with every case and long proof; writes benchmarks/results/matrix.json'
 	@echo 'make mutate                    put deliberate faults into a copy, one by one, and print those that no test notices'
 	@echo 'make bench NAME=train_speed    run one benchmark; without NAME, list them (ARGS="...")'
+	@echo 'make libraries                 install verifiers and tinker-cookbook beside .venv, for the tests that play them'
 	@echo 'make gpu-check                 run the tests that need a GPU and write a JSON result (PYTHON=python3: without set-up)'
 	@echo 'make doctor                    what is installed, what is missing, what this machine can run'
 
@@ -52,6 +53,9 @@ bench: setup
 		[ -f "$$file" ] && grep -q '__main__' "$$file" && echo "  $$(basename "$$file" .py)" >&2; \
 	done; \
 	exit 2
+
+libraries: setup
+	@cd "$(ROOT)" && exec $(PY) -m tests.support.libraries $(ARGS)
 
 # A Python named on the command line runs the check itself, for machines where .venv cannot be made.
 ifeq ($(origin PYTHON),command line)

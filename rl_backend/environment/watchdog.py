@@ -15,7 +15,7 @@ from typing import Any
 
 FIRST_SECONDS = 2.0
 """After which it is told, and again after twice as many, and so on."""
-_BEAT_SECONDS = 0.5
+_BEAT_SECONDS, _LATE_SECONDS = 0.5, 1.0
 logger = logging.getLogger(__name__)
 
 
@@ -42,6 +42,13 @@ def watched_loop(tell: Callable[[str], None] = logger.warning, first_seconds: fl
         watchdog.end()
 
 
+def _lateness(seconds: float) -> str:
+    """Where the watchdog itself had to wait, whoever is named may not be to blame."""
+    if seconds < _LATE_SECONDS:
+        return ""
+    return f" (the thread that says so woke {seconds:.1f} s late itself: the machine, or the interpreter, is busy)"
+
+
 class _Watchdog:
     def __init__(self, loop: asyncio.AbstractEventLoop, tell: Callable[[str], None], first_seconds: float) -> None:
         self._loop, self._tell, self._first = loop, tell, first_seconds
@@ -63,8 +70,9 @@ class _Watchdog:
             asked, limit = time.monotonic(), self._first
             self._loop.call_soon_threadsafe(self._answered.set)
             while not self._answered.wait(asked + limit - time.monotonic()):
-                self._tell(self._what_blocks(time.monotonic() - asked))
-                limit *= 2
+                seconds = time.monotonic() - asked
+                self._tell(self._what_blocks(seconds) + _lateness(seconds - limit))
+                limit = 2 * seconds
 
     def _what_blocks(self, seconds: float) -> str:
         task = asyncio.current_task(self._loop)

@@ -1,6 +1,7 @@
 """Libraries whose environments the adapters play: in folders beside ``.venv``, because what they pin is not what we pin.
 
-python -m tests.support.libraries [cookbook] [verifiers]     installs them; tests that need one are skipped without it
+make libraries, or python -m tests.support.libraries [cookbook] [verifiers], installs them; tests that need one are skipped
+without it.
 """
 
 from __future__ import annotations
@@ -51,9 +52,7 @@ def _pip(python: str, *arguments: str) -> None:
 
 def _require(path: Path, name: str) -> None:
     if not path.exists():
-        pytest.skip(
-            f"{name} is not installed: python -m tests.support.libraries {name} puts it into .libraries, for this test"
-        )
+        pytest.skip(f"{name} is not installed: make libraries puts it into .libraries, for this test")
 
 
 if __name__ == "__main__":

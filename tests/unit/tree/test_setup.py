@@ -312,7 +312,7 @@ def test_another_failure_of_pip_shows_its_last_lines_and_where_the_log_is(setup_
 
 def test_help_lists_the_targets_from_any_folder(project: Path) -> None:
     result = subprocess.run(["make", "-f", str(project / "Makefile")], cwd="/", capture_output=True, text=True, check=True)
-    for target in ("setup", "demo", "test", "bench NAME=", "gpu-check", "doctor"):
+    for target in ("setup", "demo", "test", "bench NAME=", "libraries", "gpu-check", "doctor"):
         assert f"make {target}" in result.stdout
 
 
