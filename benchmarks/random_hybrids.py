@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from benchmarks.random_models import POSITIONS, RandomModel, draw_rope
+from benchmarks.random_models import RandomModel, draw_partly_rotated
 
 DENSE = ("qwen3_5_text",)
 MIXTURES = ("qwen3_5_moe_text", "qwen3_next")
@@ -19,23 +19,9 @@ def draw_hybrid(seed: int) -> RandomModel:
     family = rng.choice(MIXTURES if seed % 2 else DENSE)
     kv_heads, layers = rng.choice((1, 1, 2, 3, 5)), rng.randint(1, 5)
     part = rng.choice((_USUAL_PART, _USUAL_PART, 0.5, 1.0))
-    settings: dict[str, Any] = {
-        "vocab_size": rng.randint(61, 6007),
-        "hidden_size": rng.randint(24, 260),
-        "num_hidden_layers": layers,
-        "num_attention_heads": kv_heads * rng.choice((1, 2, 3)),
-        "num_key_value_heads": kv_heads,
-        # What is rotated of a head consists of pairs.
-        "head_dim": round(2 / part) * rng.randint(2, 10),
-        "max_position_embeddings": POSITIONS,
-        "tie_word_embeddings": rng.random() < 0.5,
-        "rms_norm_eps": rng.choice((1e-5, 1e-6, 3e-6)),
-        "rope_parameters": {**draw_rope(rng), "partial_rotary_factor": part},
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-        **_mixers(rng, layers),
-    }
+    settings = draw_partly_rotated(rng, layers, kv_heads, part)
+    settings["rope_parameters"]["partial_rotary_factor"] = part
+    settings |= _mixers(rng, layers)
     if part != _USUAL_PART:
         # Without this field transformers puts a quarter into the rope parameters of Qwen3.5, whatever they say.
         settings["partial_rotary_factor"] = part

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from benchmarks.random_models import POSITIONS, RandomModel, draw_rope
+from benchmarks.random_models import COMMON, RandomModel, draw_rope
 
 FAMILIES = ("deepseek_v3", "glm4_moe_lite")
 
@@ -29,13 +29,10 @@ def draw_latent(seed: int) -> RandomModel:
         "v_head_dim": rng.randint(5, 70),
         "rope_interleave": rng.random() < 0.8,
         "attention_bias": rng.random() < 0.25,
-        "max_position_embeddings": POSITIONS,
         "tie_word_embeddings": rng.random() < 0.5,
         "rms_norm_eps": rng.choice((1e-5, 1e-6, 3e-6)),
         "rope_parameters": _rope(rng),
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
+        **COMMON,
     }
     dense = layers
     if seed % 2:

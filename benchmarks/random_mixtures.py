@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from benchmarks.random_models import POSITIONS, RandomModel, draw_rope
+from benchmarks.random_models import RandomModel, draw_partly_rotated
 
 FAMILIES = ("glm4_moe", "gpt_oss", "minimax_m2")
 
@@ -16,22 +16,9 @@ def draw_mixture(seed: int) -> RandomModel:
     family = FAMILIES[seed % len(FAMILIES)]
     kv_heads, layers = rng.choice((1, 1, 2, 3, 5)), rng.randint(1, 4)
     part = 1.0 if family == "gpt_oss" else rng.choice((0.5, 0.5, 0.25))
-    settings: dict[str, Any] = {
-        "vocab_size": rng.randint(61, 6007),
-        "hidden_size": rng.randint(24, 260),
-        "num_hidden_layers": layers,
-        "num_attention_heads": kv_heads * rng.choice((1, 2, 3)),
-        "num_key_value_heads": kv_heads,
-        # What is rotated of a head consists of pairs.
-        "head_dim": round(2 / part) * rng.randint(2, 10),
-        "max_position_embeddings": POSITIONS,
-        "tie_word_embeddings": rng.random() < 0.5,
-        "rms_norm_eps": rng.choice((1e-5, 1e-6, 3e-6)),
-        "rope_parameters": draw_rope(rng) if part == 1.0 else {**draw_rope(rng), "partial_rotary_factor": part},
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
+    settings = draw_partly_rotated(rng, layers, kv_heads, part)
+    if part != 1.0:
+        settings["rope_parameters"]["partial_rotary_factor"] = part
     if part not in (0.5, 1.0):
         # Without this field transformers puts a half beside the rope parameters of GLM, whatever they say.
         settings["partial_rotary_factor"] = part

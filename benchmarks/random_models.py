@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
 MIXTURES = ("mixtral", "qwen3_moe")
 POSITIONS = 256
+
+
+COMMON: Mapping[str, Any] = {
+    "max_position_embeddings": POSITIONS,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+"""Fields of every random model."""
 
 
 class RandomModel(NamedTuple):
@@ -46,13 +56,10 @@ def draw(seed: int) -> RandomModel:
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": 2 * rng.randint(4, 40),
-        "max_position_embeddings": POSITIONS,
         "tie_word_embeddings": rng.random() < 0.5,
         "rms_norm_eps": rng.choice((1e-5, 1e-6, 3e-6)),
         "rope_parameters": draw_rope(rng),
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
+        **COMMON,
         **_attention(rng, family, layers),
     }
     if family in MIXTURES:
@@ -82,6 +89,23 @@ def write_model(model: RandomModel, seed: int, directory: Path) -> Path:
                 buffer.copy_(0.1 * torch.randn_like(buffer))
     decoder.save_pretrained(directory)
     return directory
+
+
+def draw_partly_rotated(rng: random.Random, layers: int, kv_heads: int, part: float) -> dict[str, Any]:
+    """Fields of a stack of attention whose heads rotate in a ``part`` of their features; without that field itself."""
+    return {
+        "vocab_size": rng.randint(61, 6007),
+        "hidden_size": rng.randint(24, 260),
+        "num_hidden_layers": layers,
+        "num_attention_heads": kv_heads * rng.choice((1, 2, 3)),
+        "num_key_value_heads": kv_heads,
+        # What is rotated of a head consists of pairs.
+        "head_dim": round(2 / part) * rng.randint(2, 10),
+        "tie_word_embeddings": rng.random() < 0.5,
+        "rms_norm_eps": rng.choice((1e-5, 1e-6, 3e-6)),
+        "rope_parameters": draw_rope(rng),
+        **COMMON,
+    }
 
 
 def draw_rope(rng: random.Random) -> dict[str, Any]:

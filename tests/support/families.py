@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +111,49 @@ class Float64Gradients:
         ours, theirs = (float((side - exact).abs().max()) for side in (found, reference))
         said = f"{name}: of {scale:.2e}, differ by {difference:.2e}; from float64 {ours:.2e}, transformers {theirs:.2e}"
         assert ours < 2e-5 * scale and ours < 3 * theirs, said
+
+
+def gradients_by_transformers_name(path: Path, native: nn.Module) -> dict[str, Tensor]:
+    """Of what is trained, in the shapes of transformers' parameters in memory, where experts are packed."""
+    config = read_hf_config(path)
+    family = find_model("auto", config)
+    names = family.weight_names(family.parse_config(config), "log_probs")
+    found = {}
+    for name, parameter in native.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        stored = names[name]
+        assert parameter.grad is not None, name
+        gradient = parameter.grad.flatten(1, 2) if name.endswith("gate_up_proj") else parameter.grad
+        found[stored if isinstance(stored, str) else f"model.{name}"] = gradient
+    return found
+
+
+def assert_equal_packed_and_alone(path: Path, lengths: Sequence[int], reference_path: Path | None = None) -> None:
+    """Log-probs, entropy and every gradient, of sequences in one pass and in a pass each.
+
+    Args:
+        reference_path: the same model for transformers, where that does not read ``path``.
+    """
+    sequences = random_sequences(lengths)
+    mix = torch.rand(2, sum(lengths), generator=torch.Generator().manual_seed(0))
+    reference_path = reference_path or path
+    reference = load_transformers(reference_path)
+    expected = run_transformers(reference, sequences, 0.8)
+    ((expected.log_probs * mix[0]).sum() + (expected.entropy * mix[1]).sum()).backward()
+    gradients = dict(reference.named_parameters())
+    exact = Float64Gradients(reference_path, partial(mixed_outputs, sequences=sequences, mix=mix))
+    native = load_native(path)
+    packed = [run_native(native, sequences, 0.8)]
+    alone = [run_native(native, [sequence], 0.8) for sequence in sequences]
+    for outputs in (packed, alone):
+        native.zero_grad()
+        log_probs, entropy = (torch.cat([getattr(out, name) for out in outputs]) for name in ("log_probs", "entropy"))
+        torch.testing.assert_close(log_probs, expected.log_probs, atol=1e-5, rtol=0)
+        torch.testing.assert_close(entropy, expected.entropy, atol=1e-5, rtol=0)
+        ((log_probs * mix[0]).sum() + (entropy * mix[1]).sum()).backward()
+        found = gradients_by_transformers_name(path, native)
+        assert found.keys() == gradients.keys()
+        for name, gradient in found.items():
+            assert gradients[name].grad.any(), name
+            exact.assert_close(name, gradient, gradients[name].grad)

@@ -9,73 +9,42 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import ConfigError, ParallelConfig, UnsupportedError
 from rl_backend.model import find_model
 from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.feedforward.moe import MoESpec
 from rl_backend.model.mixers.mla import MLASpec
 from tests.support.deepseek import MODELS, change_config, write_latent
-from tests.support.families import load_native, load_transformers, random_sequences, run_native, run_transformers
+from tests.support.families import (
+    assert_equal_packed_and_alone,
+    load_native,
+    load_transformers,
+    random_sequences,
+    run_native,
+    run_transformers,
+)
 from tests.support.native import open_runtime, train
+from tests.support.released_deepseek import DEEPSEEK_V3
 
 LENGTHS = (7, 1, 100, 64, 65, 33, 1, 150)
 
 
-def load_reference(path: Path) -> nn.Module:
-    """transformers' model; of Kimi-K2 DeepSeek's class, as its own directories say."""
+def reference_path(path: Path) -> Path:
+    """For transformers: of Kimi-K2 with the model type of DeepSeek-V3, whose class its own directories name."""
     if json.loads((path / "config.json").read_text())["model_type"] != "kimi_k2":
-        return load_transformers(path)
+        return path
     copy = path.with_name(f"{path.name}-as-deepseek")
     shutil.copytree(path, copy, dirs_exist_ok=True)
     change_config(copy, model_type="deepseek_v3")
-    return load_transformers(copy)
-
-
-def gradients_by_transformers_name(path: Path, native: nn.Module) -> dict[str, Tensor]:
-    """In the shapes of transformers' parameters in memory, where experts are packed."""
-    config = read_hf_config(path)
-    family = find_model("auto", config)
-    names = family.weight_names(family.parse_config(config), "log_probs")
-    found = {}
-    for name, parameter in native.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        stored = names[name]
-        assert parameter.grad is not None, name
-        gradient = parameter.grad.flatten(1, 2) if name.endswith("gate_up_proj") else parameter.grad
-        found[stored if isinstance(stored, str) else f"model.{name}"] = gradient
-    return found
+    return copy
 
 
 @pytest.mark.shows("model: DeepSeek-V3, Kimi-K2 and GLM-4.7-Flash equal transformers' log-probs and gradients to 1e-5")
 @pytest.mark.parametrize("model", MODELS)
 def test_log_probs_and_gradients_equal_transformers_packed_and_alone(tmp_path: Path, model: str) -> None:
     path = write_latent(model, tmp_path / "model")
-    sequences = random_sequences(LENGTHS)
-    mix = torch.rand(2, sum(LENGTHS), generator=torch.Generator().manual_seed(0))
-    reference = load_reference(path)
-    expected = run_transformers(reference, sequences, 0.8)
-    ((expected.log_probs * mix[0]).sum() + (expected.entropy * mix[1]).sum()).backward()
-    gradients = dict(reference.named_parameters())
-    native = load_native(path)
-    packed = [run_native(native, sequences, 0.8)]
-    alone = [run_native(native, [sequence], 0.8) for sequence in sequences]
-    for outputs in (packed, alone):
-        native.zero_grad()
-        log_probs, entropy = (torch.cat([getattr(out, name) for out in outputs]) for name in ("log_probs", "entropy"))
-        torch.testing.assert_close(log_probs, expected.log_probs, atol=1e-5, rtol=0)
-        torch.testing.assert_close(entropy, expected.entropy, atol=1e-5, rtol=0)
-        ((log_probs * mix[0]).sum() + (entropy * mix[1]).sum()).backward()
-        found = gradients_by_transformers_name(path, native)
-        assert found.keys() == gradients.keys()
-        for name, gradient in found.items():
-            scale = float(gradients[name].grad.abs().max())
-            assert scale > 0.0, name
-            difference = float((gradient - gradients[name].grad).abs().max()) / scale
-            assert difference < 1e-5, f"{name}: {difference}"
+    assert_equal_packed_and_alone(path, LENGTHS, reference_path(path))
 
 
 @pytest.mark.parametrize("model", ["deepseek_v3", "glm4_moe_lite"])
@@ -96,55 +65,7 @@ def test_a_trained_model_is_saved_for_transformers_with_the_same_log_probs(tmp_p
     torch.testing.assert_close(native.log_probs, reference.log_probs, atol=1e-5, rtol=0)
 
 
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "DeepSeek-V3": {
-        "model_type": "deepseek_v3",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "aux_loss_alpha": 0.001,
-        "ep_size": 1,
-        "first_k_dense_replace": 3,
-        "hidden_act": "silu",
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "kv_lora_rank": 512,
-        "max_position_embeddings": 163840,
-        "moe_intermediate_size": 2048,
-        "moe_layer_freq": 1,
-        "n_group": 8,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_attention_heads": 128,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 61,
-        "num_key_value_heads": 128,
-        "num_nextn_predict_layers": 1,
-        "pretraining_tp": 1,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": {
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "factor": 40,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 4096,
-            "type": "yarn",
-        },
-        "rope_theta": 10000,
-        "routed_scaling_factor": 2.5,
-        "scoring_func": "sigmoid",
-        "seq_aux": True,
-        "tie_word_embeddings": False,
-        "topk_group": 4,
-        "topk_method": "noaux_tc",
-        "v_head_dim": 128,
-        "vocab_size": 129280,
-    },
-}
+PUBLISHED: dict[str, dict[str, Any]] = {"DeepSeek-V3": DEEPSEEK_V3}
 PUBLISHED["Kimi-K2"] = {
     **PUBLISHED["DeepSeek-V3"],
     "model_type": "kimi_k2",

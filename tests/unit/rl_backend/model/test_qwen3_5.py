@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import ConfigError, ParallelConfig, UnsupportedError
 from rl_backend.model import find_model
 from rl_backend.model.decoder_spec import DecoderSpec
@@ -21,10 +19,9 @@ from rl_backend.model.feedforward.moe import MoESpec
 from rl_backend.model.mixers.deltanet import DeltaNetSpec
 from rl_backend.model.mixers.gqa import GQASpec
 from tests.support.families import (
-    Float64Gradients,
+    assert_equal_packed_and_alone,
     load_native,
     load_transformers,
-    mixed_outputs,
     random_sequences,
     run_native,
     run_transformers,
@@ -44,45 +41,11 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 }
 
 
-def gradients_by_transformers_name(path: Path, native: nn.Module) -> dict[str, Tensor]:
-    """In the shapes of transformers' parameters in memory, where experts are packed."""
-    config = read_hf_config(path)
-    family = find_model("auto", config)
-    names = family.weight_names(family.parse_config(config), "log_probs")
-    found = {}
-    for name, parameter in native.named_parameters():
-        stored = names[name]
-        assert parameter.grad is not None, name
-        gradient = parameter.grad.flatten(1, 2) if name.endswith("gate_up_proj") else parameter.grad
-        found[stored if isinstance(stored, str) else f"model.{name}"] = gradient
-    return found
-
-
 @pytest.mark.shows("model: Qwen3.5, dense and mixture, and Qwen3-Next equal transformers' log-probs and gradients to 1e-5")
 @pytest.mark.parametrize("model", MODELS)
 def test_log_probs_and_gradients_equal_transformers_packed_and_alone(tmp_path: Path, model: str) -> None:
     path = MODELS[model](tmp_path / "model")
-    sequences = random_sequences(LENGTHS)
-    mix = torch.rand(2, sum(LENGTHS), generator=torch.Generator().manual_seed(0))
-    reference = load_transformers(path)
-    expected = run_transformers(reference, sequences, 0.8)
-    ((expected.log_probs * mix[0]).sum() + (expected.entropy * mix[1]).sum()).backward()
-    gradients = dict(reference.named_parameters())
-    exact = Float64Gradients(path, partial(mixed_outputs, sequences=sequences, mix=mix))
-    native = load_native(path)
-    packed = [run_native(native, sequences, 0.8)]
-    alone = [run_native(native, [sequence], 0.8) for sequence in sequences]
-    for outputs in (packed, alone):
-        native.zero_grad()
-        log_probs, entropy = (torch.cat([getattr(out, name) for out in outputs]) for name in ("log_probs", "entropy"))
-        torch.testing.assert_close(log_probs, expected.log_probs, atol=1e-5, rtol=0)
-        torch.testing.assert_close(entropy, expected.entropy, atol=1e-5, rtol=0)
-        ((log_probs * mix[0]).sum() + (entropy * mix[1]).sum()).backward()
-        found = gradients_by_transformers_name(path, native)
-        assert found.keys() == gradients.keys()
-        for name, gradient in found.items():
-            assert gradients[name].grad.any(), name
-            exact.assert_close(name, gradient, gradients[name].grad)
+    assert_equal_packed_and_alone(path, LENGTHS)
 
 
 @pytest.mark.parametrize("kind", [{}, {"moe": True}, {"moe": True, "packed": True}], ids=["dense", "mixture", "packed"])
