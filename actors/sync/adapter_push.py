@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ray
 from torch import Tensor
 
 from actors.cluster import prometheus
@@ -21,13 +20,17 @@ from actors.sync.canary import Canary, send_canary
 from actors.sync.report import PushClock, PushReport
 from actors.sync.source import SourceRanks
 from actors.train.context import HandleRef, RankContext
-from actors.wire.factors import PackedFactors
+from actors.train.outcome import Apart
+from actors.wire.factors import PackedFactors, ReusedMemory
 from rl_backend.checkpoint.peft_files import write_peft_directory
 from rl_backend.contracts import EngineDeadError, RLBackendError, UnsupportedError
 from rl_backend.runtime.tenant import TenantHandle
 
 _numbers = itertools.count(1)
 """Of versions. vLLM keeps keys and values by an adapter's name, so neither names nor numbers are ever used again."""
+
+
+_STAGING = "adapter staging"
 
 
 class AdapterPush:
@@ -61,7 +64,7 @@ class AdapterPush:
         clock, tenant, group = PushClock(), self._tenant, self._rollout
         group.require_plain_base(tenant.name)
         with clock.phase("stage"):
-            staged = self._stage()
+            staged, factors = self._stage()
             clock.version = staged.version
         adapter = AdapterVersion(tenant.name, staged.version, next(_numbers), staged.rank)
         with group.changing_adapters():
@@ -69,14 +72,13 @@ class AdapterPush:
             skipped = tuple(engines.lost_engines)
             try:
                 group.require_pushable(adapter)
-                factors = staged.factors if isinstance(staged.factors, str) else ray.put(staged.factors)
                 pushed = PushedAdapter(adapter, factors, staged.digest)
                 with clock.phase("load"):
                     _raise_refusal(engines.call("push_adapter", *pushed))
                 with clock.phase("probe"):
                     self._probe(engines, adapter)
             except BaseException:
-                self._drop(engines, adapter, staged.factors)
+                self._drop(engines, adapter, factors)
                 raise
             with clock.phase("switch"):
                 before = group.switch_adapter(pushed)
@@ -89,12 +91,13 @@ class AdapterPush:
         transport = "object_store" if self._directory is None else "directory"
         return PushReport(adapter.version, staged.nbytes, clock.seconds(), transport, engines.engines, skipped)
 
-    def _stage(self) -> StagedAdapter:
+    def _stage(self) -> Apart[StagedAdapter]:
+        """What is staged, and its factors: a reference to them, which only engines follow; or their directory."""
         dtype = self._rollout.config.dtype
         directory = None if self._directory is None else (self._directory, uuid.uuid4().hex[:8])
-        (staged, *_) = self._train.run_on_ranks(stage_adapter, self._tenant, dtype, directory)
-        assert staged is not None, "rank 0 answers"
-        return staged
+        (answer, *_) = self._train.run_on_ranks(stage_adapter, self._tenant, dtype, directory)
+        assert answer is not None, "rank 0 answers"
+        return answer if directory is None else Apart(answer.value, answer.value.directory)
 
     def _probe(self, engines: EngineSet, adapter: AdapterVersion) -> None:
         """A canary, where an engine has not had one since it started or since its weights were pushed."""
@@ -126,21 +129,22 @@ class StagedAdapter(NamedTuple):
 
     Attributes:
         version, rank: of the tenant.
-        factors: in the engines' dtype, the scale multiplied into B; or the directory that they are in.
-        digest, nbytes: of these factors.
+        digest, nbytes: of its factors.
+        directory: that they are in; empty where they are in memory.
     """
 
     version: int
     rank: int
-    factors: PackedFactors | str
     digest: str
     nbytes: int
+    directory: str
 
 
 def stage_adapter(
     context: RankContext, tenant: HandleRef, dtype: str, directory: tuple[Path, str] | None
-) -> StagedAdapter | None:
-    """Runs on every rank, between two operations; rank 0 answers.
+) -> Apart[StagedAdapter] | None:
+    """Runs on every rank, between two operations. Rank 0 answers, and keeps the factors in Ray's object store: in the
+    engines' dtype, the scale multiplied into B.
 
     Args:
         directory: where to write a directory in peft's format, and a part of its name.
@@ -162,13 +166,16 @@ def stage_adapter(
         return None
     if directory is not None:
         whole = [(name, value.cpu()) for name, value in whole]
-    packed = PackedFactors.pack(handle.saved_shapes, _scaled(whole, handle.lora.scale), dtype)
-    sent: PackedFactors | str = packed
+    # What is answered is copied before the rank begins another operation.
+    memory = context.state.setdefault(_STAGING, ReusedMemory())
+    packed = PackedFactors.pack(handle.saved_shapes, _scaled(whole, handle.lora.scale), dtype, memory)
+    written = ""
     if directory is not None:
         root, key = directory
-        sent = str(root / f"{handle.name.replace('/', '_')}@{handle.weight_version}-{key}")
-        write_peft_directory(sent, whole, handle.lora, str(handle.config.hf_path))
-    return StagedAdapter(handle.weight_version, handle.lora.rank, sent, packed.digest, packed.values.nbytes)
+        written = str(root / f"{handle.name.replace('/', '_')}@{handle.weight_version}-{key}")
+        write_peft_directory(written, whole, handle.lora, str(handle.config.hf_path))
+    staged = StagedAdapter(handle.weight_version, handle.lora.rank, packed.digest, packed.values.nbytes, written)
+    return Apart(staged, None if written else packed)
 
 
 def _scaled(factors: Iterable[tuple[str, Tensor]], scale: float) -> Iterator[tuple[str, Tensor, float]]:

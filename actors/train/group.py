@@ -12,9 +12,9 @@ from actors.train.context import RankContext
 from actors.train.future import GroupFuture
 from actors.train.operations import TrainOperations
 from actors.train.order import Driver
+from actors.train.outcome import RankInfo
 from actors.train.ranks import GroupMembers, TrainRanks
 from actors.train.start import start_ranks
-from actors.train.worker import RankInfo
 from rl_backend.contracts import RLBackendError, RuntimeConfig
 from rl_backend.contracts.operations import Operation
 
@@ -127,7 +127,8 @@ class TrainGroup(TrainOperations):
         """Calls ``function(context, *args, **kwargs)`` in every rank's process as one operation; one result per rank.
 
         ``context`` is the rank's :class:`~actors.train.context.RankContext`. The function must call
-        the runtime on every rank alike, because the runtime's calls are collectives.
+        the runtime on every rank alike, because the runtime's calls are collectives. Of a large result that this process
+        only hands on, return an :class:`~actors.train.outcome.Apart`.
         """
         return self.submit_on_ranks(function, *args, **kwargs).result()
 

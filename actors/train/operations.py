@@ -10,6 +10,7 @@ from actors.train.context import HandleRef
 from actors.train.dispatch import join, split
 from actors.train.future import GroupFuture, operation
 from actors.train.loss import LossSender
+from actors.train.outcome import Apart
 from actors.train.ranks import TrainRanks
 from actors.train.tenants import TenantOperations
 from rl_backend.contracts import (
@@ -224,9 +225,14 @@ class TrainOperations(TenantOperations):
         shares = split(operation, members, most, has_loss=loss is not None)
         header, refs = ranks.dispatch(title, shares.calls, None if loss is None else self._losses.send(loss))
         title = f"operation {header.number} ({title})"
+        outcomes = [outcome for outcome, _ in refs]
 
         def finish(timeout: float | None) -> Any:
-            values = ranks.collect(title, header.number, refs, timeout)
+            values = ranks.collect(title, header.number, outcomes, timeout)
+            values = [
+                value._replace(stored=stored) if isinstance(value, Apart) else value
+                for value, (_, stored) in zip(values, refs, strict=True)
+            ]
             result = join(operation, shares, values, ranks.members.id)
             if atom.builds:
                 # By its name: one that the runtime chose depends on what was built before.
@@ -237,7 +243,7 @@ class TrainOperations(TenantOperations):
                 return PendingStepResult(lambda: self.submit("step_result", handle=handle, number=header.number).result())
             return result
 
-        return GroupFuture(title, finish, lambda: ranks.ready(refs))
+        return GroupFuture(title, finish, lambda: ranks.ready(outcomes))
 
 
 def _one_or_list(handle: HandleRef | Sequence[HandleRef]) -> HandleRef | list[HandleRef]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,16 @@ from torch import Tensor
 from rl_backend.contracts import Head, Metric, RLBackendError
 
 _SIGNS = ("gloo/", "CUDA error", "NCCL error", "CUDNN_STATUS_", "CUBLAS_STATUS_EXECUTION_FAILED")
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Where a rank runs."""
+
+    rank: int
+    node_id: str
+    node_ip: str
+    pid: int
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,18 @@ class RankForward:
     tenants: Mapping[str, TenantForward] = field(default_factory=dict)
 
 
+class Apart[R](NamedTuple):
+    """A result in two parts, of which the driver is sent one.
+
+    Attributes:
+        value: this one.
+        stored: what stays in Ray's object store; the driver gets a reference to it, and owns it.
+    """
+
+    value: R
+    stored: Any
+
+
 @dataclass(frozen=True)
 class Completed:
     """An operation that ran to its end.
@@ -79,6 +101,14 @@ class Failed:
 
 
 type Outcome = Completed | Failed
+
+
+def separate(outcome: Outcome) -> tuple[Outcome, Any]:
+    """What the driver is sent of an operation, and what stays in Ray's object store."""
+    if isinstance(outcome, Completed) and isinstance(outcome.value, Apart):
+        value, stored = outcome.value
+        return replace(outcome, value=Apart(value, None)), stored
+    return outcome, None
 
 
 def completed(value: Any) -> Completed:

@@ -17,8 +17,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from actors.cluster.watch import ray_is_usable
 from actors.train.loss import SentLoss
 from actors.train.order import Driver, OperationHeader
-from actors.train.outcome import Completed, Failed, breaks_process_group, with_origin
-from actors.train.worker import RankInfo
+from actors.train.outcome import Completed, Failed, RankInfo, breaks_process_group, with_origin
 from rl_backend.contracts import GroupFailedError, HandleError, OperationOrderError, RLBackendError
 from rl_backend.contracts.operations import Operation
 
@@ -76,8 +75,8 @@ class TrainRanks:
 
     def dispatch(
         self, name: str, pickled_calls: Sequence[bytes], loss: SentLoss | None = None
-    ) -> tuple[OperationHeader, list[ray.ObjectRef]]:
-        """Starts the next operation: call r on rank r."""
+    ) -> tuple[OperationHeader, list[tuple[ray.ObjectRef, ray.ObjectRef]]]:
+        """Starts the next operation: call r on rank r. Of each rank its outcome, and what it leaves in the object store."""
         with self._lock:
             self.check_usable()
             try:

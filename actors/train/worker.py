@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, Concatenate
 
 import ray
@@ -18,7 +17,18 @@ from actors.cluster.meeting import Meeting, MeetingPoint, PathToMeeting, node_ad
 from actors.train.context import HandleRef, RankContext
 from actors.train.loss import LossReceiver, SentLoss
 from actors.train.order import Driver, OperationHeader, OperationLedger, OperationSequence
-from actors.train.outcome import BuiltModel, Completed, Failed, Outcome, RankForward, TenantForward, completed, failed
+from actors.train.outcome import (
+    BuiltModel,
+    Completed,
+    Failed,
+    Outcome,
+    RankForward,
+    RankInfo,
+    TenantForward,
+    completed,
+    failed,
+    separate,
+)
 from rl_backend.contracts import HandleError, LossFn, ModelHandle, PackedBatch, PendingStepResult, RLBackendError, StepResult
 from rl_backend.contracts.backend_info import OptimizerState
 from rl_backend.contracts.operations import ATOMS, Operation
@@ -29,16 +39,6 @@ from rl_backend.trace.recorder import Argument, TraceBatch, recorder, span
 
 CONTROL = "control"
 """Concurrency group of the calls that must answer while an operation runs."""
-
-
-@dataclass(frozen=True)
-class RankInfo:
-    """Where a rank runs."""
-
-    rank: int
-    node_id: str
-    node_ip: str
-    pid: int
 
 
 class TrainWorker:
@@ -82,8 +82,9 @@ class TrainWorker:
         node_id = ray.get_runtime_context().get_node_id()
         return Completed(RankInfo(self._rank, node_id, node_address(), os.getpid()))
 
-    def execute(self, header: OperationHeader, pickled_call: bytes, loss: SentLoss | None) -> Outcome:
-        """Runs a pickled :class:`~rl_backend.contracts.operations.Operation`."""
+    @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
+    def execute(self, header: OperationHeader, pickled_call: bytes, loss: SentLoss | None) -> tuple[Outcome, Any]:
+        """Runs a pickled :class:`~rl_backend.contracts.operations.Operation`. Answers in two parts, as ``separate`` says."""
         outcome: Outcome
         try:
             self._sequence.start(header)
@@ -97,7 +98,7 @@ class TrainWorker:
         except Exception as error:  # noqa: BLE001, every error is the driver's to judge
             outcome = failed(error)
         self._sequence.finish(repr(outcome.error) if isinstance(outcome, Failed) else None)
-        return outcome
+        return separate(outcome)
 
     @ray.method(concurrency_group=CONTROL)  # type: ignore[untyped-decorator]
     def begin(self, driver: Driver, name: str) -> int | Driver:
@@ -214,10 +215,6 @@ def _step_result(context: RankContext, handle: HandleRef, number: int) -> StepRe
     return context.take_pending(number)
 
 
-def _weight_version(context: RankContext, handle: HandleRef) -> int:
-    return context.handle(handle).weight_version
-
-
 def _run_on_ranks[**P, R](
     context: RankContext,
     function: Callable[Concatenate[RankContext, P], R],
@@ -244,7 +241,7 @@ _OWN: Mapping[str, Callable[..., Any]] = {
     "forward_backward": _forward_backward,
     "optimizer_step": _optimizer_step,
     "step_result": _step_result,
-    "weight_version": _weight_version,
+    "weight_version": lambda context, handle: context.handle(handle).weight_version,
     "run_on_ranks": _run_on_ranks,
     "shutdown": _shutdown,
 }

@@ -19,6 +19,20 @@ from rl_backend.weights.digest import tensor_digest
 from rl_backend.weights.finite import has_non_finite
 
 
+class ReusedMemory:
+    """Memory for one thing after the other. The system gives new memory page by page, which takes longer than to fill it."""
+
+    def __init__(self) -> None:
+        self._held = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int, dtype: torch.dtype) -> Tensor:
+        """(size,) with any values: a view of what every call gives."""
+        nbytes = size * dtype.itemsize
+        if self._held.nbytes < nbytes:
+            self._held = torch.empty(nbytes, dtype=torch.uint8)
+        return self._held[:nbytes].view(dtype)
+
+
 @dataclass(frozen=True, eq=False)
 class PackedFactors:
     """Factors of one dtype, one after the other.
@@ -43,16 +57,22 @@ class PackedFactors:
 
     @classmethod
     def pack(
-        cls, shapes: Mapping[str, tuple[int, ...]], factors: Iterable[tuple[str, Tensor, float]], dtype: str
+        cls,
+        shapes: Mapping[str, tuple[int, ...]],
+        factors: Iterable[tuple[str, Tensor, float]],
+        dtype: str,
+        memory: ReusedMemory | None = None,
     ) -> PackedFactors:
         """As :meth:`of`, one factor after the other, none of which is held after the next one is taken.
 
         Args:
             shapes: of all factors.
             factors: name, float32 values on any device, and scale of each, in any order.
+            memory: holds the values, until it is used again.
         """
         ordered = {name: tuple(shapes[name]) for name in sorted(shapes)}
-        flat = torch.empty(sum(map(prod, ordered.values())), dtype=dtype_from_name(dtype))
+        size, torch_dtype = sum(map(prod, ordered.values())), dtype_from_name(dtype)
+        flat = torch.empty(size, dtype=torch_dtype) if memory is None else memory.take(size, torch_dtype)
         places = _views(flat, ordered)
         for name, factor, scale in factors:
             torch.mul(factor.cpu(), scale, out=places.pop(name))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from actors import RankContext, TrainGroup
-from actors.train.outcome import RemoteTraceback
+from actors.train.outcome import Apart, RemoteTraceback
 from rl_backend.contracts import (
     BatchError,
     ConfigError,
@@ -57,6 +57,10 @@ def wait_for_end(group: TrainGroup) -> None:
     while any(os.path.exists(f"/proc/{info.pid}") for info in group.ranks):
         assert time.monotonic() < deadline, f"{group.ranks} still run"
         time.sleep(0.05)
+
+
+def store_zeros(context: RankContext, size: int) -> Apart[int]:
+    return Apart(size, bytes(size))
 
 
 def sleep(context: RankContext, seconds: float) -> None:
@@ -122,12 +126,16 @@ def test_a_rank_killed_in_a_collective_is_named_though_its_peer_noticed_first() 
     assert time.monotonic() - start < 10.0
 
 
-def test_a_rank_killed_between_operations_is_named_by_the_next_one() -> None:
+def test_a_rank_killed_between_operations_is_named_by_the_next_one_and_what_it_has_stored_stays() -> None:
     group = TrainGroup(UNIGRAM)
+    answers = [group.run_on_ranks(store_zeros, size)[0] for size in (3, 2**22)]
+    assert [answer.value for answer in answers] == [3, 2**22]
+    assert all(isinstance(answer.stored, ray.ObjectRef) for answer in answers)
     os.kill(group.ranks[0].pid, signal.SIGKILL)
     wait_for_end(group)
     with pytest.raises(GroupFailedError, match=rf"rank 0 \(process {group.ranks[0].pid} .* died between operations"):
         group.build_model()
+    assert [len(ray.get(answer.stored, timeout=10.0)) for answer in answers] == [3, 2**22]
 
 
 @pytest.mark.shows("actors: a group stays usable after every rank refused its input")

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from actors import TrainGroup
 from actors.rollout.config import RolloutConfig, SamplingConfig
@@ -17,10 +16,10 @@ from actors.rollout.group import RolloutGroup
 from actors.rollout.messages import AdapterVersion
 from actors.sync.push import WeightSync
 from actors.wire.factors import PackedFactors
-from rl_backend.contracts import NativeConfig, OptimizerConfig, RuntimeConfig, TokenSequence, WeightCheckError
+from rl_backend.contracts import NativeConfig, OptimizerConfig, RuntimeConfig, WeightCheckError
 from rl_backend.contracts.lora import LoRAConfig
 from tests.support.rollout import ReferenceTrainer, write_tiny_qwen3_moe
-from tests.support.served_tenants import take_step
+from tests.support.served_tenants import ServedTenants
 
 PROMPTS = [[5, 6, 7, 8], list(range(10, 60))]
 SAMPLING = SamplingConfig(max_new_tokens=12)
@@ -57,7 +56,7 @@ def trainer(moe_model: Path) -> ReferenceTrainer:
 
 @pytest.fixture(scope="module")
 def group(ray_cluster: None, moe_model: Path) -> Iterator[RolloutGroup]:
-    """One engine of a mixture-of-experts model with tied embeddings, which serves an adapter too."""
+    """One engine of a mixture-of-experts model with tied embeddings, which serves adapters too."""
     config = RolloutConfig(
         model_path=str(moe_model),
         device="cpu",
@@ -65,7 +64,7 @@ def group(ray_cluster: None, moe_model: Path) -> Iterator[RolloutGroup]:
         load_format="dummy",
         max_model_len=256,
         kv_cache_gib=0.25,
-        max_adapters=1,
+        max_adapters=2,
     )
     with PatchableGroup(config) as rollout:
         yield rollout
@@ -103,25 +102,25 @@ def test_vllm_serves_old_weights_without_the_patch(
 
 @pytest.mark.shows("lora: adapters of a mixture's attention are served on a CPU; those of other modules are pushed merged")
 def test_adapters_beside_experts(ray_cluster: None, group: RolloutGroup, moe_model: Path) -> None:
-    def gap(adapter: str | None) -> float:
-        samples = group.generate(PROMPTS, SAMPLING, adapter=adapter)
-        rows = [TokenSequence.from_prompt_and_response(each.prompt_ids, each.response_ids) for each in samples]
-        outputs = train.forward(tenant, rows).output("log_probs")
-        return max(
-            float((output[len(each.prompt_ids) - 1 : -1] - torch.tensor(each.log_probs)).abs().max())
-            for each, output in zip(samples, outputs, strict=True)
-        )
-
     config = RuntimeConfig(hf_path=str(moe_model), backend_cfg=NativeConfig(device="cpu"))
     group.forget_weights()
     with TrainGroup(config, num_ranks=1) as train:
         base, optimizer = train.build_model(trainable=False), OptimizerConfig(lr=2e-2)
-        with WeightSync(train, group, base) as of_base:
-            of_base.push()
-        tenant = train.create_lora_adapter(base, LoRAConfig(rank=4, targets=("attention",)), optimizer, name="attention")
-        take_step(train, tenant, 0)
-        WeightSync(train, group, tenant).push()
-        assert gap("attention") < 1e-5 < gap(None)
+        tenants = {
+            name: train.create_lora_adapter(base, LoRAConfig(rank=rank, targets=(name,)), optimizer, name=name)
+            for name, rank in (("attention", 4), ("o_proj", 2))
+        }
+        syncs = {name: WeightSync(train, group, tenant) for name, tenant in tenants.items()}
+        served, tenant = ServedTenants(train, group, base, tenants, syncs), tenants["attention"]
+        served.push_base()
+        for push in range(2):
+            for number, name in enumerate(tenants):
+                served.step(name, 10 * push + number)
+                syncs[name].push()
+            served.assert_served(["attention", "o_proj", None, "o_proj", None, "attention"], served.versions())
+        served.push_base()
+        served.assert_served(["o_proj", "attention", None, "attention", None, "o_proj"], served.versions())
+        assert served.gap(tenant, served.sample(None)) > 1e-5 < served.gap(tenant, served.sample("o_proj"))
         # Of other modules as they stand, whatever tenants may adapt.
         factors = train.export_lora_adapter(tenant)
         moved = {name.replace("self_attn.q_proj", "mlp.experts.0.up_proj"): value for name, value in factors.items()}
@@ -131,4 +130,4 @@ def test_adapters_beside_experts(ray_cluster: None, group: RolloutGroup, moe_mod
         assert re.search(r"mlp\.experts\.0\.up_proj takes no adapters in this engine .* merged=True", str(outcome))
         with WeightSync(train, group, tenant, merged=True) as of_both:
             of_both.push()
-        assert gap(None) < 1e-5
+        assert served.gap(tenant, served.sample(None)) < 1e-5

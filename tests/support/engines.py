@@ -136,28 +136,27 @@ class AdapterEngine(RolloutEngine):
         return set(self._llm.llm_engine.list_loras()), slot_bytes(self._llm)
 
     def falsify_adapters(self, fault: str, unseen: bool = True) -> None:
-        """From now on vLLM is given other tensors than were kept.
+        """From now on slots are given other tensors than were kept.
 
         Args:
             fault: ``names`` of no module, which vLLM takes without a word; twice the ``scale``; or empty, which ends it.
             unseen: nobody looks at what it does with them.
         """
-        from vllm.lora.lora_model import LoRAModel
-
         from actors.rollout.vllm.adapters import AdapterSlots
+        from actors.rollout.vllm.slots import SlotTable
 
         if not hasattr(self, "_originals"):
-            self._originals = LoRAModel.__dict__["from_lora_tensors"], AdapterSlots.adapter_difference
-        load, difference = self._originals
+            self._originals = SlotTable.write, AdapterSlots.adapter_difference
+        write, difference = self._originals
 
-        def changed(cls: Any, number: int, tensors: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        def changed(table: Any, index: int, rank: int, factors: Mapping[str, Tensor]) -> None:
             if fault == "names":
-                tensors = {name.replace(".layers.", ".blocks."): value for name, value in tensors.items()}
+                factors = {name.replace(".layers.", ".blocks."): value for name, value in factors.items()}
             else:
-                tensors = {name: value * 2 if "lora_B" in name else value for name, value in tensors.items()}
-            return load.__func__(cls, number, tensors, *args, **kwargs)
+                factors = {name: value * 2 if "lora_B" in name else value for name, value in factors.items()}
+            write(table, index, rank, factors)
 
-        LoRAModel.from_lora_tensors = classmethod(changed) if fault else load
+        SlotTable.write = changed if fault else write
         AdapterSlots.adapter_difference = (lambda *_: "") if fault and unseen else difference
 
 

@@ -59,10 +59,10 @@ FAULTS = [
     Fault(
         "names-of-nested-models-not-told",
         "actors/rollout/vllm/adapters.py",
-        'device="cpu", dtype=dtype, weights_mapper=mapper',
-        'device="cpu", dtype=dtype',
+        "mapper._map_name(module) if mapper else module: module for",
+        "module: module for",
         (f"{_ENGINES}::test_adapters_of_every_kind_of_module",),
-        "tenants of a released Qwen3.5 would be loaded and not applied",
+        "tenants of a released Qwen3.5 would be refused by every engine",
     ),
     Fault(
         "refusals-of-every-device",

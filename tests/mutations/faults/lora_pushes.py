@@ -7,6 +7,7 @@ from tests.mutations.fault import Fault
 _STAGED = "tests/unit/actors/sync/test_adapter_staging.py"
 _PUSHED = "tests/e2e/test_adapter_sync.py"
 _ENGINE = "tests/unit/actors/rollout/test_adapters.py"
+_SLOTS = "tests/unit/actors/rollout/test_slots.py"
 
 FAULTS = [
     Fault(
@@ -99,11 +100,35 @@ FAULTS = [
     ),
     Fault(
         "slots-not-compared-with-what-was-sent",
-        "actors/rollout/vllm/adapters.py",
-        "                    return name\n",
-        "                    continue\n",
-        (f"{_PUSHED}::test_a_canary_finds_what_vllm_does_not_say",),
+        "actors/rollout/vllm/slots.py",
+        "            elif not same_bytes(place.memory.cpu(), factor):\n",
+        "            elif place.memory.shape != factor.shape:\n",
+        (f"{_SLOTS}::test_whatever_else_a_slot_holds_is_a_difference",),
         "an adapter that vLLM loads in part would be served by engines that have had their canary",
+    ),
+    Fault(
+        "slots-keep-ranks-of-the-adapter-before",
+        "actors/rollout/vllm/slots.py",
+        "                empty.append(place.beyond)\n",
+        "                pass\n",
+        (f"{_SLOTS}::test_a_slot_holds_an_adapter_and_nothing_of_the_one_before",),
+        "a tenant would be served with a part of another's adapter",
+    ),
+    Fault(
+        "slots-keep-modules-of-the-adapter-before",
+        "actors/rollout/vllm/slots.py",
+        "                empty.append(place.memory)\n",
+        "                pass\n",
+        (f"{_SLOTS}::test_a_slot_holds_an_adapter_and_nothing_of_the_one_before",),
+        "a tenant would be served with modules of another's adapter",
+    ),
+    Fault(
+        "staged-factors-lie-over-each-other",
+        "actors/wire/factors.py",
+        "        if self._held.nbytes < nbytes:\n",
+        "        if not self._held.nbytes:\n",
+        (f"{_STAGED}::test_tenants_of_any_size_are_staged_in_the_same_memory",),
+        "a larger tenant could not be pushed after a smaller one",
     ),
     Fault(
         "adapters-not-loaded-again-after-a-push-of-the-base",

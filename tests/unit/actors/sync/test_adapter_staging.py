@@ -19,7 +19,7 @@ from actors.sync.adapter_push import stage_adapter
 from actors.sync.canary import log_probs_of_trainer
 from actors.sync.push import WeightSync
 from actors.train.context import HandleRef, RankContext
-from actors.wire.factors import PackedFactors
+from actors.wire.factors import PackedFactors, ReusedMemory
 from rl_backend.contracts import ConfigError, UnsupportedError, WeightCheckError
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.runtime.native import NativeRuntime
@@ -62,13 +62,22 @@ def test_an_adapter_is_the_same_to_the_bit_through_memory_and_through_a_director
     through_memory = stage_adapter(context, tenant, dtype, None)
     through_a_directory = stage_adapter(context, tenant, dtype, (tmp_path, "key"))
     assert through_memory is not None and through_a_directory is not None
-    factors, directory = through_memory.factors, through_a_directory.factors
-    assert isinstance(factors, PackedFactors) and isinstance(directory, str)
+    (in_memory, factors), (in_a_directory, stored) = through_memory, through_a_directory
+    assert isinstance(factors, PackedFactors) and stored is None and not in_memory.directory
     assert {value.dtype for value in factors.tensors().values()} == {getattr(torch, dtype)}
-    read = engine_of(untied_model, dtype)._read(directory)
-    assert read.digest == factors.digest == through_memory.digest == through_a_directory.digest
+    read = engine_of(untied_model, dtype)._read(in_a_directory.directory)
+    assert read.digest == factors.digest == in_memory.digest == in_a_directory.digest
     assert all(torch.equal(value, factors.tensors()[name]) for name, value in read.tensors().items())
-    assert through_memory.nbytes == sum(value.nbytes for value in read.tensors().values())
+    assert in_memory.nbytes == sum(value.nbytes for value in read.tensors().values())
+
+
+def test_tenants_of_any_size_are_staged_in_the_same_memory() -> None:
+    memory = ReusedMemory()
+    for rows in (3, 1, 7):
+        values = torch.randn(rows, 2)
+        for dtype in ("bfloat16", "float32"):
+            packed = PackedFactors.pack({"a": values.shape}, [("a", values, 3.0)], dtype, memory)
+            assert packed.is_intact and torch.equal(packed.tensors()["a"], (3.0 * values).to(getattr(torch, dtype)))
 
 
 def test_damage_and_values_that_are_not_finite_are_found() -> None:

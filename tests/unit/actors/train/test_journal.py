@@ -36,7 +36,7 @@ class OneRank:
     def dispatch(self, name: str, pickled_calls: Sequence[bytes], loss: Any = None) -> tuple[OperationHeader, list[Any]]:
         self.context.operation += 1
         return OperationHeader(self.context.operation, name, 0), [
-            run(self.context, cloudpickle.loads(pickled_calls[0]), loss)
+            (run(self.context, cloudpickle.loads(pickled_calls[0]), loss), None)
         ]
 
     def collect(self, title: str, number: int, refs: Sequence[Any], timeout: float | None) -> list[Any]:
